@@ -1,0 +1,34 @@
+"""FP8 training in JAX. `import jaxfp8 as fp8`."""
+
+from jaxfp8 import linen as linen
+from jaxfp8 import nnx as nnx
+from jaxfp8 import quantizers as quantizers
+from jaxfp8 import recipes as recipes
+from jaxfp8._errors import FP8StateError as FP8StateError
+from jaxfp8.diagnostics._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
+from jaxfp8.kernels.scaled_matmul._api import scaled_matmul as scaled_matmul
+from jaxfp8.numerics._formats import E4M3 as E4M3
+from jaxfp8.numerics._formats import E5M2 as E5M2
+from jaxfp8.numerics._formats import E8M0 as E8M0
+from jaxfp8.numerics._formats import Format as Format
+from jaxfp8.numerics._granularity import PerAxis as PerAxis
+from jaxfp8.numerics._granularity import PerRow as PerRow
+from jaxfp8.numerics._granularity import PerTensor as PerTensor
+from jaxfp8.ops._checkpoint_policies import save_fp8_residuals as save_fp8_residuals
+from jaxfp8.ops._dot import dot as dot
+from jaxfp8.ops._dot_general import dot_general as dot_general
+from jaxfp8.ops._einsum import einsum as einsum
+from jaxfp8.ops._quantize import fake_quantize as fake_quantize
+from jaxfp8.ops._quantize import quantize as quantize
+from jaxfp8.ops._state import MatmulState as MatmulState
+from jaxfp8.ops._state import commit as commit
+from jaxfp8.ops._state import fork as fork
+from jaxfp8.ops._state import freeze as freeze
+from jaxfp8.ops._state import init_state as init_state
+from jaxfp8.ops._state import merge_seen as merge_seen
+from jaxfp8.ops._state import nothing_seen as nothing_seen
+from jaxfp8.ops._value_and_grad import value_and_grad as value_and_grad
+from jaxfp8.recipes._compiler_options import compiler_options as compiler_options
+from jaxfp8.recipes._recipe import Operands as Operands
+from jaxfp8.recipes._recipe import Recipe as Recipe
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor as QuantizedTensor

@@ -1,0 +1,17 @@
+"""Types that every floor may use."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+Array: TypeAlias = jax.Array
+ArrayLike: TypeAlias = Any  # what `jnp.asarray` takes; jax's own ArrayLike leaves out lists
+DType: TypeAlias = Any  # what `jnp.dtype` takes
+PyTree: TypeAlias = Any
+Axes: TypeAlias = tuple[int, ...]
+DotDimensionNumbers: TypeAlias = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""`((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, as in `jax.lax.dot_general`."""
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+Implementation: TypeAlias = Literal["reference", "xla"] | None
+"""A kernel backend by name; None takes the first one that can."""

@@ -1,0 +1,1 @@
+"""How a chip casts and multiplies."""

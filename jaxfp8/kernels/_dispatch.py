@@ -1,0 +1,39 @@
+"""The dispatch loop: the one place that picks a backend for an operation."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def dispatch(operation: str, backends: Mapping[str, Callable[..., Any]], implementation: str | None, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the first backend that can do the case.
+
+    A backend that cannot says so with NotImplementedError and its reason. With `implementation=None` the backends are
+    tried in the order of the table; a backend that is asked for by name is the only one tried, and fails loudly.
+
+    Args:
+      operation: its name, for messages.
+      backends: name -> function, best first.
+      implementation: a name of the table, or None.
+      *args: for the backend.
+      **kwargs: for the backend.
+
+    Raises:
+      ValueError: for an unknown name.
+      NotImplementedError: from the backend that was asked for by name.
+      ExceptionGroup: of every reason, if no backend could.
+
+    Example:
+      >>> dispatch("double", {"xla": lambda x: 2 * x}, None, 3)
+      6
+    """
+    if implementation is not None:
+        if implementation not in backends:
+            raise ValueError(f"implementation={implementation!r} of {operation} is unknown; use None or one of {sorted(backends)}.")
+        return backends[implementation](*args, **kwargs)
+    reasons: list[Exception] = []
+    for name, backend in backends.items():
+        try:
+            return backend(*args, **kwargs)
+        except NotImplementedError as reason:
+            reasons.append(NotImplementedError(f"{name}: {reason}"))
+    raise ExceptionGroup(f"no backend of {operation} can do this case", reasons)

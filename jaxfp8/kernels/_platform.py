@@ -1,0 +1,54 @@
+"""The chips that FP8 code is written for. A chip is named by the user, never detected."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A chip by what it can do.
+
+    Attributes:
+      name: as users type it.
+      platform: jax's platform name.
+      compute_capability: of an NVIDIA GPU, (major, minor); None elsewhere.
+      fp8_matmul: whether it multiplies FP8 in hardware by a route that XLA can take.
+    """
+
+    name: str
+    platform: Literal["cpu", "cuda", "rocm", "tpu"]
+    compute_capability: tuple[int, int] | None = None
+    fp8_matmul: bool = False
+
+
+# cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating point").
+# ROCm and TPU have FP8 units too, but nothing here was ever compiled or run for them: they take the portable path.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(name="cpu", platform="cpu"),
+        Chip(name="a100", platform="cuda", compute_capability=(8, 0)),
+        Chip(name="l4", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
+        Chip(name="l40s", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
+        Chip(name="h100", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
+        Chip(name="h200", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
+        Chip(name="b200", platform="cuda", compute_capability=(10, 0), fp8_matmul=True),
+        Chip(name="mi300x", platform="rocm"),
+        Chip(name="tpu", platform="tpu"),
+    )
+}
+
+
+def chip_named(name: str) -> Chip:
+    """The chip of that name.
+
+    Raises:
+      ValueError: for a name that is not in the table.
+
+    Example:
+      >>> chip_named("h200").compute_capability
+      (9, 0)
+    """
+    if name not in CHIPS:
+        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
+    return CHIPS[name]

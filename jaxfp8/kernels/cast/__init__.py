@@ -1,0 +1,1 @@
+"""High precision to FP8."""

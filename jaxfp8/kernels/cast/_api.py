@@ -1,0 +1,37 @@
+"""The door of the cast: high precision in, QuantizedTensor out."""
+
+from jaxfp8._typing import Array, Implementation, Rounding
+from jaxfp8.kernels._dispatch import dispatch
+from jaxfp8.kernels.cast import _reference, _xla
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+BACKENDS = {"xla": _xla.cast, "reference": _reference.cast}
+
+
+def cast(
+    x: Array,
+    multiplier: Array,
+    format: Format,
+    granularity: AbstractGranularity,
+    *,
+    rounding: Rounding = "nearest",
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> QuantizedTensor:
+    """`values = round(clip(x * multiplier))`, `scale = 1 / multiplier`.
+
+    Args:
+      x: [...] floating point.
+      multiplier: float32 of shape `granularity.scale_shape(x.shape)`, in [2^-126, 2^126].
+      format: E4M3 or E5M2.
+      granularity: which values share a scale.
+      rounding: "nearest" or "stochastic".
+      key: a jax PRNG key, for stochastic rounding.
+      implementation: a backend by name, or None for the first that can.
+
+    Returns:
+      A QuantizedTensor that stands for x.
+    """
+    return dispatch("cast", BACKENDS, implementation, x, multiplier, format, granularity, rounding=rounding, key=key)

@@ -1,0 +1,75 @@
+"""The scaled matmul for XLA: one spelling that NVIDIA's compiler turns into cuBLASLt, one for every other platform.
+
+On CUDA the operands are dequantized in the graph ("QDQ"): XLA's GEMM rewriter recognises
+`dot(convert(values) * broadcast(scale), ...)` with scalar scales and emits one `__cublas$lt$matmul$f8` call that takes the
+FP8 payloads and the float32 scales. Scales that vary along an axis never match; then the bare payloads are multiplied
+(which matches too) and the result is scaled by one more elementwise pass.
+
+Elsewhere every FP8 value is exact in bfloat16, so the payloads are multiplied as bfloat16 with float32 accumulation, the
+fastest matmul that XLA has on CPUs, and the float32 product is scaled.
+
+References:
+  XLA, gpu/transforms/gemm_rewriter.cc; JAX-Toolbox, NATIVE_FP8.md.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8.numerics._granularity import PerTensor
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def scaled_matmul(
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    *,
+    dimension_numbers: DotDimensionNumbers,
+    out_dtype: DType,
+    fast_accumulation: bool,
+    out_sharding: Any,
+) -> Array:
+    """See `kernels.scaled_matmul._api.scaled_matmul`."""
+    # XLA passes HIGHEST on to cuBLASLt as "no fast accumulation".
+    precision = lax.Precision.DEFAULT if fast_accumulation else lax.Precision.HIGHEST
+    dot = functools.partial(
+        lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, out_sharding=out_sharding
+    )
+    per_tensor = isinstance(lhs.granularity, PerTensor) and isinstance(rhs.granularity, PerTensor)
+    scales = [_along_output(lhs, rhs, dimension_numbers, side) for side in (0, 1)]
+    scale_by_rows = lambda product: ((product.astype(jnp.float32) * scales[0]) * scales[1]).astype(out_dtype)
+    # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
+    matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
+
+    def cuda(l: Array, r: Array) -> Array:
+        if not per_tensor:
+            return scale_by_rows(dot(l, r, preferred_element_type=matmul_dtype))
+        # The scales' cast to bfloat16 is not rounding: the rewriter passes the float32 scalars to the call.
+        l, r = (v.astype(jnp.bfloat16) * t.scale.astype(jnp.bfloat16) for v, t in ((l, lhs), (r, rhs)))
+        return dot(l, r, preferred_element_type=matmul_dtype).astype(out_dtype)
+
+    def portable(l: Array, r: Array) -> Array:
+        product = dot(l.astype(jnp.bfloat16), r.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        return scale_by_rows(product)
+
+    return lax.platform_dependent(lhs.values, rhs.values, cuda=cuda, default=portable)
+
+
+def _along_output(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> Array:
+    """The scale of one operand, laid along the axes of the product (batch, lhs kept, rhs kept)."""
+    operand = (lhs, rhs)[side]
+    if isinstance(operand.granularity, PerTensor):
+        return operand.scale
+    contracted, batch = ((tuple(lhs_axes), tuple(rhs_axes)) for lhs_axes, rhs_axes in dimension_numbers)
+    kept: list[Axes] = [
+        tuple(axis for axis in range(tensor.ndim) if axis not in contracted[i] + batch[i]) for i, tensor in enumerate((lhs, rhs))
+    ]
+    scale = operand.scale.transpose(batch[side] + kept[side] + contracted[side])
+    n_batch, n_kept = len(batch[side]), len(kept[side])
+    scale = jnp.squeeze(scale, axis=tuple(range(n_batch + n_kept, scale.ndim)))  # contracted: size 1, or it had been refused
+    first = n_batch if side == 1 else n_batch + n_kept
+    return jnp.expand_dims(scale, tuple(range(first, first + len(kept[1 - side]))))

@@ -1,0 +1,7 @@
+"""FP8 layers for flax.linen."""
+
+from jaxfp8.linen._dot_general import FP8DotGeneral as FP8DotGeneral
+from jaxfp8.linen._layers import FP8Dense as FP8Dense
+from jaxfp8.linen._layers import FP8DenseGeneral as FP8DenseGeneral
+from jaxfp8.linen._layers import FP8Einsum as FP8Einsum
+from jaxfp8.linen._state import COLLECTION as COLLECTION

@@ -1,0 +1,55 @@
+"""`FP8DotGeneral`: the plug for flax's `dot_general_cls=`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.linen._state import matmul_state
+from jaxfp8.ops._dot_general import dot_general
+from jaxfp8.recipes._presets import delayed
+from jaxfp8.recipes._recipe import Recipe
+
+
+class FP8DotGeneral(nn.Module):
+    """A module that is called like `jax.lax.dot_general` and holds the quantizer state of one matmul.
+
+    Attributes:
+      recipe: which quantizer for which operand.
+      reduce_axes: see `fp8.dot_general`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from jaxfp8 import recipes
+      >>> from jaxfp8.linen import FP8DotGeneral
+      >>> layer = nn.Dense(4, dot_general_cls=FP8DotGeneral.using(recipes.delayed()))
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> sorted(variables)
+      ['_overwrite_with_gradient', 'params']
+    """
+
+    recipe: Recipe = delayed()
+    reduce_axes: tuple[str, ...] | None = None
+
+    @classmethod
+    def using(cls, recipe: Recipe, *, reduce_axes: tuple[str, ...] | None = None) -> Callable[..., "FP8DotGeneral"]:
+        """What `dot_general_cls=`, `qkv_dot_general_cls=` and `out_dot_general_cls=` take: this class with its recipe."""
+        return functools.partial(cls, recipe=recipe, reduce_axes=reduce_axes)
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DType | None = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        """See `fp8.dot_general`."""
+        return dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type,
+            recipe=self.recipe, state=matmul_state(self, self.recipe), out_sharding=out_sharding, reduce_axes=self.reduce_axes,
+        )  # fmt: skip

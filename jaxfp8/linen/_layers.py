@@ -1,0 +1,114 @@
+"""flax.linen's dense layers with FP8 matmuls: the same arguments, parameters and initial values, and a recipe."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array
+from jaxfp8.linen._dot_general import FP8DotGeneral
+from jaxfp8.linen._state import matmul_state
+from jaxfp8.ops._einsum import einsum
+from jaxfp8.recipes._presets import delayed
+from jaxfp8.recipes._recipe import Recipe
+
+
+def _plug(layer: Any) -> None:
+    """Put the layer's recipe where flax looks for its dot_general, before the module is complete."""
+    if not isinstance(layer.recipe, Recipe):
+        raise TypeError(f"recipe={layer.recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+    plug = FP8DotGeneral.using(layer.recipe, reduce_axes=layer.reduce_axes)
+    given = layer.dot_general_cls
+    ours = getattr(given, "func", None) is FP8DotGeneral
+    if layer.dot_general is not None or (given is not None and not ours):
+        raise ValueError(
+            f"{type(layer).__name__} brings its own dot_general; drop dot_general= and dot_general_cls=, or use "
+            f"nn.{type(layer).__name__.removeprefix('FP8')}."
+        )
+    layer.dot_general_cls = plug
+
+
+class FP8Dense(nn.Dense):
+    """`flax.linen.Dense` in FP8.
+
+    Attributes:
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+      (the others): of `flax.linen.Dense`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import FP8Dense
+      >>> layer = FP8Dense(4, dtype=jnp.bfloat16)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
+      (2, 4)
+    """
+
+    recipe: Recipe = delayed()
+    reduce_axes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _plug(self)
+        super().__post_init__()
+
+
+class FP8DenseGeneral(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.
+
+    Attributes:
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+      (the others): of `flax.linen.DenseGeneral`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import FP8DenseGeneral
+      >>> layer = FP8DenseGeneral(features=(2, 3), axis=-1)
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((5, 8)))[0].shape
+      (5, 2, 3)
+    """
+
+    recipe: Recipe = delayed()
+    reduce_axes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _plug(self)
+        super().__post_init__()
+
+
+class FP8Einsum(nn.Einsum):
+    """`flax.linen.Einsum` in FP8. flax's own has no `dot_general_cls=` to plug into.
+
+    Attributes:
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+      (the others): of `flax.linen.Einsum`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import FP8Einsum
+      >>> layer = FP8Einsum((8, 4), "bd,dk->bk")
+      >>> layer.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape
+      (2, 4)
+    """
+
+    recipe: Recipe = delayed()
+    reduce_axes: tuple[str, ...] | None = None
+
+    @nn.compact
+    def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
+        """Apply the einsum; as in `flax.linen.Einsum`, the equation is given here or as an attribute, not both."""
+        equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
+        if "->" not in equation or equation.count(",") != 1:
+            raise ValueError(f"einsum_str={equation!r} must have two operands and an explicit '->'.")
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias, bias_shape = None, ()
+        if self.use_bias:
+            own_shape, bias_shape = self._get_bias_shape(equation, inputs, kernel)
+            bias = self.param("bias", self.bias_init, own_shape, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        y = einsum(
+            equation, inputs, kernel, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
+            preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes,
+        )  # fmt: skip
+        return y if bias is None else y + jnp.reshape(bias, bias_shape)

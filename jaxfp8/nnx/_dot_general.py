@@ -1,0 +1,84 @@
+"""The callables that nnx layers take for their matmul, with the state that goes with it."""
+
+from typing import Any
+
+from flax import nnx
+
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.nnx._state import new_state
+from jaxfp8.ops._dot_general import dot_general
+from jaxfp8.ops._einsum import einsum
+from jaxfp8.ops._state import MatmulState
+from jaxfp8.recipes._presets import delayed
+from jaxfp8.recipes._recipe import Recipe
+
+
+class AbstractFP8Matmul(nnx.Module):
+    """A recipe, and the state of the one matmul that it is for: give each layer its own."""
+
+    def __init__(self, recipe: Recipe | None = None, *, reduce_axes: tuple[str, ...] | None = None) -> None:
+        self.recipe = delayed() if recipe is None else recipe
+        self.reduce_axes = reduce_axes
+        self.state = nnx.data(new_state(self.recipe))
+
+    @property
+    def matmul_state(self) -> MatmulState | tuple[()]:
+        return () if self.state is None else self.state.get_value()
+
+
+class FP8DotGeneral(AbstractFP8Matmul):
+    """A module that is called like `jax.lax.dot_general`, for `dot_general=` of nnx layers.
+
+    Args:
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxfp8.nnx import FP8DotGeneral
+      >>> layer = nnx.Linear(8, 4, dot_general=FP8DotGeneral(), rngs=nnx.Rngs(0))
+    """
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: DotDimensionNumbers,
+        precision: Any = None,
+        preferred_element_type: DType | None = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        """See `fp8.dot_general`."""
+        return dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type,
+            recipe=self.recipe, state=self.matmul_state, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
+        )  # fmt: skip
+
+
+class FP8EinsumOp(AbstractFP8Matmul):
+    """A module that is called like `jnp.einsum` of two operands, for `einsum_op=` of `nnx.Einsum`.
+
+    Args:
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jaxfp8.nnx import FP8EinsumOp
+      >>> layer = nnx.Einsum("bd,dk->bk", (8, 4), einsum_op=FP8EinsumOp(), rngs=nnx.Rngs(0))
+    """
+
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array,
+        rhs: Array,
+        precision: Any = None,
+        preferred_element_type: DType | None = None,
+        out_sharding: Any = None,
+    ) -> Array:
+        """See `fp8.einsum`."""
+        return einsum(
+            equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
+            preferred_element_type=preferred_element_type, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
+        )  # fmt: skip

@@ -1,0 +1,115 @@
+"""flax.nnx's dense layers with FP8 matmuls: the same arguments, parameters and initial values, and a recipe."""
+
+from typing import Any
+
+from flax import nnx
+
+from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
+from jaxfp8.recipes._recipe import Recipe
+
+
+def _refuse(layer: str, **given: Any) -> None:
+    """Raise if the caller brings another matmul."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{layer} brings its own matmul; drop {name}={value!r}, or use nnx.{layer.removeprefix('FP8')}.")
+
+
+class FP8Linear(nnx.Linear):
+    """`flax.nnx.Linear` in FP8.
+
+    Args:
+      in_features: size of the contracted axis.
+      out_features: size of the last output axis.
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+      **arguments: of `flax.nnx.Linear`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxfp8.nnx import FP8Linear
+      >>> FP8Linear(8, 4, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(jnp.ones((2, 8))).shape
+      (2, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        recipe: Recipe | None = None,
+        reduce_axes: tuple[str, ...] | None = None,
+        **arguments: Any,
+    ) -> None:
+        _refuse("FP8Linear", dot_general=arguments.get("dot_general"))
+        arguments["dot_general"] = FP8DotGeneral(recipe, reduce_axes=reduce_axes)
+        super().__init__(in_features, out_features, **arguments)
+
+
+class FP8LinearGeneral(nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` in FP8: any contracted and batch axes.
+
+    Args:
+      in_features: sizes of the contracted axes.
+      out_features: sizes of the output axes.
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+      **arguments: of `flax.nnx.LinearGeneral`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxfp8.nnx import FP8LinearGeneral
+      >>> FP8LinearGeneral(8, (2, 3), rngs=nnx.Rngs(0))(jnp.ones((5, 8))).shape
+      (5, 2, 3)
+    """
+
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        recipe: Recipe | None = None,
+        reduce_axes: tuple[str, ...] | None = None,
+        **arguments: Any,
+    ) -> None:
+        _refuse(
+            "FP8LinearGeneral", dot_general=arguments.get("dot_general"), dot_general_cls=arguments.get("dot_general_cls")
+        )
+        arguments["dot_general"] = FP8DotGeneral(recipe, reduce_axes=reduce_axes)
+        super().__init__(in_features, out_features, **arguments)
+
+
+class FP8Einsum(nnx.Einsum):
+    """`flax.nnx.Einsum` in FP8.
+
+    Args:
+      einsum_str: the equation, the kernel being the second operand.
+      kernel_shape: shape of the kernel.
+      bias_shape: shape of the bias, None for none.
+      recipe: which quantizer for which operand; default: delayed scaling.
+      reduce_axes: see `fp8.dot_general`.
+      **arguments: of `flax.nnx.Einsum`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxfp8.nnx import FP8Einsum
+      >>> FP8Einsum("bd,dk->bk", (8, 4), rngs=nnx.Rngs(0))(jnp.ones((2, 8))).shape
+      (2, 4)
+    """
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: tuple[int, ...],
+        bias_shape: tuple[int, ...] | None = None,
+        *,
+        recipe: Recipe | None = None,
+        reduce_axes: tuple[str, ...] | None = None,
+        **arguments: Any,
+    ) -> None:
+        _refuse("FP8Einsum", einsum_op=arguments.get("einsum_op"))
+        arguments["einsum_op"] = FP8EinsumOp(recipe, reduce_axes=reduce_axes)
+        super().__init__(einsum_str, kernel_shape, bias_shape, **arguments)

@@ -1,0 +1,88 @@
+"""`value_and_grad` for nnx models: gradients out, quantizer state updated in place."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from jaxfp8._typing import PyTree
+from jaxfp8.nnx._state import FP8State
+from jaxfp8.ops._state import commit as commit_seen
+from jaxfp8.ops._value_and_grad import value_and_grad as functional_value_and_grad
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    commit: bool = True,
+    wrt: Any = nnx.Param,
+    reduce_axes: Sequence[str] | None = None,
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` for a model with FP8 layers, which it updates in place.
+
+    Args:
+      loss_fn: `loss_fn(model, *args, **kwargs) -> loss` (or `(loss, aux)`).
+      has_aux: as in `nnx.value_and_grad`.
+      commit: update the model's quantizer states; else return what was seen, for `fp8.merge_seen` and one
+        `fp8.nnx.commit` per optimizer step.
+      wrt: the Variables to differentiate with respect to.
+      reduce_axes: see `fp8.value_and_grad`.
+
+    Returns:
+      A function `(model, *args, **kwargs) -> (loss, grads)`, or `(loss, grads, seen)` with `commit=False`. Other state
+      that the loss changes (batch statistics, random streams) is updated too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
+      >>> loss, grads = fp8.nnx.value_and_grad(lambda model, x: model(x).sum())(layer, jnp.ones((2, 8)))
+      >>> float(layer.dot_general.state.get_value().amax_history[0, -1])
+      1.0
+    """
+
+    @functools.wraps(loss_fn)
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        graphdef, params, states, rest = nnx.split(model, wrt, FP8State, ...)
+
+        def pure(params: PyTree, states: PyTree) -> Any:
+            # copy: Variables of this trace, so that what the loss writes does not leak out of it.
+            inner = nnx.merge(graphdef, params, states, rest, copy=True)
+            out = loss_fn(inner, *args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+            return loss, (aux, nnx.split(inner, wrt, FP8State, ...)[3])
+
+        run = functional_value_and_grad(pure, has_aux=True, commit=commit, reduce_axes=reduce_axes)
+        (loss, (aux, changed)), grads, new = run(params, states)
+        nnx.update(model, changed)
+        value = (loss, aux) if has_aux else loss
+        if not commit:
+            return value, grads, new
+        nnx.update(model, new)
+        return value, grads
+
+    return wrapped
+
+
+def commit(model: Any, seen: PyTree) -> None:
+    """Update the quantizer states of a model with what its microbatches saw; once per optimizer step.
+
+    Args:
+      model: an nnx module.
+      seen: from `fp8.nnx.value_and_grad(..., commit=False)`, merged with `fp8.merge_seen`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
+      >>> run = fp8.nnx.value_and_grad(lambda model, x: model(x).sum(), commit=False)
+      >>> seen = fp8.merge_seen(run(layer, jnp.ones((2, 8)))[2], run(layer, 3 * jnp.ones((2, 8)))[2])
+      >>> fp8.nnx.commit(layer, seen)
+      >>> float(layer.dot_general.state.get_value().amax_history[0, -1])
+      3.0
+    """
+    nnx.update(model, commit_seen(nnx.state(model, FP8State), seen))

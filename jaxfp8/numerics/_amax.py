@@ -1,0 +1,32 @@
+"""The largest magnitude of each scale cell."""
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array
+from jaxfp8.numerics._float32 import to_float32
+from jaxfp8.numerics._granularity import AbstractGranularity
+
+
+def amax(x: Array, granularity: AbstractGranularity) -> Array:
+    """`max |x|` over each scale cell, float32; inf if the cell holds an inf or a NaN; 0 for an empty cell.
+
+    NaN is turned into inf before the maximum, because XLA's CPU maximum loses NaN in larger arrays.
+
+    Args:
+      x: [...] floating point.
+      granularity: which values share a cell.
+
+    Returns:
+      Array of `granularity.scale_shape(x.shape)`, float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> amax(jnp.array([[1.0, -3.0], [2.0, 0.5]]), fp8.PerAxis(0))
+      Array([[3.],
+             [2.]], dtype=float32)
+    """
+    magnitude = jnp.abs(to_float32(x))
+    magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
+    keep = len(granularity.scale_shape(x.shape)) > 0
+    return jnp.max(magnitude, axis=granularity.reduced_axes(x.ndim), initial=0.0, keepdims=keep)

@@ -1,0 +1,26 @@
+"""The float32 view of an input that every rule starts from."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._typing import Array
+
+TINY = float(np.finfo(np.float32).tiny)
+"""2^-126, the smallest normal float32. CPUs and GPUs flush what lies below, not consistently; so it counts as zero."""
+_MAX = float(np.finfo(np.float32).max)
+
+
+def to_float32(x: Array) -> Array:
+    """`x` [...] in float32, magnitudes below 2^-126 as zeros of the same sign, float64 overflow as the largest float32.
+
+    Finite stays finite, non-finite stays non-finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> to_float32(jnp.array([1e-39, -2.0], jnp.float32))
+      Array([ 0., -2.], dtype=float32)
+    """
+    if x.dtype == jnp.float64:
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -_MAX, _MAX), x)
+    x = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(x) < TINY, jnp.copysign(jnp.zeros_like(x), x), x)

@@ -1,0 +1,72 @@
+"""The 8-bit formats: what they can hold.
+
+References:
+  Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433 (E4M3, E5M2).
+  OCP Microscaling Formats (MX) v1.0, section 5.4 (E8M0).
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import ml_dtypes
+
+from jaxfp8._typing import DType
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """An 8-bit floating-point format.
+
+    Attributes:
+      name: the field's name for it, `E4M3` for instance.
+      dtype: the jax dtype that stores it.
+      max: largest finite value.
+      mantissa_bits: stored bits of the significand.
+      min_exponent: exponent of the smallest normal value; subnormals share its spacing.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> fp8.E4M3.max, fp8.E5M2.max
+      (448.0, 57344.0)
+    """
+
+    name: str
+    dtype: DType
+    max: float
+    mantissa_bits: int
+    min_exponent: int
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _format(name: str, dtype: DType) -> Format:
+    info = ml_dtypes.finfo(dtype)
+    return Format(name=name, dtype=jnp.dtype(dtype), max=float(info.max), mantissa_bits=info.nmant, min_exponent=info.minexp)
+
+
+E4M3 = _format("E4M3", jnp.float8_e4m3fn)
+"""4 exponent and 3 mantissa bits, no infinity, largest value 448: weights and activations."""
+E5M2 = _format("E5M2", jnp.float8_e5m2)
+"""5 exponent and 2 mantissa bits, largest value 57344: gradients, which need range."""
+E8M0 = _format("E8M0", jnp.float8_e8m0fnu)
+"""Powers of two only, 2^-127 to 2^127: the scales of the MX formats, never values."""
+
+VALUE_FORMATS = (E4M3, E5M2)
+
+
+def format_of(dtype: DType) -> Format:
+    """The format that a dtype stores.
+
+    Raises:
+      ValueError: for a dtype that is none of ours.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> format_of(jnp.float8_e5m2)
+      E5M2
+    """
+    for candidate in (*VALUE_FORMATS, E8M0):
+        if candidate.dtype == jnp.dtype(dtype):
+            return candidate
+    raise ValueError(f"dtype {jnp.dtype(dtype).name} is no FP8 format; use one of {[f.dtype.name for f in VALUE_FORMATS]}.")

@@ -1,0 +1,128 @@
+"""Granularity: which values share one scale.
+
+A scale has the rank of its values (per axis) or none (per tensor), so that `values * scale` broadcasts.
+"""
+
+import abc
+import dataclasses
+
+from jaxfp8._typing import Axes
+
+
+class AbstractGranularity(abc.ABC):
+    """Which values of an array share one scale."""
+
+    @abc.abstractmethod
+    def reduced_axes(self, ndim: int) -> Axes:
+        """Axes that lie inside one scale cell, for an array of `ndim` axes."""
+
+    @abc.abstractmethod
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scale of an array of this shape."""
+
+    @abc.abstractmethod
+    def for_matmul(self, kept: Axes) -> "AbstractGranularity":
+        """The granularity of an operand whose axes `kept` are not contracted by the matmul that reads it."""
+
+    @abc.abstractmethod
+    def transpose(self, permutation: Axes) -> "AbstractGranularity":
+        """The granularity of the values after `jnp.transpose(values, permutation)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor(AbstractGranularity):
+    """One scale for the whole array, of shape [].
+
+    Example:
+      >>> PerTensor().scale_shape((8, 16))
+      ()
+    """
+
+    def reduced_axes(self, ndim: int) -> Axes:
+        return tuple(range(ndim))
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        del shape
+        return ()
+
+    def for_matmul(self, kept: Axes) -> "PerTensor":
+        del kept
+        return self
+
+    def transpose(self, permutation: Axes) -> "PerTensor":
+        del permutation
+        return self
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class PerAxis(AbstractGranularity):
+    """One scale for each index of the axes that are named, that is of the axes KEPT.
+
+    `PerAxis(0)` of [M, K] has a scale of shape [M, 1]: one a row.
+
+    Example:
+      >>> PerAxis(0).scale_shape((8, 16))
+      (8, 1)
+    """
+
+    axes: Axes
+
+    def __init__(self, *axes: int) -> None:
+        if not axes or not all(isinstance(axis, int) for axis in axes):
+            raise ValueError(f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is PerTensor().")
+        object.__setattr__(self, "axes", tuple(axes))
+
+    def __repr__(self) -> str:
+        return f"PerAxis{self.axes}" if len(self.axes) > 1 else f"PerAxis({self.axes[0]})"
+
+    def _kept(self, ndim: int) -> frozenset[int]:
+        bad = [axis for axis in self.axes if not -ndim <= axis < ndim]
+        kept = frozenset(axis % ndim for axis in self.axes) if ndim else frozenset()
+        if bad or len(kept) != len(self.axes):
+            raise ValueError(f"{self!r} does not fit an array of {ndim} axes: an axis is out of range or named twice.")
+        return kept
+
+    def reduced_axes(self, ndim: int) -> Axes:
+        kept = self._kept(ndim)
+        return tuple(axis for axis in range(ndim) if axis not in kept)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        kept = self._kept(len(shape))
+        return tuple(size if axis in kept else 1 for axis, size in enumerate(shape))
+
+    def for_matmul(self, kept: Axes) -> "PerAxis":
+        del kept
+        return self
+
+    def transpose(self, permutation: Axes) -> "PerAxis":
+        kept = self._kept(len(permutation))
+        return PerAxis(*(new for new, old in enumerate(permutation) if old in kept))
+
+
+@dataclasses.dataclass(frozen=True)
+class PerRow(AbstractGranularity):
+    """One scale for each row that a matmul contracts: the word of recipes, which do not know axes.
+
+    An operation turns it into `PerAxis(the axes that are not contracted)`, so that scales can leave the sum.
+    It is no granularity of an array by itself.
+
+    Example:
+      >>> PerRow().for_matmul((0, 1))
+      PerAxis(0, 1)
+    """
+
+    def _refuse(self) -> ValueError:
+        return ValueError("PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep).")
+
+    def reduced_axes(self, ndim: int) -> Axes:
+        raise self._refuse()
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        raise self._refuse()
+
+    def for_matmul(self, kept: Axes) -> AbstractGranularity:
+        # A vector that is contracted whole has one row, hence one scale.
+        return PerAxis(*kept) if kept else PerTensor()
+
+    def transpose(self, permutation: Axes) -> AbstractGranularity:
+        raise self._refuse()

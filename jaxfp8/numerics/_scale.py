@@ -1,0 +1,70 @@
+"""From an amax to the encoding multiplier, and from that to the scale.
+
+`values = cast(x * multiplier)` and `x ~ values * scale`, with `scale = 1 / multiplier`.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array
+from jaxfp8.numerics._division import divide
+from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._formats import Format
+
+
+def is_usable(amax: Array) -> Array:
+    """Whether an amax can set a scale: finite and at least 2^-126.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> is_usable(jnp.array([0.0, 1.0, jnp.inf]))
+      Array([False,  True, False], dtype=bool)
+    """
+    return jnp.isfinite(amax) & (amax >= TINY)
+
+
+def encoding_multiplier(amax: Array, format: Format, *, margin: int = 0, power_of_two: bool = False) -> Array:
+    """`format.max / amax / 2**margin`, the factor that fills the format's range.
+
+    Correctly rounded in float32; clamped to [2^-126, 2^126], so that it and its inverse are normal numbers; 1 where the
+    amax is zero, below 2^-126 or not finite. TransformerEngine's JAX half returns inf below 1.3e-36, which turns finite
+    input into NaN.
+
+    Args:
+      amax: [...] float32.
+      format: of the values.
+      margin: powers of two to stay below the format's largest value.
+      power_of_two: round down to a power of two, so that scaling is exact and nothing overflows.
+
+    Returns:
+      [...] float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> encoding_multiplier(jnp.float32(7.0), fp8.E4M3)
+      Array(64., dtype=float32)
+
+    References:
+      TransformerEngine user guide, FP8 delayed scaling.
+    """
+    usable = is_usable(amax)
+    multiplier = divide(format.max, jnp.where(usable, amax, 1.0), exponent=-margin)
+    if power_of_two:
+        bits = lax.bitcast_convert_type(multiplier, jnp.uint32)
+        multiplier = lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
+    return jnp.where(usable, multiplier, 1.0)
+
+
+def inverse(multiplier_or_scale: Array) -> Array:
+    """`1 / x`, correctly rounded: the scale of a multiplier, or the multiplier of a scale.
+
+    Args:
+      multiplier_or_scale: [...] float32 in [2^-126, 2^126].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> inverse(jnp.float32(64.0))
+      Array(0.015625, dtype=float32)
+    """
+    return divide(1.0, multiplier_or_scale)

@@ -1,0 +1,69 @@
+"""Checks of what users pass to a matmul."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, ArrayLike
+from jaxfp8.recipes._recipe import Recipe
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Array, Array]:
+    """lhs and rhs as arrays of a dtype that FP8 matmuls take.
+
+    Raises:
+      TypeError: naming the argument, its dtype and the cure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+    return check_float("lhs", lhs), check_float("rhs", rhs)
+
+
+def check_float(name: str, x: ArrayLike) -> Array:
+    """x as an array of a dtype that can be quantized.
+
+    Raises:
+      TypeError: naming the argument, its dtype and the cure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_float("x", jnp.ones(2)).shape
+      (2,)
+    """
+    if not isinstance(x, jax.Array):
+        x = jnp.asarray(x)
+    if x.dtype.name not in _DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(_DTYPES)}.")
+    return x
+
+
+def fp8_precision(precision: Any) -> bool:
+    """Whether `precision` lets fprop accumulate fast.
+
+    Raises:
+      ValueError: for a precision that FP8 matmuls cannot honour.
+
+    Example:
+      >>> fp8_precision(None), fp8_precision("highest")
+      (True, False)
+    """
+    pair = precision if isinstance(precision, tuple | list) else (precision, precision)
+    try:
+        canonical = {lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair}
+    except ValueError:
+        canonical = set()
+    if len(pair) != 2 or len(canonical) != 1:
+        raise ValueError(
+            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' (fast accumulation), 'high' or "
+            "'highest' (full accumulation)."
+        )
+    return canonical == {lax.Precision.DEFAULT}

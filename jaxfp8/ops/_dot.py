@@ -1,0 +1,52 @@
+"""`dot`: the dense layer's matmul."""
+
+from typing import Any
+
+from jaxfp8._typing import Array, DType, Implementation
+from jaxfp8.ops._dot_general import dot_general
+from jaxfp8.ops._state import MatmulState
+from jaxfp8.recipes._recipe import Recipe
+
+
+def dot(
+    lhs: Array,
+    rhs: Array,
+    *,
+    recipe: Recipe,
+    state: MatmulState | tuple[()] | None = None,
+    precision: Any = None,
+    preferred_element_type: DType | None = None,
+    out_sharding: Any = None,
+    reduce_axes: tuple[str, ...] | None = None,
+    implementation: Implementation = None,
+) -> Array:
+    """`lhs @ rhs` in FP8: [..., K] times [K, N].
+
+    Args:
+      lhs: activations [..., K].
+      rhs: weights [K, N].
+      recipe: which quantizer for which operand.
+      state: of this matmul, for recipes that have any.
+      precision: see `dot_general`.
+      preferred_element_type: see `dot_general`.
+      out_sharding: see `dot_general`.
+      reduce_axes: see `dot_general`.
+      implementation: see `dot_general`.
+
+    Returns:
+      [..., N].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> fp8.dot(jnp.ones((2, 4)), jnp.ones((4, 1)), recipe=fp8.recipes.rowwise())
+      Array([[4.],
+             [4.]], dtype=float32)
+    """
+    if getattr(lhs, "ndim", 0) < 1 or getattr(rhs, "ndim", 0) != 2:
+        shapes = [list(getattr(a, "shape", ())) for a in (lhs, rhs)]
+        raise ValueError(f"dot takes lhs [..., K] and rhs [K, N], got shapes {shapes[0]} and {shapes[1]}; use fp8.dot_general.")
+    return dot_general(
+        lhs, rhs, (((lhs.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,
+        recipe=recipe, state=state, out_sharding=out_sharding, reduce_axes=reduce_axes, implementation=implementation,
+    )  # fmt: skip

@@ -1,0 +1,7 @@
+"""Who chooses the scale of an operand, and what is remembered."""
+
+from jaxfp8.quantizers._base import AbstractQuantizer as AbstractQuantizer
+from jaxfp8.quantizers._current import Current as Current
+from jaxfp8.quantizers._delayed import Delayed as Delayed
+from jaxfp8.quantizers._identity import Identity as Identity
+from jaxfp8.quantizers._static import Static as Static

@@ -1,0 +1,41 @@
+"""Identity: the operand stays in high precision."""
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxfp8._typing import Array, Implementation
+from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.quantizers._base import AbstractQuantizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity(AbstractQuantizer):
+    """Leaves the operand alone; a matmul with such an operand runs in high precision.
+
+    Example:
+      >>> Identity().value_format is None
+      True
+    """
+
+    granularity: AbstractGranularity = PerTensor()
+
+    @property
+    def value_format(self) -> None:
+        return None
+
+    @property
+    def stateful(self) -> bool:
+        return False
+
+    def quantize(
+        self,
+        x: Array,
+        granularity: AbstractGranularity,
+        *,
+        amax: Callable[[], Array],
+        scale: Array | None,
+        all_set: bool,
+        implementation: Implementation,
+    ) -> Array:
+        del granularity, amax, scale, all_set, implementation
+        return x

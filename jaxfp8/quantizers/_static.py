@@ -1,0 +1,63 @@
+"""Static scaling: a calibrated constant."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels.cast._api import cast
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.numerics._scale import inverse
+from jaxfp8.quantizers._base import AbstractQuantizer, check_value_format
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Static(AbstractQuantizer):
+    """A scale that was calibrated once: no amax, no state. Values beyond `scale * format.max` saturate.
+
+    Attributes:
+      format: of the values.
+      scale: multiplies stored values back to real ones; in [2^-126, 2^126].
+      granularity: PerTensor(), the only one that a single number fits.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> Static(format=fp8.E4M3, scale=0.125).scale
+      0.125
+    """
+
+    format: Format
+    scale: float
+    granularity: AbstractGranularity = PerTensor()
+
+    def __post_init__(self) -> None:
+        check_value_format(self.format)
+        if not isinstance(self.scale, int | float) or not 2.0**-126 <= np.float32(self.scale) <= 2.0**126:
+            raise ValueError(f"scale={self.scale!r} must be a positive number between 2**-126 and 2**126.")
+        if self.granularity != PerTensor():
+            raise ValueError(f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor().")
+
+    @property
+    def value_format(self) -> Format:
+        return self.format
+
+    @property
+    def stateful(self) -> bool:
+        return False
+
+    def quantize(
+        self,
+        x: Array,
+        granularity: AbstractGranularity,
+        *,
+        amax: Callable[[], Array],
+        scale: Array | None,
+        all_set: bool,
+        implementation: Implementation,
+    ) -> QuantizedTensor:
+        del amax, scale, all_set
+        return cast(x, inverse(jnp.float32(self.scale)), self.format, granularity, implementation=implementation)

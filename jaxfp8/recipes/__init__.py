@@ -1,0 +1,10 @@
+"""Which quantizer for which operand of which matmul."""
+
+from jaxfp8.recipes._presets import current as current
+from jaxfp8.recipes._presets import delayed as delayed
+from jaxfp8.recipes._presets import get as get
+from jaxfp8.recipes._presets import identity as identity
+from jaxfp8.recipes._presets import rowwise as rowwise
+from jaxfp8.recipes._presets import static as static
+from jaxfp8.recipes._recipe import Operands as Operands
+from jaxfp8.recipes._recipe import Recipe as Recipe

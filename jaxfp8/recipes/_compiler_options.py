@@ -1,0 +1,36 @@
+"""What XLA has to be told so that the matmuls of a recipe run in FP8."""
+
+from jaxfp8.kernels._platform import chip_named
+from jaxfp8.recipes._recipe import Recipe
+
+
+def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
+    """Options for `jax.jit(..., compiler_options=)` under which XLA runs the recipe's matmuls in FP8.
+
+    By default XLA gives FP8 dots to its Triton emitter, which dequantizes them; without that emitter they become
+    `__cublas$lt$matmul$f8` calls. The option holds for the whole compiled function: its other matmuls go to cuBLASLt
+    as well.
+
+    Args:
+      recipe: a Recipe.
+      chip: its name ("h200", "b200", "l40s", "cpu", ...). An argument, never detected.
+
+    Returns:
+      A dict, empty where nothing has to be said (no FP8 hardware, or an identity recipe).
+
+    Raises:
+      ValueError: for an unknown chip.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> fp8.compiler_options(fp8.recipes.delayed(), "h200")
+      {'xla_gpu_enable_triton_gemm': False}
+      >>> fp8.compiler_options(fp8.recipes.delayed(), "cpu")
+      {}
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+    described = chip_named(chip)
+    if described.platform == "cuda" and described.fp8_matmul and recipe.fp8_matmuls:
+        return {"xla_gpu_enable_triton_gemm": False}
+    return {}

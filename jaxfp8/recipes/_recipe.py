@@ -1,0 +1,116 @@
+"""A recipe: which quantizer for which operand of which matmul.
+
+The three matmuls of y = x @ w, with g the gradient of y (here for [M, K] @ [K, N]):
+
+  fprop   y  = x   @ w      lhs x [M, K]     rhs w [K, N]    contracts K
+  dgrad   dx = g   @ w^T    lhs g [M, N]     rhs w [K, N]    contracts N
+  wgrad   dw = x^T @ g      lhs x [M, K]     rhs g [M, N]    contracts M
+"""
+
+import dataclasses
+import functools
+from typing import Literal, NamedTuple, TypeAlias
+
+from jaxfp8.numerics._formats import E5M2
+from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._delayed import Delayed
+from jaxfp8.quantizers._identity import Identity
+
+Matmul: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
+Tensor: TypeAlias = Literal["x", "w", "g"]
+
+# Which matmuls read a tensor, and on which side.
+_USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
+    "x": (("fprop", "lhs"), ("wgrad", "lhs")),
+    "w": (("fprop", "rhs"), ("dgrad", "rhs")),
+    "g": (("dgrad", "lhs"), ("wgrad", "rhs")),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The quantizers of the two operands of one matmul."""
+
+    lhs: AbstractQuantizer
+    rhs: AbstractQuantizer
+
+    def __post_init__(self) -> None:
+        for side in ("lhs", "rhs"):
+            if not isinstance(getattr(self, side), AbstractQuantizer):
+                raise TypeError(f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none.")
+        if self.lhs.value_format == self.rhs.value_format == E5M2:
+            raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3.")
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the matmul runs in FP8; with one operand in high precision it does not."""
+        return self.lhs.value_format is not None and self.rhs.value_format is not None
+
+
+class Row(NamedTuple):
+    """One row of quantizer state: which tensor it follows, by which quantizer."""
+
+    tensor: Tensor
+    quantizer: Delayed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A 3 x 2 table of quantizers. Frozen and hashable: a static argument of jit, a field of a flax module.
+
+    A tensor that two matmuls read by equal quantizers, and with equal scale cells, is cast once.
+
+    Attributes:
+      name: how it calls itself.
+      fprop: quantizers of x and w in y = x @ w.
+      dgrad: quantizers of g and w in dx = g @ w^T.
+      wgrad: quantizers of x and g in dw = x^T @ g.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.delayed()
+      >>> [row.tensor for row in recipe.rows]
+      ['x', 'w', 'g']
+      >>> fp8.recipes.current().rows
+      ()
+    """
+
+    name: str
+    fprop: Operands
+    dgrad: Operands
+    wgrad: Operands
+
+    def __post_init__(self) -> None:
+        for matmul in ("fprop", "dgrad", "wgrad"):
+            if not isinstance(getattr(self, matmul), Operands):
+                raise TypeError(f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...).")
+        lengths = {row.quantizer.history_length for row in self.rows}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"history_length differs among the operands of one recipe ({sorted(lengths)}), but their amax histories "
+                "are one array; give all Delayed quantizers the same."
+            )
+
+    def uses(self, tensor: Tensor) -> tuple[tuple[Matmul, AbstractQuantizer], ...]:
+        """The matmuls that read a tensor, each with the quantizer it reads it by."""
+        return tuple((matmul, getattr(getattr(self, matmul), side)) for matmul, side in _USES[tensor])
+
+    @functools.cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of quantizer state: one for each tensor and stateful quantizer, in the order x, w, g."""
+        rows: list[Row] = []
+        for tensor in _USES:
+            for _, quantizer in self.uses(tensor):
+                if isinstance(quantizer, Delayed) and Row(tensor, quantizer) not in rows:
+                    rows.append(Row(tensor, quantizer))
+        return tuple(rows)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every operand stays in high precision."""
+        return all(isinstance(quantizer, Identity) for tensor in _USES for _, quantizer in self.uses(tensor))
+
+    @property
+    def fp8_matmuls(self) -> int:
+        """How many of the three matmuls of a training step run in FP8."""
+        return sum(operands.in_fp8 for operands in (self.fprop, self.dgrad, self.wgrad))

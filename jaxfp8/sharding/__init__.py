@@ -1,0 +1,1 @@
+"""Where arrays lie, and what has to be combined across devices."""

@@ -1,0 +1,83 @@
+"""The maximum across devices: which mesh axes an amax still has to be combined over, and doing it.
+
+In Auto and Explicit meshes arrays are global and so is their amax; nothing is left to do. Inside `jax.shard_map` an
+amax is local. There the type of a value says over which axes it varies; an amax is combined over those of them over which
+the state that will hold it does not vary. So a pipeline stage that holds a state of its own keeps it, with no list of
+axes to configure. With `check_vma=False` types say nothing and the caller has to name the axes.
+"""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array
+
+
+def varying(x: Array) -> frozenset[str]:
+    """The manual mesh axes over which x varies, by its type.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> varying(jnp.ones(3))
+      frozenset()
+    """
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def manual_axes() -> tuple[str, ...]:
+    """The mesh axes that are manual here, that is inside `jax.shard_map` (or pmap).
+
+    Example:
+      >>> manual_axes()
+      ()
+    """
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def types_tell() -> bool:
+    """Whether types say over which manual axes a value varies (`check_vma=True`), or there are no such axes.
+
+    Example:
+      >>> types_tell()
+      True
+    """
+    axes = manual_axes()
+    return not axes or bool(varying(lax.pcast(jnp.zeros(()), axes[:1], to="varying")))
+
+
+def pmax(x: Array, axes: Iterable[str]) -> Array:
+    """`lax.pmax` over the axes, or x itself when there are none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> pmax(jnp.float32(1.0), ())
+      Array(1., dtype=float32)
+    """
+    names = tuple(sorted(axes))
+    return lax.pmax(x, names) if names else x
+
+
+def psum_to(x: Array, like: Array) -> Array:
+    """Sum x over the manual axes over which it varies and `like` does not: what a cotangent of `like` has to be.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> psum_to(jnp.float32(1.0), jnp.float32(0.0))
+      Array(1., dtype=float32)
+    """
+    names = tuple(sorted(varying(x) - varying(like)))
+    return lax.psum(x, names) if names else x
+
+
+def vary_as(x: Array, like: Array) -> Array:
+    """x with a type that varies over every axis that `like` varies over.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> vary_as(jnp.float32(1.0), jnp.float32(0.0))
+      Array(1., dtype=float32)
+    """
+    names = tuple(sorted(varying(like) - varying(x)))
+    return lax.pcast(x, names, to="varying") if names else x

@@ -1,0 +1,1 @@
+"""QuantizedTensor: FP8 values together with their scale."""

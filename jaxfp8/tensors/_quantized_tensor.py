@@ -1,0 +1,91 @@
+"""QuantizedTensor: FP8 values together with the scale that makes them numbers again."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.numerics._formats import Format, format_of
+from jaxfp8.numerics._granularity import AbstractGranularity
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype"])
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """An array in FP8: `x ~ values * scale`.
+
+    Invariants (checked by `validate`, not on construction, so that tree maps over specs work):
+      values.dtype in {float8_e4m3fn, float8_e5m2}
+      scale.dtype  == float32
+      scale.shape  == granularity.scale_shape(values.shape), hence `values * scale` broadcasts
+
+    Attributes:
+      values: [...] FP8 payload.
+      scale: multiplies stored values back to real ones.
+      granularity: which values share a scale (static).
+      dtype: the high-precision dtype that it stands for (static).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> q = fp8.quantize(jnp.array([[1.0, -2.0], [0.5, 0.25]]), fp8.E4M3, fp8.PerAxis(0), power_of_two=True)
+      >>> q.shape, q.scale.shape
+      ((2, 2), (2, 1))
+      >>> q.dequantize()
+      Array([[ 1.  , -2.  ],
+             [ 0.5 ,  0.25]], dtype=float32)
+    """
+
+    values: Array
+    scale: Array
+    granularity: AbstractGranularity
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def format(self) -> Format:
+        return format_of(self.values.dtype)
+
+    def dequantize(self, dtype: DType | None = None) -> Array:
+        """`values * scale`, computed in float32, in `dtype` (default: the dtype that the tensor stands for)."""
+        return (self.values.astype(jnp.float32) * self.scale).astype(self.dtype if dtype is None else dtype)
+
+    def transpose(self, *permutation: int) -> "QuantizedTensor":
+        """The tensor with its axes permuted (default: reversed); exact, values and scales move together."""
+        order: Axes = permutation or tuple(reversed(range(self.ndim)))
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}.")
+        scale = self.scale.transpose(order) if self.scale.ndim else self.scale
+        return QuantizedTensor(self.values.transpose(order), scale, self.granularity.transpose(order), self.dtype)
+
+    @property
+    def T(self) -> "QuantizedTensor":
+        return self.transpose()
+
+
+def validate(tensor: QuantizedTensor) -> None:
+    """Raise ValueError if an invariant of `QuantizedTensor` does not hold.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> validate(fp8.quantize(jnp.ones((2, 2)), fp8.E4M3))
+    """
+    if not isinstance(tensor, QuantizedTensor):
+        raise TypeError(f"expected a QuantizedTensor, got {type(tensor).__name__}; make one with fp8.quantize.")
+    format_of(tensor.values.dtype)
+    wanted = tensor.granularity.scale_shape(tensor.shape)
+    if tensor.scale.dtype != jnp.float32 or tensor.scale.shape != wanted:
+        raise ValueError(
+            f"scale is {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values of shape {list(tensor.shape)} "
+            f"with {tensor.granularity!r} need float32{list(wanted)}."
+        )
