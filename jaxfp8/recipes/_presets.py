@@ -1,5 +1,6 @@
 """The recipes that the field knows by name."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -162,6 +163,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
     Raises:
       ValueError: for an unknown name.
+      TypeError: for an unknown field.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -170,4 +172,7 @@ def get(name: str, **fields: Any) -> Recipe:
     """
     if name not in PRESETS:
         raise ValueError(f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}.")
+    known = list(inspect.signature(PRESETS[name]).parameters)
+    if unknown := sorted(set(fields) - set(known)):
+        raise TypeError(f"recipe {name!r} has no fields {unknown}; it has {known}.")
     return PRESETS[name](**fields)
