@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxfp8.numerics._formats import E4M3, E5M2, Format
 from jaxfp8.numerics._granularity import PerRow
-from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._base import AbstractQuantizer, check_bool
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.quantizers._identity import Identity
@@ -94,6 +94,7 @@ def rowwise(
     References:
       pytorch/ao, torchao/float8/config.py, recipes `rowwise` and `rowwise_with_gw_hp`.
     """
+    check_bool("high_precision_wgrad", high_precision_wgrad)
     x = Current(format=forward, granularity=PerRow(), power_of_two=power_of_two)
     g = Current(format=gradient, granularity=PerRow(), power_of_two=power_of_two)
     if not high_precision_wgrad:

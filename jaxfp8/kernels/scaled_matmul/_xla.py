@@ -41,7 +41,9 @@ def scaled_matmul(
     )
     per_tensor = isinstance(lhs.granularity, PerTensor) and isinstance(rhs.granularity, PerTensor)
     scales = [_along_output(lhs, rhs, dimension_numbers, side) for side in (0, 1)]
-    scale_by_rows = lambda product: ((product.astype(jnp.float32) * scales[0]) * scales[1]).astype(out_dtype)
+    # The smaller scale first, so that a finite result never overflows on the way.
+    small, large = jnp.minimum(*scales), jnp.maximum(*scales)
+    scale_by_rows = lambda product: ((product.astype(jnp.float32) * small) * large).astype(out_dtype)
     # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
