@@ -5,6 +5,9 @@ XLA compiles a float32 division to `div.full.f32` on NVIDIA GPUs, which is not c
 significands: exact by construction wherever integers are.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,6 +18,8 @@ _DIGIT_BITS = 8  # a 24-bit remainder shifted by one digit still fits 32 bits
 _DIGITS = 4
 
 
+# Fifty integer operations: compiled one by one, the first eager call of each shape would take a second.
+@functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
 def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
 
