@@ -10,7 +10,7 @@ from jaxfp8.numerics._scale import encoding_multiplier, inverse, is_usable
 # Every exponent with hard mantissas, and what is below, between and above.
 AMAXES = np.concatenate(
     [
-        (np.arange(0, 0x7F800000, 0x01000000 // 7, dtype=np.uint32)).view(np.float32),
+        (np.arange(0, 0x7F800000, 0x00800000 // 7, dtype=np.uint32)).view(np.float32),
         np.random.default_rng(0).integers(0, 0x7F800000, 100_000, dtype=np.uint32).view(np.float32),
         np.array([0.0, 1e-45, 1e-38, 2.0**-126, 1.3e-36, 448.0, oracle.FLOAT32_MAX, np.inf, np.nan], np.float32),
     ]
