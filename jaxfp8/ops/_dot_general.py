@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType, Implementation
+from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType, Implementation, PyTree
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
@@ -152,8 +152,7 @@ def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
     y, x, w = _fprop(call, lhs, rhs, scale)
-    seen = _seen(call, ledger, x=lhs, w=rhs) if call.collected else ()
-    x, w, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, w, seen))
+    seen = _named(_seen(call, ledger, x=lhs, w=rhs)) if call.collected else ()
     return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
 
 
@@ -181,6 +180,11 @@ def _backward_rule(call: _Call, residuals, gradient):
 _dot_general.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
+def _named(tree: PyTree) -> PyTree:
+    """The same arrays, by the name that `save_fp8_residuals` saves."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), tree)
+
+
 def _cast(
     call: _Call, tensor: Tensor, value: Array, scale: Array | None, **contracted: frozenset[str]
 ) -> dict[Matmul, Operand]:
@@ -199,9 +203,11 @@ def _cast(
         across = contracted.get(matmul, frozenset())
         if (quantizer, granularity) not in cast:
             amax = functools.partial(_amax, call, value, granularity, stored, across)
-            cast[quantizer, granularity] = quantizer.quantize(
+            operand = quantizer.quantize(
                 value, granularity, amax=amax, scale=stored, all_set=call.all_set, implementation=call.implementation
             )
+            # Named before any matmul reads it, so that a rematerialized fprop starts from what was saved and casts nothing.
+            cast[quantizer, granularity] = _named(operand) if tensor != "g" else operand
         reads[matmul] = cast[quantizer, granularity]
     return reads
 

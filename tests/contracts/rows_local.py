@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxfp8 as fp8
 
-B, K, L, E, M = 8, 4, 3, 2, 4
+B, K, L, E, M = 8, 4, 2, 2, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,9 @@ class Row:
     batch: tuple = ()
     lead: tuple[int, ...] = ()  # stacked axes of the state
     jit: bool = True
+    mesh: Any = None
+    specs: tuple = ()  # of w and the batch, on the mesh
+    state_spec: Any = None
 
 
 def integers(seed, shape, largest):
