@@ -63,13 +63,12 @@ def linen(recipe):
 
 
 def of_nnx(recipe):
+    layer = FP8Linear(4, 4, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0))
+    graphdef, params, states = nnx.split(layer, nnx.Param, FP8State)
+
     def apply(w, s, x):
-        layer = nnx.eval_shape(lambda: FP8Linear(*w.shape, use_bias=False, recipe=recipe, rngs=nnx.Rngs(0)))
-        graphdef, params, states = nnx.split(layer, nnx.Param, FP8State)
-        params = jax.tree.map(lambda _: w, params)
-        if recipe.rows:
-            states["dot_general"]["state"] = FP8State(s)
-        return nnx.merge(graphdef, params, states)(x)
+        own = jax.tree.map(lambda _: s, states, is_leaf=lambda node: isinstance(node, fp8.MatmulState))
+        return nnx.merge(graphdef, jax.tree.map(lambda _: w, params), own)(x)
 
     return Face(apply, lambda: fp8.init_state(recipe))
 

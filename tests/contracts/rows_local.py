@@ -19,7 +19,7 @@ class Row:
     """One situation: `step` uses the transformation, `reference` plain Python loops on one device."""
 
     step: Callable  # (w, state, *batch) -> loss, gradient of w, new state
-    reference: Callable
+    reference: Callable  # (w, state, *batch) -> loss
     w: Any
     batch: tuple = ()
     lead: tuple[int, ...] = ()  # stacked axes of the state
@@ -27,6 +27,7 @@ class Row:
     mesh: Any = None
     specs: tuple = ()  # of w and the batch, on the mesh
     state_spec: Any = None
+    truth: Any = None  # where the program cannot tell: amaxes of the batch itself
 
 
 def integers(seed, shape, largest):
@@ -60,12 +61,12 @@ def single(layer, plain, transform=lambda loss: loss):
 
 def eager(face, layer, plain):
     loss, reference = single(layer, plain)
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(), data(), jit=False)
+    return Row(face.value_and_grad(loss), reference, weights(), data(), jit=False)
 
 
 def jitted(face, layer, plain):
     loss, reference = single(layer, plain)
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(), data())
+    return Row(face.value_and_grad(loss), reference, weights(), data())
 
 
 def chain(layer, around=lambda block: block):
@@ -85,12 +86,12 @@ def unwatched(plain):
 
 def remat(face, layer, plain):
     loss = chain(layer, lambda block: jax.checkpoint(block, policy=fp8.save_fp8_residuals()))
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(chain(unwatched(plain))), weights(L), data(), (L,))
+    return Row(face.value_and_grad(loss), chain(unwatched(plain)), weights(L), data(), (L,))
 
 
 def remat_everything(face, layer, plain):
     loss = chain(layer, jax.checkpoint)
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(chain(unwatched(plain))), weights(L), data(), (L,))
+    return Row(face.value_and_grad(loss), chain(unwatched(plain)), weights(L), data(), (L,))
 
 
 def scanned(layer, around=lambda body: body):
@@ -104,13 +105,13 @@ def scanned(layer, around=lambda body: body):
 
 
 def scan(face, layer, plain):
-    return Row(face.value_and_grad(scanned(layer)), fp8.value_and_grad(chain(unwatched(plain))), weights(L), data(), (L,))
+    return Row(face.value_and_grad(scanned(layer)), chain(unwatched(plain)), weights(L), data(), (L,))
 
 
 def remat_in_scan(face, layer, plain):
     around = lambda body: jax.checkpoint(body, policy=fp8.save_fp8_residuals(), prevent_cse=False)
     loss = scanned(layer, around)
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(chain(unwatched(plain))), weights(L), data(), (L,))
+    return Row(face.value_and_grad(loss), chain(unwatched(plain)), weights(L), data(), (L,))
 
 
 def reused(layer, times):
@@ -123,7 +124,7 @@ def reused(layer, times):
 
 
 def tied(face, layer, plain):
-    return Row(face.value_and_grad(reused(layer, 2)), fp8.value_and_grad(reused(plain, 2)), weights(), data())
+    return Row(face.value_and_grad(reused(layer, 2)), reused(plain, 2), weights(), data())
 
 
 def tied_fork(face, layer, plain):
@@ -131,14 +132,14 @@ def tied_fork(face, layer, plain):
         first, second = face.fork(s)
         return jnp.sum(leaky(layer(w, second, leaky(layer(w, first, x)))) * c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reused(plain, 2)), weights(), data())
+    return Row(face.value_and_grad(loss), reused(plain, 2), weights(), data())
 
 
 def scan_broadcast(face, layer, plain):
     def loss(w, s, x, c):
         return jnp.sum(lax.scan(lambda x, _: (leaky(layer(w, s, x)), None), x, None, length=3)[0] * c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reused(plain, 3)), weights(), data())
+    return Row(face.value_and_grad(loss), reused(plain, 3), weights(), data())
 
 
 def scan_broadcast_fork(face, layer, plain):
@@ -150,7 +151,7 @@ def scan_broadcast_fork(face, layer, plain):
 
         return jnp.sum(lax.scan(body, (x, s), None, length=3)[0][0] * c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reused(plain, 3)), weights(), data())
+    return Row(face.value_and_grad(loss), reused(plain, 3), weights(), data())
 
 
 def per_example(loss):
@@ -161,7 +162,7 @@ def per_example(loss):
 def examples_reference(plain, recipe_has_state):
     whole = single(plain, plain)[1]
     # State sees the batch as one tensor; without state each example has a scale of its own.
-    return fp8.value_and_grad(whole if recipe_has_state else per_example(whole))
+    return whole if recipe_has_state else per_example(whole)
 
 
 def vmap_examples(face, layer, plain):
@@ -196,7 +197,7 @@ def experts(face, layer, plain):
         y = jax.vmap(layer)(w, s, x, jnp.arange(E))
         return jnp.sum(y * c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(in_turn(plain, lead=E)), weights(E), data(E), (E,))
+    return Row(face.value_and_grad(loss), in_turn(plain, lead=E), weights(E), data(E), (E,))
 
 
 def experts_shared_weight(face, layer, plain):
@@ -206,7 +207,7 @@ def experts_shared_weight(face, layer, plain):
     def reference(w, s, x, c):
         return in_turn(plain, lead=E)(jnp.stack([w] * E), s, x, c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(), data(E), (E,))
+    return Row(face.value_and_grad(loss), reference, weights(), data(E), (E,))
 
 
 def examples_of_experts(face, layer, plain):
@@ -221,7 +222,7 @@ def examples_of_experts(face, layer, plain):
             return in_turn(plain, lead=E)(w, s, x, c)
         return sum(in_turn(plain, lead=E)(w, s, x[:, b : b + 1], c[:, b : b + 1]) for b in range(B))
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(E), data(E), (E,))
+    return Row(face.value_and_grad(loss), reference, weights(E), data(E), (E,))
 
 
 def vmap_scan(face, layer, plain):
@@ -235,7 +236,7 @@ def vmap_scan(face, layer, plain):
     def reference(w, s, x, c):
         return sum(chain(unwatched(plain))(w[e], at(s, e), x[e], c[e]) for e in range(E))
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(E, L), data(E), (E, L))
+    return Row(face.value_and_grad(loss), reference, weights(E, L), data(E), (E, L))
 
 
 def vmap_scan_shared(face, layer, plain):
@@ -250,7 +251,7 @@ def vmap_scan_shared(face, layer, plain):
     def reference(w, s, x, c):
         return sum(reused(plain, 2)(w[e], at(s, e), x[e], c[e]) for e in range(E))
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(E), data(E), (E,))
+    return Row(face.value_and_grad(loss), reference, weights(E), data(E), (E,))
 
 
 def circular_pipeline(face, layer, plain):
@@ -270,7 +271,7 @@ def circular_pipeline(face, layer, plain):
         return jnp.sum(x * c)
 
     step = face.value_and_grad(lambda w, s, x, c: loss(w, s, x, c, shift=stages))
-    return Row(step, fp8.value_and_grad(reference), weights(E), data(E), (E,))
+    return Row(step, reference, weights(E), data(E), (E,))
 
 
 def accumulation(face, layer, plain):
@@ -282,17 +283,16 @@ def accumulation(face, layer, plain):
         def body(carry, micro):
             value, grads, seen = carry
             v, g, new = run(w, s, *micro)
-            return (value + v, grads + g / M, face.merge(seen, new)), None
+            return (value + v / M, grads + g / M, face.merge(seen, new)), None
 
         start = jnp.zeros(()), jnp.zeros_like(w), face.nothing_seen(s)
         (value, grads, seen), _ = lax.scan(body, start, (x, c))
         return value, grads, face.commit(s, seen)
 
-    def in_turn(w, s, x, c):
-        parts = [fp8.value_and_grad(reference)(w, s, x[m], c[m]) for m in range(M)]
-        return sum(p[0] for p in parts), sum(p[1] / M for p in parts), None
+    def mean(w, s, x, c):
+        return sum(reference(w, s, x[m], c[m]) for m in range(M)) / M
 
-    return Row(step, in_turn, weights(), data(M))
+    return Row(step, mean, weights(), data(M))
 
 
 def cond(face, layer, plain):
@@ -305,7 +305,7 @@ def cond(face, layer, plain):
     def reference(w, s, x, c, take):
         return jnp.sum(plain(w[0], at(s, 0), x) * c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(2), (*data(), jnp.float32(1)), (2,))
+    return Row(face.value_and_grad(loss), reference, weights(2), (*data(), jnp.float32(1)), (2,))
 
 
 def cond_reuse(face, layer, plain):
@@ -318,7 +318,7 @@ def cond_reuse(face, layer, plain):
     def reference(w, s, x, c, take):
         return reused(plain, 2)(w, s, x, c)
 
-    return Row(face.value_and_grad(loss), fp8.value_and_grad(reference), weights(), (*data(), jnp.float32(1)))
+    return Row(face.value_and_grad(loss), reference, weights(), (*data(), jnp.float32(1)))
 
 
 def cond_vmapped(face, layer, plain):
@@ -337,7 +337,7 @@ def cond_vmapped(face, layer, plain):
     take = np.arange(B, dtype=np.float32) % 2
     x, c = data()
     return Row(
-        face.value_and_grad(loss), fp8.value_and_grad(reference), weights(), (jnp.where(take[:, None] > 0, x, 9 * x), c, take)
+        face.value_and_grad(loss), reference, weights(), (jnp.where(take[:, None] > 0, x, 9 * x), c, take)
     )
 
 
