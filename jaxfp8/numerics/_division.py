@@ -42,11 +42,11 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     bottom_exponent = (bits >> 23) - 126
 
     # quotient = top * 2^shift / bottom in [2^23, 2^24), with shift 23 or 24, as a whole number and a remainder.
-    shifts = top >= bottom, (23, 24)
-    estimate = lax.select(shifts[0], *(jnp.full_like(bottom, top * 2.0**n, jnp.float32) for n in shifts[1]))
-    quotient = (estimate / bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK  # below the true one, by 2 * _SLACK at most
+    at_least_1 = top >= bottom
+    dividend = lax.select(at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24)))
+    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK  # below the true one, by 2 * _SLACK at most
     # The difference of two numbers of 48 bits is small, so 32 bits that wrap around hold all of it.
-    scaled = lax.select(shifts[0], *(jnp.full_like(bottom, _wrap(top << n)) for n in shifts[1]))
+    scaled = lax.select(at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24)))
     remainder = scaled - quotient * bottom
     missing = lax.div(remainder, bottom)
     quotient = quotient + missing
@@ -54,10 +54,14 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     # To nearest; a tie would take a 25-bit odd divisor of `top`, which has 24 bits.
     quotient = quotient + (2 * remainder > bottom).astype(jnp.int32)
 
-    power = int(top_exponent) + exponent - bottom_exponent - (~shifts[0]).astype(jnp.int32)
+    power = int(top_exponent) + exponent - bottom_exponent - (~at_least_1).astype(jnp.int32)
     # The leading bit of the quotient, or a carry to 2^24, adds itself to the exponent.
     biased = lax.clamp(-1, power + 126, 253)
     return lax.bitcast_convert_type(lax.clamp(1 << 23, (biased << 23) + quotient, 253 << 23), jnp.float32)
+
+
+def _estimate(dividend: Array, divisor: Array) -> Array:
+    return dividend / divisor
 
 
 def _wrap(value: int) -> int:
