@@ -44,9 +44,13 @@ def scaled_matmul(
     )
     per_tensor = isinstance(lhs.granularity, PerTensor) and isinstance(rhs.granularity, PerTensor)
     scales = [_along_output(lhs, rhs, dimension_numbers, side) for side in (0, 1)]
-    scale_by_rows = lambda product, *scales: ((product.astype(jnp.float32) * scales[0]) * scales[1]).astype(out_dtype)
     # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
+
+    def scale_by_rows(product: Array, *scales: Array) -> Array:
+        # The smaller scale first, so that a finite result never overflows on the way.
+        small, large = jnp.minimum(*scales), jnp.maximum(*scales)
+        return ((product.astype(jnp.float32) * small) * large).astype(out_dtype)
 
     def bare(l: Array, r: Array, *scales: Array) -> Array:
         return scale_by_rows(dot(l, r, preferred_element_type=matmul_dtype), *scales)
