@@ -138,12 +138,12 @@ def _dot_general(call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledge
     return _fprop(call, lhs, rhs, scale, None)[0]
 
 
-def _fprop(call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None) -> tuple[Array, Operand, Operand, Seen]:
+def _fprop(
+    call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None
+) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
-    x = _cast(call, "x", lhs, scale, wgrad=varying(lhs) - varying(rhs))
-    w = _cast(call, "w", rhs, scale, dgrad=varying(rhs) - varying(lhs))
-    x, x_seen = _collect(call, "x", lhs, x, ledger)
-    w, w_seen = _collect(call, "w", rhs, w, ledger)
+    x, x_seen = _cast(call, "x", lhs, scale, ledger, wgrad=varying(lhs) - varying(rhs))
+    w, w_seen = _cast(call, "w", rhs, scale, ledger, dgrad=varying(rhs) - varying(lhs))
     y = _matmul(call, "fprop", x["fprop"], w["fprop"], call.out_dtype, call.out_sharding)
     return y, x["wgrad"], w["dgrad"], {**x_seen, **w_seen}
 
@@ -158,7 +158,6 @@ def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
     y, x, w, seen = _fprop(call, lhs, rhs, scale, ledger)
-    x, w, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, w, seen))
     return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
 
 
@@ -168,11 +167,10 @@ def _backward_rule(call: _Call, residuals, gradient):
         gradient = jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
     gradient = once(gradient)
     x_varies, w_varies = (frozenset(aval.manual_axis_type.varying) for aval in (primals.lhs, primals.rhs))
-    g = _cast(
-        call, "g", gradient, scale,
+    g, g_seen = _cast(
+        call, "g", gradient, scale, ledger,
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
-    g, g_seen = _collect(call, "g", gradient, g, ledger)
     dx_axes, dw_axes = call.geometry.product_axes
     dx = _matmul(call, "dgrad", g["dgrad"], w, primals.lhs.dtype, _product_sharding(primals.lhs, dx_axes))
     dw = _matmul(call, "wgrad", x, g["wgrad"], primals.rhs.dtype, _product_sharding(primals.rhs, dw_axes))
@@ -188,28 +186,41 @@ _dot_general.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _cast(
-    call: _Call, tensor: Tensor, value: Array, scale: Array | None, **contracted: frozenset[str]
-) -> dict[Matmul, Operand]:
-    """A tensor as each matmul reads it, cast once for those that read the same.
+    call: _Call, tensor: Tensor, value: Array, scale: Array | None, ledger: Array | None, **contracted: frozenset[str]
+) -> tuple[dict[Matmul, Operand], Seen]:
+    """A tensor as each matmul reads it, cast once for those that read the same, and the amaxes for its rows of state.
 
     `contracted`: the mesh axes along which a matmul contracts the tensor across devices; its row amaxes span them.
     """
-    cast: dict[tuple[AbstractQuantizer, AbstractGranularity], Operand] = {}
-    reads: dict[Matmul, Operand] = {}
+    kinds: list[tuple[AbstractQuantizer, AbstractGranularity]] = []
+    operands: list[Operand] = []
+    reads: dict[Matmul, int] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
-        granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor))
-        stored = None
-        if quantizer.stateful:
-            assert scale is not None
-            stored = scale[..., [row[:2] for row in call.recipe.rows].index((tensor, quantizer))]
-        across = contracted.get(matmul, frozenset())
-        if (quantizer, granularity) not in cast:
-            amax = functools.partial(_amax, call, value, granularity, stored, across)
-            cast[quantizer, granularity] = quantizer.quantize(
-                value, granularity, amax=amax, scale=stored, all_set=call.all_set, implementation=call.implementation
+        kind = (quantizer, quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor)))
+        if kind not in kinds:
+            stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
+            amax = functools.partial(_amax, call, value, kind[1], stored, contracted.get(matmul, frozenset()))
+            operands.append(
+                quantizer.quantize(
+                    value, kind[1], amax=amax, scale=stored, all_set=call.all_set, implementation=call.implementation
+                )
             )
-        reads[matmul] = cast[quantizer, granularity]
-    return reads
+            kinds.append(kind)
+        reads[matmul] = kinds.index(kind)
+    seen = _seen(call, tensor, value, ledger)
+    if seen and call.all_set:
+        # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
+        operands = lax.optimization_barrier(operands)
+    if tensor != "g":
+        # Named before any matmul reads them, so that a rematerialized fprop starts from what was saved and casts nothing.
+        operands, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (operands, seen))
+    return {matmul: operands[index] for matmul, index in reads.items()}, seen
+
+
+def _stored(recipe: Recipe, tensor: Tensor, quantizer: AbstractQuantizer, scale: Array) -> Array | None:
+    """The stored scale [] of a stateful quantizer; None for the others."""
+    rows = [tuple(row) for row in recipe.rows]
+    return scale[rows.index((tensor, quantizer))] if (tensor, quantizer) in rows else None
 
 
 def _amax(
@@ -223,18 +234,12 @@ def _amax(
     return pmax(amax_of(value, granularity), across)
 
 
-def _collect(
-    call: _Call, tensor: Tensor, value: Array, cast: dict[Matmul, Operand], ledger: Array | None
-) -> tuple[dict[Matmul, Operand], Seen]:
-    """A cast tensor, and the amax of each row of state that follows it, as far as it can be combined here."""
+def _seen(call: _Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:
+    """The amax of each row of state that follows the tensor, as far as it can be combined here."""
     if not call.collected or ledger is None:
-        return cast, {}
-    seen: Seen = {}
-    for r, row in enumerate(call.recipe.rows):
-        if row.tensor == tensor:
-            like = ledger[r, 0]
-            seen[tensor, r] = pmax(observe(value, like), varying(value) - varying(like))
-    return jax.lax.optimization_barrier(cast) if call.all_set else cast, seen
+        return {}
+    likes = {(row.tensor, r): ledger[r, 0] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
+    return {key: pmax(observe(value, like), varying(value) - varying(like)) for key, like in likes.items()}
 
 
 def _matmul(call: _Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any) -> Array:
@@ -315,4 +320,7 @@ def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[st
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
             "name those that an amax has to be combined over with reduce_axes= (of fp8.value_and_grad, or of this call or layer)."
         )
+    known = jax.sharding.get_abstract_mesh().axis_names
+    if unknown := sorted(set(named) - set(known)):
+        raise FP8StateError(f"reduce_axes={named}: {unknown} are no axes of the mesh here, which has {known}.")
     return tuple(axis for axis in named if axis in manual_axes())
