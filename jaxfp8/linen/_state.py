@@ -46,7 +46,9 @@ def _to_state_dict(state: MatmulState) -> dict[str, Any]:
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     missing = set(_LEAVES) ^ set(values)
     if missing:
-        raise FP8StateError(f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ.")
+        raise FP8StateError(
+            f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ."
+        )
     for name in _LEAVES:
         if values[name].shape != getattr(state, name).shape:
             raise FP8StateError(

@@ -25,7 +25,9 @@ def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Arra
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+        raise TypeError(
+            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
+        )
     return check_float("lhs", lhs), check_float("rhs", rhs)
 
 
@@ -45,7 +47,9 @@ def check_float(name: str, x: ArrayLike) -> Array:
     if not isinstance(x, jax.Array):
         x = jnp.asarray(x)
     if x.dtype.name not in _DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(_DTYPES)}.")
+        raise TypeError(
+            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(_DTYPES)}."
+        )
     return x
 
 

@@ -29,7 +29,7 @@ from jaxfp8.quantizers._base import AbstractQuantizer, Operand
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.recipes._recipe import Matmul, Recipe, Tensor
-from jaxfp8.sharding._amax import manual_axes, pmax, psum_to, types_tell, varying, vary_as
+from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, vary_as, varying
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -84,7 +84,9 @@ def dot_general(
     lhs, rhs = check_operands(lhs, rhs, recipe)
     dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
     if recipe.is_identity:
-        return lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+        return lax.dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     state = _check_state(state, recipe)
     probe = state.probe if state else None
@@ -95,7 +97,7 @@ def dot_general(
         precision=precision,
         fast_accumulation=fp8_precision(precision),
         out_sharding=out_sharding,
-        collected=bool(state) and not state.frozen,
+        collected=state is not None and not state.frozen,
         all_set=probe.all_set if probe else False,
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
         implementation=implementation,
@@ -148,7 +150,7 @@ def _fprop(
     return y, x["wgrad"], w["dgrad"], {**x_seen, **w_seen}
 
 
-def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
+def _forward_rule(call: _Call, lhs: Any, rhs: Any, scale: Any, ledger: Any) -> tuple[Array, Any]:
     if call.collected and (ledger is None or not ledger.perturbed):
         raise FP8StateError(
             "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
@@ -161,10 +163,11 @@ def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
     return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
 
 
-def _backward_rule(call: _Call, residuals, gradient):
+def _backward_rule(call: _Call, residuals: Any, gradient: Any) -> tuple[Array, Array, None, Array | None]:
     x, w, seen, scale, ledger, primals = residuals
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
-        gradient = jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
+        aval: Any = gradient.aval
+        gradient = jnp.zeros(aval.shape, aval.dtype)
     gradient = once(gradient)
     x_varies, w_varies = (frozenset(aval.manual_axis_type.varying) for aval in (primals.lhs, primals.rhs))
     g, g_seen = _cast(
@@ -219,7 +222,7 @@ def _cast(
 
 def _stored(recipe: Recipe, tensor: Tensor, quantizer: AbstractQuantizer, scale: Array) -> Array | None:
     """The stored scale [] of a stateful quantizer; None for the others."""
-    rows = [tuple(row) for row in recipe.rows]
+    rows: list[tuple[Tensor, AbstractQuantizer]] = [(row.tensor, row.quantizer) for row in recipe.rows]
     return scale[rows.index((tensor, quantizer))] if (tensor, quantizer) in rows else None
 
 
@@ -255,7 +258,12 @@ def _matmul(call: _Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: 
         lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lax.dot_general(
-            lhs.astype(dtype), rhs.astype(dtype), dimension_numbers, call.precision, out_dtype, out_sharding=out_sharding
+            lhs.astype(dtype),
+            rhs.astype(dtype),
+            dimension_numbers,
+            call.precision,
+            out_dtype,
+            out_sharding=out_sharding,
         )
 
 

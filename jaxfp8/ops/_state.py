@@ -7,6 +7,8 @@ shapes and dtypes never change from step to step: "unset" is a scale of 0, not a
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +98,9 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
       ()
     """
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+        raise TypeError(
+            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
+        )
     if not recipe.rows:
         return ()
     n, length = len(recipe.rows), recipe.rows[0].quantizer.history_length
@@ -108,10 +112,10 @@ def _is_node(node: object) -> bool:
     return isinstance(node, MatmulState | SeenAmax)
 
 
-def _map(function, tree: PyTree, *rest: PyTree) -> PyTree:
+def _map(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """tree.map over states; anything else in the tree is an error."""
 
-    def checked(node, *others):
+    def checked(node: Any, *others: Any) -> Any:
         if not is_state(node):
             raise FP8StateError(
                 f"expected quantizer state, found {type(node).__name__} in its tree; pass what fp8.init_state, the layer's "
@@ -156,14 +160,19 @@ def merge_seen(first: PyTree, *others: PyTree) -> PyTree:
                     f"argument {position} of merge_seen holds a {type(node).__name__}; committed states cannot be merged. "
                     "Use fp8.value_and_grad(..., commit=False), merge what it saw, and commit once per optimizer step."
                 )
-    structure, shapes = jax.tree.structure(first), [jnp.shape(leaf) for leaf in jax.tree.leaves(first)]
     for position, tree in enumerate(others, start=1):
-        if jax.tree.structure(tree) != structure or [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] != shapes:
+        if _kind(tree) != _kind(first):
             raise FP8StateError(
                 f"argument {position} of merge_seen does not belong to the same state as argument 0: it has the tree "
                 f"{jax.tree.map(jnp.shape, tree)}, argument 0 has {jax.tree.map(jnp.shape, first)}."
             )
     return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), first, *others)
+
+
+def _kind(tree: PyTree) -> tuple[Any, ...]:
+    """What trees that can be merged have in common."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(jnp.shape, leaves)
 
 
 def commit(state: PyTree, seen: PyTree) -> PyTree:
@@ -185,7 +194,9 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
 
     def one(s: MatmulState, observed: SeenAmax) -> MatmulState:
         if not isinstance(observed, SeenAmax) or observed.rows != s.rows:
-            raise FP8StateError("seen does not belong to this state; commit what fp8.value_and_grad(..., commit=False) returned for it.")
+            raise FP8StateError(
+                "seen does not belong to this state; commit what fp8.value_and_grad(..., commit=False) returned for it."
+            )
         if observed.amax.shape != s.scale.shape:
             raise FP8StateError(
                 f"seen has shape {list(observed.amax.shape)}, the state has {list(s.scale.shape)}; a state of stacked layers is "
@@ -200,7 +211,10 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
             for r, row in enumerate(s.rows)
         ]
         stacked = DelayedRow(
-            *(jnp.stack(fields, axis=axis) for fields, axis in zip(zip(*updated, strict=True), (-1, -2, -1), strict=True))
+            *(
+                jnp.stack(fields, axis=axis)
+                for fields, axis in zip(zip(*updated, strict=True), (-1, -2, -1), strict=True)
+            )
         )
         return dataclasses.replace(s, **stacked._asdict())
 
@@ -209,9 +223,11 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
 
 def _aligned(state: PyTree, seen: PyTree) -> PyTree:
     """`seen` if it has a node for each state, else a clear error."""
-    structures = [jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=_is_node)) for tree in (state, seen)]
-    if structures[0] != structures[1]:
-        raise FP8StateError(f"state and seen have different trees: {structures[0]} and {structures[1]}.")
+    trees: list[Any] = [jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=_is_node)) for tree in (state, seen)]
+    if trees[0] != trees[1]:
+        raise FP8StateError(
+            f"state and seen have different trees: {trees[0]} and {trees[1]}; commit what this state saw."
+        )
     return seen
 
 
@@ -254,9 +270,9 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
         first, second = (dataclasses.replace(s, probe=probe) for probe in handles)
         return first, second
 
-    pairs = _map(one, state)
-    is_pair = lambda n: isinstance(n, tuple) and len(n) == 2 and all(map(is_state, n))
-    first, second = (jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=is_pair) for i in (0, 1))
+    states, structure = jax.tree.flatten(state, is_leaf=is_state)
+    pairs = _map(one, states)
+    first, second = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
     return first, second
 
 

@@ -65,7 +65,9 @@ class Delayed(AbstractQuantizer):
         if type(self.margin) is not int or not 0 <= self.margin <= 64:
             raise ValueError(f"margin={self.margin!r} must be an integer between 0 and 64 (powers of two).")
         if self.granularity != PerTensor():
-            raise ValueError(f"granularity={self.granularity!r} has no fixed number of scales to remember; use PerTensor().")
+            raise ValueError(
+                f"granularity={self.granularity!r} has no fixed number of scales to remember; use PerTensor()."
+            )
 
     @property
     def value_format(self) -> Format:

@@ -37,7 +37,9 @@ class Operands:
     def __post_init__(self) -> None:
         for side in ("lhs", "rhs"):
             if not isinstance(getattr(self, side), AbstractQuantizer):
-                raise TypeError(f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none.")
+                raise TypeError(
+                    f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
+                )
         if self.lhs.value_format == self.rhs.value_format == E5M2:
             raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3.")
 

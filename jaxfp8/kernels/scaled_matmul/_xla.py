@@ -109,17 +109,22 @@ def _as_laid_out(x: Array) -> Array:
     return jnp.squeeze(lax.optimization_barrier(jnp.expand_dims(x, 0)), 0)
 
 
-def _along_output(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> Array:
+def _along_output(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int
+) -> Array:
     """The scale of one operand, laid along the axes of the product (batch, lhs kept, rhs kept)."""
     operand = (lhs, rhs)[side]
     if isinstance(operand.granularity, PerTensor):
         return operand.scale
     contracted, batch = ((tuple(lhs_axes), tuple(rhs_axes)) for lhs_axes, rhs_axes in dimension_numbers)
     kept: list[Axes] = [
-        tuple(axis for axis in range(tensor.ndim) if axis not in contracted[i] + batch[i]) for i, tensor in enumerate((lhs, rhs))
+        tuple(axis for axis in range(tensor.ndim) if axis not in contracted[i] + batch[i])
+        for i, tensor in enumerate((lhs, rhs))
     ]
     scale = operand.scale.transpose(batch[side] + kept[side] + contracted[side])
     n_batch, n_kept = len(batch[side]), len(kept[side])
-    scale = jnp.squeeze(scale, axis=tuple(range(n_batch + n_kept, scale.ndim)))  # contracted: size 1, or it had been refused
+    scale = jnp.squeeze(
+        scale, axis=tuple(range(n_batch + n_kept, scale.ndim))
+    )  # contracted: size 1, or it had been refused
     first = n_batch if side == 1 else n_batch + n_kept
     return jnp.expand_dims(scale, tuple(range(first, first + len(kept[1 - side]))))
