@@ -109,7 +109,8 @@ class FP8Einsum(nn.Einsum):
             own_shape, bias_shape = self._get_bias_shape(equation, inputs, kernel)
             bias = self.param("bias", self.bias_init, own_shape, self.param_dtype)
         x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        assert x is not None and w is not None
+        assert x is not None
+        assert w is not None
         y = einsum(
             equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
             preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes,

@@ -52,8 +52,8 @@ def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     for name in _LEAVES:
         if values[name].shape != getattr(state, name).shape:
             raise FP8StateError(
-                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; it was "
-                "saved with another recipe or another number of layers."
+                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; "
+                "it was saved with another recipe or another number of layers."
             )
     return dataclasses.replace(state, **values)
 

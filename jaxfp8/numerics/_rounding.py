@@ -37,7 +37,8 @@ def saturating_cast(
         raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
     if (rounding == "stochastic") != (key is not None):
         raise ValueError(
-            f"rounding={rounding!r} with key={'given' if key is not None else None}: 'stochastic' needs a key=, 'nearest' takes none."
+            f"rounding={rounding!r} with key={'given' if key is not None else None}: "
+            "'stochastic' needs a key=, 'nearest' takes none."
         )
     x = to_float32(x)
     scaled = jnp.clip(x * multiplier, -format.max, format.max)

@@ -70,7 +70,7 @@ def fp8_precision(precision: Any) -> bool:
         canonical = set()
     if len(pair) != 2 or len(canonical) != 1:
         raise ValueError(
-            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' (fast accumulation), 'high' or "
-            "'highest' (full accumulation)."
+            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' (fast accumulation), "
+            "'high' or 'highest' (full accumulation)."
         )
     return canonical == {lax.Precision.DEFAULT}

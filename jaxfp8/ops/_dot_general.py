@@ -326,7 +326,8 @@ def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[st
             return ()
         raise FP8StateError(
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
-            "name those that an amax has to be combined over with reduce_axes= (of fp8.value_and_grad, or of this call or layer)."
+            "name those that an amax has to be combined over with reduce_axes= (of fp8.value_and_grad, "
+            "or of this call or layer)."
         )
     known = jax.sharding.get_abstract_mesh().axis_names
     if unknown := sorted(set(named) - set(known)):

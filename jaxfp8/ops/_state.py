@@ -199,8 +199,8 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
             )
         if observed.amax.shape != s.scale.shape:
             raise FP8StateError(
-                f"seen has shape {list(observed.amax.shape)}, the state has {list(s.scale.shape)}; a state of stacked layers is "
-                "committed with what all of them saw."
+                f"seen has shape {list(observed.amax.shape)}, the state has {list(s.scale.shape)}; a state of stacked "
+                "layers is committed with what all of them saw."
             )
         if s.frozen:
             return s

@@ -108,8 +108,8 @@ class Delayed(AbstractQuantizer):
           >>> import jax.numpy as jnp
           >>> import jaxfp8 as fp8
           >>> row = DelayedRow(jnp.zeros(()), jnp.zeros(3), jnp.zeros(()))
-          >>> Delayed(format=fp8.E4M3, history_length=3).update(row, jnp.float32(7.0))
-          DelayedRow(scale=Array(0.015625, dtype=float32), amax_history=Array([0., 0., 7.], dtype=float32), nonfinite_steps=Array(0., dtype=float32))
+          >>> Delayed(format=fp8.E4M3, history_length=3).update(row, jnp.float32(7.0)).amax_history
+          Array([0., 0., 7.], dtype=float32)
         """
         usable = is_usable(amax)
         history = jnp.asarray(row.amax_history).at[..., 0].set(amax)  # NumPy's, if just restored

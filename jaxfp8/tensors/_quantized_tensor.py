@@ -98,8 +98,8 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
         )
     if tensor.values.dtype not in [format.dtype for format in VALUE_FORMATS]:
         raise ValueError(
-            f"{name} has values of dtype {tensor.values.dtype.name}; they must be one of {[f.dtype.name for f in VALUE_FORMATS]}: "
-            "make it with fp8.quantize."
+            f"{name} has values of dtype {tensor.values.dtype.name}; they must be one of "
+            f"{[f.dtype.name for f in VALUE_FORMATS]}: make it with fp8.quantize."
         )
     wanted = tensor.granularity.scale_shape(tensor.shape)
     if tensor.scale.dtype != jnp.float32 or tensor.scale.shape != wanted:

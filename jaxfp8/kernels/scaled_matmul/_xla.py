@@ -54,27 +54,27 @@ def scaled_matmul(
         small, large = jnp.minimum(*scales), jnp.maximum(*scales)
         return ((product.astype(jnp.float32) * small) * large).astype(out_dtype)
 
-    def bare(l: Array, r: Array, *scales: Array) -> Array:
-        return scale_by_rows(dot(l, r, preferred_element_type=matmul_dtype), *scales)
+    def bare(a: Array, b: Array, *scales: Array) -> Array:
+        return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)
 
-    def dequantizing(l: Array, r: Array, *scales: Array) -> Array:
+    def dequantizing(a: Array, b: Array, *scales: Array) -> Array:
         # The scales' cast to bfloat16 is not rounding: the rewriter passes the float32 scalars to the call. Of a constant
         # it would be, for that is folded before the rewriter comes; hence the barrier.
         scales = lax.optimization_barrier(scales)
-        l, r = (v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for v, scale in zip((l, r), scales, strict=True))
-        return dot(l, r, preferred_element_type=matmul_dtype).astype(out_dtype)
+        a, b = (v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for v, scale in zip((a, b), scales, strict=True))
+        return dot(a, b, preferred_element_type=matmul_dtype).astype(out_dtype)
 
-    def portable(l: Array, r: Array, *scales: Array) -> Array:
-        product = dot(l.astype(jnp.bfloat16), r.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    def portable(a: Array, b: Array, *scales: Array) -> Array:
+        product = dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         return scale_by_rows(product, *scales)
 
-    def cpu(l: Array, r: Array, *scales: Array) -> Array:
+    def cpu(a: Array, b: Array, *scales: Array) -> Array:
         ((contracted, _), (batch, _)) = dimension_numbers
-        kept = (axis for axis in range(l.ndim) if axis not in (*contracted, *batch))
+        kept = (axis for axis in range(a.ndim) if axis not in (*contracted, *batch))
         order = (*batch, *kept, *contracted)
         rows = tuple(tuple(order.index(axis) for axis in axes) for axes in (contracted, batch))
         canonical = ((rows[0], dimension_numbers[0][1]), (rows[1], dimension_numbers[1][1]))
-        operands = (_as_laid_out(v.astype(jnp.bfloat16)) for v in (l.transpose(order), r))
+        operands = (_as_laid_out(v.astype(jnp.bfloat16)) for v in (a.transpose(order), b))
         return scale_by_rows(dot(*operands, dimension_numbers=canonical, preferred_element_type=jnp.float32), *scales)
 
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare
