@@ -7,7 +7,7 @@ state's probe as a ledger.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,10 @@ class _Call:
     implementation: Implementation
 
 
+Seen: TypeAlias = dict[tuple[Tensor, int], Array]
+"""The amax of each row of state that follows a tensor."""
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Primals:
@@ -131,15 +135,17 @@ class _Primals:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot_general(call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None) -> Array:
     del ledger
-    return _fprop(call, lhs, rhs, scale)[0]
+    return _fprop(call, lhs, rhs, scale, None)[0]
 
 
-def _fprop(call: _Call, lhs: Array, rhs: Array, scale: Array | None) -> tuple[Array, Operand, Operand]:
-    """y, the copy of x for wgrad and the copy of w for dgrad."""
-    x = _cast(call, "x", lhs, scale, wgrad=varying(lhs) - varying(rhs))
-    w = _cast(call, "w", rhs, scale, dgrad=varying(rhs) - varying(lhs))
+def _fprop(
+    call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None
+) -> tuple[Array, Operand, Operand, Seen]:
+    """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
+    x, x_seen = _cast(call, "x", lhs, scale, ledger, wgrad=varying(lhs) - varying(rhs))
+    w, w_seen = _cast(call, "w", rhs, scale, ledger, dgrad=varying(rhs) - varying(lhs))
     y = _matmul(call, "fprop", x["fprop"], w["fprop"], call.out_dtype, call.out_sharding)
-    return y, x["wgrad"], w["dgrad"]
+    return y, x["wgrad"], w["dgrad"], {**x_seen, **w_seen}
 
 
 def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
@@ -151,9 +157,7 @@ def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
         )
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
-    y, x, w = _fprop(call, lhs, rhs, scale)
-    seen = _seen(call, ledger, x=lhs, w=rhs) if call.collected else ()
-    x, w, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, w, seen))
+    y, x, w, seen = _fprop(call, lhs, rhs, scale, ledger)
     return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
 
 
@@ -163,8 +167,8 @@ def _backward_rule(call: _Call, residuals, gradient):
         gradient = jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
     gradient = once(gradient)
     x_varies, w_varies = (frozenset(aval.manual_axis_type.varying) for aval in (primals.lhs, primals.rhs))
-    g = _cast(
-        call, "g", gradient, scale,
+    g, g_seen = _cast(
+        call, "g", gradient, scale, ledger,
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
     dx_axes, dw_axes = call.geometry.product_axes
@@ -173,7 +177,7 @@ def _backward_rule(call: _Call, residuals, gradient):
     dx, dw = (_cotangent(d, axes, aval) for d, axes, aval in ((dx, dx_axes, primals.lhs), (dw, dw_axes, primals.rhs)))
     if not call.collected:
         return dx, dw, None, None
-    seen = {**seen, **_seen(call, ledger, g=gradient)}
+    seen = {**seen, **g_seen}
     rows = [vary_as(seen[row.tensor, r], ledger) for r, row in enumerate(call.recipe.rows)]
     return dx, dw, None, encode(jnp.stack(rows))
 
@@ -182,28 +186,41 @@ _dot_general.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _cast(
-    call: _Call, tensor: Tensor, value: Array, scale: Array | None, **contracted: frozenset[str]
-) -> dict[Matmul, Operand]:
-    """A tensor as each matmul reads it, cast once for those that read the same.
+    call: _Call, tensor: Tensor, value: Array, scale: Array | None, ledger: Array | None, **contracted: frozenset[str]
+) -> tuple[dict[Matmul, Operand], Seen]:
+    """A tensor as each matmul reads it, cast once for those that read the same, and the amaxes for its rows of state.
 
     `contracted`: the mesh axes along which a matmul contracts the tensor across devices; its row amaxes span them.
     """
-    cast: dict[tuple[AbstractQuantizer, AbstractGranularity], Operand] = {}
-    reads: dict[Matmul, Operand] = {}
+    kinds: list[tuple[AbstractQuantizer, AbstractGranularity]] = []
+    operands: list[Operand] = []
+    reads: dict[Matmul, int] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
-        granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor))
-        stored = None
-        if quantizer.stateful:
-            assert scale is not None
-            stored = scale[..., [row[:2] for row in call.recipe.rows].index((tensor, quantizer))]
-        across = contracted.get(matmul, frozenset())
-        if (quantizer, granularity) not in cast:
-            amax = functools.partial(_amax, call, value, granularity, stored, across)
-            cast[quantizer, granularity] = quantizer.quantize(
-                value, granularity, amax=amax, scale=stored, all_set=call.all_set, implementation=call.implementation
+        kind = (quantizer, quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor)))
+        if kind not in kinds:
+            stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
+            amax = functools.partial(_amax, call, value, kind[1], stored, contracted.get(matmul, frozenset()))
+            operands.append(
+                quantizer.quantize(
+                    value, kind[1], amax=amax, scale=stored, all_set=call.all_set, implementation=call.implementation
+                )
             )
-        reads[matmul] = cast[quantizer, granularity]
-    return reads
+            kinds.append(kind)
+        reads[matmul] = kinds.index(kind)
+    seen = _seen(call, tensor, value, ledger)
+    if seen and call.all_set:
+        # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
+        operands = lax.optimization_barrier(operands)
+    if tensor != "g":
+        # Named before any matmul reads them, so that a rematerialized fprop starts from what was saved and casts nothing.
+        operands, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (operands, seen))
+    return {matmul: operands[index] for matmul, index in reads.items()}, seen
+
+
+def _stored(recipe: Recipe, tensor: Tensor, quantizer: AbstractQuantizer, scale: Array) -> Array | None:
+    """The stored scale [] of a stateful quantizer; None for the others."""
+    rows = [tuple(row) for row in recipe.rows]
+    return scale[rows.index((tensor, quantizer))] if (tensor, quantizer) in rows else None
 
 
 def _amax(
@@ -217,14 +234,12 @@ def _amax(
     return pmax(amax_of(value, granularity), across)
 
 
-def _seen(call: _Call, ledger: Array, **values: Array) -> dict[tuple[Tensor, int], Array]:
-    """The amax of each row that follows one of these tensors, as far as it can be combined here."""
-    seen: dict[tuple[Tensor, int], Array] = {}
-    for r, row in enumerate(call.recipe.rows):
-        if row.tensor in values:
-            value, like = values[row.tensor], ledger[r, 0]
-            seen[row.tensor, r] = pmax(observe(value, like), varying(value) - varying(like))
-    return seen
+def _seen(call: _Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:
+    """The amax of each row of state that follows the tensor, as far as it can be combined here."""
+    if not call.collected or ledger is None:
+        return {}
+    likes = {(row.tensor, r): ledger[r, 0] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
+    return {key: pmax(observe(value, like), varying(value) - varying(like)) for key, like in likes.items()}
 
 
 def _matmul(call: _Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any) -> Array:
@@ -305,4 +320,7 @@ def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[st
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
             "name those that an amax has to be combined over with reduce_axes= (of fp8.value_and_grad, or of this call or layer)."
         )
+    known = jax.sharding.get_abstract_mesh().axis_names
+    if unknown := sorted(set(named) - set(known)):
+        raise FP8StateError(f"reduce_axes={named}: {unknown} are no axes of the mesh here, which has {known}.")
     return tuple(axis for axis in named if axis in manual_axes())

@@ -104,6 +104,10 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
     return MatmulState(jnp.zeros(n), jnp.zeros((n, length)), jnp.zeros(n), None, recipe.rows)
 
 
+def _is_node(node: object) -> bool:
+    return isinstance(node, MatmulState | SeenAmax)
+
+
 def _map(function, tree: PyTree, *rest: PyTree) -> PyTree:
     """tree.map over states; anything else in the tree is an error."""
 
@@ -115,7 +119,7 @@ def _map(function, tree: PyTree, *rest: PyTree) -> PyTree:
             )
         return function(node, *others)
 
-    return jax.tree.map(checked, tree, *rest, is_leaf=is_state)
+    return jax.tree.map(checked, tree, *rest, is_leaf=_is_node)
 
 
 def nothing_seen(state: PyTree) -> PyTree:
@@ -129,14 +133,15 @@ def nothing_seen(state: PyTree) -> PyTree:
     return _map(lambda s: SeenAmax(s.scale * 0, s.rows), state)
 
 
-def merge_seen(*seen: PyTree) -> PyTree:
+def merge_seen(first: PyTree, *others: PyTree) -> PyTree:
     """What several microbatches saw together: the largest of each amax.
 
     Args:
-      *seen: trees that `fp8.value_and_grad(..., commit=False)` returned.
+      first: a tree that `fp8.value_and_grad(..., commit=False)` or `fp8.nothing_seen` returned.
+      *others: more of them, for the same state.
 
     Raises:
-      FP8StateError: for committed states, which cannot be merged.
+      FP8StateError: for committed states, which cannot be merged; for trees that belong to different states.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -144,14 +149,20 @@ def merge_seen(*seen: PyTree) -> PyTree:
       >>> fp8.merge_seen(seen, seen).amax
       Array([0., 0., 0.], dtype=float32)
     """
-    for position, tree in enumerate(seen):
-        for node in jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, MatmulState | SeenAmax)):
+    for position, tree in enumerate((first, *others)):
+        for node in jax.tree.leaves(tree, is_leaf=_is_node):
             if not isinstance(node, SeenAmax):
                 raise FP8StateError(
                     f"argument {position} of merge_seen holds a {type(node).__name__}; committed states cannot be merged. "
                     "Use fp8.value_and_grad(..., commit=False), merge what it saw, and commit once per optimizer step."
                 )
-    first, *others = seen
+    structure, shapes = jax.tree.structure(first), [jnp.shape(leaf) for leaf in jax.tree.leaves(first)]
+    for position, tree in enumerate(others, start=1):
+        if jax.tree.structure(tree) != structure or [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] != shapes:
+            raise FP8StateError(
+                f"argument {position} of merge_seen does not belong to the same state as argument 0: it has the tree "
+                f"{jax.tree.map(jnp.shape, tree)}, argument 0 has {jax.tree.map(jnp.shape, first)}."
+            )
     return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), first, *others)
 
 
@@ -175,6 +186,11 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
     def one(s: MatmulState, observed: SeenAmax) -> MatmulState:
         if not isinstance(observed, SeenAmax) or observed.rows != s.rows:
             raise FP8StateError("seen does not belong to this state; commit what fp8.value_and_grad(..., commit=False) returned for it.")
+        if observed.amax.shape != s.scale.shape:
+            raise FP8StateError(
+                f"seen has shape {list(observed.amax.shape)}, the state has {list(s.scale.shape)}; a state of stacked layers is "
+                "committed with what all of them saw."
+            )
         if s.frozen:
             return s
         updated = [
@@ -193,8 +209,7 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
 
 def _aligned(state: PyTree, seen: PyTree) -> PyTree:
     """`seen` if it has a node for each state, else a clear error."""
-    is_node = lambda n: isinstance(n, MatmulState | SeenAmax)
-    structures = [jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=is_node)) for tree in (state, seen)]
+    structures = [jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=_is_node)) for tree in (state, seen)]
     if structures[0] != structures[1]:
         raise FP8StateError(f"state and seen have different trees: {structures[0]} and {structures[1]}.")
     return seen

@@ -67,6 +67,8 @@ def value_and_grad(
                 f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not tell over which mesh axes amaxes "
                 "have to be combined; name them: fp8.value_and_grad(..., reduce_axes=(...)), all but those of pipeline stages."
             )
+        if named and manual_axes() and types_tell():
+            raise ValueError(f"reduce_axes={named} is not used here: types tell over which axes a value varies. Drop it.")
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
 
         def step(all_set: bool) -> tuple[Any, PyTree, PyTree]:

@@ -110,7 +110,7 @@ class Delayed(AbstractQuantizer):
           DelayedRow(scale=Array(0.015625, dtype=float32), amax_history=Array([0., 0., 7.], dtype=float32), nonfinite_steps=Array(0., dtype=float32))
         """
         usable = is_usable(amax)
-        history = row.amax_history.at[..., 0].set(amax)
+        history = jnp.asarray(row.amax_history).at[..., 0].set(amax)  # NumPy's, if just restored
         reference = jnp.max(history, axis=-1) if self.algorithm == "max" else amax
         rotated = jnp.roll(history, -1, axis=-1).at[..., 0].set(0.0)
         return DelayedRow(
