@@ -79,7 +79,10 @@ class PerAxis(AbstractGranularity):
         bad = [axis for axis in self.axes if not -ndim <= axis < ndim]
         kept = frozenset(axis % ndim for axis in self.axes) if ndim else frozenset()
         if bad or len(kept) != len(self.axes):
-            raise ValueError(f"{self!r} does not fit an array of {ndim} axes: an axis is out of range or named twice.")
+            raise ValueError(
+                f"granularity {self!r} does not fit an array of {ndim} axes: an axis is out of range or named twice; name each "
+                f"axis to keep once, as one of {list(range(ndim))}."
+            )
         return kept
 
     def reduced_axes(self, ndim: int) -> Axes:
@@ -112,7 +115,7 @@ class PerRow(AbstractGranularity):
     """
 
     def _refuse(self) -> ValueError:
-        return ValueError("PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep).")
+        return ValueError("granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep).")
 
     def reduced_axes(self, ndim: int) -> Axes:
         raise self._refuse()

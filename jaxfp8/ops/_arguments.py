@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -39,6 +40,8 @@ def check_float(name: str, x: ArrayLike) -> Array:
       >>> check_float("x", jnp.ones(2)).shape
       (2,)
     """
+    if isinstance(x, QuantizedTensor):
+        raise TypeError(f"{name} is a QuantizedTensor already; pass the high-precision array, or {name}.dequantize().")
     if not isinstance(x, jax.Array):
         x = jnp.asarray(x)
     if x.dtype.name not in _DTYPES:

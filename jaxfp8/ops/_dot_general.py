@@ -7,7 +7,7 @@ state's probe as a ledger.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,10 @@ class _Call:
     implementation: Implementation
 
 
+Seen: TypeAlias = dict[tuple[Tensor, int], Array]
+"""The amax of each row of state that follows a tensor."""
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Primals:
@@ -131,15 +135,17 @@ class _Primals:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot_general(call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None) -> Array:
     del ledger
-    return _fprop(call, lhs, rhs, scale)[0]
+    return _fprop(call, lhs, rhs, scale, None)[0]
 
 
-def _fprop(call: _Call, lhs: Array, rhs: Array, scale: Array | None) -> tuple[Array, Operand, Operand]:
-    """y, the copy of x for wgrad and the copy of w for dgrad."""
+def _fprop(call: _Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None) -> tuple[Array, Operand, Operand, Seen]:
+    """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
     x = _cast(call, "x", lhs, scale, wgrad=varying(lhs) - varying(rhs))
     w = _cast(call, "w", rhs, scale, dgrad=varying(rhs) - varying(lhs))
+    x, x_seen = _collect(call, "x", lhs, x, ledger)
+    w, w_seen = _collect(call, "w", rhs, w, ledger)
     y = _matmul(call, "fprop", x["fprop"], w["fprop"], call.out_dtype, call.out_sharding)
-    return y, x["wgrad"], w["dgrad"]
+    return y, x["wgrad"], w["dgrad"], {**x_seen, **w_seen}
 
 
 def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
@@ -151,8 +157,7 @@ def _forward_rule(call: _Call, lhs, rhs, scale, ledger):
         )
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
-    y, x, w = _fprop(call, lhs, rhs, scale)
-    seen = _seen(call, ledger, x=lhs, w=rhs) if call.collected else ()
+    y, x, w, seen = _fprop(call, lhs, rhs, scale, ledger)
     x, w, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (x, w, seen))
     return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
 
@@ -167,13 +172,14 @@ def _backward_rule(call: _Call, residuals, gradient):
         call, "g", gradient, scale,
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
+    g, g_seen = _collect(call, "g", gradient, g, ledger)
     dx_axes, dw_axes = call.geometry.product_axes
     dx = _matmul(call, "dgrad", g["dgrad"], w, primals.lhs.dtype, _product_sharding(primals.lhs, dx_axes))
     dw = _matmul(call, "wgrad", x, g["wgrad"], primals.rhs.dtype, _product_sharding(primals.rhs, dw_axes))
     dx, dw = (_cotangent(d, axes, aval) for d, axes, aval in ((dx, dx_axes, primals.lhs), (dw, dw_axes, primals.rhs)))
     if not call.collected:
         return dx, dw, None, None
-    seen = {**seen, **_seen(call, ledger, g=gradient)}
+    seen = {**seen, **g_seen}
     rows = [vary_as(seen[row.tensor, r], ledger) for r, row in enumerate(call.recipe.rows)]
     return dx, dw, None, encode(jnp.stack(rows))
 
@@ -217,14 +223,18 @@ def _amax(
     return pmax(amax_of(value, granularity), across)
 
 
-def _seen(call: _Call, ledger: Array, **values: Array) -> dict[tuple[Tensor, int], Array]:
-    """The amax of each row that follows one of these tensors, as far as it can be combined here."""
-    seen: dict[tuple[Tensor, int], Array] = {}
+def _collect(
+    call: _Call, tensor: Tensor, value: Array, cast: dict[Matmul, Operand], ledger: Array | None
+) -> tuple[dict[Matmul, Operand], Seen]:
+    """A cast tensor, and the amax of each row of state that follows it, as far as it can be combined here."""
+    if not call.collected or ledger is None:
+        return cast, {}
+    seen: Seen = {}
     for r, row in enumerate(call.recipe.rows):
-        if row.tensor in values:
-            value, like = values[row.tensor], ledger[r, 0]
-            seen[row.tensor, r] = pmax(observe(value, like), varying(value) - varying(like))
-    return seen
+        if row.tensor == tensor:
+            like = ledger[r, 0]
+            seen[tensor, r] = pmax(observe(value, like), varying(value) - varying(like))
+    return jax.lax.optimization_barrier(cast) if call.all_set else cast, seen
 
 
 def _matmul(call: _Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any) -> Array:

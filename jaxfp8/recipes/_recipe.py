@@ -81,6 +81,8 @@ class Recipe:
     wgrad: Operands
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r} must be a string; it is how the recipe calls itself.")
         for matmul in ("fprop", "dgrad", "wgrad"):
             if not isinstance(getattr(self, matmul), Operands):
                 raise TypeError(f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...).")

@@ -48,8 +48,8 @@ def scaled_matmul(
       Array([[49.,  0.],
              [ 0., 49.]], dtype=float32)
     """
-    validate(lhs)
-    validate(rhs)
+    validate(lhs, "lhs")
+    validate(rhs, "rhs")
     if dimension_numbers is None:
         dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
     if lhs.format == rhs.format == E5M2:
