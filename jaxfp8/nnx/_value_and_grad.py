@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxfp8._typing import PyTree
 from jaxfp8.nnx._state import FP8State
-from jaxfp8.ops._state import commit as commit_seen
+from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._value_and_grad import value_and_grad as functional_value_and_grad
 
 

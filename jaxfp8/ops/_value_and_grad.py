@@ -17,9 +17,9 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
+from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._ledger import decode
 from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, zero_ledgers
-from jaxfp8.ops._state import commit as commit_seen
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 
 

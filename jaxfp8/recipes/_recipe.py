@@ -29,7 +29,18 @@ _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """The quantizers of the two operands of one matmul."""
+    """The quantizers of the two operands of one matmul.
+
+    Attributes:
+      lhs: of the left operand (x or g).
+      rhs: of the right operand (w or g).
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> operands = fp8.Operands(lhs=fp8.quantizers.Current(format=fp8.E4M3), rhs=fp8.quantizers.Identity())
+      >>> operands.in_fp8
+      False
+    """
 
     lhs: AbstractQuantizer
     rhs: AbstractQuantizer
