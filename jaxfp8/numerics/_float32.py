@@ -7,7 +7,8 @@ from jaxfp8._typing import Array
 
 TINY = float(np.finfo(np.float32).tiny)
 """2^-126, the smallest normal float32. CPUs and GPUs flush what lies below, not consistently; so it counts as zero."""
-_MAX = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest float32."""
 
 
 def to_float32(x: Array) -> Array:
@@ -21,6 +22,6 @@ def to_float32(x: Array) -> Array:
       Array([ 0., -2.], dtype=float32)
     """
     if x.dtype == jnp.float64:
-        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -_MAX, _MAX), x)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), x)
     x = x.astype(jnp.float32)
     return jnp.where(jnp.abs(x) < TINY, jnp.copysign(jnp.zeros_like(x), x), x)

@@ -69,7 +69,9 @@ class PerAxis(AbstractGranularity):
 
     def __init__(self, *axes: int) -> None:
         if not axes or not all(isinstance(axis, int) for axis in axes):
-            raise ValueError(f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is PerTensor().")
+            raise ValueError(
+                f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is PerTensor()."
+            )
         object.__setattr__(self, "axes", tuple(axes))
 
     def __repr__(self) -> str:
@@ -79,7 +81,10 @@ class PerAxis(AbstractGranularity):
         bad = [axis for axis in self.axes if not -ndim <= axis < ndim]
         kept = frozenset(axis % ndim for axis in self.axes) if ndim else frozenset()
         if bad or len(kept) != len(self.axes):
-            raise ValueError(f"{self!r} does not fit an array of {ndim} axes: an axis is out of range or named twice.")
+            raise ValueError(
+                f"granularity {self!r} does not fit an array of {ndim} axes: an axis is out of range or named twice; name each "
+                f"axis to keep once, as one of {list(range(ndim))}."
+            )
         return kept
 
     def reduced_axes(self, ndim: int) -> Axes:
@@ -112,7 +117,9 @@ class PerRow(AbstractGranularity):
     """
 
     def _refuse(self) -> ValueError:
-        return ValueError("PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep).")
+        return ValueError(
+            "granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep)."
+        )
 
     def reduced_axes(self, ndim: int) -> Axes:
         raise self._refuse()

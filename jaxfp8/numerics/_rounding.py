@@ -33,10 +33,13 @@ def saturating_cast(
       >>> saturating_cast(jnp.array([0.3, 1e9, -1e9]), jnp.float32(1.0), fp8.E4M3).astype(jnp.float32)
       Array([ 3.125e-01,  4.480e+02, -4.480e+02], dtype=float32)
     """
-    if (rounding == "stochastic") != (key is not None):
-        raise ValueError(f"rounding={rounding!r} with key={'given' if key is not None else None}: 'stochastic' needs a key=, 'nearest' takes none.")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
+    if (rounding == "stochastic") != (key is not None):
+        raise ValueError(
+            f"rounding={rounding!r} with key={'given' if key is not None else None}: "
+            "'stochastic' needs a key=, 'nearest' takes none."
+        )
     x = to_float32(x)
     scaled = jnp.clip(x * multiplier, -format.max, format.max)
     if key is not None:

@@ -19,6 +19,10 @@ class Identity(AbstractQuantizer):
 
     granularity: AbstractGranularity = PerTensor()
 
+    def __post_init__(self) -> None:
+        if self.granularity != PerTensor():
+            raise ValueError(f"granularity={self.granularity!r} is not used, since nothing is scaled; leave it out.")
+
     @property
     def value_format(self) -> None:
         return None

@@ -1,11 +1,12 @@
 """The recipes that the field knows by name."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxfp8.numerics._formats import E4M3, E5M2, Format
 from jaxfp8.numerics._granularity import PerRow
-from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._base import AbstractQuantizer, check_bool
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.quantizers._identity import Identity
@@ -44,8 +45,12 @@ def delayed(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 delayed scaling.
     """
-    x = Delayed(format=forward, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
-    g = Delayed(format=gradient, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
+    x = Delayed(
+        format=forward, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
+    g = Delayed(
+        format=gradient, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
     return _by_tensor("delayed", x, x, g)
 
 
@@ -93,6 +98,7 @@ def rowwise(
     References:
       pytorch/ao, torchao/float8/config.py, recipes `rowwise` and `rowwise_with_gw_hp`.
     """
+    check_bool("high_precision_wgrad", high_precision_wgrad)
     x = Current(format=forward, granularity=PerRow(), power_of_two=power_of_two)
     g = Current(format=gradient, granularity=PerRow(), power_of_two=power_of_two)
     if not high_precision_wgrad:
@@ -162,6 +168,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
     Raises:
       ValueError: for an unknown name.
+      TypeError: for an unknown field.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -170,4 +177,7 @@ def get(name: str, **fields: Any) -> Recipe:
     """
     if name not in PRESETS:
         raise ValueError(f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}.")
+    known = list(inspect.signature(PRESETS[name]).parameters)
+    if unknown := sorted(set(fields) - set(known)):
+        raise TypeError(f"recipe {name!r} has no fields {unknown}; it has {known}.")
     return PRESETS[name](**fields)

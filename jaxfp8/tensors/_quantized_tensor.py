@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.numerics._formats import Format, format_of
+from jaxfp8.numerics._float32 import LARGEST
+from jaxfp8.numerics._formats import VALUE_FORMATS, Format, format_of
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype"]
+)
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
     """An array in FP8: `x ~ values * scale`.
@@ -56,14 +59,23 @@ class QuantizedTensor:
         return format_of(self.values.dtype)
 
     def dequantize(self, dtype: DType | None = None) -> Array:
-        """`values * scale`, computed in float32, in `dtype` (default: the dtype that the tensor stands for)."""
-        return (self.values.astype(jnp.float32) * self.scale).astype(self.dtype if dtype is None else dtype)
+        """`values * scale`, computed in float32, in `dtype` (default: the dtype that the tensor stands for).
+
+        Finite values stay finite: rounded up to 8 bits, 65504 in float16 stands for 65536, which float16 cannot hold.
+        """
+        dtype = jnp.dtype(self.dtype if dtype is None else dtype)
+        largest = min(float(jnp.finfo(dtype).max), LARGEST)
+        values = self.values.astype(jnp.float32)
+        product = values * self.scale
+        return jnp.where(jnp.isfinite(values), jnp.clip(product, -largest, largest), product).astype(dtype)
 
     def transpose(self, *permutation: int) -> "QuantizedTensor":
         """The tensor with its axes permuted (default: reversed); exact, values and scales move together."""
         order: Axes = permutation or tuple(reversed(range(self.ndim)))
         if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}.")
+            raise ValueError(
+                f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}."
+            )
         scale = self.scale.transpose(order) if self.scale.ndim else self.scale
         return QuantizedTensor(self.values.transpose(order), scale, self.granularity.transpose(order), self.dtype)
 
@@ -72,8 +84,8 @@ class QuantizedTensor:
         return self.transpose()
 
 
-def validate(tensor: QuantizedTensor) -> None:
-    """Raise ValueError if an invariant of `QuantizedTensor` does not hold.
+def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
+    """Raise ValueError, with the name of the argument, if an invariant of `QuantizedTensor` does not hold.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,11 +93,17 @@ def validate(tensor: QuantizedTensor) -> None:
       >>> validate(fp8.quantize(jnp.ones((2, 2)), fp8.E4M3))
     """
     if not isinstance(tensor, QuantizedTensor):
-        raise TypeError(f"expected a QuantizedTensor, got {type(tensor).__name__}; make one with fp8.quantize.")
-    format_of(tensor.values.dtype)
+        raise TypeError(
+            f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with fp8.quantize."
+        )
+    if tensor.values.dtype not in [format.dtype for format in VALUE_FORMATS]:
+        raise ValueError(
+            f"{name} has values of dtype {tensor.values.dtype.name}; they must be one of "
+            f"{[f.dtype.name for f in VALUE_FORMATS]}: make it with fp8.quantize."
+        )
     wanted = tensor.granularity.scale_shape(tensor.shape)
     if tensor.scale.dtype != jnp.float32 or tensor.scale.shape != wanted:
         raise ValueError(
-            f"scale is {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values of shape {list(tensor.shape)} "
-            f"with {tensor.granularity!r} need float32{list(wanted)}."
+            f"{name} has a scale {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values of shape {list(tensor.shape)} "
+            f"with {tensor.granularity!r} need float32{list(wanted)}: make it with fp8.quantize."
         )

@@ -1,0 +1,40 @@
+"""The machine that every test sees: eight CPU devices, no silent promotion."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+# Before jax is imported, or it has no effect. A GPU run says JAX_PLATFORMS=cuda; what the caller set, stays.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_X64", "0")
+# Lets the CUDA plugin register without a driver, so that tests/deviceless can compile for a GPU that is not there.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# Eight devices make a 4 x 2 mesh: the smallest on which two axes differ in size.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+import pytest
+
+# A float32 that slips in doubles the traffic and hides in every result: promotion must be written down.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# No deadline: the first example of a shape compiles, the next ones do not.
+hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
+# In CI the same examples every time, so that a failure is the fault of the change under test.
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("deviceless") and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        pytest.skip("needs the CUDA wheels, not a GPU: pip install 'jax[cuda13]'")
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """What users have, for the code of others: optax.adam raises a float to its int32 step count."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

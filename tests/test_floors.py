@@ -1,0 +1,150 @@
+"""The house stands: imports run down only, rooms on one floor are strangers, and nobody inside imports a face."""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house stands on the roof.
+FLOORS = (
+    ("_typing", "_compat", "_errors"),
+    ("numerics",),
+    ("tensors",),
+    ("sharding",),
+    ("kernels",),
+    ("quantizers",),
+    ("recipes", "optim", "comms"),
+    ("ops", "checkpoint"),
+    ("linen", "nnx", "diagnostics"),
+    ("convert", "plan"),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
+
+HOUSE = "jaxfp8"
+ROOT = Path(__file__).parent.parent / HOUSE
+
+# A house is {path inside jaxfp8/: source}, so that a test can build a crooked one.
+House = dict[str, str]
+
+
+def read_house() -> House:
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+
+
+def is_face(path: str) -> bool:
+    return path.endswith("__init__.py")
+
+
+def module_of(path: str) -> str:
+    return ".".join((HOUSE, *path.removesuffix(".py").split("/"))).removesuffix(".__init__")
+
+
+def room_of(path: str) -> str:
+    return path.removesuffix(".py").split("/")[0]
+
+
+def imports_of(path: str, house: House) -> Iterator[tuple[int, str]]:
+    """Yields (line, module) of each import from the house, also of those inside functions."""
+    modules = {module_of(other) for other in house}
+    folder = module_of(path).split(".") if is_face(path) else module_of(path).split(".")[:-1]
+    for node in ast.walk(ast.parse(house[path], path)):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            # `from folder import _file` imports the file; `from folder import name` imports the face of the folder.
+            found = [name if (name := f"{source}.{alias.name}") in modules else source for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in found if name.split(".")[0] == HOUSE)
+
+
+def fault(importer: str, imported: str) -> str | None:
+    """Says what is wrong with one import between two files, if anything is."""
+    if importer == "__init__.py":
+        return None  # the roof sees every floor
+    if is_face(imported):
+        below = is_face(importer) and imported.startswith(importer.removesuffix("__init__.py"))
+        return None if below else "is a face: import from the file that defines the name"
+    here, there = room_of(importer), room_of(imported)
+    if here == there or FLOOR[there] < FLOOR[here]:
+        return None
+    if FLOOR[there] > FLOOR[here]:
+        return f"is above: {there} is on floor {FLOOR[there]}, {here} on floor {FLOOR[here]}"
+    return f"is a stranger: {there} and {here} are both on floor {FLOOR[here]}"
+
+
+def faults(house: House) -> list[str]:
+    """Lists all that is wrong with a house."""
+    homeless = [path for path in house if path != "__init__.py" and room_of(path) not in FLOOR]
+    if homeless:
+        return [f"{path}: {room_of(path)} is on no floor, add it to FLOORS" for path in homeless]
+    path_of = {module_of(path): path for path in house}
+    found, graph = [], graphlib.TopologicalSorter[str]()
+    for path in house:
+        for line, module in imports_of(path, house):
+            if module not in path_of:
+                found.append(f"{path}:{line}: {module} does not exist")
+                continue
+            graph.add(path, path_of[module])
+            if what := fault(path, path_of[module]):
+                found.append(f"{path}:{line}: {module} {what}")
+    try:
+        graph.prepare()
+    except graphlib.CycleError as error:
+        found.append("imports run in a circle: " + " <- ".join(error.args[1]))
+    return found
+
+
+def test_the_house_stands():
+    house = read_house()
+    assert house, f"no Python file under {HOUSE}/"
+    assert not faults(house), "\n".join(faults(house))
+
+
+# A straight house; each row below adds one crooked file to it.
+STRAIGHT: House = {
+    "__init__.py": "from jaxfp8 import linen as linen\nfrom jaxfp8.numerics import E4M3 as E4M3",
+    "_typing.py": "import jax",
+    "numerics/__init__.py": "from jaxfp8.numerics._formats import E4M3 as E4M3",
+    "numerics/_formats.py": "from jaxfp8._typing import Array",
+    "numerics/_scale.py": "from jaxfp8.numerics import _formats\nfrom . import _formats",
+    "kernels/__init__.py": "from jaxfp8.kernels.cast import cast as cast",
+    "kernels/cast/__init__.py": "from jaxfp8.kernels.cast._api import cast as cast",
+    "kernels/cast/_api.py": "from ...numerics._scale import scale_of",
+    "recipes/_recipe.py": "import jaxfp8.kernels.cast._api",
+    "linen/__init__.py": "from jaxfp8.linen._layers import FP8Dense as FP8Dense",
+    "linen/_layers.py": "from jaxfp8.recipes._recipe import Recipe",
+}
+
+
+def test_a_straight_house_has_no_faults():
+    assert faults(STRAIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "complaint"),
+    [
+        pytest.param("numerics/_amax.py", "from jaxfp8.linen._layers import x", "is above", id="upward"),
+        pytest.param("numerics/_amax.py", "import jaxfp8.linen._layers", "is above", id="upward-plain-import"),
+        pytest.param("numerics/_amax.py", "from ..linen._layers import x", "is above", id="upward-relative"),
+        pytest.param("_compat.py", "def f():\n  from jaxfp8.linen import _layers", "is above", id="upward-in-function"),
+        pytest.param("optim/_adam.py", "from jaxfp8.recipes._recipe import x", "is a stranger", id="same-floor"),
+        pytest.param("_compat.py", "from jaxfp8._typing import Array", "is a stranger", id="same-floor-files"),
+        pytest.param("linen/_state.py", "import jaxfp8 as fp8", "is a face", id="face-of-the-house"),
+        pytest.param("linen/_state.py", "from jaxfp8 import E4M3", "is a face", id="name-from-the-house"),
+        pytest.param("linen/_state.py", "from jaxfp8 import numerics", "is a face", id="face-as-module"),
+        pytest.param("linen/_state.py", "from jaxfp8.numerics import E4M3", "is a face", id="face-of-a-room"),
+        pytest.param("linen/_state.py", "from . import FP8Dense", "is a face", id="own-face"),
+        pytest.param("optim/__init__.py", "from jaxfp8.numerics import E4M3", "is a face", id="face-of-a-face"),
+        pytest.param("_typing.py", "import jaxfp8.nothing", "does not exist", id="missing"),
+        pytest.param("numerics/_formats.py", "from jaxfp8.numerics._scale import x", "in a circle", id="circle"),
+        pytest.param("utils/_misc.py", "", "is on no floor", id="unknown-room"),
+    ],
+)
+def test_a_crooked_house_is_found(path, source, complaint):
+    (found,) = faults({**STRAIGHT, path: source})
+    assert complaint in found

@@ -1,0 +1,85 @@
+"""The face: exactly these names, and an example beside each that can be called."""
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+# Per namespace, the names that users type. A name is added or removed here on purpose or not at all.
+EXPECTED = {
+    "jaxfp8": """
+        E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow QuantizedTensor quantize fake_quantize scaled_matmul
+        dot_general dot einsum save_fp8_residuals
+        init_state value_and_grad nothing_seen merge_seen commit freeze fork MatmulState FP8StateError
+        Recipe Operands compiler_options assert_fp8_gemms
+        recipes quantizers linen nnx
+    """,
+    "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral COLLECTION",
+    "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit",
+    "jaxfp8.numerics": "amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow",
+    "jaxfp8.quantizers": "AbstractQuantizer Current Delayed Static Identity",
+    "jaxfp8.recipes": "Recipe Operands delayed current rowwise static identity get",
+}
+
+ROOT = Path(__file__).parent.parent
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def names_of(source: str) -> list[str]:
+    """Lists what a face re-exports.
+
+    Raises:
+      ValueError: it does more than re-export names as themselves.
+    """
+    names = []
+    for node in ast.parse(source).body:
+        if is_docstring(node):
+            continue
+        if not isinstance(node, ast.ImportFrom) or any(alias.asname != alias.name for alias in node.names):
+            raise ValueError(f"line {node.lineno}: a face holds `from file import X as X` only: {ast.unparse(node)}")
+        names += [alias.name for alias in node.names]
+    return names
+
+
+def faces() -> dict[str, str]:
+    """Reads the source of each face, by the name of its namespace."""
+    found = sorted((ROOT / "jaxfp8").rglob("__init__.py"))
+    return {".".join(path.parent.relative_to(ROOT).parts): path.read_text() for path in found}
+
+
+FACES = faces()
+
+
+@pytest.mark.parametrize("namespace", sorted({*FACES, *EXPECTED}))
+def test_names(namespace):
+    names = names_of(FACES.get(namespace, ""))
+    expected = EXPECTED.get(namespace, "").split()
+    assert sorted(names) == sorted(expected), (
+        f"{namespace}: not in EXPECTED: {sorted({*names} - {*expected})}, gone: {sorted({*expected} - {*names})}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name"), [(namespace, name) for namespace, source in FACES.items() for name in names_of(source)]
+)
+def test_example(namespace, name):
+    thing = getattr(importlib.import_module(namespace), name)
+    if not callable(thing):
+        return  # a module or a constant
+    # __doc__ and not inspect.getdoc, which would lend a class the docstring of its base.
+    doc = thing.__doc__ or ""
+    assert doc.strip(), f"{namespace}.{name} has no docstring"
+    raised_not_called = isinstance(thing, type) and issubclass(thing, Exception)
+    assert ">>>" in doc or raised_not_called, f"{namespace}.{name} has no example (>>>)"
+
+
+@pytest.mark.parametrize(
+    "source", ["from a import *", "from a import b", "from a import b as c", "import a", "x = 1", "def f(): pass"]
+)
+def test_a_face_that_does_more_is_refused(source):
+    with pytest.raises(ValueError, match="a face holds"):
+        names_of(f'"""Face."""\nfrom a import x as x\n{source}')
