@@ -51,7 +51,9 @@ def find_gemms(compiled: Any) -> Gemms:
       1
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text().")
+        raise TypeError(
+            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text()."
+        )
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     computations: dict[str, list[str]] = {}
     entry, lines = None, []
@@ -62,7 +64,9 @@ def find_gemms(compiled: Any) -> Gemms:
         else:
             lines.append(line)
     if entry is None:
-        raise ValueError("compiled holds no program text (no ENTRY computation); pass what jax.jit(f).lower(...).compile() returns.")
+        raise ValueError(
+            "compiled holds no program text (no ENTRY computation); pass what jax.jit(f).lower(...).compile() returns."
+        )
     return _gemms_of(entry, computations, {})
 
 
@@ -81,7 +85,9 @@ def _gemms_of(name: str, computations: dict[str, list[str]], known: dict[str, Ge
             elif opcode[1] == "dot" or (target and target[1].startswith(_LIBRARY)):
                 high.append(_label(line))
             called = [_gemms_of(n, computations, known) for n in _CALLED.findall(instruction)]
-            branches = [n.strip(" %") for found in _BRANCHES.findall(instruction) for n in (found[0] or found[1]).split(",")]
+            branches = [
+                n.strip(" %") for found in _BRANCHES.findall(instruction) for n in (found[0] or found[1]).split(",")
+            ]
             if branches:
                 one_of = [_gemms_of(n, computations, known) for n in branches]
                 called.append(max(one_of, key=lambda g: (len(g.fp8) + len(g.high_precision), -len(g.fp8))))

@@ -336,9 +336,7 @@ def cond_vmapped(face, layer, plain):
 
     take = np.arange(B, dtype=np.float32) % 2
     x, c = data()
-    return Row(
-        face.value_and_grad(loss), reference, weights(), (jnp.where(take[:, None] > 0, x, 9 * x), c, take)
-    )
+    return Row(face.value_and_grad(loss), reference, weights(), (jnp.where(take[:, None] > 0, x, 9 * x), c, take))
 
 
 EXACT = [

@@ -5,9 +5,23 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from contracts.rows_local import E, L, Row, at, chain, data, examples_reference, in_turn, scanned, single, unwatched, weights
+from contracts.rows_local import (
+    E,
+    L,
+    Row,
+    at,
+    chain,
+    data,
+    examples_reference,
+    in_turn,
+    scanned,
+    single,
+    unwatched,
+    weights,
+)
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 
 def mesh(kind, second="tp"):
@@ -100,7 +114,9 @@ def outside(face, loss, specs, *, vma, axes, summed, second="tp"):
 
     def whole(w, s, *batch):
         local = lambda *a: lax.psum(loss(*a), summed)
-        return jax.shard_map(local, mesh=mesh(AxisType.Auto, second), in_specs=specs, out_specs=P(), check_vma=vma)(w, s, *batch)
+        return jax.shard_map(local, mesh=mesh(AxisType.Auto, second), in_specs=specs, out_specs=P(), check_vma=vma)(
+            w, s, *batch
+        )
 
     return face.value_and_grad(whole) if vma else face.value_and_grad(whole, reduce_axes=axes)
 
@@ -131,7 +147,9 @@ def shard_map_tensor(face, layer, plain, *, vma):
     """Columns of w over 'tp': amaxes of w and g span both axes, and dx is a sum over 'tp'."""
     loss, reference = single(layer, plain)
     specs = P(None, "tp"), P(), P("data"), P("data", "tp")
-    step = inside(face, loss, specs, (("data", "tp"), P(None, "tp"), P()), vma=vma, axes=("data", "tp"), summed=("data",))
+    step = inside(
+        face, loss, specs, (("data", "tp"), P(None, "tp"), P()), vma=vma, axes=("data", "tp"), summed=("data",)
+    )
     return Row(step, reference, weights(), data())
 
 
@@ -184,7 +202,11 @@ def with_types(row, vma):
 
 EXPLICIT = [explicit_scan, explicit_examples, explicit_experts]
 MANUAL = [
-    *(with_types(row, vma) for row in (shard_map_inside, shard_map_tensor, shard_map_scan, stages_inside) for vma in (True, False)),
+    *(
+        with_types(row, vma)
+        for row in (shard_map_inside, shard_map_tensor, shard_map_scan, stages_inside)
+        for vma in (True, False)
+    ),
     with_types(shard_map_outside, True),
     with_types(stages_outside, True),
     with_types(shard_map_partly_manual, True),

@@ -40,7 +40,9 @@ def _watch(truth, tensor, value, at):
     return value
 
 
-_watch.defvjp(lambda truth, tensor, value, at: (_watch(truth, tensor, value, at), None), lambda truth, tensor, _, g: (g, None))
+_watch.defvjp(
+    lambda truth, tensor, value, at: (_watch(truth, tensor, value, at), None), lambda truth, tensor, _, g: (g, None)
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -79,7 +79,9 @@ def test_inner_grad(state):
 @pytest.mark.parametrize("recipe", [RECIPE, fp8.recipes.current(), fp8.recipes.rowwise()], ids=lambda r: r.name)
 def test_grad_of_grad(recipe):
     state = fp8.init_state(recipe)
-    penalty = lambda w: jnp.sum(fp8.value_and_grad(lambda w, s, x: jnp.sum(jnp.square(fp8.dot(x, w, recipe=recipe, state=s))))(w, state, X)[1])
+    penalty = lambda w: jnp.sum(
+        fp8.value_and_grad(lambda w, s, x: jnp.sum(jnp.square(fp8.dot(x, w, recipe=recipe, state=s))))(w, state, X)[1]
+    )
     with pytest.raises(fp8.FP8StateError, match="no second derivative"):
         jax.grad(penalty)(W)
 
@@ -119,7 +121,11 @@ def test_given_to_a_recipe_without_state(state):
 @pytest.mark.parametrize("garbage", [jnp.ones(3), 1.0, "state", {"layer": jnp.ones(3)}])
 def test_garbage_in_the_tree(state, garbage):
     tree = {"good": state, "bad": garbage}
-    for function in (fp8.value_and_grad(lambda w, s, x: loss(w, s["good"], x)), lambda w, s, x: fp8.freeze(s), lambda w, s, x: fp8.fork(s)):
+    for function in (
+        fp8.value_and_grad(lambda w, s, x: loss(w, s["good"], x)),
+        lambda w, s, x: fp8.freeze(s),
+        lambda w, s, x: fp8.fork(s),
+    ):
         with pytest.raises(fp8.FP8StateError, match="expected quantizer state, found"):
             function(W, tree, X)
 

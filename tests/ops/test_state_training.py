@@ -51,10 +51,18 @@ def assert_same(a, b):
 
 
 def warm(states, amax=(3, 5, 7)):
-    return jax.tree.map(lambda s: fp8.commit(s, SeenAmax(jnp.float32(amax), s.rows)), states, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    return jax.tree.map(
+        lambda s: fp8.commit(s, SeenAmax(jnp.float32(amax), s.rows)),
+        states,
+        is_leaf=lambda n: isinstance(n, fp8.MatmulState),
+    )
 
 
-@pytest.mark.parametrize("prepare", [lambda s: s, warm, fp8.freeze, lambda s: fp8.freeze(warm(s))], ids=["unset", "warm", "frozen unset", "frozen"])
+@pytest.mark.parametrize(
+    "prepare",
+    [lambda s: s, warm, fp8.freeze, lambda s: fp8.freeze(warm(s))],
+    ids=["unset", "warm", "frozen unset", "frozen"],
+)
 def test_evaluation_changes_nothing_and_equals_the_loss_of_training(prepare):
     params, states = fresh()
     states = prepare(states)
@@ -240,7 +248,9 @@ def test_steps_that_are_not_finite_are_counted_and_dropped(bad, start):
 def test_not_finite_in_one_of_several_uses():
     """A sum of ledgers keeps infinity."""
     state = fp8.init_state(RECIPE)
-    loss = lambda w, s, x: jnp.sum(fp8.dot(x, w, recipe=RECIPE, state=s)) + jnp.sum(fp8.dot(2 * x[1:], w, recipe=RECIPE, state=s))
+    loss = lambda w, s, x: (
+        jnp.sum(fp8.dot(x, w, recipe=RECIPE, state=s)) + jnp.sum(fp8.dot(2 * x[1:], w, recipe=RECIPE, state=s))
+    )
     new = jax.jit(fp8.value_and_grad(loss))(jnp.ones((K, K)), state, jnp.ones((B, K)).at[0].set(jnp.nan))[2]
     np.testing.assert_array_equal(new.nonfinite_steps, [1, 0, 0])
     np.testing.assert_array_equal(new.amax_history[:, -1], [0, 1, 1])
