@@ -1,8 +1,8 @@
 """How long a train step takes on a CPU, in FP8 and beside others.
 
-A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step each in every round and
-in a new order each round, so that whatever else the machine does falls on all of them. A ratio compares medians over the
-rounds; the quartiles beside it are those of the ratios within single rounds.
+A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step each in every
+round and in a new order each round, so that whatever else the machine does falls on all of them. Ratios are
+taken within each round, one step by another; the table has their median and quartiles.
 
     python benchmarks/cpu_train_step.py --repeats 40 --json result.json
 
@@ -143,9 +143,8 @@ def qwix(batch, hidden: int):
     """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT rules."""
     from qwix import QtProvider, QtRule, quantize_model
 
-    rule = QtRule(
-        module_path=".*", weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2
-    )
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    rule = QtRule(module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
 
     def quantized(features: int):
         return quantize_model(nn.Dense(features, dtype=jnp.bfloat16), QtProvider([rule]))
@@ -244,7 +243,7 @@ def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list
                 "contender": name,
                 "median_ms": round(statistics.median(times) * 1e3, 2),
                 "quartiles_ms": [round(q * 1e3, 2) for q in np.percentile(times, (25, 75))],
-                "ratio": round(statistics.median(times) / statistics.median(baseline), 3),
+                "ratio": round(statistics.median(paired), 3),
                 "quartiles_ratio": [round(q, 3) for q in np.percentile(paired, (25, 75))],
                 "loss": round(losses[name], 4),
             }
@@ -253,7 +252,7 @@ def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
+    """What the numbers depend on besides the code. The load average, of 1, 5 and 15 minutes, is that before the run."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -261,6 +260,7 @@ def machine() -> dict[str, Any]:
     packages = ("jax", "jaxlib", "flax", "optax", "qwix")
     return {
         "cpu": fields.get("model name", platform.processor() or platform.machine()),
+        "load_average": [round(load, 1) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "bf16_instructions": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags],
         "versions": {"python": platform.python_version()}
@@ -294,16 +294,15 @@ def main() -> None:
     sizes = {name: getattr(arguments, name) for name in ("batch", "features", "hidden", "repeats")}
     command = " ".join(["python benchmarks/cpu_train_step.py", *(f"--{name} {value}" for name, value in sizes.items())])
     where = machine()
-    print(
-        f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {', '.join(where['bf16_instructions']) or 'none'}"
-    )
+    bf16_instructions = ", ".join(where["bf16_instructions"]) or "none"
+    print(f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {bf16_instructions}")
     print(", ".join(f"{name} {version}" for name, version in where["versions"].items()))
     print("MLP {features}-{hidden}-{features}, batch {batch}, AdamW, {repeats} rounds".format(**sizes))
     print(command, flush=True)
     rows = summarize(*measure(arguments.batch, arguments.features, arguments.hidden, arguments.repeats))
     print(table(rows))
     print(
-        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch; nnx starts from other weights."
+        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch, nnx from other weights."
     )
     if arguments.json:
         result = {"command": command, **where, "sizes": sizes, "warm_up": WARM_UP, "baseline": BASELINE, "rows": rows}
