@@ -1,14 +1,26 @@
-"""Did the matmuls really run in FP8? Reading a compiled program."""
+"""Did the matmuls really run in FP8? Reading a compiled program.
+
+The text of a program is a list of computations, which call each other: fusions, loop bodies, branches, async wrappers. It
+is read from the entry on along the calls, so that each matmul counts as often as the program names it and no more.
+"""
 
 import re
 from typing import Any, NamedTuple
 
 import jax
 
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
 _FP8_TARGET = "__cublas$lt$matmul$f8"
 # What XLA makes of a matmul that stays in high precision: a library call, or a dot (by itself, or in the body of a fusion).
-_HIGH_PRECISION = re.compile(r'custom_call_target="(?:__cublas\$(?:lt\$matmul|gemm)|__onednn\$matmul|__cudnn\$[^"]*)"| dot\(')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_LIBRARY = ("__cublas$", "__onednn$matmul")
+# The second halves of asynchronous operations name the computation, or the target, once more.
+_SECOND_HALVES = ("-done", "-update")
 
 
 class Gemms(NamedTuple):
@@ -19,10 +31,18 @@ class Gemms(NamedTuple):
 
 
 def find_gemms(compiled: Any) -> Gemms:
-    """The matmuls of a compiled function, as its program text has them (a loop body counts once).
+    """The matmuls that one run of a compiled function meets, a loop body taken once.
+
+    Of the branches of a conditional, that with the most matmuls counts, and of several such that with the fewest in FP8:
+    `fp8.value_and_grad` compiles a step with and one without unset scales, but a run takes one of them. FP8 matmuls are
+    calls of cuBLASLt; a dot of FP8 operands in a Triton fusion counts as high precision, for the program does not say how
+    it is multiplied.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+
+    Raises:
+      TypeError, ValueError: for anything else, and for a program that has no text.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -31,21 +51,62 @@ def find_gemms(compiled: Any) -> Gemms:
       1
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text().")
+        raise TypeError(
+            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text()."
+        )
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    fp8, high = [], []
+    computations: dict[str, list[str]] = {}
+    entry, lines = None, []
     for line in (text or "").splitlines():
-        found = fp8 if _FP8_TARGET in line else high if " = " in line and _HIGH_PRECISION.search(line) else None
-        if found is not None:
-            name = _OP_NAME.search(line)
-            found.append(name[1] if name else line.strip().split(" = ")[0])
-    return Gemms(tuple(fp8), tuple(high))
+        if head := _COMPUTATION.match(line.rstrip()):
+            lines = computations[head[2]] = []
+            entry = head[2] if head[1] else entry
+        else:
+            lines.append(line)
+    if entry is None:
+        raise ValueError(
+            "compiled holds no program text (no ENTRY computation); pass what jax.jit(f).lower(...).compile() returns."
+        )
+    return _gemms_of(entry, computations, {})
+
+
+def _gemms_of(name: str, computations: dict[str, list[str]], known: dict[str, Gemms]) -> Gemms:
+    """The matmuls of a computation and of all that it calls."""
+    if name not in known:
+        fp8, high = [], []
+        for line in computations.get(name, ()):
+            _, equals, instruction = line.partition(" = ")
+            opcode = _OPCODE.search(" " + instruction)
+            if not equals or opcode is None or opcode[1].endswith(_SECOND_HALVES):
+                continue
+            target = _TARGET.search(instruction)
+            if target and target[1] == _FP8_TARGET:
+                fp8.append(_label(line))
+            elif opcode[1] == "dot" or (target and target[1].startswith(_LIBRARY)):
+                high.append(_label(line))
+            called = [_gemms_of(n, computations, known) for n in _CALLED.findall(instruction)]
+            branches = [
+                n.strip(" %") for found in _BRANCHES.findall(instruction) for n in (found[0] or found[1]).split(",")
+            ]
+            if branches:
+                one_of = [_gemms_of(n, computations, known) for n in branches]
+                called.append(max(one_of, key=lambda g: (len(g.fp8) + len(g.high_precision), -len(g.fp8))))
+            for gemms in called:
+                fp8.extend(gemms.fp8)
+                high.extend(gemms.high_precision)
+        known[name] = Gemms(tuple(fp8), tuple(high))
+    return known[name]
+
+
+def _label(line: str) -> str:
+    name = _OP_NAME.search(line)
+    return name[1] if name else line.split(" = ")[0].strip().removeprefix("ROOT ")
 
 
 def assert_fp8_gemms(compiled: Any, expected: int) -> None:
-    """Raise unless a compiled function has this many FP8 matmuls.
+    """Raise unless a run of a compiled function meets this many FP8 matmuls.
 
-    Counted in the program text: a matmul in the body of a scan counts once, whatever its length.
+    A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch counts (see `find_gemms`).
 
     Args:
       compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)).lower(...).compile()` returns.

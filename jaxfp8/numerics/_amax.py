@@ -10,7 +10,8 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """`max |x|` over each scale cell, float32; inf if the cell holds an inf or a NaN; 0 for an empty cell.
 
-    NaN is turned into inf before the maximum, because XLA's CPU maximum loses NaN in larger arrays.
+    NaN is turned into inf before the maximum, because XLA's CPU maximum loses NaN in larger arrays. The maximum is taken in
+    the dtype of x, where it is as exact: of a float32 copy XLA would write all of it to memory between two reductions.
 
     Args:
       x: [...] floating point.
@@ -26,7 +27,7 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
       Array([[3.],
              [2.]], dtype=float32)
     """
-    magnitude = jnp.abs(to_float32(x))
-    magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
+    magnitude = jnp.abs(x)
+    magnitude = jnp.where(jnp.isnan(magnitude), jnp.array(jnp.inf, x.dtype), magnitude)
     keep = len(granularity.scale_shape(x.shape)) > 0
-    return jnp.max(magnitude, axis=granularity.reduced_axes(x.ndim), initial=0.0, keepdims=keep)
+    return to_float32(jnp.max(magnitude, axis=granularity.reduced_axes(x.ndim), initial=0.0, keepdims=keep))

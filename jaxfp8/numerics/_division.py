@@ -1,8 +1,9 @@
 """A float32 quotient with the same bits on every chip.
 
 XLA compiles a float32 division to `div.full.f32` on NVIDIA GPUs, which is not correctly rounded, and rewrites
-`1 / (448 / amax)` on CPUs. Scales are few, so they are divided by schoolbook long division on the integer
-significands: exact by construction wherever integers are.
+`1 / (448 / amax)` on CPUs. So a float32 division only estimates the quotient here; integers, which are exact wherever
+there are integers, correct and round it. A step holds a dozen quotients for each matmul: short code is what keeps
+compilation fast.
 """
 
 import functools
@@ -14,8 +15,9 @@ from jax import lax
 
 from jaxfp8._typing import Array
 
-_DIGIT_BITS = 8  # a 24-bit remainder shifted by one digit still fits 32 bits
-_DIGITS = 4
+# Units in the last place that the estimate may be off: `div.full.f32` is off by 2 at most (PTX ISA), the conversion to
+# an integer drops up to 1.
+_SLACK = 4
 
 
 # Fifty integer operations: compiled one by one, the first eager call of each shape would take a second.
@@ -39,36 +41,36 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
       Array(149.33333, dtype=float32)
     """
     top, top_exponent = np.frexp(np.float32(numerator))
-    top = jnp.uint32(int(top * 2**24))
-    bits = lax.bitcast_convert_type(denominator, jnp.uint32)
+    top = int(top * 2**24)
+    bits = lax.bitcast_convert_type(denominator, jnp.int32)
     bottom = (bits & 0x007FFFFF) | 0x00800000
-    bottom_exponent = (bits >> 23).astype(jnp.int32) - 126
+    bottom_exponent = (bits >> 23) - 126
 
-    # quotient = top / bottom in [1/2, 2), with 32 bits behind the point and the remainder as the sticky bit.
-    whole = (top >= bottom).astype(jnp.uint32)
-    remainder = top - whole * bottom
-    fraction = jnp.zeros_like(bottom)
-    for _ in range(_DIGITS):
-        remainder = remainder << _DIGIT_BITS
-        digit = remainder // bottom
-        remainder = remainder - digit * bottom
-        fraction = (fraction << _DIGIT_BITS) | digit
+    # quotient = top * 2^shift / bottom in [2^23, 2^24), with shift 23 or 24, as a whole number and a remainder.
+    at_least_1 = top >= bottom
+    dividend = lax.select(at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24)))
+    quotient = (
+        _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
+    )  # below the true one, by 2 * _SLACK at most
+    # The difference of two numbers of 48 bits is small, so 32 bits that wrap around hold all of it.
+    scaled = lax.select(at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24)))
+    remainder = scaled - quotient * bottom
+    missing = lax.div(remainder, bottom)
+    quotient = quotient + missing
+    remainder = remainder - missing * bottom
+    # To nearest; a tie would take a 25-bit odd divisor of `top`, which has 24 bits.
+    quotient = quotient + (2 * remainder > bottom).astype(jnp.int32)
 
-    # 24 significant bits: 1.xxx keeps 23 bits of the fraction, 0.1xxx keeps 24. Ties cannot happen unless exact,
-    # but are rounded to even all the same.
-    drop = jnp.where(whole > 0, jnp.uint32(9), jnp.uint32(8))
-    kept = jnp.where(whole > 0, jnp.uint32(0x00800000), jnp.uint32(0)) | (fraction >> drop)
-    half = jnp.uint32(1) << (drop - 1)
-    rest = fraction & ((jnp.uint32(1) << drop) - 1)
-    up = (rest > half) | ((rest == half) & ((remainder > 0) | ((kept & 1) > 0)))
-    significand = kept + up.astype(jnp.uint32)  # 2^24 when it rounds up to the next power of two
+    power = int(top_exponent) + exponent - bottom_exponent - (~at_least_1).astype(jnp.int32)
+    # The leading bit of the quotient, or a carry to 2^24, adds itself to the exponent.
+    biased = lax.clamp(-1, power + 126, 253)
+    return lax.bitcast_convert_type(lax.clamp(1 << 23, (biased << 23) + quotient, 253 << 23), jnp.float32)
 
-    power = int(top_exponent) + exponent - bottom_exponent - jnp.where(whole > 0, 0, 1)
-    carry = significand >> 24
-    significand = significand >> carry
-    power = power + carry.astype(jnp.int32)
-    # Clamp. An exponent of 126 holds the power of two alone.
-    too_large, too_small = power >= 126, power < -126
-    mantissa = jnp.where(too_large | too_small, jnp.uint32(0), significand & 0x007FFFFF)
-    biased = (jnp.clip(power, -126, 126) + 127).astype(jnp.uint32)
-    return lax.bitcast_convert_type((biased << 23) | mantissa, jnp.float32)
+
+def _estimate(dividend: Array, divisor: Array) -> Array:
+    return dividend / divisor
+
+
+def _wrap(value: int) -> int:
+    """An integer as the 32-bit one that arithmetic that wraps around takes it for."""
+    return (value + 2**31) % 2**32 - 2**31

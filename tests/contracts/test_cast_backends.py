@@ -24,7 +24,9 @@ def run(x, multiplier, format, granularity, backend):
 
 
 def assert_equals_oracle(q, x, multiplier, message=""):
-    np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), oracle.cast(x, multiplier, q.format.name), err_msg=message)
+    np.testing.assert_array_equal(
+        np.asarray(q.values).view(np.uint8), oracle.cast(x, multiplier, q.format.name), err_msg=message
+    )
     np.testing.assert_array_equal(np.asarray(q.scale), oracle.inverse(multiplier), err_msg=message, strict=True)
     assert q.dtype == x.dtype
 

@@ -24,7 +24,9 @@ def quantized(x, format, granularity=None) -> fp8.QuantizedTensor:
     granularity = granularity or fp8.PerTensor()
     kept = tuple(a % x.ndim for a in granularity.axes) if isinstance(granularity, fp8.PerAxis) else None
     codes, scale = oracle.quantize(np.asarray(x), format.name, kept)
-    return fp8.QuantizedTensor(jnp.asarray(codes.view(format.dtype)), jnp.asarray(scale), granularity, jnp.dtype(x.dtype))
+    return fp8.QuantizedTensor(
+        jnp.asarray(codes.view(format.dtype)), jnp.asarray(scale), granularity, jnp.dtype(x.dtype)
+    )
 
 
 def dequantized(q) -> np.ndarray:
@@ -104,7 +106,9 @@ def test_geometries(backend, geometry, rows):
         kept = [a for a in range(len(shape)) if a not in dimension_numbers[0][side]]
         granularity = fp8.PerAxis(*kept) if rows and kept else fp8.PerTensor()
         operands.append(quantized(gaussian(side, *shape), fp8.E4M3, granularity))
-    y = jax.jit(lambda l, r: scaled_matmul(l, r, dimension_numbers=dimension_numbers, implementation=backend))(*operands)
+    y = jax.jit(lambda l, r: scaled_matmul(l, r, dimension_numbers=dimension_numbers, implementation=backend))(
+        *operands
+    )
     exact = product(*operands, dimension_numbers)
     assert y.shape == exact.shape
     assert distance(y, exact) <= CLOSE
@@ -157,5 +161,7 @@ def test_vmap(backend):
     rhs = quantized(w, fp8.E4M3)
     slices = [quantized(slice_, fp8.E4M3) for slice_ in x]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *slices)
-    for y, lhs in zip(jax.vmap(lambda lhs: scaled_matmul(lhs, rhs, implementation=backend))(stacked), slices, strict=True):
+    for y, lhs in zip(
+        jax.vmap(lambda lhs: scaled_matmul(lhs, rhs, implementation=backend))(stacked), slices, strict=True
+    ):
         assert distance(y, product(lhs, rhs)) <= CLOSE

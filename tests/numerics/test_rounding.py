@@ -69,7 +69,9 @@ def test_float32_bit_patterns(format):
 def test_the_oracle_agrees_with_ml_dtypes(format):
     x = boundaries(format.name)
     x = x[np.abs(x) <= format.max]
-    np.testing.assert_array_equal(oracle.nearest_codes(x, format.name), x.astype(oracle.DTYPE[format.name]).view(np.uint8))
+    np.testing.assert_array_equal(
+        oracle.nearest_codes(x, format.name), x.astype(oracle.DTYPE[format.name]).view(np.uint8)
+    )
 
 
 @FORMATS
@@ -113,7 +115,9 @@ def test_stochastic_leaves_what_is_exact(format):
 def test_stochastic_stays_on_the_two_neighbours(format, dtype):
     values = oracle.values_of(format.name)
     x = boundaries(format.name).astype(np.float64)
-    x = np.clip(np.concatenate([x, np.random.default_rng(0).uniform(-1, 1, 20_000) * format.max]), -format.max, format.max)
+    x = np.clip(
+        np.concatenate([x, np.random.default_rng(0).uniform(-1, 1, 20_000) * format.max]), -format.max, format.max
+    )
     x = x.astype(DTYPES[dtype])
     magnitude = np.minimum(np.abs(oracle.to_float32(x).astype(np.float64)), format.max)
     low = values[np.searchsorted(values, magnitude, side="right") - 1]

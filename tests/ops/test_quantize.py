@@ -142,7 +142,11 @@ def test_the_largest_element_keeps_its_size(format, power_of_two):
     x = np.random.default_rng(0).standard_normal((500, 3)).astype(np.float32)
     q = fp8.quantize(x, format, fp8.PerAxis(0), power_of_two=power_of_two)
     largest = np.abs(np.asarray(q.values).astype(np.float32)).max(1)
-    assert (largest == format.max).all() if not power_of_two else ((largest >= format.max / 2) & (largest <= format.max)).all()
+    assert (
+        (largest == format.max).all()
+        if not power_of_two
+        else ((largest >= format.max / 2) & (largest <= format.max)).all()
+    )
 
 
 def test_bits_do_not_depend_on_what_is_fused_around():
@@ -246,7 +250,12 @@ KEY = jax.random.key(0)
         (ValueError, (X, fp8.E4M3, fp8.PerAxis(0, -2)), {}, ("granularity", "PerAxis(0, -2)", "named twice")),
         (TypeError, (X, fp8.E4M3), {"power_of_two": 1}, ("power_of_two=1", "must be True or False")),
         (ValueError, (X, fp8.E4M3), {"scale": jnp.ones(3)}, ("scale has shape [3]", "[2, 3]", "needs []")),
-        (ValueError, (X, fp8.E4M3, fp8.PerAxis(0)), {"scale": 1.0}, ("scale has shape []", "PerAxis(0)", "needs [2, 1]")),
+        (
+            ValueError,
+            (X, fp8.E4M3, fp8.PerAxis(0)),
+            {"scale": 1.0},
+            ("scale has shape []", "PerAxis(0)", "needs [2, 1]"),
+        ),
         (ValueError, (X, fp8.E4M3), {"scale": 1.0, "power_of_two": True}, ("power_of_two=True", "scale=", "pass one")),
         *(
             (ValueError, (X, fp8.E4M3), {"scale": bad}, (f"scale={bad}", "must be positive", "leave it out"))
@@ -255,7 +264,12 @@ KEY = jax.random.key(0)
         (ValueError, (X, fp8.E4M3), {"rounding": "up"}, ("rounding='up'", "use 'nearest' or 'stochastic'")),
         (ValueError, (X, fp8.E4M3), {"rounding": "stochastic"}, ("rounding='stochastic'", "key=None", "needs a key=")),
         (ValueError, (X, fp8.E4M3), {"key": KEY}, ("rounding='nearest'", "key=given", "takes none")),
-        (ValueError, (X, fp8.E4M3), {"implementation": "cuda"}, ("implementation='cuda'", "cast", "'reference', 'xla'")),
+        (
+            ValueError,
+            (X, fp8.E4M3),
+            {"implementation": "cuda"},
+            ("implementation='cuda'", "cast", "'reference', 'xla'"),
+        ),
     ],
     ids=str,
 )

@@ -52,13 +52,17 @@ def expected(amaxes, *settings) -> DelayedRow:
     for amaxes_of_step in amaxes:
         for row, amax in zip(rows, amaxes_of_step, strict=True):
             row.step(float(amax))
-        seen.append(([row.scale for row in rows], [list(row.history) for row in rows], [row.nonfinite_steps for row in rows]))
+        seen.append(
+            ([row.scale for row in rows], [list(row.history) for row in rows], [row.nonfinite_steps for row in rows])
+        )
     return DelayedRow(*(np.array(field, np.float32) for field in zip(*seen, strict=True)))
 
 
 def assert_same(actual, exact, message=""):
     for field in DelayedRow._fields:
-        np.testing.assert_array_equal(getattr(actual, field), getattr(exact, field), err_msg=f"{field} {message}", strict=True)
+        np.testing.assert_array_equal(
+            getattr(actual, field), getattr(exact, field), err_msg=f"{field} {message}", strict=True
+        )
 
 
 def start(*leading, history_length) -> DelayedRow:
@@ -123,7 +127,9 @@ def test_update_of_stacked_rows(leading):
     [(1, "max", 0, False), (4, "most_recent", 2, True), (16, "max", 2, False), (16, "max", 0, True)],
 )
 def test_commit(history_length, algorithm, margin, power_of_two):
-    recipe = fp8.recipes.delayed(history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
+    recipe = fp8.recipes.delayed(
+        history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
     # Layers are stacked along the first axis; x, w and g of a layer see different traces.
     amaxes = np.stack([np.roll(TRACES, shift, axis=1) for shift in range(3)], axis=-1)
     state = jax.vmap(lambda _: fp8.init_state(recipe))(jnp.zeros(N))

@@ -1,0 +1,313 @@
+"""How long a train step takes on a CPU, in FP8 and beside others.
+
+A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step each in every
+round and in a new order each round, so that whatever else the machine does falls on all of them. Ratios are
+taken within each round, one step by another; the table has their median and quartiles.
+
+    python benchmarks/cpu_train_step.py --repeats 40 --json result.json
+
+Letters: B batch, D features, F hidden features.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8Dense
+from jaxfp8.nnx import FP8Linear
+
+BASELINE = "nn.Dense, bf16"
+WARM_UP = 3  # the first step compiles, and is the one in which delayed scaling has no scale yet
+SEED = 0
+
+
+def adamw() -> optax.GradientTransformation:
+    """The optimizer step that is part of every contender's time."""
+    return optax.adamw(1e-3, weight_decay=0.01)
+
+
+class Mlp(nn.Module):
+    """[B, D] -> [B, D] through F hidden features; `dense` makes its two layers."""
+
+    dense: Callable[[int], nn.Module]
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.relu(self.dense(self.hidden)(x))
+        return self.dense(x.shape[-1])(h)
+
+
+class NnxMlp(nnx.Module):
+    """The same with nnx layers."""
+
+    def __init__(self, linear: Callable[..., nnx.Module], features: int, hidden: int, rngs: nnx.Rngs):
+        self.up = linear(features, hidden, rngs=rngs)
+        self.down = linear(hidden, features, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def mean_squared_error(y, target):
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - target))
+
+
+# Contenders. Each is a function (batch, hidden) -> step, and step() trains on the batch once and returns the loss.
+
+
+def linen(dense: Callable[[int], nn.Module], *, gradients: str = "jax") -> Callable[..., Callable[[], jax.Array]]:
+    """A linen model in a TrainState. `gradients`: what differentiates it and carries its FP8 state, if any.
+
+    "jax": no state, `jax.value_and_grad`; "overwrite": flax's FP8 state, whose new value arrives as its gradient;
+    "jaxfp8": `fp8.value_and_grad`.
+    """
+
+    def make(batch, hidden: int):
+        x, target = batch
+        state = start(Mlp(dense, hidden), x, gradients)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def train_step(state, x, target):
+            def loss_fn(params, *collections):
+                variables = {"params": params, COLLECTION: collections[0]} if collections else params
+                return mean_squared_error(state.apply_fn(variables, x), target)
+
+            if gradients == "jaxfp8":
+                params, collection = state.params["params"], state.params.get(COLLECTION, {})
+                loss, grads, new = fp8.value_and_grad(loss_fn)(params, collection)
+                grads = {"params": grads, COLLECTION: new}
+            else:
+                loss, grads = jax.value_and_grad(loss_fn)(state.params)
+            return state.apply_gradients(grads=grads), loss
+
+        def step():
+            nonlocal state
+            state, loss = train_step(state, x, target)
+            return loss
+
+        return step
+
+    return make
+
+
+def start(model: nn.Module, x, gradients: str) -> TrainState:
+    """A TrainState with the same initial parameters for every contender of one seed."""
+    variables = jax.jit(model.init)(jax.random.key(SEED), x)
+    if gradients == "jaxfp8":
+        variables.setdefault(COLLECTION, {})  # recipes without state have none
+    return TrainState.create(apply_fn=model.apply, params=variables, tx=adamw())
+
+
+def nnx_linear(linear: Callable[..., nnx.Module]) -> Callable[..., Callable[[], jax.Array]]:
+    """An nnx model with `nnx.Optimizer`."""
+
+    def make(batch, hidden: int):
+        x, target = batch
+        model = NnxMlp(linear, x.shape[-1], hidden, nnx.Rngs(SEED))
+        optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+
+        @functools.partial(nnx.jit, donate_argnums=(0, 1))
+        def train_step(model, optimizer, x, target):
+            loss, grads = fp8.nnx.value_and_grad(lambda model: mean_squared_error(model(x), target))(model)
+            optimizer.update(model, grads)
+            return loss
+
+        return lambda: train_step(model, optimizer, x, target)
+
+    return make
+
+
+def qwix(batch, hidden: int):
+    """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT rules."""
+    from qwix import QtProvider, QtRule, quantize_model
+
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    rule = QtRule(module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
+
+    def quantized(features: int):
+        return quantize_model(nn.Dense(features, dtype=jnp.bfloat16), QtProvider([rule]))
+
+    return linen(quantized)(batch, hidden)
+
+
+def bf16_dense(features: int, **arguments: Any) -> nn.Module:
+    return nn.Dense(features, dtype=jnp.bfloat16, **arguments)
+
+
+def accumulate_float32(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
+    """bf16 operands, float32 accumulation, rounded at the end. Its gradients are jax's own: float32 times bf16."""
+    del preferred_element_type
+    return lax.dot_general(lhs, rhs, dimension_numbers, precision, jnp.float32).astype(lhs.dtype)
+
+
+@jax.custom_vjp
+def accumulate_float32_thrice(x, w):
+    """x [B, K] times w [K, N] with bf16 operands and float32 accumulation, in the gradients as well."""
+    return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
+def _accumulate_backward(operands, g):
+    x, w = operands
+    dx = jnp.dot(g, w.T, preferred_element_type=jnp.float32).astype(x.dtype)
+    dw = jnp.dot(x.T, g, preferred_element_type=jnp.float32).astype(w.dtype)
+    return dx, dw
+
+
+accumulate_float32_thrice.defvjp(lambda x, w: (accumulate_float32_thrice(x, w), (x, w)), _accumulate_backward)
+
+
+def fp8_dense(recipe: fp8.Recipe) -> Callable[..., Callable[[], jax.Array]]:
+    return linen(lambda features: FP8Dense(features, dtype=jnp.bfloat16, recipe=recipe), gradients="jaxfp8")
+
+
+CONTENDERS: dict[str, Callable[..., Callable[[], jax.Array]]] = {
+    BASELINE: linen(bf16_dense),
+    "bf16, float32 accumulation (forward)": linen(functools.partial(bf16_dense, dot_general=accumulate_float32)),
+    "bf16, float32 accumulation (all three)": linen(
+        functools.partial(bf16_dense, dot_general=lambda x, w, *_, **__: accumulate_float32_thrice(x, w))
+    ),
+    "nn.Dense, float32": linen(nn.Dense),
+    "flax Fp8DirectDotGeneralOp": linen(
+        functools.partial(bf16_dense, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp), gradients="overwrite"
+    ),
+    "qwix fp8 rule": qwix,
+    "jaxfp8 FP8Dense, delayed": fp8_dense(fp8.recipes.delayed()),
+    "jaxfp8 FP8Dense, current": fp8_dense(fp8.recipes.current()),
+    "jaxfp8 FP8Dense, rowwise": fp8_dense(fp8.recipes.rowwise()),
+    "jaxfp8 FP8Dense, rowwise hp-wgrad": fp8_dense(fp8.recipes.rowwise(high_precision_wgrad=True)),
+    "jaxfp8 FP8Linear (nnx), delayed": nnx_linear(functools.partial(FP8Linear, dtype=jnp.bfloat16)),
+}
+
+
+def available(name: str) -> bool:
+    """Whether a contender can run here; says so if not."""
+    if name.startswith("qwix") and importlib.util.find_spec("qwix") is None:
+        print("skipped: qwix fp8 rule (qwix is not installed)")
+        return False
+    return True
+
+
+def measure(
+    batch_size: int, features: int, hidden: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of every step, and the loss after the last one, by contender."""
+    keys = jax.random.split(jax.random.key(SEED), 2)
+    batch = tuple(jax.random.normal(key, (batch_size, features)) for key in keys)
+    steps = {name: make(batch, hidden) for name, make in CONTENDERS.items() if available(name)}
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            jax.block_until_ready(step())
+
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses = {}
+    order = np.random.default_rng(SEED)
+    for _ in range(repeats):
+        for name in order.permutation(list(steps)):
+            begin = time.perf_counter()
+            loss = jax.block_until_ready(steps[name]())
+            seconds[name].append(time.perf_counter() - begin)
+            losses[name] = float(loss)
+    return seconds, losses
+
+
+def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
+    """One row a contender: medians and quartiles, in milliseconds and as ratios to the baseline."""
+    baseline = np.array(seconds[BASELINE])
+    rows = []
+    for name, times in seconds.items():
+        paired = np.array(times) / baseline
+        rows.append(
+            {
+                "contender": name,
+                "median_ms": round(statistics.median(times) * 1e3, 2),
+                "quartiles_ms": [round(q * 1e3, 2) for q in np.percentile(times, (25, 75))],
+                "ratio": round(statistics.median(paired), 3),
+                "quartiles_ratio": [round(q, 3) for q in np.percentile(paired, (25, 75))],
+                "loss": round(losses[name], 4),
+            }
+        )
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on besides the code. The load average, of 1, 5 and 15 minutes, is that before the run."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", "").split()
+    packages = ("jax", "jaxlib", "flax", "optax", "qwix")
+    return {
+        "cpu": fields.get("model name", platform.processor() or platform.machine()),
+        "load_average": [round(load, 1) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "bf16_instructions": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags],
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':40} {'median':>9}  {'quartiles':>15}  {'ratio':>6}  {'quartiles':>13}  {'loss':>7}"]
+    for row in rows:
+        low, high = row["quartiles_ms"]
+        low_ratio, high_ratio = row["quartiles_ratio"]
+        lines.append(
+            f"{row['contender']:40} {row['median_ms']:6.1f} ms  {low:6.1f} - {high:6.1f}  {row['ratio']:6.3f}"
+            f"  {low_ratio:5.3f} - {high_ratio:5.3f}  {row['loss']:7.4f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the numbers there")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds, one step a contender each (default 20)")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--features", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=4096)
+    arguments = parser.parse_args()
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+
+    sizes = {name: getattr(arguments, name) for name in ("batch", "features", "hidden", "repeats")}
+    command = " ".join(["python benchmarks/cpu_train_step.py", *(f"--{name} {value}" for name, value in sizes.items())])
+    where = machine()
+    bf16_instructions = ", ".join(where["bf16_instructions"]) or "none"
+    print(f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {bf16_instructions}")
+    print(", ".join(f"{name} {version}" for name, version in where["versions"].items()))
+    print("MLP {features}-{hidden}-{features}, batch {batch}, AdamW, {repeats} rounds".format(**sizes))
+    print(command, flush=True)
+    rows = summarize(*measure(arguments.batch, arguments.features, arguments.hidden, arguments.repeats))
+    print(table(rows))
+    print(
+        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch, nnx from other weights."
+    )
+    if arguments.json:
+        result = {"command": command, **where, "sizes": sizes, "warm_up": WARM_UP, "baseline": BASELINE, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
