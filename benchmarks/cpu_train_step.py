@@ -143,7 +143,9 @@ def qwix(batch, hidden: int):
     """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT rules."""
     from qwix import QtProvider, QtRule, quantize_model
 
-    rule = QtRule(module_path=".*", weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2)
+    rule = QtRule(
+        module_path=".*", weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2
+    )
 
     def quantized(features: int):
         return quantize_model(nn.Dense(features, dtype=jnp.bfloat16), QtProvider([rule]))
@@ -208,7 +210,9 @@ def available(name: str) -> bool:
     return True
 
 
-def measure(batch_size: int, features: int, hidden: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(
+    batch_size: int, features: int, hidden: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every step, and the loss after the last one, by contender."""
     keys = jax.random.split(jax.random.key(SEED), 2)
     batch = tuple(jax.random.normal(key, (batch_size, features)) for key in keys)
@@ -290,13 +294,17 @@ def main() -> None:
     sizes = {name: getattr(arguments, name) for name in ("batch", "features", "hidden", "repeats")}
     command = " ".join(["python benchmarks/cpu_train_step.py", *(f"--{name} {value}" for name, value in sizes.items())])
     where = machine()
-    print(f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {', '.join(where['bf16_instructions']) or 'none'}")
+    print(
+        f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {', '.join(where['bf16_instructions']) or 'none'}"
+    )
     print(", ".join(f"{name} {version}" for name, version in where["versions"].items()))
     print("MLP {features}-{hidden}-{features}, batch {batch}, AdamW, {repeats} rounds".format(**sizes))
     print(command, flush=True)
     rows = summarize(*measure(arguments.batch, arguments.features, arguments.hidden, arguments.repeats))
     print(table(rows))
-    print(f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch; nnx starts from other weights.")
+    print(
+        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch; nnx starts from other weights."
+    )
     if arguments.json:
         result = {"command": command, **where, "sizes": sizes, "warm_up": WARM_UP, "baseline": BASELINE, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -41,7 +41,9 @@ def amax(x: np.ndarray, kept: tuple[int, ...] | None) -> np.ndarray:
     magnitude = np.where(np.isnan(magnitude), np.float32(np.inf), magnitude)
     if kept is None:
         return np.max(magnitude, initial=np.float32(0))
-    return np.max(magnitude, axis=tuple(a for a in range(x.ndim) if a not in kept), initial=np.float32(0), keepdims=True)
+    return np.max(
+        magnitude, axis=tuple(a for a in range(x.ndim) if a not in kept), initial=np.float32(0), keepdims=True
+    )
 
 
 def _round_to_24_bits(x: np.ndarray) -> np.ndarray:

@@ -46,12 +46,14 @@ def _to_state_dict(state: MatmulState) -> dict[str, Any]:
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     missing = set(_LEAVES) ^ set(values)
     if missing:
-        raise FP8StateError(f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ.")
+        raise FP8StateError(
+            f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ."
+        )
     for name in _LEAVES:
         if values[name].shape != getattr(state, name).shape:
             raise FP8StateError(
-                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; it was "
-                "saved with another recipe or another number of layers."
+                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; "
+                "it was saved with another recipe or another number of layers."
             )
     return dataclasses.replace(state, **values)
 

@@ -6,6 +6,9 @@ there are integers, correct and round it. A step holds a dozen quotients for eac
 compilation fast.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,6 +20,8 @@ from jaxfp8._typing import Array
 _SLACK = 4
 
 
+# Fifty integer operations: compiled one by one, the first eager call of each shape would take a second.
+@functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
 def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
 

@@ -17,8 +17,9 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
+from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._ledger import decode
-from jaxfp8.ops._state import MatmulState, SeenAmax, commit as commit_seen, is_state, with_probes, zero_ledgers
+from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, zero_ledgers
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 
 
@@ -66,6 +67,10 @@ def value_and_grad(
             raise FP8StateError(
                 f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not tell over which mesh axes amaxes "
                 "have to be combined; name them: fp8.value_and_grad(..., reduce_axes=(...)), all but those of pipeline stages."
+            )
+        if named and manual_axes() and types_tell():
+            raise ValueError(
+                f"reduce_axes={named} is not used here: types tell over which axes a value varies. Drop it."
             )
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
 

@@ -35,10 +35,16 @@ class Static(AbstractQuantizer):
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
-        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float) or not 2.0**-126 <= self.scale <= 2.0**126:
+        if (
+            isinstance(self.scale, bool)
+            or not isinstance(self.scale, int | float)
+            or not 2.0**-126 <= self.scale <= 2.0**126
+        ):
             raise ValueError(f"scale={self.scale!r} must be a positive number between 2**-126 and 2**126.")
         if self.granularity != PerTensor():
-            raise ValueError(f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor().")
+            raise ValueError(
+                f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor()."
+            )
 
     @property
     def value_format(self) -> Format:

@@ -45,8 +45,12 @@ def delayed(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 delayed scaling.
     """
-    x = Delayed(format=forward, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
-    g = Delayed(format=gradient, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
+    x = Delayed(
+        format=forward, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
+    g = Delayed(
+        format=gradient, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
     return _by_tensor("delayed", x, x, g)
 
 

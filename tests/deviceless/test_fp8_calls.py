@@ -1,4 +1,4 @@
-"""Each matmul of a trained layer becomes one FP8 call of cuBLASLt, on Hopper and on Blackwell; nothing else multiplies."""
+"""Each matmul of a trained layer becomes one FP8 call of cuBLASLt, on Hopper and Blackwell; nothing else multiplies."""
 
 import functools
 import re

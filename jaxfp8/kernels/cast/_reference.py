@@ -12,7 +12,13 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
-    x: Array, multiplier: Array, format: Format, granularity: AbstractGranularity, *, rounding: Rounding, key: Array | None
+    x: Array,
+    multiplier: Array,
+    format: Format,
+    granularity: AbstractGranularity,
+    *,
+    rounding: Rounding,
+    key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`; here every operation is cut off from the next, so that nothing is fused or rewritten."""
     multiplier = jax.lax.optimization_barrier(jnp.broadcast_to(multiplier, granularity.scale_shape(x.shape)))

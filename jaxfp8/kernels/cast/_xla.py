@@ -9,7 +9,13 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
-    x: Array, multiplier: Array, format: Format, granularity: AbstractGranularity, *, rounding: Rounding, key: Array | None
+    x: Array,
+    multiplier: Array,
+    format: Format,
+    granularity: AbstractGranularity,
+    *,
+    rounding: Rounding,
+    key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`."""
     values = saturating_cast(x, multiplier, format, rounding=rounding, key=key)

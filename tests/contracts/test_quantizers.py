@@ -1,0 +1,121 @@
+"""What every quantizer has to do; a new quantizer is tested by being in the table."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hard_inputs import SHAPE, hard_arrays
+
+import jaxfp8 as fp8
+from jaxfp8.numerics._amax import amax as amax_of
+from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity, Static
+from jaxfp8.tensors._quantized_tensor import validate
+
+QUANTIZERS = {
+    "current": Current(format=fp8.E4M3),
+    "current E5M2 power of two": Current(format=fp8.E5M2, power_of_two=True),
+    "current rows": Current(format=fp8.E4M3, granularity=fp8.PerRow(), power_of_two=True),
+    "current rows E5M2": Current(format=fp8.E5M2, granularity=fp8.PerRow()),
+    "delayed": Delayed(format=fp8.E4M3),
+    "delayed margin": Delayed(format=fp8.E5M2, margin=2, power_of_two=True),
+    "static": Static(format=fp8.E4M3, scale=0.013),
+    "identity": Identity(),
+}
+
+pytestmark = pytest.mark.parametrize("name", QUANTIZERS)
+
+
+def granularity_of(quantizer):
+    return quantizer.granularity.for_matmul((0,))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def run(quantizer, x, scale, all_set=False):
+    granularity = granularity_of(quantizer)
+    amax = lambda: amax_of(x, granularity)
+    stored = scale if quantizer.stateful else None
+    return quantizer.quantize(x, granularity, amax=amax, scale=stored, all_set=all_set, implementation=None)
+
+
+def multiplier_of(quantizer, x, stored) -> np.ndarray:
+    if isinstance(quantizer, Static):
+        return oracle.inverse(np.float32(quantizer.scale))
+    if quantizer.stateful and stored:
+        return oracle.inverse(stored)
+    kept = None if granularity_of(quantizer) == fp8.PerTensor() else (0,)
+    options = {"power_of_two": quantizer.power_of_two, "margin": getattr(quantizer, "margin", 0)}
+    return oracle.multiplier(oracle.amax(x, kept), quantizer.value_format.name, **options)
+
+
+@pytest.mark.parametrize("stored", [0.0, 1 / 3], ids=["unset", "set"])
+def test_equals_oracle(name, stored):
+    quantizer = QUANTIZERS[name]
+    stored = np.float32(oracle.inverse(oracle.inverse(stored))) if stored else np.float32(0)
+    for kind, x in hard_arrays(np.float32).items():
+        q = run(quantizer, x, stored)
+        if quantizer.value_format is None:
+            np.testing.assert_array_equal(q, x)
+            continue
+        m = multiplier_of(quantizer, x, stored)
+        np.testing.assert_array_equal(np.asarray(q.scale), oracle.inverse(m), err_msg=kind)
+        np.testing.assert_array_equal(
+            np.asarray(q.values).view(np.uint8), oracle.cast(x, m, q.format.name), err_msg=kind
+        )
+        if quantizer.stateful and stored:
+            assert q.scale == stored  # to the bit, through two inversions
+
+
+def test_result(name):
+    quantizer = QUANTIZERS[name]
+    x = jnp.asarray(hard_arrays(np.float32)["gaussian"], jnp.bfloat16)
+    q = run(quantizer, x, jnp.float32(0.0))
+    assert q.dtype == x.dtype
+    assert q.shape == SHAPE
+    if quantizer.value_format is None:
+        assert isinstance(q, jax.Array)
+        return
+    validate(q)
+    assert q.format == quantizer.value_format
+    assert q.granularity == granularity_of(quantizer)
+
+
+def test_amax_is_asked_for_by_those_who_need_it(name):
+    quantizer = QUANTIZERS[name]
+    x = jnp.ones((2, 3))
+    for stored, all_set in ((0.0, False), (1.0, False), (1.0, True)):
+        calls = []
+
+        def amax(calls=calls):
+            calls.append(1)
+            return amax_of(x, granularity_of(quantizer))
+
+        scale = jnp.float32(stored) if quantizer.stateful else None
+        quantizer.quantize(x, granularity_of(quantizer), amax=amax, scale=scale, all_set=all_set, implementation=None)
+        needed = isinstance(quantizer, Current) or (isinstance(quantizer, Delayed) and not all_set)
+        assert len(calls) == needed
+
+
+def test_is_a_value(name):
+    quantizer = QUANTIZERS[name]
+    assert isinstance(quantizer, AbstractQuantizer)
+    assert dataclasses.replace(quantizer) == quantizer
+    assert hash(dataclasses.replace(quantizer)) == hash(quantizer)
+    assert sum(quantizer == other for other in QUANTIZERS.values()) == 1
+    assert type(quantizer).__name__ in repr(quantizer)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        quantizer.granularity = None
+    with pytest.raises(TypeError):
+        type(quantizer)(fp8.E4M3)  # keywords only
+
+
+@pytest.mark.parametrize("wrong", [fp8.E8M0, None, "nonsense", -1, [1]], ids=str)
+def test_every_field_is_checked(name, wrong):
+    quantizer = QUANTIZERS[name]
+    for field in dataclasses.fields(quantizer):
+        with pytest.raises((TypeError, ValueError), match=re.escape(f"{field.name}={wrong!r}")):
+            dataclasses.replace(quantizer, **{field.name: wrong})

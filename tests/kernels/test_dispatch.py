@@ -1,0 +1,122 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_inputs import mentions
+
+import jaxfp8 as fp8
+from jaxfp8.kernels._dispatch import dispatch
+from jaxfp8.kernels._platform import CHIPS, chip_named
+
+
+def cannot(*args, **kwargs):
+    raise NotImplementedError("needs a Hopper")
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("a bug")
+
+
+def test_the_first_that_can():
+    assert dispatch("op", {"a": cannot, "b": lambda x, *, y: x + y, "c": broken}, None, 1, y=2) == 3
+
+
+def test_a_name_is_the_only_one_tried():
+    backends = {"a": lambda: "a", "b": lambda: "b", "c": cannot}
+    assert dispatch("op", backends, "b") == "b"
+    with pytest.raises(NotImplementedError, match="needs a Hopper"):
+        dispatch("op", backends, "c")
+
+
+def test_none_can():
+    with pytest.raises(ExceptionGroup, match="no backend of op") as caught:
+        dispatch("op", {"a": cannot, "b": cannot}, None)
+    assert [str(reason) for reason in caught.value.exceptions] == ["a: needs a Hopper", "b: needs a Hopper"]
+
+
+def test_a_bug_is_not_a_reason_to_try_the_next():
+    with pytest.raises(RuntimeError, match="a bug"):
+        dispatch("op", {"a": broken, "b": lambda: 1}, None)
+
+
+def test_an_unknown_name():
+    with pytest.raises(ValueError, match=mentions("implementation='triton'", "of op", "use None or one of ['a']")):
+        dispatch("op", {"a": cannot}, "triton")
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_chips(name):
+    assert chip_named(name).name == name
+
+
+def test_an_unknown_chip():
+    with pytest.raises(ValueError, match=mentions("chip='h300'", "use one of", "'h200'")):
+        chip_named("h300")
+
+
+def tensor(*shape, format=fp8.E4M3, granularity=fp8.PerTensor()):
+    scale = jnp.ones(granularity.scale_shape(shape))
+    return fp8.QuantizedTensor(jnp.ones(shape, format.dtype), scale, granularity, jnp.dtype("float32"))
+
+
+T = tensor(2, 2)
+WRONG_SCALE = fp8.QuantizedTensor(T.values, jnp.ones(2), T.granularity, T.dtype)
+ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granularity=fp8.PerAxis(1))
+
+
+@pytest.mark.parametrize(
+    ("error", "operands", "options", "parts"),
+    [
+        (TypeError, (jnp.ones((2, 2)), T), {}, ("lhs", "ArrayImpl", "make one with fp8.quantize")),
+        (TypeError, (T, np.ones((2, 2))), {}, ("rhs", "ndarray", "make one with fp8.quantize")),
+        (
+            ValueError,
+            (WRONG_SCALE, T),
+            {},
+            ("lhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize"),
+        ),
+        (
+            ValueError,
+            (T, WRONG_SCALE),
+            {},
+            ("rhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize"),
+        ),
+        (ValueError, (tensor(2, 2, format=fp8.E5M2),) * 2, {}, ("lhs and rhs", "E5M2", "quantize one of them to E4M3")),
+        (
+            ValueError,
+            (COLUMNS, T),
+            {},
+            ("lhs", "PerAxis(1)", "contracted axes (1,)", "Quantize it along the axes that are kept"),
+        ),
+        (
+            ValueError,
+            (T, ROWS),
+            {},
+            ("rhs", "PerAxis(0)", "contracted axes (0,)", "Quantize it along the axes that are kept"),
+        ),
+        (
+            ValueError,
+            (T, T),
+            {"implementation": "cublas"},
+            ("implementation='cublas'", "scaled_matmul", "use None or one of"),
+        ),
+    ],
+    ids=[
+        "array lhs",
+        "array rhs",
+        "scale of lhs",
+        "scale of rhs",
+        "E5M2",
+        "contracted lhs",
+        "contracted rhs",
+        "backend",
+    ],
+)
+def test_misuse_of_scaled_matmul(error, operands, options, parts):
+    with pytest.raises(error, match=mentions(*parts)):
+        fp8.scaled_matmul(*operands, **options)
+
+
+def test_a_scale_along_a_contracted_axis_of_size_one_may_leave_the_sum():
+    np.testing.assert_array_equal(
+        fp8.scaled_matmul(tensor(2, 1, granularity=fp8.PerAxis(1)), tensor(1, 2)), np.ones((2, 2))
+    )

@@ -1,0 +1,180 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hard_inputs import DTYPES, mentions
+
+from jaxfp8.numerics._formats import E4M3, E5M2
+from jaxfp8.numerics._rounding import saturating_cast
+
+FORMATS = pytest.mark.parametrize("format", [E4M3, E5M2], ids=repr)
+EAGER_AND_JIT = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+MULTIPLIERS = [1.0, 2.0**-9, 0.1, 448 / 3, 2.0**126, 2.0**-126]
+
+
+def cast(jit: bool, **options):
+    function = lambda x, m, format: saturating_cast(x, m, format, **options)
+    return jax.jit(function, static_argnums=2) if jit else function
+
+
+def codes(x) -> np.ndarray:
+    return np.asarray(x).view(np.uint8)
+
+
+def boundaries(fmt: str) -> np.ndarray:
+    """All values of a format, the midpoints between neighbours, and the float32 neighbours of both; both signs."""
+    values = oracle.values_of(fmt)
+    beyond = [values[-1] + (values[-1] - values[-2]) / 2, values[-1] * 2, oracle.FLOAT32_MAX]
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, beyond]).astype(np.float32)
+    with np.errstate(over="ignore", under="ignore"):
+        points = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
+    return np.concatenate([points, -points])
+
+
+@FORMATS
+@EAGER_AND_JIT
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_value(dtype, format, jit):
+    x = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])
+    function = cast(jit)
+    for m in MULTIPLIERS:
+        actual = function(jnp.asarray(x), jnp.float32(m), format)
+        np.testing.assert_array_equal(codes(actual), oracle.cast(x, m, format.name), err_msg=str(m))
+
+
+@FORMATS
+@EAGER_AND_JIT
+def test_boundaries(format, jit):
+    x = boundaries(format.name)
+    function = cast(jit)
+    for m in (1.0, 2.0**-9, 2.0**20):
+        with np.errstate(over="ignore", under="ignore"):
+            unscaled = x / np.float32(m)
+        actual = function(jnp.asarray(unscaled), jnp.float32(m), format)
+        np.testing.assert_array_equal(codes(actual), oracle.cast(unscaled, m, format.name))
+
+
+@FORMATS
+def test_float32_bit_patterns(format):
+    x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
+    for m in MULTIPLIERS:
+        actual = cast(True)(jnp.asarray(x), jnp.float32(m), format)
+        np.testing.assert_array_equal(codes(actual), oracle.cast(x, m, format.name), err_msg=str(m))
+
+
+@FORMATS
+def test_the_oracle_agrees_with_ml_dtypes(format):
+    x = boundaries(format.name)
+    x = x[np.abs(x) <= format.max]
+    np.testing.assert_array_equal(
+        oracle.nearest_codes(x, format.name), x.astype(oracle.DTYPE[format.name]).view(np.uint8)
+    )
+
+
+@FORMATS
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_saturates(format, rounding):
+    x = jnp.array([1e9, -1e9, oracle.FLOAT32_MAX, -oracle.FLOAT32_MAX, format.max], jnp.float32)
+    key = jax.random.key(0) if rounding == "stochastic" else None
+    result = saturating_cast(x, jnp.float32(2.0**100), format, rounding=rounding, key=key).astype(jnp.float32)
+    np.testing.assert_array_equal(result, np.sign(x) * format.max)
+
+
+@FORMATS
+@EAGER_AND_JIT
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_is_not_finite(format, jit, rounding):
+    key = jax.random.key(0) if rounding == "stochastic" else None
+    x = np.array([1.0, np.inf, -2.0, np.nan, -np.inf, 0.5], np.float32)
+    result = cast(jit, rounding=rounding, key=key)(jnp.asarray(x), jnp.float32(1.0), format).astype(jnp.float32)
+    np.testing.assert_array_equal(result, np.where(np.isfinite(x), x, np.nan))
+
+
+# Stochastic rounding
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def stochastic(x, format, seed):
+    # rbg compiles in a fraction of threefry's time.
+    return saturating_cast(x, jnp.float32(1.0), format, rounding="stochastic", key=jax.random.key(seed, impl="rbg"))
+
+
+@FORMATS
+def test_stochastic_leaves_what_is_exact(format):
+    values = oracle.values_of(format.name).astype(np.float32)
+    x = np.concatenate([values, -values])
+    for seed in range(4):
+        np.testing.assert_array_equal(codes(stochastic(x, format, seed)), oracle.nearest_codes(x, format.name))
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stochastic_stays_on_the_two_neighbours(format, dtype):
+    values = oracle.values_of(format.name)
+    x = boundaries(format.name).astype(np.float64)
+    x = np.clip(
+        np.concatenate([x, np.random.default_rng(0).uniform(-1, 1, 20_000) * format.max]), -format.max, format.max
+    )
+    x = x.astype(DTYPES[dtype])
+    magnitude = np.minimum(np.abs(oracle.to_float32(x).astype(np.float64)), format.max)
+    low = values[np.searchsorted(values, magnitude, side="right") - 1]
+    high = values[np.searchsorted(values, magnitude, side="left")]
+    rounded = np.asarray(stochastic(x, format, 1)).astype(np.float64)
+    assert ((np.abs(rounded) == low) | (np.abs(rounded) == high)).all()
+    np.testing.assert_array_equal(np.signbit(rounded), np.signbit(x.astype(np.float32)))
+
+
+@FORMATS
+def test_stochastic_is_unbiased(format):
+    # Fractions of the gap between neighbours, in the subnormal, a low, a middle and the topmost binade.
+    values = oracle.values_of(format.name)
+    starts = np.array([0, 1, len(values) // 3, len(values) // 2, len(values) - 2])
+    fractions = np.array([2.0**-10, 0.1, 0.25, 0.5, 0.75, 1 - 2.0**-10])
+    low, gap = values[starts][:, None], (values[starts + 1] - values[starts])[:, None]
+    x = (low + fractions * gap).astype(np.float32)
+    draws = 40_000
+    rounded = np.asarray(stochastic(np.broadcast_to(x, (draws, *x.shape)), format, 2)).astype(np.float64)
+    mean = (rounded.mean(0) - low) / gap
+    exact = (x.astype(np.float64) - low) / gap
+    # 5 standard deviations of a Bernoulli mean; thirty means and a fixed key.
+    np.testing.assert_array_less(np.abs(mean - exact), 5 * np.sqrt(exact * (1 - exact) / draws))
+
+
+@FORMATS
+def test_stochastic_of_tiny_values(format):
+    smallest = oracle.values_of(format.name)[1]
+    rounded = np.asarray(stochastic(np.full(100_000, -smallest / 8, np.float32), format, 3)).astype(np.float64)
+    assert set(np.unique(rounded)) == {-smallest, 0.0}
+    assert abs(rounded.mean() / smallest + 1 / 8) < 0.005
+    assert np.signbit(rounded).all()
+    # A chance of 2^-60 is none; it must not become certainty.
+    assert not np.asarray(stochastic(np.full(100, smallest * 2.0**-60, np.float32), format, 4)).astype(np.float32).any()
+
+
+def test_stochastic_follows_its_key():
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    draw = lambda seed: codes(saturating_cast(jnp.asarray(x), m, E4M3, rounding="stochastic", key=jax.random.key(seed)))
+    m = jnp.float32(1.0)
+    jitted = jax.jit(lambda x, key: saturating_cast(x, m, E4M3, rounding="stochastic", key=key))
+    first = draw(5)
+    np.testing.assert_array_equal(first, draw(5))
+    np.testing.assert_array_equal(first, codes(jitted(x, jax.random.key(5))))
+    assert (first != draw(6)).mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("rounding", "key", "parts"),
+    [
+        ("stochastic", None, ("rounding='stochastic'", "key=None", "needs a key=")),
+        ("nearest", 0, ("rounding='nearest'", "key=given", "takes none")),
+        ("up", None, ("rounding='up'", "use 'nearest' or 'stochastic'")),
+        ("up", 0, ("rounding='up'", "use 'nearest' or 'stochastic'")),
+    ],
+)
+def test_misuse(rounding, key, parts):
+    key = None if key is None else jax.random.key(key)
+    with pytest.raises(ValueError, match=mentions(*parts)):
+        saturating_cast(jnp.ones(3), jnp.float32(1.0), E4M3, rounding=rounding, key=key)

@@ -1,0 +1,285 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hard_inputs import DTYPES, SHAPE, hard_arrays, mentions
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jaxfp8 as fp8
+
+FORMATS = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
+POWER_OF_TWO = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
+GRANULARITIES = {None: fp8.PerTensor(), (0,): fp8.PerAxis(0), (1,): fp8.PerAxis(-1)}
+
+
+def assert_equals_oracle(q, x, kept, *, power_of_two, message=""):
+    codes, scale = oracle.quantize(np.asarray(x), q.format.name, kept, power_of_two=power_of_two)
+    np.testing.assert_array_equal(np.asarray(q.scale), scale, err_msg=message, strict=True)
+    np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), codes, err_msg=message, strict=True)
+    payload = np.asarray(q.values).astype(np.float32)
+    assert (np.isfinite(payload) == np.isfinite(oracle.to_float32(x))).all(), message
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def jitted(x, format, granularity, power_of_two, implementation=None):
+    return fp8.quantize(x, format, granularity, power_of_two=power_of_two, implementation=implementation)
+
+
+# Bit for bit
+
+
+@FORMATS
+@POWER_OF_TWO
+@pytest.mark.parametrize("kept", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hard_arrays(dtype, kept, power_of_two, format):
+    granularity = GRANULARITIES[kept]
+    for name, x in hard_arrays(DTYPES[dtype]).items():
+        ways = {"jit": jitted(x, format, granularity, power_of_two)}
+        if name in ("a_row_of_each", "wide", "one_nan"):
+            ways["eager"] = fp8.quantize(x, format, granularity, power_of_two=power_of_two)
+        for way, q in ways.items():
+            assert q.dtype == x.dtype
+            assert_equals_oracle(q, x, kept, power_of_two=power_of_two, message=f"{name}, {way}")
+
+
+@FORMATS
+@pytest.mark.parametrize("kept", GRANULARITIES, ids=str)
+def test_vmap(kept, format):
+    arrays = hard_arrays(np.float32)
+    together = jax.vmap(lambda x: jitted(x, format, GRANULARITIES[kept], False))(jnp.stack([*arrays.values()]))
+    for index, (name, x) in enumerate(arrays.items()):
+        q = jax.tree.map(lambda leaf, index=index: leaf[index], together)
+        assert_equals_oracle(q, x, kept, power_of_two=False, message=name)
+
+
+@FORMATS
+@POWER_OF_TWO
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_value_as_the_amax_of_its_row(dtype, power_of_two, format):
+    x = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])[:, None]
+    assert_equals_oracle(jitted(x, format, fp8.PerAxis(0), power_of_two), x, (0,), power_of_two=power_of_two)
+
+
+BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_bits(dtype, data):
+    x = data.draw(hnp.arrays(BITS[dtype], (3, 5))).view(DTYPES[dtype])
+    format, kept, power_of_two = data.draw(st.sampled_from([(fp8.E4M3, None, False), (fp8.E5M2, (0,), True)]))
+    q = jitted(x, format, GRANULARITIES[kept], power_of_two)
+    assert_equals_oracle(q, x, kept, power_of_two=power_of_two)
+
+
+@FORMATS
+@POWER_OF_TWO
+def test_float64(format, power_of_two):
+    random = np.random.default_rng(0)
+    wide = np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE))
+    for x in (random.standard_normal(SHAPE), wide, np.full(SHAPE, 1e300), np.full(SHAPE, 1e-300)):
+        with jax.enable_x64(True):
+            q = fp8.quantize(jnp.asarray(x), format, power_of_two=power_of_two)
+            assert q.dtype == jnp.float64
+            assert np.isfinite(q.dequantize()).all()
+            again = jitted(jnp.asarray(x), format, fp8.PerTensor(), power_of_two)
+        for tensor in (q, again):
+            assert_equals_oracle(tensor, x, None, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (3, 0), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("granularity", [None, fp8.PerAxis(-1)], ids=repr)
+def test_shapes(shape, granularity):
+    if granularity and not shape:
+        pytest.skip("a scalar has no axis")
+    x = np.linspace(-3, 5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    q = fp8.quantize(x, fp8.E4M3, granularity)
+    assert q.granularity == (granularity or fp8.PerTensor())
+    assert q.shape == shape
+    assert_equals_oracle(q, x, (len(shape) - 1,) if granularity else None, power_of_two=False)
+
+
+def test_one_scale_an_element():
+    x = hard_arrays(np.float32)["wide"]
+    assert_equals_oracle(fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0, 1)), x, (0, 1), power_of_two=False)
+
+
+# Rules
+
+
+@FORMATS
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [8, 5000])
+def test_a_bad_element_leaves_the_others_alone(format, bad, size):
+    x = np.linspace(-2, 2, size, dtype=np.float32)
+    x[-3] = bad
+    q = fp8.quantize(x, format)
+    assert q.scale == 1.0
+    expected = oracle.nearest_codes(x, format.name)
+    expected[-3] = oracle.NAN_CODE[format.name]
+    np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), expected)
+
+
+def test_below_the_limit_of_transformer_engine():
+    # 448 / amax overflows below 1.3e-36; theirs then turns finite input into NaN (zeros) and 448 times 0 (the rest).
+    x = np.array([0.0, 1e-37, -5e-37, 3e-38], np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        multiplier = np.float32(448) / np.abs(x).max()
+        theirs = np.clip(x * multiplier, -448, 448) * (1 / multiplier)
+    assert not np.isfinite(theirs).all()
+    q = fp8.quantize(x, fp8.E4M3)
+    np.testing.assert_allclose(q.dequantize(), x, rtol=2**-4)
+
+
+@FORMATS
+@POWER_OF_TWO
+def test_the_largest_element_keeps_its_size(format, power_of_two):
+    x = np.random.default_rng(0).standard_normal((500, 3)).astype(np.float32)
+    q = fp8.quantize(x, format, fp8.PerAxis(0), power_of_two=power_of_two)
+    largest = np.abs(np.asarray(q.values).astype(np.float32)).max(1)
+    assert (
+        (largest == format.max).all()
+        if not power_of_two
+        else ((largest >= format.max / 2) & (largest <= format.max)).all()
+    )
+
+
+def test_bits_do_not_depend_on_what_is_fused_around():
+    x = hard_arrays(np.float32)["gaussian"]
+
+    @jax.jit
+    def step(x):
+        q = fp8.quantize(jnp.tanh(x) * 3, fp8.E4M3)
+        return q, jnp.tanh(x) * 3, q.dequantize().sum()
+
+    q, y, _ = step(x)
+    assert_equals_oracle(q, np.asarray(y), None, power_of_two=False)
+
+
+# A scale that is given
+
+
+def test_scale():
+    x = np.array([[1.0, 2.0], [3.0, 1000.0]], np.float32)
+    q = fp8.quantize(x, fp8.E4M3, scale=0.5)
+    np.testing.assert_array_equal(q.values.astype(jnp.float32), [[2, 4], [6, 448]])
+    assert q.scale == 0.5
+    rows = fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0), scale=np.array([[1.0], [4.0]]))
+    np.testing.assert_array_equal(rows.values.astype(jnp.float32), [[1, 2], [0.75, 256]])
+
+
+@FORMATS
+def test_the_scale_of_one_tensor_serves_another(format):
+    x = np.random.default_rng(0).standard_normal((4, 700)).astype(np.float32)
+    first = fp8.quantize(x, format, fp8.PerAxis(1))
+    second = jax.jit(lambda x, scale: fp8.quantize(x, format, fp8.PerAxis(1), scale=scale))(x, first.scale)
+    np.testing.assert_array_equal(second.values, first.values)
+    np.testing.assert_array_equal(second.scale, first.scale)
+
+
+def test_any_scale_comes_back_within_an_ulp():
+    scales = np.random.default_rng(0).uniform(1, 2, (1, 500)).astype(np.float32)
+    q = fp8.quantize(np.ones((3, 500), np.float32), fp8.E4M3, fp8.PerAxis(1), scale=scales)
+    np.testing.assert_array_max_ulp(np.asarray(q.scale), scales, 1)
+    np.testing.assert_array_equal(q.scale, oracle.inverse(oracle.inverse(scales)))
+
+
+# Signal to noise
+
+
+def decibels(signal: np.ndarray, approximation: np.ndarray) -> float:
+    signal, approximation = (np.asarray(a, np.float64) for a in (signal, approximation))
+    return 10 * np.log10(np.sum(signal**2) / np.sum((signal - approximation) ** 2))
+
+
+@POWER_OF_TWO
+@pytest.mark.parametrize(("format", "least"), [(fp8.E4M3, 31), (fp8.E5M2, 25)], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerAxis(0)], ids=repr)
+def test_signal_to_noise(granularity, format, least, power_of_two):
+    x = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
+    ratio = decibels(x, jitted(x, format, granularity, power_of_two).dequantize())
+    assert least <= ratio < least + 1.5  # a mantissa bit is 6 dB
+
+
+# fake_quantize
+
+
+@FORMATS
+def test_fake_quantize(format):
+    for x in hard_arrays(np.float32).values():
+        x = jnp.asarray(x)
+        np.testing.assert_array_equal(fp8.fake_quantize(x, format), fp8.quantize(x, format).dequantize())
+    x = jnp.asarray(np.array([-1e-9, 1e-9, 1.0, -0.0], np.float32))
+    for function in (fp8.fake_quantize, jax.jit(fp8.fake_quantize, static_argnums=1)):
+        np.testing.assert_array_equal(np.signbit(function(x, format)), [True, False, False, True])
+    np.testing.assert_array_equal(jax.grad(lambda x: (2 * fp8.fake_quantize(x, format)).sum())(x), 2.0)
+
+
+def test_quantize_has_no_silent_gradient():
+    with pytest.raises(fp8.FP8StateError):
+        jax.grad(lambda x: fp8.quantize(x, fp8.E4M3).dequantize().sum())(jnp.ones(3))
+
+
+# Misuse
+
+X = jnp.ones((2, 3))
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "arguments", "options", "parts"),
+    [
+        (TypeError, (jnp.ones(3, jnp.int32), fp8.E4M3), {}, ("x has dtype int32", "cast it to one of", "bfloat16")),
+        (TypeError, ([1, 2], fp8.E4M3), {}, ("x has dtype int32", "cast it to one of")),
+        (TypeError, (jnp.ones(3, bool), fp8.E4M3), {}, ("x has dtype bool", "cast it to one of")),
+        (TypeError, (jnp.ones(3, jnp.complex64), fp8.E4M3), {}, ("x has dtype complex64", "cast it to one of")),
+        (TypeError, (jnp.ones(3, jnp.float8_e5m2), fp8.E4M3), {}, ("x has dtype float8_e5m2", "cast it to one of")),
+        (TypeError, (fp8.quantize(X, fp8.E4M3), fp8.E4M3), {}, ("x is a QuantizedTensor already", "x.dequantize()")),
+        (ValueError, (X, fp8.E8M0), {}, ("format=E8M0", "use one of [E4M3, E5M2]")),
+        (ValueError, (X, "e4m3"), {}, ("format='e4m3'", "use one of [E4M3, E5M2]")),
+        (ValueError, (X, jnp.float8_e4m3fn), {}, ("format=", "float8_e4m3fn", "use one of [E4M3, E5M2]")),
+        (TypeError, (X, fp8.E4M3, 0), {}, ("granularity=0", "use fp8.PerTensor() or fp8.PerAxis(")),
+        (TypeError, (X, fp8.E4M3, fp8.PerTensor), {}, ("granularity=", "PerTensor", "use fp8.PerTensor()")),
+        (ValueError, (X, fp8.E4M3, fp8.PerRow()), {}, ("granularity", "PerRow()", "use PerAxis(")),
+        (ValueError, (X, fp8.E4M3, fp8.PerAxis(2)), {}, ("granularity", "PerAxis(2)", "name each axis to keep once")),
+        (ValueError, (X, fp8.E4M3, fp8.PerAxis(0, -2)), {}, ("granularity", "PerAxis(0, -2)", "named twice")),
+        (TypeError, (X, fp8.E4M3), {"power_of_two": 1}, ("power_of_two=1", "must be True or False")),
+        (ValueError, (X, fp8.E4M3), {"scale": jnp.ones(3)}, ("scale has shape [3]", "[2, 3]", "needs []")),
+        (
+            ValueError,
+            (X, fp8.E4M3, fp8.PerAxis(0)),
+            {"scale": 1.0},
+            ("scale has shape []", "PerAxis(0)", "needs [2, 1]"),
+        ),
+        (ValueError, (X, fp8.E4M3), {"scale": 1.0, "power_of_two": True}, ("power_of_two=True", "scale=", "pass one")),
+        *(
+            (ValueError, (X, fp8.E4M3), {"scale": bad}, (f"scale={bad}", "must be positive", "leave it out"))
+            for bad in (0.0, -1.0, np.inf, np.nan)
+        ),
+        (ValueError, (X, fp8.E4M3), {"rounding": "up"}, ("rounding='up'", "use 'nearest' or 'stochastic'")),
+        (ValueError, (X, fp8.E4M3), {"rounding": "stochastic"}, ("rounding='stochastic'", "key=None", "needs a key=")),
+        (ValueError, (X, fp8.E4M3), {"key": KEY}, ("rounding='nearest'", "key=given", "takes none")),
+        (
+            ValueError,
+            (X, fp8.E4M3),
+            {"implementation": "cuda"},
+            ("implementation='cuda'", "cast", "'reference', 'xla'"),
+        ),
+    ],
+    ids=str,
+)
+def test_misuse(error, arguments, options, parts):
+    with pytest.raises(error, match=mentions(*parts)):
+        fp8.quantize(*arguments, **options)
+
+
+@pytest.mark.parametrize("option", ["scale_format", "scale_rounding"])
+def test_nothing_takes_e8m0_scales_yet(option):
+    with pytest.raises(TypeError, match=option):
+        fp8.quantize(X, fp8.E4M3, **{option: None})

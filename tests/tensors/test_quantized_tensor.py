@@ -1,0 +1,123 @@
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hard_inputs import DTYPES, hard_arrays, mentions
+
+import jaxfp8 as fp8
+from jaxfp8.tensors._quantized_tensor import validate
+
+PER_AXIS = [fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(1, 2), fp8.PerAxis(-1), fp8.PerAxis(0, 1, 2)]
+
+
+@pytest.fixture
+def tensor():
+    x = np.random.default_rng(0).standard_normal((3, 3, 3)).astype(np.float32)
+    return lambda granularity: fp8.quantize(x, fp8.E4M3, granularity)
+
+
+@pytest.mark.parametrize("permutation", [*itertools.permutations(range(3))], ids=str)
+@pytest.mark.parametrize("granularity", PER_AXIS, ids=repr)
+def test_transpose_is_exact(tensor, granularity, permutation):
+    q = tensor(granularity)
+    transposed = q.transpose(*permutation)
+    validate(transposed)
+    np.testing.assert_array_equal(transposed.dequantize(), q.dequantize().transpose(permutation))
+    # It equals the quantized transpose, to the bit.
+    again = fp8.quantize(
+        q.dequantize().transpose(permutation), fp8.E4M3, transposed.granularity, scale=transposed.scale
+    )
+    np.testing.assert_array_equal(again.values, transposed.values)
+    np.testing.assert_array_equal(again.scale, transposed.scale)
+
+
+def test_T(tensor):
+    q = tensor(fp8.PerAxis(0))
+    assert q.T.shape == (3, 3, 3)
+    assert q.T.granularity == fp8.PerAxis(2)
+    assert q.T.T.granularity == q.granularity
+
+
+@pytest.mark.parametrize("permutation", [(0, 1), (0, 0, 1), (0, 1, 3), (-1, 0, 1), ((2, 1, 0),)], ids=str)
+def test_what_is_no_permutation(tensor, permutation):
+    with pytest.raises(ValueError, match=mentions("permutation", str(permutation), "3 axes", "(3, 3, 3)")):
+        tensor(fp8.PerTensor()).transpose(*permutation)
+
+
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize_is_finite_where_x_is(dtype, power_of_two, format):
+    # 65504 in float16, rounded up to 8 bits, stands for 65536.
+    for name, x in hard_arrays(DTYPES[dtype]).items():
+        q = fp8.quantize(x, format, power_of_two=power_of_two)
+        y = q.dequantize()
+        assert y.dtype == x.dtype
+        np.testing.assert_array_equal(np.isfinite(y), np.isfinite(x), err_msg=name)
+        # One product in float32, one rounding to the dtype; the limits of the dtype where that overflows.
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = np.asarray(q.values).astype(np.float32) * np.asarray(q.scale)
+            exact = np.clip(product, -float(jnp.finfo(x.dtype).max), float(jnp.finfo(x.dtype).max)).astype(x.dtype)
+        y, exact = (np.asarray(z).astype(np.float32) for z in (y, exact))
+        normal = ~(np.abs(exact) < oracle.TINY)
+        np.testing.assert_array_equal(y[normal], exact[normal], err_msg=name)
+
+
+def test_dequantize_into_another_dtype(tensor):
+    q = tensor(fp8.PerAxis(0))
+    assert q.dequantize(jnp.bfloat16).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(q.dequantize(jnp.bfloat16), q.dequantize().astype(jnp.bfloat16))
+
+
+def test_infinities_of_others_stay():
+    q = fp8.QuantizedTensor(
+        jnp.array([jnp.inf, -jnp.inf, 1.0], jnp.float8_e5m2), jnp.float32(2.0), fp8.PerTensor(), jnp.dtype("float32")
+    )
+    np.testing.assert_array_equal(q.dequantize(), [np.inf, -np.inf, 2.0])
+
+
+def test_pytree(tensor):
+    q = tensor(fp8.PerAxis(0))
+    leaves, structure = jax.tree.flatten(q)
+    assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.float32]
+    assert jax.tree.unflatten(structure, leaves).granularity == q.granularity
+    assert jax.tree.map(lambda leaf: leaf.shape, q).values == (
+        3,
+        3,
+        3,
+    )  # a tree of shapes is none of arrays, and no error
+    assert jax.jit(lambda q: q)(q).dtype == q.dtype
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.scale = None
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"scale": jnp.ones(2)}, ("scale float32[2]", "[3, 3, 3]", "PerAxis(0)", "float32[3, 1, 1]", "fp8.quantize")),
+        (
+            {"scale": jnp.ones((3, 1, 1), jnp.bfloat16)},
+            ("scale bfloat16[3, 1, 1]", "need float32[3, 1, 1]", "fp8.quantize"),
+        ),
+        ({"granularity": fp8.PerTensor()}, ("scale float32[3, 1, 1]", "PerTensor()", "need float32[]", "fp8.quantize")),
+        ({"granularity": fp8.PerAxis(3)}, ("granularity", "PerAxis(3)", "3 axes", "name each axis to keep once")),
+        ({"values": jnp.ones((3, 3, 3))}, ("values", "float32", "float8_e4m3fn", "fp8.quantize")),
+        (
+            {"values": jnp.ones((3, 3, 3), jnp.float8_e8m0fnu)},
+            ("values", "float8_e8m0fnu", "float8_e4m3fn", "fp8.quantize"),
+        ),
+    ],
+    ids=["scale shape", "scale dtype", "granularity", "axis", "float32 values", "E8M0 values"],
+)
+def test_validate(tensor, change, parts):
+    with pytest.raises(ValueError, match=mentions(*parts)):
+        validate(dataclasses.replace(tensor(fp8.PerAxis(0)), **change))
+
+
+def test_validate_an_array():
+    with pytest.raises(TypeError, match=mentions("rhs", "ArrayImpl", "make one with fp8.quantize")):
+        validate(jnp.ones(3), "rhs")
