@@ -38,7 +38,9 @@ def integers(seed, shape, largest):
 def data(*lead, seed=0):
     """x [*lead, B, K] and the gradient of y, c [*lead, B, K]. Each leading index has another maximum; the last example
     has the largest, so that what one device sees is not what all of them see."""
-    size = jnp.arange(1.0, 1.0 + np.prod(lead)).reshape(*lead, 1, 1) * jnp.where(jnp.arange(B) < B - 1, 1.0, 2.0)[:, None]
+    size = (
+        jnp.arange(1.0, 1.0 + np.prod(lead)).reshape(*lead, 1, 1) * jnp.where(jnp.arange(B) < B - 1, 1.0, 2.0)[:, None]
+    )
     return integers(seed, (*lead, B, K), 29) * size, integers(seed + 1, (*lead, B, K), 5) * size
 
 
