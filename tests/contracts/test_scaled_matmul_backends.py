@@ -38,8 +38,8 @@ def product(lhs, rhs, dimension_numbers=None) -> np.ndarray:
     (lc, rc), (lb, rb) = dimension_numbers or (((lhs.ndim - 1,), (0,)), ((), ()))
     left = [f"l{axis}" for axis in range(lhs.ndim)]
     right = [f"r{axis}" for axis in range(rhs.ndim)]
-    for l, r in zip((*lc, *lb), (*rc, *rb), strict=True):
-        right[r] = left[l]
+    for i, j in zip((*lc, *lb), (*rc, *rb), strict=True):
+        right[j] = left[i]
     out = [left[a] for a in lb] + [x for a, x in enumerate(left) if a not in (*lc, *lb)]
     out += [x for a, x in enumerate(right) if a not in (*rc, *rb)]
     number = {name: index for index, name in enumerate({*left, *right})}
@@ -106,9 +106,8 @@ def test_geometries(backend, geometry, rows):
         kept = [a for a in range(len(shape)) if a not in dimension_numbers[0][side]]
         granularity = fp8.PerAxis(*kept) if rows and kept else fp8.PerTensor()
         operands.append(quantized(gaussian(side, *shape), fp8.E4M3, granularity))
-    y = jax.jit(lambda l, r: scaled_matmul(l, r, dimension_numbers=dimension_numbers, implementation=backend))(
-        *operands
-    )
+    options = {"dimension_numbers": dimension_numbers, "implementation": backend}
+    y = jax.jit(lambda *operands: scaled_matmul(*operands, **options))(*operands)
     exact = product(*operands, dimension_numbers)
     assert y.shape == exact.shape
     assert distance(y, exact) <= CLOSE
