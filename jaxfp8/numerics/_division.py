@@ -49,9 +49,8 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     # quotient = top * 2^shift / bottom in [2^23, 2^24), with shift 23 or 24, as a whole number and a remainder.
     at_least_1 = top >= bottom
     dividend = lax.select(at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24)))
-    quotient = (
-        _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
-    )  # below the true one, by 2 * _SLACK at most
+    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32)
+    quotient = quotient - _SLACK  # now below the true one, by 2 * _SLACK at most
     # The difference of two numbers of 48 bits is small, so 32 bits that wrap around hold all of it.
     scaled = lax.select(at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24)))
     remainder = scaled - quotient * bottom
@@ -68,6 +67,7 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
 
 
 def _estimate(dividend: Array, divisor: Array) -> Array:
+    """`dividend / divisor`, near enough; by itself, so that a test can make it worse."""
     return dividend / divisor
 
 
