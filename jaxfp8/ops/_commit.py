@@ -98,8 +98,9 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
             these = slice(indices[0], indices[-1] + 1)  # neighbours of one policy together: fewer and larger operations
             rows = DelayedRow(s.scale[..., these], s.amax_history[..., these, :], s.nonfinite_steps[..., these])
             updated.append(quantizer.update(rows, observed.amax[..., these]))
-        fields = zip(DelayedRow._fields, zip(*updated, strict=True), (-1, -2, -1), strict=True)
-        return dataclasses.replace(s, **{name: jnp.concatenate(parts, axis=axis) for name, parts, axis in fields})
+        parts = zip(zip(*updated, strict=True), (-1, -2, -1), strict=True)
+        scale, history, nonfinite = (jnp.concatenate(part, axis=axis) for part, axis in parts)
+        return dataclasses.replace(s, scale=scale, amax_history=history, nonfinite_steps=nonfinite)
 
     return map_states(one, state, _aligned(state, seen))
 
