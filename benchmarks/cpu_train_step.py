@@ -50,13 +50,14 @@ def adamw() -> optax.GradientTransformation:
 class Mlp(nn.Module):
     """[B, D] -> [B, D] through F hidden features; `dense` makes its two layers."""
 
-    dense: Callable[[int], nn.Module]
+    dense: Callable[..., nn.Module]
     hidden: int
 
     @nn.compact
     def __call__(self, x):
-        h = nn.relu(self.dense(self.hidden)(x))
-        return self.dense(x.shape[-1])(h)
+        # Named, because initial values depend on names and a layer without one is named by its class.
+        h = nn.relu(self.dense(self.hidden, name="up")(x))
+        return self.dense(x.shape[-1], name="down")(h)
 
 
 class NnxMlp(nnx.Module):
@@ -77,16 +78,24 @@ def mean_squared_error(y, target):
 # Contenders. Each is a function (batch, hidden) -> step, and step() trains on the batch once and returns the loss.
 
 
-def linen(dense: Callable[[int], nn.Module], *, gradients: str = "jax") -> Callable[..., Callable[[], jax.Array]]:
-    """A linen model in a TrainState. `gradients`: what differentiates it and carries its FP8 state, if any.
+def linen(
+    dense: Callable[..., nn.Module],
+    *,
+    gradients: str = "jax",
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Callable[..., Callable[[], jax.Array]]:
+    """A linen model in a TrainState.
 
-    "jax": no state, `jax.value_and_grad`; "overwrite": flax's FP8 state, whose new value arrives as its gradient;
-    "jaxfp8": `fp8.value_and_grad`.
+    Args:
+      dense: makes a layer.
+      gradients: what differentiates the model and carries its FP8 state. "jax": no state, `jax.value_and_grad`;
+        "overwrite": flax's FP8 state, whose new value arrives as its gradient; "jaxfp8": `fp8.value_and_grad`.
+      convert: changes the whole model.
     """
 
     def make(batch, hidden: int):
         x, target = batch
-        state = start(Mlp(dense, hidden), x, gradients)
+        state = start(convert(Mlp(dense, hidden)), x, gradients)
 
         @functools.partial(jax.jit, donate_argnums=0)
         def train_step(state, x, target):
@@ -113,7 +122,7 @@ def linen(dense: Callable[[int], nn.Module], *, gradients: str = "jax") -> Calla
 
 
 def start(model: nn.Module, x, gradients: str) -> TrainState:
-    """A TrainState with the same initial parameters for every contender of one seed."""
+    """A TrainState with the same initial parameters for every contender."""
     variables = jax.jit(model.init)(jax.random.key(SEED), x)
     if gradients == "jaxfp8":
         variables.setdefault(COLLECTION, {})  # recipes without state have none
@@ -146,10 +155,7 @@ def qwix(batch, hidden: int):
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     rule = QtRule(module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
 
-    def quantized(features: int):
-        return quantize_model(nn.Dense(features, dtype=jnp.bfloat16), QtProvider([rule]))
-
-    return linen(quantized)(batch, hidden)
+    return linen(bf16_dense, convert=lambda model: quantize_model(model, QtProvider([rule])))(batch, hidden)
 
 
 def bf16_dense(features: int, **arguments: Any) -> nn.Module:
@@ -179,7 +185,7 @@ accumulate_float32_thrice.defvjp(lambda x, w: (accumulate_float32_thrice(x, w), 
 
 
 def fp8_dense(recipe: fp8.Recipe) -> Callable[..., Callable[[], jax.Array]]:
-    return linen(lambda features: FP8Dense(features, dtype=jnp.bfloat16, recipe=recipe), gradients="jaxfp8")
+    return linen(functools.partial(FP8Dense, dtype=jnp.bfloat16, recipe=recipe), gradients="jaxfp8")
 
 
 CONTENDERS: dict[str, Callable[..., Callable[[], jax.Array]]] = {

@@ -66,6 +66,11 @@ class MatmulState:
     rows: tuple[Row, ...]
     frozen: bool = False
 
+    def __repr__(self) -> str:
+        names = " ".join(row.tensor for row in self.rows)
+        leaves = (f"{name}={getattr(self, name)}" for name in ("scale", "amax_history", "nonfinite_steps"))
+        return f"MatmulState of {names}{' (frozen)' if self.frozen else ''}: {', '.join(leaves)}"
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,8 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
         return ()
     n, length = len(recipe.rows), recipe.rows[0].quantizer.history_length
     # Three separate arrays: a donated buffer must not appear twice.
-    return MatmulState(jnp.zeros(n), jnp.zeros((n, length)), jnp.zeros(n), None, recipe.rows)
+    scale, history, nonfinite_steps = (jnp.zeros(shape, jnp.float32) for shape in (n, (n, length), n))
+    return MatmulState(scale, history, nonfinite_steps, None, recipe.rows)
 
 
 def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, Axes, DType, Implementation
+from jaxfp8._typing import Array, Axes, DType, Implementation, PyTree
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
@@ -68,10 +68,10 @@ def _fprop(
     call: Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None
 ) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
-    x, x_seen = _cast(call, "x", lhs, scale, ledger, wgrad=varying(lhs) - varying(rhs))
-    w, w_seen = _cast(call, "w", rhs, scale, ledger, dgrad=varying(rhs) - varying(lhs))
+    x, x_saved, x_seen = _cast(call, "x", lhs, scale, ledger, wgrad=varying(lhs) - varying(rhs))
+    w, w_saved, w_seen = _cast(call, "w", rhs, scale, ledger, dgrad=varying(rhs) - varying(lhs))
     y = _matmul(call, "fprop", x["fprop"], w["fprop"], call.out_dtype, call.out_sharding)
-    return y, x["wgrad"], w["dgrad"], {**x_seen, **w_seen}
+    return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
 
 
 def _forward_rule(call: Call, lhs: Any, rhs: Any, scale: Any, ledger: Any) -> tuple[Array, Any]:
@@ -94,7 +94,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Ar
         gradient = jnp.zeros(aval.shape, aval.dtype)
     gradient = once(gradient)
     x_varies, w_varies = (frozenset(aval.manual_axis_type.varying) for aval in (primals.lhs, primals.rhs))
-    g, g_seen = _cast(
+    g, _, g_seen = _cast(
         call, "g", gradient, scale, ledger,
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
@@ -114,8 +114,8 @@ three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 def _cast(
     call: Call, tensor: Tensor, value: Array, scale: Array | None, ledger: Array | None, **contracted: frozenset[str]
-) -> tuple[dict[Matmul, Operand], Seen]:
-    """A tensor as each matmul reads it, cast once for those that read the same, and the amaxes for its rows of state.
+) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen]:
+    """A tensor as each matmul reads it, cast once for those that read the same; the same as residuals; its rows' amaxes.
 
     `contracted`: the mesh axes along which a matmul contracts the tensor across devices; its row amaxes span them.
     """
@@ -138,10 +138,31 @@ def _cast(
     if seen and call.all_set:
         # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
         operands = lax.optimization_barrier(operands)
+    saved = operands
     if tensor != "g":
         # Named before any matmul reads them, so that a rematerialized fprop starts from what was saved and casts nothing.
-        operands, seen = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), (operands, seen))
-    return {matmul: operands[index] for matmul, index in reads.items()}, seen
+        (operands, saved), (seen, _) = _named(operands), _named(seen)
+    now, later = ({matmul: each[index] for matmul, index in reads.items()} for each in (operands, saved))
+    return now, later, seen
+
+
+def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """The same arrays, saved under the name RESIDUAL; twice: to be read now, and by the backward pass.
+
+    FP8 values are saved as bytes: on what is both saved and read in the forward pass `jax.checkpoint` puts a
+    `lax.reduce_precision`, which takes E4M3FN for an IEEE format with infinities, and turns its values above 240 into NaN.
+    """
+
+    def one(leaf: Array) -> tuple[Array, Array]:
+        if not leaf.dtype.name.startswith("float8"):
+            leaf = checkpoint_name(leaf, RESIDUAL)
+            return leaf, leaf
+        values = checkpoint_name(lax.bitcast_convert_type(leaf, jnp.uint8), RESIDUAL)
+        return lax.bitcast_convert_type(values, leaf.dtype), lax.bitcast_convert_type(values, leaf.dtype)
+
+    leaves, structure = jax.tree.flatten(tree)
+    now, later = zip(*map(one, leaves), strict=True) if leaves else ((), ())
+    return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)
 
 
 def _stored(recipe: Recipe, tensor: Tensor, quantizer: AbstractQuantizer, scale: Array) -> Array | None:

@@ -36,8 +36,11 @@ def integers(seed, shape, largest):
 
 
 def data(*lead, seed=0):
-    """x [*lead, B, K] and the gradient of y, c [*lead, B, K]. Each leading index has another maximum."""
-    size = jnp.arange(1.0, 1.0 + np.prod(lead)).reshape(*lead, 1, 1)
+    """x [*lead, B, K] and the gradient of y, c [*lead, B, K]. Each leading index has another maximum; the last example
+    has the largest, so that what one device sees is not what all of them see."""
+    size = (
+        jnp.arange(1.0, 1.0 + np.prod(lead)).reshape(*lead, 1, 1) * jnp.where(jnp.arange(B) < B - 1, 1.0, 2.0)[:, None]
+    )
     return integers(seed, (*lead, B, K), 29) * size, integers(seed + 1, (*lead, B, K), 5) * size
 
 
@@ -275,7 +278,7 @@ def circular_pipeline(face, layer, plain):
 
 
 def accumulation(face, layer, plain):
-    """M microbatches in a scan: the user takes the mean of the gradients; one commit."""
+    """M microbatches in a scan: the user takes a mean of the gradients; one commit."""
     loss, reference = single(layer, plain)
     run = face.value_and_grad(loss, commit=False)
 
@@ -283,16 +286,16 @@ def accumulation(face, layer, plain):
         def body(carry, micro):
             value, grads, seen = carry
             v, g, new = run(w, s, *micro)
-            return (value + v / M, grads + g / M, face.merge(seen, new)), None
+            return (value + v, grads + g / M, face.merge(seen, new)), None
 
         start = jnp.zeros(()), jnp.zeros_like(w), face.nothing_seen(s)
         (value, grads, seen), _ = lax.scan(body, start, (x, c))
-        return value, grads, face.commit(s, seen)
+        return value, M * grads, face.commit(s, seen)
 
-    def mean(w, s, x, c):
-        return sum(reference(w, s, x[m], c[m]) for m in range(M)) / M
+    def in_turn(w, s, x, c):
+        return sum(reference(w, s, x[m], c[m]) for m in range(M))
 
-    return Row(step, mean, weights(), data(M))
+    return Row(step, in_turn, weights(), data(M))
 
 
 def cond(face, layer, plain):

@@ -182,11 +182,10 @@ def test_the_scale_of_one_tensor_serves_another(format):
     np.testing.assert_array_equal(second.scale, first.scale)
 
 
-def test_any_scale_comes_back_within_an_ulp():
+def test_any_scale_comes_back():
     scales = np.random.default_rng(0).uniform(1, 2, (1, 500)).astype(np.float32)
     q = fp8.quantize(np.ones((3, 500), np.float32), fp8.E4M3, fp8.PerAxis(1), scale=scales)
-    np.testing.assert_array_max_ulp(np.asarray(q.scale), scales, 1)
-    np.testing.assert_array_equal(q.scale, oracle.inverse(oracle.inverse(scales)))
+    np.testing.assert_array_equal(q.scale, scales)
 
 
 # Signal to noise

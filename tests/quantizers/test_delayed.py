@@ -163,3 +163,16 @@ def test_an_inf_does_not_freeze_the_scale():
         row = quantizer.update(row, jnp.float32(amax))
     assert row.scale == oracle.inverse(oracle.multiplier(2.0, "E4M3"))
     assert np.isfinite(row.amax_history).all()
+
+
+def test_state_is_float32_in_64_bit_mode_too():
+    recipe = fp8.recipes.delayed(history_length=4)
+    with jax.enable_x64(True):
+        state = fp8.init_state(recipe)
+        x, w = jnp.ones((2, 4)), jnp.full((4, 3), 3.0)
+        assert x.dtype == jnp.float64
+        loss = lambda w, state: fp8.dot(x, w, recipe=recipe, state=state).sum()
+        _, gradient, new = jax.jit(fp8.value_and_grad(loss))(w, state)
+        assert gradient.dtype == jnp.float64
+        assert {leaf.dtype for leaf in jax.tree.leaves((state, new))} == {jnp.dtype("float32")}
+        np.testing.assert_array_equal(new.amax_history[:, -1], [1.0, 3.0, 1.0])
