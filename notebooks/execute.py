@@ -1,7 +1,7 @@
 """Execute the notebooks, each from a clean kernel of the Python that runs this script.
 
-    python notebooks/execute.py            # in place: outputs and pictures are kept in the files
-    python notebooks/execute.py --check    # executes copies and changes no file; any error fails, as CI wants it
+python notebooks/execute.py            # in place: outputs and pictures are kept in the files
+python notebooks/execute.py --check    # executes copies and changes no file; any error fails, as CI wants it
 """
 
 import argparse
@@ -27,7 +27,11 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
     kernel = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     with tempfile.TemporaryDirectory() as folder:  # what a notebook writes is not kept
         client = NotebookClient(
-            notebook, km=kernel, timeout=CELL_SECONDS, record_timing=False, coalesce_streams=True,
+            notebook,
+            km=kernel,
+            timeout=CELL_SECONDS,
+            record_timing=False,
+            coalesce_streams=True,
             resources={"metadata": {"path": folder}},
         )
         client.execute(cleanup_kc=True)  # end the kernel, too

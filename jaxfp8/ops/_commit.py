@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -91,19 +92,14 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
             )
         if s.frozen:
             return s
-        updated = [
-            row.quantizer.update(
-                DelayedRow(s.scale[..., r], s.amax_history[..., r, :], s.nonfinite_steps[..., r]), observed.amax[..., r]
-            )
-            for r, row in enumerate(s.rows)
-        ]
-        stacked = DelayedRow(
-            *(
-                jnp.stack(fields, axis=axis)
-                for fields, axis in zip(zip(*updated, strict=True), (-1, -2, -1), strict=True)
-            )
-        )
-        return dataclasses.replace(s, **stacked._asdict())
+        updated = []
+        for quantizer, run in itertools.groupby(range(len(s.rows)), key=lambda r: s.rows[r].quantizer):
+            indices = list(run)
+            these = slice(indices[0], indices[-1] + 1)  # neighbours of one policy together: fewer and larger operations
+            rows = DelayedRow(s.scale[..., these], s.amax_history[..., these, :], s.nonfinite_steps[..., these])
+            updated.append(quantizer.update(rows, observed.amax[..., these]))
+        fields = zip(DelayedRow._fields, zip(*updated, strict=True), (-1, -2, -1), strict=True)
+        return dataclasses.replace(s, **{name: jnp.concatenate(parts, axis=axis) for name, parts, axis in fields})
 
     return map_states(one, state, _aligned(state, seen))
 

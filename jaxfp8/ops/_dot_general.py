@@ -132,10 +132,10 @@ def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[st
         )
         if not per_tensor:
             return ()
+        where = "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
         raise FP8StateError(
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
-            "name those that an amax has to be combined over with reduce_axes= (of fp8.value_and_grad, "
-            "or of this call or layer)."
+            f"name those that an amax has to be combined over with reduce_axes= of {where}."
         )
     known = jax.sharding.get_abstract_mesh().axis_names
     if unknown := sorted(set(named) - set(known)):

@@ -60,6 +60,7 @@ def quantize(
     shape = granularity.scale_shape(x.shape)
     if scale is None:
         multiplier = encoding_multiplier(amax(x, granularity), format, power_of_two=power_of_two)
+        scale = inverse(multiplier)
     else:
         if power_of_two:
             raise ValueError("power_of_two=True has no effect on a scale= that is given; pass one of the two.")
@@ -74,7 +75,9 @@ def quantize(
                 f"scale={scale} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x."
             )
         multiplier = inverse(scale)
-    return cast(x, multiplier, format, granularity, rounding=rounding, key=key, implementation=implementation)
+    return cast(
+        x, multiplier, format, granularity, scale=scale, rounding=rounding, key=key, implementation=implementation
+    )
 
 
 def fake_quantize(

@@ -66,6 +66,11 @@ class MatmulState:
     rows: tuple[Row, ...]
     frozen: bool = False
 
+    def __repr__(self) -> str:
+        names = " ".join(row.tensor for row in self.rows)
+        leaves = (f"{name}={getattr(self, name)}" for name in ("scale", "amax_history", "nonfinite_steps"))
+        return f"MatmulState of {names}{' (frozen)' if self.frozen else ''}: {', '.join(leaves)}"
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
 @dataclasses.dataclass(frozen=True)

@@ -142,7 +142,8 @@ def _cast(
     if tensor != "g":
         # Named before any matmul reads them, so that a rematerialized fprop starts from what was saved and casts nothing.
         (operands, saved), (seen, _) = _named(operands), _named(seen)
-    return *({matmul: each[index] for matmul, index in reads.items()} for each in (operands, saved)), seen
+    now, later = ({matmul: each[index] for matmul, index in reads.items()} for each in (operands, saved))
+    return now, later, seen
 
 
 def _named(tree: PyTree) -> tuple[PyTree, PyTree]:

@@ -1,9 +1,9 @@
 """`value_and_grad` for losses with quantizer state: gradients, and the state of the next step beside them.
 
 An unset scale makes a cast wait for the amax of its own tensor: one more read. So that no later step pays for the first,
-the whole differentiated loss is compiled twice, with and without unset scales, and one `lax.cond` chooses. Selecting per
-use would read every tensor twice for ever; a `cond` per use would stop XLA from fusing the cast with what produced the
-tensor, and would stall a GPU's launch queue at each.
+the whole differentiated loss is compiled twice, with and without unset scales, and one `lax.cond` chooses. That doubles
+compile time and costs the steady state nothing. Selecting per use would read every tensor twice for ever (no cast shares
+a kernel with its amax; 9 % more bytes for four GPT blocks on an H200), and a `cond` per use is turned into that select.
 """
 
 import functools

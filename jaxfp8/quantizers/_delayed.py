@@ -94,8 +94,9 @@ class Delayed(AbstractQuantizer):
         assert scale is not None
         multiplier = inverse(scale)
         if not all_set:  # an unset scale takes the current amax, so that no step is wasted on a guess
-            multiplier = jnp.where(scale == 0, self.multiplier(amax()), multiplier)
-        return cast(x, multiplier, self.format, granularity, implementation=implementation)
+            unset, current = scale == 0, self.multiplier(amax())
+            multiplier, scale = jnp.where(unset, current, multiplier), jnp.where(unset, inverse(current), scale)
+        return cast(x, multiplier, self.format, granularity, scale=scale, implementation=implementation)
 
     def update(self, row: DelayedRow, amax: Array) -> DelayedRow:
         """The row after a step whose largest amax was `amax` [...], once per optimizer step.

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, Implementation
 from jaxfp8.kernels.cast._api import cast
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.numerics._scale import inverse
 from jaxfp8.quantizers._base import AbstractQuantizer, check_value_format
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -65,4 +65,6 @@ class Static(AbstractQuantizer):
         implementation: Implementation,
     ) -> QuantizedTensor:
         del amax, scale, all_set
-        return cast(x, inverse(jnp.float32(self.scale)), self.format, granularity, implementation=implementation)
+        constant = np.float32(self.scale)
+        multiplier, fixed = jnp.asarray(np.float32(1) / constant), jnp.asarray(constant)
+        return cast(x, multiplier, self.format, granularity, scale=fixed, implementation=implementation)

@@ -40,7 +40,9 @@ def data(*lead, seed=0):
     has the largest, so that what one device sees is not what all of them see."""
     size = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1, 1)
     size = size * np.float32([1] * (B - 1) + [2])[:, None]
-    return jnp.asarray(integers(seed, (*lead, B, K), 29) * size), jnp.asarray(integers(seed + 1, (*lead, B, K), 5) * size)
+    return jnp.asarray(integers(seed, (*lead, B, K), 29) * size), jnp.asarray(
+        integers(seed + 1, (*lead, B, K), 5) * size
+    )
 
 
 def weights(*lead):

@@ -53,7 +53,10 @@ def test_an_unknown_chip():
         chip_named("h300")
 
 
-def tensor(*shape, format=fp8.E4M3, granularity=fp8.PerTensor()):
+PER_TENSOR = fp8.PerTensor()
+
+
+def tensor(*shape, format=fp8.E4M3, granularity=PER_TENSOR):
     scale = jnp.ones(granularity.scale_shape(shape))
     return fp8.QuantizedTensor(jnp.ones(shape, format.dtype), scale, granularity, jnp.dtype("float32"))
 

@@ -118,7 +118,9 @@ def test_attention_with_layers_of_its_own():
     plain, model = attention(), attention()
     for name in ("query", "key", "value", "out"):
         theirs = getattr(model, name)
-        ours = FP8LinearGeneral(theirs.in_features, theirs.out_features, axis=theirs.axis, recipe=DELAYED, rngs=nnx.Rngs(0))
+        ours = FP8LinearGeneral(
+            theirs.in_features, theirs.out_features, axis=theirs.axis, recipe=DELAYED, rngs=nnx.Rngs(0)
+        )
         nnx.update(ours, nnx.state(theirs, nnx.Param))
         setattr(model, name, ours)
     assert_same(params(model), params(plain))
@@ -139,7 +141,9 @@ def test_attention_whose_projections_share_a_plug():
 
 def test_attention_with_a_class_plug():
     """nnx makes a new object at each call: fine without state, and an error with it, since it would be lost."""
-    stateless = attention(qkv_dot_general_cls=plug(fp8.recipes.current()), out_dot_general_cls=plug(fp8.recipes.current()))
+    stateless = attention(
+        qkv_dot_general_cls=plug(fp8.recipes.current()), out_dot_general_cls=plug(fp8.recipes.current())
+    )
     value, _ = nnx.jit(fp8.nnx.value_and_grad(attend))(stateless, X)
     np.testing.assert_allclose(value, attend(attention(), X), rtol=0.1)
     with pytest.raises(fp8.FP8StateError, match="not collected"):
@@ -268,7 +272,9 @@ def test_other_state_is_updated_too():
             return self.dropout(self.norm(self.layer(x)))
 
     model = Model()
-    (loss, aux), grads = nnx.jit(fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True))(model, X)
+    (loss, aux), grads = nnx.jit(fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True))(
+        model, X
+    )
     assert model.norm.mean.get_value().any()
     assert aux == 3
     assert model.dropout.rngs.count.get_value() == 2
@@ -315,7 +321,9 @@ def run(model, optimizer, steps):
 def test_stock_optimizer_does_not_touch_state(standard_promotion):
     model, optimizer = trainer()
     run(model, optimizer, range(3))
-    np.testing.assert_allclose(states_of(model.up)[0].amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))])
+    np.testing.assert_allclose(
+        states_of(model.up)[0].amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))]
+    )
 
 
 @pytest.mark.parametrize("through", ["bytes", "orbax"])

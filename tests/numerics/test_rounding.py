@@ -154,6 +154,19 @@ def test_stochastic_of_tiny_values(format):
     assert not np.asarray(stochastic(np.full(100, smallest * 2.0**-60, np.float32), format, 4)).astype(np.float32).any()
 
 
+@FORMATS
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_stochastic_at_both_ends_of_the_dice(format, bits, monkeypatch):
+    # What an exact value must not do once in 2^32 draws, no number of draws shows.
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, bits, dtype))
+    values = oracle.values_of(format.name).astype(np.float32)
+    between = (values[1:] + values[:-1]) / 2
+    x = np.concatenate([values, between])
+    expected = np.concatenate([values, values[:-1] if bits else values[1:]])
+    rounded = saturating_cast(jnp.asarray(x), jnp.float32(1.0), format, rounding="stochastic", key=jax.random.key(0))
+    np.testing.assert_array_equal(rounded.astype(jnp.float32), expected)
+
+
 def test_stochastic_follows_its_key():
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     draw = lambda seed: codes(saturating_cast(jnp.asarray(x), m, E4M3, rounding="stochastic", key=jax.random.key(seed)))

@@ -40,7 +40,9 @@ def program(recipe, policy):
 def casts(jaxpr):
     """The number of casts to FP8, in all subprograms."""
     is_cast = lambda e: e.primitive.name == "convert_element_type" and e.params["new_dtype"].name.startswith("float8")
-    parameters = [p for e in jaxpr.eqns for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))]
+    parameters = [
+        p for e in jaxpr.eqns for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))
+    ]
     return sum(map(is_cast, jaxpr.eqns)) + sum(casts(p) for p in parameters if hasattr(p, "eqns"))
 
 

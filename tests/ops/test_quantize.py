@@ -34,8 +34,7 @@ def jitted(x, format, granularity, power_of_two, implementation=None):
 
 
 @FORMATS
-@POWER_OF_TWO
-@pytest.mark.parametrize("kept", GRANULARITIES, ids=str)
+@pytest.mark.parametrize(("kept", "power_of_two"), [(None, False), (None, True), ((0,), False), ((1,), True)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hard_arrays(dtype, kept, power_of_two, format):
     granularity = GRANULARITIES[kept]
@@ -99,7 +98,7 @@ def test_shapes(shape, granularity):
     if granularity and not shape:
         pytest.skip("a scalar has no axis")
     x = np.linspace(-3, 5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
-    q = fp8.quantize(x, fp8.E4M3, granularity)
+    q = jax.jit(fp8.quantize, static_argnums=(1, 2))(x, fp8.E4M3, granularity)
     assert q.granularity == (granularity or fp8.PerTensor())
     assert q.shape == shape
     assert_equals_oracle(q, x, (len(shape) - 1,) if granularity else None, power_of_two=False)
@@ -183,11 +182,10 @@ def test_the_scale_of_one_tensor_serves_another(format):
     np.testing.assert_array_equal(second.scale, first.scale)
 
 
-def test_any_scale_comes_back_within_an_ulp():
+def test_any_scale_comes_back():
     scales = np.random.default_rng(0).uniform(1, 2, (1, 500)).astype(np.float32)
     q = fp8.quantize(np.ones((3, 500), np.float32), fp8.E4M3, fp8.PerAxis(1), scale=scales)
-    np.testing.assert_array_max_ulp(np.asarray(q.scale), scales, 1)
-    np.testing.assert_array_equal(q.scale, oracle.inverse(oracle.inverse(scales)))
+    np.testing.assert_array_equal(q.scale, scales)
 
 
 # Signal to noise

@@ -4,13 +4,13 @@ from jaxfp8._typing import Array, Rounding
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._rounding import saturating_cast
-from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
     x: Array,
     multiplier: Array,
+    scale: Array,
     format: Format,
     granularity: AbstractGranularity,
     *,
@@ -19,4 +19,4 @@ def cast(
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`."""
     values = saturating_cast(x, multiplier, format, rounding=rounding, key=key)
-    return QuantizedTensor(values, inverse(multiplier), granularity, x.dtype)
+    return QuantizedTensor(values, scale, granularity, x.dtype)
