@@ -41,7 +41,8 @@ LAYERS = {
         lambda r: FP8Einsum("bsd,dhk->bshk", (8, 2, 4), (2, 4), recipe=r, rngs=nnx.Rngs(0)), 1,
     ),
     "Linear_plugged": (
-        lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda r: nnx.Linear(8, 4, dot_general=FP8DotGeneral(r), rngs=nnx.Rngs(0)), 1,
+        lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
+        lambda r: nnx.Linear(8, 4, dot_general=FP8DotGeneral(r), rngs=nnx.Rngs(0)), 1,
     ),
 }  # fmt: skip
 
@@ -272,7 +273,7 @@ def test_other_state_is_updated_too():
             return self.dropout(self.norm(self.layer(x)))
 
     model = Model()
-    (loss, aux), grads = nnx.jit(fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True))(
+    (_, aux), grads = nnx.jit(fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True))(
         model, X
     )
     assert model.norm.mean.get_value().any()
