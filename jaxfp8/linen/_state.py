@@ -28,7 +28,8 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     """
     if not recipe.rows:
         return ()
-    if not module.is_initializing() and not module.has_variable(COLLECTION, _NAME):
+    creates = module.is_initializing() and module.is_mutable_collection(COLLECTION)
+    if not creates and not module.has_variable(COLLECTION, _NAME):
         path = "/".join(module.path) or type(module).__name__
         raise FP8StateError(
             f"{path}: the state of recipe {recipe.name!r} is missing from collection {COLLECTION!r}. Pass it beside the "

@@ -32,20 +32,21 @@ class Row:
 
 def integers(seed, shape, largest):
     """Small integers, so that a maximum has one value, whatever the order of operations."""
-    return jnp.asarray(np.random.default_rng(seed).integers(-largest, largest + 1, shape), jnp.float32)
+    return np.random.default_rng(seed).integers(-largest, largest + 1, shape).astype(np.float32)
 
 
 def data(*lead, seed=0):
     """x [*lead, B, K] and the gradient of y, c [*lead, B, K]. Each leading index has another maximum; the last example
     has the largest, so that what one device sees is not what all of them see."""
-    size = (
-        jnp.arange(1.0, 1.0 + np.prod(lead)).reshape(*lead, 1, 1) * jnp.where(jnp.arange(B) < B - 1, 1.0, 2.0)[:, None]
+    size = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1, 1)
+    size = size * np.float32([1] * (B - 1) + [2])[:, None]
+    return jnp.asarray(integers(seed, (*lead, B, K), 29) * size), jnp.asarray(
+        integers(seed + 1, (*lead, B, K), 5) * size
     )
-    return integers(seed, (*lead, B, K), 29) * size, integers(seed + 1, (*lead, B, K), 5) * size
 
 
 def weights(*lead):
-    return integers(7, (*lead, K, K), 3)
+    return jnp.asarray(integers(7, (*lead, K, K), 3))
 
 
 def leaky(y):

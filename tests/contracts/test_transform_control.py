@@ -38,5 +38,5 @@ def test_control_is_wrong_where_something_is_summed(row):
 
 @pytest.mark.parametrize("row", [row for row in rows_mesh.MANUAL if row.__name__ == "shard_map_inside_vma"])
 def test_control_cannot_run_under_types(row):
-    with pytest.raises(ValueError, match="manual axis types do not match|same type"):
+    with pytest.raises(ValueError, match=r"manual axis types do not match|same type"):
         run(row)

@@ -180,7 +180,7 @@ def test_merge_of_nothing():
 
 
 def test_init_state_of_no_recipe():
-    with pytest.raises(TypeError, match="fp8.recipes.delayed"):
+    with pytest.raises(TypeError, match=r"fp8\.recipes\.delayed"):
         fp8.init_state("delayed")
 
 
