@@ -14,6 +14,16 @@ from jaxfp8.quantizers._base import AbstractQuantizer, check_value_format
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
+def check_scale(name: str, scale: object) -> None:
+    """Raise ValueError unless the scale is a number whose inverse is a normal float32 too.
+
+    Example:
+      >>> check_scale("scale", 0.125)
+    """
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 2.0**-126 <= scale <= 2.0**126:
+        raise ValueError(f"{name}={scale!r} must be a positive number between 2**-126 and 2**126.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static(AbstractQuantizer):
     """A scale that was calibrated once: no amax, no state. Values beyond `scale * format.max` saturate.
@@ -35,12 +45,7 @@ class Static(AbstractQuantizer):
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
-        if (
-            isinstance(self.scale, bool)
-            or not isinstance(self.scale, int | float)
-            or not 2.0**-126 <= self.scale <= 2.0**126
-        ):
-            raise ValueError(f"scale={self.scale!r} must be a positive number between 2**-126 and 2**126.")
+        check_scale("scale", self.scale)
         if self.granularity != PerTensor():
             raise ValueError(
                 f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor()."

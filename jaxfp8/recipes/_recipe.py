@@ -52,7 +52,9 @@ class Operands:
                     f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
                 )
         if self.lhs.value_format == self.rhs.value_format == E5M2:
-            raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3.")
+            raise ValueError(
+                "lhs and rhs are both E5M2, which no hardware multiplies; give one of them (forward= or gradient= of a preset) E4M3."
+            )
 
     @property
     def in_fp8(self) -> bool:
