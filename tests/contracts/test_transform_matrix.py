@@ -55,10 +55,8 @@ def check(build, recipe_name, face_name, *, exact, tolerance=2e-6):
         if recipe.rows:
             check_state(state, new, true, exact=exact)
         want_loss, want_grads = jax.value_and_grad(row.reference)(row.w, fp8.freeze(state), *row.batch)
-        # Sums of products of integers and powers of two are exact in any order.
-        slack = 0.0 if recipe_name in ("delayed_pow2", "identity") else tolerance
-        np.testing.assert_allclose(loss, want_loss, rtol=slack, atol=slack * np.max(np.abs(want_loss)))
-        np.testing.assert_allclose(grads, want_grads, rtol=slack, atol=slack * np.max(np.abs(want_grads)))
+        np.testing.assert_allclose(loss, want_loss, rtol=tolerance, atol=tolerance * np.max(np.abs(want_loss)))
+        np.testing.assert_allclose(grads, want_grads, rtol=tolerance, atol=tolerance * np.max(np.abs(want_grads)))
 
 
 def placed(row, state):

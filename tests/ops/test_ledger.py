@@ -63,6 +63,11 @@ def test_edges_ask_for_the_power_of_two_of_their_bin():
         np.testing.assert_array_equal(*pair)
 
 
+def test_several_uses_at_an_edge_stay_in_its_bin():
+    inside = EDGES[:-1]  # the last bin is open
+    np.testing.assert_array_equal(sum_of(jnp.stack([inside, inside, 0.95 * inside])), inside)
+
+
 def test_uses_in_different_bins_are_exact():
     amaxes = jnp.float32([[3.0], [1.0], [0.25], [1e-20]])
     np.testing.assert_array_equal(sum_of(amaxes), [3.0])
