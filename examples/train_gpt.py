@@ -56,6 +56,8 @@ class Text(NamedTuple):
 
 def load_text(file: str | None) -> Text:
     """A file, or the sorted top-level modules of Python's standard library."""
+    if file and not Path(file).is_file():
+        raise ValueError(f"--data {file}: there is no such file; give one, or none for the standard library.")
     library = Path(os.__file__).parent
     paths = [Path(file)] if file else sorted(library.glob("*.py"))
     text = b"".join(path.read_bytes() for path in paths)

@@ -1,6 +1,6 @@
 """`FP8DotGeneral`: the plug for flax's `dot_general_cls=`."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +36,7 @@ class FP8DotGeneral(nn.Module):
     @classmethod
     def using(cls, recipe: Recipe, *, reduce_axes: tuple[str, ...] | None = None) -> Callable[..., "FP8DotGeneral"]:
         """What `dot_general_cls=`, `qkv_dot_general_cls=` and `out_dot_general_cls=` take: this class with its recipe."""
-        return functools.partial(cls, recipe=recipe, reduce_axes=reduce_axes)
+        return Plug(recipe, reduce_axes)
 
     @nn.compact
     def __call__(
@@ -53,3 +53,21 @@ class FP8DotGeneral(nn.Module):
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=matmul_state(self, self.recipe), out_sharding=out_sharding, reduce_axes=self.reduce_axes,
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Plug:
+    """`FP8DotGeneral` with its recipe. Equal recipes make equal plugs, hence equal layers: jit does not trace them again.
+
+    Attributes:
+      recipe: which quantizer for which operand.
+      reduce_axes: see `fp8.dot_general`.
+      of_layer: made by a layer of ours from its own recipe, and not by a user.
+    """
+
+    recipe: Recipe
+    reduce_axes: tuple[str, ...] | None
+    of_layer: bool = False
+
+    def __call__(self, **fields: Any) -> FP8DotGeneral:
+        return FP8DotGeneral(recipe=self.recipe, reduce_axes=self.reduce_axes, **fields)

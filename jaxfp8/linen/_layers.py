@@ -6,8 +6,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array
-from jaxfp8.linen._dot_general import FP8DotGeneral
+from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._state import matmul_state
+from jaxfp8.ops._arguments import check_recipe
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
@@ -15,19 +16,15 @@ from jaxfp8.recipes._recipe import Recipe
 
 def _plug(layer: Any) -> None:
     """Put the layer's recipe where flax looks for its dot_general, before the module is complete."""
-    if not isinstance(layer.recipe, Recipe):
-        raise TypeError(
-            f"recipe={layer.recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
-        )
-    plug = FP8DotGeneral.using(layer.recipe, reduce_axes=layer.reduce_axes)
+    check_recipe(layer.recipe)
     given = layer.dot_general_cls
-    ours = getattr(given, "func", None) is FP8DotGeneral
+    ours = isinstance(given, Plug) and given.of_layer  # `clone` passes on what the layer had
     if layer.dot_general is not None or (given is not None and not ours):
         raise ValueError(
             f"{type(layer).__name__} brings its own dot_general; drop dot_general= and dot_general_cls=, or use "
             f"nn.{type(layer).__name__.removeprefix('FP8')}."
         )
-    layer.dot_general_cls = plug
+    layer.dot_general_cls = Plug(layer.recipe, layer.reduce_axes, of_layer=True)
 
 
 class FP8Dense(nn.Dense):
@@ -96,6 +93,10 @@ class FP8Einsum(nn.Einsum):
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_recipe(self.recipe)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:

@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.linen as nn
 import flax.serialization
+import jax.numpy as jnp
 from flax.core import meta
 
 from jaxfp8._errors import FP8StateError
@@ -51,6 +52,10 @@ def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
             f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ."
         )
     for name in _LEAVES:
+        if values[name].dtype != jnp.float32:
+            raise FP8StateError(
+                f"saved {name} has dtype {values[name].dtype}, it must be float32; cast parameters only."
+            )
         if values[name].shape != getattr(state, name).shape:
             raise FP8StateError(
                 f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; "

@@ -32,7 +32,8 @@ def value_and_grad(
 
     Returns:
       A function `(model, *args, **kwargs) -> (loss, grads)`, or `(loss, grads, seen)` with `commit=False`. Other state
-      that the loss changes (batch statistics, random streams) is updated too.
+      that the loss changes (batch statistics, random streams, metrics), of the model or of other nnx objects among the
+      arguments, is updated too. An object must not be part of both the model and an argument.
 
     Example:
       >>> import jax.numpy as jnp
@@ -47,17 +48,21 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
         graphdef, (params, states, rest) = _split(model, wrt)
+        given, objects, arrays = nnx.split((args, kwargs), nnx.Variable, ...)  # random streams, metrics, other models
 
         def pure(params: PyTree, states: PyTree) -> Any:
             # copy: Variables of this trace, so that what the loss writes does not leak out of it.
             inner = nnx.merge(graphdef, params, states, rest, copy=True)
-            out = loss_fn(inner, *args, **kwargs)
+            inner_args, inner_kwargs = nnx.merge(given, objects, arrays, copy=True)
+            out = loss_fn(inner, *inner_args, **inner_kwargs)
             loss, aux = out if has_aux else (out, None)
-            return loss, (aux, _split(inner, wrt)[1][2])
+            _, changed_objects, _ = nnx.split((inner_args, inner_kwargs), nnx.Variable, ...)
+            return loss, (aux, _split(inner, wrt)[1][2], changed_objects)
 
         run = functional_value_and_grad(pure, has_aux=True, commit=commit, reduce_axes=reduce_axes)
-        (loss, (aux, changed)), grads, new = run(params, states)
+        (loss, (aux, changed, changed_objects)), grads, new = run(params, states)
         nnx.update(model, changed)
+        nnx.update((args, kwargs), changed_objects)
         value = (loss, aux) if has_aux else loss
         if not commit:
             return value, grads, new

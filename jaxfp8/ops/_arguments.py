@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, ArrayLike
+from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -24,11 +24,38 @@ def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Arra
       >>> import jaxfp8 as fp8
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
+    check_recipe(recipe)
+    return check_float("lhs", lhs), check_float("rhs", rhs)
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise TypeError unless it is a Recipe.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_recipe(fp8.recipes.current())
+    """
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
         )
-    return check_float("lhs", lhs), check_float("rhs", rhs)
+
+
+def check_out_dtype(preferred_element_type: DType) -> DType:
+    """The dtype of a result, if a matmul can have it.
+
+    Raises:
+      TypeError: naming the argument, its value and the cure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_out_dtype(jnp.bfloat16)
+      dtype(bfloat16)
+    """
+    dtype = jnp.dtype(preferred_element_type)
+    if dtype.name not in _DTYPES:
+        raise TypeError(f"preferred_element_type={dtype.name} is no result of a matmul; use one of {list(_DTYPES)}.")
+    return dtype
 
 
 def check_float(name: str, x: ArrayLike) -> Array:

@@ -5,6 +5,7 @@ order than its tensor's is transposed.
 """
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 from jaxfp8._typing import Axes, DotDimensionNumbers
@@ -92,13 +93,14 @@ def check(
     """
     try:
         (xc, wc), (xb, wb) = dimension_numbers
-        xc, xb = (_canonical("lhs", axes, x_shape) for axes in (xc, xb))
-        wc, wb = (_canonical("rhs", axes, w_shape) for axes in (wc, wb))
-    except TypeError as error:
+        xc, wc, xb, wb = (tuple(map(operator.index, axes)) for axes in (xc, wc, xb, wb))
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"dimension_numbers={dimension_numbers!r} must be ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), each a "
             "sequence of axes, as in jax.lax.dot_general."
         ) from error
+    xc, xb = (_canonical("lhs", axes, x_shape) for axes in (xc, xb))
+    wc, wb = (_canonical("rhs", axes, w_shape) for axes in (wc, wb))
     for what, x_axes, w_axes in (("contracted", xc, wc), ("batch", xb, wb)):
         sizes = [x_shape[a] for a in x_axes], [w_shape[a] for a in w_axes]
         if sizes[0] != sizes[1]:
@@ -116,4 +118,4 @@ def _canonical(name: str, axes: Sequence[int], shape: tuple[int, ...]) -> Axes:
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(f"axis {axis} is out of range for {name} of shape {list(shape)}.")
-    return tuple(int(axis) % len(shape) for axis in axes)
+    return tuple(axis % len(shape) for axis in axes)

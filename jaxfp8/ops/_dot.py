@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxfp8._typing import Array, DType, Implementation
+from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.recipes._recipe import Recipe
@@ -43,10 +44,11 @@ def dot(
       Array([[4.],
              [4.]], dtype=float32)
     """
-    if getattr(lhs, "ndim", 0) < 1 or getattr(rhs, "ndim", 0) != 2:
-        shapes = [list(getattr(a, "shape", ())) for a in (lhs, rhs)]
+    lhs, rhs = check_operands(lhs, rhs, recipe)
+    if lhs.ndim < 1 or rhs.ndim != 2:
         raise ValueError(
-            f"dot takes lhs [..., K] and rhs [K, N], got shapes {shapes[0]} and {shapes[1]}; use fp8.dot_general."
+            f"dot takes lhs [..., K] and rhs [K, N], got shapes {list(lhs.shape)} and {list(rhs.shape)}; "
+            "use fp8.dot_general."
         )
     return dot_general(
         lhs, rhs, (((lhs.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,

@@ -9,7 +9,7 @@ from jax import lax
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.ops._arguments import check_operands, fp8_precision
+from jaxfp8.ops._arguments import check_operands, check_out_dtype, fp8_precision
 from jaxfp8.ops._dimension_numbers import check, geometry
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.ops._three_matmuls import Call, three_matmuls
@@ -69,17 +69,19 @@ def dot_general(
     """
     lhs, rhs = check_operands(lhs, rhs, recipe)
     dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
+    state = _check_state(state, recipe)
     if recipe.is_identity:
+        if implementation is not None:
+            raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
-    state = _check_state(state, recipe)
     probe = state.probe if state else None
     call = Call(
         recipe=recipe,
         geometry=geometry(dimension_numbers, lhs.ndim, rhs.ndim),
-        out_dtype=jnp.dtype(out_dtype),
+        out_dtype=check_out_dtype(out_dtype),
         precision=precision,
         fast_accumulation=fp8_precision(precision),
         out_sharding=out_sharding,
@@ -104,6 +106,10 @@ def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> Matmu
         raise FP8StateError(
             f"state belongs to another recipe: it has rows {state.rows}, recipe {recipe.name!r} has {recipe.rows}. "
             "Start from fp8.init_state(recipe)."
+        )
+    if dtypes := {leaf.dtype.name for leaf in (state.scale, state.amax_history)} - {"float32"}:
+        raise FP8StateError(
+            f"state has dtype {sorted(dtypes)}, it must be float32; cast parameters only, not the state."
         )
     if state.scale.shape != (len(recipe.rows),):
         raise FP8StateError(

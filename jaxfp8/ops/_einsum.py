@@ -53,6 +53,8 @@ def einsum(
       (2, 3, 5)
     """
     lhs, rhs = check_operands(lhs, rhs, recipe)
+    if not isinstance(equation, str):
+        raise TypeError(f"equation={equation!r} must be a string, for instance 'bd,dk->bk'.")
     if equation.count(",") != 1:
         raise ValueError(f"equation {equation!r} must have exactly two operands; split it into einsums of two.")
     inputs, output, _ = opt_einsum.parser.parse_einsum_input((equation, lhs.shape, rhs.shape), shapes=True)
@@ -84,6 +86,10 @@ def _before_transpose(sharding: Any, order: Axes) -> Any:
     if sharding is None:
         return None
     spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else sharding
+    if len(spec) > len(order):
+        raise ValueError(
+            f"out_sharding={sharding} names {len(spec)} axes, the result has {len(order)}; drop the surplus."
+        )
     padded = tuple(spec) + (None,) * (len(order) - len(spec))
     permuted = jax.P(*(padded[order.index(axis)] for axis in range(len(order))))
     return (

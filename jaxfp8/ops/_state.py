@@ -197,6 +197,11 @@ def with_probes(state: PyTree, ledgers: PyTree | None, *, all_set: bool, reduce_
     return map_states(one, state, ledgers)
 
 
+def without_probes(tree: PyTree) -> PyTree:
+    """A tree whose states, if it has any, are as they are outside of a differentiated loss."""
+    return jax.tree.map(lambda n: dataclasses.replace(n, probe=None) if is_state(n) else n, tree, is_leaf=is_state)
+
+
 def zero_ledgers(state: PyTree) -> PyTree:
     """Zeros f32[..., R, BINS] that inherit stacking, sharding and variance of their state."""
     return map_states(lambda s: jnp.broadcast_to(s.scale[..., None] * 0, (*s.scale.shape, BINS)), state)

@@ -19,7 +19,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._ledger import decode
-from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, zero_ledgers
+from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, without_probes, zero_ledgers
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 
 
@@ -36,7 +36,7 @@ def value_and_grad(
 
     Args:
       loss_fn: `loss_fn(params, state, *args, **kwargs) -> loss` (or `(loss, aux)`), differentiated with respect to params.
-      has_aux: as in `jax.value_and_grad`.
+      has_aux: as in `jax.value_and_grad`; aux must be a pytree of arrays.
       commit: return the state of the next step; else what was seen, for `fp8.merge_seen` over microbatches and one
         `fp8.commit` per optimizer step.
       reduce_axes: mesh axes over which amaxes are combined, where types cannot tell: `shard_map(check_vma=False)`.
@@ -77,7 +77,8 @@ def value_and_grad(
         def step(all_set: bool) -> tuple[Any, PyTree, PyTree]:
             def loss(params: PyTree, ledgers: PyTree) -> Any:
                 probed = with_probes(state, ledgers, all_set=all_set, reduce_axes=named)
-                return loss_fn(params, probed, *args, **kwargs)
+                out = loss_fn(params, probed, *args, **kwargs)
+                return (out[0], without_probes(out[1])) if has_aux else out
 
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(params, ledgers)
             return value, grads, jax.tree.map(decode, cotangents)

@@ -53,8 +53,8 @@ class Operands:
                 )
         if self.lhs.value_format == self.rhs.value_format == E5M2:
             raise ValueError(
-                "lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3 (forward= or "
-                "gradient= of a preset)."
+                "lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3 "
+                "(forward= or gradient= of a preset)."
             )
 
     @property

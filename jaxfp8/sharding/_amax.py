@@ -59,18 +59,6 @@ def pmax(x: Array, axes: Iterable[str]) -> Array:
     return lax.pmax(x, names) if names else x
 
 
-def psum_to(x: Array, like: Array) -> Array:
-    """Sum x over the manual axes over which it varies and `like` does not: what a cotangent of `like` has to be.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> psum_to(jnp.float32(1.0), jnp.float32(0.0))
-      Array(1., dtype=float32)
-    """
-    names = tuple(sorted(varying(x) - varying(like)))
-    return lax.psum(x, names) if names else x
-
-
 def vary_as(x: Array, like: Array) -> Array:
     """x with a type that varies over every axis that `like` varies over.
 

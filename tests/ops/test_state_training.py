@@ -41,7 +41,7 @@ def fresh():
 def train(params, states, steps):
     for i in steps:
         _, grads, states = STEP(params, states, *batch(i))
-        params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        params = jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads)
     return params, states
 
 
@@ -103,7 +103,7 @@ def test_one_trace_serves_every_step_and_buffers_can_be_donated():
 
     @jax.jit
     def update(params, grads):
-        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads)
 
     step = jax.jit(fp8.value_and_grad(loss), donate_argnums=1)
     params, states = fresh()
@@ -130,7 +130,7 @@ def test_scan_over_steps_from_an_unset_state():
         def body(carry, batch):
             params, states = carry
             _, grads, states = fp8.value_and_grad(two_layers)(params, states, *batch)
-            return (jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), states), None
+            return (jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads), states), None
 
         return lax.scan(body, (params, states), batches)[0]
 

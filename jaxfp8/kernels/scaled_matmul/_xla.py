@@ -51,7 +51,8 @@ def scaled_matmul(
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
         # The smaller scale first, so that a finite result never overflows on the way.
-        small, large = jnp.minimum(*scales), jnp.maximum(*scales)
+        first, second = (_laid_as(scale, product) for scale in scales)
+        small, large = jnp.minimum(first, second), jnp.maximum(first, second)
         return ((product.astype(jnp.float32) * small) * large).astype(out_dtype)
 
     def bare(a: Array, b: Array, *scales: Array) -> Array:
@@ -97,6 +98,15 @@ def _unless_scales_are_mapped(function: Callable[..., Array], otherwise: Callabl
         return _unless_scales_are_mapped(batch(function), batch(otherwise))(*arguments), True
 
     return product
+
+
+def _laid_as(scale: Array, product: Array) -> Array:
+    """A scale with the sharding of the product that it multiplies, which in an Explicit mesh it must have."""
+    sharding = jax.typeof(product).sharding
+    if not scale.ndim or sharding.mesh.empty or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return scale
+    spec = jax.P(*(along if size > 1 else None for along, size in zip(sharding.spec, scale.shape, strict=True)))
+    return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
 
 
 def _as_laid_out(x: Array) -> Array:
