@@ -52,14 +52,14 @@ def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
             f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ."
         )
     for name in _LEAVES:
-        if values[name].dtype != jnp.float32:
-            raise FP8StateError(
-                f"saved {name} has dtype {values[name].dtype}, it must be float32; cast parameters only."
-            )
         if values[name].shape != getattr(state, name).shape:
             raise FP8StateError(
                 f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; "
                 "it was saved with another recipe or another number of layers."
+            )
+        if values[name].dtype != jnp.float32:
+            raise FP8StateError(
+                f"saved {name} has dtype {values[name].dtype}, it must be float32; cast parameters only."
             )
     return dataclasses.replace(state, **values)
 
