@@ -56,6 +56,8 @@ class Text(NamedTuple):
 
 def load_text(file: str | None) -> Text:
     """A file, or the sorted top-level modules of Python's standard library."""
+    if file and not Path(file).is_file():
+        raise ValueError(f"--data {file}: there is no such file; give one, or none for the standard library.")
     library = Path(os.__file__).parent
     paths = [Path(file)] if file else sorted(library.glob("*.py"))
     text = b"".join(path.read_bytes() for path in paths)
@@ -109,7 +111,7 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = functools.partial(nn.Embed, features=WIDTH, dtype=BF16)
-        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(tokens.shape[1]))
+        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(tokens.shape[1])[None])
         for i in range(LAYERS):
             x = Block(self.recipe, name=f"block{i}")(x)
         x = nn.LayerNorm(use_bias=False, dtype=BF16, name="norm")(x)
@@ -154,7 +156,7 @@ class NnxGPT(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, dtype=BF16, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1])[None])
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).astype(jnp.float32)

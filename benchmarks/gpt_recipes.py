@@ -1,0 +1,108 @@
+"""Does FP8 train like bf16? Validation losses of examples/train_gpt.py: every recipe, three seeds, and a control.
+
+    python benchmarks/gpt_recipes.py --json benchmarks/results/gpt_recipes.json
+
+The marks, for delayed scaling: |FP8 - bf16| at most 0.005 nats per byte in the mean of the seeds and 0.01 for each. The
+control casts gradients with the constant scale 1 and must miss them: it shows that the marks can see a broken recipe.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+
+import jaxfp8 as fp8
+from jaxfp8.quantizers import Delayed, Static
+
+MEAN_MARK, SEED_MARK = 0.005, 0.01  # nats per byte
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+
+
+def unscaled_gradients() -> fp8.Recipe:
+    """Delayed scaling with gradients at scale 1: what does not underflow in E5M2 is left of them."""
+    x, g = Delayed(format=fp8.E4M3), Static(format=fp8.E5M2, scale=1.0)
+    operands = {"fprop": (x, x), "dgrad": (g, x), "wgrad": (x, g)}
+    return fp8.Recipe(name="control", **{name: fp8.Operands(lhs=lhs, rhs=rhs) for name, (lhs, rhs) in operands.items()})
+
+
+RECIPES = {
+    "bf16": None,
+    "delayed": fp8.recipes.delayed(),
+    "control: delayed, gradients at scale 1": unscaled_gradients(),
+    "current": fp8.recipes.current(),
+    "rowwise": fp8.recipes.rowwise(),
+    "rowwise, high_precision_wgrad": fp8.recipes.rowwise(high_precision_wgrad=True),
+}
+
+
+def load_example():
+    """examples/train_gpt.py as a module."""
+    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def summary(name: str, runs: list, baseline: list) -> dict[str, object]:
+    """The figures of one recipe, seed by seed."""
+    gaps = [run.val_loss - twin.val_loss for run, twin in zip(runs, baseline, strict=True)]
+    mean = sum(gaps) / len(gaps)
+    row = {"recipe": name, "val_loss": [round(run.val_loss, 4) for run in runs]}
+    if name != "bf16":
+        meets = abs(mean) <= MEAN_MARK and max(map(abs, gaps)) <= SEED_MARK
+        row |= {"gap": [round(gap, 4) for gap in gaps], "mean_gap": round(mean, 4), "meets_marks": meets}
+    return row | {
+        "seconds": [round(run.seconds, 1) for run in runs],
+        "compile_seconds": round(runs[0].compile_seconds, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=3, help="how many (default: %(default)s)")
+    parser.add_argument("--framework", choices=("linen", "nnx"), default="linen", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    given = parser.parse_args()
+
+    example = load_example()
+    text = example.load_text(None)
+    rows, baseline = [], []
+    # The seeds of a recipe share their programs, so only the first of them compiles.
+    with tempfile.TemporaryDirectory() as cache:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        for name, recipe in RECIPES.items():
+            runs = []
+            for seed in range(given.seeds):
+                model = example.FRAMEWORKS[given.framework](recipe, seed)
+                runs.append(example.train(f"{name}, seed {seed}", model, text, given.steps, seed, {}))
+            baseline = baseline or runs
+            rows.append(summary(name, runs, baseline))
+            print(json.dumps(rows[-1]), flush=True)
+
+    versions = {package: importlib.metadata.version(package) for package in ("jax", "flax", "optax")}
+    result = {
+        "command": " ".join(["python benchmarks/gpt_recipes.py", *sys.argv[1:]]),
+        "steps": given.steps,
+        "framework": given.framework,
+        "hardware": f"{platform.machine()} {jax.default_backend()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "versions": versions,
+        "sha256": text.sha256,
+        "marks": {"mean_gap": MEAN_MARK, "gap": SEED_MARK},
+        "unit": "nats per byte",
+        "rows": rows,
+    }
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
