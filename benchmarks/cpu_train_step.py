@@ -1,8 +1,8 @@
 """How long a train step takes on a CPU, in FP8 and beside others.
 
-A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step each in every round and
-in a new order each round, so that whatever else the machine does falls on all of them. A ratio compares medians over the
-rounds; the quartiles beside it are those of the ratios within single rounds.
+A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step each in every
+round and in a new order each round, so that whatever else the machine does falls on all of them. Ratios are
+taken within each round, one step by another; the table has their median and quartiles.
 
     python benchmarks/cpu_train_step.py --repeats 40 --json result.json
 
@@ -50,13 +50,14 @@ def adamw() -> optax.GradientTransformation:
 class Mlp(nn.Module):
     """[B, D] -> [B, D] through F hidden features; `dense` makes its two layers."""
 
-    dense: Callable[[int], nn.Module]
+    dense: Callable[..., nn.Module]
     hidden: int
 
     @nn.compact
     def __call__(self, x):
-        h = nn.relu(self.dense(self.hidden)(x))
-        return self.dense(x.shape[-1])(h)
+        # Named, because initial values depend on names and a layer without one is named by its class.
+        h = nn.relu(self.dense(self.hidden, name="up")(x))
+        return self.dense(x.shape[-1], name="down")(h)
 
 
 class NnxMlp(nnx.Module):
@@ -77,16 +78,24 @@ def mean_squared_error(y, target):
 # Contenders. Each is a function (batch, hidden) -> step, and step() trains on the batch once and returns the loss.
 
 
-def linen(dense: Callable[[int], nn.Module], *, gradients: str = "jax") -> Callable[..., Callable[[], jax.Array]]:
-    """A linen model in a TrainState. `gradients`: what differentiates it and carries its FP8 state, if any.
+def linen(
+    dense: Callable[..., nn.Module],
+    *,
+    gradients: str = "jax",
+    convert: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Callable[..., Callable[[], jax.Array]]:
+    """A linen model in a TrainState.
 
-    "jax": no state, `jax.value_and_grad`; "overwrite": flax's FP8 state, whose new value arrives as its gradient;
-    "jaxfp8": `fp8.value_and_grad`.
+    Args:
+      dense: makes a layer.
+      gradients: what differentiates the model and carries its FP8 state. "jax": no state, `jax.value_and_grad`;
+        "overwrite": flax's FP8 state, whose new value arrives as its gradient; "jaxfp8": `fp8.value_and_grad`.
+      convert: changes the whole model.
     """
 
     def make(batch, hidden: int):
         x, target = batch
-        state = start(Mlp(dense, hidden), x, gradients)
+        state = start(convert(Mlp(dense, hidden)), x, gradients)
 
         @functools.partial(jax.jit, donate_argnums=0)
         def train_step(state, x, target):
@@ -113,7 +122,7 @@ def linen(dense: Callable[[int], nn.Module], *, gradients: str = "jax") -> Calla
 
 
 def start(model: nn.Module, x, gradients: str) -> TrainState:
-    """A TrainState with the same initial parameters for every contender of one seed."""
+    """A TrainState with the same initial parameters for every contender."""
     variables = jax.jit(model.init)(jax.random.key(SEED), x)
     if gradients == "jaxfp8":
         variables.setdefault(COLLECTION, {})  # recipes without state have none
@@ -143,12 +152,10 @@ def qwix(batch, hidden: int):
     """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT rules."""
     from qwix import QtProvider, QtRule, quantize_model
 
-    rule = QtRule(module_path=".*", weight_qtype=jnp.float8_e4m3fn, act_qtype=jnp.float8_e4m3fn, bwd_qtype=jnp.float8_e5m2)
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    rule = QtRule(module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
 
-    def quantized(features: int):
-        return quantize_model(nn.Dense(features, dtype=jnp.bfloat16), QtProvider([rule]))
-
-    return linen(quantized)(batch, hidden)
+    return linen(bf16_dense, convert=lambda model: quantize_model(model, QtProvider([rule])))(batch, hidden)
 
 
 def bf16_dense(features: int, **arguments: Any) -> nn.Module:
@@ -178,7 +185,7 @@ accumulate_float32_thrice.defvjp(lambda x, w: (accumulate_float32_thrice(x, w), 
 
 
 def fp8_dense(recipe: fp8.Recipe) -> Callable[..., Callable[[], jax.Array]]:
-    return linen(lambda features: FP8Dense(features, dtype=jnp.bfloat16, recipe=recipe), gradients="jaxfp8")
+    return linen(functools.partial(FP8Dense, dtype=jnp.bfloat16, recipe=recipe), gradients="jaxfp8")
 
 
 CONTENDERS: dict[str, Callable[..., Callable[[], jax.Array]]] = {
@@ -208,7 +215,9 @@ def available(name: str) -> bool:
     return True
 
 
-def measure(batch_size: int, features: int, hidden: int, repeats: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measure(
+    batch_size: int, features: int, hidden: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of every step, and the loss after the last one, by contender."""
     keys = jax.random.split(jax.random.key(SEED), 2)
     batch = tuple(jax.random.normal(key, (batch_size, features)) for key in keys)
@@ -240,7 +249,7 @@ def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list
                 "contender": name,
                 "median_ms": round(statistics.median(times) * 1e3, 2),
                 "quartiles_ms": [round(q * 1e3, 2) for q in np.percentile(times, (25, 75))],
-                "ratio": round(statistics.median(times) / statistics.median(baseline), 3),
+                "ratio": round(statistics.median(paired), 3),
                 "quartiles_ratio": [round(q, 3) for q in np.percentile(paired, (25, 75))],
                 "loss": round(losses[name], 4),
             }
@@ -249,7 +258,7 @@ def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
+    """What the numbers depend on besides the code. The load average, of 1, 5 and 15 minutes, is that before the run."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -257,6 +266,7 @@ def machine() -> dict[str, Any]:
     packages = ("jax", "jaxlib", "flax", "optax", "qwix")
     return {
         "cpu": fields.get("model name", platform.processor() or platform.machine()),
+        "load_average": [round(load, 1) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "bf16_instructions": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags],
         "versions": {"python": platform.python_version()}
@@ -290,13 +300,16 @@ def main() -> None:
     sizes = {name: getattr(arguments, name) for name in ("batch", "features", "hidden", "repeats")}
     command = " ".join(["python benchmarks/cpu_train_step.py", *(f"--{name} {value}" for name, value in sizes.items())])
     where = machine()
-    print(f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {', '.join(where['bf16_instructions']) or 'none'}")
+    bf16_instructions = ", ".join(where["bf16_instructions"]) or "none"
+    print(f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {bf16_instructions}")
     print(", ".join(f"{name} {version}" for name, version in where["versions"].items()))
     print("MLP {features}-{hidden}-{features}, batch {batch}, AdamW, {repeats} rounds".format(**sizes))
     print(command, flush=True)
     rows = summarize(*measure(arguments.batch, arguments.features, arguments.hidden, arguments.repeats))
     print(table(rows))
-    print(f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch; nnx starts from other weights.")
+    print(
+        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch, nnx from other weights."
+    )
     if arguments.json:
         result = {"command": command, **where, "sizes": sizes, "warm_up": WARM_UP, "baseline": BASELINE, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

@@ -15,7 +15,8 @@ TINY = 2.0**-126
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LARGEST = {"E4M3": 448.0, "E5M2": 57344.0}
 DTYPE = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
-# Codes of the finite values that are not negative run in ascending order; NaN as XLA and ml_dtypes write it.
+# Codes of the finite values that are not negative run in ascending order. E4M3 has two codes for NaN and E5M2 has six: which
+# one a compiler writes depends on its version and the fusion, and means nothing; here it is always this one.
 FINITE_CODES = {"E4M3": 0x7F, "E5M2": 0x7C}
 NAN_CODE = {"E4M3": 0x7F, "E5M2": 0x7E}
 
@@ -23,6 +24,13 @@ NAN_CODE = {"E4M3": 0x7F, "E5M2": 0x7E}
 def values_of(fmt: str) -> np.ndarray:
     """The finite values of a format that are not negative, ascending, in float64; the index of a value is its code."""
     return np.arange(FINITE_CODES[fmt], dtype=np.uint8).view(DTYPE[fmt]).astype(np.float64)
+
+
+def codes(values) -> np.ndarray:
+    """The codes of an FP8 array, with one code for every NaN."""
+    values = np.asarray(values)
+    fmt = next(name for name, dtype in DTYPE.items() if values.dtype == dtype)
+    return np.where(np.isnan(values.astype(np.float32)), np.uint8(NAN_CODE[fmt]), values.view(np.uint8))
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
@@ -41,7 +49,9 @@ def amax(x: np.ndarray, kept: tuple[int, ...] | None) -> np.ndarray:
     magnitude = np.where(np.isnan(magnitude), np.float32(np.inf), magnitude)
     if kept is None:
         return np.max(magnitude, initial=np.float32(0))
-    return np.max(magnitude, axis=tuple(a for a in range(x.ndim) if a not in kept), initial=np.float32(0), keepdims=True)
+    return np.max(
+        magnitude, axis=tuple(a for a in range(x.ndim) if a not in kept), initial=np.float32(0), keepdims=True
+    )
 
 
 def _round_to_24_bits(x: np.ndarray) -> np.ndarray:
@@ -96,8 +106,8 @@ def nearest_codes(v: np.ndarray, fmt: str) -> np.ndarray:
     low = np.clip(np.searchsorted(values, magnitude, side="right") - 1, 0, len(values) - 2)
     below, above = magnitude - values[low], values[low + 1] - magnitude
     up = (above < below) | ((above == below) & (low % 2 == 1))
-    codes = (low + up).astype(np.uint8) | (np.signbit(v).astype(np.uint8) << 7)
-    return np.where(np.isnan(v), np.uint8(NAN_CODE[fmt]), codes)
+    code = (low + up).astype(np.uint8) | (np.signbit(v).astype(np.uint8) << 7)
+    return np.where(np.isnan(v), np.uint8(NAN_CODE[fmt]), code)
 
 
 def scaled(x: np.ndarray, m: np.ndarray) -> np.ndarray:

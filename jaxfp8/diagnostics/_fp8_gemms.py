@@ -1,7 +1,7 @@
 """Did the matmuls really run in FP8? Reading a compiled program.
 
-The text of a program is a list of computations, which call each other: fusions, loop bodies, branches, async wrappers. It
-is read from the entry on along the calls, so that each matmul counts as often as the program names it and no more.
+The text of a program is a list of computations, which call each other: fusions, loop bodies, branches, async wrappers.
+It is read from the entry on along the calls, so that each matmul counts as often as the program names it and no more.
 """
 
 import re
@@ -17,7 +17,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 _FP8_TARGET = "__cublas$lt$matmul$f8"
-# What XLA makes of a matmul that stays in high precision: a library call, or a dot (by itself, or in the body of a fusion).
+# What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
 # The second halves of asynchronous operations name the computation, or the target, once more.
 _SECOND_HALVES = ("-done", "-update")
@@ -33,10 +33,10 @@ class Gemms(NamedTuple):
 def find_gemms(compiled: Any) -> Gemms:
     """The matmuls that one run of a compiled function meets, a loop body taken once.
 
-    Of the branches of a conditional, that with the most matmuls counts, and of several such that with the fewest in FP8:
-    `fp8.value_and_grad` compiles a step with and one without unset scales, but a run takes one of them. FP8 matmuls are
-    calls of cuBLASLt; a dot of FP8 operands in a Triton fusion counts as high precision, for the program does not say how
-    it is multiplied.
+    Of the branches of a conditional, that with the most matmuls counts, and of several such that with the fewest in
+    FP8: `fp8.value_and_grad` compiles a step with and one without unset scales, but a run takes one of them. FP8
+    matmuls are calls of cuBLASLt; a dot of FP8 operands in a Triton fusion counts as high precision, for the program
+    does not say how it is multiplied.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
@@ -51,7 +51,9 @@ def find_gemms(compiled: Any) -> Gemms:
       1
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text().")
+        raise TypeError(
+            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text()."
+        )
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     computations: dict[str, list[str]] = {}
     entry, lines = None, []
@@ -62,7 +64,9 @@ def find_gemms(compiled: Any) -> Gemms:
         else:
             lines.append(line)
     if entry is None:
-        raise ValueError("compiled holds no program text (no ENTRY computation); pass what jax.jit(f).lower(...).compile() returns.")
+        raise ValueError(
+            "compiled holds no program text (no ENTRY computation); pass what jax.jit(f).lower(...).compile() returns."
+        )
     return _gemms_of(entry, computations, {})
 
 
@@ -81,7 +85,9 @@ def _gemms_of(name: str, computations: dict[str, list[str]], known: dict[str, Ge
             elif opcode[1] == "dot" or (target and target[1].startswith(_LIBRARY)):
                 high.append(_label(line))
             called = [_gemms_of(n, computations, known) for n in _CALLED.findall(instruction)]
-            branches = [n.strip(" %") for found in _BRANCHES.findall(instruction) for n in (found[0] or found[1]).split(",")]
+            branches = [
+                n.strip(" %") for found in _BRANCHES.findall(instruction) for n in (found[0] or found[1]).split(",")
+            ]
             if branches:
                 one_of = [_gemms_of(n, computations, known) for n in branches]
                 called.append(max(one_of, key=lambda g: (len(g.fp8) + len(g.high_precision), -len(g.fp8))))
@@ -100,7 +106,7 @@ def _label(line: str) -> str:
 def assert_fp8_gemms(compiled: Any, expected: int) -> None:
     """Raise unless a run of a compiled function meets this many FP8 matmuls.
 
-    A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch counts (see `find_gemms`).
+    A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch counts (`find_gemms`).
 
     Args:
       compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)).lower(...).compile()` returns.
@@ -124,7 +130,7 @@ def assert_fp8_gemms(compiled: Any, expected: int) -> None:
     lines += [f"  in high precision: {name}" for name in gemms.high_precision if name not in ours]
     if not gemms.fp8:
         lines.append(
-            "None at all: compile with jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)) for a chip with FP8 "
-            "matmuls (compute capability 8.9 or later); CPUs emulate FP8 and have none."
+            "None at all: compile with jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)) for a chip with "
+            "FP8 matmuls (compute capability 8.9 or later); CPUs emulate FP8 and have none."
         )
     raise AssertionError("\n".join(lines))

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def dispatch(operation: str, backends: Mapping[str, Callable[..., Any]], implementation: str | None, /, *args: Any, **kwargs: Any) -> Any:
+def dispatch(
+    operation: str, backends: Mapping[str, Callable[..., Any]], implementation: str | None, /, *args: Any, **kwargs: Any
+) -> Any:
     """Call the first backend that can do the case.
 
     A backend that cannot says so with NotImplementedError and its reason. With `implementation=None` the backends are
@@ -28,7 +30,9 @@ def dispatch(operation: str, backends: Mapping[str, Callable[..., Any]], impleme
     """
     if implementation is not None:
         if implementation not in backends:
-            raise ValueError(f"implementation={implementation!r} of {operation} is unknown; use None or one of {sorted(backends)}.")
+            raise ValueError(
+                f"implementation={implementation!r} of {operation} is unknown; use None or one of {sorted(backends)}."
+            )
         return backends[implementation](*args, **kwargs)
     reasons: list[Exception] = []
     for name, backend in backends.items():

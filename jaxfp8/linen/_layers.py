@@ -16,7 +16,9 @@ from jaxfp8.recipes._recipe import Recipe
 def _plug(layer: Any) -> None:
     """Put the layer's recipe where flax looks for its dot_general, before the module is complete."""
     if not isinstance(layer.recipe, Recipe):
-        raise TypeError(f"recipe={layer.recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+        raise TypeError(
+            f"recipe={layer.recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
+        )
     plug = FP8DotGeneral.using(layer.recipe, reduce_axes=layer.reduce_axes)
     given = layer.dot_general_cls
     ours = getattr(given, "func", None) is FP8DotGeneral
@@ -106,9 +108,11 @@ class FP8Einsum(nn.Einsum):
         if self.use_bias:
             own_shape, bias_shape = self._get_bias_shape(equation, inputs, kernel)
             bias = self.param("bias", self.bias_init, own_shape, self.param_dtype)
-        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert x is not None
+        assert w is not None
         y = einsum(
-            equation, inputs, kernel, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
+            equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
             preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes,
         )  # fmt: skip
         return y if bias is None else y + jnp.reshape(bias, bias_shape)

@@ -28,7 +28,8 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     """
     if not recipe.rows:
         return ()
-    if not module.is_initializing() and not module.has_variable(COLLECTION, _NAME):
+    creates = module.is_initializing() and module.is_mutable_collection(COLLECTION)
+    if not creates and not module.has_variable(COLLECTION, _NAME):
         path = "/".join(module.path) or type(module).__name__
         raise FP8StateError(
             f"{path}: the state of recipe {recipe.name!r} is missing from collection {COLLECTION!r}. Pass it beside the "
@@ -46,12 +47,14 @@ def _to_state_dict(state: MatmulState) -> dict[str, Any]:
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     missing = set(_LEAVES) ^ set(values)
     if missing:
-        raise FP8StateError(f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ.")
+        raise FP8StateError(
+            f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ."
+        )
     for name in _LEAVES:
         if values[name].shape != getattr(state, name).shape:
             raise FP8StateError(
-                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; it was "
-                "saved with another recipe or another number of layers."
+                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; "
+                "it was saved with another recipe or another number of layers."
             )
     return dataclasses.replace(state, **values)
 

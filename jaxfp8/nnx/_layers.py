@@ -12,7 +12,9 @@ def _refuse(layer: str, **given: Any) -> None:
     """Raise if the caller brings another matmul."""
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{layer} brings its own matmul; drop {name}={value!r}, or use nnx.{layer.removeprefix('FP8')}.")
+            raise ValueError(
+                f"{layer} brings its own matmul; drop {name}={value!r}, or use nnx.{layer.removeprefix('FP8')}."
+            )
 
 
 class FP8Linear(nnx.Linear):
@@ -75,7 +77,9 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         **arguments: Any,
     ) -> None:
         _refuse(
-            "FP8LinearGeneral", dot_general=arguments.get("dot_general"), dot_general_cls=arguments.get("dot_general_cls")
+            "FP8LinearGeneral",
+            dot_general=arguments.get("dot_general"),
+            dot_general_cls=arguments.get("dot_general_cls"),
         )
         arguments["dot_general"] = FP8DotGeneral(recipe, reduce_axes=reduce_axes)
         super().__init__(in_features, out_features, **arguments)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxfp8._typing import PyTree
 from jaxfp8.nnx._state import FP8State
-from jaxfp8.ops._state import commit as commit_seen
+from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._value_and_grad import value_and_grad as functional_value_and_grad
 
 
@@ -46,14 +46,14 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
-        graphdef, params, states, rest = nnx.split(model, wrt, FP8State, ...)
+        graphdef, (params, states, rest) = _split(model, wrt)
 
         def pure(params: PyTree, states: PyTree) -> Any:
             # copy: Variables of this trace, so that what the loss writes does not leak out of it.
             inner = nnx.merge(graphdef, params, states, rest, copy=True)
             out = loss_fn(inner, *args, **kwargs)
             loss, aux = out if has_aux else (out, None)
-            return loss, (aux, nnx.split(inner, wrt, FP8State, ...)[3])
+            return loss, (aux, _split(inner, wrt)[1][2])
 
         run = functional_value_and_grad(pure, has_aux=True, commit=commit, reduce_axes=reduce_axes)
         (loss, (aux, changed)), grads, new = run(params, states)
@@ -65,6 +65,13 @@ def value_and_grad(
         return value, grads
 
     return wrapped
+
+
+def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
+    """The graph of a model; its parameters, quantizer states and the rest."""
+    graphdef, *parts = nnx.split(model, wrt, FP8State, ...)
+    params, states, rest = parts
+    return graphdef, (params, states, rest)
 
 
 def commit(model: Any, seen: PyTree) -> None:

@@ -49,7 +49,8 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     # quotient = top * 2^shift / bottom in [2^23, 2^24), with shift 23 or 24, as a whole number and a remainder.
     at_least_1 = top >= bottom
     dividend = lax.select(at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24)))
-    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK  # below the true one, by 2 * _SLACK at most
+    # Below the true one, by 2 * _SLACK at most.
+    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
     # The difference of two numbers of 48 bits is small, so 32 bits that wrap around hold all of it.
     scaled = lax.select(at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24)))
     remainder = scaled - quotient * bottom
@@ -61,11 +62,12 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
 
     power = int(top_exponent) + exponent - bottom_exponent - (~at_least_1).astype(jnp.int32)
     # The leading bit of the quotient, or a carry to 2^24, adds itself to the exponent.
-    biased = lax.clamp(-1, power + 126, 253)
-    return lax.bitcast_convert_type(lax.clamp(1 << 23, (biased << 23) + quotient, 253 << 23), jnp.float32)
+    biased = jnp.clip(power + 126, -1, 253)
+    return lax.bitcast_convert_type(jnp.clip((biased << 23) + quotient, 1 << 23, 253 << 23), jnp.float32)
 
 
 def _estimate(dividend: Array, divisor: Array) -> Array:
+    """`dividend / divisor`, near enough; by itself, so that a test can make it worse."""
     return dividend / divisor
 
 

@@ -42,7 +42,9 @@ class Format:
 
 def _format(name: str, dtype: DType) -> Format:
     info = ml_dtypes.finfo(dtype)
-    return Format(name=name, dtype=jnp.dtype(dtype), max=float(info.max), mantissa_bits=info.nmant, min_exponent=info.minexp)
+    return Format(
+        name=name, dtype=jnp.dtype(dtype), max=float(info.max), mantissa_bits=info.nmant, min_exponent=info.minexp
+    )
 
 
 E4M3 = _format("E4M3", jnp.float8_e4m3fn)
@@ -69,4 +71,6 @@ def format_of(dtype: DType) -> Format:
     for candidate in (*VALUE_FORMATS, E8M0):
         if candidate.dtype == jnp.dtype(dtype):
             return candidate
-    raise ValueError(f"dtype {jnp.dtype(dtype).name} is no FP8 format; use one of {[f.dtype.name for f in VALUE_FORMATS]}.")
+    raise ValueError(
+        f"dtype {jnp.dtype(dtype).name} is no FP8 format; use one of {[f.dtype.name for f in VALUE_FORMATS]}."
+    )

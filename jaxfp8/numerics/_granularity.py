@@ -69,7 +69,9 @@ class PerAxis(AbstractGranularity):
 
     def __init__(self, *axes: int) -> None:
         if not axes or not all(isinstance(axis, int) for axis in axes):
-            raise ValueError(f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is PerTensor().")
+            raise ValueError(
+                f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is PerTensor()."
+            )
         object.__setattr__(self, "axes", tuple(axes))
 
     def __repr__(self) -> str:
@@ -115,7 +117,9 @@ class PerRow(AbstractGranularity):
     """
 
     def _refuse(self) -> ValueError:
-        return ValueError("granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep).")
+        return ValueError(
+            "granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep)."
+        )
 
     def reduced_axes(self, ndim: int) -> Axes:
         raise self._refuse()

@@ -36,7 +36,10 @@ def saturating_cast(
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
     if (rounding == "stochastic") != (key is not None):
-        raise ValueError(f"rounding={rounding!r} with key={'given' if key is not None else None}: 'stochastic' needs a key=, 'nearest' takes none.")
+        raise ValueError(
+            f"rounding={rounding!r} with key={'given' if key is not None else None}: "
+            "'stochastic' needs a key=, 'nearest' takes none."
+        )
     x = to_float32(x)
     scaled = jnp.clip(x * multiplier, -format.max, format.max)
     if key is not None:

@@ -25,7 +25,9 @@ def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Arra
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+        raise TypeError(
+            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
+        )
     return check_float("lhs", lhs), check_float("rhs", rhs)
 
 
@@ -45,7 +47,9 @@ def check_float(name: str, x: ArrayLike) -> Array:
     if not isinstance(x, jax.Array):
         x = jnp.asarray(x)
     if x.dtype.name not in _DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(_DTYPES)}.")
+        raise TypeError(
+            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(_DTYPES)}."
+        )
     return x
 
 
@@ -66,7 +70,7 @@ def fp8_precision(precision: Any) -> bool:
         canonical = set()
     if len(pair) != 2 or len(canonical) != 1:
         raise ValueError(
-            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' (fast accumulation), 'high' or "
-            "'highest' (full accumulation)."
+            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' (fast accumulation), "
+            "'high' or 'highest' (full accumulation)."
         )
     return canonical == {lax.Precision.DEFAULT}

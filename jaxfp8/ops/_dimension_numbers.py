@@ -78,7 +78,9 @@ def _sorted(axes: Axes) -> Axes:
     return tuple(sorted(axes))
 
 
-def check(x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers) -> DotDimensionNumbers:
+def check(
+    x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers
+) -> DotDimensionNumbers:
     """Dimension numbers with non-negative integer axes.
 
     Raises:

@@ -45,7 +45,9 @@ def dot(
     """
     if getattr(lhs, "ndim", 0) < 1 or getattr(rhs, "ndim", 0) != 2:
         shapes = [list(getattr(a, "shape", ())) for a in (lhs, rhs)]
-        raise ValueError(f"dot takes lhs [..., K] and rhs [K, N], got shapes {shapes[0]} and {shapes[1]}; use fp8.dot_general.")
+        raise ValueError(
+            f"dot takes lhs [..., K] and rhs [K, N], got shapes {shapes[0]} and {shapes[1]}; use fp8.dot_general."
+        )
     return dot_general(
         lhs, rhs, (((lhs.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,
         recipe=recipe, state=state, out_sharding=out_sharding, reduce_axes=reduce_axes, implementation=implementation,

@@ -86,4 +86,8 @@ def _before_transpose(sharding: Any, order: Axes) -> Any:
     spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else sharding
     padded = tuple(spec) + (None,) * (len(order) - len(spec))
     permuted = jax.P(*(padded[order.index(axis)] for axis in range(len(order))))
-    return jax.sharding.NamedSharding(sharding.mesh, permuted) if isinstance(sharding, jax.sharding.NamedSharding) else permuted
+    return (
+        jax.sharding.NamedSharding(sharding.mesh, permuted)
+        if isinstance(sharding, jax.sharding.NamedSharding)
+        else permuted
+    )

@@ -85,7 +85,7 @@ def _observe(kept: int) -> Callable[[Array, Array], Array]:
         if not like_mapped:
             return observed(jnp.moveaxis(x, 0, kept), like), False
         if not x_mapped:
-            return observed(x, like[0]) + jnp.zeros_like(like), True
+            return observed(x, like[0])[None] + jnp.zeros_like(like), True
         return _observe(kept + 1)(x, like), True
 
     return observed

@@ -60,17 +60,24 @@ def quantize(
     shape = granularity.scale_shape(x.shape)
     if scale is None:
         multiplier = encoding_multiplier(amax(x, granularity), format, power_of_two=power_of_two)
+        scale = inverse(multiplier)
     else:
         if power_of_two:
             raise ValueError("power_of_two=True has no effect on a scale= that is given; pass one of the two.")
         scale = jnp.asarray(scale, jnp.float32)
         if scale.shape != shape:
-            raise ValueError(f"scale has shape {list(scale.shape)}, but {granularity!r} of x {list(x.shape)} needs {list(shape)}.")
+            raise ValueError(
+                f"scale has shape {list(scale.shape)}, but {granularity!r} of x {list(x.shape)} needs {list(shape)}."
+            )
         # A traced scale cannot be looked at.
         if not isinstance(scale, jax.core.Tracer) and not jnp.all((scale >= 2.0**-126) & (scale <= 2.0**126)):
-            raise ValueError(f"scale={scale} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x.")
+            raise ValueError(
+                f"scale={scale} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x."
+            )
         multiplier = inverse(scale)
-    return cast(x, multiplier, format, granularity, rounding=rounding, key=key, implementation=implementation)
+    return cast(
+        x, multiplier, format, granularity, scale=scale, rounding=rounding, key=key, implementation=implementation
+    )
 
 
 def fake_quantize(

@@ -1,4 +1,4 @@
-"""Quantizer state: what delayed scaling remembers between steps, and how it changes.
+"""Quantizer state: what delayed scaling remembers between steps.
 
 State is a pytree of its own, apart from parameters and gradients. Inside a loss that `fp8.value_and_grad` differentiates,
 a state carries a probe, whose cotangent is the ledger of the amaxes that were seen; outside it never does. Tree structure,
@@ -7,6 +7,8 @@ shapes and dtypes never change from step to step: "unset" is a scale of 0, not a
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,6 @@ import jax.numpy as jnp
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._ledger import BINS
-from jaxfp8.quantizers._delayed import DelayedRow
 from jaxfp8.recipes._recipe import Recipe, Row
 
 
@@ -65,6 +66,11 @@ class MatmulState:
     rows: tuple[Row, ...]
     frozen: bool = False
 
+    def __repr__(self) -> str:
+        names = " ".join(row.tensor for row in self.rows)
+        leaves = (f"{name}={getattr(self, name)}" for name in ("scale", "amax_history", "nonfinite_steps"))
+        return f"MatmulState of {names}{' (frozen)' if self.frozen else ''}: {', '.join(leaves)}"
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,16 @@ def is_state(node: object) -> bool:
     return isinstance(node, MatmulState)
 
 
+def is_node(node: object) -> bool:
+    """Whether a tree node is a state, or what a state saw.
+
+    Example:
+      >>> is_node(())
+      False
+    """
+    return isinstance(node, MatmulState | SeenAmax)
+
+
 def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
     """The state of one matmul before its first step: all scales unset. `()` for a recipe without state.
 
@@ -96,18 +112,27 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
       ()
     """
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+        raise TypeError(
+            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
+        )
     if not recipe.rows:
         return ()
     n, length = len(recipe.rows), recipe.rows[0].quantizer.history_length
     # Three separate arrays: a donated buffer must not appear twice.
-    return MatmulState(jnp.zeros(n), jnp.zeros((n, length)), jnp.zeros(n), None, recipe.rows)
+    scale, history, nonfinite_steps = (jnp.zeros(shape, jnp.float32) for shape in (n, (n, length), n))
+    return MatmulState(scale, history, nonfinite_steps, None, recipe.rows)
 
 
-def _map(function, tree: PyTree, *rest: PyTree) -> PyTree:
-    """tree.map over states; anything else in the tree is an error."""
+def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+    """tree.map over states; anything else in the tree is an error.
 
-    def checked(node, *others):
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> map_states(lambda state: state.scale.shape, {"layer": fp8.init_state(fp8.recipes.delayed())})
+      {'layer': (3,)}
+    """
+
+    def checked(node: Any, *others: Any) -> Any:
         if not is_state(node):
             raise FP8StateError(
                 f"expected quantizer state, found {type(node).__name__} in its tree; pass what fp8.init_state, the layer's "
@@ -115,89 +140,7 @@ def _map(function, tree: PyTree, *rest: PyTree) -> PyTree:
             )
         return function(node, *others)
 
-    return jax.tree.map(checked, tree, *rest, is_leaf=is_state)
-
-
-def nothing_seen(state: PyTree) -> PyTree:
-    """The neutral element of `merge_seen`: where a scan over microbatches starts.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> fp8.nothing_seen(fp8.init_state(fp8.recipes.delayed())).amax
-      Array([0., 0., 0.], dtype=float32)
-    """
-    return _map(lambda s: SeenAmax(s.scale * 0, s.rows), state)
-
-
-def merge_seen(*seen: PyTree) -> PyTree:
-    """What several microbatches saw together: the largest of each amax.
-
-    Args:
-      *seen: trees that `fp8.value_and_grad(..., commit=False)` returned.
-
-    Raises:
-      FP8StateError: for committed states, which cannot be merged.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> seen = fp8.nothing_seen(fp8.init_state(fp8.recipes.delayed()))
-      >>> fp8.merge_seen(seen, seen).amax
-      Array([0., 0., 0.], dtype=float32)
-    """
-    for position, tree in enumerate(seen):
-        for node in jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, MatmulState | SeenAmax)):
-            if not isinstance(node, SeenAmax):
-                raise FP8StateError(
-                    f"argument {position} of merge_seen holds a {type(node).__name__}; committed states cannot be merged. "
-                    "Use fp8.value_and_grad(..., commit=False), merge what it saw, and commit once per optimizer step."
-                )
-    first, *others = seen
-    return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), first, *others)
-
-
-def commit(state: PyTree, seen: PyTree) -> PyTree:
-    """The state after one optimizer step that saw these amaxes. Once per step, whatever the number of microbatches.
-
-    Rows whose amax is finite and nonzero are updated, also in a step whose parameter update is skipped (loss scaling,
-    `optax.apply_if_finite`); rows with a zero amax stay; a non-finite amax is counted and dropped. Frozen states stay.
-
-    Args:
-      state: a tree of states.
-      seen: the matching tree of what was seen.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> fp8.commit(state, fp8.nothing_seen(state)).scale
-      Array([0., 0., 0.], dtype=float32)
-    """
-
-    def one(s: MatmulState, observed: SeenAmax) -> MatmulState:
-        if not isinstance(observed, SeenAmax) or observed.rows != s.rows:
-            raise FP8StateError("seen does not belong to this state; commit what fp8.value_and_grad(..., commit=False) returned for it.")
-        if s.frozen:
-            return s
-        updated = [
-            row.quantizer.update(
-                DelayedRow(s.scale[..., r], s.amax_history[..., r, :], s.nonfinite_steps[..., r]), observed.amax[..., r]
-            )
-            for r, row in enumerate(s.rows)
-        ]
-        stacked = DelayedRow(
-            *(jnp.stack(fields, axis=axis) for fields, axis in zip(zip(*updated, strict=True), (-1, -2, -1), strict=True))
-        )
-        return dataclasses.replace(s, **stacked._asdict())
-
-    return _map(one, state, _aligned(state, seen))
-
-
-def _aligned(state: PyTree, seen: PyTree) -> PyTree:
-    """`seen` if it has a node for each state, else a clear error."""
-    is_node = lambda n: isinstance(n, MatmulState | SeenAmax)
-    structures = [jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=is_node)) for tree in (state, seen)]
-    if structures[0] != structures[1]:
-        raise FP8StateError(f"state and seen have different trees: {structures[0]} and {structures[1]}.")
-    return seen
+    return jax.tree.map(checked, tree, *rest, is_leaf=is_node)
 
 
 def freeze(state: PyTree) -> PyTree:
@@ -210,7 +153,7 @@ def freeze(state: PyTree) -> PyTree:
       >>> fp8.freeze(fp8.init_state(fp8.recipes.delayed())).frozen
       True
     """
-    return _map(lambda s: dataclasses.replace(s, frozen=True), state)
+    return map_states(lambda s: dataclasses.replace(s, frozen=True), state)
 
 
 @jax.custom_vjp
@@ -239,9 +182,9 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
         first, second = (dataclasses.replace(s, probe=probe) for probe in handles)
         return first, second
 
-    pairs = _map(one, state)
-    is_pair = lambda n: isinstance(n, tuple) and len(n) == 2 and all(map(is_state, n))
-    first, second = (jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=is_pair) for i in (0, 1))
+    states, structure = jax.tree.flatten(state, is_leaf=is_state)
+    pairs = map_states(one, states)
+    first, second = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
     return first, second
 
 
@@ -251,9 +194,9 @@ def with_probes(state: PyTree, ledgers: PyTree | None, *, all_set: bool, reduce_
     def one(s: MatmulState, ledger: Array | None) -> MatmulState:
         return dataclasses.replace(s, probe=Probe(None if s.frozen else ledger, all_set, reduce_axes))
 
-    return _map(one, state, ledgers)
+    return map_states(one, state, ledgers)
 
 
 def zero_ledgers(state: PyTree) -> PyTree:
     """Zeros f32[..., R, BINS] that inherit stacking, sharding and variance of their state."""
-    return _map(lambda s: jnp.broadcast_to(s.scale[..., None] * 0, (*s.scale.shape, BINS)), state)
+    return map_states(lambda s: jnp.broadcast_to(s.scale[..., None] * 0, (*s.scale.shape, BINS)), state)

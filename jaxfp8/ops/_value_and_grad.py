@@ -1,9 +1,9 @@
 """`value_and_grad` for losses with quantizer state: gradients, and the state of the next step beside them.
 
 An unset scale makes a cast wait for the amax of its own tensor: one more read. So that no later step pays for the first,
-the whole differentiated loss is compiled twice, with and without unset scales, and one `lax.cond` chooses. Selecting per
-use would read every tensor twice for ever; a `cond` per use would stop XLA from fusing the cast with what produced the
-tensor, and would stall a GPU's launch queue at each.
+the whole differentiated loss is compiled twice, with and without unset scales, and one `lax.cond` chooses. That doubles
+compile time and costs the steady state nothing. Selecting per use would read every tensor twice for ever (no cast shares
+a kernel with its amax; 9 % more bytes for four GPT blocks on an H200), and a `cond` per use is turned into that select.
 """
 
 import functools
@@ -17,8 +17,9 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
+from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._ledger import decode
-from jaxfp8.ops._state import MatmulState, SeenAmax, commit as commit_seen, is_state, with_probes, zero_ledgers
+from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, zero_ledgers
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 
 
@@ -66,6 +67,10 @@ def value_and_grad(
             raise FP8StateError(
                 f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not tell over which mesh axes amaxes "
                 "have to be combined; name them: fp8.value_and_grad(..., reduce_axes=(...)), all but those of pipeline stages."
+            )
+        if named and manual_axes() and types_tell():
+            raise ValueError(
+                f"reduce_axes={named} is not used here: types tell over which axes a value varies. Drop it."
             )
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
 

@@ -14,7 +14,13 @@ Operand: TypeAlias = QuantizedTensor | Array
 
 
 class AbstractQuantizer(abc.ABC):
-    """Chooses the scale of one operand and casts it. Subclasses are frozen dataclasses of hashable values."""
+    """Chooses the scale of one operand and casts it. Subclasses are frozen dataclasses of hashable values.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> isinstance(fp8.recipes.delayed().fprop.lhs, fp8.quantizers.AbstractQuantizer)
+      True
+    """
 
     granularity: AbstractGranularity
 

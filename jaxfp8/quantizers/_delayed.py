@@ -65,7 +65,9 @@ class Delayed(AbstractQuantizer):
         if type(self.margin) is not int or not 0 <= self.margin <= 64:
             raise ValueError(f"margin={self.margin!r} must be an integer between 0 and 64 (powers of two).")
         if self.granularity != PerTensor():
-            raise ValueError(f"granularity={self.granularity!r} has no fixed number of scales to remember; use PerTensor().")
+            raise ValueError(
+                f"granularity={self.granularity!r} has no fixed number of scales to remember; use PerTensor()."
+            )
 
     @property
     def value_format(self) -> Format:
@@ -92,8 +94,9 @@ class Delayed(AbstractQuantizer):
         assert scale is not None
         multiplier = inverse(scale)
         if not all_set:  # an unset scale takes the current amax, so that no step is wasted on a guess
-            multiplier = jnp.where(scale == 0, self.multiplier(amax()), multiplier)
-        return cast(x, multiplier, self.format, granularity, implementation=implementation)
+            unset, current = scale == 0, self.multiplier(amax())
+            multiplier, scale = jnp.where(unset, current, multiplier), jnp.where(unset, inverse(current), scale)
+        return cast(x, multiplier, self.format, granularity, scale=scale, implementation=implementation)
 
     def update(self, row: DelayedRow, amax: Array) -> DelayedRow:
         """The row after a step whose largest amax was `amax` [...], once per optimizer step.
@@ -106,11 +109,11 @@ class Delayed(AbstractQuantizer):
           >>> import jax.numpy as jnp
           >>> import jaxfp8 as fp8
           >>> row = DelayedRow(jnp.zeros(()), jnp.zeros(3), jnp.zeros(()))
-          >>> Delayed(format=fp8.E4M3, history_length=3).update(row, jnp.float32(7.0))
-          DelayedRow(scale=Array(0.015625, dtype=float32), amax_history=Array([0., 0., 7.], dtype=float32), nonfinite_steps=Array(0., dtype=float32))
+          >>> Delayed(format=fp8.E4M3, history_length=3).update(row, jnp.float32(7.0)).amax_history
+          Array([0., 0., 7.], dtype=float32)
         """
         usable = is_usable(amax)
-        history = row.amax_history.at[..., 0].set(amax)
+        history = jnp.asarray(row.amax_history).at[..., 0].set(amax)  # NumPy's, if just restored
         reference = jnp.max(history, axis=-1) if self.algorithm == "max" else amax
         rotated = jnp.roll(history, -1, axis=-1).at[..., 0].set(0.0)
         return DelayedRow(

@@ -4,14 +4,24 @@ import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, Implementation
 from jaxfp8.kernels.cast._api import cast
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.numerics._scale import inverse
 from jaxfp8.quantizers._base import AbstractQuantizer, check_value_format
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def check_scale(name: str, scale: object) -> None:
+    """Raise ValueError unless the scale is a number whose inverse is a normal float32 too.
+
+    Example:
+      >>> check_scale("scale", 0.125)
+    """
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 2.0**-126 <= scale <= 2.0**126:
+        raise ValueError(f"{name}={scale!r} must be a positive number between 2**-126 and 2**126.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,10 +45,11 @@ class Static(AbstractQuantizer):
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
-        if isinstance(self.scale, bool) or not isinstance(self.scale, int | float) or not 2.0**-126 <= self.scale <= 2.0**126:
-            raise ValueError(f"scale={self.scale!r} must be a positive number between 2**-126 and 2**126.")
+        check_scale("scale", self.scale)
         if self.granularity != PerTensor():
-            raise ValueError(f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor().")
+            raise ValueError(
+                f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor()."
+            )
 
     @property
     def value_format(self) -> Format:
@@ -59,4 +70,6 @@ class Static(AbstractQuantizer):
         implementation: Implementation,
     ) -> QuantizedTensor:
         del amax, scale, all_set
-        return cast(x, inverse(jnp.float32(self.scale)), self.format, granularity, implementation=implementation)
+        constant = np.float32(self.scale)
+        multiplier, fixed = jnp.asarray(np.float32(1) / constant), jnp.asarray(constant)
+        return cast(x, multiplier, self.format, granularity, scale=fixed, implementation=implementation)

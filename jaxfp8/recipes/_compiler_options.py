@@ -29,7 +29,9 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
       {}
     """
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed().")
+        raise TypeError(
+            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
+        )
     described = chip_named(chip)
     if described.platform == "cuda" and described.fp8_matmul and recipe.fp8_matmuls:
         return {"xla_gpu_enable_triton_gemm": False}

@@ -10,7 +10,7 @@ from jaxfp8.quantizers._base import AbstractQuantizer, check_bool
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.quantizers._identity import Identity
-from jaxfp8.quantizers._static import Static
+from jaxfp8.quantizers._static import Static, check_scale
 from jaxfp8.recipes._recipe import Operands, Recipe
 
 
@@ -45,8 +45,12 @@ def delayed(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 delayed scaling.
     """
-    x = Delayed(format=forward, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
-    g = Delayed(format=gradient, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two)
+    x = Delayed(
+        format=forward, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
+    g = Delayed(
+        format=gradient, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+    )
     return _by_tensor("delayed", x, x, g)
 
 
@@ -127,6 +131,8 @@ def static(
     References:
       Narayan et al., munit Scaling, arXiv:2502.05967 (constants, no amax at all).
     """
+    for name, scale in (("x_scale", x_scale), ("w_scale", w_scale), ("g_scale", g_scale)):
+        check_scale(name, scale)
     return _by_tensor(
         "static",
         Static(format=forward, scale=x_scale),

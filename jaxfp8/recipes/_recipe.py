@@ -29,7 +29,18 @@ _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """The quantizers of the two operands of one matmul."""
+    """The quantizers of the two operands of one matmul.
+
+    Attributes:
+      lhs: of the left operand (x or g).
+      rhs: of the right operand (w or g).
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> operands = fp8.Operands(lhs=fp8.quantizers.Current(format=fp8.E4M3), rhs=fp8.quantizers.Identity())
+      >>> operands.in_fp8
+      False
+    """
 
     lhs: AbstractQuantizer
     rhs: AbstractQuantizer
@@ -37,9 +48,14 @@ class Operands:
     def __post_init__(self) -> None:
         for side in ("lhs", "rhs"):
             if not isinstance(getattr(self, side), AbstractQuantizer):
-                raise TypeError(f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none.")
+                raise TypeError(
+                    f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
+                )
         if self.lhs.value_format == self.rhs.value_format == E5M2:
-            raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3.")
+            raise ValueError(
+                "lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3 (forward= or "
+                "gradient= of a preset)."
+            )
 
     @property
     def in_fp8(self) -> bool:

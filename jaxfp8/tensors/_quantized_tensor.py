@@ -12,7 +12,9 @@ from jaxfp8.numerics._formats import VALUE_FORMATS, Format, format_of
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype"]
+)
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
     """An array in FP8: `x ~ values * scale`.
@@ -71,7 +73,9 @@ class QuantizedTensor:
         """The tensor with its axes permuted (default: reversed); exact, values and scales move together."""
         order: Axes = permutation or tuple(reversed(range(self.ndim)))
         if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}.")
+            raise ValueError(
+                f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}."
+            )
         scale = self.scale.transpose(order) if self.scale.ndim else self.scale
         return QuantizedTensor(self.values.transpose(order), scale, self.granularity.transpose(order), self.dtype)
 
@@ -89,11 +93,13 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
       >>> validate(fp8.quantize(jnp.ones((2, 2)), fp8.E4M3))
     """
     if not isinstance(tensor, QuantizedTensor):
-        raise TypeError(f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with fp8.quantize.")
+        raise TypeError(
+            f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with fp8.quantize."
+        )
     if tensor.values.dtype not in [format.dtype for format in VALUE_FORMATS]:
         raise ValueError(
-            f"{name} has values of dtype {tensor.values.dtype.name}; they must be one of {[f.dtype.name for f in VALUE_FORMATS]}: "
-            "make it with fp8.quantize."
+            f"{name} has values of dtype {tensor.values.dtype.name}; they must be one of "
+            f"{[f.dtype.name for f in VALUE_FORMATS]}: make it with fp8.quantize."
         )
     wanted = tensor.granularity.scale_shape(tensor.shape)
     if tensor.scale.dtype != jnp.float32 or tensor.scale.shape != wanted:

@@ -53,7 +53,10 @@ def test_an_unknown_chip():
         chip_named("h300")
 
 
-def tensor(*shape, format=fp8.E4M3, granularity=fp8.PerTensor()):
+PER_TENSOR = fp8.PerTensor()
+
+
+def tensor(*shape, format=fp8.E4M3, granularity=PER_TENSOR):
     scale = jnp.ones(granularity.scale_shape(shape))
     return fp8.QuantizedTensor(jnp.ones(shape, format.dtype), scale, granularity, jnp.dtype("float32"))
 
@@ -68,14 +71,48 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
     [
         (TypeError, (jnp.ones((2, 2)), T), {}, ("lhs", "ArrayImpl", "make one with fp8.quantize")),
         (TypeError, (T, np.ones((2, 2))), {}, ("rhs", "ndarray", "make one with fp8.quantize")),
-        (ValueError, (WRONG_SCALE, T), {}, ("lhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize")),
-        (ValueError, (T, WRONG_SCALE), {}, ("rhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize")),
+        (
+            ValueError,
+            (WRONG_SCALE, T),
+            {},
+            ("lhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize"),
+        ),
+        (
+            ValueError,
+            (T, WRONG_SCALE),
+            {},
+            ("rhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize"),
+        ),
         (ValueError, (tensor(2, 2, format=fp8.E5M2),) * 2, {}, ("lhs and rhs", "E5M2", "quantize one of them to E4M3")),
-        (ValueError, (COLUMNS, T), {}, ("lhs", "PerAxis(1)", "contracted axes (1,)", "Quantize it along the axes that are kept")),
-        (ValueError, (T, ROWS), {}, ("rhs", "PerAxis(0)", "contracted axes (0,)", "Quantize it along the axes that are kept")),
-        (ValueError, (T, T), {"implementation": "cublas"}, ("implementation='cublas'", "scaled_matmul", "use None or one of")),
+        (
+            ValueError,
+            (COLUMNS, T),
+            {},
+            ("lhs", "PerAxis(1)", "contracted axes (1,)", "Quantize it along the axes that are kept"),
+        ),
+        (
+            ValueError,
+            (T, ROWS),
+            {},
+            ("rhs", "PerAxis(0)", "contracted axes (0,)", "Quantize it along the axes that are kept"),
+        ),
+        (
+            ValueError,
+            (T, T),
+            {"implementation": "cublas"},
+            ("implementation='cublas'", "scaled_matmul", "use None or one of"),
+        ),
     ],
-    ids=["array lhs", "array rhs", "scale of lhs", "scale of rhs", "E5M2", "contracted lhs", "contracted rhs", "backend"],
+    ids=[
+        "array lhs",
+        "array rhs",
+        "scale of lhs",
+        "scale of rhs",
+        "E5M2",
+        "contracted lhs",
+        "contracted rhs",
+        "backend",
+    ],
 )
 def test_misuse_of_scaled_matmul(error, operands, options, parts):
     with pytest.raises(error, match=mentions(*parts)):
@@ -83,4 +120,6 @@ def test_misuse_of_scaled_matmul(error, operands, options, parts):
 
 
 def test_a_scale_along_a_contracted_axis_of_size_one_may_leave_the_sum():
-    np.testing.assert_array_equal(fp8.scaled_matmul(tensor(2, 1, granularity=fp8.PerAxis(1)), tensor(1, 2)), np.ones((2, 2)))
+    np.testing.assert_array_equal(
+        fp8.scaled_matmul(tensor(2, 1, granularity=fp8.PerAxis(1)), tensor(1, 2)), np.ones((2, 2))
+    )

@@ -28,7 +28,9 @@ def test_every_value(dtype, transform):
 def test_float32(transform):
     # Every exponent, both signs; all around the smallest normal number.
     near = (0x00800000 + np.arange(-3, 4)).astype(np.uint32)
-    bits = np.concatenate([SIXTEEN_BITS.astype(np.uint32) << 16, (SIXTEEN_BITS.astype(np.uint32) << 16) + 1, near, near | 1 << 31])
+    bits = np.concatenate(
+        [SIXTEEN_BITS.astype(np.uint32) << 16, (SIXTEEN_BITS.astype(np.uint32) << 16) + 1, near, near | 1 << 31]
+    )
     x = bits.view(np.float32)
     assert_same_bits(transform(to_float32)(x), oracle.to_float32(x))
 

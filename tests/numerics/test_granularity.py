@@ -39,11 +39,20 @@ def test_for_matmul():
 
 
 @pytest.mark.parametrize(
-    ("axes", "ndim"), [((2,), 2), ((-3,), 2), ((0, 0), 2), ((0, -2), 2), ((0,), 0)], ids=["high", "low", "twice", "mixed", "0d"]
+    ("axes", "ndim"),
+    [((2,), 2), ((-3,), 2), ((0, 0), 2), ((0, -2), 2), ((0,), 0)],
+    ids=["high", "low", "twice", "mixed", "0d"],
 )
 def test_axes_that_do_not_fit(axes, ndim):
-    for use in (lambda g: g.scale_shape((4,) * ndim), lambda g: g.reduced_axes(ndim), lambda g: g.transpose(tuple(range(ndim)))):
-        with pytest.raises(ValueError, match=mentions("granularity", repr(PerAxis(*axes)), f"{ndim} axes", "name each axis to keep once")):
+    for use in (
+        lambda g: g.scale_shape((4,) * ndim),
+        lambda g: g.reduced_axes(ndim),
+        lambda g: g.transpose(tuple(range(ndim))),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=mentions("granularity", repr(PerAxis(*axes)), f"{ndim} axes", "name each axis to keep once"),
+        ):
             use(PerAxis(*axes))
 
 
@@ -53,7 +62,11 @@ def test_axes_that_are_none(axes):
         PerAxis(*axes)
 
 
-@pytest.mark.parametrize("use", [lambda g: g.scale_shape((2,)), lambda g: g.reduced_axes(1), lambda g: g.transpose((0,))], ids=["shape", "axes", "transpose"])
+@pytest.mark.parametrize(
+    "use",
+    [lambda g: g.scale_shape((2,)), lambda g: g.reduced_axes(1), lambda g: g.transpose((0,))],
+    ids=["shape", "axes", "transpose"],
+)
 def test_rows_of_an_array(use):
     with pytest.raises(ValueError, match=mentions("granularity", "PerRow()", "use PerAxis(")):
         use(PerRow())

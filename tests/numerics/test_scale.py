@@ -51,4 +51,6 @@ def test_below_the_limit_of_transformer_engine():
     assert np.isnan(theirs[0])
     multiplier = encoding_multiplier(jnp.max(jnp.abs(jnp.asarray(x))), E4M3)
     assert multiplier == 2.0**126
-    assert np.isfinite(oracle.cast(x, np.asarray(multiplier), "E4M3").view(oracle.DTYPE["E4M3"]).astype(np.float32)).all()
+    assert np.isfinite(
+        oracle.cast(x, np.asarray(multiplier), "E4M3").view(oracle.DTYPE["E4M3"]).astype(np.float32)
+    ).all()

@@ -20,7 +20,7 @@ GRANULARITIES = {None: fp8.PerTensor(), (0,): fp8.PerAxis(0), (1,): fp8.PerAxis(
 def assert_equals_oracle(q, x, kept, *, power_of_two, message=""):
     codes, scale = oracle.quantize(np.asarray(x), q.format.name, kept, power_of_two=power_of_two)
     np.testing.assert_array_equal(np.asarray(q.scale), scale, err_msg=message, strict=True)
-    np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), codes, err_msg=message, strict=True)
+    np.testing.assert_array_equal(oracle.codes(q.values), codes, err_msg=message, strict=True)
     payload = np.asarray(q.values).astype(np.float32)
     assert (np.isfinite(payload) == np.isfinite(oracle.to_float32(x))).all(), message
 
@@ -34,8 +34,7 @@ def jitted(x, format, granularity, power_of_two, implementation=None):
 
 
 @FORMATS
-@POWER_OF_TWO
-@pytest.mark.parametrize("kept", GRANULARITIES, ids=str)
+@pytest.mark.parametrize(("kept", "power_of_two"), [(None, False), (None, True), ((0,), False), ((1,), True)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hard_arrays(dtype, kept, power_of_two, format):
     granularity = GRANULARITIES[kept]
@@ -99,7 +98,7 @@ def test_shapes(shape, granularity):
     if granularity and not shape:
         pytest.skip("a scalar has no axis")
     x = np.linspace(-3, 5, int(np.prod(shape)), dtype=np.float32).reshape(shape)
-    q = fp8.quantize(x, fp8.E4M3, granularity)
+    q = jax.jit(fp8.quantize, static_argnums=(1, 2))(x, fp8.E4M3, granularity)
     assert q.granularity == (granularity or fp8.PerTensor())
     assert q.shape == shape
     assert_equals_oracle(q, x, (len(shape) - 1,) if granularity else None, power_of_two=False)
@@ -123,7 +122,7 @@ def test_a_bad_element_leaves_the_others_alone(format, bad, size):
     assert q.scale == 1.0
     expected = oracle.nearest_codes(x, format.name)
     expected[-3] = oracle.NAN_CODE[format.name]
-    np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), expected)
+    np.testing.assert_array_equal(oracle.codes(q.values), expected)
 
 
 def test_below_the_limit_of_transformer_engine():
@@ -143,7 +142,11 @@ def test_the_largest_element_keeps_its_size(format, power_of_two):
     x = np.random.default_rng(0).standard_normal((500, 3)).astype(np.float32)
     q = fp8.quantize(x, format, fp8.PerAxis(0), power_of_two=power_of_two)
     largest = np.abs(np.asarray(q.values).astype(np.float32)).max(1)
-    assert (largest == format.max).all() if not power_of_two else ((largest >= format.max / 2) & (largest <= format.max)).all()
+    assert (
+        (largest == format.max).all()
+        if not power_of_two
+        else ((largest >= format.max / 2) & (largest <= format.max)).all()
+    )
 
 
 def test_bits_do_not_depend_on_what_is_fused_around():
@@ -179,11 +182,10 @@ def test_the_scale_of_one_tensor_serves_another(format):
     np.testing.assert_array_equal(second.scale, first.scale)
 
 
-def test_any_scale_comes_back_within_an_ulp():
+def test_any_scale_comes_back():
     scales = np.random.default_rng(0).uniform(1, 2, (1, 500)).astype(np.float32)
     q = fp8.quantize(np.ones((3, 500), np.float32), fp8.E4M3, fp8.PerAxis(1), scale=scales)
-    np.testing.assert_array_max_ulp(np.asarray(q.scale), scales, 1)
-    np.testing.assert_array_equal(q.scale, oracle.inverse(oracle.inverse(scales)))
+    np.testing.assert_array_equal(q.scale, scales)
 
 
 # Signal to noise
@@ -247,7 +249,12 @@ KEY = jax.random.key(0)
         (ValueError, (X, fp8.E4M3, fp8.PerAxis(0, -2)), {}, ("granularity", "PerAxis(0, -2)", "named twice")),
         (TypeError, (X, fp8.E4M3), {"power_of_two": 1}, ("power_of_two=1", "must be True or False")),
         (ValueError, (X, fp8.E4M3), {"scale": jnp.ones(3)}, ("scale has shape [3]", "[2, 3]", "needs []")),
-        (ValueError, (X, fp8.E4M3, fp8.PerAxis(0)), {"scale": 1.0}, ("scale has shape []", "PerAxis(0)", "needs [2, 1]")),
+        (
+            ValueError,
+            (X, fp8.E4M3, fp8.PerAxis(0)),
+            {"scale": 1.0},
+            ("scale has shape []", "PerAxis(0)", "needs [2, 1]"),
+        ),
         (ValueError, (X, fp8.E4M3), {"scale": 1.0, "power_of_two": True}, ("power_of_two=True", "scale=", "pass one")),
         *(
             (ValueError, (X, fp8.E4M3), {"scale": bad}, (f"scale={bad}", "must be positive", "leave it out"))
@@ -256,7 +263,12 @@ KEY = jax.random.key(0)
         (ValueError, (X, fp8.E4M3), {"rounding": "up"}, ("rounding='up'", "use 'nearest' or 'stochastic'")),
         (ValueError, (X, fp8.E4M3), {"rounding": "stochastic"}, ("rounding='stochastic'", "key=None", "needs a key=")),
         (ValueError, (X, fp8.E4M3), {"key": KEY}, ("rounding='nearest'", "key=given", "takes none")),
-        (ValueError, (X, fp8.E4M3), {"implementation": "cuda"}, ("implementation='cuda'", "cast", "'reference', 'xla'")),
+        (
+            ValueError,
+            (X, fp8.E4M3),
+            {"implementation": "cuda"},
+            ("implementation='cuda'", "cast", "'reference', 'xla'"),
+        ),
     ],
     ids=str,
 )

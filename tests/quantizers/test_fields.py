@@ -17,7 +17,12 @@ FORMAT = {"format": fp8.E4M3}
         (TypeError, Current, {}, ("format",)),
         (TypeError, Current, {**FORMAT, "margin": 1}, ("margin",)),
         (TypeError, Current, {**FORMAT, "power_of_two": 1}, ("power_of_two=1", "True or False")),
-        (ValueError, Current, {**FORMAT, "granularity": fp8.PerAxis(0)}, ("granularity=PerAxis(0)", "use PerTensor() or PerRow()")),
+        (
+            ValueError,
+            Current,
+            {**FORMAT, "granularity": fp8.PerAxis(0)},
+            ("granularity=PerAxis(0)", "use PerTensor() or PerRow()"),
+        ),
         (ValueError, Current, {**FORMAT, "granularity": None}, ("granularity=None", "use PerTensor() or PerRow()")),
         (ValueError, Delayed, {"format": None}, ("format=None", "use one of [E4M3, E5M2]")),
         (ValueError, Delayed, {**FORMAT, "history_length": 0}, ("history_length=0", "at least 1")),
@@ -34,7 +39,12 @@ FORMAT = {"format": fp8.E4M3}
             for scale in (0.0, -1.0, np.inf, np.nan, 2.0**127, 10**400, "1", None, True)
         ),
         (ValueError, Static, {"format": fp8.E8M0, "scale": 1.0}, ("format=E8M0", "use one of [E4M3, E5M2]")),
-        (ValueError, Static, {**FORMAT, "scale": 1.0, "granularity": fp8.PerRow()}, ("granularity=PerRow()", "use PerTensor()")),
+        (
+            ValueError,
+            Static,
+            {**FORMAT, "scale": 1.0, "granularity": fp8.PerRow()},
+            ("granularity=PerRow()", "use PerTensor()"),
+        ),
         (ValueError, Identity, {"granularity": fp8.PerRow()}, ("granularity=PerRow()", "not used", "leave it out")),
         (TypeError, Identity, FORMAT, ("format",)),
     ],

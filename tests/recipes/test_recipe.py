@@ -41,7 +41,9 @@ def test_table(name, rows, fp8_matmuls):
 
 
 def test_defaults():
-    assert RECIPES["delayed"].fprop.lhs == Delayed(format=fp8.E4M3, history_length=16, algorithm="max", margin=0, power_of_two=False)
+    assert RECIPES["delayed"].fprop.lhs == Delayed(
+        format=fp8.E4M3, history_length=16, algorithm="max", margin=0, power_of_two=False
+    )
     assert RECIPES["delayed"].dgrad.lhs == dataclasses.replace(RECIPES["delayed"].fprop.lhs, format=fp8.E5M2)
 
 
@@ -80,7 +82,11 @@ E5M2 = Current(format=fp8.E5M2)
         (TypeError, lambda: fp8.recipes.current(margin=1), ("margin",)),
         (TypeError, lambda: fp8.recipes.identity(forward=fp8.E4M3), ("forward",)),
         (TypeError, lambda: fp8.recipes.static(x_scale=1.0), ("w_scale", "g_scale")),
-        (ValueError, lambda: fp8.recipes.static(**{**STATIC, "w_scale": 0.0}), ("scale=0.0", "between 2**-126 and 2**126")),
+        (
+            ValueError,
+            lambda: fp8.recipes.static(**{**STATIC, "w_scale": 0.0}),
+            ("scale=0.0", "between 2**-126 and 2**126"),
+        ),
         (ValueError, lambda: fp8.recipes.delayed(history_length=0), ("history_length=0", "at least 1")),
         (ValueError, lambda: fp8.recipes.delayed(algorithm="mean"), ("algorithm='mean'", "'most_recent'")),
         (ValueError, lambda: fp8.recipes.delayed(margin=-1), ("margin=-1", "between 0 and 64")),
@@ -91,8 +97,16 @@ E5M2 = Current(format=fp8.E5M2)
         (ValueError, lambda: fp8.Operands(lhs=E5M2, rhs=E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
         (TypeError, lambda: fp8.Operands(lhs=fp8.E4M3, rhs=E5M2), ("lhs=E4M3", "use one of fp8.quantizers")),
         (TypeError, lambda: fp8.Operands(lhs=E5M2, rhs=None), ("rhs=None", "Identity() for none")),
-        (TypeError, lambda: fp8.Recipe(name="a", fprop=OPERANDS, dgrad=OPERANDS, wgrad=None), ("wgrad=None", "Operands(lhs=")),
-        (TypeError, lambda: fp8.Recipe(name=3, fprop=OPERANDS, dgrad=OPERANDS, wgrad=OPERANDS), ("name=3", "must be a string")),
+        (
+            TypeError,
+            lambda: fp8.Recipe(name="a", fprop=OPERANDS, dgrad=OPERANDS, wgrad=None),
+            ("wgrad=None", "Operands(lhs="),
+        ),
+        (
+            TypeError,
+            lambda: fp8.Recipe(name=3, fprop=OPERANDS, dgrad=OPERANDS, wgrad=OPERANDS),
+            ("name=3", "must be a string"),
+        ),
         (ValueError, differing_histories, ("history_length", "[4, 8]", "give all Delayed quantizers the same")),
         (ValueError, lambda: fp8.recipes.get("fp8"), ("'fp8'", "use one of", "'delayed'")),
         (TypeError, lambda: fp8.recipes.get("current", margin=1), ("'current'", "['margin']", "'power_of_two'")),

@@ -11,7 +11,7 @@ from hard_inputs import DTYPES, hard_arrays, mentions
 import jaxfp8 as fp8
 from jaxfp8.tensors._quantized_tensor import validate
 
-PER_AXIS = [fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(1, 2), fp8.PerAxis(-1), fp8.PerAxis(0, 1, 2)]
+PER_AXIS = [fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(1, -1)]
 
 
 @pytest.fixture
@@ -28,7 +28,9 @@ def test_transpose_is_exact(tensor, granularity, permutation):
     validate(transposed)
     np.testing.assert_array_equal(transposed.dequantize(), q.dequantize().transpose(permutation))
     # It equals the quantized transpose, to the bit.
-    again = fp8.quantize(q.dequantize().transpose(permutation), fp8.E4M3, transposed.granularity, scale=transposed.scale)
+    again = fp8.quantize(
+        q.dequantize().transpose(permutation), fp8.E4M3, transposed.granularity, scale=transposed.scale
+    )
     np.testing.assert_array_equal(again.values, transposed.values)
     np.testing.assert_array_equal(again.scale, transposed.scale)
 
@@ -72,7 +74,9 @@ def test_dequantize_into_another_dtype(tensor):
 
 
 def test_infinities_of_others_stay():
-    q = fp8.QuantizedTensor(jnp.array([jnp.inf, -jnp.inf, 1.0], jnp.float8_e5m2), jnp.float32(2.0), fp8.PerTensor(), jnp.dtype("float32"))
+    q = fp8.QuantizedTensor(
+        jnp.array([jnp.inf, -jnp.inf, 1.0], jnp.float8_e5m2), jnp.float32(2.0), fp8.PerTensor(), jnp.dtype("float32")
+    )
     np.testing.assert_array_equal(q.dequantize(), [np.inf, -np.inf, 2.0])
 
 
@@ -81,7 +85,11 @@ def test_pytree(tensor):
     leaves, structure = jax.tree.flatten(q)
     assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.float32]
     assert jax.tree.unflatten(structure, leaves).granularity == q.granularity
-    assert jax.tree.map(lambda leaf: leaf.shape, q).values == (3, 3, 3)  # a tree of shapes is none of arrays, and no error
+    assert jax.tree.map(lambda leaf: leaf.shape, q).values == (
+        3,
+        3,
+        3,
+    )  # a tree of shapes is none of arrays, and no error
     assert jax.jit(lambda q: q)(q).dtype == q.dtype
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.scale = None
@@ -91,11 +99,17 @@ def test_pytree(tensor):
     ("change", "parts"),
     [
         ({"scale": jnp.ones(2)}, ("scale float32[2]", "[3, 3, 3]", "PerAxis(0)", "float32[3, 1, 1]", "fp8.quantize")),
-        ({"scale": jnp.ones((3, 1, 1), jnp.bfloat16)}, ("scale bfloat16[3, 1, 1]", "need float32[3, 1, 1]", "fp8.quantize")),
+        (
+            {"scale": jnp.ones((3, 1, 1), jnp.bfloat16)},
+            ("scale bfloat16[3, 1, 1]", "need float32[3, 1, 1]", "fp8.quantize"),
+        ),
         ({"granularity": fp8.PerTensor()}, ("scale float32[3, 1, 1]", "PerTensor()", "need float32[]", "fp8.quantize")),
         ({"granularity": fp8.PerAxis(3)}, ("granularity", "PerAxis(3)", "3 axes", "name each axis to keep once")),
         ({"values": jnp.ones((3, 3, 3))}, ("values", "float32", "float8_e4m3fn", "fp8.quantize")),
-        ({"values": jnp.ones((3, 3, 3), jnp.float8_e8m0fnu)}, ("values", "float8_e8m0fnu", "float8_e4m3fn", "fp8.quantize")),
+        (
+            {"values": jnp.ones((3, 3, 3), jnp.float8_e8m0fnu)},
+            ("values", "float8_e8m0fnu", "float8_e4m3fn", "fp8.quantize"),
+        ),
     ],
     ids=["scale shape", "scale dtype", "granularity", "axis", "float32 values", "E8M0 values"],
 )

@@ -5,6 +5,7 @@ from jaxfp8.kernels._dispatch import dispatch
 from jaxfp8.kernels.cast import _reference, _xla
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 BACKENDS = {"xla": _xla.cast, "reference": _reference.cast}
@@ -16,17 +17,19 @@ def cast(
     format: Format,
     granularity: AbstractGranularity,
     *,
+    scale: Array | None = None,
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
 ) -> QuantizedTensor:
-    """`values = round(clip(x * multiplier))`, `scale = 1 / multiplier`.
+    """`values = round(clip(x * multiplier))`, with `scale = 1 / multiplier`.
 
     Args:
       x: [...] floating point.
       multiplier: float32 of shape `granularity.scale_shape(x.shape)`, in [2^-126, 2^126].
       format: E4M3 or E5M2.
       granularity: which values share a scale.
+      scale: of the same shape, if the caller has it already; else it is computed.
       rounding: "nearest" or "stochastic".
       key: a jax PRNG key, for stochastic rounding.
       implementation: a backend by name, or None for the first that can.
@@ -34,4 +37,7 @@ def cast(
     Returns:
       A QuantizedTensor that stands for x.
     """
-    return dispatch("cast", BACKENDS, implementation, x, multiplier, format, granularity, rounding=rounding, key=key)
+    scale = inverse(multiplier) if scale is None else scale
+    return dispatch(
+        "cast", BACKENDS, implementation, x, multiplier, scale, format, granularity, rounding=rounding, key=key
+    )

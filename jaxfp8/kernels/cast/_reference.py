@@ -1,20 +1,25 @@
 """The cast as the numerics page has it, cell by cell: the oracle of the other backends."""
 
 import jax
-import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Rounding
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._rounding import saturating_cast
-from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
-    x: Array, multiplier: Array, format: Format, granularity: AbstractGranularity, *, rounding: Rounding, key: Array | None
+    x: Array,
+    multiplier: Array,
+    scale: Array,
+    format: Format,
+    granularity: AbstractGranularity,
+    *,
+    rounding: Rounding,
+    key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`; here every operation is cut off from the next, so that nothing is fused or rewritten."""
-    multiplier = jax.lax.optimization_barrier(jnp.broadcast_to(multiplier, granularity.scale_shape(x.shape)))
+    multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
     values = saturating_cast(x, multiplier, format, rounding=rounding, key=key)
-    return QuantizedTensor(values, jax.lax.optimization_barrier(inverse(multiplier)), granularity, x.dtype)
+    return QuantizedTensor(values, scale, granularity, x.dtype)

@@ -4,13 +4,19 @@ from jaxfp8._typing import Array, Rounding
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._rounding import saturating_cast
-from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
-    x: Array, multiplier: Array, format: Format, granularity: AbstractGranularity, *, rounding: Rounding, key: Array | None
+    x: Array,
+    multiplier: Array,
+    scale: Array,
+    format: Format,
+    granularity: AbstractGranularity,
+    *,
+    rounding: Rounding,
+    key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`."""
     values = saturating_cast(x, multiplier, format, rounding=rounding, key=key)
-    return QuantizedTensor(values, inverse(multiplier), granularity, x.dtype)
+    return QuantizedTensor(values, scale, granularity, x.dtype)

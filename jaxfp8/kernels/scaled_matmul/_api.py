@@ -55,7 +55,9 @@ def scaled_matmul(
     if lhs.format == rhs.format == E5M2:
         raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; quantize one of them to E4M3.")
     for name, operand, contracted in zip(("lhs", "rhs"), (lhs, rhs), dimension_numbers[0], strict=True):
-        if not isinstance(operand.granularity, PerTensor) and any(operand.scale.shape[axis] != 1 for axis in contracted):
+        if not isinstance(operand.granularity, PerTensor) and any(
+            operand.scale.shape[axis] != 1 for axis in contracted
+        ):
             raise ValueError(
                 f"{name} is scaled by {operand.granularity!r}, which varies along its contracted axes {tuple(contracted)}: "
                 "such scales cannot leave the sum. Quantize it along the axes that are kept."

@@ -2,12 +2,11 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
-
-import jax.numpy as jnp
 
 
 def scaled_matmul(

@@ -54,27 +54,27 @@ def scaled_matmul(
         small, large = jnp.minimum(*scales), jnp.maximum(*scales)
         return ((product.astype(jnp.float32) * small) * large).astype(out_dtype)
 
-    def bare(l: Array, r: Array, *scales: Array) -> Array:
-        return scale_by_rows(dot(l, r, preferred_element_type=matmul_dtype), *scales)
+    def bare(a: Array, b: Array, *scales: Array) -> Array:
+        return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)
 
-    def dequantizing(l: Array, r: Array, *scales: Array) -> Array:
+    def dequantizing(a: Array, b: Array, *scales: Array) -> Array:
         # The scales' cast to bfloat16 is not rounding: the rewriter passes the float32 scalars to the call. Of a constant
         # it would be, for that is folded before the rewriter comes; hence the barrier.
         scales = lax.optimization_barrier(scales)
-        l, r = (v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for v, scale in zip((l, r), scales, strict=True))
-        return dot(l, r, preferred_element_type=matmul_dtype).astype(out_dtype)
+        a, b = (v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for v, scale in zip((a, b), scales, strict=True))
+        return dot(a, b, preferred_element_type=matmul_dtype).astype(out_dtype)
 
-    def portable(l: Array, r: Array, *scales: Array) -> Array:
-        product = dot(l.astype(jnp.bfloat16), r.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    def portable(a: Array, b: Array, *scales: Array) -> Array:
+        product = dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
         return scale_by_rows(product, *scales)
 
-    def cpu(l: Array, r: Array, *scales: Array) -> Array:
+    def cpu(a: Array, b: Array, *scales: Array) -> Array:
         ((contracted, _), (batch, _)) = dimension_numbers
-        kept = (axis for axis in range(l.ndim) if axis not in (*contracted, *batch))
+        kept = (axis for axis in range(a.ndim) if axis not in (*contracted, *batch))
         order = (*batch, *kept, *contracted)
         rows = tuple(tuple(order.index(axis) for axis in axes) for axes in (contracted, batch))
         canonical = ((rows[0], dimension_numbers[0][1]), (rows[1], dimension_numbers[1][1]))
-        operands = (_as_laid_out(v.astype(jnp.bfloat16)) for v in (l.transpose(order), r))
+        operands = (_as_laid_out(v.astype(jnp.bfloat16)) for v in (a.transpose(order), b))
         return scale_by_rows(dot(*operands, dimension_numbers=canonical, preferred_element_type=jnp.float32), *scales)
 
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare
@@ -109,17 +109,22 @@ def _as_laid_out(x: Array) -> Array:
     return jnp.squeeze(lax.optimization_barrier(jnp.expand_dims(x, 0)), 0)
 
 
-def _along_output(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> Array:
+def _along_output(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int
+) -> Array:
     """The scale of one operand, laid along the axes of the product (batch, lhs kept, rhs kept)."""
     operand = (lhs, rhs)[side]
     if isinstance(operand.granularity, PerTensor):
         return operand.scale
     contracted, batch = ((tuple(lhs_axes), tuple(rhs_axes)) for lhs_axes, rhs_axes in dimension_numbers)
     kept: list[Axes] = [
-        tuple(axis for axis in range(tensor.ndim) if axis not in contracted[i] + batch[i]) for i, tensor in enumerate((lhs, rhs))
+        tuple(axis for axis in range(tensor.ndim) if axis not in contracted[i] + batch[i])
+        for i, tensor in enumerate((lhs, rhs))
     ]
     scale = operand.scale.transpose(batch[side] + kept[side] + contracted[side])
     n_batch, n_kept = len(batch[side]), len(kept[side])
-    scale = jnp.squeeze(scale, axis=tuple(range(n_batch + n_kept, scale.ndim)))  # contracted: size 1, or it had been refused
+    scale = jnp.squeeze(
+        scale, axis=tuple(range(n_batch + n_kept, scale.ndim))
+    )  # contracted: size 1, or it had been refused
     first = n_batch if side == 1 else n_batch + n_kept
     return jnp.expand_dims(scale, tuple(range(first, first + len(kept[1 - side]))))

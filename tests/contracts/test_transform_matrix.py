@@ -1,0 +1,90 @@
+"""The transform matrix: every JAX transformation x recipe x face gives the amaxes, scales and gradients of a plain loop.
+
+The true amaxes are told by the running program itself; integers have one maximum. Rows in BOUNDED add several uses of a
+state up in one sum of ledgers: never below the truth, at most 1/8 above, the very same scale if that is a power of two.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contracts import rows_local, rows_mesh
+from contracts.faces import FACES, RECIPES, core
+from contracts.truth import Truth
+
+import jaxfp8 as fp8
+from jaxfp8.ops._state import SeenAmax
+
+FAST = {"xla_backend_optimization_level": "0"}  # a third off the compile time, which is all the time there is
+# The rest of the product says little that is new and takes minutes.
+DEFAULT = {("delayed", "core")}
+ALSO = {
+    "jitted": {(recipe, face) for recipe in RECIPES for face in FACES if face == "core" or recipe == "delayed"},
+    "remat": {("rowwise", "core")},
+    "vmap_examples": {("current", "core")},
+    "tied": {("delayed_pow2", "core")},
+    "shard_map_inside_vma": {("current", "core"), ("rowwise", "core"), ("delayed", "linen")},
+    "shard_map_outside_no_vma": {("delayed_pow2", "core")},
+    "explicit_data_tensor": {("rowwise", "core"), ("delayed", "nnx")},
+}
+
+
+def table(rows):
+    for row in rows:
+        for face in FACES:
+            for recipe in RECIPES:
+                wanted = (recipe, face) in DEFAULT | ALSO.get(row.__name__, set())
+                marks = () if wanted else (pytest.mark.slow,)
+                yield pytest.param(row, recipe, face, id=f"{row.__name__}-{recipe}-{face}", marks=marks)
+
+
+def check(build, recipe_name, face_name, *, exact, tolerance=2e-6):
+    recipe, truth = RECIPES[recipe_name], Truth()
+    face = FACES[face_name](recipe)
+    row = build(face, truth.watch(face.apply), core(recipe).apply)
+    step = jax.jit(row.step, compiler_options=FAST) if row.jit else row.step
+    for warm in (False, True) if recipe.rows else (False,):
+        state = face.state(row.lead, warm)
+        truth.largest.clear()
+        with contextlib.nullcontext() if row.mesh is None else jax.set_mesh(row.mesh):
+            loss, grads, new = step(*placed(row, state))
+        true = truth.amax(row.lead) if row.truth is None else row.truth
+        assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
+        if recipe.rows:
+            check_state(state, new, true, exact=exact)
+        want_loss, want_grads = jax.value_and_grad(row.reference)(row.w, fp8.freeze(state), *row.batch)
+        np.testing.assert_allclose(loss, want_loss, rtol=tolerance, atol=tolerance * np.max(np.abs(want_loss)))
+        np.testing.assert_allclose(grads, want_grads, rtol=tolerance, atol=tolerance * np.max(np.abs(want_grads)))
+
+
+def placed(row, state):
+    if row.mesh is None:
+        return row.w, state, *row.batch
+    put = lambda value, spec: jax.device_put(value, jax.NamedSharding(row.mesh, spec))
+    w, *batch = map(put, (row.w, *row.batch), row.specs)
+    return w, state if row.state_spec is None else put(state, row.state_spec), *batch
+
+
+def check_state(state, new, true, *, exact):
+    want = fp8.commit(state, SeenAmax(jnp.asarray(true), state.rows))
+    if exact:
+        np.testing.assert_array_equal(new.amax_history, want.amax_history)
+    else:
+        amax = np.asarray(new.amax_history[..., -1])
+        assert (amax >= true).all()
+        assert (amax <= np.float32(1.125) * true).all(), (amax, true)
+    if exact or state.rows[0].quantizer.power_of_two:
+        np.testing.assert_array_equal(new.scale, want.scale)
+    np.testing.assert_array_equal(new.nonfinite_steps, 0.0)
+
+
+@pytest.mark.parametrize(("row", "recipe", "face"), list(table([*rows_local.EXACT, *rows_mesh.EXACT])))
+def test_exact(row, recipe, face):
+    check(row, recipe, face, exact=True)
+
+
+@pytest.mark.parametrize(("row", "recipe", "face"), list(table([*rows_local.BOUNDED, *rows_mesh.BOUNDED])))
+def test_bounded(row, recipe, face):
+    check(row, recipe, face, exact=False)

@@ -1,0 +1,184 @@
+"""Reading a compiled program: its kernels, what they read, and which of its two branches is the steady state."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+BYTES |= {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
+SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
+HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
+# What moves no byte.
+FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "opt-barrier",
+    "after-all",
+    "iota",
+    "partition-id",
+}
+# What only holds other computations.
+CONTAINERS = {"while", "call", "conditional", "async-start", "async-done"}
+FP8_CALL = "__cublas$lt$matmul$f8"
+
+
+class Instruction(NamedTuple):
+    """One line of HLO, `%name = type op(operands), attributes`."""
+
+    name: str
+    type: str
+    op: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def literal(self) -> str | None:
+        """The value of a constant, as printed."""
+        return self.operands[0] if self.op == "constant" else None
+
+    @property
+    def is_fp8_matmul(self) -> bool:
+        return self.op == "custom-call" and FP8_CALL in self.attributes
+
+    @property
+    def is_other_matmul(self) -> bool:
+        library = re.search(r'custom_call_target="(__cublas|__onednn\$matmul|__cudnn)', self.attributes)
+        return not self.is_fp8_matmul and (self.op == "dot" or (self.op == "custom-call" and library is not None))
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.op not in FREE | CONTAINERS
+
+
+class Program:
+    """The computations of a compiled program, `{name: {instruction name: instruction}}`."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        current: dict[str, Instruction] = {}
+        for line in text.splitlines():
+            if head := HEAD.match(line):
+                current = self.computations[head[2]] = {}
+                self.entry = head[2] if head[1] else getattr(self, "entry", head[2])
+            elif " = " in line and line.startswith("  "):
+                instruction = _instruction(line)
+                current[instruction.name] = instruction
+
+    def conditionals(self) -> list[Instruction]:
+        return [i for c in self.computations.values() for i in c.values() if i.op == "conditional"]
+
+    def branches(self) -> list[str]:
+        """The computations of the only conditional, by the index that chooses them: [warm, cold] of a training step."""
+        (conditional,) = self.conditionals()
+        if found := re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes):
+            return [name.strip(" %") for name in found[1].split(",")]
+        return [re.search(rf"{side}_computation=%?([\w.\-]+)", conditional.attributes)[1] for side in ("false", "true")]
+
+    def parts(self) -> list[str]:
+        """Each way that the program can run: the branches of its conditional, or all of it."""
+        return self.branches() if self.conditionals() else [self.entry]
+
+    def instructions(self, computation: str, *, into_fusions: bool = False) -> Iterator[Instruction]:
+        """The instructions of a computation and of the loops and calls in it; a loop body once."""
+        for instruction in self.computations[computation].values():
+            yield instruction
+            if instruction.op in CONTAINERS or (into_fusions and instruction.op == "fusion"):
+                for called in CALLED.findall(instruction.attributes):
+                    yield from self.instructions(called, into_fusions=into_fusions)
+
+    def kernels(self, computation: str) -> list[Instruction]:
+        return [i for i in self.instructions(computation) if i.is_kernel]
+
+    def fp8_matmuls(self, computation: str) -> list[Instruction]:
+        return [i for i in self.instructions(computation) if i.is_fp8_matmul]
+
+    def other_matmuls(self, computation: str) -> list[Instruction]:
+        return [i for i in self.instructions(computation, into_fusions=True) if i.is_other_matmul]
+
+    def source(self, computation: str, name: str) -> Instruction:
+        """What a value is, seen through bitcasts, barriers and (of kernels) tuples."""
+        instruction = self.computations[computation][name]
+        while instruction.op in ("bitcast", "opt-barrier", "get-tuple-element"):
+            before = self.computations[computation][instruction.operands[0]]
+            if instruction.op == "get-tuple-element" and before.op == "tuple":
+                before = self.computations[computation][
+                    before.operands[int(re.search(r"index=(\d+)", instruction.attributes)[1])]
+                ]
+            elif instruction.op == "get-tuple-element" and before.op != "opt-barrier":
+                return instruction  # a part of a kernel's result or of the parameters
+            instruction = before
+        return instruction
+
+    def inside(self, computation: str, instruction: Instruction) -> list[Instruction]:
+        """What a fusion does; of a part of its result, all of the fusion."""
+        if instruction.op == "get-tuple-element":
+            instruction = self.computations[computation][instruction.operands[0]]
+        return [i for called in CALLED.findall(instruction.attributes) for i in self.computations[called].values()]
+
+    def readers(self, computation: str, type: str) -> list[Instruction]:
+        """The kernels that read the parameter of this type, `bf16[64,32]` for instance."""
+
+        def reads(kernel: Instruction) -> bool:
+            for operand in kernel.operands:
+                value = self.source(computation, operand)
+                parameter = value.op == "parameter" or (
+                    value.op == "get-tuple-element"
+                    and self.computations[computation][value.operands[0]].op == "parameter"
+                )
+                if parameter and value.type.split("{")[0] == type:
+                    return True
+            return False
+
+        return [i for i in self.computations[computation].values() if i.is_kernel and reads(i)]
+
+    def traffic(self, computation: str) -> int:
+        """Bytes that the kernels of a computation read and write, workspaces left out; a loop body once."""
+        total = 0
+        for name, instructions in self._reached(computation).items():
+            for kernel in instructions.values():
+                if kernel.is_kernel:
+                    read = [self.computations[name][operand].type for operand in kernel.operands]
+                    total += sum(size_of(type) for type in [kernel.type, *read])
+        return total
+
+    def _reached(self, computation: str) -> dict[str, dict[str, Instruction]]:
+        found = {computation: self.computations[computation]}
+        for instruction in self.computations[computation].values():
+            if instruction.op in CONTAINERS:
+                for called in CALLED.findall(instruction.attributes):
+                    found |= self._reached(called)
+        return found
+
+
+def size_of(type: str) -> int:
+    """Bytes of a type, tuples included; not those of a cuBLASLt workspace, s8[n]."""
+    return sum(
+        BYTES[dtype] * math.prod(int(n) for n in shape.split(",") if n)
+        for dtype, shape in SHAPE.findall(type)
+        if dtype != "s8"
+    )
+
+
+def _instruction(line: str) -> Instruction:
+    name, rest = re.sub(r"/\*.*?\*/", "", line.strip()).removeprefix("ROOT ").split(" = ", 1)
+    end = _closing(rest, 0) if rest[0] == "(" else rest.index(" ")
+    type, rest = rest[:end], rest[end:].strip()
+    op = re.match(r"[\w\-]+", rest)[0]
+    end = _closing(rest, len(op))
+    operands = tuple(a.strip().split(" ")[-1].lstrip("%") for a in rest[len(op) + 1 : end - 1].split(",") if a.strip())
+    return Instruction(name.lstrip("%"), type, op, operands, rest[end:])
+
+
+def _closing(text: str, start: int) -> int:
+    """Just behind the bracket that opens at `start`."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] == "(") - (text[position] == ")")
+        if depth == 0:
+            return position + 1
+    raise ValueError(f"no closing bracket in {text!r}")

@@ -1,0 +1,67 @@
+"""A dense layer on eight H200, data and tensor parallel: FP8 matmuls, and amaxes that cross the mesh together."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from program import Program
+from targets import dense_step, state_of, topology
+
+import jaxfp8 as fp8
+
+pytestmark = pytest.mark.deviceless
+
+M, K, N = 1024, 512, 256
+
+
+def maxima(program, computation):
+    """The all-reduces that take a maximum, each by the groups of devices that it joins."""
+    found = []
+    for instruction in program.instructions(computation):
+        if instruction.op in ("all-reduce", "all-reduce-start"):
+            reducer = re.search(r"to_apply=%?([\w.\-]+)", instruction.attributes)[1]
+            if any(i.op == "maximum" for i in program.computations[reducer].values()):
+                found.append(
+                    re.search(
+                        r"replica_groups=(.*?), (?:channel_id|use_global|to_apply|metadata)", instruction.attributes
+                    )[1]
+                )
+    return found
+
+
+# Where x [M, K], w [K, N] and g [M, N] lie.
+LAYOUTS = {
+    "data": ((("data", "model"), None), (None, None), (("data", "model"), None)),
+    "data and tensor": (("data", None), (None, "model"), ("data", "model")),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("delayed", "data"), ("delayed", "data and tensor"), ("current", "data and tensor")]
+)
+def test_parallel(name, layout, axis_type):
+    recipe = fp8.recipes.get(name)
+    devices = np.array(topology("h200", "1x1x8").devices).reshape(4, 2)
+    mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(axis_type,) * 2)
+
+    def array(shape, spec, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    tensors = [array(shape, spec) for shape, spec in zip(((M, K), (K, N), (M, N)), LAYOUTS[layout], strict=True)]
+    state = jax.tree.map(lambda s: array(s.shape, (None,) * s.ndim, s.dtype), state_of(recipe))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(dense_step(recipe)).lower(*tensors, state).compile(fp8.compiler_options(recipe, "h200"))
+    fp8.assert_fp8_gemms(compiled, 3)
+    program = Program(compiled.as_text())
+    for part in program.parts():
+        assert len(program.fp8_matmuls(part)) == 3
+        assert not program.other_matmuls(part)
+    if name == "delayed":
+        # In the steady state no matmul waits for an amax, so that those of the same devices travel together.
+        found = maxima(program, program.branches()[0])
+        assert len(found) == len(set(found)) == {"data": 1, "data and tensor": 3}[layout], found

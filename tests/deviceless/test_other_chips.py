@@ -1,0 +1,30 @@
+"""Chips without FP8 matmuls that XLA reaches: the portable path compiles, or at least lowers, and the count is 0."""
+
+import jax
+import pytest
+from targets import array, compile_for, dense_step, state_of
+
+import jaxfp8 as fp8
+
+RECIPES = ("delayed", "current", "rowwise")
+M, K, N = 256, 128, 64
+
+
+def arguments(recipe):
+    return array(M, K), array(K, N), array(M, N), state_of(recipe)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("name", RECIPES)
+def test_a100(name):
+    recipe = fp8.recipes.get(name)
+    compiled = compile_for("a100", dense_step(recipe), *arguments(recipe), options=fp8.compiler_options(recipe, "a100"))
+    fp8.assert_fp8_gemms(compiled, 0)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_lowering(name, platform):
+    recipe = fp8.recipes.get(name)
+    lowered = jax.jit(dense_step(recipe)).trace(*arguments(recipe)).lower(lowering_platforms=(platform,))
+    assert "dot_general" in lowered.as_text()

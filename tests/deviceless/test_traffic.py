@@ -1,0 +1,83 @@
+"""What a trained layer reads and writes on a GPU: in the steady state each tensor once, and nothing in float32."""
+
+import functools
+import math
+import re
+
+import pytest
+from program import SHAPE, Program
+from targets import array, compile_for, dense_step, state_of
+
+import jaxfp8 as fp8
+
+pytestmark = pytest.mark.deviceless
+
+M, K, N = 1024, 512, 256
+TENSORS = {"x": (M, K), "w": (K, N), "g": (M, N)}
+RECIPES = {
+    "delayed": fp8.recipes.delayed(),
+    "current": fp8.recipes.current(),
+    "static": fp8.recipes.static(x_scale=0.1, w_scale=0.3, g_scale=0.7),
+    "rowwise": fp8.recipes.rowwise(),
+    "rowwise, wgrad in high precision": fp8.recipes.rowwise(high_precision_wgrad=True),
+}
+
+
+@functools.cache
+def trained(name, chip):
+    recipe = RECIPES[name]
+    arguments = *(array(*shape) for shape in TENSORS.values()), state_of(recipe)
+    return compile_for(chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip))
+
+
+@functools.cache
+def program(name, chip):
+    return Program(trained(name, chip).as_text())
+
+
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_delayed_scaling_reads_a_tensor_once(tensor, chip):
+    delayed = program("delayed", chip)
+    warm, cold = delayed.branches()
+    parameter = "bf16[{},{}]".format(*TENSORS[tensor])
+    (kernel,) = delayed.readers(warm, parameter)
+    assert re.search(r"\(.*f8e(4m3fn|5m2)\[", kernel.type)  # the cast, and beside it in the same kernel
+    assert re.search(r"\b(bf16|f32)\[\d*\]", kernel.type)  # the amax, or its first stage
+    assert len(delayed.readers(cold, parameter)) == 2
+
+
+def test_an_amax_that_is_collected_costs_no_traffic():
+    # On Blackwell, where no transposes stand between, the steady state moves what static scaling does.
+    delayed, static = program("delayed", "b200"), program("static", "b200")
+    warm = delayed.traffic(delayed.branches()[0])
+    assert warm == pytest.approx(static.traffic(static.entry), rel=0.01)
+
+
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_float32_copy_of_an_operand(name, chip):
+    compiled, text = trained(name, chip), program(name, chip)
+    smallest = min(map(math.prod, TENSORS.values()))
+    for part in text.parts():
+        for kernel in text.kernels(part):
+            for dtype, shape in SHAPE.findall(kernel.type):
+                size = math.prod(int(n) for n in shape.split(",") if n)
+                assert dtype not in ("f32", "u32", "s32") or size < smallest, kernel
+    # Room for: two layouts of each tensor in FP8, two results in bfloat16 (unscaled, of rowwise), workspaces of 4 MiB.
+    room = 2 * sum(map(math.prod, TENSORS.values())) + 2 * 2 * max(map(math.prod, TENSORS.values())) + 3 * 2**22 + 2**20
+    assert compiled.memory_analysis().temp_size_in_bytes <= room
+
+
+def test_a_float_quotient_only_estimates():
+    # div.full.f32 is not correctly rounded: whatever it gives becomes an integer, which the scale's bits are made from.
+    text = program("delayed", "h200")
+    divisions = 0
+    for computation in text.computations.values():
+        for instruction in computation.values():
+            if instruction.op == "divide" and instruction.type.startswith("f32"):
+                divisions += 1
+                users = [user for user in computation.values() if instruction.name in user.operands]
+                assert users
+                assert all(user.op == "convert" and user.type.startswith("s32") for user in users)
+    assert divisions

@@ -1,0 +1,349 @@
+"""nnx layers: flax's own parameters and values, with a recipe; and state through flax's own transformations."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import jaxfp8 as fp8
+from jaxfp8.nnx import FP8DotGeneral, FP8Einsum, FP8Linear, FP8LinearGeneral, FP8State
+
+DELAYED = fp8.recipes.delayed(history_length=4)
+IDENTITY = fp8.recipes.identity()
+X = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+
+def plug(recipe):
+    return lambda: FP8DotGeneral(recipe)
+
+
+def attention(**plugs):
+    return nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), **plugs)
+
+
+# name -> (flax's layer, ours with a recipe, how many states)
+LAYERS = {
+    "Linear": (lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda r: FP8Linear(8, 4, recipe=r, rngs=nnx.Rngs(0)), 1),
+    "Linear_bf16": (
+        lambda: nnx.Linear(8, 4, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0)),
+        lambda r: FP8Linear(8, 4, dtype=jnp.bfloat16, use_bias=False, recipe=r, rngs=nnx.Rngs(0)), 1,
+    ),
+    "LinearGeneral": (
+        lambda: nnx.LinearGeneral((5, 8), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0)),
+        lambda r: FP8LinearGeneral((5, 8), (2, 3), axis=(-2, -1), recipe=r, rngs=nnx.Rngs(0)), 1,
+    ),
+    "Einsum": (
+        lambda: nnx.Einsum("bsd,dhk->bshk", (8, 2, 4), (2, 4), rngs=nnx.Rngs(0)),
+        lambda r: FP8Einsum("bsd,dhk->bshk", (8, 2, 4), (2, 4), recipe=r, rngs=nnx.Rngs(0)), 1,
+    ),
+    "Linear_plugged": (
+        lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
+        lambda r: nnx.Linear(8, 4, dot_general=FP8DotGeneral(r), rngs=nnx.Rngs(0)), 1,
+    ),
+}  # fmt: skip
+
+
+def square(model, x):
+    return jnp.sum(jnp.square(model(x).astype(jnp.float32)))
+
+
+def states_of(model):
+    return jax.tree.leaves(nnx.state(model, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+
+
+def assert_same(a, b):
+    assert len(jax.tree.leaves(a)) == len(jax.tree.leaves(b))
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def params(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_parameters_and_initial_values_are_flax_s(layer):
+    theirs, ours, states = LAYERS[layer]
+    want, model = params(theirs()), ours(DELAYED)
+    assert jax.tree.structure(params(model)) == jax.tree.structure(want)
+    assert_same(params(model), want)
+    assert len(states_of(model)) == states
+    assert not any(leaf.any() for leaf in jax.tree.leaves(states_of(model)))
+    assert not states_of(ours(IDENTITY))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_identity_is_bit_equal(layer):
+    theirs, ours, _ = LAYERS[layer]
+    want = nnx.jit(nnx.value_and_grad(square))(theirs(), X)
+    assert_same(nnx.jit(nnx.value_and_grad(square))(ours(IDENTITY), X), want)
+    assert_same(nnx.jit(fp8.nnx.value_and_grad(square))(ours(IDENTITY), X), want)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
+    theirs, ours, _ = LAYERS[layer]
+    blob = flax.serialization.to_bytes(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params(theirs())))
+    model, plain = ours(DELAYED), theirs()
+    loaded = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), flax.serialization.from_bytes(params(model), blob))
+    for each in (model, plain):
+        state = nnx.state(each, nnx.Param)
+        nnx.replace_by_pure_dict(state, loaded)
+        nnx.update(each, state)
+    loss, grads = nnx.jit(fp8.nnx.value_and_grad(square))(model, X)
+    want_loss, want = nnx.jit(nnx.value_and_grad(square))(plain, X)
+    np.testing.assert_allclose(loss, want_loss, rtol=0.1)
+    for got_leaf, want_leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        assert jnp.linalg.norm(got_leaf - want_leaf) / jnp.linalg.norm(want_leaf) < 0.15
+    assert all(s.scale.all() for s in states_of(model))
+
+
+def test_layer_equals_the_function():
+    model = FP8Linear(8, 4, use_bias=False, recipe=DELAYED, rngs=nnx.Rngs(0))
+    w = model.kernel.get_value()
+    loss, grads = nnx.jit(fp8.nnx.value_and_grad(square))(model, X)
+    function = lambda w, s, x: jnp.sum(jnp.square(fp8.dot(x, w, recipe=DELAYED, state=s)))
+    want = jax.jit(fp8.value_and_grad(function))(w, fp8.init_state(DELAYED), X)
+    assert_same((loss, grads, states_of(model)), want)
+
+
+def attend(model, x):
+    return jnp.sum(jnp.square(model(x, x, x)))
+
+
+def test_attention_with_layers_of_its_own():
+    plain, model = attention(), attention()
+    for name in ("query", "key", "value", "out"):
+        theirs = getattr(model, name)
+        ours = FP8LinearGeneral(
+            theirs.in_features, theirs.out_features, axis=theirs.axis, recipe=DELAYED, rngs=nnx.Rngs(0)
+        )
+        nnx.update(ours, nnx.state(theirs, nnx.Param))
+        setattr(model, name, ours)
+    assert_same(params(model), params(plain))
+    value, _ = nnx.jit(fp8.nnx.value_and_grad(attend))(model, X)
+    np.testing.assert_allclose(value, attend(plain, X), rtol=0.1)
+    assert len(states_of(model)) == 4
+    assert all(s.scale.all() for s in states_of(model))
+
+
+def test_attention_whose_projections_share_a_plug():
+    """One object for q, k and v is one state: bounded by the largest of the three, and never lost."""
+    model = attention(qkv_dot_general=FP8DotGeneral(DELAYED), out_dot_general=FP8DotGeneral(DELAYED))
+    nnx.jit(fp8.nnx.value_and_grad(attend))(model, X)
+    assert len(states_of(model)) == 2
+    largest = max(jnp.max(jnp.abs(getattr(model, name).kernel.get_value())) for name in ("query", "key", "value"))
+    assert largest <= states_of(model.query)[0].amax_history[1, -1] <= 1.125 * largest
+
+
+def test_attention_with_a_class_plug():
+    """nnx makes a new object at each call: fine without state, and an error with it, since it would be lost."""
+    stateless = attention(
+        qkv_dot_general_cls=plug(fp8.recipes.current()), out_dot_general_cls=plug(fp8.recipes.current())
+    )
+    value, _ = nnx.jit(fp8.nnx.value_and_grad(attend))(stateless, X)
+    np.testing.assert_allclose(value, attend(attention(), X), rtol=0.1)
+    with pytest.raises(fp8.FP8StateError, match="not collected"):
+        fp8.nnx.value_and_grad(attend)(attention(qkv_dot_general_cls=plug(DELAYED)), X)
+
+
+def test_nnx_grad_is_refused():
+    model = FP8Linear(8, 4, recipe=DELAYED, rngs=nnx.Rngs(0))
+    for differentiate in (nnx.grad, nnx.value_and_grad):
+        with pytest.raises(fp8.FP8StateError, match=r"fp8\.nnx\.value_and_grad"):
+            differentiate(square)(model, X)
+
+
+def test_evaluation_changes_nothing():
+    model = FP8Linear(8, 4, recipe=DELAYED, rngs=nnx.Rngs(0))
+    for _ in range(2):
+        before = jax.tree.map(np.asarray, states_of(model))
+        nnx.jit(lambda m, x: m(x))(model, X)
+        assert_same(states_of(model), before)
+        fp8.nnx.value_and_grad(square)(model, X)
+
+
+@pytest.mark.parametrize(("layer", "given"), [
+    (lambda **k: FP8Linear(8, 4, rngs=nnx.Rngs(0), **k), {"dot_general": jax.lax.dot_general}),
+    (lambda **k: FP8LinearGeneral(8, 4, rngs=nnx.Rngs(0), **k), {"dot_general_cls": plug(DELAYED)}),
+    (lambda **k: FP8Einsum("ab,bc->ac", (8, 4), rngs=nnx.Rngs(0), **k), {"einsum_op": jnp.einsum}),
+])  # fmt: skip
+def test_another_matmul_is_refused(layer, given):
+    with pytest.raises(ValueError, match=f"drop {next(iter(given))}="):
+        layer(**given)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, recipe=DELAYED):
+        self.layer = FP8Linear(8, 8, use_bias=False, recipe=recipe, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.layer(x))
+
+
+def blocks(length=2):
+    @nnx.split_rngs(splits=length)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return Block(rngs)
+
+    return make(nnx.Rngs(0))
+
+
+def index(model, i):
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[i], state))
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat in scan"])
+def test_scan_over_layers(remat):
+    class Model(nnx.Module):
+        def __init__(self):
+            self.blocks = blocks()
+
+        def __call__(self, x):
+            call = lambda x, block: block(x)
+            if remat:
+                call = nnx.remat(call, policy=fp8.save_fp8_residuals())
+            return nnx.scan(call, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+
+    class Loop(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List([index(blocks(), i) for i in range(2)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, loop = Model(), Loop()
+    for step in range(2):
+        got = nnx.jit(fp8.nnx.value_and_grad(square))(model, X * (step + 1.0))
+        want = nnx.jit(fp8.nnx.value_and_grad(square))(loop, X * (step + 1.0))
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states_of(loop))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), states_of(model)[0], stacked)
+        kernels = jnp.stack(jax.tree.leaves(want[1]))
+        np.testing.assert_allclose(jax.tree.leaves(got[1])[0], kernels, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["experts", "examples"])
+def test_vmap(shared):
+    model = FP8Linear(8, 4, recipe=DELAYED, rngs=nnx.Rngs(0)) if shared else None
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.inner = model if shared else blocks(3)
+
+        def __call__(self, x):
+            return nnx.vmap(lambda block, x: block(x), in_axes=(None if shared else 0, 0), out_axes=0)(self.inner, x)
+
+    experts = Experts()
+    nnx.jit(fp8.nnx.value_and_grad(square))(experts, X)
+    (state,) = states_of(experts)
+    np.testing.assert_array_equal(state.amax_history[..., 0, -1], jnp.max(jnp.abs(X), axis=None if shared else (1, 2)))
+
+
+def test_tied_layer():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer = Block(nnx.Rngs(0), fp8.recipes.delayed(power_of_two=True))
+
+        def __call__(self, x):
+            return self.layer(self.layer(x))
+
+    model = Model()
+    nnx.jit(fp8.nnx.value_and_grad(square))(model, X)
+    (state,) = states_of(model)
+    true = jnp.max(jnp.abs(X))
+    assert true <= state.amax_history[0, -1] <= 1.125 * true
+
+
+def test_other_state_is_updated_too():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer, self.norm = Block(nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.dropout(self.norm(self.layer(x)))
+
+    model = Model()
+    (_, aux), grads = nnx.jit(fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True))(
+        model, X
+    )
+    assert model.norm.mean.get_value().any()
+    assert aux == 3
+    assert model.dropout.rngs.count.get_value() == 2
+    assert states_of(model)[0].scale.all()
+    assert set(grads) == {"layer", "norm"}
+
+
+def test_microbatches_are_committed_once():
+    model, whole = (FP8Linear(8, 4, recipe=DELAYED, rngs=nnx.Rngs(0)) for _ in range(2))
+    run = nnx.jit(fp8.nnx.value_and_grad(square, commit=False))
+    seen = fp8.merge_seen(*(run(model, X[i])[2] for i in range(3)))
+    assert not states_of(model)[0].scale.any()
+    fp8.nnx.commit(model, seen)
+    fp8.nnx.value_and_grad(square)(whole, X)
+    np.testing.assert_array_equal(states_of(model)[0].amax_history[:2], states_of(whole)[0].amax_history[:2])
+
+
+class MLP(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = FP8Linear(8, 8, recipe=DELAYED, rngs=rngs), FP8Linear(8, 2, recipe=DELAYED, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def trainer():
+    model = MLP()
+    chain = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
+    return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
+
+
+@nnx.jit
+def train_step(model, optimizer, x):
+    _, grads = fp8.nnx.value_and_grad(square)(model, x)
+    optimizer.update(model, grads)
+
+
+def run(model, optimizer, steps):
+    for i in steps:
+        train_step(model, optimizer, X * 2.0 ** (i % 4))
+
+
+def test_stock_optimizer_does_not_touch_state(standard_promotion):
+    model, optimizer = trainer()
+    run(model, optimizer, range(3))
+    np.testing.assert_allclose(
+        states_of(model.up)[0].amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))]
+    )
+
+
+@pytest.mark.parametrize("through", ["bytes", "orbax"])
+def test_saved_and_restored_in_mid_window(through, tmp_path, standard_promotion):
+    model, optimizer = trainer()
+    run(model, optimizer, range(2))
+    saved = nnx.to_pure_dict(nnx.state((model, optimizer)))
+    fresh = trainer()
+    like = nnx.state(fresh)
+    if through == "bytes":
+        loaded = flax.serialization.from_bytes(nnx.to_pure_dict(like), flax.serialization.to_bytes(saved))
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "model", saved)
+            checkpointer.wait_until_finished()
+            loaded = checkpointer.restore(tmp_path / "model", nnx.to_pure_dict(like))
+    nnx.replace_by_pure_dict(like, loaded)
+    nnx.update(fresh, like)
+    assert_same(nnx.state(fresh), nnx.state((model, optimizer)))
+    run(*fresh, range(2, 12))
+    run(model, optimizer, range(2, 12))
+    assert_same(nnx.state(fresh), nnx.state((model, optimizer)))

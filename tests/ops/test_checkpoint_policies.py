@@ -1,0 +1,92 @@
+"""`save_fp8_residuals`: the backward pass casts nothing a second time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfp8 as fp8
+
+RECIPES = {
+    "delayed": fp8.recipes.delayed(),
+    "current": fp8.recipes.current(),
+    "rowwise": fp8.recipes.rowwise(),
+    "rowwise_hp_wgrad": fp8.recipes.rowwise(high_precision_wgrad=True),
+    "static": fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1),
+}
+# x and w once (or once for each matmul that reads other rows of it), g likewise.
+CASTS = {"delayed": 3, "current": 3, "rowwise": 6, "rowwise_hp_wgrad": 4, "static": 3}
+POLICIES = {
+    "none": lambda block: block,
+    "fp8": lambda block: jax.checkpoint(block, policy=fp8.save_fp8_residuals()),
+    "everything": jax.checkpoint,
+}
+LAYERS = 2
+
+
+def program(recipe, policy):
+    """The traced step of LAYERS blocks whose nonlinearity needs y again in the backward pass."""
+    state = fp8.init_state(recipe)
+    w = jnp.ones((LAYERS, 4, 4))
+
+    def loss(w, s, x):
+        for i in range(LAYERS):
+            x = POLICIES[policy](lambda w, s, x: jnp.tanh(fp8.dot(x, w, recipe=recipe, state=s)))(w[i], s, x)
+        return jnp.sum(x)
+
+    return jax.make_jaxpr(fp8.value_and_grad(loss))(w, state, jnp.ones((8, 4)))
+
+
+def casts(jaxpr):
+    """The number of casts to FP8, in all subprograms."""
+    is_cast = lambda e: e.primitive.name == "convert_element_type" and e.params["new_dtype"].name.startswith("float8")
+    parameters = [
+        p for e in jaxpr.eqns for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))
+    ]
+    return sum(map(is_cast, jaxpr.eqns)) + sum(casts(p) for p in parameters if hasattr(p, "eqns"))
+
+
+def branches(recipe):
+    return 2 if recipe.rows else 1  # with and without unset scales
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_second_cast(recipe):
+    expected = CASTS[recipe] * LAYERS * branches(RECIPES[recipe])
+    assert casts(program(RECIPES[recipe], "none")) == expected
+    assert casts(program(RECIPES[recipe], "fp8")) == expected
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plain_remat_casts_again(recipe):
+    """The count can fail."""
+    assert casts(program(RECIPES[recipe], "everything")) > CASTS[recipe] * LAYERS * branches(RECIPES[recipe])
+
+
+@pytest.mark.parametrize("policy", [
+    fp8.save_fp8_residuals(), jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_anything_except_these_names("other"), jax.checkpoint_policies.nothing_saveable,
+], ids=["fp8", "everything", "dots", "anything_except", "nothing"])  # fmt: skip
+def test_every_policy_gives_the_gradients_of_none(policy):
+    """Saved values reach 448: jax.checkpoint's reduce_precision would make NaN of E4M3FN above 240."""
+    recipe = fp8.recipes.current(power_of_two=True)
+    x, w = jnp.arange(-16.0, 16.0).reshape(8, 4) * 28, jnp.arange(-8.0, 8.0).reshape(4, 4) * 56
+
+    def loss(x, w, around):
+        block = around(lambda x, w: jnp.maximum(fp8.dot(x, w, recipe=recipe), 0))
+        return jnp.sum(block(block(x, w), w))
+
+    run = lambda around: jax.jit(jax.value_and_grad(lambda x, w: loss(x, w, around), (0, 1)))(x, w)
+    want, got = run(lambda block: block), run(lambda block: jax.checkpoint(block, policy=policy))
+    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(want))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_linear_block_keeps_no_unquantized_activation():
+    """What is saved for a block whose y nobody needs again: its FP8 operands, scales and amaxes."""
+    recipe = fp8.recipes.current()
+    block = jax.checkpoint(lambda x, w: fp8.dot(jnp.sin(x), w, recipe=recipe), policy=fp8.save_fp8_residuals())
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(block, *args)[1], jnp.ones((8, 4)), jnp.ones((4, 4))))
+    names = [f"{aval.dtype}{list(aval.shape)}" for aval in kept if aval.ndim]
+    arguments = ["float32[4, 4]", "float32[8, 4]"]
+    assert sorted(names) == sorted(["uint8[4, 4]", "uint8[8, 4]", *(a for a in arguments if a in names)])
