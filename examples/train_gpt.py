@@ -235,8 +235,8 @@ def train(name: str, model: Model, text: Text, steps: int, seed: int, options: d
 # ------------------------------------------------------------------------------------------------------------- results
 def plot(runs: dict[str, Run], title: str, file: str) -> None:
     """Training loss of each run, and below it what FP8 adds to bf16, batch by batch."""
-    styles = {"bf16": {"color": "tab:orange", "lw": 4, "alpha": 0.45}, "FP8": {"color": "tab:blue", "lw": 1.2}}
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    styles = {"bf16": {"color": "tab:orange", "lw": 4, "alpha": 0.4}, "FP8": {"color": "tab:blue", "lw": 1}}
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     axes = figure.subplots(len(runs), 1, sharex=True, height_ratios=[3, 1][: len(runs)], squeeze=False)[:, 0]
     steps = np.arange(1, len(runs["FP8"].losses) + 1)
     for name, run in runs.items():
