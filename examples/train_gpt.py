@@ -111,7 +111,7 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = functools.partial(nn.Embed, features=WIDTH, dtype=BF16)
-        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(tokens.shape[1]))
+        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(tokens.shape[1])[None])
         for i in range(LAYERS):
             x = Block(self.recipe, name=f"block{i}")(x)
         x = nn.LayerNorm(use_bias=False, dtype=BF16, name="norm")(x)
@@ -156,7 +156,7 @@ class NnxGPT(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, dtype=BF16, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        x = self.token(tokens) + self.position(jnp.arange(tokens.shape[1])[None])
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x)).astype(jnp.float32)
@@ -235,8 +235,8 @@ def train(name: str, model: Model, text: Text, steps: int, seed: int, options: d
 # ------------------------------------------------------------------------------------------------------------- results
 def plot(runs: dict[str, Run], title: str, file: str) -> None:
     """Training loss of each run, and below it what FP8 adds to bf16, batch by batch."""
-    styles = {"bf16": {"color": "tab:orange", "lw": 4, "alpha": 0.45}, "FP8": {"color": "tab:blue", "lw": 1.2}}
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    styles = {"bf16": {"color": "tab:orange", "lw": 4, "alpha": 0.4}, "FP8": {"color": "tab:blue", "lw": 1}}
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     axes = figure.subplots(len(runs), 1, sharex=True, height_ratios=[3, 1][: len(runs)], squeeze=False)[:, 0]
     steps = np.arange(1, len(runs["FP8"].losses) + 1)
     for name, run in runs.items():

@@ -120,6 +120,7 @@ def test_validation_text_is_fixed_and_apart(train_gpt):
     assert sum(window.tobytes() in training for window in text.validation) < 0.1 * len(text.validation)
 
 
+@pytest.mark.usefixtures("standard_promotion")  # flax.linen.LayerNorm promotes
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_twins_start_from_the_same_parameters(train_gpt, framework, standard_promotion):
     recipe = train_gpt.fp8.recipes.delayed()
