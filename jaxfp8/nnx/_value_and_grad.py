@@ -48,7 +48,7 @@ def value_and_grad(
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
         graphdef, (params, states, rest) = _split(model, wrt)
-        given, objects, arrays = nnx.split((args, kwargs), nnx.Variable, ...)  # random streams, metrics, other models
+        given, (objects, arrays) = _split_arguments(args, kwargs)
 
         def pure(params: PyTree, states: PyTree) -> Any:
             # copy: Variables of this trace, so that what the loss writes does not leak out of it.
@@ -56,7 +56,7 @@ def value_and_grad(
             inner_args, inner_kwargs = nnx.merge(given, objects, arrays, copy=True)
             out = loss_fn(inner, *inner_args, **inner_kwargs)
             loss, aux = out if has_aux else (out, None)
-            _, changed_objects, _ = nnx.split((inner_args, inner_kwargs), nnx.Variable, ...)
+            _, (changed_objects, _) = _split_arguments(inner_args, inner_kwargs)
             return loss, (aux, _split(inner, wrt)[1][2], changed_objects)
 
         run = functional_value_and_grad(pure, has_aux=True, commit=commit, reduce_axes=reduce_axes)
@@ -77,6 +77,13 @@ def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
     graphdef, *parts = nnx.split(model, wrt, FP8State, ...)
     params, states, rest = parts
     return graphdef, (params, states, rest)
+
+
+def _split_arguments(*arguments: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
+    """The graph of the arguments; the Variables among them (random streams, metrics, other models), and the arrays."""
+    graphdef, *parts = nnx.split(arguments, nnx.Variable, ...)
+    variables, arrays = parts
+    return graphdef, (variables, arrays)
 
 
 def commit(model: Any, seen: PyTree) -> None:
