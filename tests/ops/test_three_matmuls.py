@@ -43,20 +43,15 @@ def alone(v, axis, seen):
     return np.float64(v)
 
 
+WHOLE = [[whole("e4m3")] * 2, [whole("e5m2"), whole("e4m3")], [whole("e4m3"), whole("e5m2")]]
+REMEMBERED = [
+    [remembered("e4m3")] * 2, [remembered("e5m2"), remembered("e4m3")], [remembered("e4m3"), remembered("e5m2")],
+]  # fmt: skip
 # recipe, state is warm, and the cast of (x, w) in fprop, (g, w) in dgrad, (x, g) in wgrad
 TABLE = {
-    "delayed_unset": (
-        fp8.recipes.delayed(), False,
-        [whole("e4m3")] * 2, [whole("e5m2"), whole("e4m3")], [whole("e4m3"), whole("e5m2")],
-    ),
-    "delayed": (
-        fp8.recipes.delayed(), True,
-        [remembered("e4m3")] * 2, [remembered("e5m2"), remembered("e4m3")], [remembered("e4m3"), remembered("e5m2")],
-    ),
-    "current": (
-        fp8.recipes.current(), False,
-        [whole("e4m3")] * 2, [whole("e5m2"), whole("e4m3")], [whole("e4m3"), whole("e5m2")],
-    ),
+    "delayed_unset": (fp8.recipes.delayed(), False, *WHOLE),
+    "delayed": (fp8.recipes.delayed(), True, *REMEMBERED),
+    "current": (fp8.recipes.current(), False, *WHOLE),
     "rowwise": (fp8.recipes.rowwise(power_of_two=False), False, *[[rows("e4m3")] * 2] * 3),
     "rowwise_hp_wgrad": (
         fp8.recipes.rowwise(power_of_two=False, high_precision_wgrad=True), False,
