@@ -1,7 +1,6 @@
 """Static scaling: a calibrated constant."""
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -21,7 +20,11 @@ def check_scale(name: str, scale: object) -> None:
     Example:
       >>> check_scale("scale", 0.125)
     """
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not 2.0**-126 <= float(scale) <= 2.0**126:
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, int | float | np.floating)
+        or not 2.0**-126 <= scale <= 2.0**126
+    ):
         raise ValueError(f"{name}={scale!r} must be a positive number between 2**-126 and 2**126.")
 
 
