@@ -131,8 +131,10 @@ def shard_map_inside(face, layer, plain, *, vma):
 
 
 def shard_map_outside(face, layer, plain, *, vma):
+    """Over both axes: without types JAX divides g by the size of an axis over which nothing is split."""
     loss, reference = single(layer, plain)
-    step = outside(face, loss, DATA, vma=vma, axes=("data",), summed=("data",))
+    axes = ("data", "tp")
+    step = outside(face, loss, (P(), P(), P(axes), P(axes)), vma=vma, axes=axes, summed=axes)
     return Row(step, reference, weights(), data())
 
 
