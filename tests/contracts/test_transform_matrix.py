@@ -38,6 +38,8 @@ def table(rows):
     for row in rows:
         for face in FACES:
             for recipe in RECIPES:
+                if row.__name__.endswith("no_vma") and not RECIPES[recipe].rows:
+                    continue  # without types a stateless amax is refused, or local by row (README, Limits)
                 wanted = (recipe, face) in DEFAULT | ALSO.get(row.__name__, set())
                 if not wanted and face != "core" and recipe not in LAYER_RECIPES:
                     continue  # a layer hands its recipe on to the core function: two recipes show that it does
