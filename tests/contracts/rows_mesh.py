@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from contracts.rows_local import (
     E,
+    K,
     L,
     Row,
     at,
@@ -157,13 +158,27 @@ def shard_map_tensor(face, layer, plain, *, vma):
 
 def shard_map_contracted(face, layer, plain, *, vma):
     """Rows of w over 'tp': y is a sum over devices, made by the user."""
+    _, reference = single(layer, plain)
+    return contracted(face, layer, reference, vma=vma)
+
+
+def shard_map_contracted_by_row(face, layer, plain, *, vma):
+    """A device sees half of each row that fprop contracts: that half has a scale of its own (README, Limits)."""
+
+    def halves(w, s, x):
+        return sum(plain(w[half], s, x[:, half]) for half in (slice(K // 2), slice(K // 2, K)))
+
+    _, reference = single(layer, halves)
+    return contracted(face, layer, reference, vma=vma)
+
+
+def contracted(face, layer, reference, *, vma):
 
     def loss(w, s, x, c):
         y = layer(w, s, x)
         # Without types the transpose of psum is a psum: give its cotangent to one device only.
         return jnp.sum(lax.psum(y, "tp") * c)
 
-    _, reference = single(layer, plain)
     specs = P("tp"), P(), P("data", "tp"), P("data")
     step = inside(face, loss, specs, (("data",), P("tp"), P()), vma=vma, axes=("data", "tp"), summed=("data",))
     return Row(step, reference, weights(), data())
@@ -213,6 +228,7 @@ MANUAL = [
     with_types(stages_outside, True),
     with_types(shard_map_partly_manual, True),
     with_types(shard_map_contracted, True),
+    with_types(shard_map_contracted_by_row, True),
 ]
 EXACT = [*AUTO_OR_EXPLICIT, *EXPLICIT, *MANUAL]
 BOUNDED = [with_types(shard_map_outside, False), with_types(stages_outside, False)]  # transposes sum over devices

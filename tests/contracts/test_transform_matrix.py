@@ -40,6 +40,8 @@ def table(rows):
             for recipe in RECIPES:
                 if row.__name__.endswith("no_vma") and not RECIPES[recipe].rows:
                     continue  # without types a stateless amax is refused, or local by row (README, Limits)
+                if "contracted" in row.__name__ and ("by_row" in row.__name__) != recipe.startswith("rowwise"):
+                    continue
                 wanted = (recipe, face) in DEFAULT | ALSO.get(row.__name__, set())
                 if not wanted and face != "core" and recipe not in LAYER_RECIPES:
                     continue  # a layer hands its recipe on to the core function: two recipes show that it does
