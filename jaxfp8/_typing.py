@@ -13,5 +13,6 @@ Axes: TypeAlias = tuple[int, ...]
 DotDimensionNumbers: TypeAlias = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """`((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, as in `jax.lax.dot_general`."""
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
+ScaleRounding: TypeAlias = Literal["rceil", "floor"]
 Implementation: TypeAlias = Literal["reference", "xla"] | None
 """A kernel backend by name; None takes the first one that can."""

@@ -13,12 +13,14 @@ class Chip:
       platform: jax's platform name.
       compute_capability: of an NVIDIA GPU, (major, minor); None elsewhere.
       fp8_matmul: whether it multiplies FP8 in hardware by a route that XLA can take.
+      block_scaled_matmul: whether its tensor cores apply the scales of tiles (MXFP8).
     """
 
     name: str
     platform: Literal["cpu", "cuda", "rocm", "tpu"]
     compute_capability: tuple[int, int] | None = None
     fp8_matmul: bool = False
+    block_scaled_matmul: bool = False
 
 
 # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating point").
@@ -32,7 +34,7 @@ CHIPS = {
         Chip(name="l40s", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
         Chip(name="h100", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
         Chip(name="h200", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
-        Chip(name="b200", platform="cuda", compute_capability=(10, 0), fp8_matmul=True),
+        Chip(name="b200", platform="cuda", compute_capability=(10, 0), fp8_matmul=True, block_scaled_matmul=True),
         Chip(name="mi300x", platform="rocm"),
         Chip(name="tpu", platform="tpu"),
     )

@@ -8,5 +8,6 @@ from jaxfp8.numerics._formats import Format as Format
 from jaxfp8.numerics._granularity import PerAxis as PerAxis
 from jaxfp8.numerics._granularity import PerRow as PerRow
 from jaxfp8.numerics._granularity import PerTensor as PerTensor
+from jaxfp8.numerics._per_block import PerBlock as PerBlock
 from jaxfp8.numerics._rounding import saturating_cast as saturating_cast
 from jaxfp8.numerics._scale import encoding_multiplier as encoding_multiplier

@@ -29,5 +29,4 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """
     magnitude = jnp.abs(x)
     magnitude = jnp.where(jnp.isnan(magnitude), jnp.array(jnp.inf, x.dtype), magnitude)
-    keep = len(granularity.scale_shape(x.shape)) > 0
-    return to_float32(jnp.max(magnitude, axis=granularity.reduced_axes(x.ndim), initial=0.0, keepdims=keep))
+    return to_float32(granularity.maximum(magnitude))

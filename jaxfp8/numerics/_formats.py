@@ -6,6 +6,7 @@ References:
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -35,6 +36,11 @@ class Format:
     max: float
     mantissa_bits: int
     min_exponent: int
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest finite value."""
+        return math.frexp(self.max)[1] - 1
 
     def __repr__(self) -> str:
         return self.name

@@ -1,28 +1,34 @@
 """Granularity: which values share one scale.
 
-A scale has the rank of its values (per axis) or none (per tensor), so that `values * scale` broadcasts.
+A scale has the rank of its values (per axis, per block) or none (per tensor). Blocks are in `_per_block.py`.
 """
 
 import abc
 import dataclasses
 
-from jaxfp8._typing import Axes
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, Axes
 
 
 class AbstractGranularity(abc.ABC):
     """Which values of an array share one scale."""
 
     @abc.abstractmethod
-    def reduced_axes(self, ndim: int) -> Axes:
-        """Axes that lie inside one scale cell, for an array of `ndim` axes."""
-
-    @abc.abstractmethod
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of an array of this shape."""
 
     @abc.abstractmethod
-    def for_matmul(self, kept: Axes) -> "AbstractGranularity":
-        """The granularity of an operand whose axes `kept` are not contracted by the matmul that reads it."""
+    def maximum(self, magnitude: Array) -> Array:
+        """The largest of each scale cell, 0 of an empty one, in the shape of the scale; `magnitude` [...] is not negative."""
+
+    @abc.abstractmethod
+    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        """A scale, or anything of its shape, so that it broadcasts to values of this shape."""
+
+    @abc.abstractmethod
+    def for_matmul(self, kept: Axes, ndim: int) -> "AbstractGranularity":
+        """The granularity of an operand of `ndim` axes, of which a matmul contracts all but `kept` (ascending)."""
 
     @abc.abstractmethod
     def transpose(self, permutation: Axes) -> "AbstractGranularity":
@@ -38,15 +44,19 @@ class PerTensor(AbstractGranularity):
       ()
     """
 
-    def reduced_axes(self, ndim: int) -> Axes:
-        return tuple(range(ndim))
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         del shape
         return ()
 
-    def for_matmul(self, kept: Axes) -> "PerTensor":
-        del kept
+    def maximum(self, magnitude: Array) -> Array:
+        return jnp.max(magnitude, initial=0.0)
+
+    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        del shape
+        return scale
+
+    def for_matmul(self, kept: Axes, ndim: int) -> "PerTensor":
+        del kept, ndim
         return self
 
     def transpose(self, permutation: Axes) -> "PerTensor":
@@ -87,16 +97,21 @@ class PerAxis(AbstractGranularity):
             )
         return kept
 
-    def reduced_axes(self, ndim: int) -> Axes:
-        kept = self._kept(ndim)
-        return tuple(axis for axis in range(ndim) if axis not in kept)
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         kept = self._kept(len(shape))
         return tuple(size if axis in kept else 1 for axis, size in enumerate(shape))
 
-    def for_matmul(self, kept: Axes) -> "PerAxis":
-        del kept
+    def maximum(self, magnitude: Array) -> Array:
+        kept = self._kept(magnitude.ndim)
+        inside = tuple(axis for axis in range(magnitude.ndim) if axis not in kept)
+        return jnp.max(magnitude, axis=inside, initial=0.0, keepdims=True)
+
+    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        del shape
+        return scale
+
+    def for_matmul(self, kept: Axes, ndim: int) -> "PerAxis":
+        del kept, ndim
         return self
 
     def transpose(self, permutation: Axes) -> "PerAxis":
@@ -112,7 +127,7 @@ class PerRow(AbstractGranularity):
     It is no granularity of an array by itself.
 
     Example:
-      >>> PerRow().for_matmul((0, 1))
+      >>> PerRow().for_matmul((0, 1), ndim=3)
       PerAxis(0, 1)
     """
 
@@ -121,13 +136,17 @@ class PerRow(AbstractGranularity):
             "granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep)."
         )
 
-    def reduced_axes(self, ndim: int) -> Axes:
-        raise self._refuse()
-
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         raise self._refuse()
 
-    def for_matmul(self, kept: Axes) -> AbstractGranularity:
+    def maximum(self, magnitude: Array) -> Array:
+        raise self._refuse()
+
+    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        raise self._refuse()
+
+    def for_matmul(self, kept: Axes, ndim: int) -> AbstractGranularity:
+        del ndim
         # A vector that is contracted whole has one row, hence one scale.
         return PerAxis(*kept) if kept else PerTensor()
 

@@ -7,6 +7,7 @@ from jax import lax
 from jaxfp8._typing import Array, Rounding
 from jaxfp8.numerics._float32 import to_float32
 from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._powers_of_two import power_of_two
 
 
 def saturating_cast(
@@ -52,14 +53,9 @@ def _stochastic(v: Array, format: Format, key: Array) -> Array:
     biased = lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) >> 23
     exponent = jnp.maximum(biased.astype(jnp.int32) - 127, format.min_exponent)
     # Spacing of the format at v and its inverse, as exact powers of two.
-    spacing = _power_of_two(exponent - format.mantissa_bits)
-    steps = jnp.abs(v) * _power_of_two(format.mantissa_bits - exponent)
+    spacing = power_of_two(exponent - format.mantissa_bits)
+    steps = jnp.abs(v) * power_of_two(format.mantissa_bits - exponent)
     whole = jnp.floor(steps)
     threshold = ((steps - whole) * 2.0**32).astype(jnp.uint32)
     up = jax.random.bits(key, v.shape, jnp.uint32) < threshold
     return jnp.copysign((whole + up.astype(jnp.float32)) * spacing, v)
-
-
-def _power_of_two(exponent: Array) -> Array:
-    """2**exponent from bits: `exp2` is not exact."""
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
+from jaxfp8.numerics import _powers_of_two as powers
 from jaxfp8.numerics._division import divide
 from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import Format
@@ -49,22 +50,27 @@ def encoding_multiplier(amax: Array, format: Format, *, margin: int = 0, power_o
       TransformerEngine user guide, FP8 delayed scaling.
     """
     usable = is_usable(amax)
-    multiplier = divide(format.max, jnp.where(usable, amax, 1.0), exponent=-margin)
-    if power_of_two:
-        bits = lax.bitcast_convert_type(multiplier, jnp.uint32)
-        multiplier = lax.bitcast_convert_type(bits & jnp.uint32(0xFF800000), jnp.float32)
+    amax = jnp.where(usable, amax, 1.0)
+    if power_of_two:  # the quotient rounded down is the scale rounded up, exactly, and needs no division
+        multiplier = powers.power_of_two(jnp.clip(-powers.scale_exponent(amax, format) - margin, -126, 126))
+    else:
+        multiplier = divide(format.max, amax, exponent=-margin)
     return jnp.where(usable, multiplier, 1.0)
 
 
-def inverse(multiplier_or_scale: Array) -> Array:
+def inverse(multiplier_or_scale: Array, *, power_of_two: bool = False) -> Array:
     """`1 / x`, correctly rounded: the scale of a multiplier, or the multiplier of a scale.
 
     Args:
       multiplier_or_scale: [...] float32 in [2^-126, 2^126].
+      power_of_two: it is one, so that its bits tell the inverse.
 
     Example:
       >>> import jax.numpy as jnp
       >>> inverse(jnp.float32(64.0))
       Array(0.015625, dtype=float32)
     """
+    if power_of_two:
+        bits = lax.bitcast_convert_type(multiplier_or_scale, jnp.int32)
+        return lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
     return divide(1.0, multiplier_or_scale)

@@ -13,6 +13,7 @@ from jaxfp8.ops._arguments import check_operands, check_out_dtype, fp8_precision
 from jaxfp8.ops._dimension_numbers import check, geometry
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.ops._three_matmuls import Call, three_matmuls
+from jaxfp8.ops._tile_view import tile_view
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.recipes._recipe import Recipe
@@ -78,19 +79,22 @@ def dot_general(
         )
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     probe = state.probe if state else None
+    view = None if recipe.tile is None else tile_view(lhs.shape, rhs.shape, dimension_numbers, recipe.tile)
+    x, w = (lhs, rhs) if view is None else (view.lhs(lhs), view.rhs(rhs))
     call = Call(
         recipe=recipe,
-        geometry=geometry(dimension_numbers, lhs.ndim, rhs.ndim),
+        geometry=geometry(dimension_numbers if view is None else view.dimension_numbers, x.ndim, w.ndim),
         out_dtype=check_out_dtype(out_dtype),
         precision=precision,
         fast_accumulation=fp8_precision(precision),
-        out_sharding=out_sharding,
+        out_sharding=out_sharding if view is None else view.out_sharding(out_sharding),
         collected=state is not None and not state.frozen,
         all_set=probe.all_set if probe else False,
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
         implementation=implementation,
     )
-    return three_matmuls(call, lhs, rhs, state.scale if state else None, probe.ledger if probe else None)
+    y = three_matmuls(call, x, w, state.scale if state else None, probe.ledger if probe else None)
+    return y if view is None else view.result(y, out_sharding)
 
 
 def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:

@@ -1,31 +1,65 @@
 """`quantize`: an array into a QuantizedTensor."""
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, ArrayLike, Implementation, Rounding
+from jaxfp8._typing import Array, ArrayLike, Implementation, Rounding, ScaleRounding
 from jaxfp8.kernels.cast._api import cast
-from jaxfp8.numerics._amax import amax
+from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.numerics._scale import encoding_multiplier, inverse
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.numerics._scale import inverse
+from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._once import once
-from jaxfp8.quantizers._base import check_bool, check_value_format
+from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
+@overload
 def quantize(
     x: ArrayLike,
     format: Format,
     granularity: AbstractGranularity | None = None,
     *,
     power_of_two: bool = False,
+    scale_format: Format | None = None,
+    scale_rounding: ScaleRounding = "rceil",
     scale: ArrayLike | None = None,
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
-) -> QuantizedTensor:
+) -> QuantizedTensor: ...
+@overload
+def quantize(
+    x: ArrayLike,
+    format: Format,
+    granularity: tuple[AbstractGranularity, ...],
+    *,
+    power_of_two: bool = False,
+    scale_format: Format | None = None,
+    scale_rounding: ScaleRounding = "rceil",
+    scale: ArrayLike | None = None,
+    rounding: Rounding = "nearest",
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> tuple[QuantizedTensor, ...]: ...
+def quantize(
+    x: ArrayLike,
+    format: Format,
+    granularity: AbstractGranularity | tuple[AbstractGranularity, ...] | None = None,
+    *,
+    power_of_two: bool = False,
+    scale_format: Format | None = None,
+    scale_rounding: ScaleRounding = "rceil",
+    scale: ArrayLike | None = None,
+    rounding: Rounding = "nearest",
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> QuantizedTensor | tuple[QuantizedTensor, ...]:
     """x in FP8: `values = round(x * m)`, `scale = 1 / m`, with `m = format.max / amax(x)` unless a scale is given.
 
     Finite input gives finite values; an element that is inf or NaN becomes NaN. Not differentiable: see
@@ -34,8 +68,11 @@ def quantize(
     Args:
       x: [...] bfloat16, float16, float32 or float64.
       format: E4M3 or E5M2.
-      granularity: which values share a scale; default PerTensor().
+      granularity: which values share a scale; default PerTensor(). A tuple of them gives x in each, from the same x: both
+        directions in which the matmuls of a training step read it.
       power_of_two: round the multiplier down to a power of two.
+      scale_format: None for float32 scales, E8M0 for those of MXFP8 (with PerBlock only).
+      scale_rounding: of E8M0 scales: "rceil" rounds up, so that nothing overflows; "floor" is the OCP paper's.
       scale: quantize with this scale instead (float32, shape `granularity.scale_shape(x.shape)`).
       rounding: "nearest" (even) or "stochastic" (needs `key`).
       key: a jax PRNG key.
@@ -50,38 +87,67 @@ def quantize(
       >>> q = fp8.quantize(jnp.array([0.1, -7.0]), fp8.E4M3)
       >>> q.scale, q.dequantize()
       (Array(0.015625, dtype=float32), Array([ 0.1015625, -7.       ], dtype=float32))
+      >>> rows, columns = fp8.quantize(jnp.ones((64, 96)), fp8.E4M3, (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1))),
+      ...                              scale_format=fp8.E8M0)
+      >>> rows.scale.shape, columns.scale.shape
+      ((64, 3), (2, 96))
+
+    References:
+      DeepSeek-V3, arXiv:2412.19437, section 3.3 (tiles); OCP Microscaling Formats (MX) v1.0 (E8M0 scales).
     """
     x = once(check_float("x", x))
     check_value_format(format)
-    check_bool("power_of_two", power_of_two)
     granularity = PerTensor() if granularity is None else granularity
-    if not isinstance(granularity, AbstractGranularity):
-        raise TypeError(f"granularity={granularity!r} is none; use fp8.PerTensor() or fp8.PerAxis(the axes to keep).")
-    shape = granularity.scale_shape(x.shape)
-    if scale is None:
-        multiplier = encoding_multiplier(amax(x, granularity), format, power_of_two=power_of_two)
-        scale = inverse(multiplier)
-    else:
-        if power_of_two:
-            raise ValueError("power_of_two=True has no effect on a scale= that is given; pass one of the two.")
-        scale = jnp.asarray(scale, jnp.float32)
-        if scale.shape != shape:
+    granularities = granularity if isinstance(granularity, tuple) else (granularity,)
+    if not granularities or not all(isinstance(each, AbstractGranularity) for each in granularities):
+        raise TypeError(
+            f"granularity={granularity!r} is none; use fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock(tile)."
+        )
+    rule = ScaleRule(power_of_two=power_of_two, scale_format=scale_format, scale_rounding=scale_rounding)
+    for each in granularities:
+        each.scale_shape(x.shape)  # raises where it does not fit
+        if scale_format is not None and not isinstance(each, PerBlock):
             raise ValueError(
-                f"scale has shape {list(scale.shape)}, but {granularity!r} of x {list(x.shape)} needs {list(shape)}."
+                f"scale_format={scale_format!r} needs tiles, got granularity={each!r}; use PerBlock((1, 32)) or float32 scales."
             )
-        # A traced scale cannot be looked at.
-        if not isinstance(scale, jax.core.Tracer) and not jnp.all((scale >= 2.0**-126) & (scale <= 2.0**126)):
+    if scale is not None:
+        if rule != ScaleRule() or isinstance(granularity, tuple):
             raise ValueError(
-                f"scale={scale} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x."
+                f"power_of_two={power_of_two}, scale_format={scale_format!r}, scale_rounding={scale_rounding!r} and a tuple of "
+                "granularities have no effect on a scale= that is given; pass the one or the other."
             )
-        multiplier = inverse(scale)
-    return cast(
-        x, multiplier, format, granularity, scale=scale, rounding=rounding, key=key, implementation=implementation
-    )
+        scale = _checked(scale, granularity, x.shape)
+        return cast(
+            x, inverse(scale), format, granularity, scale=scale, rounding=rounding, key=key, implementation=implementation
+        )
+    copies = kernel.quantize(x, format, granularities, rule, rounding=rounding, key=key, implementation=implementation)
+    return copies if isinstance(granularity, tuple) else copies[0]
+
+
+def _checked(scale: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[int, ...]) -> Array:
+    """A scale that the user gives, float32."""
+    scale = jnp.asarray(scale, jnp.float32)
+    shape = granularity.scale_shape(x_shape)
+    if scale.shape != shape:
+        raise ValueError(
+            f"scale has shape {list(scale.shape)}, but {granularity!r} of x {list(x_shape)} needs {list(shape)}."
+        )
+    # A traced scale cannot be looked at.
+    if not isinstance(scale, jax.core.Tracer) and not jnp.all((scale >= 2.0**-126) & (scale <= 2.0**126)):
+        raise ValueError(
+            f"scale={scale} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x."
+        )
+    return scale
 
 
 def fake_quantize(
-    x: ArrayLike, format: Format, granularity: AbstractGranularity | None = None, *, power_of_two: bool = False
+    x: ArrayLike,
+    format: Format,
+    granularity: AbstractGranularity | None = None,
+    *,
+    power_of_two: bool = False,
+    scale_format: Format | None = None,
+    scale_rounding: ScaleRounding = "rceil",
 ) -> Array:
     """x rounded to what FP8 can hold, in its own dtype; the gradient passes straight through.
 
@@ -90,6 +156,8 @@ def fake_quantize(
       format: E4M3 or E5M2.
       granularity: which values share a scale; default PerTensor().
       power_of_two: round the multiplier down to a power of two.
+      scale_format: None for float32 scales, E8M0 for those of MXFP8.
+      scale_rounding: of E8M0 scales, "rceil" or "floor".
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,5 +169,8 @@ def fake_quantize(
       Bengio et al., straight-through estimator, arXiv:1308.3432.
     """
     x = check_float("x", x)
-    rounded = quantize(jax.lax.stop_gradient(x), format, granularity, power_of_two=power_of_two).dequantize()
+    rounded = quantize(
+        jax.lax.stop_gradient(x), format, granularity,
+        power_of_two=power_of_two, scale_format=scale_format, scale_rounding=scale_rounding,
+    ).dequantize()  # fmt: skip
     return rounded - (jax.lax.stop_gradient(x) - x)  # in this order the value is `rounded`, to the bit, -0 included

@@ -119,21 +119,23 @@ def _cast(
 
     `contracted`: the mesh axes along which a matmul contracts the tensor across devices; its row amaxes span them.
     """
-    kinds: list[tuple[AbstractQuantizer, AbstractGranularity]] = []
-    operands: list[Operand] = []
-    reads: dict[Matmul, int] = {}
+    # One call of a quantizer for all the directions in which matmuls read its result.
+    directions: dict[AbstractQuantizer, dict[AbstractGranularity, frozenset[str]]] = {}
+    kinds: dict[Matmul, tuple[AbstractQuantizer, AbstractGranularity]] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
-        kind = (quantizer, quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor)))
-        if kind not in kinds:
-            stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
-            amax = functools.partial(_amax, call, value, kind[1], stored, contracted.get(matmul, frozenset()))
-            operands.append(
-                quantizer.quantize(
-                    value, kind[1], amax=amax, scale=stored, all_set=call.all_set, implementation=call.implementation
-                )
-            )
-            kinds.append(kind)
-        reads[matmul] = kinds.index(kind)
+        granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor), value.ndim)
+        directions.setdefault(quantizer, {}).setdefault(granularity, contracted.get(matmul, frozenset()))
+        kinds[matmul] = quantizer, granularity
+    operands: list[Operand] = []
+    order: list[tuple[AbstractQuantizer, AbstractGranularity]] = []
+    for quantizer, across in directions.items():
+        stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
+        operands += quantizer.quantize(
+            value, tuple(across), amax=functools.partial(_amax, call, value, stored, across), scale=stored,
+            all_set=call.all_set, implementation=call.implementation,
+        )  # fmt: skip
+        order += [(quantizer, granularity) for granularity in across]
+    reads = {matmul: order.index(kind) for matmul, kind in kinds.items()}
     seen = _seen(call, tensor, value, ledger)
     if seen and call.all_set:
         # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
@@ -172,14 +174,18 @@ def _stored(recipe: Recipe, tensor: Tensor, quantizer: AbstractQuantizer, scale:
 
 
 def _amax(
-    call: Call, value: Array, granularity: AbstractGranularity, stored: Array | None, across: frozenset[str]
+    call: Call,
+    value: Array,
+    stored: Array | None,
+    across: dict[AbstractGranularity, frozenset[str]],
+    granularity: AbstractGranularity,
 ) -> Array:
     """The amax of the whole logical tensor, on every mesh."""
     if stored is not None:
         return pmax(observe(value, stored), (varying(value) - varying(stored)) | set(call.reduce_axes))
     if isinstance(granularity, PerTensor):
         return pmax(amax_of(value, granularity), varying(value) | set(call.reduce_axes))
-    return pmax(amax_of(value, granularity), across)
+    return pmax(amax_of(value, granularity), across[granularity])
 
 
 def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:
@@ -198,7 +204,7 @@ def _matmul(call: Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: D
             return scaled_matmul(
                 lhs, rhs, dimension_numbers=dimension_numbers, preferred_element_type=out_dtype,
                 fast_accumulation=call.fast_accumulation and matmul == "fprop", out_sharding=out_sharding,
-                implementation=call.implementation,
+                chip=call.recipe.chip, implementation=call.implementation,
             )  # fmt: skip
         lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)

@@ -38,23 +38,26 @@ class AbstractQuantizer(abc.ABC):
     def quantize(
         self,
         x: Array,
-        granularity: AbstractGranularity,
+        granularities: tuple[AbstractGranularity, ...],
         *,
-        amax: Callable[[], Array],
+        amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
         implementation: Implementation,
-    ) -> Operand:
-        """Choose the scale and cast, in one call.
+    ) -> tuple[Operand, ...]:
+        """Choose the scale and cast, in one call for all the directions in which matmuls read x.
 
         Args:
           x: [...] floating point.
-          granularity: this quantizer's own, resolved for the array.
+          granularities: this quantizer's own, resolved for the array, once for each direction.
           amax: gives the amax of the whole logical tensor, of shape `granularity.scale_shape(x.shape)`. Called only
             by those who need it, because it costs a read of x.
           scale: [] float32, the stored scale of a stateful quantizer, 0 where unset; None for the others.
           all_set: the caller knows that the scale is set.
           implementation: of the cast.
+
+        Returns:
+          x in each granularity.
         """
 
 

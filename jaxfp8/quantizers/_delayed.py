@@ -84,19 +84,21 @@ class Delayed(AbstractQuantizer):
     def quantize(
         self,
         x: Array,
-        granularity: AbstractGranularity,
+        granularities: tuple[AbstractGranularity, ...],
         *,
-        amax: Callable[[], Array],
+        amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
         implementation: Implementation,
-    ) -> QuantizedTensor:
+    ) -> tuple[QuantizedTensor, ...]:
         assert scale is not None
         multiplier = inverse(scale)
+        (granularity,) = set(granularities)  # one scale for the whole tensor fits every direction
         if not all_set:  # an unset scale takes the current amax, so that no step is wasted on a guess
-            unset, current = scale == 0, self.multiplier(amax())
+            unset, current = scale == 0, self.multiplier(amax(granularity))
             multiplier, scale = jnp.where(unset, current, multiplier), jnp.where(unset, inverse(current), scale)
-        return cast(x, multiplier, self.format, granularity, scale=scale, implementation=implementation)
+        quantized = cast(x, multiplier, self.format, granularity, scale=scale, implementation=implementation)
+        return (quantized,) * len(granularities)
 
     def update(self, row: DelayedRow, amax: Array) -> DelayedRow:
         """The row after a step whose largest amax was `amax` [...], once per optimizer step.

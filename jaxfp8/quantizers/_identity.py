@@ -34,12 +34,12 @@ class Identity(AbstractQuantizer):
     def quantize(
         self,
         x: Array,
-        granularity: AbstractGranularity,
+        granularities: tuple[AbstractGranularity, ...],
         *,
-        amax: Callable[[], Array],
+        amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
         implementation: Implementation,
-    ) -> Array:
-        del granularity, amax, scale, all_set, implementation
-        return x
+    ) -> tuple[Array, ...]:
+        del amax, scale, all_set, implementation
+        return (x,) * len(granularities)

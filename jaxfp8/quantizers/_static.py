@@ -66,14 +66,17 @@ class Static(AbstractQuantizer):
     def quantize(
         self,
         x: Array,
-        granularity: AbstractGranularity,
+        granularities: tuple[AbstractGranularity, ...],
         *,
-        amax: Callable[[], Array],
+        amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
         implementation: Implementation,
-    ) -> QuantizedTensor:
+    ) -> tuple[QuantizedTensor, ...]:
         del amax, scale, all_set
         constant = np.float32(self.scale)
         multiplier, fixed = jnp.asarray(np.float32(1) / constant), jnp.asarray(constant)
-        return cast(x, multiplier, self.format, granularity, scale=fixed, implementation=implementation)
+        return tuple(
+            cast(x, multiplier, self.format, granularity, scale=fixed, implementation=implementation)
+            for granularity in granularities
+        )

@@ -1,9 +1,11 @@
 """Which quantizer for which operand of which matmul."""
 
+from jaxfp8.recipes._presets import blockwise as blockwise
 from jaxfp8.recipes._presets import current as current
 from jaxfp8.recipes._presets import delayed as delayed
 from jaxfp8.recipes._presets import get as get
 from jaxfp8.recipes._presets import identity as identity
+from jaxfp8.recipes._presets import mxfp8 as mxfp8
 from jaxfp8.recipes._presets import rowwise as rowwise
 from jaxfp8.recipes._presets import static as static
 from jaxfp8.recipes._recipe import Operands as Operands

@@ -16,7 +16,7 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
       chip: its name ("h200", "b200", "l40s", "cpu", ...). An argument, never detected.
 
     Returns:
-      A dict, empty where nothing has to be said (no FP8 hardware, or an identity recipe).
+      A dict, empty where nothing has to be said (no FP8 hardware, or a recipe without matmuls for cuBLASLt: identity, tiles).
 
     Raises:
       ValueError: for an unknown chip.
@@ -33,6 +33,8 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
             f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
         )
     described = chip_named(chip)
-    if described.platform == "cuda" and described.fp8_matmul and recipe.fp8_matmuls:
+    if described.platform == "cuda" and described.fp8_matmul and any(
+        operands.in_fp8 and not operands.in_tiles for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    ):
         return {"xla_gpu_enable_triton_gemm": False}
     return {}

@@ -11,7 +11,9 @@ import dataclasses
 import functools
 from typing import Literal, NamedTuple, TypeAlias
 
+from jaxfp8.kernels._platform import chip_named
 from jaxfp8.numerics._formats import E5M2
+from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.quantizers._identity import Identity
@@ -51,11 +53,27 @@ class Operands:
                 raise TypeError(
                     f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
                 )
+        tiles = [q.granularity.tile for q in (self.lhs, self.rhs) if isinstance(q.granularity, PerBlock)]
+        if len(tiles) == 2:
+            if all(kept > 1 for kept, _ in tiles):
+                raise ValueError(
+                    f"lhs and rhs are both in 2D tiles ({tiles[0]}, {tiles[1]}), which no kernel multiplies; give one of them "
+                    f"1D tiles, PerBlock((1, {tiles[0][1]}))."
+                )
+            if tiles[0][1] != tiles[1][1]:
+                raise ValueError(
+                    f"lhs has tiles of {tiles[0][1]} along the contracted axis, rhs of {tiles[1][1]}; both sides need the same."
+                )
         if self.lhs.value_format == self.rhs.value_format == E5M2:
             raise ValueError(
                 "lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3 "
                 "(forward= or gradient= of a preset)."
             )
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether an operand has a scale for each tile."""
+        return any(isinstance(q.granularity, PerBlock) for q in (self.lhs, self.rhs))
 
     @property
     def in_fp8(self) -> bool:
@@ -81,6 +99,8 @@ class Recipe:
       fprop: quantizers of x and w in y = x @ w.
       dgrad: quantizers of g and w in dx = g @ w^T.
       wgrad: quantizers of x and g in dw = x^T @ g.
+      chip: the chip that programs are compiled for, if matmuls of tiles shall run on its own block-scaled instructions
+        ("b200"). None, the default, compiles to programs that are right on every chip. Casts do not depend on it.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -95,6 +115,7 @@ class Recipe:
     fprop: Operands
     dgrad: Operands
     wgrad: Operands
+    chip: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -102,6 +123,10 @@ class Recipe:
         for matmul in ("fprop", "dgrad", "wgrad"):
             if not isinstance(getattr(self, matmul), Operands):
                 raise TypeError(f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...).")
+        if self.chip is not None:
+            chip_named(self.chip)
+            if self.tile is None:
+                raise ValueError(f"chip={self.chip!r} is not used by a recipe without tiles; leave it out.")
         lengths = {row.quantizer.history_length for row in self.rows}
         if len(lengths) > 1:
             raise ValueError(
@@ -122,6 +147,14 @@ class Recipe:
                 if isinstance(quantizer, Delayed) and Row(tensor, quantizer) not in rows:
                     rows.append(Row(tensor, quantizer))
         return tuple(rows)
+
+    @functools.cached_property
+    def tile(self) -> int | None:
+        """The longest side of the tiles that its operands are quantized in; None without tiles."""
+        sides = [
+            q.granularity.tile[1] for t in _USES for _, q in self.uses(t) if isinstance(q.granularity, PerBlock)
+        ]
+        return max(sides, default=None)
 
     @property
     def is_identity(self) -> bool:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.numerics._float32 import LARGEST
-from jaxfp8.numerics._formats import VALUE_FORMATS, Format, format_of
+from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format, format_of
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._powers_of_two import factors_of
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype"]
+    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype", "power_of_two"]
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
@@ -21,14 +22,16 @@ class QuantizedTensor:
 
     Invariants (checked by `validate`, not on construction, so that tree maps over specs work):
       values.dtype in {float8_e4m3fn, float8_e5m2}
-      scale.dtype  == float32
-      scale.shape  == granularity.scale_shape(values.shape), hence `values * scale` broadcasts
+      scale.dtype  in {float32, float8_e8m0fnu}
+      scale.shape  == granularity.scale_shape(values.shape)
+      power_of_two implies that every scale is one (or NaN); E8M0 implies power_of_two
 
     Attributes:
       values: [...] FP8 payload.
       scale: multiplies stored values back to real ones.
       granularity: which values share a scale (static).
       dtype: the high-precision dtype that it stands for (static).
+      power_of_two: every scale is known to be a power of two (static), so a matmul may fold it into the values.
 
     Example:
       >>> import jax.numpy as jnp
@@ -45,6 +48,7 @@ class QuantizedTensor:
     scale: Array
     granularity: AbstractGranularity
     dtype: DType
+    power_of_two: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,18 +70,25 @@ class QuantizedTensor:
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         largest = min(float(jnp.finfo(dtype).max), LARGEST)
         values = self.values.astype(jnp.float32)
-        product = values * self.scale
+        product = values
+        for factor in factors_of(self.scale):
+            product = product * self.granularity.expand(factor, self.shape)
         return jnp.where(jnp.isfinite(values), jnp.clip(product, -largest, largest), product).astype(dtype)
 
     def transpose(self, *permutation: int) -> "QuantizedTensor":
-        """The tensor with its axes permuted (default: reversed); exact, values and scales move together."""
+        """The tensor with its axes permuted (default: reversed); exact, values and scales move together.
+
+        Raises:
+          ValueError: for tiles along one axis, which would run along the wrong axis then.
+        """
         order: Axes = permutation or tuple(reversed(range(self.ndim)))
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(
                 f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}."
             )
         scale = self.scale.transpose(order) if self.scale.ndim else self.scale
-        return QuantizedTensor(self.values.transpose(order), scale, self.granularity.transpose(order), self.dtype)
+        granularity = self.granularity.transpose(order)
+        return QuantizedTensor(self.values.transpose(order), scale, granularity, self.dtype, self.power_of_two)
 
     @property
     def T(self) -> "QuantizedTensor":
@@ -102,8 +113,10 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
             f"{[f.dtype.name for f in VALUE_FORMATS]}: make it with fp8.quantize."
         )
     wanted = tensor.granularity.scale_shape(tensor.shape)
-    if tensor.scale.dtype != jnp.float32 or tensor.scale.shape != wanted:
+    if tensor.scale.dtype not in (jnp.float32, E8M0.dtype) or tensor.scale.shape != wanted:
         raise ValueError(
             f"{name} has a scale {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values of shape {list(tensor.shape)} "
-            f"with {tensor.granularity!r} need float32{list(wanted)}: make it with fp8.quantize."
+            f"with {tensor.granularity!r} need float32{list(wanted)} (or E8M0): make it with fp8.quantize."
         )
+    if tensor.scale.dtype == E8M0.dtype and not tensor.power_of_two:
+        raise ValueError(f"{name} has E8M0 scales and power_of_two=False; they are powers of two: pass power_of_two=True.")

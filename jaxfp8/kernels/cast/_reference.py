@@ -21,5 +21,5 @@ def cast(
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`; here every operation is cut off from the next, so that nothing is fused or rewritten."""
     multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
-    values = saturating_cast(x, multiplier, format, rounding=rounding, key=key)
+    values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
     return QuantizedTensor(values, scale, granularity, x.dtype)

@@ -18,5 +18,5 @@ def cast(
     key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`."""
-    values = saturating_cast(x, multiplier, format, rounding=rounding, key=key)
+    values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
     return QuantizedTensor(values, scale, granularity, x.dtype)

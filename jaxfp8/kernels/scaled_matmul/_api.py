@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import dispatch
-from jaxfp8.kernels.scaled_matmul import _reference, _xla
+from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.numerics._granularity import PerTensor
+from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
 
-BACKENDS = {"xla": _xla.scaled_matmul, "reference": _reference.scaled_matmul}
+BACKENDS = {"cudnn": _cudnn.scaled_matmul, "xla": _xla.scaled_matmul, "reference": _reference.scaled_matmul}
 
 
 def scaled_matmul(
@@ -21,24 +22,29 @@ def scaled_matmul(
     preferred_element_type: DType | None = None,
     fast_accumulation: bool = False,
     out_sharding: jax.sharding.NamedSharding | jax.P | None = None,
+    chip: str | None = None,
     implementation: Implementation = None,
 ) -> Array:
     """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
 
     Args:
-      lhs: [..., M, K] or as `dimension_numbers` say; scaled per tensor or along axes that are not contracted.
+      lhs: [..., M, K] or as `dimension_numbers` say; scaled per tensor, along axes that are not contracted, or in tiles, which
+        run along a contracted axis. At most one operand has square tiles.
       rhs: [K, N] or as `dimension_numbers` say.
       dimension_numbers: as in `jax.lax.dot_general`; default: the last axis of lhs with the first of rhs.
       preferred_element_type: dtype of the result; default: what the operands' dtypes promote to.
       fast_accumulation: let Hopper's tensor cores keep about 14 bits of each partial sum (cuBLASLt's fast mode).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
+      chip: the chip that the program is compiled for, if its own block-scaled matmul shall be used ("b200"). An argument, never
+        detected; None gives a program that is right on every chip.
       implementation: a backend by name, or None for the first that can.
 
     Returns:
       [..., M, N], batch axes first.
 
     Raises:
-      ValueError: for E5M2 x E5M2, which no hardware multiplies; for a scale that varies along a contracted axis.
+      ValueError: for E5M2 x E5M2, which no hardware multiplies; for a scale that varies along a contracted axis other than
+        in tiles; for tiles that do not match, or are square on both sides.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,8 +60,9 @@ def scaled_matmul(
         dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
     if lhs.format == rhs.format == E5M2:
         raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; quantize one of them to E4M3.")
+    _check_tiles(lhs, rhs, dimension_numbers)
     for name, operand, contracted in zip(("lhs", "rhs"), (lhs, rhs), dimension_numbers[0], strict=True):
-        if not isinstance(operand.granularity, PerTensor) and any(
+        if not isinstance(operand.granularity, PerTensor | PerBlock) and any(
             operand.scale.shape[axis] != 1 for axis in contracted
         ):
             raise ValueError(
@@ -67,5 +74,30 @@ def scaled_matmul(
     return dispatch(
         "scaled_matmul", BACKENDS, implementation, lhs, rhs,
         dimension_numbers=dimension_numbers, out_dtype=jnp.dtype(preferred_element_type),
-        fast_accumulation=fast_accumulation, out_sharding=out_sharding,
+        fast_accumulation=fast_accumulation, out_sharding=out_sharding, chip=chip,
     )  # fmt: skip
+
+
+def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers) -> None:
+    """Raise ValueError unless tiles run along a contracted axis, equally long on both sides."""
+    tiles = []
+    for name, operand, contracted in zip(("lhs", "rhs"), (lhs, rhs), dimension_numbers[0], strict=True):
+        if not isinstance(operand.granularity, PerBlock):
+            continue
+        tile = operand.granularity.along(operand.ndim)
+        tiles.append([tile[axis] for axis in contracted])
+        if all(size == 1 for size in tiles[-1]):
+            raise ValueError(
+                f"{name} {list(operand.shape)} in tiles of {operand.granularity.tile} is contracted along axes "
+                f"{tuple(contracted)}, along which its tiles have one value: quantize it in the other direction."
+            )
+    if len(tiles) == 2 and tiles[0] != tiles[1]:
+        raise ValueError(
+            f"lhs has tiles of {tiles[0]} along its contracted axes {tuple(dimension_numbers[0][0])}, rhs tiles of {tiles[1]} along "
+            f"{tuple(dimension_numbers[0][1])}: scales can leave a partial sum only if both sides have the same tiles."
+        )
+    if all(isinstance(t.granularity, PerBlock) and len(t.granularity.tiled_axes) > 1 for t in (lhs, rhs)):
+        raise ValueError(
+            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles, which no kernel multiplies; give one of "
+            "them tiles along the contracted axis only, PerBlock((1, T)) for a contracted last axis."
+        )

@@ -17,9 +17,10 @@ def scaled_matmul(
     out_dtype: DType,
     fast_accumulation: bool,
     out_sharding: Any,
+    chip: str | None,
 ) -> Array:
     """See `kernels.scaled_matmul._api.scaled_matmul`."""
-    del fast_accumulation  # float32 throughout
+    del fast_accumulation, chip  # float32 throughout
     product = lax.dot_general(
         lhs.dequantize(jnp.float32), rhs.dequantize(jnp.float32), dimension_numbers,
         precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32, out_sharding=out_sharding,

@@ -7,12 +7,12 @@ FP8 payloads and the float32 scales. Scales that vary along an axis never match,
 elementwise pass.
 
 Elsewhere every FP8 value is exact in bfloat16, so the payloads are multiplied as bfloat16 with float32 accumulation, and
-the float32 product is scaled. On CPUs this is the fastest matmul that XLA has, twice as fast as float32, but it is found
-only if the left operand lies in memory with the contracted axis last. That of wgrad does not; so it is transposed first,
-which costs a few percent of the matmul.
+the float32 product is scaled.
+
+Operands in tiles go to `_xla_blocks.py`.
 
 References:
-  XLA, gpu/transforms/gemm_rewriter.cc, cpu/dot_library_rewriter; JAX-Toolbox, NATIVE_FP8.md.
+  XLA, gpu/transforms/gemm_rewriter.cc; JAX-Toolbox, NATIVE_FP8.md.
 """
 
 import functools
@@ -24,8 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.kernels.scaled_matmul import _xla_blocks
+from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
+from jaxfp8.kernels.scaled_matmul._bfloat16_dot import cpu_dot
 from jaxfp8.numerics._granularity import PerTensor
+from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -37,23 +41,26 @@ def scaled_matmul(
     out_dtype: DType,
     fast_accumulation: bool,
     out_sharding: Any,
+    chip: str | None,
 ) -> Array:
     """See `kernels.scaled_matmul._api.scaled_matmul`."""
+    del chip  # one program for all of them
+    if any(isinstance(operand.granularity, PerBlock) for operand in (lhs, rhs)):
+        return _xla_blocks.scaled_matmul(
+            lhs, rhs, dimension_numbers=dimension_numbers, out_dtype=out_dtype, out_sharding=out_sharding
+        )
     # XLA passes HIGHEST on to cuBLASLt as "no fast accumulation".
     precision = lax.Precision.DEFAULT if fast_accumulation else lax.Precision.HIGHEST
     dot = functools.partial(
         lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, out_sharding=out_sharding
     )
     per_tensor = isinstance(lhs.granularity, PerTensor) and isinstance(rhs.granularity, PerTensor)
-    scales = [_along_output(lhs, rhs, dimension_numbers, side) for side in (0, 1)]
+    scales = [along_output(operand.scale, (lhs.ndim, rhs.ndim), dimension_numbers, i) for i, operand in enumerate((lhs, rhs))]
     # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
-        # The smaller scale first, so that a finite result never overflows on the way.
-        first, second = (_laid_as(scale, product) for scale in scales)
-        small, large = jnp.minimum(first, second), jnp.maximum(first, second)
-        return ((product.astype(jnp.float32) * small) * large).astype(out_dtype)
+        return scaled(product.astype(jnp.float32), *scales).astype(out_dtype)
 
     def bare(a: Array, b: Array, *scales: Array) -> Array:
         return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)
@@ -70,13 +77,8 @@ def scaled_matmul(
         return scale_by_rows(product, *scales)
 
     def cpu(a: Array, b: Array, *scales: Array) -> Array:
-        ((contracted, _), (batch, _)) = dimension_numbers
-        kept = (axis for axis in range(a.ndim) if axis not in (*contracted, *batch))
-        order = (*batch, *kept, *contracted)
-        rows = tuple(tuple(order.index(axis) for axis in axes) for axes in (contracted, batch))
-        canonical = ((rows[0], dimension_numbers[0][1]), (rows[1], dimension_numbers[1][1]))
-        operands = (_as_laid_out(v.astype(jnp.bfloat16)) for v in (a.transpose(order), b))
-        return scale_by_rows(dot(*operands, dimension_numbers=canonical, preferred_element_type=jnp.float32), *scales)
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+        return scale_by_rows(cpu_dot(a, b, dimension_numbers, out_sharding), *scales)
 
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare
     return lax.platform_dependent(lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, default=portable)
@@ -98,43 +100,3 @@ def _unless_scales_are_mapped(function: Callable[..., Array], otherwise: Callabl
         return _unless_scales_are_mapped(batch(function), batch(otherwise))(*arguments), True
 
     return product
-
-
-def _laid_as(scale: Array, product: Array) -> Array:
-    """A scale with the sharding of the product that it multiplies, which in an Explicit mesh it must have."""
-    sharding = jax.typeof(product).sharding
-    if not scale.ndim or sharding.mesh.empty or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
-        return scale
-    spec = jax.P(*(along if size > 1 else None for along, size in zip(sharding.spec, scale.shape, strict=True)))
-    return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
-
-
-def _as_laid_out(x: Array) -> Array:
-    """x [...], which XLA:CPU has to take as an array in row-major order that is already there.
-
-    It chooses a matmul by the layout of the operands, and may fold a transposition into the matmul afterwards: into one
-    that then fails ("Unsupported element type for DotThunk"). The barrier keeps transpositions out, and the new axis makes
-    a reshape of what would otherwise be a transposed view.
-    """
-    return jnp.squeeze(lax.optimization_barrier(jnp.expand_dims(x, 0)), 0)
-
-
-def _along_output(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int
-) -> Array:
-    """The scale of one operand, laid along the axes of the product (batch, lhs kept, rhs kept)."""
-    operand = (lhs, rhs)[side]
-    if isinstance(operand.granularity, PerTensor):
-        return operand.scale
-    contracted, batch = ((tuple(lhs_axes), tuple(rhs_axes)) for lhs_axes, rhs_axes in dimension_numbers)
-    kept: list[Axes] = [
-        tuple(axis for axis in range(tensor.ndim) if axis not in contracted[i] + batch[i])
-        for i, tensor in enumerate((lhs, rhs))
-    ]
-    scale = operand.scale.transpose(batch[side] + kept[side] + contracted[side])
-    n_batch, n_kept = len(batch[side]), len(kept[side])
-    scale = jnp.squeeze(
-        scale, axis=tuple(range(n_batch + n_kept, scale.ndim))
-    )  # contracted: size 1, or it had been refused
-    first = n_batch if side == 1 else n_batch + n_kept
-    return jnp.expand_dims(scale, tuple(range(first, first + len(kept[1 - side]))))

@@ -1,0 +1,41 @@
+"""The door of the quantizer: amax, scale and cast in one call, for every direction in which matmuls read the array.
+
+In one call, so that a kernel can do all of it in one read of x. Amaxes are those of the array at hand; a scale that spans
+devices, or steps, goes through `kernels.cast`.
+"""
+
+from jaxfp8._typing import Array, Implementation, Rounding
+from jaxfp8.kernels._dispatch import dispatch
+from jaxfp8.kernels.quantize import _reference, _xla
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+BACKENDS = {"xla": _xla.quantize, "reference": _reference.quantize}
+
+
+def quantize(
+    x: Array,
+    format: Format,
+    granularities: tuple[AbstractGranularity, ...],
+    rule: ScaleRule,
+    *,
+    rounding: Rounding = "nearest",
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> tuple[QuantizedTensor, ...]:
+    """x in each granularity, every copy from the high-precision x.
+
+    Args:
+      x: [...] floating point.
+      format: E4M3 or E5M2.
+      granularities: which values share a scale, for each copy.
+      rule: how an amax becomes a scale.
+      rounding: "nearest" or "stochastic".
+      key: a jax PRNG key, for stochastic rounding; every copy gets the same random bits.
+      implementation: a backend by name, or None for the first that can.
+    """
+    return dispatch(
+        "quantize", BACKENDS, implementation, x, format, granularities, rule, rounding=rounding, key=key
+    )

@@ -1,0 +1,31 @@
+"""The quantizer as the numerics page has it, step by step: the oracle of the other backends."""
+
+import jax
+
+from jaxfp8._typing import Array, Rounding
+from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def quantize(
+    x: Array,
+    format: Format,
+    granularities: tuple[AbstractGranularity, ...],
+    rule: ScaleRule,
+    *,
+    rounding: Rounding,
+    key: Array | None,
+) -> tuple[QuantizedTensor, ...]:
+    """See `kernels.quantize._api.quantize`; here every step is cut off from the next, so that nothing is fused or rewritten."""
+
+    def one(granularity: AbstractGranularity) -> QuantizedTensor:
+        largest = jax.lax.optimization_barrier(amax(x, granularity))
+        multiplier, scale = jax.lax.optimization_barrier(rule.apply(largest, format))
+        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
+
+    return tuple(map(one, granularities))

@@ -1,0 +1,31 @@
+"""The quantizer for XLA: a reduction and an elementwise cast for each direction, which it fuses as far as it can.
+
+On a GPU that is one read of x for the amax and one for the cast, in each direction.
+"""
+
+from jaxfp8._typing import Array, Rounding
+from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def quantize(
+    x: Array,
+    format: Format,
+    granularities: tuple[AbstractGranularity, ...],
+    rule: ScaleRule,
+    *,
+    rounding: Rounding,
+    key: Array | None,
+) -> tuple[QuantizedTensor, ...]:
+    """See `kernels.quantize._api.quantize`."""
+
+    def one(granularity: AbstractGranularity) -> QuantizedTensor:
+        multiplier, scale = rule.apply(amax(x, granularity), format)
+        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
+
+    return tuple(map(one, granularities))

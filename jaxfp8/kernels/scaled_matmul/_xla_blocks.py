@@ -1,0 +1,129 @@
+"""The scaled matmul of operands in tiles, for XLA.
+
+**Scales that are powers of two are folded into the values**: an FP8 value times a power of two is exact in bfloat16, so
+one bfloat16 matmul with float32 accumulation is the exact scaled product, and nothing grows with the number of tiles. XLA
+has no block-scaled matmul for Hopper, hence this runs there at the speed of bfloat16.
+
+**Float32 scales** cannot be folded: each tile of the contracted axis is multiplied by itself, its partial product scaled
+in float32 and added, in a loop over tiles that holds one partial product at a time.
+
+Letters: T the tile along a contracted axis.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
+from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.numerics._powers_of_two import factors_of
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+
+
+def scaled_matmul(
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    *,
+    dimension_numbers: DotDimensionNumbers,
+    out_dtype: DType,
+    out_sharding: Any,
+) -> Array:
+    """See `kernels.scaled_matmul._api.scaled_matmul`."""
+    if lhs.power_of_two and rhs.power_of_two:
+        return bfloat16_dot(fold(lhs), fold(rhs), dimension_numbers, out_dtype, out_sharding)
+    return _tile_by_tile(lhs, rhs, dimension_numbers, out_sharding).astype(out_dtype)
+
+
+def fold(operand: QuantizedTensor) -> Array:
+    """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
+
+    Rounded up to 8 bits, the largest float32 stands for 2^128, which nothing can hold: it becomes the largest bfloat16.
+    """
+    product = operand.values.astype(jnp.bfloat16)
+    for factor in factors_of(operand.scale):
+        product = product * operand.granularity.expand(factor.astype(jnp.bfloat16), operand.shape)
+    return jnp.clip(product, -_LARGEST, _LARGEST)
+
+
+def _tile_by_tile(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, out_sharding: Any
+) -> Array:
+    """The sum over tiles of (product of tiles) * scales, float32."""
+    contracted = dimension_numbers[0]
+    tiles = [_tile(lhs, i, rhs, j) for i, j in zip(*contracted, strict=True)]
+    cells = [-(-lhs.shape[i] // tile) for i, tile in zip(contracted[0], tiles, strict=True)]
+    operands = [_parts(operand, axes, tiles) for operand, axes in zip((lhs, rhs), contracted, strict=True)]
+
+    def partial(step: Array | int) -> Array:
+        at = _unravel(step, cells)
+        values, scales = [], []
+        for side, (operand, (whole, scale)) in enumerate(zip((lhs, rhs), operands, strict=True)):
+            axes = contracted[side]
+            values.append(_slice(whole, axes, at, tiles).astype(jnp.bfloat16))
+            if scale.ndim:
+                scale = _slice(scale, axes, at, [1] * len(axes))
+                # Along kept axes; along contracted ones a single cell is left, which broadcasts.
+                shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
+                scale = operand.granularity.expand(scale, tuple(shape))
+            scales.append(along_output(scale, (lhs.ndim, rhs.ndim), dimension_numbers, side))
+        product = bfloat16_dot(values[0], values[1], dimension_numbers, jnp.dtype(jnp.float32), out_sharding)
+        return scaled(product, *scales)
+
+    # The first one gives the sum its type: sharding, and manual axes along which it varies.
+    return lax.fori_loop(1, math.prod(cells), lambda step, total: total + partial(step), partial(0))
+
+
+def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
+    """T of a pair of contracted axes: that of an operand in tiles, else the whole axis."""
+    for operand, axis in ((lhs, i), (rhs, j)):
+        if isinstance(operand.granularity, PerBlock):
+            return min(operand.granularity.along(operand.ndim)[axis], max(operand.shape[axis], 1))
+    return max(lhs.shape[i], 1)
+
+
+def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> tuple[Array, Array]:
+    """Values padded with zeros to whole tiles, and float32 scales; powers of two go into the values, which stay exact."""
+    values, scale = operand.values, operand.scale
+    if operand.power_of_two:
+        values, scale = fold(operand), jnp.float32(1.0)
+    pads = [(0, 0)] * operand.ndim
+    for axis, tile in zip(axes, tiles, strict=True):
+        if tile < operand.shape[axis]:
+            _refuse_sharded(operand, axis)
+        pads[axis] = (0, -operand.shape[axis] % tile)
+    return (jnp.pad(values, pads) if any(after for _, after in pads) else values), scale
+
+
+def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
+    sharding = jax.typeof(operand.values).sharding
+    if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types and sharding.spec[axis] is not None:
+        raise ValueError(
+            f"float32 scales in tiles along axis {axis} of {list(operand.shape)}, which an Explicit mesh splits over "
+            f"{sharding.spec[axis]!r}: tiles are multiplied one after the other, not on several devices. Use power_of_two=True, "
+            "or call it inside jax.shard_map."
+        )
+
+
+def _unravel(step: Array | int, cells: list[int]) -> list[Array | int]:
+    """The index along each contracted axis of a step, the last axis fastest."""
+    at: list[Array | int] = []
+    for count in reversed(cells):
+        at.insert(0, step % count if count > 1 else 0)
+        step = step // max(count, 1)
+    return at
+
+
+def _slice(x: Array, axes: Sequence[int], at: list[Array | int], sizes: list[int]) -> Array:
+    """Tile number `at` along each axis; an axis with a single cell stays as it is."""
+    for axis, index, size in zip(axes, at, sizes, strict=True):
+        if x.shape[axis] > size:
+            x = lax.dynamic_slice_in_dim(x, index * size, size, axis)
+    return x

@@ -1,0 +1,105 @@
+"""PerBlock: one scale for each tile of an array.
+
+Letters: T the values along one side of a tile.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, Axes
+from jaxfp8.numerics._granularity import AbstractGranularity
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock(AbstractGranularity):
+    """One scale for each tile; `tile` is aligned with the trailing axes, leading axes have a tile of 1.
+
+    An array [.., M, K] in tiles of (m, k) has a scale [.., ceil(M/m), ceil(K/k)]. A tile at an edge may be ragged: what it
+    lacks counts as zeros. `PerBlock((1, 128))`, `PerBlock((128, 128))` are the tiles of DeepSeek-V3, `PerBlock((1, 32))`
+    that of MXFP8.
+
+    Inside a recipe, which does not know axes, the tile is (along the kept axis, along the contracted axis) of whichever
+    matmul reads the operand: (1, T) or (T, T).
+
+    Example:
+      >>> PerBlock((1, 128)).scale_shape((8, 300))
+      (8, 3)
+      >>> PerBlock((128, 128)).scale_shape((2, 256, 300))
+      (2, 2, 3)
+
+    References:
+      DeepSeek-V3, arXiv:2412.19437, section 3.3.2; OCP Microscaling Formats (MX) v1.0.
+    """
+
+    tile: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = self.tile
+        if not isinstance(sizes, tuple) or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128).")
+        if all(size == 1 for size in sizes):
+            raise ValueError(f"tile={sizes!r} would give every value a scale of its own; make one of its sides longer.")
+
+    def along(self, ndim: int) -> tuple[int, ...]:
+        """The tile of an array of `ndim` axes, one size for each axis.
+
+        Raises:
+          ValueError: if the array has fewer axes than the tile.
+        """
+        if len(self.tile) > ndim:
+            raise ValueError(
+                f"granularity {self!r} does not fit an array of {ndim} axes: its tile has {len(self.tile)} sides; give it one for "
+                "each trailing axis."
+            )
+        return (1,) * (ndim - len(self.tile)) + self.tile
+
+    @property
+    def tiled_axes(self) -> Axes:
+        """The axes along which a scale cell has more than one value, counted from the last (-1)."""
+        return tuple(axis - len(self.tile) for axis, size in enumerate(self.tile) if size > 1)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(-(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True))
+
+    def maximum(self, magnitude: Array) -> Array:
+        tile = self.along(magnitude.ndim)
+        inside, pads, shape = [], [], []
+        for size, side in zip(magnitude.shape, tile, strict=True):
+            side = min(side, max(size, 1))  # one ragged tile needs no padding
+            pads.append((0, -size % side))
+            shape.append(-(-size // side))
+            if side > 1:
+                inside.append(len(shape))
+                shape.append(side)
+        if any(after for _, after in pads):
+            magnitude = jnp.pad(magnitude, pads)
+        return jnp.max(magnitude.reshape(shape), axis=tuple(inside), initial=0.0)
+
+    def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        split, whole = [], []
+        for size, side, cells in zip(shape, self.along(len(shape)), scale.shape, strict=True):
+            # A single cell broadcasts by itself.
+            split += [(cells, 1, side)] if cells > 1 and side > 1 else [(cells, None, None)]
+            whole.append(cells * side if cells > 1 else cells)
+        narrow = [n for cells, one, _ in split for n in ((cells,) if one is None else (cells, one))]
+        wide = [n for cells, _, side in split for n in ((cells,) if side is None else (cells, side))]
+        expanded = jnp.broadcast_to(scale.reshape(narrow), wide).reshape(whole)
+        return expanded[tuple(slice(min(size, full)) for size, full in zip(shape, whole, strict=True))]
+
+    def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
+        contracted = [axis for axis in range(ndim) if axis not in kept]
+        sides = dict.fromkeys(range(ndim), 1) | {kept[-1]: self.tile[0], contracted[-1]: self.tile[1]}
+        first = min(axis for axis, size in sides.items() if size > 1)
+        return PerBlock(tuple(sides[axis] for axis in range(min(first, max(ndim - 2, 0)), ndim)))
+
+    def transpose(self, permutation: Axes) -> "PerBlock":
+        tile = self.along(len(permutation))
+        moved = tuple(tile[old] for old in permutation)
+        if len(self.tiled_axes) == 1 and moved != tile:
+            raise ValueError(
+                f"a tensor in tiles of {self.tile} cannot be transposed by {permutation}: a matmul that reads it in the other "
+                "direction needs other tiles. Quantize the high-precision array in both directions, "
+                "fp8.quantize(x, format, (PerBlock((1, T)), PerBlock((T, 1)))); a tile with two equal sides transposes."
+            )
+        return PerBlock(moved[-len(self.tile) :] if all(size == 1 for size in moved[: -len(self.tile)]) else moved)

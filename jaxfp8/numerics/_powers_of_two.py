@@ -1,0 +1,78 @@
+"""Powers of two from bits: `exp2` and `log2` are not exact in float32.
+
+References:
+  OCP Microscaling Formats (MX) v1.0, section 5.4 (E8M0) and 6.3 (the scale from the amax).
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, ScaleRounding
+from jaxfp8.numerics._formats import E8M0, Format
+
+_BIAS = 127
+_MANTISSA = 0x007FFFFF
+_LARGEST_MANTISSA = 0x600000  # of 448 and of 57344, which are 1.75 * 2^n
+_NAN = 255
+
+
+def power_of_two(exponent: Array) -> Array:
+    """`2**exponent`, [...] float32, for integers from -126 to 127.
+
+    Example:
+      >>> power_of_two(jnp.int32(-3))
+      Array(0.125, dtype=float32)
+    """
+    return lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
+
+
+def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
+    """The exponent k of a scale 2^k under which an amax fits the format, [...] int32.
+
+    "rceil" is `amax / format.max` rounded up to a power of two, exactly: nothing overflows. "floor" is the exponent of
+    amax less that of `format.max`: up to one binade finer, and what is above `format.max` saturates.
+
+    Args:
+      amax: [...] float32, finite and at least 2^-126.
+      format: of the values.
+      rounding: "rceil" or "floor".
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> scale_exponent(jnp.array([448.0, 449.0]), fp8.E4M3)
+      Array([0, 1], dtype=int32)
+    """
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    exponent = (bits >> 23) - _BIAS - format.max_exponent
+    return exponent + ((bits & _MANTISSA) > _LARGEST_MANTISSA).astype(jnp.int32) if rounding == "rceil" else exponent
+
+
+def to_e8m0(exponent: Array, nan: Array) -> Array:
+    """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where `nan`. Built from bytes: a cast of 0 would be NaN.
+
+    Example:
+      >>> to_e8m0(jnp.array([-200, 3]), jnp.array([False, True]))
+      Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
+    """
+    byte = jnp.where(nan, _NAN, jnp.clip(exponent + _BIAS, 0, _NAN - 1))
+    return lax.bitcast_convert_type(byte.astype(jnp.uint8), E8M0.dtype)
+
+
+def factors_of(scale: Array) -> tuple[Array, ...]:
+    """Normal float32 factors whose product a scale is: itself, or two for E8M0, whose smallest, 2^-127, is subnormal.
+
+    Multiplied one after the other onto a value they are exact wherever the result is a normal number.
+
+    Example:
+      >>> factors_of(to_e8m0(jnp.int32(-127), jnp.bool(False)))
+      (Array(5.421011e-20, dtype=float32), Array(1.0842022e-19, dtype=float32))
+    """
+    if scale.dtype != E8M0.dtype:
+        return (scale,)
+    byte = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
+    exponent = byte - _BIAS
+    half = exponent >> 1  # towards minus infinity
+    first = jnp.where(byte == _NAN, jnp.float32(jnp.nan), power_of_two(half))
+    return first, power_of_two(exponent - half)

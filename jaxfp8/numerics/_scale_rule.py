@@ -1,0 +1,63 @@
+"""How an amax becomes a scale: one value for the choices that travel together."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, ScaleRounding
+from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._formats import E8M0, Format
+from jaxfp8.numerics._powers_of_two import power_of_two, scale_exponent, to_e8m0
+from jaxfp8.numerics._scale import encoding_multiplier, inverse
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaleRule:
+    """How an amax becomes a scale.
+
+    Attributes:
+      power_of_two: round the multiplier down to a power of two.
+      scale_format: None stores float32, E8M0 one byte that is a power of two (MXFP8).
+      scale_rounding: of E8M0: "rceil" (nothing overflows) or "floor" (the OCP paper's; saturates above the largest value).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> ScaleRule(scale_format=fp8.E8M0).apply(jnp.float32(449.0), fp8.E4M3)
+      (Array(0.5, dtype=float32), Array(2, dtype=float8_e8m0fnu))
+    """
+
+    power_of_two: bool = False
+    scale_format: Format | None = None
+    scale_rounding: ScaleRounding = "rceil"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.power_of_two, bool):
+            raise TypeError(f"power_of_two={self.power_of_two!r} must be True or False.")
+        if self.scale_format not in (None, E8M0):
+            raise ValueError(f"scale_format={self.scale_format!r} holds no scales; use None (float32) or E8M0.")
+        if self.scale_rounding not in ("rceil", "floor"):
+            raise ValueError(f"scale_rounding={self.scale_rounding!r} is unknown; use 'rceil' or 'floor'.")
+        if self.scale_rounding != "rceil" and self.scale_format is None:
+            raise ValueError(
+                f"scale_rounding={self.scale_rounding!r} is of E8M0 scales; pass scale_format=E8M0 as well, or leave it out."
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether every scale is a power of two, so that multiplying by it is exact."""
+        return self.power_of_two or self.scale_format is not None
+
+    def apply(self, amax: Array, format: Format) -> tuple[Array, Array]:
+        """The encoding multiplier [...] float32, and the scale [...] in its format.
+
+        E8M0: an amax of zero gives byte 0; one that is inf or NaN gives byte 255, NaN, and the multiplier 1.
+        """
+        if self.scale_format is None:
+            multiplier = encoding_multiplier(amax, format, power_of_two=self.power_of_two)
+            return multiplier, inverse(multiplier, power_of_two=self.power_of_two)
+        finite = jnp.isfinite(amax)
+        # Zero, or what counts as zero, takes the smallest scale there is.
+        exponent = jnp.where(amax >= TINY, scale_exponent(amax, format, self.scale_rounding), -127)
+        exponent = jnp.clip(jnp.where(finite, exponent, 0), -127, 127)
+        return power_of_two(-exponent), to_e8m0(exponent, ~finite)

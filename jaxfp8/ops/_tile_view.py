@@ -1,0 +1,107 @@
+"""The view of a dot_general in which tiles have an axis to run along.
+
+A tile runs along one axis of each group: batch, kept by lhs (m), contracted (k), kept by rhs (n). Here lhs becomes
+[*batch, *m, *k], rhs [*batch, *k, *n], and in each group the trailing axes that are too short for a tile are merged into
+one: heads of 64 with their index, a token's few experts with the tokens. Leading axes are left alone, so that a mesh may
+split them. An empty group gets an axis of 1.
+
+The view is made of transposes and reshapes outside the custom gradient, which JAX differentiates itself.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, Axes, DotDimensionNumbers
+
+
+@dataclasses.dataclass(frozen=True)
+class TileView:
+    """Axes of each group, and their sizes after merging."""
+
+    lhs_order: Axes
+    rhs_order: Axes
+    sizes: tuple[Axes, Axes, Axes, Axes]  # of batch, m, k, n as they are
+    merged: tuple[Axes, Axes, Axes, Axes]  # and as the tiles want them
+
+    @property
+    def dimension_numbers(self) -> DotDimensionNumbers:
+        batch, m, k, _ = map(len, self.merged)
+        batches = tuple(range(batch))
+        return (tuple(range(batch + m, batch + m + k)), tuple(range(batch, batch + k))), (batches, batches)
+
+    def lhs(self, x: Array) -> Array:
+        return _view(x, self.lhs_order, self.merged[0] + self.merged[1] + self.merged[2])
+
+    def rhs(self, w: Array) -> Array:
+        return _view(w, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
+
+    def result(self, y: Array, out_sharding: jax.sharding.NamedSharding | jax.P | None) -> Array:
+        """y [*batch, *m, *n] with the axes that it has without tiles."""
+        shape = self.sizes[0] + self.sizes[1] + self.sizes[3]
+        return y if y.shape == shape else lax.reshape(y, shape, out_sharding=out_sharding)
+
+    def out_sharding(self, given: jax.sharding.NamedSharding | jax.P | None) -> jax.sharding.NamedSharding | jax.P | None:
+        """The out_sharding of the view's product.
+
+        Raises:
+          ValueError: if it splits an axis that is merged into another.
+        """
+        if given is None or self.sizes == self.merged:
+            return given
+        spec = given.spec if isinstance(given, jax.sharding.NamedSharding) else given
+        along = list(spec) + [None] * (sum(map(len, (self.sizes[0], self.sizes[1], self.sizes[3]))) - len(spec))
+        merged = []
+        for sizes, after in ((self.sizes[i], self.merged[i]) for i in (0, 1, 3)):
+            group, along = along[: len(sizes)], along[len(sizes) :]
+            kept = min(len(after), len(sizes))
+            if any(axis is not None for axis in group[kept:]):
+                raise ValueError(
+                    f"out_sharding={given} splits an axis of {sizes} that is merged to {after} for tiles; split the first of them."
+                )
+            merged += group[:kept] + [None] * (len(after) - kept)
+        new = jax.P(*merged)
+        return jax.sharding.NamedSharding(given.mesh, new) if isinstance(given, jax.sharding.NamedSharding) else new
+
+
+def tile_view(
+    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers, tile: int
+) -> TileView:
+    """The view for tiles of at most `tile` values a side.
+
+    Example:
+      >>> tile_view((8, 512, 12, 64), (12, 64, 768), (((2, 3), (0, 1)), ((), ())), 128).merged
+      ((), (8, 512), (768,), (768,))
+    """
+    contracted, batch = dimension_numbers
+    pairs = sorted(zip(*contracted, strict=True))
+    x_contract, w_contract = (tuple(pair[side] for pair in pairs) for side in (0, 1))
+    x_batch, w_batch = map(tuple, batch)
+    m = tuple(axis for axis in range(len(lhs_shape)) if axis not in x_batch + x_contract)
+    n = tuple(axis for axis in range(len(rhs_shape)) if axis not in w_batch + w_contract)
+    sizes = [
+        tuple(shape[axis] for axis in axes)
+        for shape, axes in ((lhs_shape, x_batch), (lhs_shape, m), (lhs_shape, x_contract), (rhs_shape, n))
+    ]
+    return TileView(
+        lhs_order=x_batch + m + x_contract,
+        rhs_order=w_batch + w_contract + n,
+        sizes=(sizes[0], sizes[1], sizes[2], sizes[3]),
+        merged=(sizes[0], _merge(sizes[1], tile), _merge(sizes[2], tile), _merge(sizes[3], tile)),
+    )
+
+
+def _merge(sizes: Axes, tile: int) -> Axes:
+    """Trailing axes as one, from the last that, with those after it, fills a tile."""
+    first = len(sizes) - 1
+    while first > 0 and math.prod(sizes[first:]) < tile:
+        first -= 1
+    return sizes[: max(first, 0)] + (math.prod(sizes[max(first, 0) :]),)
+
+
+def _view(x: Array, order: Axes, shape: Axes) -> Array:
+    x = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
+    return x if x.shape == shape else x.reshape(shape)
