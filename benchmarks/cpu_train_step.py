@@ -203,6 +203,10 @@ CONTENDERS: dict[str, Callable[..., Callable[[], jax.Array]]] = {
     "jaxfp8 FP8Dense, current": fp8_dense(fp8.recipes.current()),
     "jaxfp8 FP8Dense, rowwise": fp8_dense(fp8.recipes.rowwise()),
     "jaxfp8 FP8Dense, rowwise hp-wgrad": fp8_dense(fp8.recipes.rowwise(high_precision_wgrad=True)),
+    "jaxfp8 FP8Dense, blockwise": fp8_dense(fp8.recipes.blockwise()),
+    "jaxfp8 FP8Dense, blockwise, float32 scales": fp8_dense(fp8.recipes.blockwise(power_of_two=False)),
+    "jaxfp8 FP8Dense, mxfp8": fp8_dense(fp8.recipes.mxfp8()),
+    "jaxfp8 FP8Dense, mxfp8, 32x32 weights": fp8_dense(fp8.recipes.mxfp8(w_tile_dim=2)),
     "jaxfp8 FP8Linear (nnx), delayed": nnx_linear(functools.partial(FP8Linear, dtype=jnp.bfloat16)),
 }
 

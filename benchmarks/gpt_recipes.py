@@ -39,6 +39,10 @@ RECIPES = {
     "current": fp8.recipes.current(),
     "rowwise": fp8.recipes.rowwise(),
     "rowwise, high_precision_wgrad": fp8.recipes.rowwise(high_precision_wgrad=True),
+    "blockwise": fp8.recipes.blockwise(),
+    "blockwise, float32 scales": fp8.recipes.blockwise(power_of_two=False),
+    "mxfp8": fp8.recipes.mxfp8(),
+    "mxfp8, 32x32 weights": fp8.recipes.mxfp8(w_tile_dim=2),
 }
 
 
