@@ -4,8 +4,12 @@ Letters: T the values along one side of a tile.
 """
 
 import dataclasses
+import math
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -37,7 +41,9 @@ class PerBlock(AbstractGranularity):
     def __post_init__(self) -> None:
         sizes = self.tile
         if not isinstance(sizes, tuple) or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128).")
+            raise ValueError(
+                f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128)."
+            )
         if all(size == 1 for size in sizes):
             raise ValueError(f"tile={sizes!r} would give every value a scale of its own; make one of its sides longer.")
 
@@ -49,8 +55,8 @@ class PerBlock(AbstractGranularity):
         """
         if len(self.tile) > ndim:
             raise ValueError(
-                f"granularity {self!r} does not fit an array of {ndim} axes: its tile has {len(self.tile)} sides; give it one for "
-                "each trailing axis."
+                f"granularity {self!r} does not fit an array of {ndim} axes: its tile has {len(self.tile)} sides; give it "
+                "one for each trailing axis."
             )
         return (1,) * (ndim - len(self.tile)) + self.tile
 
@@ -63,29 +69,25 @@ class PerBlock(AbstractGranularity):
         return tuple(-(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True))
 
     def maximum(self, magnitude: Array) -> Array:
-        tile = self.along(magnitude.ndim)
-        inside, pads, shape = [], [], []
-        for size, side in zip(magnitude.shape, tile, strict=True):
+        axes: list[tuple[int, ...]] = []  # each as it is, or as (tiles, values in a tile)
+        pads = []
+        for size, side in zip(magnitude.shape, self.along(magnitude.ndim), strict=True):
             side = min(side, max(size, 1))  # one ragged tile needs no padding
             pads.append((0, -size % side))
-            shape.append(-(-size // side))
-            if side > 1:
-                inside.append(len(shape))
-                shape.append(side)
+            axes.append((-(-size // side), side) if side > 1 else (size,))
         if any(after for _, after in pads):
             magnitude = jnp.pad(magnitude, pads)
-        return jnp.max(magnitude.reshape(shape), axis=tuple(inside), initial=0.0)
+        inside = tuple(sum(map(len, axes[:i])) + 1 for i, axis in enumerate(axes) if len(axis) == 2)
+        return jnp.max(_split(magnitude, axes), axis=inside, initial=0.0)
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        split, whole = [], []
-        for size, side, cells in zip(shape, self.along(len(shape)), scale.shape, strict=True):
-            # A single cell broadcasts by itself.
-            split += [(cells, 1, side)] if cells > 1 and side > 1 else [(cells, None, None)]
-            whole.append(cells * side if cells > 1 else cells)
-        narrow = [n for cells, one, _ in split for n in ((cells,) if one is None else (cells, one))]
-        wide = [n for cells, _, side in split for n in ((cells,) if side is None else (cells, side))]
-        expanded = jnp.broadcast_to(scale.reshape(narrow), wide).reshape(whole)
-        return expanded[tuple(slice(min(size, full)) for size, full in zip(shape, whole, strict=True))]
+        for axis, (size, side) in enumerate(zip(shape, self.along(len(shape)), strict=True)):
+            cells = scale.shape[axis]
+            if cells > 1 and side > 1:  # a single cell broadcasts by itself
+                before, after = scale.shape[: axis + 1], scale.shape[axis + 1 :]
+                wide = jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), (*before, side, *after))
+                scale = lax.slice_in_dim(wide.reshape(*before[:-1], cells * side, *after), 0, size, axis=axis)
+        return scale
 
     def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
         contracted = [axis for axis in range(ndim) if axis not in kept]
@@ -103,3 +105,25 @@ class PerBlock(AbstractGranularity):
                 "fp8.quantize(x, format, (PerBlock((1, T)), PerBlock((T, 1)))); a tile with two equal sides transposes."
             )
         return PerBlock(moved[-len(self.tile) :] if all(size == 1 for size in moved[: -len(self.tile)]) else moved)
+
+
+def _split(x: Array, axes: list[tuple[int, ...]]) -> Array:
+    """x reshaped so that each axis is what `axes` says; what splits an axis over a mesh splits its tiles.
+
+    Raises:
+      ValueError: in an Explicit mesh, if a device would hold a part of a tile.
+    """
+    shape = tuple(size for axis in axes for size in axis)
+    sharding = jax.typeof(x).sharding
+    if shape == x.shape or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return x.reshape(shape)
+    spec: list[Any] = []
+    for size, axis, names in zip(x.shape, axes, sharding.spec, strict=True):
+        devices = math.prod(sharding.mesh.shape[n] for n in ((names,) if isinstance(names, str) else names or ()))
+        if len(axis) == 2 and axis[0] % devices:
+            raise ValueError(
+                f"an axis of {size} of an array {list(x.shape)} is split over {names!r}, {devices} devices, which cuts its tiles of "
+                f"{axis[1]}; cut shards on the borders of tiles."
+            )
+        spec += [names, None][: len(axis)]
+    return lax.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec)))

@@ -4,8 +4,6 @@ References:
   OCP Microscaling Formats (MX) v1.0, section 5.4 (E8M0) and 6.3 (the scale from the amax).
 """
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -118,7 +118,14 @@ def quantize(
             )
         scale = _checked(scale, granularity, x.shape)
         return cast(
-            x, inverse(scale), format, granularity, scale=scale, rounding=rounding, key=key, implementation=implementation
+            x,
+            inverse(scale),
+            format,
+            granularity,
+            scale=scale,
+            rounding=rounding,
+            key=key,
+            implementation=implementation,
         )
     copies = kernel.quantize(x, format, granularities, rule, rounding=rounding, key=key, implementation=implementation)
     return copies if isinstance(granularity, tuple) else copies[0]

@@ -44,7 +44,9 @@ class TileView:
         shape = self.sizes[0] + self.sizes[1] + self.sizes[3]
         return y if y.shape == shape else lax.reshape(y, shape, out_sharding=out_sharding)
 
-    def out_sharding(self, given: jax.sharding.NamedSharding | jax.P | None) -> jax.sharding.NamedSharding | jax.P | None:
+    def out_sharding(
+        self, given: jax.sharding.NamedSharding | jax.P | None
+    ) -> jax.sharding.NamedSharding | jax.P | None:
         """The out_sharding of the view's product.
 
         Raises:
@@ -60,7 +62,8 @@ class TileView:
             kept = min(len(after), len(sizes))
             if any(axis is not None for axis in group[kept:]):
                 raise ValueError(
-                    f"out_sharding={given} splits an axis of {sizes} that is merged to {after} for tiles; split the first of them."
+                    f"out_sharding={given} splits an axis of {sizes} that is merged to {after} for tiles; split the "
+                    "first of them."
                 )
             merged += group[:kept] + [None] * (len(after) - kept)
         new = jax.P(*merged)
@@ -99,7 +102,7 @@ def _merge(sizes: Axes, tile: int) -> Axes:
     first = len(sizes) - 1
     while first > 0 and math.prod(sizes[first:]) < tile:
         first -= 1
-    return sizes[: max(first, 0)] + (math.prod(sizes[max(first, 0) :]),)
+    return *sizes[: max(first, 0)], math.prod(sizes[max(first, 0) :])
 
 
 def _view(x: Array, order: Axes, shape: Axes) -> Array:

@@ -70,9 +70,7 @@ class Current(AbstractQuantizer):
     def rule(self) -> ScaleRule:
         """How an amax becomes a scale."""
         power_of_two = self.power_of_two or self.scale_format == E8M0
-        return ScaleRule(
-            power_of_two=power_of_two, scale_format=self.scale_format, scale_rounding=self.scale_rounding
-        )
+        return ScaleRule(power_of_two=power_of_two, scale_format=self.scale_format, scale_rounding=self.scale_rounding)
 
     def quantize(
         self,

@@ -33,8 +33,10 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
             f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
         )
     described = chip_named(chip)
-    if described.platform == "cuda" and described.fp8_matmul and any(
-        operands.in_fp8 and not operands.in_tiles for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    if (
+        described.platform == "cuda"
+        and described.fp8_matmul
+        and any(operands.in_fp8 and not operands.in_tiles for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad))
     ):
         return {"xla_gpu_enable_triton_gemm": False}
     return {}

@@ -15,7 +15,6 @@ from jaxfp8.quantizers._identity import Identity
 from jaxfp8.quantizers._static import Static, check_scale
 from jaxfp8.recipes._recipe import Operands, Recipe
 
-
 TileDim: TypeAlias = Literal[1, 2]
 
 
@@ -164,9 +163,7 @@ def blockwise(
     return _by_tensor("blockwise", x, w, g, chip)
 
 
-def mxfp8(
-    *, scale_rounding: ScaleRounding = "rceil", w_tile_dim: TileDim = 1, chip: str | None = None
-) -> Recipe:
+def mxfp8(*, scale_rounding: ScaleRounding = "rceil", w_tile_dim: TileDim = 1, chip: str | None = None) -> Recipe:
     """MXFP8: E4M3 in tiles of 1x32 along what is contracted, one byte (E8M0) a scale. No state.
 
     The format of Blackwell's tensor cores. Every operand is quantized twice, once for each direction; with `w_tile_dim=2`

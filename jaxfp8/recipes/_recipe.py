@@ -151,9 +151,7 @@ class Recipe:
     @functools.cached_property
     def tile(self) -> int | None:
         """The longest side of the tiles that its operands are quantized in; None without tiles."""
-        sides = [
-            q.granularity.tile[1] for t in _USES for _, q in self.uses(t) if isinstance(q.granularity, PerBlock)
-        ]
+        sides = [q.granularity.tile[1] for t in _USES for _, q in self.uses(t) if isinstance(q.granularity, PerBlock)]
         return max(sides, default=None)
 
     @property

@@ -14,7 +14,9 @@ from jaxfp8.numerics._powers_of_two import factors_of
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=["granularity", "dtype", "power_of_two"]
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scale"],
+    meta_fields=["granularity", "dtype", "power_of_two"],
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
@@ -119,4 +121,6 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
             f"with {tensor.granularity!r} need float32{list(wanted)} (or E8M0): make it with fp8.quantize."
         )
     if tensor.scale.dtype == E8M0.dtype and not tensor.power_of_two:
-        raise ValueError(f"{name} has E8M0 scales and power_of_two=False; they are powers of two: pass power_of_two=True.")
+        raise ValueError(
+            f"{name} has E8M0 scales and power_of_two=False; they are powers of two: pass power_of_two=True."
+        )

@@ -36,6 +36,4 @@ def quantize(
       key: a jax PRNG key, for stochastic rounding; every copy gets the same random bits.
       implementation: a backend by name, or None for the first that can.
     """
-    return dispatch(
-        "quantize", BACKENDS, implementation, x, format, granularities, rule, rounding=rounding, key=key
-    )
+    return dispatch("quantize", BACKENDS, implementation, x, format, granularities, rule, rounding=rounding, key=key)

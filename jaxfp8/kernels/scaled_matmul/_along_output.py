@@ -18,9 +18,7 @@ def along_output(scale: Array, ndims: tuple[int, int], dimension_numbers: DotDim
     if not scale.ndim:
         return scale
     contracted, batch = ((tuple(lhs_axes), tuple(rhs_axes)) for lhs_axes, rhs_axes in dimension_numbers)
-    kept: list[Axes] = [
-        tuple(axis for axis in range(ndims[i]) if axis not in contracted[i] + batch[i]) for i in (0, 1)
-    ]
+    kept: list[Axes] = [tuple(axis for axis in range(ndims[i]) if axis not in contracted[i] + batch[i]) for i in (0, 1)]
     scale = scale.transpose(batch[side] + kept[side] + contracted[side])
     n_batch, n_kept = len(batch[side]), len(kept[side])
     scale = jnp.squeeze(

@@ -93,11 +93,11 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: 
             )
     if len(tiles) == 2 and tiles[0] != tiles[1]:
         raise ValueError(
-            f"lhs has tiles of {tiles[0]} along its contracted axes {tuple(dimension_numbers[0][0])}, rhs tiles of {tiles[1]} along "
-            f"{tuple(dimension_numbers[0][1])}: scales can leave a partial sum only if both sides have the same tiles."
+            f"lhs has tiles of {tiles[0]} along its contracted axes {tuple(dimension_numbers[0][0])}, rhs tiles of {tiles[1]} "
+            f"along {tuple(dimension_numbers[0][1])}: scales can leave a partial sum only if both sides have the same tiles."
         )
     if all(isinstance(t.granularity, PerBlock) and len(t.granularity.tiled_axes) > 1 for t in (lhs, rhs)):
         raise ValueError(
-            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles, which no kernel multiplies; give one of "
-            "them tiles along the contracted axis only, PerBlock((1, T)) for a contracted last axis."
+            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles, which no kernel multiplies; give one "
+            "of them tiles along the contracted axis only, PerBlock((1, T)) for a contracted last axis."
         )

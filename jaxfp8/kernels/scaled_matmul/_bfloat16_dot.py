@@ -27,9 +27,7 @@ def bfloat16_dot(
     def elsewhere(a: Array, b: Array) -> Array:
         # GPUs accumulate in float32 whatever they write; a float16 result is rounded from float32.
         written = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
-        product = lax.dot_general(
-            a, b, dimension_numbers, preferred_element_type=written, out_sharding=out_sharding
-        )
+        product = lax.dot_general(a, b, dimension_numbers, preferred_element_type=written, out_sharding=out_sharding)
         return product.astype(out_dtype)
 
     return lax.platform_dependent(lhs, rhs, cpu=cpu, default=elsewhere)

@@ -55,7 +55,9 @@ def scaled_matmul(
         lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, out_sharding=out_sharding
     )
     per_tensor = isinstance(lhs.granularity, PerTensor) and isinstance(rhs.granularity, PerTensor)
-    scales = [along_output(operand.scale, (lhs.ndim, rhs.ndim), dimension_numbers, i) for i, operand in enumerate((lhs, rhs))]
+    scales = [
+        along_output(operand.scale, (lhs.ndim, rhs.ndim), dimension_numbers, i) for i, operand in enumerate((lhs, rhs))
+    ]
     # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 

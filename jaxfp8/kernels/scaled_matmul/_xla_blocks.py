@@ -107,8 +107,8 @@ def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
     if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types and sharding.spec[axis] is not None:
         raise ValueError(
             f"float32 scales in tiles along axis {axis} of {list(operand.shape)}, which an Explicit mesh splits over "
-            f"{sharding.spec[axis]!r}: tiles are multiplied one after the other, not on several devices. Use power_of_two=True, "
-            "or call it inside jax.shard_map."
+            f"{sharding.spec[axis]!r}: tiles are multiplied one after the other, not on several devices. Use "
+            "power_of_two=True, or call it inside jax.shard_map."
         )
 
 
