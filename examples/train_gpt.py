@@ -4,6 +4,8 @@
     python examples/train_gpt.py                        # delayed scaling, flax.linen; about a minute on two cores
     python examples/train_gpt.py --framework nnx --recipe current
     python examples/train_gpt.py --recipe rowwise --set high_precision_wgrad=true
+    python examples/train_gpt.py --recipe blockwise
+    python examples/train_gpt.py --recipe mxfp8 --set w_tile_dim=2
 
 The text is Python's own standard library, which every machine has; a token is a byte. Both models start from the same
 parameters and see the same batches. They differ in one thing: the matmuls qkv, out, fc1 and fc2 of every block run in
@@ -13,6 +15,7 @@ Letters in shapes: B batch, T tokens of a window, D width.
 """
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
@@ -264,7 +267,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
     """The command line; a mistake in it ends the program with its name, its value and the cure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--recipe", default="delayed", help="delayed, current, rowwise, ...: see fp8.recipes (default: %(default)s)")
+    add("--recipe", default="delayed", help="delayed, current, rowwise, blockwise, mxfp8, ... (default: %(default)s)")
     add("--set", type=recipe_field, action="append", default=[], metavar="FIELD=VALUE", help="a field of the recipe")
     add("--framework", choices=FRAMEWORKS, default="linen", help="(default: %(default)s)")
     add("--steps", type=int, default=300, help="(default: %(default)s)")
@@ -283,6 +286,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
     try:
         recipe = fp8.recipes.get(given.recipe, **dict(given.set))
         fp8.compiler_options(recipe, given.chip)
+        if recipe.tile is not None:  # tiles have matmuls of their own on Blackwell
+            recipe = dataclasses.replace(recipe, chip=given.chip)
         return given, recipe, load_text(given.data)
     except (OSError, ValueError, TypeError) as error:
         parser.error(str(error))
