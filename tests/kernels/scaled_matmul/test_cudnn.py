@@ -1,0 +1,97 @@
+"""Blackwell's block-scaled matmul: what is handed to `jax.nn.scaled_matmul`, evaluated by its definition on a CPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.scaled_matmul import _cudnn
+
+B200 = functools.partial(fp8.scaled_matmul, chip="b200", implementation="cudnn")
+
+
+def definition(a, b, a_scale, b_scale, *, preferred_element_type):
+    """[B, M, K] x [B, N, K], scales [B, M, K/32] and [B, N, K/32] in E8M0."""
+    assert a_scale.dtype == b_scale.dtype == jnp.float8_e8m0fnu
+    assert a_scale.shape == (*a.shape[:2], a.shape[2] // 32)
+    assert b_scale.shape == (*b.shape[:2], b.shape[2] // 32)
+    wide = (
+        v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2) for v, s in ((a, a_scale), (b, b_scale))
+    )
+    return jnp.einsum("bmk,bnk->bmn", *wide, precision="highest").astype(preferred_element_type)
+
+
+@pytest.fixture
+def on_blackwell(monkeypatch):
+    """The CUDA branch is taken, and its call has the definition's result."""
+    monkeypatch.setattr(lax, "platform_dependent", lambda *arguments, cuda, **_: cuda(*arguments))
+    monkeypatch.setattr(jax.nn, "scaled_matmul", definition)
+    _cudnn._block_scaled_dot.cache_clear()
+    yield
+    _cudnn._block_scaled_dot.cache_clear()
+
+
+def gaussian(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+MX = {"scale_format": fp8.E8M0}
+POWER_OF_TWO = {"power_of_two": True}
+# lhs shape and tile, rhs shape and tile, dimension numbers, scales.
+CASES = {
+    "mx fprop": ((48, 96), (1, 32), (96, 40), (32, 1), (((1,), (0,)), ((), ())), MX),
+    "mx dgrad, 32x32": ((48, 40), (1, 32), (96, 40), (32, 32), (((1,), (1,)), ((), ())), MX),
+    "mx wgrad": ((64, 24), (32, 1), (64, 40), (32, 1), (((0,), (0,)), ((), ())), MX),
+    "mx ragged": ((33, 71), (1, 32), (71, 45), (32, 32), (((1,), (0,)), ((), ())), MX),
+    "blocks fprop": ((200, 256), (1, 128), (256, 300), (128, 128), (((1,), (0,)), ((), ())), POWER_OF_TWO),
+    "blocks wgrad": ((300, 24), (128, 1), (300, 40), (128, 1), (((0,), (0,)), ((), ())), POWER_OF_TWO),
+    "tokens in rows": ((3, 70, 24), (32, 1), (3, 70, 40), (32, 1), (((0, 1), (0, 1)), ((), ())), MX),
+    "batch": ((3, 48, 96), (1, 32), (3, 96, 40), (32, 32), (((2,), (1,)), ((0,), (0,))), MX),
+    "scales of two kinds": ((48, 96), (1, 32), (96, 40), (32, 1), (((1,), (0,)), ((), ())), None),
+}
+
+
+@pytest.mark.usefixtures("on_blackwell")
+@pytest.mark.parametrize("case", CASES)
+def test_hands_over_what_it_was_given(case):
+    lhs, lhs_tile, rhs, rhs_tile, dimension_numbers, scales = CASES[case]
+    a = fp8.quantize(gaussian(*lhs), fp8.E4M3, fp8.PerBlock(lhs_tile), **(scales or MX))
+    b = fp8.quantize(1e-3 * gaussian(*rhs, seed=1), fp8.E4M3, fp8.PerBlock(rhs_tile), **(scales or POWER_OF_TWO))
+    product = B200(a, b, dimension_numbers=dimension_numbers)
+    exact = lax.dot_general(*(np.asarray(q.dequantize()) for q in (a, b)), dimension_numbers, precision="highest")
+    np.testing.assert_allclose(product, exact, rtol=2e-6, atol=2e-6 * float(jnp.max(jnp.abs(exact))))
+
+
+@pytest.mark.usefixtures("on_blackwell")
+@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)], ids=str)
+def test_under_vmap(in_axes):
+    a = fp8.quantize(gaussian(3, 48, 64), fp8.E4M3, fp8.PerBlock((1, 32)), **MX)
+    b = fp8.quantize(gaussian(3, 64, 40, seed=1), fp8.E4M3, fp8.PerBlock((32, 32)), **MX)
+    one = lambda q, i: jax.tree.map(lambda leaf: leaf[i], q)
+    arguments = [q if axis == 0 else one(q, 0) for q, axis in zip((a, b), in_axes, strict=True)]
+    product = jax.vmap(B200, in_axes=in_axes)(*arguments)
+    for i in range(3):
+        each = (one(q, i) if axis == 0 else one(q, 0) for q, axis in zip((a, b), in_axes, strict=True))
+        np.testing.assert_allclose(product[i], B200(*each), rtol=1e-5, atol=1e-5)
+
+
+def test_says_why_it_cannot():
+    tiles = fp8.quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock((1, 32)), **MX)
+    other = fp8.quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock((32, 32)), **MX)
+    with pytest.raises(NotImplementedError, match="chip='h200' has no block-scaled matmul"):
+        B200(tiles, other, chip="h200")
+    with pytest.raises(ValueError, match="chip='abacus' is unknown"):
+        B200(tiles, other, chip="abacus")
+    whole = fp8.quantize(gaussian(64, 64), fp8.E4M3)
+    with pytest.raises(NotImplementedError, match="PerTensor"):
+        B200(tiles, whole)
+    floats = fp8.quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock((32, 32)))
+    with pytest.raises(NotImplementedError, match="power_of_two=False"):
+        B200(tiles, floats)
+    short = [fp8.quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock(t), **MX) for t in ((1, 16), (16, 16))]
+    with pytest.raises(NotImplementedError, match="a tile of 16 along the contracted axis"):
+        B200(*short)
