@@ -6,6 +6,7 @@ Letters: T the values along one side of a tile.
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -37,7 +38,9 @@ class PerBlock(AbstractGranularity):
     def __post_init__(self) -> None:
         sizes = self.tile
         if not isinstance(sizes, tuple) or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128).")
+            raise ValueError(
+                f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128)."
+            )
         if all(size == 1 for size in sizes):
             raise ValueError(f"tile={sizes!r} would give every value a scale of its own; make one of its sides longer.")
 
@@ -74,18 +77,21 @@ class PerBlock(AbstractGranularity):
                 shape.append(side)
         if any(after for _, after in pads):
             magnitude = jnp.pad(magnitude, pads)
-        return jnp.max(magnitude.reshape(shape), axis=tuple(inside), initial=0.0)
+        magnitude = magnitude.reshape(shape)
+        # One axis at a time: of both at once XLA:CPU writes a float32 copy of a bfloat16 array to memory.
+        for axis in reversed(inside):
+            magnitude = jnp.max(magnitude, axis=axis, initial=0.0)
+        return magnitude
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        split, whole = [], []
-        for size, side, cells in zip(shape, self.along(len(shape)), scale.shape, strict=True):
-            # A single cell broadcasts by itself.
-            split += [(cells, 1, side)] if cells > 1 and side > 1 else [(cells, None, None)]
-            whole.append(cells * side if cells > 1 else cells)
-        narrow = [n for cells, one, _ in split for n in ((cells,) if one is None else (cells, one))]
-        wide = [n for cells, _, side in split for n in ((cells,) if side is None else (cells, side))]
-        expanded = jnp.broadcast_to(scale.reshape(narrow), wide).reshape(whole)
-        return expanded[tuple(slice(min(size, full)) for size, full in zip(shape, whole, strict=True))]
+        # One axis after the other: merging several at once loses the sharding of an Explicit mesh.
+        for axis, (size, side) in enumerate(zip(shape, self.along(len(shape)), strict=True)):
+            before, cells, after = scale.shape[:axis], scale.shape[axis], scale.shape[axis + 1 :]
+            if side > 1 and cells > 1:  # a single cell broadcasts by itself
+                scale = jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after))
+                scale = scale.reshape(*before, cells * side, *after)
+                scale = scale if cells * side == size else lax.slice_in_dim(scale, 0, size, axis=axis)
+        return scale
 
     def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
         contracted = [axis for axis in range(ndim) if axis not in kept]
