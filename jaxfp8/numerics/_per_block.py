@@ -66,21 +66,16 @@ class PerBlock(AbstractGranularity):
         return tuple(-(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True))
 
     def maximum(self, magnitude: Array) -> Array:
-        tile = self.along(magnitude.ndim)
-        inside, pads, shape = [], [], []
-        for size, side in zip(magnitude.shape, tile, strict=True):
+        # One axis after the other, the last first: splitting several at once loses the sharding of an Explicit mesh.
+        for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
+            before, size, after = magnitude.shape[:axis], magnitude.shape[axis], magnitude.shape[axis + 1 :]
             side = min(side, max(size, 1))  # one ragged tile needs no padding
-            pads.append((0, -size % side))
-            shape.append(-(-size // side))
             if side > 1:
-                inside.append(len(shape))
-                shape.append(side)
-        if any(after for _, after in pads):
-            magnitude = jnp.pad(magnitude, pads)
-        magnitude = magnitude.reshape(shape)
-        # One axis at a time: of both at once XLA:CPU writes a float32 copy of a bfloat16 array to memory.
-        for axis in reversed(inside):
-            magnitude = jnp.max(magnitude, axis=axis, initial=0.0)
+                if size % side:
+                    pads = [(0, -size % side if i == axis else 0) for i in range(magnitude.ndim)]
+                    magnitude = jnp.pad(magnitude, pads)
+                magnitude = magnitude.reshape(*before, -(-size // side), side, *after)
+                magnitude = jnp.max(magnitude, axis=axis + 1, initial=0.0)
         return magnitude
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
