@@ -5,7 +5,6 @@ Letters: T the values along one side of a tile.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,24 +68,27 @@ class PerBlock(AbstractGranularity):
         return tuple(-(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True))
 
     def maximum(self, magnitude: Array) -> Array:
-        axes: list[tuple[int, ...]] = []  # each as it is, or as (tiles, values in a tile)
-        pads = []
-        for size, side in zip(magnitude.shape, self.along(magnitude.ndim), strict=True):
+        # One axis after the other, the last first: splitting several at once loses the sharding of an Explicit mesh.
+        for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
+            before, size, after = magnitude.shape[:axis], magnitude.shape[axis], magnitude.shape[axis + 1 :]
             side = min(side, max(size, 1))  # one ragged tile needs no padding
-            pads.append((0, -size % side))
-            axes.append((-(-size // side), side) if side > 1 else (size,))
-        if any(after for _, after in pads):
-            magnitude = jnp.pad(magnitude, pads)
-        inside = tuple(sum(map(len, axes[:i])) + 1 for i, axis in enumerate(axes) if len(axis) == 2)
-        return jnp.max(_split(magnitude, axes), axis=inside, initial=0.0)
+            if side > 1:
+                _refuse_cut_tiles(magnitude, axis, side)
+                if size % side:
+                    pads = [(0, -size % side if i == axis else 0) for i in range(magnitude.ndim)]
+                    magnitude = jnp.pad(magnitude, pads)
+                magnitude = magnitude.reshape(*before, -(-size // side), side, *after)
+                magnitude = jnp.max(magnitude, axis=axis + 1, initial=0.0)
+        return magnitude
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
+        # One axis after the other: merging several at once loses the sharding of an Explicit mesh.
         for axis, (size, side) in enumerate(zip(shape, self.along(len(shape)), strict=True)):
-            cells = scale.shape[axis]
-            if cells > 1 and side > 1:  # a single cell broadcasts by itself
-                before, after = scale.shape[: axis + 1], scale.shape[axis + 1 :]
-                wide = jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), (*before, side, *after))
-                scale = lax.slice_in_dim(wide.reshape(*before[:-1], cells * side, *after), 0, size, axis=axis)
+            before, cells, after = scale.shape[:axis], scale.shape[axis], scale.shape[axis + 1 :]
+            if side > 1 and cells > 1:  # a single cell broadcasts by itself
+                scale = jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after))
+                scale = scale.reshape(*before, cells * side, *after)
+                scale = scale if cells * side == size else lax.slice_in_dim(scale, 0, size, axis=axis)
         return scale
 
     def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
@@ -107,23 +109,15 @@ class PerBlock(AbstractGranularity):
         return PerBlock(moved[-len(self.tile) :] if all(size == 1 for size in moved[: -len(self.tile)]) else moved)
 
 
-def _split(x: Array, axes: list[tuple[int, ...]]) -> Array:
-    """x reshaped so that each axis is what `axes` says; what splits an axis over a mesh splits its tiles.
-
-    Raises:
-      ValueError: in an Explicit mesh, if a device would hold a part of a tile.
-    """
-    shape = tuple(size for axis in axes for size in axis)
+def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
+    """Raise ValueError if an Explicit mesh splits an axis so that a device holds a part of a tile."""
     sharding = jax.typeof(x).sharding
-    if shape == x.shape or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
-        return x.reshape(shape)
-    spec: list[Any] = []
-    for size, axis, names in zip(x.shape, axes, sharding.spec, strict=True):
-        devices = math.prod(sharding.mesh.shape[n] for n in ((names,) if isinstance(names, str) else names or ()))
-        if len(axis) == 2 and axis[0] % devices:
-            raise ValueError(
-                f"an axis of {size} of an array {list(x.shape)} is split over {names!r}, {devices} devices, which cuts its tiles of "
-                f"{axis[1]}; cut shards on the borders of tiles."
-            )
-        spec += [names, None][: len(axis)]
-    return lax.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec)))
+    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[axis] is None:
+        return
+    names = sharding.spec[axis] if isinstance(sharding.spec[axis], tuple) else (sharding.spec[axis],)
+    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    if -(-x.shape[axis] // side) % devices:
+        raise ValueError(
+            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {names}, {devices} devices, which cuts its "
+            f"tiles of {side}; cut shards on the borders of tiles."
+        )

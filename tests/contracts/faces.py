@@ -12,6 +12,16 @@ import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
 from jaxfp8.nnx import FP8Linear, FP8State
 from jaxfp8.ops._state import SeenAmax
+from jaxfp8.quantizers import Current
+
+
+def in_tiles(name, *, square, **fields):
+    """Tiles of 2, so that the shards of a mesh end where tiles do: 8 examples over 4 devices, 4 features over 2."""
+    x = Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 2)), **fields)
+    w = Current(format=fp8.E4M3, granularity=fp8.PerBlock((2, 2) if square else (1, 2)), **fields)
+    matmul = lambda lhs, rhs: fp8.Operands(lhs=lhs, rhs=rhs)
+    return fp8.Recipe(name=name, fprop=matmul(x, w), dgrad=matmul(x, w), wgrad=matmul(x, x))
+
 
 RECIPES = {
     "delayed": fp8.recipes.delayed(history_length=4),
@@ -20,6 +30,10 @@ RECIPES = {
     "rowwise": fp8.recipes.rowwise(power_of_two=False),
     "rowwise_hp_wgrad": fp8.recipes.rowwise(power_of_two=False, high_precision_wgrad=True),
     "static": fp8.recipes.static(x_scale=0.11, w_scale=0.013, g_scale=0.0007),
+    "blockwise": in_tiles("blockwise", square=True, power_of_two=True),
+    "blockwise_f32": in_tiles("blockwise", square=True),
+    "mxfp8": in_tiles("mxfp8", square=False, scale_format=fp8.E8M0),
+    "mxfp8_2d": in_tiles("mxfp8", square=True, scale_format=fp8.E8M0),
     "identity": fp8.recipes.identity(),
 }
 

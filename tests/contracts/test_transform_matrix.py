@@ -27,10 +27,16 @@ ALSO = {
     "tied": {("delayed_pow2", "core")},
     "shard_map_inside_vma": {("current", "core"), ("rowwise", "core"), ("delayed", "linen")},
     "shard_map_outside_no_vma": {("delayed_pow2", "core")},
-    "explicit_data_tensor": {("rowwise", "core"), ("delayed", "nnx")},
+    "explicit_data_tensor": {("rowwise", "core"), ("blockwise", "core"), ("delayed", "nnx")},
+    "shard_map_inside_no_vma": {("mxfp8", "core")},
+    "shard_map_tensor_vma": {("blockwise", "core")},
 }
 
 
+# Rows that leave a device a part of a tile (one example of two), which then has a scale of its own.
+CUTTING = {"shard_map_outside_vma", "shard_map_outside_no_vma"}
+# Float32 scales of tiles along an axis that an Explicit mesh splits, that of wgrad: refused (test_scaled_matmul_tiles.py).
+REFUSED = {"explicit_data", "explicit_data_tensor", "explicit_scan", "explicit_experts"}
 LAYER_RECIPES = ("delayed", "rowwise")  # with state and without
 
 
@@ -38,9 +44,11 @@ def table(rows):
     for row in rows:
         for face in FACES:
             for recipe in RECIPES:
-                if row.__name__.endswith("no_vma") and not RECIPES[recipe].rows:
+                if row.__name__.endswith("no_vma") and not RECIPES[recipe].rows and not RECIPES[recipe].tile:
                     continue  # without types a stateless amax is refused, or local by row (README, Limits)
                 if "contracted" in row.__name__ and ("by_row" in row.__name__) != recipe.startswith("rowwise"):
+                    continue
+                if RECIPES[recipe].tile and row.__name__ in CUTTING | (REFUSED if recipe == "blockwise_f32" else set()):
                     continue
                 wanted = (recipe, face) in DEFAULT | ALSO.get(row.__name__, set())
                 if not wanted and face != "core" and recipe not in LAYER_RECIPES:

@@ -13,15 +13,21 @@ RECIPES = {
     "rowwise": fp8.recipes.rowwise(),
     "rowwise_hp_wgrad": fp8.recipes.rowwise(high_precision_wgrad=True),
     "static": fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1),
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+    "mxfp8_2d": fp8.recipes.mxfp8(w_tile_dim=2),
 }
-# x and w once (or once for each matmul that reads other rows of it), g likewise.
-CASTS = {"delayed": 3, "current": 3, "rowwise": 6, "rowwise_hp_wgrad": 4, "static": 3}
+# x and w once (or once for each matmul that reads other rows or tiles of it), g likewise.
+CASTS = {
+    "delayed": 3, "current": 3, "rowwise": 6, "rowwise_hp_wgrad": 4, "static": 3, "blockwise": 5, "mxfp8": 6, "mxfp8_2d": 5,
+}  # fmt: skip
 POLICIES = {
     "none": lambda block: block,
     "fp8": lambda block: jax.checkpoint(block, policy=fp8.save_fp8_residuals()),
     "everything": jax.checkpoint,
 }
 LAYERS = 2
+VALUES = [format.dtype.name for format in (fp8.E4M3, fp8.E5M2)]  # a scale in E8M0 is made of bits
 
 
 def program(recipe, policy):
@@ -39,7 +45,7 @@ def program(recipe, policy):
 
 def casts(jaxpr):
     """The number of casts to FP8, in all subprograms."""
-    is_cast = lambda e: e.primitive.name == "convert_element_type" and e.params["new_dtype"].name.startswith("float8")
+    is_cast = lambda e: e.primitive.name == "convert_element_type" and e.params["new_dtype"].name in VALUES
     parameters = [
         p for e in jaxpr.eqns for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))
     ]
@@ -67,9 +73,9 @@ def test_plain_remat_casts_again(recipe):
     fp8.save_fp8_residuals(), jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_anything_except_these_names("other"), jax.checkpoint_policies.nothing_saveable,
 ], ids=["fp8", "everything", "dots", "anything_except", "nothing"])  # fmt: skip
-def test_every_policy_gives_the_gradients_of_none(policy):
+@pytest.mark.parametrize("recipe", [fp8.recipes.current(power_of_two=True), fp8.recipes.mxfp8()], ids=lambda r: r.name)
+def test_every_policy_gives_the_gradients_of_none(policy, recipe):
     """Saved values reach 448: jax.checkpoint's reduce_precision would make NaN of E4M3FN above 240."""
-    recipe = fp8.recipes.current(power_of_two=True)
     x, w = jnp.arange(-16.0, 16.0).reshape(8, 4) * 28, jnp.arange(-8.0, 8.0).reshape(4, 4) * 56
 
     def loss(x, w, around):

@@ -50,7 +50,8 @@ def fold(operand: QuantizedTensor) -> Array:
     product = operand.values.astype(jnp.bfloat16)
     for factor in factors_of(operand.scale):
         product = product * operand.granularity.expand(factor.astype(jnp.bfloat16), operand.shape)
-    return jnp.clip(product, -_LARGEST, _LARGEST)
+    # Scalar bounds: XLA:CPU would write those of jnp.clip to memory, each as large as the operand and in float32.
+    return lax.clamp(jnp.bfloat16(-_LARGEST), product, jnp.bfloat16(_LARGEST))
 
 
 def _tile_by_tile(
@@ -58,6 +59,9 @@ def _tile_by_tile(
 ) -> Array:
     """The sum over tiles of (product of tiles) * scales, float32."""
     contracted = dimension_numbers[0]
+    if not math.prod(lhs.shape[axis] for axis in contracted[0]):  # nothing to sum, no scale to take
+        empty = (operand.values.astype(jnp.bfloat16) for operand in (lhs, rhs))
+        return bfloat16_dot(*empty, dimension_numbers, jnp.dtype(jnp.float32), out_sharding)
     tiles = [_tile(lhs, i, rhs, j) for i, j in zip(*contracted, strict=True)]
     cells = [-(-lhs.shape[i] // tile) for i, tile in zip(contracted[0], tiles, strict=True)]
     operands = [_parts(operand, axes, tiles) for operand, axes in zip((lhs, rhs), contracted, strict=True)]

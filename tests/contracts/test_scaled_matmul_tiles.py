@@ -1,0 +1,322 @@
+"""What every backend of the scaled matmul has to do with operands in tiles: a float64 product of what they stand for."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from contracts.test_scaled_matmul_backends import CLOSE, dequantized, distance, product
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS, scaled_matmul
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+# Blackwell's backend wants its chip named; on a CPU the same call takes the path of XLA's blocks.
+CHIP = {"cudnn": "b200"}
+
+M, K, N = 150, 300, 140  # ragged in tiles of 128 and of 32
+SCALES = {"float32": {}, "power of two": {"power_of_two": True}, "E8M0": {"scale_format": fp8.E8M0}}
+MATRICES = (((1,), (0,)), ((), ()))
+FORMATS = {"E5M2 x E4M3": (fp8.E5M2, fp8.E4M3), "E4M3 x E5M2": (fp8.E4M3, fp8.E5M2)}
+
+# The three matmuls of [M, K] @ [K, N]: shapes of lhs and rhs, what is contracted; and the tiles that recipes give them.
+MATMULS = {
+    "fprop": ((M, K), (K, N), MATRICES),
+    "dgrad": ((M, N), (K, N), (((1,), (1,)), ((), ()))),
+    "wgrad": ((M, K), (M, N), (((0,), (0,)), ((), ()))),
+}
+TILES = {
+    "fprop 1D x 2D": lambda T: ((1, T), (T, T)),
+    "fprop 1D x 1D": lambda T: ((1, T), (T, 1)),
+    "fprop 2D x 1D": lambda T: ((T, T), (T, 1)),
+    "dgrad 1D x 2D": lambda T: ((1, T), (T, T)),
+    "dgrad 1D x 1D": lambda T: ((1, T), (1, T)),
+    "wgrad 1D x 1D": lambda T: ((T, 1), (T, 1)),
+    "wgrad 2D x 1D": lambda T: ((T, T), (T, 1)),
+}
+
+quantize = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=("power_of_two", "scale_format"))
+
+
+def made(values, scale, granularity, exact, format=fp8.E4M3, dtype=jnp.float32) -> QuantizedTensor:
+    """A tensor of these values and scales (E8M0 as bytes), without compiling a quantizer for it."""
+    scale = scale.view(ml_dtypes.float8_e8m0fnu) if scale.dtype == np.uint8 else scale
+    values = np.asarray(values, np.float32).astype(format.dtype)
+    return QuantizedTensor(jnp.asarray(values), jnp.asarray(scale), granularity, jnp.dtype(dtype), exact)
+
+
+def tensor(seed, shape, granularity, scales, **fields) -> QuantizedTensor:
+    """Any values, under scales that all differ: one at the wrong place shows."""
+    random = np.random.default_rng(seed)
+    cells = granularity.scale_shape(shape)
+    exponents = random.integers(-9, 9, cells)
+    scale = {
+        "float32": np.ldexp(random.uniform(1, 2, cells), exponents).astype(np.float32),
+        "power of two": np.ldexp(np.float32(1), exponents),
+        "E8M0": (127 + exponents).astype(np.uint8),
+    }[scales]
+    scale = np.asarray(scale)  # NumPy makes a number of an array without axes
+    return made(
+        np.clip(60 * random.standard_normal(shape), -400, 400), scale, granularity, scales != "float32", **fields
+    )
+
+
+def tensors(shapes, tiles, scales, **fields) -> list[QuantizedTensor]:
+    return [
+        tensor(i, shape, fp8.PerBlock(tile), scales, **fields)
+        for i, (shape, tile) in enumerate(zip(shapes, tiles, strict=True))
+    ]
+
+
+def multiply(lhs, rhs, backend, dimension_numbers=MATRICES, **options):
+    """Compiled, as in a layer; what a backend says that it cannot do is skipped."""
+    options = {"implementation": backend, "chip": CHIP.get(backend), "dimension_numbers": dimension_numbers} | options
+    try:
+        return jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, **options))(lhs, rhs)
+    except NotImplementedError as reason:
+        if backend != "cudnn":
+            raise
+        pytest.skip(str(reason))
+
+
+def some(table, scales=SCALES):
+    """Every member, kind of scale and backend. In the default suite XLA's with the kinds that share least, the rest slow."""
+    for member, kind, backend in itertools.product(table, scales, BACKENDS):
+        marks = () if backend == "xla" and kind != "power of two" else (pytest.mark.slow,)
+        yield pytest.param(member, kind, backend, id=f"{member}-{kind}-{backend}", marks=marks)
+
+
+def pairs():
+    """What blockwise and mxfp8 multiply, each by the backends that are theirs; the rest of the product is slow."""
+    for pair, T, scales, backend in itertools.product(TILES, (128, 32), SCALES, BACKENDS):
+        ours = (T == 32) == (scales == "E8M0") and (backend == "xla" or (pair, scales) == ("fprop 1D x 2D", "E8M0"))
+        marks = () if ours else (pytest.mark.slow,)
+        yield pytest.param(pair, T, scales, backend, id=f"{pair} {T}-{scales}-{backend}", marks=marks)
+
+
+@pytest.mark.parametrize(("pair", "T", "scales", "backend"), list(pairs()))
+def test_pairs(pair, T, scales, backend):
+    *shapes, dimension_numbers = MATMULS[pair.split()[0]]
+    lhs, rhs = tensors(shapes, TILES[pair](T), scales)
+    y = multiply(lhs, rhs, backend, dimension_numbers)
+    assert y.dtype == jnp.float32
+    assert distance(y, product(lhs, rhs, dimension_numbers)) <= CLOSE
+
+
+@pytest.mark.parametrize(("mixed", "scales", "backend"), list(some(FORMATS)))
+def test_formats(mixed, scales, backend):
+    lhs = tensor(0, (40, 70), fp8.PerBlock((1, 32)), scales, format=FORMATS[mixed][0])
+    rhs = tensor(1, (70, 50), fp8.PerBlock((32, 32)), scales, format=FORMATS[mixed][1])
+    assert distance(multiply(lhs, rhs, backend), product(lhs, rhs)) <= CLOSE
+
+
+# shapes of lhs and rhs, tiles (aligned with the trailing axes), dimension numbers
+GEOMETRIES = {
+    "vectors": ((100,), (100,), (32,), (32,), (((0,), (0,)), ((), ()))),
+    "matrix and vector": ((3, 100), (100,), (1, 32), (32,), (((1,), (0,)), ((), ()))),
+    "vector and matrix": ((100,), (100, 40), (32,), (32, 32), (((0,), (0,)), ((), ()))),
+    "three axes": ((2, 3, 100), (100, 40), (1, 32), (32, 32), (((2,), (0,)), ((), ()))),
+    "whole tiles": ((64, 64), (64, 32), (1, 32), (32, 32), MATRICES),
+    "shorter than a tile": ((5, 7), (7, 3), (1, 32), (32, 32), MATRICES),
+    "one row, one column": ((1, 100), (100, 1), (1, 32), (32, 1), MATRICES),
+    "batch": ((4, 3, 70), (4, 70, 40), (1, 32), (32, 32), (((2,), (1,)), ((0,), (0,)))),
+    "batch in the middle": ((3, 4, 70), (70, 40, 4), (1, 1, 32), (32, 32, 1), (((2,), (0,)), ((1,), (2,)))),
+    "two batches, crossed": ((2, 4, 3, 70), (4, 5, 2, 70), (1, 32), (1, 32), (((3,), (3,)), ((0, 1), (2, 0)))),
+    "two contracted, outer first": ((6, 3, 70), (3, 70, 40), (1, 1, 32), (1, 32, 32), (((1, 2), (0, 1)), ((), ()))),
+    "two contracted, inner first": ((6, 3, 70), (3, 70, 40), (1, 1, 32), (1, 32, 32), (((2, 1), (1, 0)), ((), ()))),
+    "contracted first": ((100, 3), (100, 5), (32, 1), (32, 1), (((0,), (0,)), ((), ()))),
+    "square tiles on axes apart": ((3, 70), (40, 2, 70), (1, 32), (32, 1, 32), (((1,), (2,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize(("geometry", "scales", "backend"), list(some(GEOMETRIES)))
+def test_geometries(geometry, scales, backend):
+    *parts, dimension_numbers = GEOMETRIES[geometry]
+    lhs, rhs = tensors(parts[:2], parts[2:], scales)
+    y, exact = multiply(lhs, rhs, backend, dimension_numbers), product(lhs, rhs, dimension_numbers)
+    assert y.shape == exact.shape
+    assert distance(y, exact) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("shapes", "scales", "backend"), list(some([((0, 3), (3, 2)), ((2, 0), (0, 3)), ((2, 3), (3, 0))]))
+)
+def test_empty(shapes, scales, backend):
+    y = multiply(*tensors(shapes, ((1, 32), (32, 1)), scales), backend)
+    np.testing.assert_array_equal(y, np.zeros((shapes[0][0], shapes[1][1]), np.float32), strict=True)
+
+
+# Scales that are one for the whole contracted axis go with tiles.
+PARTNERS = {"per tensor": (fp8.PerTensor(), fp8.PerTensor()), "per row": (fp8.PerAxis(0), fp8.PerAxis(1))}
+
+
+@pytest.mark.parametrize(("partner", "of_partner"), [("per tensor", "float32"), ("per row", "power of two")])
+@pytest.mark.parametrize("side", [0, 1], ids=["tiles in lhs", "tiles in rhs"])
+@pytest.mark.parametrize("scales", SCALES)
+def test_partners(side, partner, scales, of_partner):
+    """cuDNN's backend leaves them to XLA's."""
+    granularities, kinds = list(PARTNERS[partner]), [of_partner] * 2
+    granularities[side], kinds[side] = fp8.PerBlock(((1, 32), (32, 32))[side]), scales
+    lhs, rhs = (tensor(i, shape, granularities[i], kinds[i]) for i, shape in enumerate(((9, 70), (70, 40))))
+    y = jax.jit(functools.partial(scaled_matmul, chip="b200"))(lhs, rhs)
+    assert distance(y, product(lhs, rhs)) <= CLOSE
+
+
+@pytest.mark.parametrize(("dtype", "scales", "backend"), list(some(("bfloat16", "float16", "float32"))))
+def test_dtypes(dtype, scales, backend):
+    lhs, rhs = tensors(((8, 70), (70, 40)), ((1, 32), (32, 32)), scales, dtype=dtype)
+    # By a power of two, so that float16 holds the result.
+    lhs = dataclasses.replace(lhs, values=(lhs.values.astype(jnp.float32) * 2.0**-7).astype(lhs.values.dtype))
+    full = multiply(lhs, rhs, backend, preferred_element_type=jnp.float32)
+    y = multiply(lhs, rhs, backend)
+    assert (y.dtype, full.dtype) == (dtype, jnp.float32)
+    np.testing.assert_array_equal(y, full.astype(dtype))
+
+
+def filled(value, shape, dtype=np.float32):
+    return np.full(shape, value, dtype)
+
+
+# Scales of lhs and rhs at the ends of their range, whose product is an ordinary number.
+EXTREMES = {
+    "float32, powers of two": (filled(2.0**120, (4, 2)), filled(2.0**-124, (2, 5))),
+    "float32": (filled(1.1 * 2.0**120, (4, 2)), filled(1.3 * 2.0**-124, (2, 5))),
+    "float32, the other way": (filled(1.1 * 2.0**-124, (4, 2)), filled(1.3 * 2.0**118, (2, 5))),
+    "float32 and powers of two": (filled(1.1 * 2.0**120, (4, 2)), filled(2.0**-126, (2, 5))),
+    "E8M0, byte 0": (filled(0, (4, 2), np.uint8), filled(247, (2, 5), np.uint8)),
+    "E8M0, largest": (filled(247, (4, 2), np.uint8), filled(0, (2, 5), np.uint8)),
+    "both smallest": (filled(2.0**-63, (4, 2)), filled(1.1 * 2.0**-62, (2, 5))),
+}
+
+
+@pytest.mark.parametrize(("extreme", "scales", "backend"), list(some(EXTREMES, ["those"])))
+def test_extreme_scales(extreme, scales, backend):
+    """Values of 2 to 100: under the smallest scale they are normal numbers still, under the largest one finite."""
+    random = np.random.default_rng(0)
+    values = [
+        np.copysign(random.integers(2, 100, shape), random.standard_normal(shape)) for shape in ((4, 64), (64, 5))
+    ]
+    lhs, rhs = (
+        made(v, s, fp8.PerBlock(tile), s.dtype == np.uint8 or bool(np.all(np.frexp(s)[0] == 0.5)))
+        for v, s, tile in zip(values, EXTREMES[extreme], ((1, 32), (32, 1)), strict=True)
+    )
+    y = multiply(lhs, rhs, backend)
+    assert np.isfinite(y).all()
+    assert distance(y, product(lhs, rhs)) <= CLOSE
+
+
+@pytest.mark.parametrize(("largest", "scales", "backend"), list(some((np.finfo(np.float32).max, 3e38))))
+def test_the_largest_numbers_times_zero(largest, scales, backend):
+    """A power-of-two scale rounds the largest float32 up to 2^128, which no factor of a product may become."""
+    x = np.full((3, 64), largest, np.float32)
+    x[1] = [1, -1] * 32
+    lhs = quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), **SCALES[scales])
+    w = np.zeros((64, 33), np.float32)
+    w[5, 1], w[40, 1] = 1e-9, 3e-9
+    rhs = quantize(w, fp8.E4M3, fp8.PerBlock((32, 32)), **SCALES[scales])
+    y = multiply(lhs, rhs, backend)
+    np.testing.assert_array_equal(np.delete(np.asarray(y), 1, axis=1), 0.0)
+    np.testing.assert_allclose(y[::2, 1], 4e-9 * largest, rtol=0.07)
+
+
+@pytest.mark.parametrize(("bad", "scales", "backend"), list(some((np.nan, np.inf))))
+def test_what_is_not_finite_shows(bad, scales, backend):
+    """In the rows and columns that read its tile, and nowhere else."""
+    x, w = np.ones((4, 70), np.float32), np.ones((70, 70), np.float32)
+    x[1, 66], w[40, 3] = bad, bad
+    lhs = quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), **SCALES[scales])
+    rhs = quantize(w, fp8.E4M3, fp8.PerBlock((32, 32)), **SCALES[scales])
+    finite = np.isfinite(multiply(lhs, rhs, backend))
+    want = np.ones((4, 70), bool)
+    want[1] = False
+    want[:, : 32 if scales == "E8M0" else 4] = False  # a NaN scale speaks for its whole tile
+    if scales != "E8M0":
+        want[[0, 2, 3], :3] = True
+    np.testing.assert_array_equal(finite, want)
+
+
+@pytest.mark.parametrize(("axes", "scales", "backend"), list(some([(0, 0), (0, None), (None, 0)])))
+def test_vmap(axes, scales, backend):
+    """Experts: both tensors stacked, or one of them."""
+    kinds = (((9, 70), fp8.PerBlock((1, 32))), ((70, 40), fp8.PerBlock((32, 32))))
+    experts = [[tensor(2 * i + side, *kind, scales) for side, kind in enumerate(kinds)] for i in range(3)]
+    stacked = [
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_side) if axis == 0 else of_side[0]
+        for of_side, axis in zip(zip(*experts, strict=True), axes, strict=True)
+    ]
+    mapped = jax.vmap(lambda lhs, rhs: multiply(lhs, rhs, backend), in_axes=axes)(*stacked)
+    for i, y in enumerate(mapped):
+        lhs, rhs = (experts[i if axis == 0 else 0][side] for side, axis in enumerate(axes))
+        assert distance(y, product(lhs, rhs)) <= CLOSE
+
+
+def test_a_transposed_2d_tensor_serves_the_other_direction():
+    g, w = tensors(((9, 40), (70, 40)), ((1, 32), (32, 32)), "float32")
+    want = scaled_matmul(g, w, dimension_numbers=(((1,), (1,)), ((), ())))
+    np.testing.assert_array_equal(scaled_matmul(g, w.T), want)
+    assert distance(want, dequantized(g) @ dequantized(w).T) <= CLOSE
+
+
+ERRORS = {
+    "2D x 2D": (((4, 64), (32, 32)), ((64, 5), (32, 32)), fp8.E4M3, "both in 2D tiles"),
+    "E5M2 x E5M2": (((4, 64), (1, 32)), ((64, 5), (32, 1)), fp8.E5M2, "both E5M2"),
+    "other tiles": (((4, 64), (1, 32)), ((64, 5), (16, 1)), fp8.E4M3, r"tiles of \[32\] along its contracted axes"),
+    "kept axis only, lhs": (
+        ((64, 64), (32, 1)),
+        ((64, 5), (32, 1)),
+        fp8.E4M3,
+        "lhs.*quantize it in the other direction",
+    ),
+    "kept axis only, rhs": (
+        ((4, 64), (1, 32)),
+        ((64, 64), (1, 32)),
+        fp8.E4M3,
+        "rhs.*quantize it in the other direction",
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_errors(backend, error):
+    (lhs_shape, lhs_tile), (rhs_shape, rhs_tile), format, message = ERRORS[error]
+    lhs, rhs = tensors((lhs_shape, rhs_shape), (lhs_tile, rhs_tile), "power of two", format=format)
+    with pytest.raises(ValueError, match=message):
+        scaled_matmul(lhs, rhs, implementation=backend, chip=CHIP.get(backend))
+
+
+@pytest.mark.parametrize("chip", [None, "h200"])
+def test_a_chip_without_a_block_scaled_matmul_is_refused_by_name(chip):
+    lhs, rhs = tensors(((2, 64), (64, 5)), ((1, 32), (32, 1)), "E8M0")
+    with pytest.raises(NotImplementedError, match="no block-scaled matmul"):
+        scaled_matmul(lhs, rhs, implementation="cudnn", chip=chip)
+    assert distance(scaled_matmul(lhs, rhs, chip=chip), product(lhs, rhs)) <= CLOSE
+
+
+# What an Explicit mesh of 4 x 2 splits of lhs [8, 256] and rhs [256, 64].
+SPLITS = {"kept": (jax.P("data", None), jax.P(None, "tp")), "contracted": (jax.P("data", "tp"), jax.P("tp", None))}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("scales", SCALES)
+def test_explicit_meshes(scales, split):
+    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    given = tensors(((8, 256), (256, 64)), ((1, 32), (32, 32)), scales)
+    out = jax.P("data", "tp" if split == "kept" else None)
+    with jax.set_mesh(mesh):
+        lhs, rhs = (
+            jax.tree.map(lambda leaf, spec=spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec)), tensor)
+            for tensor, spec in zip(given, SPLITS[split], strict=True)
+        )
+        run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, out_sharding=out))
+        if (scales, split) == ("float32", "contracted"):
+            with pytest.raises(ValueError, match=r"an Explicit mesh splits over 'tp'.*Use power_of_two=True"):
+                run(lhs, rhs)
+            return
+        y = run(lhs, rhs)
+    assert jax.typeof(y).sharding.spec == out
+    assert distance(y, product(*given)) <= CLOSE

@@ -1,0 +1,221 @@
+"""dot_general, einsum and dot in tiles, any axes and shapes: on numbers that FP8 holds exactly they are the exact product."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxfp8 as fp8
+from jaxfp8.ops._dimension_numbers import geometry
+from jaxfp8.ops._tile_view import tile_view
+from jaxfp8.quantizers import Current
+
+
+def tiny(T, *, square=True, **fields):
+    """A recipe in tiles so small that a few values fill several."""
+    x, w = (Current(format=fp8.E4M3, granularity=fp8.PerBlock(tile), **fields) for tile in ((1, T), (T, T)))
+    w = w if square else x
+    return fp8.Recipe(
+        name="tiny",
+        fprop=fp8.Operands(lhs=x, rhs=w),
+        dgrad=fp8.Operands(lhs=x, rhs=w),
+        wgrad=fp8.Operands(lhs=x, rhs=x),
+    )
+
+
+# Scales are powers of two, so small integers are cast exactly, and so are their products added.
+RECIPES = {
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+    "square 4": tiny(4, power_of_two=True),
+    "E8M0, 4": tiny(4, square=False, scale_format=fp8.E8M0),
+    "E8M0, square 3": tiny(3, scale_format=fp8.E8M0),
+}
+FAST = {"xla_backend_optimization_level": "0"}
+integers = lambda seed, shape: jnp.asarray(np.random.default_rng(seed).integers(-8, 9, shape), jnp.float32)
+
+
+def check(function, reference, *shapes):
+    """Values and gradients are equal, bit for bit."""
+    x, w = (integers(seed, shape) for seed, shape in enumerate(shapes))
+    g = integers(2, jax.eval_shape(reference, x, w).shape)
+
+    def run(function):
+        def both(x, w, g):
+            y, backward = jax.vjp(function, x, w)
+            return y, *backward(g)
+
+        return jax.jit(both, compiler_options=FAST)(x, w, g)
+
+    for got, want in zip(run(function), run(reference), strict=True):
+        np.testing.assert_array_equal(got, want, strict=True)
+
+
+def check_dot_general(recipe, x_shape, w_shape, dimension_numbers):
+    check(
+        functools.partial(fp8.dot_general, dimension_numbers=dimension_numbers, recipe=recipe),
+        functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, precision="highest"),
+        x_shape, w_shape,
+    )  # fmt: skip
+
+
+@st.composite
+def geometries(draw):
+    """Shapes and dimension numbers of up to two batch, two contracted and two kept axes on each side, in any order."""
+    size = st.integers(1, 9)
+    batch, contracted = (draw(st.lists(size, max_size=2)) for _ in range(2))
+    shapes, groups = [], []
+    for _ in range(2):
+        kept = draw(st.lists(size, max_size=2))
+        sizes = [*batch, *contracted, *kept]
+        order = draw(st.permutations(range(len(sizes))))
+        shapes.append(tuple(sizes[i] for i in order))
+        groups.append([order.index(i) for i in range(len(batch) + len(contracted))])
+    split = len(batch)
+    pairs = draw(st.permutations(range(split, split + len(contracted))))
+    of = lambda axes: tuple(tuple(group[i] for i in axes) for group in groups)
+    return *shapes, (of(pairs), of(range(split)))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "recipe", ["blockwise", "square 4", *(pytest.param(n, marks=SLOW) for n in ("mxfp8", "E8M0, 4", "E8M0, square 3"))]
+)
+@settings(max_examples=8)
+@given(case=geometries())
+def test_any_axes(recipe, case):
+    check_dot_general(RECIPES[recipe], *case)
+
+
+NAMED = {
+    "vectors": ((7,), (7,), (((0,), (0,)), ((), ()))),
+    "matrix and vector": ((3, 9), (9,), (((1,), (0,)), ((), ()))),
+    "vector and matrix": ((9,), (9, 5), (((0,), (0,)), ((), ()))),
+    "outer product": ((6,), (5,), (((), ()), ((), ()))),
+    "outer product of matrices": ((2, 3), (5, 2), (((), ()), ((), ()))),
+    "scalars": ((), (), (((), ()), ((), ()))),
+    "scalar and matrix": ((), (3, 5), (((), ()), ((), ()))),
+    "batch only": ((5,), (5,), (((), ()), ((0,), (0,)))),
+    "heads": ((2, 6, 3, 5), (3, 5, 7), (((2, 3), (0, 1)), ((), ()))),
+    "heads, crossed": ((2, 6, 3, 5), (5, 3, 7), (((2, 3), (1, 0)), ((), ()))),
+    "batch last": ((6, 5, 3), (5, 7, 3), (((1,), (0,)), ((2,), (2,)))),
+    "no rows": ((0, 5), (5, 7), (((1,), (0,)), ((), ()))),
+    "no columns": ((3, 5), (5, 0), (((1,), (0,)), ((), ()))),
+    "nothing contracted": ((3, 0), (0, 7), (((1,), (0,)), ((), ()))),
+    "no batch": ((0, 3, 5), (0, 5, 7), (((2,), (1,)), ((0,), (0,)))),
+    "axes of 1": ((1, 1, 9), (9, 1), (((2,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_named_cases(case):
+    check_dot_general(RECIPES["square 4"], *NAMED[case])
+
+
+@SLOW
+@pytest.mark.parametrize("recipe", [tiny(4, power_of_two=False), *RECIPES.values()], ids=["float32 scales", *RECIPES])
+@pytest.mark.parametrize("case", NAMED)
+def test_named_cases_with_every_recipe(case, recipe):
+    """Float32 scales are no powers of two: what they give is close, and of the right shape."""
+    if recipe.fprop.lhs.rule.exact:
+        check_dot_general(recipe, *NAMED[case])
+        return
+    x_shape, w_shape, dimension_numbers = NAMED[case]
+    x, w = integers(0, x_shape), integers(1, w_shape)
+    y = fp8.dot_general(x, w, dimension_numbers, recipe=recipe)
+    want = lax.dot_general(x, w, dimension_numbers)
+    assert y.shape == want.shape
+    np.testing.assert_allclose(y, want, rtol=0.1, atol=0.1 * math.sqrt(max(x.size, 1)) * 8)
+
+
+EINSUMS = {
+    "bsd,dhk->bshk": ((2, 6, 5), (5, 3, 4)),
+    "bshk,hkd->bsd": ((2, 6, 3, 5), (3, 5, 7)),
+    "bshk,bthk->bhst": ((2, 5, 3, 4), (2, 6, 3, 4)),
+    "bhst,bthk->bshk": ((2, 3, 5, 6), (2, 6, 3, 4)),
+    "ebd,edf->ebf": ((3, 4, 5), (3, 5, 6)),
+    "i,j->ij": ((5,), (6,)),
+    "ij,j->i": ((5, 6), (6,)),
+    "ij,ij->": ((5, 6), (5, 6)),
+    "ba,cb->ac": ((5, 6), (7, 5)),
+}
+
+
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_einsum(equation):
+    function = lambda x, w: fp8.einsum(equation, x, w, recipe=RECIPES["square 4"])
+    check(function, functools.partial(jnp.einsum, equation, precision="highest"), *EINSUMS[equation])
+
+
+@pytest.mark.parametrize("recipe", ["square 4", *(pytest.param(name, marks=SLOW) for name in ("blockwise", "mxfp8"))])
+def test_forms_of_one_product_are_equal(recipe):
+    """einsum, dot and dot_general quantize the same tiles, of any numbers."""
+    recipe = RECIPES[recipe]
+    x, w, g = (
+        jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((2, 9, 40), (40, 36), (2, 9, 36)))
+    )
+
+    def run(function):
+        def both(x, w, g):
+            y, backward = jax.vjp(function, x, w)
+            return y, *backward(g)
+
+        return jax.jit(both, compiler_options=FAST)(x, w, g)
+
+    want = run(lambda x, w: fp8.dot(x, w, recipe=recipe))
+    for form in (
+        lambda x, w: fp8.einsum("bsd,df->bsf", x, w, recipe=recipe),
+        lambda x, w: fp8.dot_general(x, w, (((2,), (0,)), ((), ())), recipe=recipe),
+        lambda x, w: fp8.dot_general(x, w.T, (((2,), (1,)), ((), ())), recipe=recipe),
+        lambda x, w: fp8.dot_general(x.transpose(2, 0, 1), w, (((0,), (0,)), ((), ())), recipe=recipe),
+    ):
+        for got, exact in zip(run(form), want, strict=True):
+            np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
+# lhs, rhs, dimension numbers; the groups of the view for tiles of 128: batch, m, k, n
+VIEWS = {
+    "matrices": ((8, 16), (16, 4), (((1,), (0,)), ((), ())), ((), (8,), (16,), (4,))),
+    "tokens stay": ((8, 512, 256), (256, 768), (((2,), (0,)), ((), ())), ((), (8, 512), (256,), (768,))),
+    "few tokens are merged": ((8, 100, 256), (256, 768), (((2,), (0,)), ((), ())), ((), (800,), (256,), (768,))),
+    "heads of 64 are merged": (
+        (8, 512, 12, 64),
+        (12, 64, 768),
+        (((2, 3), (0, 1)), ((), ())),
+        ((), (8, 512), (768,), (768,)),
+    ),
+    "heads of 128 stay": (
+        (8, 512, 6, 128),
+        (6, 128, 768),
+        (((2, 3), (0, 1)), ((), ())),
+        ((), (8, 512), (6, 128), (768,)),
+    ),
+    "an empty group is an axis of 1": ((256,), (256, 3, 5), (((0,), (0,)), ((), ())), ((), (1,), (256,), (15,))),
+    "batch stays": ((3, 5, 256), (3, 256, 7), (((2,), (1,)), ((0,), (0,))), ((3,), (5,), (256,), (7,))),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_groups(case):
+    lhs, rhs, dimension_numbers, merged = VIEWS[case]
+    view = tile_view(lhs, rhs, dimension_numbers, 128)
+    assert view.merged == merged
+    x, w = view.lhs(jnp.zeros(lhs)), view.rhs(jnp.zeros(rhs))
+    assert (x.shape, w.shape) == (sum(merged[:3], ()), (*merged[0], *merged[2], *merged[3]))
+    assert geometry(view.dimension_numbers, x.ndim, w.ndim).dimension_numbers[0] == view.dimension_numbers
+
+
+def test_an_axis_that_is_merged_into_another_cannot_be_split():
+    view = tile_view((8, 100, 256), (256, 12, 64), (((2,), (0,)), ((), ())), 128)
+    assert view.merged == ((), (800,), (256,), (768,))
+    assert view.out_sharding(jax.P("data", None, "tp")) == jax.P("data", "tp")
+    with pytest.raises(ValueError, match="splits an axis"):
+        view.out_sharding(jax.P(None, "data"))
