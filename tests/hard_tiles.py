@@ -89,9 +89,9 @@ def assert_equals_oracle(q, x, tile, rule, message="") -> None:
     assert q.power_of_two == (rule != "float32"), message
 
 
-def assert_dequantizes(q, x, tile, message="") -> None:
-    """Of its payloads and scales `dequantize` makes what the oracle makes; finite where x is, in each tile that is finite."""
-    y = np.asarray(q.dequantize())
+def assert_dequantizes(q, y, x, message="") -> None:
+    """y is what the oracle makes of payloads and scales: finite where x is, or where its tile is if scales are bytes."""
+    y, tile = np.asarray(y), q.granularity.tile
     assert y.dtype == x.dtype, message
     scale = scale_of(q)
     expected = oracle.dequantize_tiles(np.asarray(q.values).view(np.uint8), q.format.name, scale, tile, x.dtype)
