@@ -1,11 +1,14 @@
 """The rules of FP8 written down a second time, in NumPy and exact arithmetic: what the package must equal to the bit.
 
 Nothing here imports jaxfp8. Arrays go in, arrays come out; a granularity is the tuple of axes that are KEPT, None for one
-scale in all.
+scale in all. A tile is the tuple of its sides along the trailing axes; scales of tiles follow one of four rules, "float32",
+"power_of_two", "rceil" or "floor", the last two of which give bytes (E8M0).
 """
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import ml_dtypes
@@ -128,6 +131,78 @@ def quantize(
     """Codes (uint8) and float32 scales."""
     m = multiplier(amax(x, kept), fmt, power_of_two=power_of_two)
     return cast(x, m, fmt), inverse(m)
+
+
+# Tiles
+
+
+def cells(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """For each tile, where its scale is and where its values are. The last one of an axis may be ragged."""
+    sides = (1,) * (len(shape) - len(tile)) + tile
+    for corner in itertools.product(*(range(0, size, side) for size, side in zip(shape, sides, strict=True))):
+        where = tuple(start // side for start, side in zip(corner, sides, strict=True))
+        yield where, tuple(slice(start, start + side) for start, side in zip(corner, sides, strict=True))
+
+
+def tile_amax(x: np.ndarray, tile: tuple[int, ...]) -> np.ndarray:
+    """`amax` of each tile."""
+    whole = amax(x, tuple(range(x.ndim)))  # of single values
+    sides = (1,) * (x.ndim - len(tile)) + tile
+    largest = np.zeros([math.ceil(size / side) for size, side in zip(x.shape, sides, strict=True)], np.float32)
+    for where, values in cells(x.shape, tile):
+        largest[where] = whole[values].max()
+    return largest
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...], tile: tuple[int, ...]) -> np.ndarray:
+    """What belongs to each tile, written at each of its values."""
+    everywhere = np.empty(shape, scale.dtype)
+    for where, values in cells(shape, tile):
+        everywhere[values] = scale[where]
+    return everywhere
+
+
+def e8m0_bytes(amax: np.ndarray, fmt: str, rounding: str) -> np.ndarray:
+    """The bytes e of scales 2^(e - 127): 0 for an amax of zero, 255 for one that is not finite.
+
+    "rceil": the smallest scale under which amax is at most the largest value of the format. "floor": the largest that brings
+    it to the binade of that value or above. Both by comparing with all 255 scales, in float64, which holds them exactly.
+    """
+    amax = np.asarray(amax, np.float64)
+    scales = np.ldexp(1.0, np.arange(255) - 127)
+    if rounding == "rceil":
+        byte = np.searchsorted(scales * LARGEST[fmt], amax, side="left")
+    else:
+        byte = np.searchsorted(scales * {"E4M3": 256.0, "E5M2": 32768.0}[fmt], amax, side="right") - 1
+    byte = np.where(amax < TINY, 0, np.clip(byte, 0, 254))
+    return np.where(np.isfinite(amax), byte, 255).astype(np.uint8)
+
+
+def quantize_tiles(x: np.ndarray, fmt: str, tile: tuple[int, ...], rule: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes (uint8) and scales (float32, or the bytes of E8M0)."""
+    largest = tile_amax(x, tile)
+    if rule in ("float32", "power_of_two"):
+        m = multiplier(largest, fmt, power_of_two=rule == "power_of_two")
+        return cast(x, spread(m, x.shape, tile), fmt), inverse(m)
+    scale = e8m0_bytes(largest, fmt, rule)
+    exponent = np.where(scale == 255, 0, scale.astype(np.int64) - 127)  # a tile that is not finite is not scaled
+    exact = to_float32(x).astype(np.float64)
+    exact = np.ldexp(np.where(np.isfinite(exact), exact, np.nan), -spread(exponent, x.shape, tile))
+    return nearest_codes(exact, fmt), scale
+
+
+def dequantize_tiles(codes: np.ndarray, fmt: str, scale: np.ndarray, tile: tuple[int, ...], dtype) -> np.ndarray:
+    """`values * scale`, rounded to float32 once, then to a dtype, within its limits."""
+    values = codes.view(DTYPE[fmt]).astype(np.float64)
+    if scale.dtype == np.uint8:
+        scale = np.where(scale == 255, np.nan, np.ldexp(1.0, scale.astype(np.int64) - 127))
+    product = values * spread(scale.astype(np.float64), codes.shape, tile)  # exact: 4 bits times 24
+    largest = min(float(ml_dtypes.finfo(dtype).max), FLOAT32_MAX)
+    with np.errstate(under="ignore"):
+        return np.clip(product, -largest, largest).astype(np.float32).astype(dtype)
+
+
+# Delayed scaling
 
 
 @dataclasses.dataclass

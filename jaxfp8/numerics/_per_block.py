@@ -94,8 +94,7 @@ class PerBlock(AbstractGranularity):
     def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
         contracted = [axis for axis in range(ndim) if axis not in kept]
         sides = dict.fromkeys(range(ndim), 1) | {kept[-1]: self.tile[0], contracted[-1]: self.tile[1]}
-        first = min(axis for axis, size in sides.items() if size > 1)
-        return PerBlock(tuple(sides[axis] for axis in range(min(first, max(ndim - 2, 0)), ndim)))
+        return _trailing(tuple(sides.values()))
 
     def transpose(self, permutation: Axes) -> "PerBlock":
         tile = self.along(len(permutation))
@@ -106,7 +105,13 @@ class PerBlock(AbstractGranularity):
                 "direction needs other tiles. Quantize the high-precision array in both directions, "
                 "fp8.quantize(x, format, (PerBlock((1, T)), PerBlock((T, 1)))); a tile with two equal sides transposes."
             )
-        return PerBlock(moved[-len(self.tile) :] if all(size == 1 for size in moved[: -len(self.tile)]) else moved)
+        return self if moved == tile else _trailing(moved)
+
+
+def _trailing(tile: tuple[int, ...]) -> PerBlock:
+    """The granularity with this tile, in one form: no leading sides of 1, but two sides where there are two."""
+    first = next(axis for axis, size in enumerate(tile) if size > 1)
+    return PerBlock(tile[min(first, max(len(tile) - 2, 0)) :])
 
 
 def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:

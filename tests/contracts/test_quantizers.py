@@ -10,17 +10,27 @@ import numpy as np
 import oracle
 import pytest
 from hard_inputs import SHAPE, hard_arrays
+from hard_tiles import assert_equals_oracle, scale_of
 
 import jaxfp8 as fp8
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity, Static
 from jaxfp8.tensors._quantized_tensor import validate
 
+MX = {"format": fp8.E4M3, "power_of_two": True, "scale_format": fp8.E8M0}
+
 QUANTIZERS = {
     "current": Current(format=fp8.E4M3),
     "current E5M2 power of two": Current(format=fp8.E5M2, power_of_two=True),
     "current rows": Current(format=fp8.E4M3, granularity=fp8.PerRow(), power_of_two=True),
     "current rows E5M2": Current(format=fp8.E5M2, granularity=fp8.PerRow()),
+    "blockwise 1x128": Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 128)), power_of_two=True),
+    "blockwise 128x128": Current(format=fp8.E4M3, granularity=fp8.PerBlock((128, 128)), power_of_two=True),
+    "blockwise float32 scales": Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 128))),
+    "blockwise E5M2": Current(format=fp8.E5M2, granularity=fp8.PerBlock((1, 128)), power_of_two=True),
+    "mx rceil": Current(granularity=fp8.PerBlock((1, 32)), **MX),
+    "mx floor": Current(granularity=fp8.PerBlock((1, 32)), **MX, scale_rounding="floor"),
+    "mx 32x32": Current(granularity=fp8.PerBlock((32, 32)), **MX),
     "delayed": Delayed(format=fp8.E4M3),
     "delayed margin": Delayed(format=fp8.E5M2, margin=2, power_of_two=True),
     "static": Static(format=fp8.E4M3, scale=0.013),
@@ -30,16 +40,43 @@ QUANTIZERS = {
 pytestmark = pytest.mark.parametrize("name", QUANTIZERS)
 
 
-def granularity_of(quantizer):
-    return quantizer.granularity.for_matmul((0,))
+# The axis that a matmul keeps, for each of the two that read an operand.
+ROWS, COLUMNS = (0,), (1,)
+
+
+def granularity_of(quantizer, kept=ROWS):
+    return quantizer.granularity.for_matmul(kept, ndim=2)
+
+
+def tile_of(quantizer, kept=ROWS):
+    granularity = granularity_of(quantizer, kept)
+    return granularity.tile if isinstance(granularity, fp8.PerBlock) else None
+
+
+def rule_of(quantizer) -> str:
+    if quantizer.scale_format == fp8.E8M0:
+        return quantizer.scale_rounding
+    return "power_of_two" if quantizer.power_of_two else "float32"
+
+
+def once(quantizer, x, scale, all_set, *directions):
+    granularities = tuple(granularity_of(quantizer, kept) for kept in directions)
+    amax = lambda granularity: amax_of(x, granularity)
+    stored = scale if quantizer.stateful else None
+    return quantizer.quantize(x, granularities, amax=amax, scale=stored, all_set=all_set, implementation=None)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def run(quantizer, x, scale, all_set=False):
-    granularity = granularity_of(quantizer)
-    amax = lambda: amax_of(x, granularity)
-    stored = scale if quantizer.stateful else None
-    return quantizer.quantize(x, granularity, amax=amax, scale=stored, all_set=all_set, implementation=None)
+    (q,) = once(quantizer, x, scale, all_set, ROWS)
+    return q
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_both(quantizer, x, scale):
+    return once(quantizer, x, scale, False, ROWS, COLUMNS), *(
+        once(quantizer, x, scale, False, kept) for kept in (ROWS, COLUMNS)
+    )
 
 
 def multiplier_of(quantizer, x, stored) -> np.ndarray:
@@ -60,6 +97,9 @@ def test_equals_oracle(name, stored):
         q = run(quantizer, x, stored)
         if quantizer.value_format is None:
             np.testing.assert_array_equal(q, x)
+            continue
+        if tile_of(quantizer):
+            assert_equals_oracle(q, x, tile_of(quantizer), rule_of(quantizer), kind)
             continue
         m = multiplier_of(quantizer, x, stored)
         given = quantizer.scale if isinstance(quantizer, Static) else stored if quantizer.stateful and stored else None
@@ -88,14 +128,31 @@ def test_amax_is_asked_for_by_those_who_need_it(name):
     for stored, all_set in ((0.0, False), (1.0, False), (1.0, True)):
         calls = []
 
-        def amax(calls=calls):
-            calls.append(1)
-            return amax_of(x, granularity_of(quantizer))
+        def amax(granularity, calls=calls):
+            calls.append(granularity)
+            return amax_of(x, granularity)
 
+        granularity = granularity_of(quantizer)
         scale = jnp.float32(stored) if quantizer.stateful else None
-        quantizer.quantize(x, granularity_of(quantizer), amax=amax, scale=scale, all_set=all_set, implementation=None)
-        needed = isinstance(quantizer, Current) or (isinstance(quantizer, Delayed) and not all_set)
-        assert len(calls) == needed
+        quantizer.quantize(x, (granularity,), amax=amax, scale=scale, all_set=all_set, implementation=None)
+        # The amaxes of tiles are at hand, and never combined across devices.
+        current = isinstance(quantizer, Current) and not tile_of(quantizer)
+        assert calls == [granularity] * (current or (isinstance(quantizer, Delayed) and not all_set))
+
+
+def test_two_directions_in_one_call(name):
+    quantizer = QUANTIZERS[name]
+    for x in (hard_arrays(np.float32)["wide"], hard_arrays(np.float32)["one_nan"]):
+        together, rows, columns = run_both(quantizer, x, np.float32(0.0))
+        for q, (alone,), kept in zip(together, (rows, columns), (ROWS, COLUMNS), strict=True):
+            if quantizer.value_format is None:
+                np.testing.assert_array_equal(q, x)
+                continue
+            assert q.granularity == alone.granularity == granularity_of(quantizer, kept)
+            np.testing.assert_array_equal(oracle.codes(q.values), oracle.codes(alone.values))
+            np.testing.assert_array_equal(scale_of(q), scale_of(alone))
+            if tile_of(quantizer):
+                assert_equals_oracle(q, x, tile_of(quantizer, kept), rule_of(quantizer))
 
 
 def test_is_a_value(name):
@@ -115,5 +172,7 @@ def test_is_a_value(name):
 def test_every_field_is_checked(name, wrong):
     quantizer = QUANTIZERS[name]
     for field in dataclasses.fields(quantizer):
+        if field.name == "scale_format" and (wrong is None or (wrong == fp8.E8M0 and tile_of(quantizer))):
+            continue  # not wrong
         with pytest.raises((TypeError, ValueError), match=re.escape(f"{field.name}={wrong!r}")):
             dataclasses.replace(quantizer, **{field.name: wrong})

@@ -20,7 +20,8 @@ def test_scale_shape_broadcasts_and_matches_the_reduction(granularity):
     x = jnp.zeros(SHAPE)
     shape = granularity.scale_shape(SHAPE)
     assert jnp.broadcast_shapes(shape, SHAPE) == SHAPE
-    assert jnp.max(x, axis=granularity.reduced_axes(3), keepdims=bool(shape)).shape == shape
+    assert granularity.maximum(x).shape == shape
+    assert jnp.broadcast_shapes(granularity.expand(jnp.zeros(shape), SHAPE).shape, SHAPE) == SHAPE
 
 
 @pytest.mark.parametrize("permutation", [*itertools.permutations(range(3))], ids=str)
@@ -32,10 +33,10 @@ def test_transpose(granularity, permutation):
 
 
 def test_for_matmul():
-    assert PerRow().for_matmul((1, 2)) == PerAxis(1, 2)
-    assert PerRow().for_matmul(()) == PerTensor()
-    assert PerTensor().for_matmul((0,)) == PerTensor()
-    assert PerAxis(1).for_matmul((0,)) == PerAxis(1)
+    assert PerRow().for_matmul((1, 2), ndim=3) == PerAxis(1, 2)
+    assert PerRow().for_matmul((), ndim=1) == PerTensor()
+    assert PerTensor().for_matmul((0,), ndim=2) == PerTensor()
+    assert PerAxis(1).for_matmul((0,), ndim=2) == PerAxis(1)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_for_matmul():
 def test_axes_that_do_not_fit(axes, ndim):
     for use in (
         lambda g: g.scale_shape((4,) * ndim),
-        lambda g: g.reduced_axes(ndim),
+        lambda g: g.maximum(jnp.zeros((4,) * ndim)),
         lambda g: g.transpose(tuple(range(ndim))),
     ):
         with pytest.raises(
@@ -64,8 +65,13 @@ def test_axes_that_are_none(axes):
 
 @pytest.mark.parametrize(
     "use",
-    [lambda g: g.scale_shape((2,)), lambda g: g.reduced_axes(1), lambda g: g.transpose((0,))],
-    ids=["shape", "axes", "transpose"],
+    [
+        lambda g: g.scale_shape((2,)),
+        lambda g: g.maximum(jnp.zeros(2)),
+        lambda g: g.expand(jnp.zeros(2), (2,)),
+        lambda g: g.transpose((0,)),
+    ],
+    ids=["shape", "maximum", "expand", "transpose"],
 )
 def test_rows_of_an_array(use):
     with pytest.raises(ValueError, match=mentions("granularity", "PerRow()", "use PerAxis(")):

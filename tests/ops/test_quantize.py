@@ -1,5 +1,6 @@
 import functools
 
+import hard_tiles
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxfp8 as fp8
+from jaxfp8.tensors._quantized_tensor import validate
 
 FORMATS = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
 POWER_OF_TWO = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
@@ -205,6 +207,25 @@ def test_signal_to_noise(granularity, format, least, power_of_two):
     assert least <= ratio < least + 1.5  # a mantissa bit is 6 dB
 
 
+@pytest.mark.parametrize("tile", [(1, 128), (128, 128), (1, 32), (32, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("format", "options", "least"),
+    [
+        (fp8.E4M3, {}, 31),
+        (fp8.E4M3, {"power_of_two": True}, 31),
+        (fp8.E4M3, {"scale_format": fp8.E8M0}, 31),
+        (fp8.E4M3, {"scale_format": fp8.E8M0, "scale_rounding": "floor"}, 30),
+        (fp8.E5M2, {}, 25),
+        (fp8.E5M2, {"scale_format": fp8.E8M0}, 25),
+    ],
+    ids=["float32", "power_of_two", "rceil", "floor", "E5M2 float32", "E5M2 rceil"],
+)
+def test_signal_to_noise_of_tiles(format, options, least, tile):
+    x = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
+    dequantized = jax.jit(lambda x: fp8.quantize(x, format, fp8.PerBlock(tile), **options).dequantize())(x)
+    assert least <= decibels(x, dequantized) < least + 2  # a mantissa bit is 6 dB
+
+
 # fake_quantize
 
 
@@ -219,15 +240,81 @@ def test_fake_quantize(format):
     np.testing.assert_array_equal(jax.grad(lambda x: (2 * fp8.fake_quantize(x, format)).sum())(x), 2.0)
 
 
+def test_fake_quantize_in_tiles():
+    x = jnp.asarray(hard_arrays(np.float32)["wide"])
+    arguments = fp8.E4M3, fp8.PerBlock((1, 32))
+    for options in ({"power_of_two": True}, {"scale_format": fp8.E8M0, "scale_rounding": "floor"}):
+        np.testing.assert_array_equal(
+            fp8.fake_quantize(x, *arguments, **options), fp8.quantize(x, *arguments, **options).dequantize()
+        )
+        gradient = jax.grad(lambda x, options=options: (2 * fp8.fake_quantize(x, *arguments, **options)).sum())(x)
+        np.testing.assert_array_equal(gradient, 2.0)
+
+
 def test_quantize_has_no_silent_gradient():
     with pytest.raises(fp8.FP8StateError):
         jax.grad(lambda x: fp8.quantize(x, fp8.E4M3).dequantize().sum())(jnp.ones(3))
+
+
+# Several granularities, and tiles
+
+
+def test_a_tuple_of_granularities():
+    x = hard_arrays(np.float32)["a_row_of_each"]
+    granularities = (fp8.PerTensor(), fp8.PerAxis(0), fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1)))
+    for format in (fp8.E4M3, fp8.E5M2):
+        copies = fp8.quantize(x, format, granularities)
+        assert isinstance(copies, tuple)
+        for q, granularity in zip(copies, granularities, strict=True):
+            alone = fp8.quantize(x, format, granularity)
+            assert q.granularity == granularity == alone.granularity
+            np.testing.assert_array_equal(oracle.codes(q.values), oracle.codes(alone.values))
+            np.testing.assert_array_equal(q.scale, alone.scale)
+    (one,) = fp8.quantize(x, fp8.E4M3, (fp8.PerTensor(),))
+    assert one.granularity == fp8.PerTensor()
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({}, "float32"),
+        ({"power_of_two": True}, "power_of_two"),
+        ({"scale_format": fp8.E8M0}, "rceil"),
+        ({"scale_format": fp8.E8M0, "power_of_two": True}, "rceil"),
+        ({"scale_format": fp8.E8M0, "scale_rounding": "floor"}, "floor"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
+def test_tiles(options, rule, implementation):
+    x = hard_arrays(np.float32)["wide"]
+    q = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), implementation=implementation, **options)
+    validate(q)
+    hard_tiles.assert_equals_oracle(q, x, (1, 32), rule)
+
+
+def test_float64_in_tiles():
+    random = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        for x in (np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE)), np.full(SHAPE, 1e300)):
+            q = fp8.quantize(jnp.asarray(x), fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0)
+            hard_tiles.assert_equals_oracle(q, x, (1, 32), "rceil")
+            assert np.isfinite(q.dequantize()).all()
+
+
+def test_scales_of_tiles_that_are_given():
+    x = np.random.default_rng(0).standard_normal((3, 70)).astype(np.float32)
+    first = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)))
+    second = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale=first.scale)
+    np.testing.assert_array_equal(second.scale, first.scale)
+    np.testing.assert_array_equal(oracle.codes(second.values), oracle.codes(first.values))
 
 
 # Misuse
 
 X = jnp.ones((2, 3))
 KEY = jax.random.key(0)
+TILE = fp8.PerBlock((1, 32))
 
 
 @pytest.mark.parametrize(
@@ -242,11 +329,49 @@ KEY = jax.random.key(0)
         (ValueError, (X, fp8.E8M0), {}, ("format=E8M0", "use one of [E4M3, E5M2]")),
         (ValueError, (X, "e4m3"), {}, ("format='e4m3'", "use one of [E4M3, E5M2]")),
         (ValueError, (X, jnp.float8_e4m3fn), {}, ("format=", "float8_e4m3fn", "use one of [E4M3, E5M2]")),
-        (TypeError, (X, fp8.E4M3, 0), {}, ("granularity=0", "use fp8.PerTensor() or fp8.PerAxis(")),
+        (
+            TypeError,
+            (X, fp8.E4M3, 0),
+            {},
+            ("granularity=0", "use fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock("),
+        ),
         (TypeError, (X, fp8.E4M3, fp8.PerTensor), {}, ("granularity=", "PerTensor", "use fp8.PerTensor()")),
         (ValueError, (X, fp8.E4M3, fp8.PerRow()), {}, ("granularity", "PerRow()", "use PerAxis(")),
         (ValueError, (X, fp8.E4M3, fp8.PerAxis(2)), {}, ("granularity", "PerAxis(2)", "name each axis to keep once")),
         (ValueError, (X, fp8.E4M3, fp8.PerAxis(0, -2)), {}, ("granularity", "PerAxis(0, -2)", "named twice")),
+        (TypeError, (X, fp8.E4M3, ()), {}, ("granularity=()", "fp8.PerBlock(")),
+        (TypeError, (X, fp8.E4M3, (fp8.PerTensor(), 0)), {}, ("granularity=(PerTensor(), 0)", "fp8.PerBlock(")),
+        (ValueError, (X, fp8.E4M3, fp8.PerBlock((1, 1, 32))), {}, ("PerBlock(tile=(1, 1, 32))", "2 axes", "3 sides")),
+        (ValueError, (X, fp8.E4M3, (fp8.PerTensor(), fp8.PerAxis(2))), {}, ("PerAxis(2)", "name each axis to keep")),
+        (
+            ValueError,
+            (X, fp8.E4M3),
+            {"scale_format": fp8.E8M0},
+            ("scale_format=E8M0", "PerTensor()", "PerBlock((1, 32))"),
+        ),
+        (ValueError, (X, fp8.E4M3, fp8.PerAxis(0)), {"scale_format": fp8.E8M0}, ("scale_format=E8M0", "PerAxis(0)")),
+        (
+            ValueError,
+            (X, fp8.E4M3, (fp8.PerBlock((1, 32)), fp8.PerTensor())),
+            {"scale_format": fp8.E8M0},
+            ("scale_format=E8M0", "PerTensor()", "needs tiles"),
+        ),
+        (ValueError, (X, fp8.E4M3, TILE), {"scale_format": fp8.E4M3}, ("scale_format=E4M3", "holds no scales")),
+        (ValueError, (X, fp8.E4M3, TILE), {"scale_rounding": "floor"}, ("scale_rounding='floor'", "scale_format=E8M0")),
+        (
+            ValueError,
+            (X, fp8.E4M3, TILE),
+            {"scale_format": fp8.E8M0, "scale_rounding": "ceil"},
+            ("scale_rounding='ceil'", "use 'rceil' or 'floor'"),
+        ),
+        (
+            ValueError,
+            (X, fp8.E4M3, TILE),
+            {"scale": jnp.ones((2, 1)), "scale_format": fp8.E8M0},
+            ("scale_format=E8M0", "scale=", "pass the one or the other"),
+        ),
+        (ValueError, (X, fp8.E4M3, (TILE,)), {"scale": jnp.ones((2, 1))}, ("a tuple of granularities", "scale=")),
+        (ValueError, (X, fp8.E4M3, TILE), {"scale": jnp.ones((2, 3))}, ("scale has shape [2, 3]", "needs [2, 1]")),
         (TypeError, (X, fp8.E4M3), {"power_of_two": 1}, ("power_of_two=1", "must be True or False")),
         (ValueError, (X, fp8.E4M3), {"scale": jnp.ones(3)}, ("scale has shape [3]", "[2, 3]", "needs []")),
         (
@@ -255,7 +380,12 @@ KEY = jax.random.key(0)
             {"scale": 1.0},
             ("scale has shape []", "PerAxis(0)", "needs [2, 1]"),
         ),
-        (ValueError, (X, fp8.E4M3), {"scale": 1.0, "power_of_two": True}, ("power_of_two=True", "scale=", "pass one")),
+        (
+            ValueError,
+            (X, fp8.E4M3),
+            {"scale": 1.0, "power_of_two": True},
+            ("power_of_two=True", "scale=", "pass the one or the other"),
+        ),
         *(
             (ValueError, (X, fp8.E4M3), {"scale": bad}, (f"scale={bad}", "must be positive", "leave it out"))
             for bad in (0.0, -1.0, np.inf, np.nan)
@@ -267,7 +397,7 @@ KEY = jax.random.key(0)
             ValueError,
             (X, fp8.E4M3),
             {"implementation": "cuda"},
-            ("implementation='cuda'", "cast", "'reference', 'xla'"),
+            ("implementation='cuda'", "quantize", "'reference', 'xla'"),
         ),
     ],
     ids=str,
@@ -275,9 +405,3 @@ KEY = jax.random.key(0)
 def test_misuse(error, arguments, options, parts):
     with pytest.raises(error, match=mentions(*parts)):
         fp8.quantize(*arguments, **options)
-
-
-@pytest.mark.parametrize("option", ["scale_format", "scale_rounding"])
-def test_nothing_takes_e8m0_scales_yet(option):
-    with pytest.raises(TypeError, match=option):
-        fp8.quantize(X, fp8.E4M3, **{option: None})

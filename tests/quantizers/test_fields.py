@@ -7,6 +7,7 @@ import jaxfp8 as fp8
 from jaxfp8.quantizers import Current, Delayed, Identity, Static
 
 FORMAT = {"format": fp8.E4M3}
+TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
 
 
 @pytest.mark.parametrize(
@@ -21,9 +22,44 @@ FORMAT = {"format": fp8.E4M3}
             ValueError,
             Current,
             {**FORMAT, "granularity": fp8.PerAxis(0)},
-            ("granularity=PerAxis(0)", "use PerTensor() or PerRow()"),
+            ("granularity=PerAxis(0)", "use PerTensor(), PerRow() or PerBlock((1, T))"),
         ),
-        (ValueError, Current, {**FORMAT, "granularity": None}, ("granularity=None", "use PerTensor() or PerRow()")),
+        (
+            ValueError,
+            Current,
+            {**FORMAT, "granularity": None},
+            ("granularity=None", "use PerTensor(), PerRow() or PerBlock("),
+        ),
+        *(
+            (ValueError, Current, {**FORMAT, "granularity": fp8.PerBlock(tile)}, (f"tile={tile}", "(1, T)", "(T, T)"))
+            for tile in ((128,), (128, 1), (64, 128), (1, 1, 128))
+        ),
+        (
+            ValueError,
+            Current,
+            {**FORMAT, "scale_format": fp8.E8M0},
+            ("scale_format=E8M0 needs tiles", "granularity=PerTensor()", "PerBlock((1, 32))"),
+        ),
+        (
+            ValueError,
+            Current,
+            {**FORMAT, "scale_format": fp8.E8M0, "granularity": fp8.PerRow()},
+            ("scale_format=E8M0 needs tiles", "granularity=PerRow()"),
+        ),
+        (ValueError, Current, {**TILES, "scale_format": fp8.E4M3}, ("scale_format=E4M3", "holds no scales")),
+        (ValueError, Current, {**TILES, "scale_rounding": "floor"}, ("scale_rounding='floor'", "scale_format=E8M0")),
+        (
+            ValueError,
+            Current,
+            {**TILES, "scale_format": fp8.E8M0, "scale_rounding": "ceil"},
+            ("scale_rounding='ceil'", "'rceil' or 'floor'"),
+        ),
+        (
+            ValueError,
+            Delayed,
+            {**FORMAT, "granularity": fp8.PerBlock((1, 128))},
+            ("granularity=PerBlock(", "use PerTensor()"),
+        ),
         (ValueError, Delayed, {"format": None}, ("format=None", "use one of [E4M3, E5M2]")),
         (ValueError, Delayed, {**FORMAT, "history_length": 0}, ("history_length=0", "at least 1")),
         (ValueError, Delayed, {**FORMAT, "history_length": 16.0}, ("history_length=16.0", "integer")),

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
+from jaxfp8.kernels._platform import CHIPS
 from jaxfp8.quantizers import Current, Delayed, Identity
 from jaxfp8.recipes._presets import PRESETS
 
@@ -28,7 +30,15 @@ def test_is_a_value(name):
 
 @pytest.mark.parametrize(
     ("name", "rows", "fp8_matmuls"),
-    [("delayed", 3, 3), ("current", 0, 3), ("rowwise", 0, 3), ("static", 0, 3), ("identity", 0, 0)],
+    [
+        ("delayed", 3, 3),
+        ("current", 0, 3),
+        ("rowwise", 0, 3),
+        ("blockwise", 0, 3),
+        ("mxfp8", 0, 3),
+        ("static", 0, 3),
+        ("identity", 0, 0),
+    ],
 )
 def test_table(name, rows, fp8_matmuls):
     recipe = RECIPES[name]
@@ -37,7 +47,11 @@ def test_table(name, rows, fp8_matmuls):
     assert recipe.is_identity == (name == "identity")
     formats = {tensor: {q.value_format for _, q in recipe.uses(tensor)} for tensor in ("x", "w", "g")}
     if fp8_matmuls:
-        assert formats == {"x": {fp8.E4M3}, "w": {fp8.E4M3}, "g": {fp8.E4M3 if name == "rowwise" else fp8.E5M2}}
+        only_e4m3 = name in ("rowwise", "blockwise", "mxfp8")
+        assert formats == {"x": {fp8.E4M3}, "w": {fp8.E4M3}, "g": {fp8.E4M3 if only_e4m3 else fp8.E5M2}}
+    assert recipe.tile == {"blockwise": 128, "mxfp8": 32}.get(name)
+    assert recipe.fprop.in_tiles == recipe.dgrad.in_tiles == recipe.wgrad.in_tiles == (recipe.tile is not None)
+    assert recipe.chip is None
 
 
 def test_defaults():
@@ -45,6 +59,83 @@ def test_defaults():
         format=fp8.E4M3, history_length=16, algorithm="max", margin=0, power_of_two=False
     )
     assert RECIPES["delayed"].dgrad.lhs == dataclasses.replace(RECIPES["delayed"].fprop.lhs, format=fp8.E5M2)
+
+
+def one_quantizer(recipe, tensor):
+    (quantizer,) = {quantizer for _, quantizer in recipe.uses(tensor)}  # the same for both matmuls
+    return quantizer
+
+
+def test_defaults_of_blockwise():
+    recipe = RECIPES["blockwise"]
+    x = Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 128)), power_of_two=True)
+    w = dataclasses.replace(x, granularity=fp8.PerBlock((128, 128)))
+    assert [one_quantizer(recipe, tensor) for tensor in "xwg"] == [x, w, x]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensor", "changes"),
+    [
+        ({"gradient": fp8.E5M2}, "g", {"format": fp8.E5M2}),
+        ({"x_tile_dim": 2, "w_tile_dim": 1}, "x", {"granularity": fp8.PerBlock((128, 128))}),
+        ({"x_tile_dim": 2, "w_tile_dim": 1}, "w", {"granularity": fp8.PerBlock((1, 128))}),
+        ({"w_tile_dim": 1, "g_tile_dim": 2}, "g", {"granularity": fp8.PerBlock((128, 128))}),
+        *(({"power_of_two": False}, tensor, {"power_of_two": False}) for tensor in "xwg"),
+    ],
+    ids=str,
+)
+def test_fields_of_blockwise(fields, tensor, changes):
+    expected = dataclasses.replace(one_quantizer(RECIPES["blockwise"], tensor), **changes)
+    assert one_quantizer(fp8.recipes.blockwise(**fields), tensor) == expected
+
+
+def test_defaults_of_mxfp8():
+    recipe = RECIPES["mxfp8"]
+    every = Current(
+        format=fp8.E4M3,
+        granularity=fp8.PerBlock((1, 32)),
+        power_of_two=True,
+        scale_format=fp8.E8M0,
+        scale_rounding="rceil",
+    )
+    assert [one_quantizer(recipe, tensor) for tensor in "xwg"] == [every] * 3
+    floor = dataclasses.replace(every, scale_rounding="floor")
+    assert [one_quantizer(fp8.recipes.mxfp8(scale_rounding="floor"), tensor) for tensor in "xwg"] == [floor] * 3
+    square = dataclasses.replace(every, granularity=fp8.PerBlock((32, 32)))
+    assert [one_quantizer(fp8.recipes.mxfp8(w_tile_dim=2), tensor) for tensor in "xwg"] == [every, square, every]
+
+
+def test_presets_of_tiles_are_values():
+    build = [
+        fp8.recipes.blockwise,
+        functools.partial(fp8.recipes.blockwise, power_of_two=False),
+        functools.partial(fp8.recipes.blockwise, gradient=fp8.E5M2),
+        functools.partial(fp8.recipes.blockwise, w_tile_dim=1),
+        functools.partial(fp8.recipes.blockwise, chip="b200"),
+        fp8.recipes.mxfp8,
+        functools.partial(fp8.recipes.mxfp8, scale_rounding="floor"),
+        functools.partial(fp8.recipes.mxfp8, w_tile_dim=2),
+        functools.partial(fp8.recipes.mxfp8, chip="b200"),
+    ]
+    assert len({make() for make in (*build, *build)}) == len(build)
+    for make in build:
+        assert make() == make()
+        assert hash(make()) == hash(make())
+        assert not jax.tree.leaves(fp8.init_state(make()))  # nothing to remember
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_chip(name):
+    for chip in CHIPS:
+        recipe = fp8.recipes.get(name, chip=chip)
+        assert recipe.chip == chip
+        assert dataclasses.replace(recipe, chip=None) == RECIPES[name]  # casts are the same
+
+
+def test_nothing_is_said_to_xla_for_tiles():
+    for chip in CHIPS:
+        for name in ("blockwise", "mxfp8"):
+            assert fp8.compiler_options(RECIPES[name], chip) == {}
 
 
 def test_high_precision_wgrad():
@@ -66,6 +157,10 @@ def test_rows_of_unequal_quantizers():
     assert fp8.init_state(recipe).scale.shape == (2,)
 
 
+def in_tiles(*tile):
+    return Current(format=fp8.E4M3, granularity=fp8.PerBlock(tile))
+
+
 def differing_histories():
     lhs, rhs = (Delayed(format=fp8.E4M3, history_length=length) for length in (4, 8))
     return fp8.Recipe(name="mine", fprop=fp8.Operands(lhs=lhs, rhs=rhs), dgrad=OPERANDS, wgrad=OPERANDS)
@@ -74,48 +169,96 @@ def differing_histories():
 E5M2 = Current(format=fp8.E5M2)
 
 
-@pytest.mark.parametrize(
-    ("error", "build", "parts"),
-    [
-        (TypeError, lambda: fp8.recipes.delayed(granularity=fp8.PerRow()), ("granularity",)),
-        (TypeError, lambda: fp8.recipes.delayed(fp8.E4M3), ("positional",)),
-        (TypeError, lambda: fp8.recipes.current(margin=1), ("margin",)),
-        (TypeError, lambda: fp8.recipes.identity(forward=fp8.E4M3), ("forward",)),
-        (TypeError, lambda: fp8.recipes.static(x_scale=1.0), ("w_scale", "g_scale")),
+MISUSE = [
+    (TypeError, lambda: fp8.recipes.delayed(granularity=fp8.PerRow()), ("granularity",)),
+    (TypeError, lambda: fp8.recipes.delayed(fp8.E4M3), ("positional",)),
+    (TypeError, lambda: fp8.recipes.current(margin=1), ("margin",)),
+    (TypeError, lambda: fp8.recipes.identity(forward=fp8.E4M3), ("forward",)),
+    (TypeError, lambda: fp8.recipes.static(x_scale=1.0), ("w_scale", "g_scale")),
+    (
+        ValueError,
+        lambda: fp8.recipes.static(**{**STATIC, "w_scale": 0.0}),
+        ("scale=0.0", "between 2**-126 and 2**126"),
+    ),
+    (ValueError, lambda: fp8.recipes.delayed(history_length=0), ("history_length=0", "at least 1")),
+    (ValueError, lambda: fp8.recipes.delayed(algorithm="mean"), ("algorithm='mean'", "'most_recent'")),
+    (ValueError, lambda: fp8.recipes.delayed(margin=-1), ("margin=-1", "between 0 and 64")),
+    (ValueError, lambda: fp8.recipes.delayed(forward=fp8.E8M0), ("format=E8M0", "use one of")),
+    (TypeError, lambda: fp8.recipes.current(power_of_two="yes"), ("power_of_two='yes'", "True or False")),
+    (TypeError, lambda: fp8.recipes.rowwise(high_precision_wgrad=1), ("high_precision_wgrad=1", "True or False")),
+    (ValueError, lambda: fp8.recipes.current(forward=fp8.E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
+    (ValueError, lambda: fp8.Operands(lhs=E5M2, rhs=E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
+    (TypeError, lambda: fp8.Operands(lhs=fp8.E4M3, rhs=E5M2), ("lhs=E4M3", "use one of fp8.quantizers")),
+    (TypeError, lambda: fp8.Operands(lhs=E5M2, rhs=None), ("rhs=None", "Identity() for none")),
+    (
+        TypeError,
+        lambda: fp8.Recipe(name="a", fprop=OPERANDS, dgrad=OPERANDS, wgrad=None),
+        ("wgrad=None", "Operands(lhs="),
+    ),
+    (
+        TypeError,
+        lambda: fp8.Recipe(name=3, fprop=OPERANDS, dgrad=OPERANDS, wgrad=OPERANDS),
+        ("name=3", "must be a string"),
+    ),
+    (ValueError, differing_histories, ("history_length", "[4, 8]", "give all Delayed quantizers the same")),
+    *(
+        (ValueError, functools.partial(fp8.recipes.blockwise, **fields), ("both in 2D tiles", "PerBlock((1, 128))"))
+        for fields in ({"x_tile_dim": 2}, {"g_tile_dim": 2}, {"x_tile_dim": 2, "w_tile_dim": 1, "g_tile_dim": 2})
+    ),
+    (ValueError, lambda: fp8.recipes.blockwise(forward=fp8.E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
+    (
+        ValueError,
+        lambda: fp8.recipes.blockwise(forward=fp8.E5M2, gradient=fp8.E5M2),
+        ("lhs and rhs", "E5M2", "give one of them E4M3"),
+    ),
+    *(
         (
             ValueError,
-            lambda: fp8.recipes.static(**{**STATIC, "w_scale": 0.0}),
-            ("scale=0.0", "between 2**-126 and 2**126"),
-        ),
-        (ValueError, lambda: fp8.recipes.delayed(history_length=0), ("history_length=0", "at least 1")),
-        (ValueError, lambda: fp8.recipes.delayed(algorithm="mean"), ("algorithm='mean'", "'most_recent'")),
-        (ValueError, lambda: fp8.recipes.delayed(margin=-1), ("margin=-1", "between 0 and 64")),
-        (ValueError, lambda: fp8.recipes.delayed(forward=fp8.E8M0), ("format=E8M0", "use one of")),
-        (TypeError, lambda: fp8.recipes.current(power_of_two="yes"), ("power_of_two='yes'", "True or False")),
-        (TypeError, lambda: fp8.recipes.rowwise(high_precision_wgrad=1), ("high_precision_wgrad=1", "True or False")),
-        (ValueError, lambda: fp8.recipes.current(forward=fp8.E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
-        (ValueError, lambda: fp8.Operands(lhs=E5M2, rhs=E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
-        (TypeError, lambda: fp8.Operands(lhs=fp8.E4M3, rhs=E5M2), ("lhs=E4M3", "use one of fp8.quantizers")),
-        (TypeError, lambda: fp8.Operands(lhs=E5M2, rhs=None), ("rhs=None", "Identity() for none")),
+            functools.partial(fp8.recipes.blockwise, **{name: wrong}),
+            (f"{name}={wrong!r}", "1 (1x128)", "2 (128x"),
+        )
+        for name in ("x_tile_dim", "w_tile_dim", "g_tile_dim")
+        for wrong in (0, 3, True, None, "2", (1, 128))
+    ),
+    *(
         (
-            TypeError,
-            lambda: fp8.Recipe(name="a", fprop=OPERANDS, dgrad=OPERANDS, wgrad=None),
-            ("wgrad=None", "Operands(lhs="),
-        ),
-        (
-            TypeError,
-            lambda: fp8.Recipe(name=3, fprop=OPERANDS, dgrad=OPERANDS, wgrad=OPERANDS),
-            ("name=3", "must be a string"),
-        ),
-        (ValueError, differing_histories, ("history_length", "[4, 8]", "give all Delayed quantizers the same")),
-        (ValueError, lambda: fp8.recipes.get("fp8"), ("'fp8'", "use one of", "'delayed'")),
-        (TypeError, lambda: fp8.recipes.get("current", margin=1), ("'current'", "['margin']", "'power_of_two'")),
-        (TypeError, lambda: fp8.init_state("delayed"), ("recipe='delayed'", "fp8.recipes.delayed()")),
-        (TypeError, lambda: fp8.compiler_options("delayed", "h200"), ("recipe='delayed'", "fp8.recipes.delayed()")),
-        (ValueError, lambda: fp8.compiler_options(RECIPES["delayed"], "h300"), ("chip='h300'", "use one of")),
-    ],
-    ids=range(24),
-)
+            ValueError,
+            functools.partial(fp8.recipes.mxfp8, w_tile_dim=wrong),
+            (f"w_tile_dim={wrong!r}", "1 (1x32)", "2 (32x"),
+        )
+        for wrong in (0, 32, False)
+    ),
+    (ValueError, lambda: fp8.recipes.mxfp8(scale_rounding="ceil"), ("scale_rounding='ceil'", "'rceil' or 'floor'")),
+    (TypeError, lambda: fp8.recipes.mxfp8(power_of_two=True), ("power_of_two",)),
+    (TypeError, lambda: fp8.recipes.blockwise(power_of_two=1), ("power_of_two=1", "True or False")),
+    (TypeError, lambda: fp8.recipes.blockwise(scale_rounding="rceil"), ("scale_rounding",)),
+    (ValueError, lambda: fp8.recipes.blockwise(chip="h300"), ("chip='h300'", "use one of", "'b200'")),
+    (ValueError, lambda: fp8.recipes.mxfp8(chip="B200"), ("chip='B200'", "use one of", "'b200'")),
+    (TypeError, lambda: fp8.recipes.get("current", chip="b200"), ("'current'", "['chip']")),
+    (
+        ValueError,
+        lambda: dataclasses.replace(RECIPES["current"], chip="b200"),
+        ("chip='b200'", "not used", "without tiles", "leave it out"),
+    ),
+    (
+        ValueError,
+        lambda: fp8.Operands(lhs=in_tiles(1, 128), rhs=in_tiles(1, 32)),
+        ("lhs has tiles of 128", "rhs of 32", "both sides need the same"),
+    ),
+    (
+        ValueError,
+        lambda: fp8.Operands(lhs=in_tiles(32, 32), rhs=in_tiles(32, 32)),
+        ("both in 2D", "PerBlock((1, 32))"),
+    ),
+    (ValueError, lambda: fp8.recipes.get("fp8"), ("'fp8'", "use one of", "'delayed'")),
+    (TypeError, lambda: fp8.recipes.get("current", margin=1), ("'current'", "['margin']", "'power_of_two'")),
+    (TypeError, lambda: fp8.init_state("delayed"), ("recipe='delayed'", "fp8.recipes.delayed()")),
+    (TypeError, lambda: fp8.compiler_options("delayed", "h200"), ("recipe='delayed'", "fp8.recipes.delayed()")),
+    (ValueError, lambda: fp8.compiler_options(RECIPES["delayed"], "h300"), ("chip='h300'", "use one of")),
+]
+
+
+@pytest.mark.parametrize(("error", "build", "parts"), MISUSE, ids=range(len(MISUSE)))
 def test_misuse(error, build, parts):
     with pytest.raises(error, match=mentions(*parts)):
         build()

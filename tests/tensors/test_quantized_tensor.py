@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from hard_inputs import DTYPES, hard_arrays, mentions
+from hard_tiles import scale_of
 
 import jaxfp8 as fp8
 from jaxfp8.tensors._quantized_tensor import validate
@@ -40,6 +41,86 @@ def test_T(tensor):
     assert q.T.shape == (3, 3, 3)
     assert q.T.granularity == fp8.PerAxis(2)
     assert q.T.T.granularity == q.granularity
+
+
+# Tiles
+
+SCALES = {
+    "float32": {},
+    "E8M0": {"scale_format": fp8.E8M0},
+}
+
+
+quantize = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=("scale_format",))
+dequantize = jax.jit(lambda q: q.dequantize())
+
+
+def in_tiles(shape, tile, scales):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return x, quantize(x, fp8.E4M3, fp8.PerBlock(tile), **SCALES[scales])
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(
+    ("shape", "tile", "permutation"),
+    [
+        ((50, 70), (32, 32), (1, 0)),
+        ((50, 70), (32, 16), (1, 0)),
+        ((2, 50, 70), (32, 32), (0, 2, 1)),
+        ((2, 50, 70), (32, 32), (2, 1, 0)),
+        ((2, 3, 40), (1, 32), (1, 0, 2)),  # leading axes may move
+        ((2, 40, 3), (32, 1), (0, 1, 2)),
+    ],
+    ids=str,
+)
+def test_transpose_of_tiles_is_exact(shape, tile, permutation, scales):
+    x, q = in_tiles(shape, tile, scales)
+    transposed = q.transpose(*permutation)
+    validate(transposed)
+    np.testing.assert_array_equal(dequantize(transposed), dequantize(q).transpose(permutation))
+    # It equals the transpose quantized, to the bit.
+    again = quantize(x.transpose(permutation), fp8.E4M3, transposed.granularity, **SCALES[scales])
+    np.testing.assert_array_equal(oracle.codes(again.values), oracle.codes(transposed.values))
+    np.testing.assert_array_equal(scale_of(again), scale_of(transposed))
+    assert transposed.power_of_two == q.power_of_two
+    back = transposed.transpose(*(int(axis) for axis in np.argsort(permutation)))
+    assert jax.tree.structure(back) == jax.tree.structure(q)
+    np.testing.assert_array_equal(back.values.view(jnp.uint8), q.values.view(jnp.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "permutation"),
+    [
+        ((50, 70), (1, 32), (1, 0)),
+        ((50, 70), (32, 1), (1, 0)),
+        ((2, 50, 70), (1, 32), (0, 2, 1)),
+        ((2, 3, 40), (1, 32), (2, 0, 1)),
+    ],
+    ids=str,
+)
+def test_tiles_along_one_axis_are_not_transposed(shape, tile, permutation):
+    _, q = in_tiles(shape, tile, "E8M0")
+    for transpose in (lambda q: q.transpose(*permutation), lambda q: q.T):
+        with pytest.raises(
+            ValueError, match=mentions(str(tile), "cannot be transposed", "both directions", "fp8.quantize(x")
+        ):
+            transpose(q)
+
+
+def test_dequantize_the_smallest_scale():
+    # 2^-127 is subnormal, and flushed by CPUs and GPUs; what it scales is not.
+    x = np.array([[oracle.TINY, -3 * oracle.TINY, 96 * oracle.TINY, 0.0]], np.float32)
+    q = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0)
+    assert scale_of(q) == 0
+    for y in (q.dequantize(), dequantize(q)):
+        np.testing.assert_array_equal(y[0, :3], [oracle.TINY, -3 * oracle.TINY, 96 * oracle.TINY])
+
+
+def test_dequantize_a_scale_that_is_nan():
+    x = np.ones((1, 64), np.float32)
+    x[0, 40] = np.inf
+    y = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0).dequantize()
+    np.testing.assert_array_equal(y, np.repeat([[1.0, np.nan]], 32, axis=1))
 
 
 @pytest.mark.parametrize("permutation", [(0, 1), (0, 0, 1), (0, 1, 3), (-1, 0, 1), ((2, 1, 0),)], ids=str)
@@ -116,6 +197,26 @@ def test_pytree(tensor):
 def test_validate(tensor, change, parts):
     with pytest.raises(ValueError, match=mentions(*parts)):
         validate(dataclasses.replace(tensor(fp8.PerAxis(0)), **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (
+            {"scale": jnp.ones((2, 2))},
+            ("scale float32[2, 2]", "[50, 70]", "PerBlock(tile=(32, 32))", "float32[2, 3]", "E8M0"),
+        ),
+        ({"granularity": fp8.PerBlock((1, 32))}, ("scale float8_e8m0fnu[2, 3]", "float32[50, 3]", "fp8.quantize")),
+        ({"power_of_two": False}, ("E8M0 scales and power_of_two=False", "pass power_of_two=True")),
+        ({"granularity": fp8.PerBlock((2, 2, 2))}, ("PerBlock(tile=(2, 2, 2))", "2 axes", "each trailing axis")),
+    ],
+    ids=["scale shape", "granularity", "power_of_two", "rank"],
+)
+def test_validate_tiles(change, parts):
+    _, q = in_tiles((50, 70), (32, 32), "E8M0")
+    validate(q)
+    with pytest.raises(ValueError, match=mentions(*parts)):
+        validate(dataclasses.replace(q, **change))
 
 
 def test_validate_an_array():
