@@ -156,7 +156,9 @@ def blockwise(
     """
     dims = {"x_tile_dim": x_tile_dim, "w_tile_dim": w_tile_dim, "g_tile_dim": g_tile_dim}
     if sum(dim == 2 for dim in dims.values()) > 1:
-        raise ValueError(f"{dims}: each pair of x, w, g meets in a matmul, which takes one operand in 2D tiles; give 2 to one.")
+        raise ValueError(
+            f"{dims}: each pair of x, w, g meets in a matmul, which takes one operand in 2D tiles; give 2 to one."
+        )
     x, w, g = (
         Current(format=format, granularity=_tile(name, 128, dim), power_of_two=power_of_two)
         for name, format, dim in (
