@@ -53,6 +53,11 @@ RECIPES = {
 }  # fmt: skip
 
 
+def some(names, fast):
+    """All names, those slow that are not `fast`."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
 def gaussian(M, K, N, seed=0):
     random = np.random.default_rng(seed)
     return [random.standard_normal(size, np.float32) for size in ((M, K), (K, N), (M, N))]
@@ -86,7 +91,7 @@ def decibels(got, want):
     [(150, 200, 300), pytest.param((20, 24, 28), marks=pytest.mark.slow)],
     ids=["ragged tiles", "shorter than a tile"],
 )
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", some(RECIPES, ("blockwise", "hybrid, float32 scales", "mxfp8", "mxfp8, 2D weights")))
 def test_against_numpy(recipe, shape):
     recipe, casts = RECIPES[recipe]
     operands = gaussian(*shape)
@@ -110,7 +115,7 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("recipe", MARKS)
+@pytest.mark.parametrize("recipe", some(MARKS, ("blockwise", "hybrid", "mxfp8")))
 def test_signal_to_noise(recipe):
     operands = gaussian(512, 768, 640)
     got, want = layer(RECIPES[recipe][0], *operands), products(*operands)
@@ -120,14 +125,12 @@ def test_signal_to_noise(recipe):
     assert min(found["dx"], found["dw"]) >= backward, found
 
 
-@pytest.mark.parametrize(
-    ("recipe", "least", "most"),
-    [(RECIPES[name][0], 28, np.inf) for name in MARKS] + [(fp8.recipes.current(), -np.inf, 10)],
-    ids=[*MARKS, "current"],
-)
-def test_an_outlier_row_spoils_no_other(recipe, least, most):
+@pytest.mark.parametrize("name", [*some(MARKS, ("blockwise", "mxfp8")), "current"])
+def test_an_outlier_row_spoils_no_other(name):
+    """But with one scale for all of them it drowns every other."""
+    recipe = fp8.recipes.current() if name == "current" else RECIPES[name][0]
     x, w, g = gaussian(512, 768, 640)
     x[100] *= 1e6
     others = np.arange(512) != 100
     found = decibels(layer(recipe, x, w, g)["y"][others], products(x, w, g)["y"][others])
-    assert least <= found <= most
+    assert found <= 10 if name == "current" else found >= 28

@@ -60,8 +60,8 @@ def _tile_by_tile(
     """The sum over tiles of (product of tiles) * scales, float32."""
     contracted = dimension_numbers[0]
     if not math.prod(lhs.shape[axis] for axis in contracted[0]):  # nothing to sum, no scale to take
-        empty = (operand.values.astype(jnp.bfloat16) for operand in (lhs, rhs))
-        return bfloat16_dot(*empty, dimension_numbers, jnp.dtype(jnp.float32), out_sharding)
+        a, b = (operand.values.astype(jnp.bfloat16) for operand in (lhs, rhs))
+        return bfloat16_dot(a, b, dimension_numbers, jnp.dtype(jnp.float32), out_sharding)
     tiles = [_tile(lhs, i, rhs, j) for i, j in zip(*contracted, strict=True)]
     cells = [-(-lhs.shape[i] // tile) for i, tile in zip(contracted[0], tiles, strict=True)]
     operands = [_parts(operand, axes, tiles) for operand, axes in zip((lhs, rhs), contracted, strict=True)]
