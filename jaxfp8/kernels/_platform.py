@@ -51,6 +51,6 @@ def chip_named(name: str) -> Chip:
       >>> chip_named("h200").compute_capability
       (9, 0)
     """
-    if name not in CHIPS:
+    if not isinstance(name, str) or name not in CHIPS:
         raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
     return CHIPS[name]
