@@ -19,6 +19,7 @@ EXPECTED = {
     "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit",
     "jaxfp8.numerics": "amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow",
     "jaxfp8.quantizers": "AbstractQuantizer Current Delayed Static Identity",
+    "jaxfp8.tensors": "MatmulReady matmul_ready HopperLayout BlackwellLayout",
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise static identity get",
 }
 
