@@ -61,7 +61,8 @@ def scaled_matmul(
             _matrix(_per_32(operand, scale, dimension_numbers, side), shape, dimension_numbers, side, tile=1)
             for side, (operand, scale, shape) in enumerate(zip((lhs, rhs), (a_scale, b_scale), shapes, strict=True))
         ]
-        product = block_scaled_dot(jnp.dtype(written))(*matrices, *scales)
+        turned = _is_turned(lhs, dimension_numbers, 0), _is_turned(rhs, dimension_numbers, 1)
+        product = block_scaled_dot(jnp.dtype(written), turned)(*matrices, *scales)
         batch, kept, _ = zip(*shapes, strict=True)
         return product.reshape(*batch[0], *kept[0], *kept[1]).astype(out_dtype)
 
@@ -104,6 +105,12 @@ def _matrix_shape(operand: QuantizedTensor, dimension_numbers: DotDimensionNumbe
         tuple(operand.shape[axis] for axis in axes) for axes in _axes(operand, dimension_numbers, side)
     )
     return batch, kept, contracted
+
+
+def _is_turned(operand: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> bool:
+    """Whether the contracted axis has to move behind one that is kept."""
+    _, kept, contracted = _axes(operand, dimension_numbers, side)
+    return contracted[-1] < max(kept, default=-1)
 
 
 def _matrix(x: Array, shape: _Shape, dimension_numbers: DotDimensionNumbers, side: int, tile: int = TILE) -> Array:
