@@ -64,28 +64,31 @@ class PerBlock(AbstractGranularity):
 
     def maximum(self, magnitude: Array) -> Array:
         tile = self.along(magnitude.ndim)
-        inside, pads, shape = [], [], []
-        for size, side in zip(magnitude.shape, tile, strict=True):
-            side = min(side, max(size, 1))  # one ragged tile needs no padding
-            pads.append((0, -size % side))
-            shape.append(-(-size // side))
-            if side > 1:
-                inside.append(len(shape))
-                shape.append(side)
-        if any(after for _, after in pads):
-            magnitude = jnp.pad(magnitude, pads)
-        return jnp.max(magnitude.reshape(shape), axis=tuple(inside), initial=0.0)
+        inside: list[int] = []
+        # From the last axis on, one reshape for each axis: in an Explicit mesh jax splits no more than one at a time.
+        for axis in reversed(range(magnitude.ndim)):
+            size = magnitude.shape[axis]
+            side = min(tile[axis], max(size, 1))  # one ragged tile needs no padding
+            if side == 1:
+                continue
+            if -size % side:
+                pads = [(0, -size % side if other == axis else 0) for other in range(magnitude.ndim)]
+                magnitude = jnp.pad(magnitude, pads)
+            before, after = magnitude.shape[:axis], magnitude.shape[axis + 1 :]
+            magnitude = magnitude.reshape(*before, -(-size // side), side, *after)
+            inside = [axis + 1, *(other + 1 for other in inside)]
+        return jnp.max(magnitude, axis=tuple(inside), initial=0.0)
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        split, whole = [], []
-        for size, side, cells in zip(shape, self.along(len(shape)), scale.shape, strict=True):
-            # A single cell broadcasts by itself.
-            split += [(cells, 1, side)] if cells > 1 and side > 1 else [(cells, None, None)]
-            whole.append(cells * side if cells > 1 else cells)
-        narrow = [n for cells, one, _ in split for n in ((cells,) if one is None else (cells, one))]
-        wide = [n for cells, _, side in split for n in ((cells,) if side is None else (cells, side))]
-        expanded = jnp.broadcast_to(scale.reshape(narrow), wide).reshape(whole)
-        return expanded[tuple(slice(min(size, full)) for size, full in zip(shape, whole, strict=True))]
+        expanded = scale
+        # A single cell broadcasts by itself.
+        for axis, (size, side, cells) in enumerate(zip(shape, self.along(len(shape)), scale.shape, strict=True)):
+            if side > 1 and cells > 1:
+                before, after = expanded.shape[:axis], expanded.shape[axis + 1 :]
+                wide = jnp.broadcast_to(jnp.expand_dims(expanded, axis + 1), (*before, cells, side, *after))
+                whole = wide.reshape(*before, cells * side, *after)
+                expanded = whole[tuple(slice(size) if other == axis else slice(None) for other in range(whole.ndim))]
+        return expanded
 
     def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
         contracted = [axis for axis in range(ndim) if axis not in kept]
