@@ -20,6 +20,7 @@ EXPECTED = {
     "jaxfp8.numerics": "amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock",
     "jaxfp8.quantizers": "AbstractQuantizer Current Delayed Static Identity",
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get",
+    "jaxfp8.tensors": "MatmulReady matmul_ready HopperLayout BlackwellLayout",
 }
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,8 @@ _BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_com
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
-_FP8_TARGET = "__cublas$lt$matmul$f8"
+# cuBLASLt's matmul of scalar scales; cuDNN's of block scales (MXFP8), on Blackwell.
+_FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
 # What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
 # The second halves of asynchronous operations name the computation, or the target, once more.
@@ -35,8 +36,8 @@ def find_gemms(compiled: Any) -> Gemms:
 
     Of the branches of a conditional, that with the most matmuls counts, and of several such that with the fewest in
     FP8: `fp8.value_and_grad` compiles a step with and one without unset scales, but a run takes one of them. FP8
-    matmuls are calls of cuBLASLt; a dot of FP8 operands in a Triton fusion counts as high precision, for the program
-    does not say how it is multiplied.
+    matmuls are calls of cuBLASLt, and of cuDNN for block scales; a dot of FP8 operands in a Triton fusion counts as high
+    precision, for the program does not say how it is multiplied.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
@@ -80,7 +81,7 @@ def _gemms_of(name: str, computations: dict[str, list[str]], known: dict[str, Ge
             if not equals or opcode is None or opcode[1].endswith(_SECOND_HALVES):
                 continue
             target = _TARGET.search(instruction)
-            if target and target[1] == _FP8_TARGET:
+            if target and target[1] in _FP8_TARGETS:
                 fp8.append(_label(line))
             elif opcode[1] == "dot" or (target and target[1].startswith(_LIBRARY)):
                 high.append(_label(line))

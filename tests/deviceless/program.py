@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
-BYTES |= {"f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
+BYTES |= {"f8e8m0fnu": 1, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
@@ -24,7 +24,7 @@ FREE = {
 }
 # What only holds other computations.
 CONTAINERS = {"while", "call", "conditional", "async-start", "async-done"}
-FP8_CALL = "__cublas$lt$matmul$f8"
+FP8_CALLS = ('"__cublas$lt$matmul$f8"', '"__cudnn$blockScaledDot"')
 
 
 class Instruction(NamedTuple):
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_fp8_matmul(self) -> bool:
-        return self.op == "custom-call" and FP8_CALL in self.attributes
+        return self.op == "custom-call" and any(call in self.attributes for call in FP8_CALLS)
 
     @property
     def is_other_matmul(self) -> bool:

@@ -10,6 +10,10 @@ from jaxfp8.diagnostics._fp8_gemms import find_gemms
 FP8 = (
     '(bf16[64,64]{1,0}, s8[4194304]{0}) custom-call(%p.0, %p.1, %s.0, %s.1), custom_call_target="__cublas$lt$matmul$f8"'
 )
+BLOCKS = (
+    "(bf16[1,64,64]{2,1,0}, u8[0]{0}) custom-call(%p.0, %p.1, %s.0, %s.1), "
+    'custom_call_target="__cudnn$blockScaledDot", backend_config={"custom_fusion_config":null}'
+)
 BF16 = 'bf16[64,64]{1,0} custom-call(%p.0, %p.1), custom_call_target="__cublas$lt$matmul"'
 TYPE = "(p.0: bf16[64,64], p.1: bf16[64,64]) -> bf16[64,64] {"
 
@@ -36,6 +40,10 @@ def call(op: str, attributes: str) -> str:
 
 TABLE = {
     "a call": (program(FP8), 1, 0),
+    "a block-scaled call": (program(BLOCKS), 1, 0),
+    "both FP8 calls, and cuDNN's attention": (
+        program(FP8, BLOCKS, BLOCKS.replace("__cudnn$blockScaledDot", "__cudnn$fmhaSoftmax")), 2, 0,
+    ),
     "both kinds": (program(FP8, BF16, FP8), 2, 1),
     "old gemm": (program(BF16.replace("lt$matmul", "gemm")), 0, 1),
     "cpu library": (program(BF16.replace("__cublas$lt$matmul", "__onednn$matmul")), 0, 1),

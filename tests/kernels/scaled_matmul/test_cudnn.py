@@ -1,4 +1,4 @@
-"""Blackwell's block-scaled matmul: what is handed to `jax.nn.scaled_matmul`, evaluated by its definition on a CPU."""
+"""Blackwell's block-scaled matmul: what is handed to XLA's operation, evaluated by its definition on a CPU."""
 
 import functools
 
@@ -9,30 +9,31 @@ import pytest
 from jax import lax
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul import _cudnn
+from jaxfp8.kernels.scaled_matmul import _block_scaled_dot
 
 B200 = functools.partial(fp8.scaled_matmul, chip="b200", implementation="cudnn")
 
 
-def definition(a, b, a_scale, b_scale, *, preferred_element_type):
+def definition(out_dtype, turned, a, b, a_scale, b_scale):
     """[B, M, K] x [B, N, K], scales [B, M, K/32] and [B, N, K/32] in E8M0."""
+    del turned
     assert a_scale.dtype == b_scale.dtype == jnp.float8_e8m0fnu
     assert a_scale.shape == (*a.shape[:2], a.shape[2] // 32)
     assert b_scale.shape == (*b.shape[:2], b.shape[2] // 32)
     wide = (
         v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2) for v, s in ((a, a_scale), (b, b_scale))
     )
-    return jnp.einsum("bmk,bnk->bmn", *wide, precision="highest").astype(preferred_element_type)
+    return jnp.einsum("bmk,bnk->bmn", *wide, precision="highest").astype(out_dtype)
 
 
 @pytest.fixture
 def on_blackwell(monkeypatch):
     """The CUDA branch is taken, and its call has the definition's result."""
     monkeypatch.setattr(lax, "platform_dependent", lambda *arguments, cuda, **_: cuda(*arguments))
-    monkeypatch.setattr(jax.nn, "scaled_matmul", definition)
-    _cudnn._block_scaled_dot.cache_clear()
+    monkeypatch.setattr(_block_scaled_dot, "_call", definition)
+    _block_scaled_dot.block_scaled_dot.cache_clear()
     yield
-    _cudnn._block_scaled_dot.cache_clear()
+    _block_scaled_dot.block_scaled_dot.cache_clear()
 
 
 def gaussian(*shape, seed=0):
@@ -61,7 +62,7 @@ def test_hands_over_what_it_was_given(case):
     lhs, lhs_tile, rhs, rhs_tile, dimension_numbers, scales = CASES[case]
     a = fp8.quantize(gaussian(*lhs), fp8.E4M3, fp8.PerBlock(lhs_tile), **(scales or MX))
     b = fp8.quantize(1e-3 * gaussian(*rhs, seed=1), fp8.E4M3, fp8.PerBlock(rhs_tile), **(scales or POWER_OF_TWO))
-    product = B200(a, b, dimension_numbers=dimension_numbers)
+    product = jax.jit(functools.partial(B200, dimension_numbers=dimension_numbers))(a, b)
     exact = lax.dot_general(*(np.asarray(q.dequantize()) for q in (a, b)), dimension_numbers, precision="highest")
     np.testing.assert_allclose(product, exact, rtol=2e-6, atol=2e-6 * float(jnp.max(jnp.abs(exact))))
 

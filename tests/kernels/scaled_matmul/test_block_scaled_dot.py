@@ -1,0 +1,128 @@
+"""Blackwell's matmul on meshes and under vmap, with a plain product in place of the chip's: what is computed where."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, mapped, partitioned, takes_mesh
+
+B, M, N = 2, 16, 8
+
+
+def local(a, b, a_scale, b_scale):
+    """The product of one device, which holds whole tiles or fails."""
+    a, b = (
+        v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), TILE, axis=-1)
+        for v, s in ((a, a_scale), (b, b_scale))
+    )
+    return jnp.einsum("bmk,bnk->bmn", a, b, precision="highest")
+
+
+def operands(k, *leading):
+    """Small integers, and powers of two as scales: every sum is exact."""
+    rng = np.random.default_rng(k)
+    values = [rng.integers(-4, 5, (*leading, B, rows, k)) for rows in (M, N)]
+    scales = [2.0 ** rng.integers(-2, 3, (*leading, B, rows, k // TILE)) for rows in (M, N)]
+    return [jnp.asarray(v, jnp.float8_e4m3fn) for v in values] + [jnp.asarray(s, jnp.float8_e8m0fnu) for s in scales]
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+# Where lhs [B, M, K] and rhs [B, N, K] lie, and whether K stays split if its tiles allow.
+LAYOUTS = {
+    "nowhere": ((None, None, None), (None, None, None), False),
+    "rows": ((None, "data", None), (None, None, None), False),
+    "rows and columns": ((None, "data", None), (None, "model", None), False),
+    "rows and columns by the same axis": ((None, "data", None), (None, "data", None), False),
+    "contracted": ((None, None, "data"), (None, None, "data"), True),
+    "contracted by both": ((None, None, ("data", "model")), (None, None, ("data", "model")), True),
+    "contracted, and columns": ((None, None, "data"), (None, "model", "data"), True),
+    "contracted, and rows": ((None, "model", "data"), (None, None, "data"), True),
+    "contracted on one side": ((None, "data", None), (None, None, "data"), False),
+    "contracted apart": ((None, None, "data"), (None, None, "model"), False),
+    "batch": (("model", "data", None), ("model", None, None), False),
+    "batch on one side": (("model", None, None), (None, None, "data"), False),
+    "batch and contracted": (("model", None, "data"), ("model", None, "data"), True),
+}
+
+
+@pytest.mark.parametrize("k", [32, 96, 128, 288, 512], ids="K={}".format)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_partitioned(layout, k):
+    lhs_spec, rhs_spec, split = LAYOUTS[layout]
+    arguments = operands(k)
+    expected = local(*arguments)
+
+    def dot(*arguments):
+        # With more devices than tiles, each is asked to hold part of one.
+        values = [
+            jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(*spec)))
+            for x, spec in zip(arguments[:2], (lhs_spec, rhs_spec), strict=True)
+        ]
+        return partitioned(local)(*values, *arguments[2:])
+
+    compiled = jax.jit(dot).lower(*arguments).compile()
+    np.testing.assert_array_equal(compiled(*arguments), expected)
+    devices = {"data": 4, ("data", "model"): 8}.get(lhs_spec[2], 1)
+    if split and (k // TILE) % devices == 0:
+        # Partial sums are added, and no operand is gathered.
+        assert "all-reduce" in compiled.as_text()
+        assert "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    arguments = operands(64)
+    dot = jax.shard_map(
+        mapped(local, lambda *_: pytest.fail("inside shard_map each device has its own arrays")),
+        mesh=mesh(), in_specs=(P(None, "data"), P(), P(None, "data"), P()), out_specs=P(None, "data"), check_vma=check_vma,
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(dot)(*arguments), local(*arguments))
+
+
+@pytest.mark.parametrize("is_mapped", [m for m in itertools.product([True, False], repeat=4) if any(m)], ids=str)
+def test_vmap(is_mapped):
+    shapes = []
+
+    def seen(*arguments):
+        shapes.append([x.shape for x in arguments])
+        return local(*arguments)
+
+    stacked = operands(64, 3)
+    arguments = [x if m else x[0] for x, m in zip(stacked, is_mapped, strict=True)]
+    axes = [0 if m else None for m in is_mapped]
+    expected = [local(*(x[i] if m else x for x, m in zip(arguments, is_mapped, strict=True))) for i in range(3)]
+    np.testing.assert_array_equal(jax.vmap(mapped(seen, seen), axes)(*arguments), jnp.stack(expected))
+    both = (is_mapped[0] or is_mapped[2]) and (is_mapped[1] or is_mapped[3])
+    (lhs, rhs, *_) = shapes[-1]
+    assert lhs[0] == rhs[0] == (3 * B if both else B)
+    # Of an operand that is not mapped there is one copy.
+    assert (lhs[1], rhs[1]) == ((M, N) if both else (3 * M, N) if is_mapped[0] or is_mapped[2] else (M, 3 * N))
+
+
+def test_vmap_twice():
+    arguments = operands(64, 3, 2)
+    expected = jnp.stack([jnp.stack([local(*(x[i, j] for x in arguments)) for j in range(2)]) for i in range(3)])
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(mapped(local, local)))(*arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("types", "taken"),
+    [
+        ((AxisType.Auto, AxisType.Auto), True),
+        ((AxisType.Manual, AxisType.Manual), True),
+        ((AxisType.Explicit, AxisType.Explicit), False),
+        ((AxisType.Manual, AxisType.Auto), False),
+        ((AxisType.Auto, AxisType.Explicit), False),
+    ],
+)
+def test_meshes(types, taken):
+    assert takes_mesh(jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=types)) is taken
+    assert takes_mesh(jax.sharding.get_abstract_mesh())  # none
