@@ -198,7 +198,7 @@ def mxfp8(*, scale_rounding: ScaleRounding = "rceil", w_tile_dim: TileDim = 1, c
     return _by_tensor("mxfp8", quantizer(1), quantizer(w_tile_dim), quantizer(1), chip)
 
 
-def _tile(name: str, size: int, dim: TileDim) -> PerBlock:
+def _tile(name: str, size: int, dim: object) -> PerBlock:
     if type(dim) is not int or dim not in (1, 2):
         raise ValueError(f"{name}={dim!r} is no dimension of a tile; use 1 (1x{size}) or 2 ({size}x{size}).")
     return PerBlock((1 if dim == 1 else size, size))
