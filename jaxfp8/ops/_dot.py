@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxfp8._typing import Array, DType, Implementation
+from jaxfp8.comms._shard import Shard
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
@@ -19,6 +20,8 @@ def dot(
     preferred_element_type: DType | None = None,
     out_sharding: Any = None,
     reduce_axes: tuple[str, ...] | None = None,
+    lhs_shard: Shard | None = None,
+    rhs_shard: Shard | None = None,
     implementation: Implementation = None,
 ) -> Array:
     """`lhs @ rhs` in FP8: [..., K] times [K, N].
@@ -32,6 +35,8 @@ def dot(
       preferred_element_type: see `dot_general`.
       out_sharding: see `dot_general`.
       reduce_axes: see `dot_general`.
+      lhs_shard: see `dot_general`.
+      rhs_shard: see `dot_general`.
       implementation: see `dot_general`.
 
     Returns:
@@ -52,5 +57,6 @@ def dot(
         )
     return dot_general(
         lhs, rhs, (((lhs.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,
-        recipe=recipe, state=state, out_sharding=out_sharding, reduce_axes=reduce_axes, implementation=implementation,
+        recipe=recipe, state=state, out_sharding=out_sharding, reduce_axes=reduce_axes,
+        lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation,
     )  # fmt: skip

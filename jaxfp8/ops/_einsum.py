@@ -6,6 +6,7 @@ import jax
 import opt_einsum
 
 from jaxfp8._typing import Array, Axes, DType, Implementation
+from jaxfp8.comms._shard import Shard
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
@@ -23,6 +24,8 @@ def einsum(
     preferred_element_type: DType | None = None,
     out_sharding: Any = None,
     reduce_axes: tuple[str, ...] | None = None,
+    lhs_shard: Shard | None = None,
+    rhs_shard: Shard | None = None,
     implementation: Implementation = None,
 ) -> Array:
     """`jnp.einsum(equation, lhs, rhs)` in FP8. lhs is the activation and rhs the weight, whatever the equation's order.
@@ -38,6 +41,8 @@ def einsum(
       preferred_element_type: see `dot_general`.
       out_sharding: of the result, see `dot_general`.
       reduce_axes: see `dot_general`.
+      lhs_shard: see `dot_general`.
+      rhs_shard: see `dot_general`.
       implementation: see `dot_general`.
 
     Returns:
@@ -76,7 +81,7 @@ def einsum(
     y = dot_general(
         lhs, rhs, dimension_numbers, precision, preferred_element_type,
         recipe=recipe, state=state, out_sharding=_before_transpose(out_sharding, order), reduce_axes=reduce_axes,
-        implementation=implementation,
+        lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation,
     )  # fmt: skip
     return y.transpose(order)
 

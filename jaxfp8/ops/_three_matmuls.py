@@ -16,6 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Axes, DType, Implementation, PyTree
+from jaxfp8.comms._collectives import check_borders, gather_parts, has_cells_along
+from jaxfp8.comms._shard import Shard
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
@@ -42,7 +44,16 @@ class Call:
     collected: bool  # amaxes go to the state's probe
     all_set: bool  # no stored scale is unset
     reduce_axes: tuple[str, ...]  # mesh axes that types do not tell
+    shards: tuple[tuple[Tensor, Shard], ...]  # operands that are gathered in FP8
     implementation: Implementation
+
+    def shard(self, tensor: Tensor) -> Shard | None:
+        return dict(self.shards).get(tensor)
+
+    def over(self, tensor: Tensor) -> frozenset[str]:
+        """The mesh axes over which a tensor is split and gathered, so that a matmul sees the whole."""
+        shard = self.shard(tensor)
+        return frozenset() if shard is None else frozenset({shard.axis_name})
 
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
@@ -68,9 +79,11 @@ def _fprop(
     call: Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None
 ) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
-    x, x_saved, x_seen = _cast(call, "x", lhs, scale, ledger, wgrad=varying(lhs) - varying(rhs))
-    w, w_saved, w_seen = _cast(call, "w", rhs, scale, ledger, dgrad=varying(rhs) - varying(lhs))
-    y = _matmul(call, "fprop", x["fprop"], w["fprop"], call.out_dtype, call.out_sharding)
+    x_varies, w_varies = varying(lhs) - call.over("x"), varying(rhs) - call.over("w")
+    x, x_saved, x_seen = _cast(call, "x", lhs, scale, ledger, wgrad=x_varies - w_varies)
+    w, w_saved, w_seen = _cast(call, "w", rhs, scale, ledger, dgrad=w_varies - x_varies)
+    x_whole, w_whole = _gathered(call, "x", x["fprop"]), _gathered(call, "w", w["fprop"])
+    y = _matmul(call, "fprop", x_whole, w_whole, call.out_dtype, call.out_sharding)
     return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
 
 
@@ -93,15 +106,18 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Ar
         aval: Any = gradient.aval
         gradient = jnp.zeros(aval.shape, aval.dtype)
     gradient = once(gradient)
-    x_varies, w_varies = (frozenset(aval.manual_axis_type.varying) for aval in (primals.lhs, primals.rhs))
+    x_varies = frozenset(primals.lhs.manual_axis_type.varying) - call.over("x")
+    w_varies = frozenset(primals.rhs.manual_axis_type.varying) - call.over("w")
     g, _, g_seen = _cast(
         call, "g", gradient, scale, ledger,
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
     dx_axes, dw_axes = call.geometry.product_axes
+    x, w = _gathered(call, "x", x), _gathered(call, "w", w)
     dx = _matmul(call, "dgrad", g["dgrad"], w, primals.lhs.dtype, _product_sharding(primals.lhs, dx_axes))
     dw = _matmul(call, "wgrad", x, g["wgrad"], primals.rhs.dtype, _product_sharding(primals.rhs, dw_axes))
-    dx, dw = (_cotangent(d, axes, aval) for d, axes, aval in ((dx, dx_axes, primals.lhs), (dw, dw_axes, primals.rhs)))
+    dx = _cotangent(dx, dx_axes, primals.lhs, call.shard("x"))
+    dw = _cotangent(dw, dw_axes, primals.rhs, call.shard("w"))
     if not call.collected:
         return dx, dw, None, None
     seen = {**seen, **g_seen}
@@ -124,17 +140,23 @@ def _cast(
     kinds: dict[Matmul, tuple[AbstractQuantizer, AbstractGranularity]] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
         granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor), value.ndim)
-        directions.setdefault(quantizer, {}).setdefault(granularity, contracted.get(matmul, frozenset()))
+        across = contracted.get(matmul, frozenset()) | _spanned(call, tensor, value, granularity)
+        directions.setdefault(quantizer, {}).setdefault(granularity, across)
         kinds[matmul] = quantizer, granularity
     operands: list[Operand] = []
     order: list[tuple[AbstractQuantizer, AbstractGranularity]] = []
-    for quantizer, across in directions.items():
+    for quantizer, spans in directions.items():
         stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
+        if stored is not None and (split := call.over(tensor) & varying(stored)):
+            raise FP8StateError(
+                f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each part would have a scale of its "
+                "own; pass the state to shard_map with a spec that does not split it over that axis."
+            )
         operands += quantizer.quantize(
-            value, tuple(across), amax=functools.partial(_amax, call, value, stored, across), scale=stored,
+            value, tuple(spans), amax=functools.partial(_amax, call, value, stored, spans), scale=stored,
             all_set=call.all_set, implementation=call.implementation,
         )  # fmt: skip
-        order += [(quantizer, granularity) for granularity in across]
+        order += [(quantizer, granularity) for granularity in spans]
     reads = {matmul: order.index(kind) for matmul, kind in kinds.items()}
     seen = _seen(call, tensor, value, ledger)
     if seen and call.all_set:
@@ -146,6 +168,27 @@ def _cast(
         (operands, saved), (seen, _) = _named(operands), _named(seen)
     now, later = ({matmul: each[index] for matmul, index in reads.items()} for each in (operands, saved))
     return now, later, seen
+
+
+def _spanned(call: Call, tensor: Tensor, value: Array, granularity: AbstractGranularity) -> frozenset[str]:
+    """The mesh axes over which scale cells of a split tensor span devices."""
+    shard = call.shard(tensor)
+    if shard is None:
+        return frozenset()
+    if has_cells_along(granularity, value.ndim, shard.axis):
+        check_borders(granularity, value.shape, shard.axis, value.shape[shard.axis])
+        return frozenset()
+    return call.over(tensor)
+
+
+def _gathered(call: Call, tensor: Tensor, operand: Operand) -> Operand:
+    """The whole of an operand, of which each device has a part."""
+    shard = call.shard(tensor)
+    if shard is None:
+        return operand
+    if isinstance(operand, QuantizedTensor):
+        return gather_parts(operand, shard.axis_name, shard.axis)
+    return lax.all_gather(operand, shard.axis_name, axis=shard.axis, tiled=True)
 
 
 def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
@@ -177,15 +220,16 @@ def _amax(
     call: Call,
     value: Array,
     stored: Array | None,
-    across: dict[AbstractGranularity, frozenset[str]],
+    spans: dict[AbstractGranularity, frozenset[str]],
     granularity: AbstractGranularity,
 ) -> Array:
     """The amax of the whole logical tensor, on every mesh."""
+    across = spans[granularity]
     if stored is not None:
-        return pmax(observe(value, stored), (varying(value) - varying(stored)) | set(call.reduce_axes))
+        return pmax(observe(value, stored), (varying(value) - varying(stored)) | set(call.reduce_axes) | across)
     if isinstance(granularity, PerTensor):
-        return pmax(amax_of(value, granularity), varying(value) | set(call.reduce_axes))
-    return pmax(amax_of(value, granularity), across[granularity])
+        return pmax(amax_of(value, granularity), varying(value) | set(call.reduce_axes) | across)
+    return pmax(amax_of(value, granularity), across)
 
 
 def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:
@@ -226,9 +270,15 @@ def _product_sharding(aval: Any, product_axes: Axes) -> Any:
     return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in product_axes)))
 
 
-def _cotangent(product: Array, product_axes: Axes, aval: Any) -> Array:
-    """A product with its axes in the order of its tensor, summed over the mesh axes that the tensor does not vary over."""
+def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: Shard | None) -> Array:
+    """A product with its axes in the order of its tensor, summed over the mesh axes that the tensor does not vary over.
+
+    Of a tensor that was gathered each device keeps its part of the sum.
+    """
     missing = varying(product) - frozenset(aval.manual_axis_type.varying)
     if missing:
         product = lax.psum(product, tuple(sorted(missing)))
-    return product.transpose(inverse_permutation(product_axes))
+    product = product.transpose(inverse_permutation(product_axes))
+    if shard is None:
+        return product
+    return lax.psum_scatter(product, shard.axis_name, scatter_dimension=shard.axis, tiled=True)

@@ -20,12 +20,19 @@ from jaxfp8._typing import Array, Axes, DotDimensionNumbers
 
 @dataclasses.dataclass(frozen=True)
 class TileView:
-    """Axes of each group, and their sizes after merging."""
+    """How the axes of each group, batch, m, k, n, are merged.
+
+    Attributes:
+      lhs_order: axes of lhs as [*batch, *m, *k].
+      rhs_order: axes of rhs as [*batch, *k, *n].
+      sizes: of the axes of each group, as they are.
+      merged: for each axis of the view how many it is made of; 0 for an axis of 1 that is new.
+    """
 
     lhs_order: Axes
     rhs_order: Axes
-    sizes: tuple[Axes, Axes, Axes, Axes]  # of batch, m, k, n as they are
-    merged: tuple[Axes, Axes, Axes, Axes]  # and as the tiles want them
+    sizes: tuple[Axes, Axes, Axes, Axes]
+    merged: tuple[Axes, Axes, Axes, Axes]
 
     @property
     def dimension_numbers(self) -> DotDimensionNumbers:
@@ -38,6 +45,18 @@ class TileView:
 
     def rhs(self, w: Array) -> Array:
         return _view(w, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
+
+    def lhs_axis(self, axis: int) -> int:
+        """Where an axis of lhs, along which it is split, is in the view.
+
+        Raises:
+          ValueError: if it is merged into another.
+        """
+        return _moved(axis, self.lhs_order, self.merged[0] + self.merged[1] + self.merged[2])
+
+    def rhs_axis(self, axis: int) -> int:
+        """The same of rhs."""
+        return _moved(axis, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
 
     def result(self, y: Array, out_sharding: jax.sharding.NamedSharding | jax.P | None) -> Array:
         """y [*batch, *m, *n] with the axes that it has without tiles."""
@@ -52,20 +71,20 @@ class TileView:
         Raises:
           ValueError: if it splits an axis that is merged into another.
         """
-        if given is None or self.sizes == self.merged:
+        counts = self.merged[0] + self.merged[1] + self.merged[3]
+        if given is None or set(counts) <= {1}:
             return given
         spec = given.spec if isinstance(given, jax.sharding.NamedSharding) else given
-        along = list(spec) + [None] * (sum(map(len, (self.sizes[0], self.sizes[1], self.sizes[3]))) - len(spec))
+        along = [*spec, *[None] * (sum(counts) - len(spec))]
         merged = []
-        for sizes, after in ((self.sizes[i], self.merged[i]) for i in (0, 1, 3)):
-            group, along = along[: len(sizes)], along[len(sizes) :]
-            kept = min(len(after), len(sizes))
-            if any(axis is not None for axis in group[kept:]):
+        for count in counts:
+            group, along = along[:count], along[count:]
+            if any(axis is not None for axis in group[1:]):
                 raise ValueError(
-                    f"out_sharding={given} splits an axis of {sizes} that is merged to {after} for tiles; split the "
-                    "first of them."
+                    f"out_sharding={given} splits an axis that is merged into the one before it, for tiles; split the first "
+                    "of them."
                 )
-            merged += group[:kept] + [None] * (len(after) - kept)
+            merged.append(group[0] if group else None)
         new = jax.P(*merged)
         return jax.sharding.NamedSharding(given.mesh, new) if isinstance(given, jax.sharding.NamedSharding) else new
 
@@ -77,7 +96,7 @@ def tile_view(
 
     Example:
       >>> tile_view((8, 512, 12, 64), (12, 64, 768), (((2, 3), (0, 1)), ((), ())), 128).merged
-      ((), (8, 512), (768,), (768,))
+      ((), (1, 1), (2,), (1,))
     """
     contracted, batch = dimension_numbers
     pairs = sorted(zip(*contracted, strict=True))
@@ -93,18 +112,37 @@ def tile_view(
         lhs_order=x_batch + m + x_contract,
         rhs_order=w_batch + w_contract + n,
         sizes=(sizes[0], sizes[1], sizes[2], sizes[3]),
-        merged=(sizes[0], _merge(sizes[1], tile), _merge(sizes[2], tile), _merge(sizes[3], tile)),
+        merged=((1,) * len(x_batch), _merge(sizes[1], tile), _merge(sizes[2], tile), _merge(sizes[3], tile)),
     )
 
 
 def _merge(sizes: Axes, tile: int) -> Axes:
-    """Trailing axes as one, from the last that, with those after it, fills a tile."""
-    first = len(sizes) - 1
+    """How many axes become one: the trailing ones, from the last that, with those after it, fills a tile."""
+    first = max(len(sizes) - 1, 0)
     while first > 0 and math.prod(sizes[first:]) < tile:
         first -= 1
-    return *sizes[: max(first, 0)], math.prod(sizes[max(first, 0) :])
+    return (1,) * first + (len(sizes) - first,)
 
 
-def _view(x: Array, order: Axes, shape: Axes) -> Array:
+def _view(x: Array, order: Axes, counts: Axes) -> Array:
     x = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
-    return x if x.shape == shape else x.reshape(shape)
+    shape, rest = [], x.shape
+    for count in counts:
+        shape.append(math.prod(rest[:count]))
+        rest = rest[count:]
+    return x if x.shape == tuple(shape) else x.reshape(shape)
+
+
+def _moved(axis: int, order: Axes, counts: Axes) -> int:
+    """The place in the view of an axis; of several that are merged, the first."""
+    place = order.index(axis)
+    for new, count in enumerate(counts):
+        if place < count or place == 0 == count - 1:
+            if place:
+                raise ValueError(
+                    f"axis {axis}, along which an operand is split, is merged into the one before it, for tiles; split the first "
+                    "of them, or make tiles fit the axis."
+                )
+            return new
+        place -= count
+    raise AssertionError(f"axis {axis} is none of {order}")

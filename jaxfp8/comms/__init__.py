@@ -1,0 +1,6 @@
+"""FP8 on the wire: collectives of QuantizedTensors, inside `jax.shard_map`."""
+
+from jaxfp8.comms._collectives import all_gather as all_gather
+from jaxfp8.comms._collectives import all_to_all as all_to_all
+from jaxfp8.comms._collectives import ppermute as ppermute
+from jaxfp8.comms._shard import Shard as Shard

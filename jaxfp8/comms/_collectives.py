@@ -1,0 +1,163 @@
+"""Collectives of QuantizedTensors, inside `jax.shard_map`: FP8 values and their scales on the wire.
+
+The law: what is quantized on a shard and gathered is, bit for bit, what is gathered and quantized. It holds by itself where
+a scale cell lies on one device: tiles cut on their borders, rows that are not split. A cell that spans devices (one scale a
+tensor, split rows) needs a scale from the amax of all shards, which types then show: it does not vary over the mesh axis.
+
+None of these is differentiable, for the cotangent of FP8 values would be FP8. `fp8.dot_general(lhs_shard=, rhs_shard=)` gathers
+inside its own gradient.
+"""
+
+from collections.abc import Sequence
+
+from jax import lax
+
+from jaxfp8._typing import Array
+from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.sharding._amax import varying
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
+
+
+def all_gather(tensor: QuantizedTensor, axis_name: str, *, axis: int = 0) -> QuantizedTensor:
+    """The shards of all devices along a mesh axis, concatenated along `axis`: `lax.all_gather(tiled=True)`.
+
+    Args:
+      tensor: [..., n, ...] the local shard.
+      axis_name: of the mesh.
+      axis: of the array, along which it is split.
+
+    Returns:
+      [..., devices * n, ...].
+
+    Raises:
+      ValueError: if shards cut tiles; if a scale that belongs to the whole axis is that of this shard alone.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> gather = lambda x: all_gather(fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0)), "fsdp").dequantize()
+      >>> jax.shard_map(gather, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P(), check_vma=False)(jnp.ones((4, 2))).shape
+      (4, 2)
+    """
+    axis = _checked(tensor, axis)
+    if not has_cells_along(tensor.granularity, tensor.ndim, axis):
+        _check_common_scale(tensor, axis_name, axis)
+    return gather_parts(tensor, axis_name, axis)
+
+
+def gather_parts(tensor: QuantizedTensor, axis_name: str, axis: int) -> QuantizedTensor:
+    """`all_gather` of a tensor whose scale, where it spans devices, the caller knows to be common to them.
+
+    Types may hide it: an `optimization_barrier` makes what it holds vary over all the axes of its members.
+    """
+
+    def gather(x: Array) -> Array:
+        return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+
+    if not has_cells_along(tensor.granularity, tensor.ndim, axis):
+        return _with(tensor, gather(tensor.values), tensor.scale)
+    check_borders(tensor.granularity, tensor.shape, axis, tensor.shape[axis])
+    return _with(tensor, gather(tensor.values), gather(tensor.scale))
+
+
+def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, concat_axis: int) -> QuantizedTensor:
+    """Part i along `split_axis` goes to device i, what arrives is concatenated along `concat_axis`: tokens and their experts.
+
+    As `lax.all_to_all(tiled=True)`. Scales travel if they have cells along both axes (a scale a token, say), and stay if the
+    tensor has one scale in all.
+
+    Args:
+      tensor: [...] the local shard.
+      axis_name: of the mesh.
+      split_axis: of the array, cut into one part for each device.
+      concat_axis: of the array.
+
+    Raises:
+      ValueError: if parts cut tiles, or what arrives would have scales that its granularity cannot hold.
+    """
+    split_axis, concat_axis = (_checked(tensor, axis) for axis in (split_axis, concat_axis))
+
+    def exchange(x: Array) -> Array:
+        return lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)
+
+    along = [axis for axis in (split_axis, concat_axis) if has_cells_along(tensor.granularity, tensor.ndim, axis)]
+    if not along:
+        for axis in (split_axis, concat_axis):
+            _check_common_scale(tensor, axis_name, axis)
+        return _with(tensor, exchange(tensor.values), tensor.scale)
+    if len(along) == 1:
+        raise ValueError(
+            f"split_axis={split_axis} and concat_axis={concat_axis} of a tensor {list(tensor.shape)} with "
+            f"{tensor.granularity!r}: scales vary along axis {along[0]} only, so what arrives has several scales where its "
+            "granularity has one; quantize with scales along both, or with one in all."
+        )
+    check_borders(tensor.granularity, tensor.shape, split_axis, tensor.shape[split_axis] // lax.axis_size(axis_name))
+    check_borders(tensor.granularity, tensor.shape, concat_axis, tensor.shape[concat_axis])
+    return _with(tensor, exchange(tensor.values), exchange(tensor.scale))
+
+
+def ppermute(tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tuple[int, int]]) -> QuantizedTensor:
+    """The tensor of another device, (source, destination) pairs as in `lax.ppermute`; zeros where none arrives.
+
+    Args:
+      tensor: [...].
+      axis_name: of the mesh.
+      permutation: pairs of device indices along it.
+    """
+    validate(tensor)
+
+    def send(x: Array) -> Array:
+        return lax.ppermute(x, axis_name, permutation)
+
+    return _with(tensor, send(tensor.values), send(tensor.scale))
+
+
+def has_cells_along(granularity: AbstractGranularity, ndim: int, axis: int) -> bool:
+    """Whether scales vary along an axis of an array of `ndim` axes; else one cell spans all of it.
+
+    Example:
+      >>> from jaxfp8.numerics import PerAxis, PerTensor
+      >>> has_cells_along(PerAxis(0), 2, 0), has_cells_along(PerAxis(0), 2, 1), has_cells_along(PerTensor(), 2, 0)
+      (True, False, False)
+    """
+    if isinstance(granularity, PerTensor):
+        return False
+    return isinstance(granularity, PerBlock) or granularity.scale_shape((2,) * ndim)[axis] == 2
+
+
+def check_borders(granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int) -> None:
+    """Raise ValueError if parts of that size along an axis cut tiles.
+
+    Example:
+      >>> from jaxfp8.numerics import PerBlock
+      >>> check_borders(PerBlock((1, 32)), (8, 96), 1, 32)
+    """
+    side = granularity.along(len(shape))[axis] if isinstance(granularity, PerBlock) else 1
+    if part % side:
+        raise ValueError(
+            f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of {granularity!r}; cut shards on the borders "
+            f"of tiles, at multiples of {side}."
+        )
+
+
+def _checked(tensor: QuantizedTensor, axis: int) -> int:
+    """The axis, not negative."""
+    validate(tensor)
+    if not -tensor.ndim <= axis < tensor.ndim:
+        raise ValueError(f"axis={axis} is out of range for a tensor of shape {list(tensor.shape)}.")
+    return axis % tensor.ndim
+
+
+def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int) -> None:
+    """Raise ValueError if types show that a scale of the whole axis is another one on each device."""
+    if axis_name in varying(tensor.scale):
+        raise ValueError(
+            f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis {axis}, which is split over "
+            f"{axis_name!r}, but each device has a scale of its own; quantize with the amax of all shards: "
+            f"fp8.quantize(x, format, granularity, scale=...) with a scale that lax.pmax(amax, {axis_name!r}) gives."
+        )
+
+
+def _with(tensor: QuantizedTensor, values: Array, scale: Array) -> QuantizedTensor:
+    return QuantizedTensor(values, scale, tensor.granularity, tensor.dtype, tensor.power_of_two)

@@ -1,0 +1,111 @@
+"""Operands that are gathered in FP8, inside shard_map: the answer of one device, for every recipe.
+
+Integers, so that every sum is exact; recipes in tiles of 2, so that shards of 2 lie on their borders.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contracts.faces import RECIPES
+from hard_inputs import mentions
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8 as fp8
+from jaxfp8.comms import Shard
+
+AXES = ("data", "model")
+
+
+def mesh():
+    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def integers(seed, *shape):
+    values = np.random.default_rng(seed).integers(-20, 21, shape).astype(np.float32)
+    values[-1] *= 3  # the largest values lie on the last device, whatever is split
+    values[..., -1] *= 2
+    return jnp.asarray(values)
+
+
+X, W, C = integers(0, 16, 8), integers(1, 8, 16), integers(2, 16, 16)
+
+
+def loss(recipe, x, w, state, c, **how):
+    """The gradient of y is c; that of x leaves through a second result."""
+    return jnp.sum(fp8.dot(x, w, recipe=recipe, state=state, **how) * c)
+
+
+def on_one_device(recipe, state):
+    def step(x, w):
+        value, grads, new = fp8.value_and_grad(lambda xw, s: loss(recipe, *xw, s, C))((x, w), state)
+        return value, *grads, new
+
+    return jax.jit(step)(X, W)
+
+
+# Where x, w and the gradient of y lie, which of them is gathered, and over which axes gradients are summed by the user.
+LAYOUTS = {
+    "rows of w, fully sharded": (
+        (P(AXES), P("model"), P(AXES)), {"rhs_shard": Shard(0, "model")}, ((), ("data",)),
+    ),
+    "columns of w, fully sharded": (
+        (P(AXES), P(None, "model"), P(AXES)), {"rhs_shard": Shard(-1, "model")}, ((), ("data",)),
+    ),
+    "tokens over the columns of w": (
+        (P(AXES), P(None, "model"), P("data", "model")), {"lhs_shard": Shard(0, "model")}, ((), ("data",)),
+    ),
+}  # fmt: skip
+
+
+def sharded(recipe, state, specs, how, summed, *, vma):
+    x_spec, w_spec, c_spec = specs
+    named = () if vma else AXES
+
+    def local(x, w, state, c):
+        reduce = {"reduce_axes": named} if named and recipe.rows else {}
+        extra = {"reduce_axes": named} if named and not recipe.rows else {}
+        run = fp8.value_and_grad(lambda xw, s: loss(recipe, *xw, s, c, **how, **extra), **reduce)
+        value, (dx, dw), new = run((x, w), state)
+        if not vma:
+            dx, dw = (lax.psum(d, axes) if axes else d for d, axes in zip((dx, dw), summed, strict=True))
+        return lax.psum(value, AXES), dx, dw, new
+
+    step = jax.shard_map(
+        local, mesh=mesh(), in_specs=(x_spec, w_spec, P(), c_spec), out_specs=(P(), x_spec, w_spec, P()), check_vma=vma
+    )
+    return jax.jit(step)(X, W, state, C)
+
+
+def cases():
+    for layout in LAYOUTS:
+        for recipe in RECIPES:
+            for vma in (True, False):
+                if not vma and recipe.startswith("rowwise"):
+                    continue  # without types row amaxes stay local (README, Limits)
+                quick = vma and (layout, recipe) in {
+                    ("rows of w, fully sharded", "delayed"), ("rows of w, fully sharded", "rowwise"),
+                    ("columns of w, fully sharded", "current"), ("tokens over the columns of w", "blockwise"),
+                    ("rows of w, fully sharded", "mxfp8"), ("tokens over the columns of w", "rowwise"),
+                }  # fmt: skip
+                marks = () if quick else (pytest.mark.slow,)
+                yield pytest.param(layout, recipe, vma, id=f"{layout}-{recipe}-{'vma' if vma else 'no_vma'}", marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "recipe", "vma"), list(cases()))
+def test_is_the_answer_of_one_device(layout, recipe, vma):
+    recipe = RECIPES[recipe]
+    for state in (fp8.init_state(recipe), on_one_device(recipe, fp8.init_state(recipe))[-1]):
+        want = on_one_device(recipe, state)
+        got = sharded(recipe, state, *LAYOUTS[layout], vma=vma)
+        for mine, theirs in zip(got[:3], want[:3], strict=True):
+            # A loss is a sum of terms that cancel; their size is that of w * dw.
+            size = jnp.sum(jnp.abs(W * want[2])) if mine.ndim == 0 else jnp.max(jnp.abs(theirs))
+            np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=2e-6 * float(size))
+        jax.tree.map(np.testing.assert_array_equal, got[3], want[3])
+        if not recipe.rows:
+            break
