@@ -13,13 +13,14 @@ EXPECTED = {
         dot_general dot einsum save_fp8_residuals
         init_state value_and_grad nothing_seen merge_seen commit freeze fork MatmulState FP8StateError
         Recipe Operands compiler_options assert_fp8_gemms
-        recipes quantizers linen nnx
+        recipes quantizers sharding linen nnx
     """,
     "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral COLLECTION",
     "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit",
     "jaxfp8.numerics": "amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow",
     "jaxfp8.quantizers": "AbstractQuantizer Current Delayed Static Identity",
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise static identity get",
+    "jaxfp8.sharding": "wire_report assert_wire_dtype WireReport Transfer",
 }
 
 ROOT = Path(__file__).parent.parent
