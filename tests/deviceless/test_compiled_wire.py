@@ -20,11 +20,14 @@ VALUES = K // 4 * N
 ROWS = P("fsdp")
 
 
+def mesh_of(shape, fsdp, tensor):
+    devices = np.array(topology("h200", shape).devices).reshape(fsdp, tensor)
+    return Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
 def compiled(f, *arguments, into, out):
     """`f` inside a shard_map over 4 x 2 devices; arguments are (shape, dtype)."""
-    mesh = Mesh(
-        np.array(topology("h200", "1x1x8").devices).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = mesh_of("1x1x8", 4, 2)
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for (shape, dtype), spec in zip(arguments, into, strict=True)
@@ -125,3 +128,37 @@ def test_asynchronous_halves_count_once():
     assert " all-reduce-start(" in program.as_text()
     assert " all-reduce-done(" in program.as_text()
     assert counts(wire_report(program)) == {("all-reduce", "float32", 2): (5, 5 * 2048, 5 * 2048)}
+
+
+@pytest.mark.parametrize(("shape", "fsdp", "tensor"), [("1x1x8", 2, 4), ("1x64x8", 64, 8)])
+def test_eighty_layers_of_a_large_model(shape, fsdp, tensor):
+    """Auto mesh, remat, 80 layers of two weights [8192, 28672]: each is gathered twice, forward and backward."""
+    depth, model, hidden = 80, 8192, 28672
+    mesh = mesh_of(shape, fsdp, tensor)
+
+    def at(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    def array(sizes, *spec):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=at(*spec))
+
+    def in_fp8(w, *spec):
+        return lax.with_sharding_constraint(w.astype(jnp.float8_e4m3fn), at(*spec)).astype(jnp.bfloat16)
+
+    @jax.checkpoint
+    def layer(h, weights):
+        up, down = in_fp8(weights[0], None, "tensor"), in_fp8(weights[1], "tensor", None)
+        return lax.with_sharding_constraint(h + jnp.tanh(h @ up) @ down, at("fsdp")), None
+
+    def loss(weights, h):
+        return lax.scan(layer, h, weights)[0].astype(jnp.float32).sum()
+
+    weights = (
+        array((depth, model, hidden), None, "fsdp", "tensor"),
+        array((depth, hidden, model), None, "tensor", "fsdp"),
+    )
+    program = jax.jit(jax.grad(loss)).lower(weights, array((512 * fsdp, model), "fsdp")).compile()
+    assert_wire_dtype(program, "all-gather", fp8.E4M3)
+    gathers = wire_report(program).only(kind="all-gather")
+    shards = 2 * 2 * depth * model * hidden // (fsdp * tensor)
+    assert (gathers.count, gathers.operand_bytes, gathers.wire_bytes) == (4 * depth, shards, shards * (fsdp - 1))
