@@ -5,6 +5,7 @@ from jaxfp8 import linen as linen
 from jaxfp8 import nnx as nnx
 from jaxfp8 import quantizers as quantizers
 from jaxfp8 import recipes as recipes
+from jaxfp8 import sharding as sharding
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8.diagnostics._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul as scaled_matmul

@@ -13,7 +13,7 @@ EXPECTED = {
         dot_general dot einsum save_fp8_residuals
         init_state value_and_grad nothing_seen merge_seen commit freeze fork MatmulState FP8StateError
         Recipe Operands compiler_options assert_fp8_gemms
-        recipes quantizers linen nnx
+        recipes quantizers sharding comms linen nnx
     """,
     "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral COLLECTION",
     "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit",
@@ -21,6 +21,8 @@ EXPECTED = {
     "jaxfp8.quantizers": "AbstractQuantizer Current Delayed Static Identity",
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get",
     "jaxfp8.tensors": "MatmulReady matmul_ready HopperLayout BlackwellLayout",
+    "jaxfp8.sharding": "wire_report assert_wire_dtype WireReport Transfer",
+    "jaxfp8.comms": "all_gather all_to_all ppermute Shard",
 }
 
 ROOT = Path(__file__).parent.parent

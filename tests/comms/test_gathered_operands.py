@@ -93,7 +93,9 @@ def cases():
                     ("rows of w, fully sharded", "mxfp8"), ("tokens over the columns of w", "rowwise"),
                 }  # fmt: skip
                 marks = () if quick else (pytest.mark.slow,)
-                yield pytest.param(layout, recipe, vma, id=f"{layout}-{recipe}-{'vma' if vma else 'no_vma'}", marks=marks)
+                yield pytest.param(
+                    layout, recipe, vma, id=f"{layout}-{recipe}-{'vma' if vma else 'no_vma'}", marks=marks
+                )
 
 
 @pytest.mark.parametrize(("layout", "recipe", "vma"), list(cases()))
