@@ -4,12 +4,16 @@ The law: what is quantized on a shard and gathered is, bit for bit, what is gath
 a scale cell lies on one device: tiles cut on their borders, rows that are not split. A cell that spans devices (one scale a
 tensor, split rows) needs a scale from the amax of all shards, which types then show: it does not vary over the mesh axis.
 
+What travels are bytes: XLA:CPU would widen FP8 values to float16, which loses the sign of a zero, and E8M0 scales to float32,
+whose smallest it flushes to zero and reads as NaN.
+
 None of these is differentiable, for the cotangent of FP8 values would be FP8. `fp8.dot_general(lhs_shard=, rhs_shard=)` gathers
 inside its own gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
@@ -53,7 +57,7 @@ def gather_parts(tensor: QuantizedTensor, axis_name: str, axis: int) -> Quantize
     """
 
     def gather(x: Array) -> Array:
-        return lax.all_gather(x, axis_name, axis=axis, tiled=True)
+        return _in_bytes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
 
     if not has_cells_along(tensor.granularity, tensor.ndim, axis):
         return _with(tensor, gather(tensor.values), tensor.scale)
@@ -79,7 +83,7 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
     split_axis, concat_axis = (_checked(tensor, axis) for axis in (split_axis, concat_axis))
 
     def exchange(x: Array) -> Array:
-        return lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True)
+        return _in_bytes(lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True), x)
 
     along = [axis for axis in (split_axis, concat_axis) if has_cells_along(tensor.granularity, tensor.ndim, axis)]
     if not along:
@@ -108,7 +112,7 @@ def ppermute(tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tupl
     validate(tensor)
 
     def send(x: Array) -> Array:
-        return lax.ppermute(x, axis_name, permutation)
+        return _in_bytes(lambda x: lax.ppermute(x, axis_name, permutation), x)
 
     return _with(tensor, send(tensor.values), send(tensor.scale))
 
@@ -139,6 +143,12 @@ def check_borders(granularity: AbstractGranularity, shape: tuple[int, ...], axis
             f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of {granularity!r}; cut shards on the borders "
             f"of tiles, at multiples of {side}."
         )
+
+
+def _in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
+    if x.dtype.itemsize > 1:
+        return collective(x)
+    return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def _checked(tensor: QuantizedTensor, axis: int) -> int:

@@ -3,14 +3,11 @@
 Integers, so that every sum is exact; recipes in tiles of 2, so that shards of 2 lie on their borders.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from contracts.faces import RECIPES
-from hard_inputs import mentions
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
