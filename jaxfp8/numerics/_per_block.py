@@ -119,10 +119,10 @@ def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
     sharding = jax.typeof(x).sharding
     if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[axis] is None:
         return
-    names = sharding.spec[axis] if isinstance(sharding.spec[axis], tuple) else (sharding.spec[axis],)
-    devices = math.prod(sharding.mesh.shape[name] for name in names)
+    split = sharding.spec[axis]
+    devices = math.prod(sharding.mesh.shape[name] for name in (split if isinstance(split, tuple) else (split,)))
     if -(-x.shape[axis] // side) % devices:
         raise ValueError(
-            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {names}, {devices} devices, which cuts its "
+            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, {devices} devices, which cuts its "
             f"tiles of {side}; cut shards on the borders of tiles."
         )

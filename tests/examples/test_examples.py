@@ -82,7 +82,7 @@ def test_train_gpt_names_a_missing_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--recipe fp4", r"recipe 'fp4' is unknown; use one of \['current', 'delayed'"),
+        ("--recipe fp4", r"recipe 'fp4' is unknown; use one of \['blockwise', 'current', 'delayed'"),
         ("--set marginn=1", "marginn"),
         ("--set margin", "invalid recipe_field value: 'margin'"),
         ("--recipe static", "x_scale"),
