@@ -285,9 +285,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
             parser.error(f"{file}: its folder does not exist; make it first.")
     try:
         recipe = fp8.recipes.get(given.recipe, **dict(given.set))
-        fp8.compiler_options(recipe, given.chip)
-        if recipe.tile is not None:  # tiles have matmuls of their own on Blackwell
+        if recipe.tile is not None and given.chip == "b200":  # tiles have matmuls of their own on Blackwell
             recipe = dataclasses.replace(recipe, chip=given.chip)
+        fp8.compiler_options(recipe, given.chip)
         return given, recipe, load_text(given.data)
     except (OSError, ValueError, TypeError) as error:
         parser.error(str(error))

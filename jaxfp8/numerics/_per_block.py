@@ -39,7 +39,7 @@ class PerBlock(AbstractGranularity):
 
     def __post_init__(self) -> None:
         sizes = self.tile
-        if not isinstance(sizes, tuple) or any(type(size) is not int or size < 1 for size in sizes):
+        if not isinstance(sizes, tuple) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(
                 f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128)."
             )
@@ -68,6 +68,17 @@ class PerBlock(AbstractGranularity):
         return tuple(-(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True))
 
     def maximum(self, magnitude: Array) -> Array:
+        if magnitude.dtype.itemsize != 2:
+            return self._maximum(magnitude)
+
+        def of_bits(magnitude: Array) -> Array:  # the order of floats that are not negative is that of their bits
+            bits = lax.bitcast_convert_type(magnitude, jnp.uint16)
+            return lax.bitcast_convert_type(self._maximum(bits), magnitude.dtype)
+
+        # XLA:CPU writes a float32 copy of a 16-bit array for a maximum.
+        return lax.platform_dependent(magnitude, cpu=of_bits, default=self._maximum)
+
+    def _maximum(self, magnitude: Array) -> Array:
         # One axis after the other, the last first: splitting several at once loses the sharding of an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
             before, size, after = magnitude.shape[:axis], magnitude.shape[axis], magnitude.shape[axis + 1 :]
@@ -78,7 +89,7 @@ class PerBlock(AbstractGranularity):
                     pads = [(0, -size % side if i == axis else 0) for i in range(magnitude.ndim)]
                     magnitude = jnp.pad(magnitude, pads)
                 magnitude = magnitude.reshape(*before, -(-size // side), side, *after)
-                magnitude = jnp.max(magnitude, axis=axis + 1, initial=0.0)
+                magnitude = jnp.max(magnitude, axis=axis + 1, initial=0)
         return magnitude
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
@@ -121,8 +132,8 @@ def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
         return
     split = sharding.spec[axis]
     devices = math.prod(sharding.mesh.shape[name] for name in (split if isinstance(split, tuple) else (split,)))
-    if -(-x.shape[axis] // side) % devices:
+    if devices > 1 and x.shape[axis] // devices % side:
         raise ValueError(
-            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, {devices} devices, which cuts its "
-            f"tiles of {side}; cut shards on the borders of tiles."
+            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, {devices} devices, which cuts "
+            f"its tiles of {side}; cut shards on the borders of tiles."
         )

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._dimension_numbers import check
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.comms._shard import Shard
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, check_out_dtype, fp8_precision
-from jaxfp8.ops._dimension_numbers import check, geometry
+from jaxfp8.ops._dimension_numbers import geometry
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.ops._three_matmuls import Call, three_matmuls
 from jaxfp8.ops._tile_view import tile_view
@@ -51,8 +52,9 @@ def dot_general(
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
       reduce_axes: mesh axes over which a tensor is split, to combine its amax over. Needed inside
         `shard_map(check_vma=False)` only; elsewhere types tell. (With state, `fp8.value_and_grad(reduce_axes=)` says it.)
-      lhs_shard: inside `jax.shard_map`, `Shard(axis, mesh axis)` says that lhs is this device's part of x: it is quantized where
-        it lies, with the scales of the whole, gathered in FP8, and its gradient is reduce-scattered (sequence parallelism).
+      lhs_shard: inside `jax.shard_map`, `Shard(axis, mesh axis)` says that lhs is this device's part of x: it is quantized
+        where it lies, with the scales of the whole, gathered in FP8, and its gradient is reduce-scattered (sequence
+        parallelism).
       rhs_shard: the same of w (fully sharded data parallelism).
       implementation: a kernel backend by name, or None for the first that can.
 

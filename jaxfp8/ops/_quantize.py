@@ -176,6 +176,8 @@ def fake_quantize(
       Bengio et al., straight-through estimator, arXiv:1308.3432.
     """
     x = check_float("x", x)
+    if isinstance(granularity, tuple):
+        raise TypeError(f"granularity={granularity!r} is a tuple, but the result is one array; pass one granularity.")
     rounded = quantize(
         jax.lax.stop_gradient(x), format, granularity,
         power_of_two=power_of_two, scale_format=scale_format, scale_rounding=scale_rounding,

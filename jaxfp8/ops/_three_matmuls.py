@@ -149,8 +149,8 @@ def _cast(
         stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
         if stored is not None and (split := call.over(tensor) & varying(stored)):
             raise FP8StateError(
-                f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each part would have a scale of its "
-                "own; pass the state to shard_map with a spec that does not split it over that axis."
+                f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each part would have a scale of "
+                "its own; pass the state to shard_map with a spec that does not split it over that axis."
             )
         operands += quantizer.quantize(
             value, tuple(spans), amax=functools.partial(_amax, call, value, stored, spans), scale=stored,

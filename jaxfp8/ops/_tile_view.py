@@ -140,8 +140,8 @@ def _moved(axis: int, order: Axes, counts: Axes) -> int:
         if place < count or place == 0 == count - 1:
             if place:
                 raise ValueError(
-                    f"axis {axis}, along which an operand is split, is merged into the one before it, for tiles; split the first "
-                    "of them, or make tiles fit the axis."
+                    f"axis {axis}, along which an operand is split, is merged into the one before it, for tiles; split "
+                    "the first of them, or make tiles fit the axis."
                 )
             return new
         place -= count

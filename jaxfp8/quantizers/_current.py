@@ -88,6 +88,9 @@ class Current(AbstractQuantizer):
 
         def one(granularity: AbstractGranularity) -> QuantizedTensor:
             multiplier, scale = self.rule.apply(amax(granularity), self.format)
-            return cast(x, multiplier, self.format, granularity, scale=scale, implementation=implementation)
+            return cast(
+                x, multiplier, self.format, granularity,
+                scale=scale, power_of_two=self.rule.exact, implementation=implementation,
+            )  # fmt: skip
 
         return tuple(map(one, granularities))

@@ -19,7 +19,7 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
       A dict, empty where nothing has to be said (no FP8 hardware, or a recipe without matmuls for cuBLASLt: identity, tiles).
 
     Raises:
-      ValueError: for an unknown chip.
+      ValueError: for an unknown chip, or another GPU than the recipe is made for.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -33,6 +33,11 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
             f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
         )
     described = chip_named(chip)
+    if recipe.chip not in (None, chip) and described.platform == "cuda":
+        raise ValueError(
+            f"chip={chip!r}, but recipe {recipe.name!r} is made for chip={recipe.chip!r}: its matmuls would not run well on "
+            "another GPU; make a recipe for the chip, or without chip=."
+        )
     if (
         described.platform == "cuda"
         and described.fp8_matmul

@@ -15,6 +15,7 @@ from jaxfp8.kernels._platform import chip_named
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.quantizers._identity import Identity
 
@@ -124,15 +125,30 @@ class Recipe:
             if not isinstance(getattr(self, matmul), Operands):
                 raise TypeError(f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...).")
         if self.chip is not None:
-            chip_named(self.chip)
-            if self.tile is None:
-                raise ValueError(f"chip={self.chip!r} is not used by a recipe without tiles; leave it out.")
+            self._check_chip(self.chip)
         lengths = {row.quantizer.history_length for row in self.rows}
         if len(lengths) > 1:
             raise ValueError(
                 f"history_length differs among the operands of one recipe ({sorted(lengths)}), but their amax histories "
                 "are one array; give all Delayed quantizers the same."
             )
+
+    def _check_chip(self, chip: str) -> None:
+        if not chip_named(chip).block_scaled_matmul:
+            raise ValueError(
+                f"chip={chip!r} has no block-scaled matmul, the only thing that chip= is for; leave it out."
+            )
+        tiled = [operands for operands in (self.fprop, self.dgrad, self.wgrad) if operands.in_tiles and operands.in_fp8]
+        if not tiled:
+            raise ValueError(f"chip={chip!r} is not used by a recipe without tiles; leave it out.")
+        for quantizer in (q for operands in tiled for q in (operands.lhs, operands.rhs)):
+            tile = quantizer.granularity
+            exact = isinstance(quantizer, Current) and quantizer.rule.exact
+            if not (exact and isinstance(tile, PerBlock) and tile.tile[1] % 32 == 0):
+                raise ValueError(
+                    f"chip={chip!r} multiplies tiles whose sides are multiples of 32 and whose scales are powers of two, not "
+                    f"{quantizer!r}; pass power_of_two=True, or leave chip out."
+                )
 
     def uses(self, tensor: Tensor) -> tuple[tuple[Matmul, AbstractQuantizer], ...]:
         """The matmuls that read a tensor, each with the quantizer it reads it by."""

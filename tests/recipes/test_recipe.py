@@ -202,7 +202,11 @@ MISUSE = [
     ),
     (ValueError, differing_histories, ("history_length", "[4, 8]", "give all Delayed quantizers the same")),
     *(
-        (ValueError, functools.partial(fp8.recipes.blockwise, **fields), ("takes one operand in 2D tiles", "give 2 to one"))
+        (
+            ValueError,
+            functools.partial(fp8.recipes.blockwise, **fields),
+            ("takes one operand in 2D tiles", "give 2 to one"),
+        )
         for fields in ({"x_tile_dim": 2}, {"g_tile_dim": 2}, {"x_tile_dim": 2, "w_tile_dim": 1, "g_tile_dim": 2})
     ),
     (ValueError, lambda: fp8.recipes.blockwise(forward=fp8.E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),

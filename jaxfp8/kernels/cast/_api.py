@@ -18,6 +18,7 @@ def cast(
     granularity: AbstractGranularity,
     *,
     scale: Array | None = None,
+    power_of_two: bool = False,
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
@@ -30,6 +31,7 @@ def cast(
       format: E4M3 or E5M2.
       granularity: which values share a scale.
       scale: of the same shape, if the caller has it already; else it is computed.
+      power_of_two: every scale is known to be a power of two.
       rounding: "nearest" or "stochastic".
       key: a jax PRNG key, for stochastic rounding.
       implementation: a backend by name, or None for the first that can.
@@ -39,5 +41,6 @@ def cast(
     """
     scale = inverse(multiplier) if scale is None else scale
     return dispatch(
-        "cast", BACKENDS, implementation, x, multiplier, scale, format, granularity, rounding=rounding, key=key
-    )
+        "cast", BACKENDS, implementation, x, multiplier, scale, format, granularity,
+        power_of_two=power_of_two, rounding=rounding, key=key,
+    )  # fmt: skip

@@ -16,10 +16,11 @@ def cast(
     format: Format,
     granularity: AbstractGranularity,
     *,
+    power_of_two: bool,
     rounding: Rounding,
     key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`; here every operation is cut off from the next, so that nothing is fused or rewritten."""
     multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
     values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-    return QuantizedTensor(values, scale, granularity, x.dtype)
+    return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)

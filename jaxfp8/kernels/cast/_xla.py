@@ -14,9 +14,10 @@ def cast(
     format: Format,
     granularity: AbstractGranularity,
     *,
+    power_of_two: bool,
     rounding: Rounding,
     key: Array | None,
 ) -> QuantizedTensor:
     """See `kernels.cast._api.cast`."""
     values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-    return QuantizedTensor(values, scale, granularity, x.dtype)
+    return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from jaxfp8._dimension_numbers import check
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import dispatch
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
@@ -10,6 +11,8 @@ from jaxfp8.numerics._formats import E5M2
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
+
+_OUT_DTYPES = ["bfloat16", "float16", "float32", "float64"]
 
 BACKENDS = {"cudnn": _cudnn.scaled_matmul, "xla": _xla.scaled_matmul, "reference": _reference.scaled_matmul}
 
@@ -43,8 +46,9 @@ def scaled_matmul(
       [..., M, N], batch axes first.
 
     Raises:
-      ValueError: for E5M2 x E5M2, which no hardware multiplies; for a scale that varies along a contracted axis other than
-        in tiles; for tiles that do not match, or are square on both sides.
+      TypeError: for operands that are no QuantizedTensors, or a result that is no float.
+      ValueError: for shapes that do not fit; for E5M2 x E5M2, which no hardware multiplies; for a scale that varies along
+        a contracted axis other than in tiles; for tiles that do not match, or are square on both sides.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,6 +64,7 @@ def scaled_matmul(
         dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
     if lhs.format == rhs.format == E5M2:
         raise ValueError("lhs and rhs are both E5M2, which no hardware multiplies; quantize one of them to E4M3.")
+    dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
     _check_tiles(lhs, rhs, dimension_numbers)
     for name, operand, contracted in zip(("lhs", "rhs"), (lhs, rhs), dimension_numbers[0], strict=True):
         if not isinstance(operand.granularity, PerTensor | PerBlock) and any(
@@ -71,9 +76,12 @@ def scaled_matmul(
             )
     if preferred_element_type is None:
         preferred_element_type = jnp.promote_types(lhs.dtype, rhs.dtype)
+    out = jnp.dtype(preferred_element_type)
+    if out.name not in _OUT_DTYPES:
+        raise TypeError(f"preferred_element_type={out.name} is no result of a matmul; use one of {_OUT_DTYPES}.")
     return dispatch(
         "scaled_matmul", BACKENDS, implementation, lhs, rhs,
-        dimension_numbers=dimension_numbers, out_dtype=jnp.dtype(preferred_element_type),
+        dimension_numbers=dimension_numbers, out_dtype=out,
         fast_accumulation=fast_accumulation, out_sharding=out_sharding, chip=chip,
     )  # fmt: skip
 
@@ -86,6 +94,10 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: 
             continue
         tile = operand.granularity.along(operand.ndim)
         tiles.append([tile[axis] for axis in contracted])
+        if not contracted:
+            raise ValueError(
+                f"{name} {list(operand.shape)} is in tiles, but no axis is contracted; tiles need one to run along."
+            )
         if all(size == 1 for size in tiles[-1]):
             raise ValueError(
                 f"{name} {list(operand.shape)} in tiles of {operand.granularity.tile} is contracted along axes "
