@@ -79,6 +79,16 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
 
     Raises:
       ValueError: if parts cut tiles, or what arrives would have scales that its granularity cannot hold.
+
+    Example:
+      >>> import jax, jaxfp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def dispatch(tokens):  # [experts, tokens of this device, features]
+      ...     q = fp8.quantize(tokens, fp8.E4M3, fp8.PerAxis(0, 1))
+      ...     return all_to_all(q, "expert", split_axis=0, concat_axis=1).dequantize()
+      >>> split = jax.shard_map(dispatch, mesh=mesh, in_specs=jax.P(None, "expert"), out_specs=jax.P("expert"))
+      >>> split(jnp.ones((2, 4, 8))).shape
+      (2, 4, 8)
     """
     split_axis, concat_axis = (_checked(tensor, axis) for axis in (split_axis, concat_axis))
 
@@ -108,6 +118,13 @@ def ppermute(tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tupl
       tensor: [...].
       axis_name: of the mesh.
       permutation: pairs of device indices along it.
+
+    Example:
+      >>> import jax, jaxfp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> step = lambda x: ppermute(fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0)), "ring", [(0, 0)]).dequantize()
+      >>> jax.shard_map(step, mesh=mesh, in_specs=jax.P("ring"), out_specs=jax.P("ring"))(jnp.ones((2, 2))).shape
+      (2, 2)
     """
     validate(tensor)
 

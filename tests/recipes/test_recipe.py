@@ -126,10 +126,25 @@ def test_presets_of_tiles_are_values():
 
 @pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
 def test_chip(name):
+    recipe = fp8.recipes.get(name, chip="b200")
+    assert recipe.chip == "b200"
+    assert dataclasses.replace(recipe, chip=None) == RECIPES[name]  # casts are the same
+    assert fp8.compiler_options(recipe, "b200") == fp8.compiler_options(recipe, "cpu") == {}
+    with pytest.raises(ValueError, match=mentions("chip='h200'", "made for chip='b200'")):
+        fp8.compiler_options(recipe, "h200")
     for chip in CHIPS:
-        recipe = fp8.recipes.get(name, chip=chip)
-        assert recipe.chip == chip
-        assert dataclasses.replace(recipe, chip=None) == RECIPES[name]  # casts are the same
+        if not CHIPS[chip].block_scaled_matmul:
+            with pytest.raises(ValueError, match=mentions(f"chip={chip!r}", "no block-scaled matmul", "leave it out")):
+                fp8.recipes.get(name, chip=chip)
+
+
+def test_a_chip_takes_tiles_with_powers_of_two():
+    with pytest.raises(ValueError, match=mentions("chip='b200'", "powers of two", "power_of_two=True")):
+        fp8.recipes.blockwise(power_of_two=False, chip="b200")
+    short = fp8.quantizers.Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 48)), power_of_two=True)
+    operands = fp8.Operands(lhs=short, rhs=short)
+    with pytest.raises(ValueError, match=mentions("chip='b200'", "multiples of 32", "(1, 48)")):
+        fp8.Recipe(name="a", fprop=operands, dgrad=operands, wgrad=operands, chip="b200")
 
 
 def test_nothing_is_said_to_xla_for_tiles():
