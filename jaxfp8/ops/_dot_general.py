@@ -13,8 +13,9 @@ from jaxfp8.comms._shard import Shard
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, check_out_dtype, fp8_precision
 from jaxfp8.ops._dimension_numbers import geometry
+from jaxfp8.ops._operands import Call
 from jaxfp8.ops._state import MatmulState
-from jaxfp8.ops._three_matmuls import Call, three_matmuls
+from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import tile_view
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
