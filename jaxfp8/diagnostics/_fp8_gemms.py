@@ -1,27 +1,18 @@
 """Did the matmuls really run in FP8? Reading a compiled program.
 
-The text of a program is a list of computations, which call each other: fusions, loop bodies, branches, async wrappers.
 It is read from the entry on along the calls, so that each matmul counts as often as the program names it and no more.
 """
 
 import re
 from typing import Any, NamedTuple
 
-import jax
-
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=(%?[\w.\-]+))")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+from jaxfp8._hlo import BRANCHES, CALLS, Program, read_program
 
 # cuBLASLt's matmul of scalar scales; cuDNN's of block scales (MXFP8), on Blackwell.
 _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
 # What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
-# The second halves of asynchronous operations name the computation, or the target, once more.
-_SECOND_HALVES = ("-done", "-update")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 class Gemms(NamedTuple):
@@ -51,57 +42,33 @@ def find_gemms(compiled: Any) -> Gemms:
       >>> len(find_gemms(compiled).high_precision)
       1
     """
-    if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(
-            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its as_text()."
-        )
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    computations: dict[str, list[str]] = {}
-    entry, lines = None, []
-    for line in (text or "").splitlines():
-        if head := _COMPUTATION.match(line.rstrip()):
-            lines = computations[head[2]] = []
-            entry = head[2] if head[1] else entry
-        else:
-            lines.append(line)
-    if entry is None:
-        raise ValueError(
-            "compiled holds no program text (no ENTRY computation); pass what jax.jit(f).lower(...).compile() returns."
-        )
-    return _gemms_of(entry, computations, {})
+    program = read_program(compiled)
+    return _gemms_of(program.entry, program, {})
 
 
-def _gemms_of(name: str, computations: dict[str, list[str]], known: dict[str, Gemms]) -> Gemms:
+def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
     """The matmuls of a computation and of all that it calls."""
     if name not in known:
-        fp8, high = [], []
-        for line in computations.get(name, ()):
-            _, equals, instruction = line.partition(" = ")
-            opcode = _OPCODE.search(" " + instruction)
-            if not equals or opcode is None or opcode[1].endswith(_SECOND_HALVES):
+        fp8: list[str] = []
+        high: list[str] = []
+        for instruction in program.computations.get(name, {}).values():
+            if instruction.is_second_half:
                 continue
-            target = _TARGET.search(instruction)
-            if target and target[1] in _FP8_TARGETS:
-                fp8.append(_label(line))
-            elif opcode[1] == "dot" or (target and target[1].startswith(_LIBRARY)):
-                high.append(_label(line))
-            called = [_gemms_of(n, computations, known) for n in _CALLED.findall(instruction)]
-            branches = [
-                n.strip(" %") for found in _BRANCHES.findall(instruction) for n in (found[0] or found[1]).split(",")
-            ]
-            if branches:
-                one_of = [_gemms_of(n, computations, known) for n in branches]
+            found = _TARGET.search(instruction.attributes)
+            target = found[1] if found else ""
+            if target in _FP8_TARGETS:
+                fp8.append(instruction.label)
+            elif instruction.opcode == "dot" or target.startswith(_LIBRARY):
+                high.append(instruction.label)
+            called = [_gemms_of(n, program, known) for n in instruction.computations(*CALLS, "body", "condition")]
+            if branches := instruction.computations(*BRANCHES):
+                one_of = [_gemms_of(n, program, known) for n in branches]
                 called.append(max(one_of, key=lambda g: (len(g.fp8) + len(g.high_precision), -len(g.fp8))))
             for gemms in called:
                 fp8.extend(gemms.fp8)
                 high.extend(gemms.high_precision)
         known[name] = Gemms(tuple(fp8), tuple(high))
     return known[name]
-
-
-def _label(line: str) -> str:
-    name = _OP_NAME.search(line)
-    return name[1] if name else line.split(" = ")[0].strip().removeprefix("ROOT ")
 
 
 def assert_fp8_gemms(compiled: Any, expected: int) -> None:

@@ -106,7 +106,7 @@ def test_error_names_the_options_when_nothing_is_in_fp8():
 
 
 def test_names_fall_back_on_the_instruction():
-    assert find_gemms(program(FP8)).fp8 == ("%i.0",)
+    assert find_gemms(program(FP8)).fp8 == ("i.0",)
 
 
 def test_compiled_for_cpu():
