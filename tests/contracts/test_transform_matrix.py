@@ -38,8 +38,9 @@ CUTTING = {"shard_map_outside_vma", "shard_map_outside_no_vma"}
 # Float32 scales of tiles along an axis that an Explicit mesh splits, that of wgrad: refused (test_scaled_matmul_tiles.py).
 REFUSED = {"explicit_data", "explicit_data_tensor", "explicit_scan", "explicit_experts"}
 LAYER_RECIPES = ("delayed", "rowwise")  # with state and without
-# What differs from another recipe in its scales only, and a layer without state: in one row of each kind.
-FEW = {("mxfp8", "core"), ("mxfp8_2d", "core"), ("rowwise", "linen"), ("rowwise", "nnx")}
+# What differs from another recipe in its scales only, and layers, which hand their recipe and state on: one row of each kind.
+FEW = {(recipe, "core") for recipe in ("mxfp8", "mxfp8_2d", "blockwise_f32", "static", "identity")}
+FEW |= {(recipe, face) for recipe in LAYER_RECIPES for face in ("linen", "nnx")}
 KINDS = {
     "eager", "jitted", "remat_in_scan", "vmap_examples", "experts", "auto_data_tensor", "explicit_scan", "explicit_data_tensor",
     "shard_map_tensor_vma", "shard_map_inside_no_vma", "stages_inside_vma",
