@@ -39,12 +39,16 @@ CUTTING = {"shard_map_outside_vma", "shard_map_outside_no_vma"}
 REFUSED = {"explicit_data", "explicit_data_tensor", "explicit_scan", "explicit_experts"}
 LAYER_RECIPES = ("delayed", "rowwise")  # with state and without
 # What differs from another recipe in its scales only, and layers, which hand their recipe and state on: one row of each kind.
-FEW = {(recipe, "core") for recipe in ("mxfp8", "mxfp8_2d", "blockwise_f32", "static", "identity")}
+FEW = {(recipe, "core") for recipe in ("delayed_pow2", "mxfp8", "mxfp8_2d", "blockwise_f32", "static", "identity")}
 FEW |= {(recipe, face) for recipe in LAYER_RECIPES for face in ("linen", "nnx")}
 KINDS = {
     "eager", "jitted", "remat_in_scan", "vmap_examples", "experts", "auto_data_tensor", "explicit_scan", "explicit_data_tensor",
     "shard_map_tensor_vma", "shard_map_inside_no_vma", "stages_inside_vma",
 }  # fmt: skip
+
+
+EXACT = [*rows_local.EXACT, *rows_mesh.EXACT]
+BOUNDED = [*rows_local.BOUNDED, *rows_mesh.BOUNDED]
 
 
 def table(rows):
@@ -60,7 +64,10 @@ def table(rows):
                 wanted = (recipe, face) in DEFAULT | ALSO.get(row.__name__, set())
                 if not wanted and face != "core" and recipe not in LAYER_RECIPES:
                     continue  # a layer hands its recipe on to the core function: two recipes show that it does
-                if not wanted and (recipe, face) in FEW and row.__name__ not in KINDS:
+                told = row.__name__ in KINDS or (
+                    recipe == "delayed_pow2" and row in BOUNDED
+                )  # exact there, by its power of two
+                if not wanted and (recipe, face) in FEW and not told:
                     continue
                 marks = () if wanted else (pytest.mark.slow,)
                 yield pytest.param(row, recipe, face, id=f"{row.__name__}-{recipe}-{face}", marks=marks)
@@ -107,11 +114,11 @@ def check_state(state, new, true, *, exact):
     np.testing.assert_array_equal(new.nonfinite_steps, 0.0)
 
 
-@pytest.mark.parametrize(("row", "recipe", "face"), list(table([*rows_local.EXACT, *rows_mesh.EXACT])))
+@pytest.mark.parametrize(("row", "recipe", "face"), list(table(EXACT)))
 def test_exact(row, recipe, face):
     check(row, recipe, face, exact=True)
 
 
-@pytest.mark.parametrize(("row", "recipe", "face"), list(table([*rows_local.BOUNDED, *rows_mesh.BOUNDED])))
+@pytest.mark.parametrize(("row", "recipe", "face"), list(table(BOUNDED)))
 def test_bounded(row, recipe, face):
     check(row, recipe, face, exact=False)

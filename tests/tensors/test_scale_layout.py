@@ -99,7 +99,7 @@ SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 127, 128, 129,
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("name", LAYOUTS)
 @hypothesis.given(a=SIZES, b=SIZES)
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 def test_layout(name, tiles, a, b):
     layout, oracle, _, _ = LAYOUTS[name]
     q, scale, tile, contracted = tensor(name, tiles, (a, b))
