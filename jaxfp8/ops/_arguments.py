@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, ArrayLike, DType
+from jaxfp8._typing import Array, ArrayLike
+from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Array, Array]:
@@ -41,23 +40,6 @@ def check_recipe(recipe: object) -> None:
         )
 
 
-def check_out_dtype(preferred_element_type: DType) -> DType:
-    """The dtype of a result, if a matmul can have it.
-
-    Raises:
-      TypeError: naming the argument, its value and the cure.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_out_dtype(jnp.bfloat16)
-      dtype(bfloat16)
-    """
-    dtype = jnp.dtype(preferred_element_type)
-    if dtype.name not in _DTYPES:
-        raise TypeError(f"preferred_element_type={dtype.name} is no result of a matmul; use one of {list(_DTYPES)}.")
-    return dtype
-
-
 def check_float(name: str, x: ArrayLike) -> Array:
     """x as an array of a dtype that can be quantized.
 
@@ -73,9 +55,9 @@ def check_float(name: str, x: ArrayLike) -> Array:
         raise TypeError(f"{name} is a QuantizedTensor already; pass the high-precision array, or {name}.dequantize().")
     if not isinstance(x, jax.Array):
         x = jnp.asarray(x)
-    if x.dtype.name not in _DTYPES:
+    if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
-            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(_DTYPES)}."
+            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(FLOAT_DTYPES)}."
         )
     return x
 

@@ -10,8 +10,9 @@ from jaxfp8._dimension_numbers import check
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.comms._shard import Shard
+from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.ops._arguments import check_operands, check_out_dtype, fp8_precision
+from jaxfp8.ops._arguments import check_operands, fp8_precision
 from jaxfp8.ops._dimension_numbers import geometry
 from jaxfp8.ops._operands import Call
 from jaxfp8.ops._state import MatmulState

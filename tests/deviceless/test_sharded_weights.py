@@ -10,7 +10,7 @@ from targets import dense_step, state_of, topology
 
 import jaxfp8 as fp8
 from jaxfp8.comms import Shard
-from jaxfp8.sharding import wire_report
+from jaxfp8.sharding import assert_wire_dtype, wire_report
 
 pytestmark = pytest.mark.deviceless
 
@@ -64,3 +64,27 @@ def test_weights_travel_in_fp8(name):
         assert transfer.bytes <= 4 * 2 * (K + N), report
     if recipe.tile is not None:
         assert sum(t.bytes for t in report.only(kind="all-reduce").transfers) <= 4, report
+
+
+# What an Auto mesh gathers of sharded weights (README, On a mesh).
+AUTO = {
+    "delayed": (fp8.recipes.delayed(), "h200", "float8_e4m3fn"),
+    "current": (fp8.recipes.current(), "h200", "float8_e4m3fn"),
+    "rowwise": (fp8.recipes.rowwise(), "h200", "float8_e4m3fn"),
+    "blockwise": (fp8.recipes.blockwise(), "h200", "bfloat16"),
+    "mxfp8": (fp8.recipes.mxfp8(), "h200", "bfloat16"),
+    "mxfp8, b200": (fp8.recipes.mxfp8(chip="b200"), "b200", "float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_what_an_auto_mesh_gathers(name):
+    recipe, chip, dtype = AUTO[name]
+    mesh = Mesh(np.array(topology(chip, "1x1x8").devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split) for shape in ((M, K), (K, N), (M, N))]
+    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state_of(recipe))
+    with jax.set_mesh(mesh):
+        step = jax.jit(dense_step(recipe), out_shardings=(None, (split, split), None))
+        compiled = step.lower(*arrays, state).compile(fp8.compiler_options(recipe, chip))
+    assert_wire_dtype(compiled, "all-gather", dtype, at_least=K * N // DEVICES)

@@ -7,12 +7,11 @@ from jaxfp8._dimension_numbers import check
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import dispatch
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
+from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
-
-_OUT_DTYPES = ["bfloat16", "float16", "float32", "float64"]
 
 BACKENDS = {"cudnn": _cudnn.scaled_matmul, "xla": _xla.scaled_matmul, "reference": _reference.scaled_matmul}
 
@@ -76,12 +75,9 @@ def scaled_matmul(
             )
     if preferred_element_type is None:
         preferred_element_type = jnp.promote_types(lhs.dtype, rhs.dtype)
-    out = jnp.dtype(preferred_element_type)
-    if out.name not in _OUT_DTYPES:
-        raise TypeError(f"preferred_element_type={out.name} is no result of a matmul; use one of {_OUT_DTYPES}.")
     return dispatch(
         "scaled_matmul", BACKENDS, implementation, lhs, rhs,
-        dimension_numbers=dimension_numbers, out_dtype=out,
+        dimension_numbers=dimension_numbers, out_dtype=check_out_dtype(preferred_element_type),
         fast_accumulation=fast_accumulation, out_sharding=out_sharding, chip=chip,
     )  # fmt: skip
 

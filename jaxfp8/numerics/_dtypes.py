@@ -1,0 +1,25 @@
+"""The dtypes that go into a cast and come out of a matmul."""
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import DType
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_out_dtype(preferred_element_type: DType) -> DType:
+    """The dtype of a result, if a matmul can have it.
+
+    Raises:
+      TypeError: naming the argument, its value and the cure.
+
+    Example:
+      >>> check_out_dtype(jnp.bfloat16)
+      dtype(bfloat16)
+    """
+    dtype = jnp.dtype(preferred_element_type)
+    if dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"preferred_element_type={dtype.name} is no result of a matmul; use one of {list(FLOAT_DTYPES)}."
+        )
+    return dtype
