@@ -15,7 +15,6 @@ from jax import lax
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.comms._shard import Shard
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
 from jaxfp8.ops._dimension_numbers import inverse_permutation
 from jaxfp8.ops._ledger import encode
@@ -24,6 +23,7 @@ from jaxfp8.ops._operands import Call, Seen, quantize_operand, whole
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import Matmul
 from jaxfp8.sharding._amax import vary_as, varying
+from jaxfp8.sharding._shard import PlacedShard
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -125,7 +125,7 @@ def _product_sharding(aval: Any, product_axes: Axes) -> Any:
     return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in product_axes)))
 
 
-def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: Shard | None) -> Array:
+def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: PlacedShard | None) -> Array:
     """A product with its axes in the order of its tensor, summed over the mesh axes that the tensor does not vary over.
 
     Of a tensor that was gathered each device keeps its part of the sum.
@@ -134,6 +134,4 @@ def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: Shard | Non
     if missing:
         product = lax.psum(product, tuple(sorted(missing)))
     product = product.transpose(inverse_permutation(product_axes))
-    if shard is None:
-        return product
-    return lax.psum_scatter(product, shard.axis_name, scatter_dimension=shard.axis, tiled=True)
+    return product if shard is None else shard.scatter(product)
