@@ -53,8 +53,11 @@ def dot_general(
       recipe: which quantizer for which operand.
       state: of this matmul, for recipes that have any (`fp8.init_state`).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
-      reduce_axes: mesh axes over which a tensor is split, to combine its amax over. Needed inside
-        `shard_map(check_vma=False)` only; elsewhere types tell. (With state, `fp8.value_and_grad(reduce_axes=)` says it.)
+      reduce_axes: inside `jax.shard_map`, the mesh axes over which a tensor may be split, to combine its amax over: all but
+        pipeline. With `check_vma=False` it must be named for amaxes of tensors. With types the default is every axis along
+        which the tensor varies, pipeline stages included, and rows that fprop contracts across devices stay local; named
+        axes settle both. (Amaxes that a state follows: with types the state's type decides, without them
+        `fp8.value_and_grad(reduce_axes=)`.)
       lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
@@ -112,6 +115,7 @@ def dot_general(
         collected=state is not None and not state.frozen,
         all_set=probe.all_set if probe else False,
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
+        types_tell=types_tell(),
         shards=(("x", x_shard), ("w", w_shard), ("g", None)),
         implementation=implementation,
     )
@@ -145,17 +149,17 @@ def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> Matmu
     return state
 
 
-def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes to combine per-tensor amaxes over that types do not tell.
+def _reduce_axes(
+    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
+) -> frozenset[str] | None:
+    """The manual mesh axes that are named for amaxes; None where it is left to types.
 
     Raises:
       FP8StateError: where nobody tells, rather than a local amax.
     """
     named = given if given is not None else probed
-    if types_tell():
-        if given:
-            raise ValueError(f"reduce_axes={given} is not used here: types tell over which axes a value varies.")
-        return ()
+    if named is None and types_tell():
+        return None
     if named is None:
         per_tensor = any(
             isinstance(q, Current | Delayed) and isinstance(q.granularity, PerTensor)
@@ -163,13 +167,15 @@ def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[st
             for _, q in recipe.uses(tensor)
         )
         if not per_tensor:
-            return ()
+            return None
         where = "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
         raise FP8StateError(
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
             f"name those that an amax has to be combined over with reduce_axes= of {where}."
         )
+    if not manual_axes():
+        return None  # arrays are whole: a layer made for shard_map, as flax initializes it
     known = jax.sharding.get_abstract_mesh().axis_names
     if unknown := sorted(set(named) - set(known)):
         raise FP8StateError(f"reduce_axes={named}: {unknown} are no axes of the mesh here, which has {known}.")
-    return tuple(axis for axis in named if axis in manual_axes())
+    return frozenset(named) & set(manual_axes())

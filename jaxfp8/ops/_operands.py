@@ -39,7 +39,8 @@ class Call:
     out_sharding: Any
     collected: bool  # amaxes go to the state's probe
     all_set: bool  # no stored scale is unset
-    reduce_axes: tuple[str, ...]  # mesh axes that types do not tell
+    reduce_axes: frozenset[str] | None  # manual mesh axes that amaxes are combined over, if the caller names them
+    types_tell: bool  # over which manual axes a value varies
     shards: tuple[tuple[Tensor, PlacedShard | None], ...]  # operands that are gathered in FP8
     implementation: Implementation
 
@@ -61,14 +62,16 @@ def quantize_operand(
 ) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen]:
     """A tensor as each matmul reads it, cast once for those that read the same; the same as residuals; its rows' amaxes.
 
-    `contracted`: the mesh axes along which a matmul contracts the tensor across devices; its row amaxes span them.
+    `contracted`: the mesh axes over which a matmul contracts the tensor across devices; its row amaxes span them.
     """
     # One call of a quantizer for all the directions in which matmuls read its result.
     directions: dict[AbstractQuantizer, dict[AbstractGranularity, frozenset[str]]] = {}
     kinds: dict[Matmul, tuple[AbstractQuantizer, AbstractGranularity]] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
         granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor), value.ndim)
-        across = contracted.get(matmul, frozenset()) | _spanned(call, tensor, value, granularity)
+        across = _spanned(call, tensor, value, granularity)
+        if not isinstance(granularity, PerTensor):
+            across |= contracted.get(matmul, frozenset())
         directions.setdefault(quantizer, {}).setdefault(granularity, across)
         kinds[matmul] = quantizer, granularity
     operands: list[Operand] = []
@@ -159,10 +162,13 @@ def _amax(
 ) -> Array:
     """The amax of the whole logical tensor, on every mesh."""
     across = spans[granularity]
+    named = call.reduce_axes or frozenset()
     if stored is not None:
-        return pmax(observe(value, stored), (varying(value) - varying(stored)) | set(call.reduce_axes) | across)
+        untold = frozenset() if call.types_tell else named
+        return pmax(observe(value, stored), (varying(value) - varying(stored)) | untold | across)
     if isinstance(granularity, PerTensor):
-        return pmax(amax_of(value, granularity), varying(value) | set(call.reduce_axes) | across)
+        over = named if not call.types_tell else varying(value) if call.reduce_axes is None else varying(value) & named
+        return pmax(amax_of(value, granularity), over | across)
     return pmax(amax_of(value, granularity), across)
 
 

@@ -47,8 +47,10 @@ def _fprop(
 ) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
     x_varies, w_varies = varying(lhs) - call.over("x"), varying(rhs) - call.over("w")
-    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, wgrad=x_varies - w_varies)
-    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, dgrad=w_varies - x_varies)
+    # Both vary over the parts of one contraction, over stages or over experts: only the caller can tell.
+    both = frozenset() if call.geometry.batched else x_varies & w_varies & (call.reduce_axes or frozenset())
+    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, fprop=both, wgrad=x_varies - w_varies)
+    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, fprop=both, dgrad=w_varies - x_varies)
     x_whole, w_whole = whole(call, "x", x["fprop"]), whole(call, "w", w["fprop"])
     y = _matmul(call, "fprop", x_whole, w_whole, call.out_dtype, call.out_sharding)
     return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
