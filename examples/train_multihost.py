@@ -41,7 +41,7 @@ def initialize(parser: argparse.ArgumentParser, given: argparse.Namespace) -> No
     try:
         jax.distributed.initialize(given.coordinator, given.num_processes, given.process_id)
     except ValueError as error:
-        parser.error(f"{error} JAX found no cluster to ask; give --coordinator, --num-processes and --process-id.")
+        parser.error(f"{error} Where JAX knows no cluster, give --coordinator, --num-processes and --process-id.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -175,6 +175,8 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[M
         mesh, recipe = make_mesh(given.mesh, AXES), fp8.recipes.get(given.recipe)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
+    if HEADS % mesh.shape["tensor"] or WIDTH % mesh.shape["fsdp"]:
+        parser.error(f"--mesh {given.mesh}: tensor must divide {HEADS} heads, and fsdp a width of {WIDTH}.")
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if given.batch < 1 or given.batch % parts:
         parser.error(f"--batch {given.batch} cannot be split evenly over {parts} devices; give a multiple of {parts}.")
@@ -183,26 +185,32 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[M
     return mesh, recipe
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--compare", action="store_true", help="do the same run on one device too")
     given = parser.parse_args(arguments)
-    force_cpu_devices(8)
-    mesh, recipe = check(parser, given)
-    text = load_text(None).train
+    return given, *check(parser, given)
 
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    force_cpu_devices(8)
+    given, mesh, recipe = parse(arguments)
+    text = load_text(None).train
     losses, compiled = train(mesh, recipe, batches(mesh, text, given.batch, given.steps))
-    result = {"mesh": dict(mesh.shape), "recipe": given.recipe, "losses": losses}
+    runs = {"mesh": losses}
     if given.compare:
         one = one_device(AXES)
-        result["one_device_losses"], _ = train(one, recipe, batches(one, text, given.batch, given.steps))
-    print("step      mesh" + "  one device" * given.compare)
-    for step, row in enumerate(zip(losses, *([result["one_device_losses"]] if given.compare else []), strict=True)):
-        print(f"{step:4d}" + "".join(f"  {loss:8.4f}" for loss in row))
-    print("\nwhat a device sends and receives in one step:")
+        runs["one device"], _ = train(one, recipe, batches(one, text, given.batch, given.steps))
+
+    print("step", *(f"{name:>12}" for name in runs))
+    for step, row in enumerate(zip(*runs.values(), strict=True)):
+        print(f"{step:4d}", *(f"{loss:12.4f}" for loss in row))
+    print("\nwhat a device sends in one step:")
     print(fp8.sharding.wire_report(compiled))
     if given.json:
+        result = {"mesh": dict(mesh.shape), "recipe": given.recipe, "losses": losses}
+        result["one_device_losses"] = runs.get("one device")  # null without --compare
         Path(given.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
