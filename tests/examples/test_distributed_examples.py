@@ -12,7 +12,8 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 STEPS = 3
-# An eighth of the 2^-8 of bf16, for one rounding in a mean over a thousand tokens; Adam's first steps make it grow.
+# Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then moves by 2^-4. What is
+# left of it in a mean over a thousand tokens; Adam's first steps make it grow.
 BF16_ROUNDING = 2e-3
 
 
@@ -53,11 +54,11 @@ def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
     assert result["mesh"] == {"pipe": 4, "data": 2}
     ours, plain = result["pipeline"], result["one device"]
     np.testing.assert_allclose(ours["losses"], plain["losses"], rtol=BF16_ROUNDING)
-    assert ours["losses"] != plain["losses"][::-1]
-    # An amax is one element: it carries the roundings of all before it. Of g they are FP8's.
-    np.testing.assert_allclose(ours["scales"], plain["scales"], rtol=0.1)
+    # An amax is one element, not a mean: roundings of bf16 that turn into those of FP8 move it by a tenth. A scale of all
+    # stages would be ten times that of the last.
+    np.testing.assert_allclose(ours["scales"], plain["scales"], rtol=0.3)
     of_gradients = np.array(ours["scales"])[::2, 2]  # of each stage's first layer
-    assert np.all(of_gradients[:-1] > 1.3 * of_gradients[1:]), of_gradients  # a scale for all would be the largest
+    assert np.all(of_gradients[:-1] > 1.3 * of_gradients[1:]), of_gradients
     for stage in range(4):
         assert re.search(rf"^ +{stage}( +\d\.\d+e-\d\d){{6}}$", finished.stdout, re.MULTILINE), finished.stdout
 
