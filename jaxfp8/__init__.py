@@ -30,6 +30,7 @@ from jaxfp8.ops._state import MatmulState as MatmulState
 from jaxfp8.ops._state import fork as fork
 from jaxfp8.ops._state import freeze as freeze
 from jaxfp8.ops._state import init_state as init_state
+from jaxfp8.ops._state_specs import state_specs as state_specs
 from jaxfp8.ops._value_and_grad import value_and_grad as value_and_grad
 from jaxfp8.recipes._compiler_options import compiler_options as compiler_options
 from jaxfp8.recipes._recipe import Operands as Operands

@@ -3,4 +3,3 @@
 from jaxfp8.comms._collectives import all_gather as all_gather
 from jaxfp8.comms._collectives import all_to_all as all_to_all
 from jaxfp8.comms._collectives import ppermute as ppermute
-from jaxfp8.comms._shard import Shard as Shard

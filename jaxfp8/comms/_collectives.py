@@ -4,22 +4,20 @@ The law: what is quantized on a shard and gathered is, bit for bit, what is gath
 a scale cell lies on one device: tiles cut on their borders, rows that are not split. A cell that spans devices (one scale a
 tensor, split rows) needs a scale from the amax of all shards, which types then show: it does not vary over the mesh axis.
 
-What travels are bytes: XLA:CPU would widen FP8 values to float16, which loses the sign of a zero, and E8M0 scales to float32,
-whose smallest it flushes to zero and reads as NaN.
+What travels are bytes (`sharding._shard.in_bytes` says why).
 
 None of these is differentiable, for the cotangent of FP8 values would be FP8. `fp8.dot_general(lhs_shard=, rhs_shard=)` gathers
 inside its own gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._shard import in_bytes
+from jaxfp8.sharding._specs import check_borders, has_cells_along
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
 
 
@@ -45,21 +43,12 @@ def all_gather(tensor: QuantizedTensor, axis_name: str, *, axis: int = 0) -> Qua
       (4, 2)
     """
     axis = _checked(tensor, axis)
-    if not has_cells_along(tensor.granularity, tensor.ndim, axis):
-        _check_common_scale(tensor, axis_name, axis)
-    return gather_parts(tensor, axis_name, axis)
-
-
-def gather_parts(tensor: QuantizedTensor, axis_name: str, axis: int) -> QuantizedTensor:
-    """`all_gather` of a tensor whose scale, where it spans devices, the caller knows to be common to them.
-
-    Types may hide it: an `optimization_barrier` makes what it holds vary over all the axes of its members.
-    """
 
     def gather(x: Array) -> Array:
-        return _in_bytes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
+        return in_bytes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
 
     if not has_cells_along(tensor.granularity, tensor.ndim, axis):
+        _check_common_scale(tensor, axis_name, axis)
         return _with(tensor, gather(tensor.values), tensor.scale)
     check_borders(tensor.granularity, tensor.shape, axis, tensor.shape[axis])
     return _with(tensor, gather(tensor.values), gather(tensor.scale))
@@ -81,7 +70,7 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
       ValueError: if parts cut tiles, or what arrives would have scales that its granularity cannot hold.
 
     Example:
-      >>> import jax, jaxfp8 as fp8
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
       >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> def dispatch(tokens):  # [experts, tokens of this device, features]
       ...     q = fp8.quantize(tokens, fp8.E4M3, fp8.PerAxis(0, 1))
@@ -93,7 +82,7 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
     split_axis, concat_axis = (_checked(tensor, axis) for axis in (split_axis, concat_axis))
 
     def exchange(x: Array) -> Array:
-        return _in_bytes(lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True), x)
+        return in_bytes(lambda x: lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=True), x)
 
     along = [axis for axis in (split_axis, concat_axis) if has_cells_along(tensor.granularity, tensor.ndim, axis)]
     if not along:
@@ -120,7 +109,7 @@ def ppermute(tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tupl
       permutation: pairs of device indices along it.
 
     Example:
-      >>> import jax, jaxfp8 as fp8
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
       >>> mesh = jax.make_mesh((1,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> step = lambda x: ppermute(fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0)), "ring", [(0, 0)]).dequantize()
       >>> jax.shard_map(step, mesh=mesh, in_specs=jax.P("ring"), out_specs=jax.P("ring"))(jnp.ones((2, 2))).shape
@@ -129,43 +118,9 @@ def ppermute(tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tupl
     validate(tensor)
 
     def send(x: Array) -> Array:
-        return _in_bytes(lambda x: lax.ppermute(x, axis_name, permutation), x)
+        return in_bytes(lambda x: lax.ppermute(x, axis_name, permutation), x)
 
     return _with(tensor, send(tensor.values), send(tensor.scale))
-
-
-def has_cells_along(granularity: AbstractGranularity, ndim: int, axis: int) -> bool:
-    """Whether scales vary along an axis of an array of `ndim` axes; else one cell spans all of it.
-
-    Example:
-      >>> from jaxfp8.numerics import PerAxis, PerTensor
-      >>> has_cells_along(PerAxis(0), 2, 0), has_cells_along(PerAxis(0), 2, 1), has_cells_along(PerTensor(), 2, 0)
-      (True, False, False)
-    """
-    if isinstance(granularity, PerTensor):
-        return False
-    return isinstance(granularity, PerBlock) or granularity.scale_shape((2,) * ndim)[axis] == 2
-
-
-def check_borders(granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int) -> None:
-    """Raise ValueError if parts of that size along an axis cut tiles.
-
-    Example:
-      >>> from jaxfp8.numerics import PerBlock
-      >>> check_borders(PerBlock((1, 32)), (8, 96), 1, 32)
-    """
-    side = granularity.along(len(shape))[axis] if isinstance(granularity, PerBlock) else 1
-    if part % side:
-        raise ValueError(
-            f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of {granularity!r}; cut shards on the borders "
-            f"of tiles, at multiples of {side}."
-        )
-
-
-def _in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
-    if x.dtype.itemsize > 1:
-        return collective(x)
-    return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def _checked(tensor: QuantizedTensor, axis: int) -> int:

@@ -5,3 +5,4 @@ from jaxfp8.linen._layers import FP8Dense as FP8Dense
 from jaxfp8.linen._layers import FP8DenseGeneral as FP8DenseGeneral
 from jaxfp8.linen._layers import FP8Einsum as FP8Einsum
 from jaxfp8.linen._state import COLLECTION as COLLECTION
+from jaxfp8.linen._state_specs import state_specs as state_specs

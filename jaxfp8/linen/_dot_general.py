@@ -11,6 +11,7 @@ from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
 
 
 class FP8DotGeneral(nn.Module):
@@ -18,7 +19,7 @@ class FP8DotGeneral(nn.Module):
 
     Attributes:
       recipe: which quantizer for which operand.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -32,11 +33,20 @@ class FP8DotGeneral(nn.Module):
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
+    lhs_shard: Shard | None = None
+    rhs_shard: Shard | None = None
 
     @classmethod
-    def using(cls, recipe: Recipe, *, reduce_axes: tuple[str, ...] | None = None) -> Callable[..., "FP8DotGeneral"]:
+    def using(
+        cls,
+        recipe: Recipe,
+        *,
+        reduce_axes: tuple[str, ...] | None = None,
+        lhs_shard: Shard | None = None,
+        rhs_shard: Shard | None = None,
+    ) -> Callable[..., "FP8DotGeneral"]:
         """What `dot_general_cls=`, `qkv_dot_general_cls=` and `out_dot_general_cls=` take: this class with its recipe."""
-        return Plug(recipe, reduce_axes)
+        return Plug(recipe, reduce_axes, lhs_shard, rhs_shard)
 
     @nn.compact
     def __call__(
@@ -52,6 +62,7 @@ class FP8DotGeneral(nn.Module):
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=matmul_state(self, self.recipe), out_sharding=out_sharding, reduce_axes=self.reduce_axes,
+            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
         )  # fmt: skip
 
 
@@ -61,13 +72,17 @@ class Plug:
 
     Attributes:
       recipe: which quantizer for which operand.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
       of_layer: made by a layer of ours from its own recipe, and not by a user.
     """
 
     recipe: Recipe
     reduce_axes: tuple[str, ...] | None
+    lhs_shard: Shard | None
+    rhs_shard: Shard | None
     of_layer: bool = False
 
     def __call__(self, **fields: Any) -> FP8DotGeneral:
-        return FP8DotGeneral(recipe=self.recipe, reduce_axes=self.reduce_axes, **fields)
+        return FP8DotGeneral(
+            recipe=self.recipe, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, **fields
+        )  # fmt: skip

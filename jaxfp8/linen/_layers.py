@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
+from jaxfp8.linen._kernel_part import KernelPart
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._arguments import check_recipe
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
 
 
 def _plug(layer: Any) -> None:
@@ -24,15 +26,15 @@ def _plug(layer: Any) -> None:
             f"{type(layer).__name__} brings its own dot_general; drop dot_general= and dot_general_cls=, or use "
             f"nn.{type(layer).__name__.removeprefix('FP8')}."
         )
-    layer.dot_general_cls = Plug(layer.recipe, layer.reduce_axes, of_layer=True)
+    layer.dot_general_cls = Plug(layer.recipe, layer.reduce_axes, layer.lhs_shard, layer.rhs_shard, of_layer=True)
 
 
-class FP8Dense(nn.Dense):
+class FP8Dense(KernelPart, nn.Dense):
     """`flax.linen.Dense` in FP8.
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       (the others): of `flax.linen.Dense`.
 
     Example:
@@ -45,18 +47,20 @@ class FP8Dense(nn.Dense):
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
+    lhs_shard: Shard | None = None
+    rhs_shard: Shard | None = None
 
     def __post_init__(self) -> None:
         _plug(self)
         super().__post_init__()
 
 
-class FP8DenseGeneral(nn.DenseGeneral):
+class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       (the others): of `flax.linen.DenseGeneral`.
 
     Example:
@@ -69,18 +73,20 @@ class FP8DenseGeneral(nn.DenseGeneral):
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
+    lhs_shard: Shard | None = None
+    rhs_shard: Shard | None = None
 
     def __post_init__(self) -> None:
         _plug(self)
         super().__post_init__()
 
 
-class FP8Einsum(nn.Einsum):
+class FP8Einsum(KernelPart, nn.Einsum):
     """`flax.linen.Einsum` in FP8. flax's own has no `dot_general_cls=` to plug into.
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       (the others): of `flax.linen.Einsum`.
 
     Example:
@@ -93,6 +99,8 @@ class FP8Einsum(nn.Einsum):
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
+    lhs_shard: Shard | None = None
+    rhs_shard: Shard | None = None
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
@@ -114,6 +122,7 @@ class FP8Einsum(nn.Einsum):
         assert w is not None
         y = einsum(
             equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
-            preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes,
+            preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard,
+            rhs_shard=self.rhs_shard,
         )  # fmt: skip
         return y if bias is None else y + jnp.reshape(bias, bias_shape)

@@ -11,14 +11,24 @@ from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
 
 
 class AbstractFP8Matmul(nnx.Module):
     """A recipe, and the state of the one matmul that it is for: give each layer its own."""
 
-    def __init__(self, recipe: Recipe | None = None, *, reduce_axes: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        reduce_axes: tuple[str, ...] | None = None,
+        lhs_shard: Shard | None = None,
+        rhs_shard: Shard | None = None,
+    ) -> None:
         self.recipe = delayed() if recipe is None else recipe
         self.reduce_axes = reduce_axes
+        self.lhs_shard = lhs_shard
+        self.rhs_shard = rhs_shard
         self.state = nnx.data(new_state(self.recipe))
 
     @property
@@ -31,7 +41,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
 
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -52,6 +62,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=self.matmul_state, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
+            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
         )  # fmt: skip
 
 
@@ -60,7 +71,7 @@ class FP8EinsumOp(AbstractFP8Matmul):
 
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -81,4 +92,5 @@ class FP8EinsumOp(AbstractFP8Matmul):
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
+            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
         )  # fmt: skip

@@ -6,6 +6,7 @@ from flax import nnx
 
 from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
 
 
 def _refuse(layer: str, **given: Any) -> None:
@@ -24,7 +25,7 @@ class FP8Linear(nnx.Linear):
       in_features: size of the contracted axis.
       out_features: size of the last output axis.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       **arguments: of `flax.nnx.Linear`.
 
     Example:
@@ -42,10 +43,14 @@ class FP8Linear(nnx.Linear):
         *,
         recipe: Recipe | None = None,
         reduce_axes: tuple[str, ...] | None = None,
+        lhs_shard: Shard | None = None,
+        rhs_shard: Shard | None = None,
         **arguments: Any,
     ) -> None:
         _refuse("FP8Linear", dot_general=arguments.get("dot_general"))
-        arguments["dot_general"] = FP8DotGeneral(recipe, reduce_axes=reduce_axes)
+        arguments["dot_general"] = FP8DotGeneral(
+            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard
+        )
         super().__init__(in_features, out_features, **arguments)
 
 
@@ -56,7 +61,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
       in_features: sizes of the contracted axes.
       out_features: sizes of the output axes.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       **arguments: of `flax.nnx.LinearGeneral`.
 
     Example:
@@ -74,6 +79,8 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         *,
         recipe: Recipe | None = None,
         reduce_axes: tuple[str, ...] | None = None,
+        lhs_shard: Shard | None = None,
+        rhs_shard: Shard | None = None,
         **arguments: Any,
     ) -> None:
         _refuse(
@@ -81,7 +88,9 @@ class FP8LinearGeneral(nnx.LinearGeneral):
             dot_general=arguments.get("dot_general"),
             dot_general_cls=arguments.get("dot_general_cls"),
         )
-        arguments["dot_general"] = FP8DotGeneral(recipe, reduce_axes=reduce_axes)
+        arguments["dot_general"] = FP8DotGeneral(
+            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard
+        )
         super().__init__(in_features, out_features, **arguments)
 
 
@@ -93,7 +102,7 @@ class FP8Einsum(nnx.Einsum):
       kernel_shape: shape of the kernel.
       bias_shape: shape of the bias, None for none.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       **arguments: of `flax.nnx.Einsum`.
 
     Example:
@@ -112,8 +121,10 @@ class FP8Einsum(nnx.Einsum):
         *,
         recipe: Recipe | None = None,
         reduce_axes: tuple[str, ...] | None = None,
+        lhs_shard: Shard | None = None,
+        rhs_shard: Shard | None = None,
         **arguments: Any,
     ) -> None:
         _refuse("FP8Einsum", einsum_op=arguments.get("einsum_op"))
-        arguments["einsum_op"] = FP8EinsumOp(recipe, reduce_axes=reduce_axes)
+        arguments["einsum_op"] = FP8EinsumOp(recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard)
         super().__init__(einsum_str, kernel_shape, bias_shape, **arguments)

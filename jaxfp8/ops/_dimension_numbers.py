@@ -25,6 +25,10 @@ class Geometry:
     product_axes: tuple[Axes, Axes]
     kept_axes: tuple[tuple[tuple[Matmul, Tensor], Axes], ...]
 
+    @property
+    def batched(self) -> bool:
+        return bool(self.dimension_numbers[0][1][0])
+
     def kept(self, matmul: Matmul, tensor: Tensor) -> Axes:
         return dict(self.kept_axes)[matmul, tensor]
 

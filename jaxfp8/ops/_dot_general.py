@@ -1,5 +1,6 @@
 """`dot_general` in FP8, with its gradient: the door."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,6 @@ from jax import lax
 from jaxfp8._dimension_numbers import check
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.comms._shard import Shard
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, fp8_precision
@@ -20,8 +20,9 @@ from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import tile_view
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
-from jaxfp8.recipes._recipe import Recipe, Tensor
+from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_tell
+from jaxfp8.sharding._shard import Shard, place
 
 
 def dot_general(
@@ -52,11 +53,14 @@ def dot_general(
       recipe: which quantizer for which operand.
       state: of this matmul, for recipes that have any (`fp8.init_state`).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
-      reduce_axes: mesh axes over which a tensor is split, to combine its amax over. Needed inside
-        `shard_map(check_vma=False)` only; elsewhere types tell. (With state, `fp8.value_and_grad(reduce_axes=)` says it.)
-      lhs_shard: inside `jax.shard_map`, `Shard(axis, mesh axis)` says that lhs is this device's part of x: it is quantized
-        where it lies, with the scales of the whole, gathered in FP8, and its gradient is reduce-scattered (sequence
-        parallelism).
+      reduce_axes: inside `jax.shard_map`, the mesh axes over which a tensor may be split, to combine its amax over: all but
+        pipeline. With `check_vma=False` it must be named for amaxes of tensors. With types the default is every axis along
+        which the tensor varies, pipeline stages included, and rows that fprop contracts across devices stay local; named
+        axes settle both. (Amaxes that a state follows: with types the state's type decides, without them
+        `fp8.value_and_grad(reduce_axes=)`.)
+      lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
+        the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
+        gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
       rhs_shard: the same of w (fully sharded data parallelism).
       implementation: a kernel backend by name, or None for the first that can.
 
@@ -79,16 +83,18 @@ def dot_general(
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
     lhs, rhs = check_operands(lhs, rhs, recipe)
-    shapes = _whole_shape("lhs", lhs, lhs_shard), _whole_shape("rhs", rhs, rhs_shard)
+    x_shard = None if lhs_shard is None else place("lhs", lhs, lhs_shard)
+    w_shard = None if rhs_shard is None else place("rhs", rhs, rhs_shard)
+    shapes = (
+        lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
+        rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
+    )
     dimension_numbers = check(*shapes, dimension_numbers)
     state = _check_state(state, recipe)
     if recipe.is_identity:
         if implementation is not None:
             raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
-        lhs, rhs = (
-            x if shard is None else lax.all_gather(x, shard.axis_name, axis=shard.axis, tiled=True)
-            for x, shard in ((lhs, lhs_shard), (rhs, rhs_shard))
-        )
+        lhs, rhs = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
         )
@@ -96,13 +102,9 @@ def dot_general(
     probe = state.probe if state else None
     view = None if recipe.tile is None else tile_view(*shapes, dimension_numbers, recipe.tile)
     x, w = (lhs, rhs) if view is None else (view.lhs(lhs), view.rhs(rhs))
-    shards: dict[Tensor, Shard] = {}
-    if lhs_shard is not None:
-        axis = lhs_shard.axis % lhs.ndim
-        shards["x"] = Shard(axis if view is None else view.lhs_axis(axis), lhs_shard.axis_name)
-    if rhs_shard is not None:
-        axis = rhs_shard.axis % rhs.ndim
-        shards["w"] = Shard(axis if view is None else view.rhs_axis(axis), rhs_shard.axis_name)
+    if view is not None:
+        x_shard = x_shard and dataclasses.replace(x_shard, axis=view.lhs_axis(x_shard.axis))
+        w_shard = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
     call = Call(
         recipe=recipe,
         geometry=geometry(dimension_numbers if view is None else view.dimension_numbers, x.ndim, w.ndim),
@@ -113,33 +115,12 @@ def dot_general(
         collected=state is not None and not state.frozen,
         all_set=probe.all_set if probe else False,
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
-        shards=tuple(shards.items()),
+        types_tell=types_tell(),
+        shards=(("x", x_shard), ("w", w_shard), ("g", None)),
         implementation=implementation,
     )
     y = three_matmuls(call, x, w, state.scale if state else None, probe.ledger if probe else None)
     return y if view is None else view.result(y, out_sharding)
-
-
-def _whole_shape(name: str, x: Array, shard: Shard | None) -> tuple[int, ...]:
-    """The shape of the whole of an operand.
-
-    Raises:
-      ValueError: for a shard along an axis that the array does not have, or over one that is no manual axis of a mesh here.
-    """
-    if shard is None:
-        return x.shape
-    if not isinstance(shard, Shard):
-        raise TypeError(f'{name}_shard={shard!r} is no Shard; use fp8.comms.Shard(0, "fsdp").')
-    if not -x.ndim <= shard.axis < x.ndim:
-        raise ValueError(f"{name}_shard={shard!r} is out of range for {name} of shape {list(x.shape)}.")
-    if shard.axis_name not in manual_axes():
-        raise ValueError(
-            f"{name}_shard={shard!r} needs a mesh axis that is manual here, which are {list(manual_axes())}: call it inside "
-            "jax.shard_map. In Auto and Explicit meshes arrays are whole."
-        )
-    shape = list(x.shape)
-    shape[shard.axis] *= lax.axis_size(shard.axis_name)
-    return tuple(shape)
 
 
 def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:
@@ -168,17 +149,17 @@ def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> Matmu
     return state
 
 
-def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes to combine per-tensor amaxes over that types do not tell.
+def _reduce_axes(
+    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
+) -> frozenset[str] | None:
+    """The manual mesh axes that are named for amaxes; None where it is left to types.
 
     Raises:
       FP8StateError: where nobody tells, rather than a local amax.
     """
     named = given if given is not None else probed
-    if types_tell():
-        if given:
-            raise ValueError(f"reduce_axes={given} is not used here: types tell over which axes a value varies.")
-        return ()
+    if named is None and types_tell():
+        return None
     if named is None:
         per_tensor = any(
             isinstance(q, Current | Delayed) and isinstance(q.granularity, PerTensor)
@@ -186,13 +167,15 @@ def _reduce_axes(recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[st
             for _, q in recipe.uses(tensor)
         )
         if not per_tensor:
-            return ()
+            return None
         where = "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
         raise FP8StateError(
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
             f"name those that an amax has to be combined over with reduce_axes= of {where}."
         )
+    if not manual_axes():
+        return None  # arrays are whole: a layer made for shard_map, as flax initializes it
     known = jax.sharding.get_abstract_mesh().axis_names
     if unknown := sorted(set(named) - set(known)):
         raise FP8StateError(f"reduce_axes={named}: {unknown} are no axes of the mesh here, which has {known}.")
-    return tuple(axis for axis in named if axis in manual_axes())
+    return frozenset(named) & set(manual_axes())

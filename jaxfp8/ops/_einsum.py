@@ -6,11 +6,11 @@ import jax
 import opt_einsum
 
 from jaxfp8._typing import Array, Axes, DType, Implementation
-from jaxfp8.comms._shard import Shard
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
 
 
 def einsum(

@@ -14,8 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DType, Implementation, PyTree
-from jaxfp8.comms._collectives import check_borders, gather_parts, has_cells_along
-from jaxfp8.comms._shard import Shard
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
@@ -24,6 +22,8 @@ from jaxfp8.ops._ledger import observe
 from jaxfp8.quantizers._base import AbstractQuantizer, Operand
 from jaxfp8.recipes._recipe import Matmul, Recipe, Tensor
 from jaxfp8.sharding._amax import pmax, varying
+from jaxfp8.sharding._shard import PlacedShard
+from jaxfp8.sharding._specs import check_borders, has_cells_along
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -39,17 +39,18 @@ class Call:
     out_sharding: Any
     collected: bool  # amaxes go to the state's probe
     all_set: bool  # no stored scale is unset
-    reduce_axes: tuple[str, ...]  # mesh axes that types do not tell
-    shards: tuple[tuple[Tensor, Shard], ...]  # operands that are gathered in FP8
+    reduce_axes: frozenset[str] | None  # manual mesh axes that amaxes are combined over, if the caller names them
+    types_tell: bool  # over which manual axes a value varies
+    shards: tuple[tuple[Tensor, PlacedShard | None], ...]  # operands that are gathered in FP8
     implementation: Implementation
 
-    def shard(self, tensor: Tensor) -> Shard | None:
-        return dict(self.shards).get(tensor)
+    def shard(self, tensor: Tensor) -> PlacedShard | None:
+        return dict(self.shards)[tensor]
 
     def over(self, tensor: Tensor) -> frozenset[str]:
-        """The mesh axes over which a tensor is split and gathered, so that a matmul sees the whole."""
+        """The manual mesh axes over which a tensor is split and gathered, so that a matmul sees the whole."""
         shard = self.shard(tensor)
-        return frozenset() if shard is None else frozenset({shard.axis_name})
+        return frozenset() if shard is None else shard.manual_axes
 
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
@@ -61,14 +62,16 @@ def quantize_operand(
 ) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen]:
     """A tensor as each matmul reads it, cast once for those that read the same; the same as residuals; its rows' amaxes.
 
-    `contracted`: the mesh axes along which a matmul contracts the tensor across devices; its row amaxes span them.
+    `contracted`: the mesh axes over which a matmul contracts the tensor across devices; its row amaxes span them.
     """
     # One call of a quantizer for all the directions in which matmuls read its result.
     directions: dict[AbstractQuantizer, dict[AbstractGranularity, frozenset[str]]] = {}
     kinds: dict[Matmul, tuple[AbstractQuantizer, AbstractGranularity]] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
         granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor), value.ndim)
-        across = contracted.get(matmul, frozenset()) | _spanned(call, tensor, value, granularity)
+        across = _spanned(call, tensor, value, granularity)
+        if not isinstance(granularity, PerTensor):
+            across |= contracted.get(matmul, frozenset())
         directions.setdefault(quantizer, {}).setdefault(granularity, across)
         kinds[matmul] = quantizer, granularity
     operands: list[Operand] = []
@@ -104,19 +107,25 @@ def _spanned(call: Call, tensor: Tensor, value: Array, granularity: AbstractGran
     if shard is None:
         return frozenset()
     if has_cells_along(granularity, value.ndim, shard.axis):
-        check_borders(granularity, value.shape, shard.axis, value.shape[shard.axis])
+        check_borders(granularity, value.shape, shard.axis, shard.part(value.shape))
         return frozenset()
     return call.over(tensor)
 
 
 def whole(call: Call, tensor: Tensor, operand: Operand) -> Operand:
-    """The whole of an operand, of which each device has a part."""
+    """The whole of an operand, of which each device has a part.
+
+    A scale that spans devices is common to them already, though a type may hide it: an `optimization_barrier` makes what it
+    holds vary over all the axes of its members.
+    """
     shard = call.shard(tensor)
     if shard is None:
         return operand
-    if isinstance(operand, QuantizedTensor):
-        return gather_parts(operand, shard.axis_name, shard.axis)
-    return lax.all_gather(operand, shard.axis_name, axis=shard.axis, tiled=True)
+    if not isinstance(operand, QuantizedTensor):
+        return shard.gather(operand)
+    split = has_cells_along(operand.granularity, operand.ndim, shard.axis)
+    scale = shard.gather(operand.scale) if split else operand.scale
+    return dataclasses.replace(operand, values=shard.gather(operand.values), scale=scale)
 
 
 def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
@@ -153,10 +162,13 @@ def _amax(
 ) -> Array:
     """The amax of the whole logical tensor, on every mesh."""
     across = spans[granularity]
+    named = call.reduce_axes or frozenset()
     if stored is not None:
-        return pmax(observe(value, stored), (varying(value) - varying(stored)) | set(call.reduce_axes) | across)
+        untold = frozenset() if call.types_tell else named
+        return pmax(observe(value, stored), (varying(value) - varying(stored)) | untold | across)
     if isinstance(granularity, PerTensor):
-        return pmax(amax_of(value, granularity), varying(value) | set(call.reduce_axes) | across)
+        over = named if not call.types_tell else varying(value) if call.reduce_axes is None else varying(value) & named
+        return pmax(amax_of(value, granularity), over | across)
     return pmax(amax_of(value, granularity), across)
 
 

@@ -15,7 +15,6 @@ from jax import lax
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.comms._shard import Shard
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
 from jaxfp8.ops._dimension_numbers import inverse_permutation
 from jaxfp8.ops._ledger import encode
@@ -24,6 +23,7 @@ from jaxfp8.ops._operands import Call, Seen, quantize_operand, whole
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import Matmul
 from jaxfp8.sharding._amax import vary_as, varying
+from jaxfp8.sharding._shard import PlacedShard
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -47,8 +47,10 @@ def _fprop(
 ) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
     x_varies, w_varies = varying(lhs) - call.over("x"), varying(rhs) - call.over("w")
-    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, wgrad=x_varies - w_varies)
-    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, dgrad=w_varies - x_varies)
+    # Both vary over the parts of one contraction, over stages or over experts: only the caller can tell.
+    both = frozenset() if call.geometry.batched else x_varies & w_varies & (call.reduce_axes or frozenset())
+    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, fprop=both, wgrad=x_varies - w_varies)
+    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, fprop=both, dgrad=w_varies - x_varies)
     x_whole, w_whole = whole(call, "x", x["fprop"]), whole(call, "w", w["fprop"])
     y = _matmul(call, "fprop", x_whole, w_whole, call.out_dtype, call.out_sharding)
     return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
@@ -125,7 +127,7 @@ def _product_sharding(aval: Any, product_axes: Axes) -> Any:
     return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in product_axes)))
 
 
-def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: Shard | None) -> Array:
+def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: PlacedShard | None) -> Array:
     """A product with its axes in the order of its tensor, summed over the mesh axes that the tensor does not vary over.
 
     Of a tensor that was gathered each device keeps its part of the sum.
@@ -134,6 +136,4 @@ def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: Shard | Non
     if missing:
         product = lax.psum(product, tuple(sorted(missing)))
     product = product.transpose(inverse_permutation(product_axes))
-    if shard is None:
-        return product
-    return lax.psum_scatter(product, shard.axis_name, scatter_dimension=shard.axis, tiled=True)
+    return product if shard is None else shard.scatter(product)

@@ -12,8 +12,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
-from jaxfp8.comms import Shard
 from jaxfp8.comms._collectives import has_cells_along
+from jaxfp8.sharding import Shard
 
 D = 4
 GRANULARITIES = {

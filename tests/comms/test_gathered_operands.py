@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
-from jaxfp8.comms import Shard
+from jaxfp8.sharding import Shard
 
 AXES = ("data", "model")
 

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 from targets import dense_step, state_of, topology
 
 import jaxfp8 as fp8
-from jaxfp8.comms import Shard
-from jaxfp8.sharding import assert_wire_dtype, wire_report
+from jaxfp8.sharding import Shard, assert_wire_dtype, wire_report
 
 pytestmark = pytest.mark.deviceless
 

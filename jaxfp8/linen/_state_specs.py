@@ -1,0 +1,42 @@
+"""The partition specs of a linen model's quantizer state."""
+
+from typing import Any
+
+import jax
+
+from jaxfp8._typing import PyTree
+from jaxfp8.ops._state import is_state
+from jaxfp8.ops._state_specs import state_specs as specs_of_states
+
+
+def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
+    """`fp8.state_specs` of a linen model: each state lies as the `kernel` of its layer.
+
+    Args:
+      state: the collection `fp8.linen.COLLECTION`, or its types.
+      param_specs: a `jax.P` for each parameter, `flax.linen.get_partition_spec(variables)["params"]` for instance.
+
+    Raises:
+      ValueError: if a layer with state has no kernel among the specs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import COLLECTION, FP8Dense
+      >>> variables = FP8Dense(4).init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> specs = state_specs(variables[COLLECTION], {"kernel": jax.P("fsdp"), "bias": jax.P()})
+      >>> set(jax.tree.leaves(specs))
+      {P()}
+    """
+
+    def kernel_spec(path: tuple[Any, ...]) -> jax.P:
+        node = param_specs
+        for key in path:
+            if not (isinstance(node, dict) and key.key in node):
+                break  # below the layer are the modules of its matmul
+            node = node[key.key]
+        if not (isinstance(node, dict) and "kernel" in node):
+            raise ValueError(f"param_specs has no kernel for the state at {jax.tree_util.keystr(path)}.")
+        return node["kernel"]
+
+    specs = jax.tree_util.tree_map_with_path(lambda path, _: kernel_spec(path), state, is_leaf=is_state)
+    return specs_of_states(state, specs)

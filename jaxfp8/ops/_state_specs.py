@@ -1,0 +1,39 @@
+"""Where quantizer state lies: its partition specs, from those of the weights."""
+
+import jax
+
+from jaxfp8._typing import PyTree
+from jaxfp8.ops._state import MatmulState, is_state
+
+
+def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
+    """The partition specs of quantizer state: split as the axes along which the weights are stacked, else whole.
+
+    The state of one matmul is a few numbers that every device holds; states of stacked layers, experts or pipeline stages
+    have the leading axes of their weights, and lie where these lie.
+
+    Args:
+      state: a tree of `MatmulState`, or its types.
+      weight_specs: a tree of the same structure with the `jax.P` of a weight in the place of each state.
+
+    Returns:
+      The tree of states with a `jax.P` in the place of each array: for `in_specs`, shardings, checkpoints.
+
+    Raises:
+      ValueError: for trees that differ.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
+      >>> stages = jax.vmap(lambda _: fp8.init_state(fp8.recipes.delayed()))(jnp.zeros(4))
+      >>> state_specs({"up": stages}, {"up": jax.P("pipe", "fsdp", "tensor")})["up"].scale
+      P('pipe',)
+    """
+
+    def one(state: MatmulState, spec: jax.P) -> MatmulState:
+        if not isinstance(spec, jax.P):
+            raise ValueError(
+                f"weight_specs has {spec!r} where the state of a matmul is; it must be the jax.P of its weight."
+            )
+        return jax.tree.map(lambda _: jax.P(*spec[: state.scale.ndim - 1]), state)
+
+    return jax.tree.map(one, state, weight_specs, is_leaf=is_state)

@@ -1,0 +1,174 @@
+"""Shard: how an operand of a matmul is split over a mesh axis, so that the matmul gathers it in FP8.
+
+One meaning in every kind of mesh; what differs is who says where an array lies. Inside `jax.shard_map` an array is one
+device's part and collectives are written out. In an Explicit mesh its type says where it lies and is changed. In an Auto mesh
+the compiler decides, and is told twice: that the cast is done where the part lies, and that its result is whole. Without the
+first it could gather what is cast, at twice the bytes.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+
+from jaxfp8._typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """An operand is split along an array axis over a mesh axis, and the matmul that reads it needs the whole.
+
+    It is quantized where it lies, with the scales of the whole, and gathered in FP8: for fprop, and once more for the matmul
+    of the backward pass that reads it, so that only the part is saved. Its gradient is reduce-scattered: summed over the
+    mesh axis, each device keeping its part.
+
+    Attributes:
+      axis: of the array, along which it is split.
+      axis_name: of the mesh, over which it is split.
+
+    Example:
+      >>> Shard(0, "fsdp")  # fully sharded data parallelism: rows of w
+      Shard(axis=0, axis_name='fsdp')
+    """
+
+    axis: int
+    axis_name: str
+
+    def __post_init__(self) -> None:
+        if type(self.axis) is not int or not isinstance(self.axis_name, str):
+            raise TypeError(
+                f"axis={self.axis!r}, axis_name={self.axis_name!r} must be an axis of the array and the name of a mesh axis: "
+                'Shard(0, "fsdp").'
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedShard:
+    """A `Shard` of an array in a mesh.
+
+    Attributes:
+      axis: of the array, not negative.
+      axis_name: of the mesh.
+      mesh: where the call is traced.
+    """
+
+    axis: int
+    axis_name: str
+    mesh: jax.sharding.AbstractMesh
+
+    @property
+    def kind(self) -> AxisType:
+        return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[self.axis_name]
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.shape[self.axis_name]
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """Those over which the array here is one part of several: inside `jax.shard_map` only."""
+        return frozenset({self.axis_name} if self.kind == AxisType.Manual else ())
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole of an array [...] here."""
+        if self.kind != AxisType.Manual:
+            return shape
+        return (*shape[: self.axis], shape[self.axis] * self.devices, *shape[self.axis + 1 :])
+
+    def part(self, shape: tuple[int, ...]) -> int:
+        """How long the part of one device is, of an array [...] here."""
+        return shape[self.axis] if self.kind == AxisType.Manual else shape[self.axis] // self.devices
+
+    def gather(self, x: Array) -> Array:
+        """The whole of x."""
+        if self.kind == AxisType.Manual:
+            return in_bytes(lambda x: lax.all_gather(x, self.axis_name, axis=self.axis, tiled=True), x)
+        if self.kind == AxisType.Explicit:
+            whole = NamedSharding(self.mesh, _without(jax.typeof(x).sharding.spec, self.axis, self.axis_name))
+            return in_bytes(lambda x: jax.sharding.reshard(x, whole), x)
+        split, whole = (self._constraint(x.ndim, entry) for entry in (self.axis_name, None))
+        return in_bytes(lambda x: lax.with_sharding_constraint(lax.with_sharding_constraint(x, split), whole), x)
+
+    def scatter(self, product: Array) -> Array:
+        """What this device keeps of the sum of a gradient over the mesh axis."""
+        if self.kind == AxisType.Manual:
+            return lax.psum_scatter(product, self.axis_name, scatter_dimension=self.axis, tiled=True)
+        if self.kind == AxisType.Explicit:
+            return product  # its type says it already
+        return lax.with_sharding_constraint(product, self._constraint(product.ndim, self.axis_name))
+
+    def _constraint(self, ndim: int, entry: str | None) -> NamedSharding:
+        spec: list[Any] = [jax.P.UNCONSTRAINED] * ndim
+        spec[self.axis] = entry
+        return NamedSharding(self.mesh, jax.P(*spec))
+
+
+def place(name: str, x: Array, shard: Shard) -> PlacedShard:
+    """The shard of x in the mesh here.
+
+    Args:
+      name: of the operand, for errors.
+      x: [...].
+      shard: how it is split.
+
+    Raises:
+      TypeError: if `shard` is none.
+      ValueError: for an axis that the array or the mesh does not have, a mesh that is not set, parts that are not equal, or an
+        array whose type says that it lies otherwise.
+    """
+    given = f"{name}_shard={shard!r}"
+    if not isinstance(shard, Shard):
+        raise TypeError(f'{given} is no Shard; use fp8.sharding.Shard(0, "fsdp").')
+    if not -x.ndim <= shard.axis < x.ndim:
+        raise ValueError(f"{given} is out of range for {name} of shape {list(x.shape)}.")
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"{given} needs a mesh, and none is set: call it under jax.set_mesh(mesh), or inside jax.shard_map."
+        )
+    if shard.axis_name not in mesh.axis_names:
+        raise ValueError(f"{given} names no axis of the mesh here, which has {list(mesh.axis_names)}.")
+    placed = PlacedShard(axis=shard.axis % x.ndim, axis_name=shard.axis_name, mesh=mesh)
+    if placed.kind == AxisType.Manual:
+        return placed
+    if x.shape[placed.axis] % placed.devices:
+        raise ValueError(
+            f"{given}: axis {placed.axis} of {name} {list(x.shape)} cannot be split into {placed.devices} equal parts; pad it "
+            f"to a multiple of {placed.devices}."
+        )
+    if placed.kind == AxisType.Explicit:
+        _without(jax.typeof(x).sharding.spec, placed.axis, placed.axis_name, given)
+    return placed
+
+
+def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
+    """A collective of FP8 values or E8M0 scales, moved as bytes; of wider ones as they are.
+
+    XLA:CPU would widen FP8 values to float16, which loses the sign of a zero, and E8M0 scales to float32, whose smallest it
+    flushes to zero and reads as NaN.
+    """
+    if x.dtype.itemsize > 1:
+        return collective(x)
+    return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+
+
+def _without(spec: jax.P, axis: int, axis_name: str, given: str = "") -> jax.P:
+    """A spec in which an array axis is no longer split over a mesh axis.
+
+    Raises:
+      ValueError: if it is not.
+    """
+    entries = list(spec)
+    names = entries[axis] if isinstance(entries[axis], tuple) else (entries[axis],)
+    if axis_name not in names:
+        raise ValueError(
+            f"{given}: axis {axis} is not split over {axis_name!r}, by its type {spec}; reshard the operand so, or leave the "
+            "shard out."
+        )
+    rest = tuple(name for name in names if name != axis_name)
+    entries[axis] = rest if len(rest) > 1 else rest[0] if rest else None
+    return jax.P(*entries)

@@ -1,0 +1,89 @@
+"""Where scales lie: the partition spec of a scale, from that of its values."""
+
+from typing import Any
+
+import jax
+
+from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def has_cells_along(granularity: AbstractGranularity, ndim: int, axis: int) -> bool:
+    """Whether scales vary along an axis of an array of `ndim` axes; else one cell spans all of it.
+
+    Example:
+      >>> from jaxfp8.numerics import PerAxis, PerTensor
+      >>> has_cells_along(PerAxis(0), 2, 0), has_cells_along(PerAxis(0), 2, 1), has_cells_along(PerTensor(), 2, 0)
+      (True, False, False)
+    """
+    if isinstance(granularity, PerTensor):
+        return False
+    return isinstance(granularity, PerBlock) or granularity.scale_shape((2,) * ndim)[axis] == 2
+
+
+def check_borders(granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int) -> None:
+    """Raise ValueError if parts of that size along an axis cut tiles.
+
+    Example:
+      >>> from jaxfp8.numerics import PerBlock
+      >>> check_borders(PerBlock((1, 32)), (8, 96), 1, 32)
+    """
+    side = granularity.along(len(shape))[axis] if isinstance(granularity, PerBlock) else 1
+    if part % side:
+        raise ValueError(
+            f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of {granularity!r}; cut shards on the borders "
+            f"of tiles, at multiples of {side}."
+        )
+
+
+def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -> QuantizedTensor:
+    """The partition specs of a QuantizedTensor, from that of the tensor that it stands for.
+
+    Scales are split as their values along axes on which they have cells, and are whole along the others.
+
+    Args:
+      tensor: [...], or its types (`jax.eval_shape`).
+      spec: of its values.
+      mesh: with its sizes shards are checked; default: the mesh that is set, if one is.
+
+    Returns:
+      A QuantizedTensor of specs: for `in_specs` of `jax.shard_map`, shardings of `jax.jit`, checkpoints.
+
+    Raises:
+      ValueError: if the spec names more axes than there are, or an axis that the mesh does not have; if shards would not be
+        equal, or would cut tiles.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
+      >>> rows = jax.eval_shape(lambda w: fp8.quantize(w, fp8.E4M3, fp8.PerAxis(0)), jnp.ones((256, 64)))
+      >>> specs = quantized_specs(rows, jax.P("fsdp", "tensor"))
+      >>> specs.values, specs.scale
+      (P('fsdp', 'tensor'), P('fsdp', None))
+    """
+    shape, granularity = tensor.shape, tensor.granularity
+    if len(spec) > len(shape):
+        raise ValueError(f"spec={spec} has {len(spec)} entries for a tensor of shape {list(shape)}.")
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if not mesh.empty:
+        for axis, entry in enumerate(spec):
+            check_borders(granularity, shape, axis, _part(shape, spec, axis, entry, mesh))
+    entries = [entry if has_cells_along(granularity, len(shape), axis) else None for axis, entry in enumerate(spec)]
+    scale = jax.P() if isinstance(granularity, PerTensor) else jax.P(*entries)
+    return QuantizedTensor(spec, scale, granularity, tensor.dtype, tensor.power_of_two)  # type: ignore[arg-type]
+
+
+def _part(shape: tuple[int, ...], spec: jax.P, axis: int, entry: Any, mesh: Any) -> int:
+    """How long the part of one device is; the whole axis where it is not split."""
+    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    if unknown := [name for name in names if name not in mesh.axis_names]:
+        raise ValueError(f"spec={spec} names {unknown}, which are no axes of the mesh; it has {list(mesh.axis_names)}.")
+    devices = 1
+    for name in names:
+        devices *= mesh.shape[name]
+    if shape[axis] % devices:
+        raise ValueError(
+            f"spec={spec}: axis {axis} of {list(shape)} cannot be split into {devices} equal parts; pad it to a multiple of "
+            f"{devices}."
+        )
+    return shape[axis] // devices if devices > 1 else 0
