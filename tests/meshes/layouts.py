@@ -17,10 +17,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
-from jaxfp8.comms import Shard
+from jaxfp8.sharding import Shard
 
 N = 16
-MODES = ("auto", "explicit", "types", "no types")  # the last two: shard_map with check_vma=True and False
+# Whole arrays, left to the compiler or to types, without and with `lhs_shard=`, `rhs_shard=`; shard_map with check_vma=True and
+# False, and with types and the axes of amaxes named.
+MODES = ("auto", "explicit", "auto, shards", "explicit, shards", "types", "no types", "types, axes")
 FAST = {"xla_backend_optimization_level": "0"}
 
 
@@ -33,8 +35,8 @@ class Layout:
     w: tuple[P, P] = (P(), P())
     read_x: P
     read_w: tuple[P, P] = (P(), P())
-    shards: tuple[dict, dict] = ({}, {})  # what the two matmuls gather inside shard_map
-    partial: str | None = None  # the axis over which y is a sum there
+    shards: tuple[dict, dict] = ({}, {})  # what the two matmuls gather
+    partial: str | None = None  # inside shard_map: the axis over which y is a sum,
     summed: tuple[str, ...] = ()  # and the axes over which the gradients of w are
 
     @property
@@ -78,13 +80,14 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
     weights = P("pipe") if layout.stages else layout.w
     params, states = (layout.x, weights), P("pipe") if layout.stages else P()
     specs = params, states, layout.x
-    if mode in ("auto", "explicit"):
+    types = mode.startswith("types")
+    if "types" not in mode:
         loss = pipeline(layout, recipe, mode) if layout.stages else layers(layout, recipe, mode)
         step = fp8.value_and_grad(loss)
     else:
         step = jax.shard_map(
-            inside(layout, recipe, types=mode == "types"),
-            mesh=mesh, in_specs=specs, out_specs=(P(), params, states), check_vma=mode == "types",
+            inside(layout, recipe, types=types, named=mode != "types"),
+            mesh=mesh, in_specs=specs, out_specs=(P(), params, states), check_vma=types,
         )  # fmt: skip
     step = jax.jit(step, compiler_options=FAST)
 
@@ -101,7 +104,7 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
 
 
 def make_mesh(layout: Layout, mode: str) -> jax.sharding.Mesh:
-    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    kind = AxisType.Explicit if mode.startswith("explicit") else AxisType.Auto
     sizes = tuple(layout.mesh.values())
     devices = jax.devices()[: math.prod(sizes)]
     return jax.make_mesh(sizes, tuple(layout.mesh), axis_types=(kind,) * len(sizes), devices=devices)
@@ -116,15 +119,18 @@ def unstack(tree):
 
 
 def layers(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
-    """Whole arrays. The compiler of an Auto mesh is told nothing; in an Explicit mesh the user moves what types refuse."""
-    move = jax.sharding.reshard if mode == "explicit" else lambda value, spec: value
+    """Whole arrays. In an Explicit mesh the user moves what types refuse, unless the matmul gathers it."""
+    explicit, shards = mode.startswith("explicit"), layout.shards if mode.endswith("shards") else ({}, {})
+    move = jax.sharding.reshard if explicit else lambda value, spec: value
+    ready = move if mode == "explicit" else lambda value, spec: value
     dot = functools.partial(fp8.dot, recipe=recipe)
 
     def loss(params, states, c):
         x, ws = params
-        first, second = map(move, ws, layout.read_w)
-        h = jax.nn.relu(dot(move(x, layout.read_x), first, state=states[0]))
-        y = dot(h, second, state=states[1], out_sharding=layout.read_x if mode == "explicit" else None)
+        first, second = map(ready, ws, layout.read_w)
+        x = ready(x, layout.read_x)
+        h = jax.nn.relu(dot(x, first, state=states[0], **shards[0]))
+        y = dot(h, second, state=states[1], out_sharding=layout.read_x if explicit else None, **shards[1])
         return jnp.sum(y * move(c, layout.read_x))
 
     return loss
@@ -151,10 +157,10 @@ def pipeline(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
     return loss
 
 
-def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool) -> Callable:
-    """Of one device. Without types the user names the axes of amaxes, and sums the gradients."""
+def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool, named: bool) -> Callable:
+    """Of one device. The axes of amaxes may be named; without types they are, and the user sums the gradients."""
     axes = tuple(axis for axis in layout.mesh if axis != "pipe")
-    stateless = {} if types or recipe.rows else {"reduce_axes": axes}
+    stateless = {"reduce_axes": axes} if named and not recipe.rows else {}
     dot = functools.partial(fp8.dot, recipe=recipe, **stateless)
 
     def layers(params, states, c):
@@ -175,8 +181,8 @@ def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool) -> Callable:
 
     def step(params, states, c):
         loss = stage if layout.stages else layers
-        named = {} if types else {"reduce_axes": axes}
-        value, (dx, dws), new = fp8.value_and_grad(loss, **named)(params, states, c)
+        stateful = {} if types else {"reduce_axes": axes}
+        value, (dx, dws), new = fp8.value_and_grad(loss, **stateful)(params, states, c)
         if not types and layout.summed:
             dws = lax.psum(dws, layout.summed)
         if not types and layout.stages:

@@ -12,17 +12,24 @@ import numpy as np
 import pytest
 from hard_inputs import mentions
 from meshes.layouts import LAYOUTS, MODES, N, on_mesh, on_one_device
-from meshes.recipes import ALL, RECIPES, VARIANTS
+from meshes.recipes import ALL, VARIANTS
 
 import jaxfp8 as fp8
 
+STATELESS = ("rowwise", "blockwise", "mxfp8")
 # An element of the rounding of bfloat16 is random, and so is its sum: two programs that round as often differ by a tenth or
 # two. A scale of its own on each device shows as twenty times the rounding.
 SLACK = 1.5
 # "types" combine the amax of a stateless recipe over all that its tensor varies along, pipeline stages too (README, Limits).
+# Axes that are named settle it.
 ONE_SCALE_FOR_ALL_STAGES = {(layout, "types", "current") for layout in LAYOUTS if LAYOUTS[layout].stages}
 # Tiles with float32 scales are multiplied in turn, so an Explicit mesh must not split what is contracted (README, Limits).
-REFUSED = {(layout, "explicit", "blockwise_f32") for layout in LAYOUTS if layout != "pipeline"}
+REFUSED = {
+    (layout, mode, "blockwise_f32")
+    for layout in LAYOUTS
+    if layout != "pipeline"
+    for mode in ("explicit", "explicit, shards")
+}
 
 
 @functools.cache
@@ -90,24 +97,29 @@ def test_one_device_adds_without_rounding(recipe):
             np.testing.assert_array_equal(state.scale, state.amax_history[:, -1] / np.float32([448, 448, 57344]))
 
 
+MIXED = "data, fsdp and tensor"
 QUICK = (
-    {(layout, mode, "current") for layout in LAYOUTS for mode in MODES}
-    | {(layout, "types", "delayed") for layout in LAYOUTS}
-    | {("data, fsdp and tensor", mode, recipe) for mode in MODES for recipe in RECIPES}
-    | {("data and pipeline", "no types", "delayed")}
-    | {("tensor and sequence", "types", recipe) for recipe in ("rowwise", "blockwise", "mxfp8")}
+    {(layout, mode, "current") for layout in LAYOUTS if layout not in ("data", "pipeline") for mode in MODES}
+    | {("data", "types", "current"), ("pipeline", "types", "delayed"), ("data and pipeline", "no types", "delayed")}
+    | {(layout, "types", "delayed") for layout in ("fsdp", "tensor and sequence")}
+    | {(MIXED, mode, "delayed") for mode in ("auto, shards", "types")}
+    | {(MIXED, mode, recipe) for mode in MODES if mode not in ("auto", "explicit") for recipe in STATELESS}
 )
 # Variants of a recipe move what the recipe moves: the mixtures show it.
-MIXTURES = ("data, fsdp and tensor", "data and pipeline")
+MIXTURES = (MIXED, "data and pipeline")
 
 
 def cells(quick, *, real=False):
-    for layout in LAYOUTS:
+    for layout, place in LAYOUTS.items():
         for mode in MODES:
+            if mode.endswith("shards") and place.shards == ({}, {}):
+                continue  # there is nothing to gather
             for recipe in ALL:
                 cell = layout, mode, recipe
                 if recipe in VARIANTS and layout not in MIXTURES:
                     continue
+                if mode == "types, axes" and (ALL[recipe].rows or not place.stages):
+                    continue  # a state says it; without stages types do
                 if real and (cell in REFUSED or (recipe in VARIANTS and mode != "types")):
                     continue
                 yield pytest.param(*cell, id="-".join(cell), marks=() if cell in quick else (pytest.mark.slow,))
@@ -162,10 +174,10 @@ def one_scale_for_both_weights(recipe):
 
 
 QUICK_REAL = (
-    {("data, fsdp and tensor", "types", recipe) for recipe in RECIPES if recipe != "delayed"}
-    | {("data and pipeline", "types", recipe) for recipe in ("current", "mxfp8")}
-    | {("data, fsdp and tensor", mode, "current") for mode in MODES}
-    | {("tensor and sequence", "no types", "rowwise"), ("fsdp", "types", "blockwise")}
+    {(MIXED, "types", recipe) for recipe in STATELESS}
+    | {(MIXED, mode, "current") for mode in ("explicit", "auto, shards", "types")}
+    | {("data and pipeline", mode, "current") for mode in ("types", "types, axes")}
+    | {("tensor and sequence", "no types", "rowwise")}
 )
 
 
