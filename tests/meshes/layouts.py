@@ -76,10 +76,7 @@ def on_one_device(recipe: fp8.Recipe) -> Callable:
 
 def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
     """The same step; the weights and states of pipeline stages are stacked on the way in."""
-    mesh = make_mesh(layout, mode)
-    weights = P("pipe") if layout.stages else layout.w
-    params, states = (layout.x, weights), P("pipe") if layout.stages else P()
-    specs = params, states, layout.x
+    mesh, specs = make_mesh(layout, mode), specs_of(layout)
     types = mode.startswith("types")
     if "types" not in mode:
         loss = pipeline(layout, recipe, mode) if layout.stages else layers(layout, recipe, mode)
@@ -87,7 +84,7 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
     else:
         step = jax.shard_map(
             inside(layout, recipe, types=types, named=mode != "types"),
-            mesh=mesh, in_specs=specs, out_specs=(P(), params, states), check_vma=types,
+            mesh=mesh, in_specs=specs, out_specs=(P(), *specs[:2]), check_vma=types,
         )  # fmt: skip
     step = jax.jit(step, compiler_options=FAST)
 
@@ -101,6 +98,12 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
         return loss, (dx, *dws), unstack(new) if layout.stages else new
 
     return call
+
+
+def specs_of(layout: Layout):
+    """Of ((x, weights), states, c)."""
+    states = P("pipe") if layout.stages else P()
+    return (layout.x, states if layout.stages else layout.w), states, layout.x
 
 
 def make_mesh(layout: Layout, mode: str) -> jax.sharding.Mesh:
