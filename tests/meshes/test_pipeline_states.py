@@ -20,7 +20,7 @@ from jaxfp8.ops import _value_and_grad
 from jaxfp8.sharding._amax import varying
 
 N = 8
-MESH = {"data": 4, "pipe": 2}
+AXES = ("data", "pipe")
 DELAYED, CURRENT = fp8.recipes.delayed(history_length=4), fp8.recipes.current()
 
 
@@ -40,12 +40,16 @@ def state(recipe):
     return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), fp8.init_state(recipe))
 
 
+@functools.cache
+def one_stage(recipe):
+    return jax.jit(fp8.value_and_grad(functools.partial(loss, recipe)), compiler_options=FAST)
+
+
 def one_by_one(recipe, states):
     """Of one device: the gradient of w and the state of each stage."""
-    step = jax.jit(fp8.value_and_grad(functools.partial(loss, recipe)), compiler_options=FAST)
     at = lambda tree, i: jax.tree.map(lambda leaf: leaf[i], tree)
     w, x, c = stages()
-    results = [step(w[i], at(states, i), x[i], c[i])[1:] for i in (0, 1)]
+    results = [one_stage(recipe)(w[i], at(states, i), x[i], c[i])[1:] for i in (0, 1)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *results)
 
 
@@ -66,7 +70,7 @@ def assert_close(actual, wanted):
 
 def check(recipe, types, axes):
     """Two steps, the second of which casts with the scales of the first."""
-    mesh = jax.make_mesh((4, 2), tuple(MESH), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     specs = P("pipe"), P("pipe"), P("pipe", "data"), P("pipe", "data")
     step = jax.shard_map(
         functools.partial(inside, recipe, types, axes), mesh=mesh, in_specs=specs, out_specs=P("pipe"), check_vma=types
@@ -124,7 +128,7 @@ def test_it_fails_where_the_library_reduces_every_axis(monkeypatch):
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=lambda recipe: recipe.name)
 def test_stages_in_a_vmap(recipe, kind):
     """Whole arrays: stages, and their states, along a sharded axis."""
-    mesh = jax.make_mesh((4, 2), tuple(MESH), axis_types=(kind,) * 2)
+    mesh = jax.make_mesh((4, 2), AXES, axis_types=(kind,) * 2)
     both = lambda w, s, x, c: jnp.sum(jax.vmap(functools.partial(loss, recipe))(w, s, x, c))
     w, x, c = stages()
     place = lambda value, *spec: jax.device_put(value, jax.NamedSharding(mesh, P(*spec)))
