@@ -14,6 +14,7 @@ from jaxfp8.sharding import Shard, assert_wire_dtype, wire_report
 pytestmark = pytest.mark.deviceless
 
 M, K, N, DEVICES = 2048, 1024, 1024, 8
+B = 8  # of M tokens, as sequences
 RECIPES = {
     "delayed": fp8.recipes.delayed(),
     "current": fp8.recipes.current(),
@@ -65,7 +66,73 @@ def test_weights_travel_in_fp8(name):
         assert sum(t.bytes for t in report.only(kind="all-reduce").transfers) <= 4, report
 
 
-# What an Auto mesh gathers of sharded weights (README, On a mesh).
+def compile_in(mesh, chip, recipe, dot, specs):
+    """A step on x [B, T, K], w [K, N], whose output gradient is [B, T, N]; gradients lie where x and w do."""
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((B, M // B, K), (K, N), (B, M // B, N)), specs, strict=True)
+    ]
+    whole = NamedSharding(mesh, P())
+    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state_of(recipe))
+    with jax.set_mesh(mesh):
+        step = jax.jit(dense_step(recipe, dot), out_shardings=(None, tuple(a.sharding for a in arrays[:2]), None))
+        return step.lower(*arrays, state).compile(fp8.compiler_options(recipe, chip))
+
+
+# Where x, w and g lie on 4 ('fsdp') x 2 ('tensor') devices, what is gathered, and how large a part and a gradient are.
+LAYOUTS = {
+    "rows of w": (
+        (P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor")), {"rhs_shard": Shard(0, "fsdp")}, K * N // 8,
+    ),
+    "columns of w": (
+        (P("fsdp", None, "tensor"), P("tensor", "fsdp"), P("fsdp")), {"rhs_shard": Shard(1, "fsdp")}, K * N // 8,
+    ),
+    "tokens": (
+        (P("fsdp", "tensor"), P(None, "tensor"), P("fsdp", None, "tensor")), {"lhs_shard": Shard(1, "tensor")}, M * K // 8,
+    ),
+}  # fmt: skip
+
+
+MARKED = [
+    *[("rows of w", name, kind) for name in RECIPES for kind in (AxisType.Auto, AxisType.Explicit)],
+    *[(layout, name, AxisType.Auto) for layout in ("columns of w", "tokens") for name in ("delayed", "blockwise")],
+    *[(layout, name, AxisType.Explicit) for layout in ("columns of w", "tokens") for name in ("rowwise", "mxfp8")],
+    # The chip's own matmul of tiles: Auto meshes only (README, On a GPU).
+    *[(layout, "mxfp8, b200", AxisType.Auto) for layout in LAYOUTS],
+]
+
+
+@pytest.mark.parametrize(("layout", "name", "kind"), MARKED)
+def test_what_is_marked_travels_in_fp8(layout, name, kind):
+    recipe = fp8.recipes.mxfp8(chip="b200") if name == "mxfp8, b200" else RECIPES[name]
+    chip = recipe.chip or "h200"
+    mesh = Mesh(np.array(topology(chip, "1x1x8").devices).reshape(4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
+    specs, how, part = LAYOUTS[layout]
+
+    def dot(x, w, state):
+        sharding = {"out_sharding": specs[2]} if kind is AxisType.Explicit else {}
+        return fp8.dot(x, w, recipe=recipe, state=state, **how, **sharding)
+
+    compiled = compile_in(mesh, chip, recipe, dot, specs)
+    assert_wire_dtype(compiled, "all-gather", jnp.uint8, at_least=part)
+    report = wire_report(compiled)
+    copies = sum(t.times for t in report.only(kind="all-gather", at_least=part).transfers)
+    assert 1 <= copies <= 2, report
+    # The gradient is scattered where the part lies: no device gets the whole sum.
+    axis = next(iter(how.values())).axis_name
+    devices = mesh.shape[axis]
+    over = {
+        kind: [t.bytes for t in report.only(kind=kind, at_least=part).transfers if t.group_size == devices]
+        for kind in ("reduce-scatter", "all-reduce")
+    }
+    want = {"reduce-scatter": [2 * devices * part], "all-reduce": []}
+    if layout == "tokens" and recipe.chip:
+        # It makes one axis of B and T, whose inner one XLA does not scatter along (README, Limits).
+        want = {"reduce-scatter": [], "all-reduce": [2 * devices * part]}
+    assert over == want, report
+
+
+# What an Auto mesh gathers of sharded weights that nobody marked (README, On a mesh).
 AUTO = {
     "delayed": (fp8.recipes.delayed(), "h200", "float8_e4m3fn"),
     "current": (fp8.recipes.current(), "h200", "float8_e4m3fn"),
@@ -80,10 +147,5 @@ AUTO = {
 def test_what_an_auto_mesh_gathers(name):
     recipe, chip, dtype = AUTO[name]
     mesh = Mesh(np.array(topology(chip, "1x1x8").devices), ("fsdp",), axis_types=(AxisType.Auto,))
-    split, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split) for shape in ((M, K), (K, N), (M, N))]
-    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state_of(recipe))
-    with jax.set_mesh(mesh):
-        step = jax.jit(dense_step(recipe), out_shardings=(None, (split, split), None))
-        compiled = step.lower(*arrays, state).compile(fp8.compiler_options(recipe, chip))
+    compiled = compile_in(mesh, chip, recipe, None, (P("fsdp"),) * 3)
     assert_wire_dtype(compiled, "all-gather", dtype, at_least=K * N // DEVICES)

@@ -1,0 +1,105 @@
+"""Layers whose kernel is fully sharded: the answer of one device in every kind of mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum
+from jaxfp8.sharding import Shard
+
+P = jax.P
+K, N = 64, 32
+X = np.random.default_rng(0).normal(size=(256, K)).astype(np.float32)
+LAYERS = {
+    "dense": lambda **how: FP8Dense(N, **how),
+    "dense_general": lambda **how: FP8DenseGeneral((2, N // 2), **how),
+    "einsum": lambda **how: FP8Einsum((K, N), "bk,kn->bn", **how),
+    "plug": lambda recipe, **how: nn.Dense(N, dot_general_cls=FP8DotGeneral.using(recipe, **how)),
+}
+RECIPES = {"delayed": fp8.recipes.delayed(), "mxfp8": fp8.recipes.mxfp8()}
+SPECS = {"kernel": P("fsdp"), "bias": P()}
+FSDP = Shard(0, "fsdp")
+
+
+def mesh(kind):
+    return jax.make_mesh((2,), ("fsdp",), axis_types=(kind,))
+
+
+def step(model):
+    def loss(params, state, x):
+        return jnp.sum(jnp.square(model.apply({"params": params, COLLECTION: state}, x)))
+
+    return fp8.value_and_grad(loss)
+
+
+def close(got, want):
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(theirs))))
+
+
+def cases(layers, quick):
+    """A stateful and a stateless recipe; the quick ones meet each kind of layer once."""
+    return [
+        pytest.param(layer, recipe, marks=() if (layer, recipe) in quick else (pytest.mark.slow,))
+        for layer in layers
+        for recipe in RECIPES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "recipe"), cases(LAYERS, [("dense_general", "delayed"), ("einsum", "mxfp8"), ("plug", "mxfp8")])
+)
+def test_linen(layer, recipe):
+    make, recipe = LAYERS[layer], RECIPES[recipe]
+    variables = make(recipe=recipe).init(jax.random.key(1), X)
+    params, state = variables["params"], variables.get(COLLECTION, {})
+    want = jax.jit(step(make(recipe=recipe)))(params, state, X)
+    model = make(recipe=recipe, rhs_shard=FSDP)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        lie = jax.tree.map(lambda spec, kind=kind: NamedSharding(mesh(kind), spec), (SPECS, P(), P("fsdp")))
+        with jax.set_mesh(mesh(kind)):
+            close(jax.jit(step(model))(*jax.device_put((params, state, X), lie)), want)
+    if layer == "plug":
+        return  # flax's own layer wants a whole kernel
+
+    def local(params, state, x):
+        loss, grads, new = step(model)(params, state, x)
+        return jax.lax.psum(loss, "fsdp"), grads, new
+
+    specs = SPECS, P(), P("fsdp")
+    inside = jax.shard_map(local, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=(P(), SPECS, P()))
+    close(jax.jit(inside)(params, state, X), want)
+
+
+def test_initialized_inside_shard_map_each_device_has_its_part_of_one_kernel():
+    model = FP8Dense(N, rhs_shard=FSDP, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, None)))
+    init = lambda x: nn.meta.unbox(model.init(jax.random.key(1), x)["params"])["kernel"]
+    parts = jax.jit(jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P("fsdp")))(X)
+    np.testing.assert_array_equal(parts, nn.meta.unbox(FP8Dense(N).init(jax.random.key(1), X)["params"])["kernel"])
+
+
+@pytest.mark.parametrize(
+    ("layer", "recipe"),
+    cases(["linear", "linear_general", "einsum"], [("linear", "delayed"), ("einsum", "mxfp8")]),
+)
+def test_nnx(layer, recipe):
+    def make(**how):
+        how |= {"recipe": RECIPES[recipe], "rngs": nnx.Rngs(0)}
+        if layer == "einsum":
+            return fp8.nnx.FP8Einsum("bk,kn->bn", (K, N), (N,), **how)
+        return (fp8.nnx.FP8Linear if layer == "linear" else fp8.nnx.FP8LinearGeneral)(K, N, **how)
+
+    def run(model, x):
+        return fp8.nnx.value_and_grad(lambda model, x: jnp.sum(jnp.square(model(x))))(model, x)
+
+    want = nnx.jit(run)(make(), X)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        model = make(rhs_shard=FSDP)
+        with jax.set_mesh(mesh(kind)):
+            model.kernel.set_value(jax.device_put(model.kernel.get_value(), NamedSharding(mesh(kind), P("fsdp"))))
+            close(nnx.jit(run)(model, jax.device_put(X, NamedSharding(mesh(kind), P("fsdp")))), want)
