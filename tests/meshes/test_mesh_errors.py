@@ -1,4 +1,7 @@
-"""What does not fit a mesh is refused with the name, the value and the cure; nothing is computed on another layout instead."""
+"""Matmuls that do not fit a mesh are refused with the name, the value and the cure.
+
+Of specs and roles see tests/sharding, of collectives tests/comms.
+"""
 
 import functools
 
@@ -11,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
 from jaxfp8.linen import FP8Dense
-from jaxfp8.sharding import MeshRoles, Shard, quantized_specs
+from jaxfp8.sharding import Shard
 
 CURRENT, DELAYED, MXFP8 = fp8.recipes.current(), fp8.recipes.delayed(), fp8.recipes.mxfp8()
 X, W, STATE = jnp.ones((32, 32)), jnp.ones((32, 32)), fp8.init_state(DELAYED)
@@ -154,30 +157,3 @@ def test_amaxes_of_a_state(case):
     with pytest.raises(ValueError, match=mentions(*parts)) as raised:
         inside(functools.partial(step, **named), (P(), P(), P("data")), W, STATE, X, types=types, out=P())
     assert types or raised.type is fp8.FP8StateError
-
-
-SPECS = {
-    "no such axis": (lambda: quantized_specs(fp8.quantize(X, fp8.E4M3), P("tensor"), mesh=mesh()), ("'tensor'", "'fsdp'")),
-    "uneven": (
-        lambda: quantized_specs(fp8.quantize(X[:30], fp8.E4M3), P("data"), mesh=mesh()),
-        ("P('data',)", "[30, 32]", "4 equal parts", "multiple of 4"),
-    ),
-    "cut tiles": (
-        lambda: quantized_specs(fp8.quantize(X, fp8.E4M3, fp8.PerBlock((32, 1))), P("data"), mesh=mesh()),
-        ("shards of 8 along axis 0", "PerBlock(tile=(32, 1))", "multiples of 32"),
-    ),
-    "too many entries": (lambda: quantized_specs(fp8.quantize(X, fp8.E4M3), P(None, None, "data")), ("3 entries", "[32, 32]")),
-    "a role without its axis": (
-        lambda: MeshRoles(data="data", tensor="tp").check(mesh()),
-        ("['data', 'fsdp']", "'tensor': 'tp'"),
-    ),
-    "an axis without a role": (lambda: MeshRoles(data="data").check(mesh()), ("['fsdp'] play no role",)),
-    "a pipeline that is reduced": (lambda: MeshRoles(data="d", pipeline="d"), ("'d'", "data and pipeline")),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", SPECS)
-def test_specs_and_roles(case):
-    call, parts = SPECS[case]
-    with pytest.raises(ValueError, match=mentions(*parts)):
-        call()
