@@ -110,15 +110,21 @@ def on_one_device(recipe, name, axis=None, part=None):
     return jitted(recipe)(*operands(name, value))
 
 
+def quantizer(recipe, reading):
+    matmul, is_lhs = getattr(recipe, reading.matmul), reading[:2] in (("x", "fprop"), ("g", "dgrad"), ("x", "wgrad"))
+    return matmul.lhs if is_lhs else matmul.rhs
+
+
 def expected(recipe, mode, reading):
-    if recipe.name == "rowwise" and reading[:2] in OWN.get(mode, ()):
+    if quantizer(recipe, reading).granularity == fp8.PerRow() and reading[:2] in OWN.get(mode, ()):
         parts = range(PARTS[reading.contracted])
         return sum(on_one_device(recipe, reading.tensor, reading.contracted, part)[reading.result] for part in parts)
     return on_one_device(recipe, reading.tensor)[reading.result]
 
 
-QUICK = {(mode, recipe) for mode in ("explicit", "types") for recipe in ("delayed", "blockwise", "mxfp8")}
-QUICK |= {("auto", "current"), ("no types", "current"), ("types", "current")}
+QUICK = {("types", recipe) for recipe in ("delayed", "current", "rowwise", "blockwise", "mxfp8")}
+QUICK |= {("auto", "current"), ("explicit", "rowwise"), ("explicit", "blockwise"), ("types, axes", "rowwise")}
+QUICK |= {("no types", "current"), ("no types", "rowwise")}
 
 
 def cells():
@@ -127,7 +133,7 @@ def cells():
             if mode.endswith("shards") or (mode == "types, axes" and RECIPES[recipe].rows):
                 continue  # nothing is gathered here; a state says it
             if recipe not in ("delayed_pow2", "static", "identity"):  # the same amaxes as others, or none
-                quick = recipe == "rowwise" or (mode, recipe) in QUICK
+                quick = (mode, recipe) in QUICK
                 yield pytest.param(mode, recipe, id=f"{mode}-{recipe}", marks=() if quick else (pytest.mark.slow,))
 
 
@@ -150,14 +156,10 @@ def test_is_the_same_fp8_tensor(mode, recipe):
 def test_a_reading_is_the_quantized_tensor(recipe):
     """So that the readings above are values * scale, and not, say, the tensor itself."""
     for reading in READINGS:
-        matmul = getattr(RECIPES[recipe], reading.matmul)
-        side = "lhs" if (reading.matmul, reading.tensor) in {("fprop", "x"), ("dgrad", "g"), ("wgrad", "x")} else "rhs"
-        quantizer = getattr(matmul, side)
-        granularity = quantizer.granularity.for_matmul((1 - reading.contracted,), 2)
-        rule = {
-            field: getattr(quantizer, field) for field in ("power_of_two", "scale_format") if hasattr(quantizer, field)
-        }
-        q = fp8.quantize(tensor(), quantizer.format, granularity, **rule)
+        how = quantizer(RECIPES[recipe], reading)
+        granularity = how.granularity.for_matmul((1 - reading.contracted,), 2)
+        rule = {field: getattr(how, field) for field in ("power_of_two", "scale_format") if hasattr(how, field)}
+        q = fp8.quantize(tensor(), how.format, granularity, **rule)
         got = on_one_device(RECIPES[recipe], reading.tensor)[reading.result]
         got = got.T if reading.transposed else got
         np.testing.assert_allclose(got, 7 * np.float64(q.dequantize()), rtol=2**-23, err_msg=str(reading))
