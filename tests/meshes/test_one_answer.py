@@ -101,9 +101,9 @@ MIXED = "data, fsdp and tensor"
 QUICK = (
     {(layout, mode, "current") for layout in LAYOUTS if layout not in ("data", "pipeline") for mode in MODES}
     | {("data", "types", "current"), ("pipeline", "types", "delayed"), ("data and pipeline", "no types", "delayed")}
-    | {(layout, "types", "delayed") for layout in ("fsdp", "tensor and sequence")}
+    | {("tensor and sequence", "types", "delayed")}
     | {(MIXED, mode, "delayed") for mode in ("auto, shards", "types")}
-    | {(MIXED, mode, recipe) for mode in MODES if mode not in ("auto", "explicit") for recipe in STATELESS}
+    | {(MIXED, mode, recipe) for mode in ("auto, shards", "explicit, shards", "types") for recipe in STATELESS}
 )
 MIXTURES = (MIXED, "data and pipeline")
 CONTAINED = ("data", "pipeline")  # in the mixtures, where every recipe meets every mode

@@ -67,7 +67,7 @@ MOVES = {
     "three axes to data": (("data, fsdp and tensor", "no types"), ("data", "auto")),
     "a pipeline to fewer devices": (("data and pipeline", "types"), ("pipeline", "no types")),
 }
-QUICK = ("tensor and sequence to fsdp", "a pipeline to fewer devices")
+QUICK = ("tensor and sequence to fsdp",)
 MARKED = [pytest.param(move, marks=() if move in QUICK else (pytest.mark.slow,)) for move in MOVES]
 
 
