@@ -34,11 +34,11 @@ WEIGHTS = {
 # Activations [B, T, features] inside a pair and, sequence parallel, between pairs.
 FEATURES, SEQUENCE = P("fsdp", None, "tensor"), P("fsdp", "tensor")
 
-# Recomputed is what lies between matmuls; with the FP8 residuals alone, matmuls would run and gather their weights again.
+# Results of matmuls are kept, so that only what lies between matmuls is computed again, and no weight gathered a third time.
 PRODUCT = "product"
-REMAT = jax.checkpoint_policies.save_from_both_policies(
-    fp8.save_fp8_residuals(), jax.checkpoint_policies.save_only_these_names(PRODUCT)
-)
+KEEP_PRODUCTS = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+# And FP8 residuals, so that nothing is cast again.
+KEEP_RESIDUALS = jax.checkpoint_policies.save_from_both_policies(fp8.save_fp8_residuals(), KEEP_PRODUCTS)
 
 RECIPES = {
     "bf16": fp8.recipes.identity(),
@@ -112,7 +112,13 @@ def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
 
 
 def compile_step(
-    recipe: fp8.Recipe, fsdp: int, tensor: int, layers: int = LAYERS, *, scanned: bool = True, remat: Any = REMAT
+    recipe: fp8.Recipe,
+    fsdp: int,
+    tensor: int,
+    layers: int = LAYERS,
+    *,
+    scanned: bool = True,
+    remat: Any = KEEP_RESIDUALS,
 ) -> jax.stages.Compiled:
     """A train step for fsdp x tensor H200, eight a host, with a sequence of TOKENS for each group of tensor devices."""
     devices = np.array(topology("h200", f"1x{fsdp * tensor // 8}x8").devices).reshape(fsdp, tensor)

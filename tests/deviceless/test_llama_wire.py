@@ -79,12 +79,21 @@ def test_amaxes_of_delayed_scaling_travel_together(mesh, layers):
     assert len({maximum.computation for maximum in found}) == 2, found
 
 
+REMAT = {
+    "plain": (None, 1),
+    "products": (llama.KEEP_PRODUCTS, 1),
+    # The backward pass waits for all that `jax.checkpoint` kept, the amaxes of the forward pass among it.
+    "residuals": (llama.KEEP_RESIDUALS, 2),
+}
+
+
 @pytest.mark.parametrize(
-    ("remat", "expected"), [(None, 1), pytest.param(llama.REMAT, 2, marks=pytest.mark.slow)], ids=["plain", "remat"]
+    "remat", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("products", "residuals"))]
 )
-def test_amaxes_of_unrolled_layers_travel_together(remat, expected):
-    """One all-reduce in a step. `jax.checkpoint` makes the backward pass wait for all that it saved: one in each direction."""
-    found = maxima(compiled("delayed", (2, 4), UNROLLED, scanned=False, remat=remat))
+def test_amaxes_of_unrolled_layers_travel_together(remat):
+    """One all-reduce in a step, or one in each direction."""
+    policy, expected = REMAT[remat]
+    found = maxima(compiled("delayed", (2, 4), UNROLLED, scanned=False, remat=policy))
     assert [maximum.times for maximum in found] == [1] * expected, found
 
 
