@@ -61,7 +61,7 @@ def test_weights(name, mesh, layers):
         assert {t.dtype for t in gathers["weights"].transfers} == {"uint8"}
         assert_wire_dtype(step, "all-gather", *CARRIED[name], at_least=min(held))
         # Even if all the scales that travel were those of weights.
-        assert gathers["weights"].operand_bytes + gathers["scales"].operand_bytes <= 0.55 * in_bf16
+        assert gathers["weights"].wire_bytes + gathers["scales"].wire_bytes <= 0.55 * in_bf16 * (mesh[0] - 1)
 
     # Their gradients are scattered, and nothing of their size is reduced whole.
     products = llama.shards(1, mesh[1])
