@@ -31,7 +31,8 @@ CARRIED = {
     "blockwise": ("uint8", jnp.bfloat16),
     "mxfp8": ("uint8", jnp.bfloat16),
 }
-UNROLLED = 4
+# Like others in how they compile; test_sharded_weights.py has them in one layer.
+SLOW = {"rowwise", "blockwise"}
 
 
 @functools.cache
@@ -46,7 +47,7 @@ def maxima(step):
 
 
 @meshes
-@pytest.mark.parametrize("name", llama.RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in llama.RECIPES])
 def test_weights(name, mesh, layers):
     step = compiled(name, mesh, layers)
     report = wire_report(step)
@@ -93,7 +94,7 @@ REMAT = {
 def test_amaxes_of_unrolled_layers_travel_together(remat):
     """One all-reduce in a step, or one in each direction."""
     policy, expected = REMAT[remat]
-    found = maxima(compiled("delayed", (2, 4), UNROLLED, scanned=False, remat=policy))
+    found = maxima(compiled("delayed", (2, 4), 4, scanned=False, remat=policy, names=llama.MLP))
     assert [maximum.times for maximum in found] == [1] * expected, found
 
 
@@ -108,6 +109,6 @@ def test_amaxes_of_current_scaling(mesh, layers):
 
 
 @meshes
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", [pytest.param("blockwise", marks=pytest.mark.slow), "mxfp8"])
 def test_tiles_need_no_amax_of_other_devices(name, mesh, layers):
     assert not maxima(compiled(name, mesh, layers))
