@@ -19,8 +19,8 @@ meshes = pytest.mark.parametrize(
     ("mesh", "layers"),
     [
         pytest.param((2, 4), 4, id="8"),
-        pytest.param((8, 8), llama.LAYERS, id="64", marks=pytest.mark.slow),
-        pytest.param((64, 8), llama.LAYERS, id="512", marks=pytest.mark.slow),
+        pytest.param((8, 8), llama.LAYERS, id="64", marks=pytest.mark.exhaustive),
+        pytest.param((64, 8), llama.LAYERS, id="512", marks=pytest.mark.exhaustive),
     ],
 )
 # What all-gathers carry: bytes what `Shard` names; XLA gathers the gradients of tokens itself, those in tiles before the cast.
@@ -32,7 +32,7 @@ CARRIED = {
     "mxfp8": ("uint8", jnp.bfloat16),
 }
 # Like others in how they compile; test_sharded_weights.py has them in one layer.
-SLOW = {"rowwise", "blockwise"}
+LARGE = {"rowwise", "blockwise"}
 
 
 @functools.cache
@@ -47,7 +47,9 @@ def maxima(step):
 
 
 @meshes
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in llama.RECIPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in LARGE else ()) for n in llama.RECIPES]
+)
 def test_weights(name, mesh, layers):
     step = compiled(name, mesh, layers)
     report = wire_report(step)
@@ -89,7 +91,7 @@ REMAT = {
 
 
 @pytest.mark.parametrize(
-    "remat", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("products", "residuals"))]
+    "remat", ["plain", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("products", "residuals"))]
 )
 def test_amaxes_of_unrolled_layers_travel_together(remat):
     """One all-reduce in a step, or one in each direction."""
@@ -109,6 +111,6 @@ def test_amaxes_of_current_scaling(mesh, layers):
 
 
 @meshes
-@pytest.mark.parametrize("name", [pytest.param("blockwise", marks=pytest.mark.slow), "mxfp8"])
+@pytest.mark.parametrize("name", [pytest.param("blockwise", marks=pytest.mark.exhaustive), "mxfp8"])
 def test_tiles_need_no_amax_of_other_devices(name, mesh, layers):
     assert not maxima(compiled(name, mesh, layers))

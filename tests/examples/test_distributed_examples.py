@@ -47,6 +47,7 @@ def test_two_processes_of_four_devices_show_the_losses_of_one_with_eight(sharded
     np.testing.assert_allclose(losses, sharded[1]["losses"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
     finished = run("train_pipeline.py", "--steps", 2, "--json", "result.json", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
@@ -107,7 +108,9 @@ def test_a_process_that_fails_ends_the_others(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", "mxfp8", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("current", "blockwise"))]
+)
 def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
     arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json"
     finished = run("train_sharded.py", *arguments, "--compare", cwd=tmp_path)

@@ -98,18 +98,38 @@ def test_one_device_adds_without_rounding(recipe):
 
 
 MIXED = "data, fsdp and tensor"
+# Every layout, mode and recipe, and the mixture of all with each of them; slow, every pair of two of them; the rest by hand.
 QUICK = (
-    {(layout, mode, "current") for layout in LAYOUTS if layout not in ("data", "pipeline") for mode in MODES}
-    | {("data", "types", "current"), ("pipeline", "types", "delayed"), ("data and pipeline", "no types", "delayed")}
-    | {("tensor and sequence", "types", "delayed")}
-    | {(MIXED, mode, "delayed") for mode in ("auto, shards", "types")}
-    | {(MIXED, mode, recipe) for mode in ("auto, shards", "explicit, shards", "types") for recipe in STATELESS}
+    {(MIXED, mode, "current") for mode in MODES}
+    | {("data and pipeline", mode, "current") for mode in ("types", "types, axes", "explicit")}
+    | {
+        ("fsdp", "types", "current"),
+        ("tensor and sequence", "explicit, shards", "current"),
+        ("data", "types", "current"),
+    }
+    | {("pipeline", "types", "delayed"), ("data and pipeline", "no types", "delayed"), (MIXED, "types", "delayed")}
+    | {(MIXED, "auto, shards", "rowwise"), (MIXED, "explicit, shards", "mxfp8"), (MIXED, "types", "blockwise")}
+)
+SLOW = (
+    {(layout, mode, "current") for layout in LAYOUTS for mode in MODES}
+    | {(MIXED, mode, recipe) for mode in MODES for recipe in ("delayed", *STATELESS)}
+    | {
+        (layout, mode, recipe)
+        for layout in LAYOUTS
+        for mode in ("types", "explicit, shards")
+        for recipe in ("delayed", "mxfp8")
+    }
+    | {(MIXED, mode, recipe) for mode in ("types", "explicit") for recipe in VARIANTS}
 )
 MIXTURES = (MIXED, "data and pipeline")
 CONTAINED = ("data", "pipeline")  # in the mixtures, where every recipe meets every mode
 
 
-def cells(quick, layouts, variant_modes, state_modes=MODES):
+def marks(cell, quick, slow):
+    return () if cell in quick else (pytest.mark.slow,) if cell in slow else (pytest.mark.exhaustive,)
+
+
+def cells(quick, slow, layouts, variant_modes, state_modes=MODES):
     """Every recipe in every mode; variants, which move what their recipe moves, where much is mixed."""
     for layout in layouts:
         for mode in MODES:
@@ -125,11 +145,11 @@ def cells(quick, layouts, variant_modes, state_modes=MODES):
                 if layout in CONTAINED and recipe != "current" and mode not in ("types", "explicit"):
                     continue
                 cell = layout, mode, recipe
-                yield pytest.param(*cell, id="-".join(cell), marks=() if cell in quick else (pytest.mark.slow,))
+                yield pytest.param(*cell, id="-".join(cell), marks=marks(cell, quick, slow))
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode", "recipe"), list(cells(QUICK, LAYOUTS, ("explicit, shards", "explicit", "types")))
+    ("layout", "mode", "recipe"), list(cells(QUICK, SLOW, LAYOUTS, ("explicit, shards", "explicit", "types")))
 )
 def test_integers(layout, mode, recipe):
     step, states = on_mesh(LAYOUTS[layout], mode, ALL[recipe]), unset(recipe)
@@ -178,15 +198,20 @@ def one_scale_for_both_weights(recipe):
     return jax.jit(fp8.value_and_grad(loss))
 
 
-QUICK_REAL = (
-    {(MIXED, "types", recipe) for recipe in STATELESS}
-    | {(MIXED, mode, "current") for mode in ("explicit", "auto, shards", "types")}
-    | {("data and pipeline", mode, "current") for mode in ("types", "types, axes")}
+QUICK_REAL = {
+    (MIXED, "types", "blockwise"), (MIXED, "explicit", "current"), (MIXED, "auto, shards", "rowwise"),
+    ("data and pipeline", "types", "current"), ("data and pipeline", "types, axes", "current"),
+}  # fmt: skip
+SLOW_REAL = (
+    {(MIXED, mode, recipe) for mode in ("types", "explicit, shards") for recipe in ALL}
+    | {(layout, mode, "current") for layout in MIXTURES for mode in MODES}
     | {(MIXED, "no types", "rowwise")}
 )
 
 
-@pytest.mark.parametrize(("layout", "mode", "recipe"), list(cells(QUICK_REAL, MIXTURES, ("types",), ("types",))))
+@pytest.mark.parametrize(
+    ("layout", "mode", "recipe"), list(cells(QUICK_REAL, SLOW_REAL, MIXTURES, ("types",), ("types",)))
+)
 def test_real_numbers(layout, mode, recipe):
     step, states = on_mesh(LAYOUTS[layout], mode, ALL[recipe]), unset(recipe)
     params, c = reals("bfloat16")
