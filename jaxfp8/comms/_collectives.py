@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._amax import manual_axes, varying
 from jaxfp8.sharding._shard import in_bytes
 from jaxfp8.sharding._specs import check_borders, has_cells_along
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
@@ -43,6 +43,7 @@ def all_gather(tensor: QuantizedTensor, axis_name: str, *, axis: int = 0) -> Qua
       (4, 2)
     """
     axis = _checked(tensor, axis)
+    _check_axis_name(axis_name)
 
     def gather(x: Array) -> Array:
         return in_bytes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
@@ -79,6 +80,7 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
       >>> split(jnp.ones((2, 4, 8))).shape
       (2, 4, 8)
     """
+    _check_axis_name(axis_name)
     split_axis, concat_axis = (_checked(tensor, axis) for axis in (split_axis, concat_axis))
 
     def exchange(x: Array) -> Array:
@@ -116,6 +118,7 @@ def ppermute(tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tupl
       (2, 2)
     """
     validate(tensor)
+    _check_axis_name(axis_name)
 
     def send(x: Array) -> Array:
         return in_bytes(lambda x: lax.ppermute(x, axis_name, permutation), x)
@@ -129,6 +132,14 @@ def _checked(tensor: QuantizedTensor, axis: int) -> int:
     if not -tensor.ndim <= axis < tensor.ndim:
         raise ValueError(f"axis={axis} is out of range for a tensor of shape {list(tensor.shape)}.")
     return axis % tensor.ndim
+
+
+def _check_axis_name(axis_name: str) -> None:
+    if axis_name not in manual_axes():
+        raise ValueError(
+            f"axis_name={axis_name!r} is no manual mesh axis here, which are {list(manual_axes())}; call this inside "
+            "jax.shard_map, over one of its axes."
+        )
 
 
 def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int) -> None:

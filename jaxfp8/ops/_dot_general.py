@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,7 +20,7 @@ from jaxfp8.ops._tile_view import tile_view
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import manual_axes, types_tell
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.sharding._shard import Shard, place
 
 
@@ -54,10 +53,10 @@ def dot_general(
       state: of this matmul, for recipes that have any (`fp8.init_state`).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
       reduce_axes: inside `jax.shard_map`, the mesh axes over which a tensor may be split, to combine its amax over: all but
-        pipeline. With `check_vma=False` it must be named for amaxes of tensors. With types the default is every axis along
-        which the tensor varies, pipeline stages included, and rows that fprop contracts across devices stay local; named
-        axes settle both. (Amaxes that a state follows: with types the state's type decides, without them
-        `fp8.value_and_grad(reduce_axes=)`.)
+        pipeline. With `check_vma=False` it must be named for amaxes of tensors. With types it settles what they leave open,
+        axes along which x and w both vary: unnamed, amaxes of tensors are combined over them, though they may be pipeline
+        stages, and rows that fprop contracts over them are not. (Amaxes that a state follows: with types the state's type
+        decides, without them `fp8.value_and_grad(reduce_axes=)`.)
       lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
@@ -89,7 +88,12 @@ def dot_general(
         lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
         rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
     )
-    dimension_numbers = check(*shapes, dimension_numbers)
+    try:
+        dimension_numbers = check(*shapes, dimension_numbers)
+    except ValueError as error:
+        if lhs_shard is None and rhs_shard is None:
+            raise
+        raise ValueError(f"{error} (Shapes are of whole operands: {lhs_shard=}, {rhs_shard=}.)") from None
     state = _check_state(state, recipe)
     if recipe.is_identity:
         if implementation is not None:
@@ -157,6 +161,8 @@ def _reduce_axes(
     Raises:
       FP8StateError: where nobody tells, rather than a local amax.
     """
+    if isinstance(given, str):
+        raise TypeError(f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},).")
     named = given if given is not None else probed
     if named is None and types_tell():
         return None
@@ -173,9 +179,7 @@ def _reduce_axes(
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
             f"name those that an amax has to be combined over with reduce_axes= of {where}."
         )
+    check_axes(named)
     if not manual_axes():
         return None  # arrays are whole: a layer made for shard_map, as flax initializes it
-    known = jax.sharding.get_abstract_mesh().axis_names
-    if unknown := sorted(set(named) - set(known)):
-        raise FP8StateError(f"reduce_axes={named}: {unknown} are no axes of the mesh here, which has {known}.")
     return frozenset(named) & set(manual_axes())

@@ -39,7 +39,7 @@ class Call:
     out_sharding: Any
     collected: bool  # amaxes go to the state's probe
     all_set: bool  # no stored scale is unset
-    reduce_axes: frozenset[str] | None  # manual mesh axes that amaxes are combined over, if the caller names them
+    reduce_axes: frozenset[str] | None  # manual mesh axes that amaxes are combined over, where the caller names them
     types_tell: bool  # over which manual axes a value varies
     shards: tuple[tuple[Tensor, PlacedShard | None], ...]  # operands that are gathered in FP8
     implementation: Implementation
@@ -52,17 +52,33 @@ class Call:
         shard = self.shard(tensor)
         return frozenset() if shard is None else shard.manual_axes
 
+    def split_or_apart(self, both: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Of the mesh axes along which x and w both vary, those that split a contraction, and those that part stages.
+
+        Types cannot tell these from each other, nor from experts; only the caller can.
+        """
+        if self.reduce_axes is None:
+            return frozenset(), frozenset()
+        return frozenset() if self.geometry.batched else both & self.reduce_axes, both - self.reduce_axes
+
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax of each row of state that follows a tensor."""
 
 
 def quantize_operand(
-    call: Call, tensor: Tensor, value: Array, scale: Array | None, ledger: Array | None, **contracted: frozenset[str]
+    call: Call,
+    tensor: Tensor,
+    value: Array,
+    scale: Array | None,
+    ledger: Array | None,
+    apart: frozenset[str],
+    **contracted: frozenset[str],
 ) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen]:
     """A tensor as each matmul reads it, cast once for those that read the same; the same as residuals; its rows' amaxes.
 
-    `contracted`: the mesh axes over which a matmul contracts the tensor across devices; its row amaxes span them.
+    `apart`: the mesh axes along which it is several tensors and not parts of one. `contracted`: those over which a matmul
+    contracts it across devices; its row amaxes span them.
     """
     # One call of a quantizer for all the directions in which matmuls read its result.
     directions: dict[AbstractQuantizer, dict[AbstractGranularity, frozenset[str]]] = {}
@@ -84,7 +100,7 @@ def quantize_operand(
                 "its own; pass the state to shard_map with a spec that does not split it over that axis."
             )
         operands += quantizer.quantize(
-            value, tuple(spans), amax=functools.partial(_amax, call, value, stored, spans), scale=stored,
+            value, tuple(spans), amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
             all_set=call.all_set, implementation=call.implementation,
         )  # fmt: skip
         order += [(quantizer, granularity) for granularity in spans]
@@ -158,17 +174,16 @@ def _amax(
     value: Array,
     stored: Array | None,
     spans: dict[AbstractGranularity, frozenset[str]],
+    apart: frozenset[str],
     granularity: AbstractGranularity,
 ) -> Array:
     """The amax of the whole logical tensor, on every mesh."""
     across = spans[granularity]
-    named = call.reduce_axes or frozenset()
+    untold = frozenset() if call.types_tell else call.reduce_axes or frozenset()
     if stored is not None:
-        untold = frozenset() if call.types_tell else named
         return pmax(observe(value, stored), (varying(value) - varying(stored)) | untold | across)
     if isinstance(granularity, PerTensor):
-        over = named if not call.types_tell else varying(value) if call.reduce_axes is None else varying(value) & named
-        return pmax(amax_of(value, granularity), over | across)
+        return pmax(amax_of(value, granularity), (varying(value) - apart) | untold | across)
     return pmax(amax_of(value, granularity), across)
 
 
@@ -177,4 +192,5 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
     if not call.collected or ledger is None:
         return {}
     likes = {(row.tensor, r): ledger[r, 0] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
-    return {key: pmax(observe(value, like), varying(value) - varying(like)) for key, like in likes.items()}
+    untold = call.over(tensor) - (call.reduce_axes or frozenset())  # a part says so itself
+    return {key: pmax(observe(value, like), (varying(value) - varying(like)) | untold) for key, like in likes.items()}

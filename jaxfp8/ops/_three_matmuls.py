@@ -47,10 +47,9 @@ def _fprop(
 ) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
     x_varies, w_varies = varying(lhs) - call.over("x"), varying(rhs) - call.over("w")
-    # Both vary over the parts of one contraction, over stages or over experts: only the caller can tell.
-    both = frozenset() if call.geometry.batched else x_varies & w_varies & (call.reduce_axes or frozenset())
-    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, fprop=both, wgrad=x_varies - w_varies)
-    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, fprop=both, dgrad=w_varies - x_varies)
+    split, apart = call.split_or_apart(x_varies & w_varies)
+    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, apart, fprop=split, wgrad=x_varies - w_varies)
+    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, apart, fprop=split, dgrad=w_varies - x_varies)
     x_whole, w_whole = whole(call, "x", x["fprop"]), whole(call, "w", w["fprop"])
     y = _matmul(call, "fprop", x_whole, w_whole, call.out_dtype, call.out_sharding)
     return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
@@ -78,7 +77,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Ar
     x_varies = frozenset(primals.lhs.manual_axis_type.varying) - call.over("x")
     w_varies = frozenset(primals.rhs.manual_axis_type.varying) - call.over("w")
     g, _, g_seen = quantize_operand(
-        call, "g", gradient, scale, ledger,
+        call, "g", gradient, scale, ledger, call.split_or_apart(x_varies & w_varies)[1],
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
     dx_axes, dw_axes = call.geometry.product_axes

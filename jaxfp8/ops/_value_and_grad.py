@@ -20,7 +20,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._ledger import decode
 from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, without_probes, zero_ledgers
-from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
+from jaxfp8.sharding._amax import check_axes, manual_axes, pmax, types_tell, varying
 
 
 def value_and_grad(
@@ -72,6 +72,7 @@ def value_and_grad(
             raise ValueError(
                 f"reduce_axes={named} is not used here: types tell over which axes a value varies. Drop it."
             )
+        check_axes(named or ())
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
 
         def step(all_set: bool) -> tuple[Any, PyTree, PyTree]:

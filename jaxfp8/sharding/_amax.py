@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array
 
 
@@ -34,6 +35,20 @@ def manual_axes() -> tuple[str, ...]:
       ()
     """
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def check_axes(named: Iterable[str]) -> None:
+    """Raise FP8StateError for names that are no axes of the mesh here, if there is one.
+
+    Example:
+      >>> check_axes(("data",))
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    unknown = sorted(set(named) - set(mesh.axis_names))
+    if unknown and not mesh.empty:
+        raise FP8StateError(
+            f"reduce_axes={tuple(named)}: {unknown} are no axes of the mesh here, which has {list(mesh.axis_names)}."
+        )
 
 
 def types_tell() -> bool:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array
+from jaxfp8.sharding._amax import types_tell, varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +135,11 @@ def place(name: str, x: Array, shard: Shard) -> PlacedShard:
         raise ValueError(f"{given} names no axis of the mesh here, which has {list(mesh.axis_names)}.")
     placed = PlacedShard(axis=shard.axis % x.ndim, axis_name=shard.axis_name, mesh=mesh)
     if placed.kind == AxisType.Manual:
+        if types_tell() and placed.axis_name not in varying(x):
+            raise ValueError(
+                f"{given}: by its type every device along {placed.axis_name!r} has the same {name}, which is then no part of a "
+                "whole; split it in in_specs of shard_map, or leave the shard out."
+            )
         return placed
     if x.shape[placed.axis] % placed.devices:
         raise ValueError(

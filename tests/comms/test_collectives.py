@@ -134,6 +134,12 @@ def test_misuse(case):
         on_devices(quantize_and(collective, granularity), P("d"), out=P("d"))(X)
 
 
+@pytest.mark.parametrize("collective", [GATHER, EXCHANGE, lambda q: fp8.comms.ppermute(q, "d", [(0, 0)])])
+def test_outside_of_shard_map(collective):
+    with pytest.raises(ValueError, match=mentions("axis_name='d' is no manual mesh axis", "inside jax.shard_map")):
+        collective(fp8.quantize(X, fp8.E4M3, fp8.PerAxis(0, 1)))
+
+
 def test_misuse_of_shards():
     w = jnp.ones((32, 16))
     dot = functools.partial(fp8.dot, jnp.ones((8, 32)), recipe=fp8.recipes.current())
@@ -145,6 +151,12 @@ def test_misuse_of_shards():
         dot(w, rhs_shard="fsdp")
     with pytest.raises(TypeError, match=mentions("axis='fsdp'", "axis_name=0")):
         Shard("fsdp", 0)
+    part = functools.partial(fp8.dot, recipe=fp8.recipes.current(), lhs_shard=Shard(0, "d"))
+    with pytest.raises(ValueError, match=mentions("every device along 'd' has the same lhs", "in_specs")):
+        on_devices(part, P(), P("d"), out=P("d"))(jnp.ones((8, 32)), jnp.ones((128, 16)))
+    wrong = functools.partial(fp8.dot, recipe=fp8.recipes.current(), rhs_shard=Shard(1, "d"))
+    with pytest.raises(ValueError, match=mentions("contracted axes", "whole operands", "rhs_shard=Shard(axis=1")):
+        on_devices(wrong, P("d"), P("d"), out=P("d"))(jnp.ones((8, 32)), w)
     delayed = fp8.recipes.delayed()
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * D), fp8.init_state(delayed))
 

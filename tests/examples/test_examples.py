@@ -5,32 +5,20 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from launch import EXAMPLES, ROOT, run
 
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 FIELDS = [
     "bf16_compile_seconds", "bf16_seconds", "bf16_val_loss", "compile_seconds", "data", "framework", "jax",
     "parameters", "python", "recipe", "recipe_fields", "seconds", "seed", "sha256", "steps", "val_loss",
 ]  # fmt: skip
-
-
-def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """A new process on one CPU device, with this checkout's package."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)  # conftest's eight devices
-    command = [sys.executable, EXAMPLES / script, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

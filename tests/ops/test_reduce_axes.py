@@ -58,3 +58,47 @@ def test_rows_that_a_contraction_splits(named, whole):
         local, mesh=mesh("data", "tensor"), in_specs=(P("data", "tensor"), P("tensor")), out_specs=P("data")
     )
     assert np.allclose(jax.jit(step)(x, w), want, rtol=1e-6, atol=1e-6 * np.abs(want).max()) == whole
+
+
+@pytest.mark.parametrize("named", [(), None])
+def test_what_types_tell_needs_no_name(named):
+    """x varies along "data" and w does not: no stage."""
+    recipe = fp8.recipes.current()
+    want = jax.jit(lambda x, w: value_and_grads(x, w, recipe=recipe))(X, W)
+    run = lambda x, w: value_and_grads(x, w, recipe=recipe, reduce_axes=named)
+    lie = P(("data", "tensor")), P()
+    step = jax.shard_map(run, mesh=mesh("data", "tensor"), in_specs=lie, out_specs=(lie[0], *lie))
+    for mine, theirs in zip(jax.jit(step)(X, W), want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6 * np.abs(theirs).max())
+
+
+def test_a_part_says_its_axis_itself():
+    """Without types, the amax of a sharded w that a state follows spans its shards."""
+    recipe = fp8.recipes.delayed()
+    state = fp8.init_state(recipe)
+
+    def local(x, w, state):
+        loss = lambda w, state: jnp.sum(
+            fp8.dot(x, w, recipe=recipe, state=state, rhs_shard=fp8.sharding.Shard(0, "fsdp"))
+        )
+        state = fp8.value_and_grad(loss, reduce_axes=("data",))(w, state)[-1]
+        return jax.tree.map(lambda leaf: leaf[None, None], state)
+
+    step = jax.shard_map(
+        local, mesh=mesh("data", "fsdp"), in_specs=(P("data"), P("fsdp"), P()), out_specs=P("data", "fsdp"),
+        check_vma=False,
+    )  # fmt: skip
+    rising = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
+    amaxes = jax.jit(step)(X, rising, state).amax_history[..., 1, -1]  # of w on each device
+    np.testing.assert_array_equal(amaxes, np.full((2, 2), 64 * 16 - 1))
+
+
+def test_wrong_names():
+    dot = lambda **named: fp8.dot(X, W, recipe=fp8.recipes.current(), **named)
+    with pytest.raises(TypeError, match=r"reduce_axes='data'.*write \('data',\)"):
+        dot(reduce_axes="data")
+    with jax.set_mesh(mesh("data", "tensor")), pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"):
+        dot(reduce_axes=("dat",))
+    with jax.set_mesh(mesh("data", "tensor")), pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"):
+        fp8.value_and_grad(lambda w, s: jnp.sum(w), reduce_axes=("dat",))(W, fp8.init_state(fp8.recipes.delayed()))
+    dot(reduce_axes=("data",))  # no mesh: a layer made for one, as flax initializes it

@@ -1,0 +1,222 @@
+"""Train a GPT through a pipeline: each stage on devices of its own, microbatches on their way from stage to stage.
+
+    python examples/train_pipeline.py                                       # eight CPU devices, unless there are GPUs
+    python examples/train_pipeline.py --mesh pipe=8 --microbatches 16
+    python examples/train_pipeline.py --mesh pipe=2,data=4 --recipe rowwise
+
+A stage holds its layers, their parameters and their quantizer state: `P("pipe")` splits all of them alike. Amaxes are
+combined over `data`, along which the tokens of one layer are split, and never over `pipe`, whose stages are different
+layers. Of amaxes that a state follows, types say so inside `jax.shard_map`; for recipes without state `reduce_axes=` does.
+
+The same model is trained without a pipeline, on one device, and has to show the same losses and scales.
+
+Letters in shapes: M microbatches, B windows of a microbatch, T tokens of a window, D width, L layers.
+"""
+
+import argparse
+import functools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from train_gpt import BF16, CONTEXT, VOCABULARY, WIDTH, attention, load_text
+from train_sharded import force_cpu_devices, make_mesh, one_device, sample, tx
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8Dense
+
+LAYERS, AXES = 8, ("pipe", "data")
+ROLES = fp8.sharding.MeshRoles(pipeline="pipe", data="data")
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+class Embedding(nn.Module):
+    """Before the first block: tokens [..., T] -> [..., T, D]."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = functools.partial(nn.Embed, features=WIDTH, dtype=BF16)
+        return embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(CONTEXT))
+
+
+class Block(nn.Module):
+    """A block of train_gpt.py: [..., T, D] -> [..., T, D]."""
+
+    recipe: fp8.Recipe
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(FP8Dense, recipe=self.recipe, reduce_axes=ROLES.reduce_axes)  # every axis but pipe
+        dense = functools.partial(dense, use_bias=False, dtype=BF16)
+        norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
+        x = x + dense(WIDTH, name="out")(attention(dense(3 * WIDTH, name="qkv")(norm(name="norm1")(x))))
+        return x + dense(WIDTH, name="fc2")(nn.gelu(dense(4 * WIDTH, name="fc1")(norm(name="norm2")(x))))
+
+
+class Head(nn.Module):
+    """After the last block: [..., T, D] -> logits f32[..., T, 256]."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm(use_bias=False, dtype=BF16)(x)
+        return nn.Dense(VOCABULARY, use_bias=False, dtype=BF16)(x).astype(jnp.float32)
+
+
+def init(block: Block) -> tuple[tuple[Any, Any, Any], Any]:
+    """Parameters, quantizer state and optimizer state, each stage's part on its devices, and their specs."""
+
+    def split(tree):
+        return jax.tree.map(lambda leaf: nn.Partitioned(leaf, ("pipe",)), tree)
+
+    def create():
+        first, last, *keys = jax.random.split(jax.random.key(0), 2 + LAYERS)
+        x = jnp.zeros((1, CONTEXT, WIDTH), BF16)
+        blocks = jax.vmap(block.init, in_axes=(0, None))(jnp.stack(keys), x)  # leaves of all blocks stacked: [L, ...]
+        embedding, head = Embedding().init(first, jnp.zeros(CONTEXT, jnp.int32)), Head().init(last, x)
+        params = {"embedding": embedding, "blocks": split(blocks["params"]), "head": head}
+        return params, split(blocks.get(COLLECTION, {})), tx.init(params)
+
+    specs = nn.get_partition_spec(jax.eval_shape(create))
+    return jax.jit(lambda: nn.unbox(create()), out_shardings=specs)(), specs
+
+
+def run_blocks(block: Block, params: Any, state: Any, x: jax.Array) -> jax.Array:
+    """All blocks of `params`, one after the other: [B, T, D] -> [B, T, D]."""
+
+    def one(x, layer):
+        params, state = layer
+        return block.apply({"params": params, COLLECTION: state}, x), None
+
+    return lax.scan(one, x, (params, state))[0]
+
+
+def cross_entropy(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
+    """Head and mean loss: x [..., T, D], targets [..., T] -> []."""
+    return optax.softmax_cross_entropy_with_integer_labels(Head().apply(params, x), targets).mean()
+
+
+# ------------------------------------------------------------------------------------------------------------ pipeline
+def pipeline_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> jax.Array:
+    """What a device does, inside shard_map: windows uint8[M, B, T + 1] -> the loss of all microbatches.
+
+    The GPipe schedule: M + stages - 1 ticks. In each of them every stage runs its blocks on one microbatch and passes
+    the result on. A stage that has nothing to do yet, or nothing left, computes on zeros: as there are no biases they
+    stay zeros, and an amax of 0 is never a maximum.
+    """
+    stage, stages = lax.axis_index("pipe"), lax.axis_size("pipe")
+    tokens = windows.astype(jnp.int32)
+    x = Embedding().apply(params["embedding"], tokens[..., :-1])  # used by the first stage only
+    x = jnp.where(stage == 0, x, 0)
+    x = jnp.concatenate([x, jnp.zeros_like(x[: stages - 1])])
+
+    def tick(carry, x):
+        received, state = carry
+        state, now = fp8.fork(state)  # each microbatch meets the same state: fork makes their common maximum exact
+        y = run_blocks(block, params["blocks"], now, x + received)  # one of the two is zero
+        return (lax.ppermute(y, "pipe", [(i, i + 1) for i in range(stages - 1)]), state), y
+
+    _, y = lax.scan(tick, (jnp.zeros_like(x[0]), state), x)
+    loss = cross_entropy(params["head"], y[stages - 1 :], tokens[..., 1:])  # of microbatches only at the last stage
+    return lax.pmean(lax.psum(jnp.where(stage == stages - 1, loss, 0), "pipe"), "data")
+
+
+def one_device_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> jax.Array:
+    """The same model without a pipeline, one microbatch after the other: windows uint8[M, B, T + 1]."""
+
+    def microbatch(state, windows):
+        state, now = fp8.fork(state)
+        tokens = windows.astype(jnp.int32)
+        x = Embedding().apply(params["embedding"], tokens[:, :-1])
+        return state, cross_entropy(params["head"], run_blocks(block, params["blocks"], now, x), tokens[:, 1:])
+
+    return lax.scan(microbatch, state, windows)[1].mean()
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+def train(mesh: Mesh, block: Block, batches: Iterable[np.ndarray], *, pipeline: bool) -> tuple[list[float], Any]:
+    """The loss of each batch, and the quantizer state in the end."""
+    with jax.set_mesh(mesh):
+        (params, state, opt_state), (*specs, _) = init(block)
+        batch_spec, losses = P(None, "data"), []
+        gradients = fp8.value_and_grad(functools.partial(pipeline_loss if pipeline else one_device_loss, block))
+        if pipeline:
+            gradients = jax.shard_map(gradients, in_specs=(*specs, batch_spec), out_specs=(P(), *specs))
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+        def train_step(params, state, opt_state, windows):
+            loss, grads, state = gradients(params, state, windows)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), state, opt_state, loss
+
+        for windows in batches:
+            windows = jax.device_put(windows, NamedSharding(mesh, batch_spec))
+            params, state, opt_state, loss = train_step(params, state, opt_state, windows)
+            losses.append(float(loss))
+    return losses, state
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe]:
+    """The command line; a mistake in it ends the program with its name, its value and the cure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--mesh", default="pipe=4,data=2", help="(default: %(default)s)")
+    add("--microbatches", type=int, default=4, help="of a step (default: %(default)s)")
+    add("--batch", type=int, default=2, help="windows of a microbatch (default: %(default)s)")
+    add("--recipe", default="delayed", help="delayed, current, rowwise, blockwise, mxfp8, ... (default: %(default)s)")
+    add("--steps", type=int, default=10, help="(default: %(default)s)")
+    add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train on one device too (the default)")
+    add("--json", metavar="FILE", help="where to write losses and scales")
+    given = parser.parse_args(arguments)
+    try:
+        mesh, recipe = make_mesh(given.mesh, AXES), fp8.recipes.get(given.recipe)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    if LAYERS % mesh.shape["pipe"]:
+        parser.error(f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {mesh.shape['pipe']} stages.")
+    if given.batch < 1 or given.batch % mesh.shape["data"]:
+        parser.error(f"--batch {given.batch}: give a multiple of data={mesh.shape['data']}, over which it is split.")
+    if min(given.steps, given.microbatches) < 1:
+        parser.error(f"--steps {given.steps} --microbatches {given.microbatches}: give at least 1 of each.")
+    return given, mesh, recipe
+
+
+def main(arguments: list[str] | None = None) -> None:
+    force_cpu_devices(8)
+    given, mesh, recipe = parse(arguments)
+    text = load_text(None).train
+
+    def run(mesh, pipeline):
+        rng = np.random.default_rng(0)
+        batches = (sample(text, rng, (given.microbatches, given.batch)) for _ in range(given.steps))
+        losses, state = train(mesh, Block(recipe), batches, pipeline=pipeline)
+        return losses, np.array(state["fc1"]["FP8DotGeneral_0"]["fp8"].scale) if recipe.rows else np.zeros((LAYERS, 0))
+
+    runs = {"pipeline": run(mesh, pipeline=True)}
+    if given.compare:
+        runs["one device"] = run(one_device(AXES), pipeline=False)
+
+    print("step", *(f"{name:>12}" for name in runs))
+    for step, losses in enumerate(zip(*(losses for losses, _ in runs.values()), strict=True)):
+        print(f"{step:4d}", *(f"{loss:12.4f}" for loss in losses))
+    if recipe.rows:
+        print("\nscales of x, w and g in fc1 of each stage's first layer:")
+        print("stage", *(f"{name:>32}" for name in runs))
+        stages = mesh.shape["pipe"]
+        for stage, rows in enumerate(zip(*(scales[:: LAYERS // stages] for _, scales in runs.values()), strict=True)):
+            print(f"{stage:5d}", *("".join(f"{scale:11.3e}" for scale in row)[1:] for row in rows))
+    if given.json:
+        result = {name: {"losses": losses, "scales": scales.tolist()} for name, (losses, scales) in runs.items()}
+        Path(given.json).write_text(json.dumps({"mesh": dict(mesh.shape)} | result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Train a small GPT in FP8 on a mesh: data parallel, fully sharded data parallel and tensor parallel at once.
+
+    python examples/train_sharded.py                                   # eight CPU devices, unless there are GPUs
+    python examples/train_sharded.py --mesh fsdp=8 --recipe mxfp8
+    python examples/train_sharded.py --compare                         # the same run on one device as well
+
+What FP8 adds to a sharded train step is one argument of each layer: `rhs_shard=` names the axis along which the layer's
+weights are split, so that they are quantized where they lie, and what travels between devices is FP8.
+
+Letters in shapes: B windows of a batch, T tokens of a window, D width, H heads.
+"""
+
+import argparse
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.lax import with_sharding_constraint
+from jax.sharding import AxisType, Mesh, NamedSharding
+from train_gpt import load_text
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8Dense
+
+AXES = ("data", "fsdp", "tensor")
+ROLES = fp8.sharding.MeshRoles(data="data", fsdp="fsdp", tensor="tensor")
+BATCH_AXES = ("data", "fsdp")  # both split the batch; fsdp splits parameters and optimizer state as well
+LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT = 2, 256, 8, 256, 64
+BF16 = jnp.bfloat16
+warmup = optax.linear_schedule(1e-4, 1e-3, 10)
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warmup, b2=0.98, weight_decay=0.1))
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+class Block(nn.Module):
+    """Attention and MLP. Columns of qkv and fc1, and rows of out and fc2, are split over `tensor`; the rest over `fsdp`."""
+
+    recipe: fp8.Recipe
+
+    @nn.compact
+    def __call__(self, x):
+        def dense(features, name, *axes):
+            kernel_init = nn.with_partitioning(nn.linear.default_kernel_init, tuple(ROLES.spec(*axes)))
+            gathered = ROLES.shard(axes.index("fsdp"), "fsdp")
+            options = {"use_bias": False, "dtype": BF16, "kernel_init": kernel_init, "rhs_shard": gathered}
+            return FP8Dense(features, recipe=self.recipe, name=name, **options)
+
+        norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
+        tokens, split = ROLES.spec(BATCH_AXES, None, None), ROLES.spec(BATCH_AXES, None, "tensor")
+        qkv = with_sharding_constraint(dense(3 * WIDTH, "qkv", "fsdp", "tensor")(norm()(x)), split)
+        qkv = qkv.reshape(*x.shape[:2], HEADS, -1)  # q, k and v of a head side by side: heads are split, not cut
+        y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, axis=-1), is_causal=True).reshape(x.shape)
+        x = with_sharding_constraint(x + dense(WIDTH, "out", "tensor", "fsdp")(y), tokens)
+        y = with_sharding_constraint(dense(4 * WIDTH, "fc1", "fsdp", "tensor")(norm()(x)), split)
+        return with_sharding_constraint(x + dense(WIDTH, "fc2", "tensor", "fsdp")(nn.gelu(y)), tokens)
+
+
+class GPT(nn.Module):
+    """Tokens [B, T] -> logits f32[B, T, 256]. Embeddings and head are small here: in bf16, one copy on each device."""
+
+    recipe: fp8.Recipe
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = functools.partial(nn.Embed, features=WIDTH, dtype=BF16)
+        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(CONTEXT)[None])
+        for i in range(LAYERS):
+            x = Block(self.recipe, name=f"block{i}")(x)
+        x = nn.LayerNorm(use_bias=False, dtype=BF16)(x)
+        return nn.Dense(VOCABULARY, use_bias=False, dtype=BF16, name="head")(x).astype(jnp.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+def init(model: GPT) -> tuple[Any, Any, Any]:
+    """Parameters, quantizer state and optimizer state, each on its devices; under `jax.set_mesh`."""
+
+    def create():
+        variables = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
+        return variables["params"], variables.get(COLLECTION, {}), tx.init(variables["params"])
+
+    specs = nn.get_partition_spec(jax.eval_shape(create))  # P() for what has no axes: scales are on every device
+    return jax.jit(lambda: nn.unbox(create()), out_shardings=specs)()
+
+
+def train_step(model: GPT) -> Callable[..., Any]:
+    """A train step for `jax.jit`: no word of the mesh in it."""
+
+    def loss_fn(params, state, windows):
+        tokens = windows.astype(jnp.int32)
+        logits = model.apply({"params": params, COLLECTION: state}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(params, state, opt_state, windows):
+        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, windows)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), state, opt_state, loss
+
+    return step
+
+
+def sample(text: np.ndarray, rng: np.random.Generator, shape: tuple[int, ...], rows: Any = ...) -> np.ndarray:
+    """Windows of text at random places, uint8[*shape, T + 1]; of the places that were drawn only `rows` are read."""
+    return text[rng.integers(0, len(text) - CONTEXT, shape)[rows][..., None] + np.arange(CONTEXT + 1)]
+
+
+def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[jax.Array]:
+    """Windows uint8[B, T + 1] for each step, split over the devices."""
+    rng, sharding = np.random.default_rng(0), NamedSharding(mesh, ROLES.spec(BATCH_AXES))
+    return (jax.device_put(sample(text, rng, (batch,)), sharding) for _ in range(steps))
+
+
+def train(mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array]) -> tuple[list[float], jax.stages.Compiled]:
+    """The loss of each batch, and the compiled train step."""
+    model, losses, compiled = GPT(recipe), [], None
+    with jax.set_mesh(mesh):
+        carry = init(model)
+        for windows in batches:
+            compiled = compiled or train_step(model).lower(*carry, windows).compile()
+            *carry, loss = compiled(*carry, windows)
+            losses.append(float(loss))
+    return losses, compiled
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+def force_cpu_devices(count: int) -> None:
+    """So many devices where there is no GPU or TPU, else without effect. Call it before jax looks for devices."""
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def make_mesh(sizes: str, axes: tuple[str, ...]) -> Mesh:
+    """A mesh over all devices of all processes from `axis=size,...`; an axis that is not mentioned has size 1."""
+    given = dict.fromkeys(axes, 1)
+    for part in sizes.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in axes:
+            raise ValueError(f"--mesh {sizes}: there is no axis {axis!r}; use {', '.join(axes)}.")
+        if not size.isdecimal() or int(size) == 0:
+            raise ValueError(f"--mesh {sizes}: {axis} needs a size of at least 1, as in {axis}=2.")
+        given[axis] = int(size)
+    if math.prod(given.values()) != jax.device_count():
+        raise ValueError(
+            f"--mesh {sizes} has {math.prod(given.values())} devices, there are {jax.device_count()}; the product of the "
+            "sizes must be the number of devices."
+        )
+    return jax.make_mesh(tuple(given.values()), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def one_device(axes: tuple[str, ...]) -> Mesh:
+    """The smallest mesh: the same program without anything to send."""
+    return jax.make_mesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:1])
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--mesh", default="data=2,fsdp=2,tensor=2", help="sizes of its axes (default: %(default)s)")
+    add("--recipe", default="delayed", help="delayed, current, rowwise, blockwise, mxfp8, ... (default: %(default)s)")
+    add("--batch", type=int, default=16, help="windows of a step on all devices together (default: %(default)s)")
+    add("--steps", type=int, default=20, help="(default: %(default)s)")
+    add("--json", metavar="FILE", help="where to write the losses")
+
+
+def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
+    """Mesh and recipe; a mistake in the arguments ends the program with its name, its value and the cure."""
+    try:
+        mesh, recipe = make_mesh(given.mesh, AXES), fp8.recipes.get(given.recipe)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
+    if HEADS % mesh.shape["tensor"] or WIDTH % mesh.shape["fsdp"]:
+        parser.error(f"--mesh {given.mesh}: tensor must divide {HEADS} heads, and fsdp a width of {WIDTH}.")
+    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if given.batch < 1 or given.batch % parts:
+        parser.error(f"--batch {given.batch} cannot be split evenly over {parts} devices; give a multiple of {parts}.")
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps}: give at least 1.")
+    return mesh, recipe
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--compare", action="store_true", help="do the same run on one device too")
+    given = parser.parse_args(arguments)
+    return given, *check(parser, given)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    force_cpu_devices(8)
+    given, mesh, recipe = parse(arguments)
+    text = load_text(None).train
+    losses, compiled = train(mesh, recipe, batches(mesh, text, given.batch, given.steps))
+    runs = {"mesh": losses}
+    if given.compare:
+        one = one_device(AXES)
+        runs["one device"], _ = train(one, recipe, batches(one, text, given.batch, given.steps))
+
+    print("step", *(f"{name:>12}" for name in runs))
+    for step, row in enumerate(zip(*runs.values(), strict=True)):
+        print(f"{step:4d}", *(f"{loss:12.4f}" for loss in row))
+    print("\nwhat a device sends in one step:")
+    print(fp8.sharding.wire_report(compiled))
+    if given.json:
+        result = {"mesh": dict(mesh.shape), "recipe": given.recipe, "losses": losses}
+        result["one_device_losses"] = runs.get("one device")  # null without --compare
+        Path(given.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Examples run as users run them: in processes of their own, with this checkout's package."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def environment() -> dict[str, str]:
+    """On CPUs; as many devices as the example itself asks for, which is one by default."""
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    variables.pop("XLA_FLAGS", None)  # conftest's eight devices
+    return variables
+
+
+def command(script: str, *arguments: object) -> list[str]:
+    return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
+    """A new process."""
+    return subprocess.run(
+        command(script, *arguments), cwd=cwd, env=environment(), capture_output=True, text=True, check=False
+    )
+
+
+def run_together(script: str, *arguments: object, processes: int, cwd: Path, seconds: float) -> list[str]:
+    """Processes that find each other on a free port: what each of them wrote, once all are well done.
+
+    Raises:
+      AssertionError: if one fails or time is over, with what they wrote; none of them is left running.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    started, logs = [], [cwd / f"process{i}.log" for i in range(processes)]
+    deadline = time.monotonic() + seconds
+    try:
+        for i, log in enumerate(logs):
+            ours = "--coordinator", f"localhost:{port}", "--num-processes", processes, "--process-id", i
+            with log.open("w") as file:
+                started.append(
+                    subprocess.Popen(
+                        command(script, *ours, *arguments), cwd=cwd, env=environment(), stdout=file, stderr=file
+                    )
+                )
+        # One that fails leaves the others waiting for it.
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            if any(process.poll() not in (None, 0) for process in started):
+                break
+            time.sleep(0.1)
+    finally:
+        codes = [process.poll() for process in started]
+        for process in started:
+            process.kill()
+            process.wait()
+    written = [log.read_text() for log in logs]
+    assert codes == [0] * processes, f"exit codes {codes} (None: killed after {seconds} s)\n" + "\n".join(written)
+    return written

@@ -1,0 +1,120 @@
+"""The examples of a mesh, a pipeline and many processes show the losses of a run without them."""
+
+import importlib
+import json
+import re
+
+import numpy as np
+import pytest
+from launch import EXAMPLES, run, run_together
+
+pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
+pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
+
+STEPS = 3
+# Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then moves by 2^-4. What is
+# left of it in a mean over a thousand tokens; Adam's first steps make it grow.
+BF16_ROUNDING = 2e-3
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Output and results of train_sharded.py on eight devices."""
+    folder = tmp_path_factory.mktemp("sharded")
+    finished = run("train_sharded.py", "--steps", STEPS, "--json", "result.json", cwd=folder)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout, json.loads((folder / "result.json").read_text())
+
+
+def test_a_sharded_run_gathers_its_weights_as_bytes(sharded):
+    output, result = sharded
+    assert result["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert len(result["losses"]) == STEPS
+    assert result["losses"][-1] < result["losses"][0] - 0.5
+    for loss in result["losses"]:
+        assert f"{loss:.4f}" in output
+    gathered = re.findall(r"^all-gather +(\w+)", output, re.MULTILINE)
+    assert gathered == ["uint8"], output
+
+
+def test_two_processes_of_four_devices_show_the_losses_of_one_with_eight(sharded, tmp_path):
+    arguments = "--steps", STEPS, "--json", "result.json"
+    first, second = run_together("train_multihost.py", *arguments, processes=2, cwd=tmp_path, seconds=180)
+    assert "2 processes, 8 devices" in first
+    assert "loss" not in second  # one of them tells
+    losses = json.loads((tmp_path / "result.json").read_text())["losses"]
+    # Another library adds up what two processes exchange, in another order.
+    np.testing.assert_allclose(losses, sharded[1]["losses"], rtol=1e-5)
+
+
+def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
+    finished = run("train_pipeline.py", "--steps", 2, "--json", "result.json", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["mesh"] == {"pipe": 4, "data": 2}
+    ours, plain = result["pipeline"], result["one device"]
+    np.testing.assert_allclose(ours["losses"], plain["losses"], rtol=BF16_ROUNDING)
+    # An amax is one element, not a mean: roundings of bf16 that turn into those of FP8 move it by a tenth. A scale of all
+    # stages would be ten times that of the last.
+    np.testing.assert_allclose(ours["scales"], plain["scales"], rtol=0.3)
+    of_gradients = np.array(ours["scales"])[::2, 2]  # of each stage's first layer
+    assert np.all(of_gradients[:-1] > 1.3 * of_gradients[1:]), of_gradients
+    for stage in range(4):
+        assert re.search(rf"^ +{stage}( +\d\.\d+e-\d\d){{6}}$", finished.stdout, re.MULTILINE), finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("train_sharded", "--mesh data=2", "--mesh data=2 has 2 devices, there are 8; the product of the sizes"),
+        ("train_sharded", "--mesh model=8", "--mesh model=8: there is no axis 'model'; use data, fsdp, tensor."),
+        ("train_sharded", "--mesh data", "--mesh data: data needs a size of at least 1, as in data=2."),
+        ("train_sharded", "--mesh data=0", "--mesh data=0: data needs a size of at least 1"),
+        ("train_sharded", "--batch 6", "--batch 6 cannot be split evenly over 4 devices; give a multiple of 4."),
+        ("train_sharded", "--steps 0", "--steps 0: give at least 1."),
+        ("train_sharded", "--recipe fp4", "recipe 'fp4' is unknown"),
+        ("train_pipeline", "--mesh pipe=3", "--mesh pipe=3 has 3 devices, there are 8"),
+        ("train_pipeline", "--mesh fsdp=8", "--mesh fsdp=8: there is no axis 'fsdp'; use pipe, data."),
+        ("train_pipeline", "--mesh pipe=2,data=4", "--batch 2: give a multiple of data=4, over which it is split."),
+        ("train_pipeline", "--microbatches 0", "--microbatches 0: give at least 1"),
+    ],
+)
+def test_a_bad_argument_is_named_in_one_line(script, arguments, message, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(script).parse(arguments.split())
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert message in last, last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--num-processes 2", "Where JAX knows no cluster, give --coordinator, --num-processes and --process-id."),
+        ("--coordinator here", "--coordinator here: give HOST:PORT, a free port on the host of process 0."),
+    ],
+)
+def test_a_process_without_others_says_what_it_lacks(arguments, message, tmp_path):
+    finished = run("train_multihost.py", *arguments.split(), cwd=tmp_path)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path):
+    with pytest.raises(AssertionError, match="--mesh data=3 has 3 devices, there are 8"):
+        run_together("train_multihost.py", "--mesh", "data=3", processes=2, cwd=tmp_path, seconds=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise", "mxfp8"])
+def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
+    arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json"
+    finished = run("train_sharded.py", *arguments, "--compare", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    np.testing.assert_allclose(result["losses"], result["one_device_losses"], rtol=BF16_ROUNDING)
+    finished = run("train_pipeline.py", *arguments, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    np.testing.assert_allclose(result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING)

@@ -1,0 +1,159 @@
+"""Matmuls that do not fit a mesh are refused with the name, the value and the cure.
+
+Of specs and roles see tests/sharding, of collectives tests/comms.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hard_inputs import mentions
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8 as fp8
+from jaxfp8.linen import FP8Dense
+from jaxfp8.sharding import Shard
+
+CURRENT, DELAYED, MXFP8 = fp8.recipes.current(), fp8.recipes.delayed(), fp8.recipes.mxfp8()
+X, W, STATE = jnp.ones((32, 32)), jnp.ones((32, 32)), fp8.init_state(DELAYED)
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+FSDP = Shard(0, "fsdp")
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(kind,) * 2)
+
+
+def dot(x, w, **arguments):
+    return fp8.dot(x, w, **{"recipe": CURRENT, **arguments})
+
+
+def under(kind, function, *args):
+    """Whole arrays, given with their specs."""
+    with jax.set_mesh(mesh(KINDS[kind])):
+        args = [jax.device_put(value, NamedSharding(mesh(KINDS[kind]), spec)) for value, spec in args]
+        return jax.eval_shape(function, *args)
+
+
+def inside(function, specs, *args, types, out):
+    return jax.eval_shape(jax.shard_map(function, mesh=mesh(), in_specs=specs, out_specs=out, check_vma=types), *args)
+
+
+WHOLE = {
+    "uneven shards": (
+        lambda kind: under(kind, functools.partial(dot, rhs_shard=FSDP), (jnp.ones((32, 31)), P()), (jnp.ones((31, 32)), P())),
+        ("rhs_shard=Shard(axis=0, axis_name='fsdp')", "[31, 32]", "2 equal parts", "pad it to a multiple of 2"),
+    ),
+    "a shard that cuts a tile": (
+        lambda kind: under(kind, functools.partial(dot, recipe=MXFP8, rhs_shard=FSDP), (X, P()), (W, P("fsdp"))),
+        ("shards of 16 along axis 0", "PerBlock(tile=(32, 1))", "at multiples of 32"),
+    ),
+    "an axis that the mesh does not have": (
+        lambda kind: under(kind, functools.partial(dot, lhs_shard=Shard(0, "tensor")), (X, P()), (W, P())),
+        ("lhs_shard=Shard(axis=0, axis_name='tensor')", "no axis of the mesh here", "['data', 'fsdp']"),
+    ),
+    "a layer, an axis that the mesh does not have": (
+        lambda kind: under(kind, functools.partial(FP8Dense(32, rhs_shard=Shard(0, "fspd")).init, jax.random.key(0)), (X, P())),
+        ("rhs_shard=Shard(axis=0, axis_name='fspd')", "no axis of the mesh here", "['data', 'fsdp']"),
+    ),
+    "an axis that the array does not have": (
+        lambda kind: under(kind, functools.partial(dot, rhs_shard=Shard(2, "fsdp")), (X, P()), (W, P())),
+        ("rhs_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", WHOLE)
+def test_whole_arrays(case, kind):
+    call, parts = WHOLE[case]
+    with pytest.raises(ValueError, match=mentions(*parts)):
+        call(kind)
+
+
+EXPLICIT = {
+    "not split, by its type": (
+        lambda: under("explicit", functools.partial(dot, rhs_shard=FSDP), (X, P()), (W, P("data"))),
+        ("rhs_shard=Shard(axis=0, axis_name='fsdp')", "not split over 'fsdp'", "P('data', None)", "reshard the operand"),
+    ),
+    "tokens cut a tile of wgrad": (
+        lambda: under("explicit", jax.grad(lambda w, x: dot(x, w, recipe=MXFP8).sum()), (W, P()), (X, P("data"))),
+        ("an axis of 32", "split over 'data', 4 devices", "tiles of 32", "cut shards on the borders"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_what_types_of_an_explicit_mesh_tell(case):
+    call, parts = EXPLICIT[case]
+    with pytest.raises(ValueError, match=mentions(*parts)):
+        call()
+
+
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+@pytest.mark.parametrize("function", [jax.jit, lambda function: function], ids=["jit", "eager"])
+def test_a_missing_mesh(function, side):
+    call = function(functools.partial(dot, **{f"{side}_shard": FSDP}))
+    with pytest.raises(
+        ValueError, match=mentions(f"{side}_shard=Shard(", "none is set", "jax.set_mesh(mesh)", "shard_map")
+    ):
+        call(X, W)
+
+
+# Arguments of `dot`, specs of x and w, the error.
+INSIDE = {
+    "a shard that cuts a tile": (
+        {"recipe": MXFP8, "rhs_shard": FSDP}, (P("data"), P("fsdp")), ("shards of 16 along axis 0", "at multiples of 32"),
+    ),
+    "an axis that the mesh does not have": (
+        {"rhs_shard": Shard(0, "tensor")}, (P("data"), P("fsdp")), ("axis_name='tensor'", "['data', 'fsdp']"),
+    ),
+    "amaxes over an axis that the mesh does not have": (
+        {"reduce_axes": ("batch",)}, (P("data"), P()), ("reduce_axes=('batch',)", "no axes of the mesh", "'data', 'fsdp'"),
+    ),
+    # Types say so; without them what is gathered is twice as large as it should be, and the shapes do not fit.
+    "not split over that axis": ({"rhs_shard": FSDP}, (P("data"), P()), ("rhs_shard=Shard(axis=0, axis_name='fsdp')",)),
+    "split along another axis": (
+        {"rhs_shard": Shard(1, "fsdp")}, (P("data"), P("fsdp")), ("contracted axes", "[8, 32]", "[16, 64]"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("types", [True, False], ids=["types", "no types"])
+@pytest.mark.parametrize("case", INSIDE)
+def test_inside_shard_map(case, types):
+    arguments, specs, parts = INSIDE[case]
+    named = {} if types else {"reduce_axes": ("data", "fsdp")}
+    with pytest.raises(ValueError, match=mentions(*parts)):
+        inside(functools.partial(dot, **{**named, **arguments}), specs, X, W, types=types, out=P("data"))
+
+
+def step(w, state, x, **named):
+    loss = lambda w, state, x: jnp.sum(dot(x, w, recipe=DELAYED, state=state))
+    return fp8.value_and_grad(loss, **named)(w, state, x)[2]
+
+
+# Whether types tell, what is named, the error.
+REDUCED = {
+    "named where types tell": (True, {"reduce_axes": ("data",)}, ("reduce_axes=('data',)", "types tell", "Drop it")),
+    "no axis of the mesh": (
+        False,
+        {"reduce_axes": ("batch",)},
+        ("reduce_axes=('batch',)", "['batch'] are no axes", "fsdp"),
+    ),
+    "nobody tells": (
+        False,
+        {},
+        ("check_vma=False", "('data', 'fsdp')", "reduce_axes=(...)", "all but those of pipeline"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_amaxes_of_a_state(case):
+    types, named, parts = REDUCED[case]
+    with pytest.raises(ValueError, match=mentions(*parts)) as raised:
+        inside(functools.partial(step, **named), (P(), P(), P("data")), W, STATE, X, types=types, out=P())
+    assert types or raised.type is fp8.FP8StateError

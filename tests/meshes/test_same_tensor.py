@@ -1,0 +1,165 @@
+"""A tensor of real numbers, split in any way, is the same FP8 tensor: values and scales as each of its two matmuls reads them.
+
+They are read with the matrix 7 I, whose FP8 copy is exact in every recipe: a product with it is the tensor as that matmul
+reads it, values * scale * 7, one rounding and no sum.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from contracts.faces import RECIPES
+from hard_inputs import mentions
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from meshes.layouts import FAST, LAYOUTS, MODES, N, make_mesh
+
+import jaxfp8 as fp8
+from jaxfp8.sharding._amax import vary_as
+
+LAYOUT = LAYOUTS["tensor and sequence"]  # the mesh of 4 ('data') x 2 ('tensor') devices
+SPLIT = P("data", "tensor")
+# By the tensor that is read, the only one split both ways: specs of x, w and g, and the axes over which y, dx and dw are sums.
+PLACES = {
+    "x": ((SPLIT, P("tensor"), P("data")), ("tensor", None, "data")),
+    "w": ((P(None, "data"), SPLIT, P(None, "tensor")), ("data", "tensor", None)),
+    "g": ((P("data"), P(None, "tensor"), SPLIT), (None, "tensor", "data")),
+}
+PARTS = {0: 4, 1: 2}  # of the axes of that tensor
+
+
+class Reading(NamedTuple):
+    tensor: str
+    matmul: str
+    result: int  # which of y, dx and dw is 7 times the tensor,
+    transposed: bool
+    contracted: int  # and the axis of the tensor along which that matmul contracts
+
+
+READINGS = [
+    Reading("x", "fprop", 0, False, 1), Reading("x", "wgrad", 2, True, 0),
+    Reading("w", "fprop", 0, False, 0), Reading("w", "dgrad", 1, True, 1),
+    Reading("g", "dgrad", 1, False, 1), Reading("g", "wgrad", 2, False, 0),
+]  # fmt: skip
+# Where rows are split and each part has a scale of its own (README, Limits): inside shard_map, as far as types do not tell
+# that the amax belongs to others, too. They do where one operand of a product is split and the other is not, and where the
+# axes are named besides.
+OWN = {"types": [("x", "fprop"), ("w", "fprop")], "no types": [reading[:2] for reading in READINGS]}
+
+
+@functools.cache
+def tensor():
+    """[N, N], with another size in each row and column: every part has another amax than the whole."""
+    random = np.random.default_rng(1)
+    size = np.exp2(random.uniform(-3, 3, (N, 1)) + random.uniform(-3, 3, (1, N)))
+    return (random.standard_normal((N, N)) * size).astype(np.float32)
+
+
+def operands(name, value):
+    return [value if name == each else 7 * np.eye(N, dtype=np.float32) for each in ("x", "w", "g")]
+
+
+def products(recipe, x, w, g, **how):
+    """y = x @ w, and dx and dw for that g."""
+    state = fp8.init_state(recipe)
+    dot = functools.partial(fp8.dot, recipe=recipe, state=fp8.freeze(state) if recipe.rows else state, **how)
+    y, pull = jax.vjp(dot, x, w)
+    return y, *pull(vary_as(g, y))
+
+
+def inside(recipe, sums, *, types, named, x, w, g):
+    """Of one device; what is a sum over devices is added up by the user, unless types say so."""
+    results = products(recipe, x, w, g, **({"reduce_axes": ("data", "tensor")} if named else {}))
+    return tuple(
+        lax.psum(result, axis) if axis and not (types and i) else result
+        for i, (result, axis) in enumerate(zip(results, sums, strict=True))
+    )
+
+
+def on_mesh(recipe, mode, name):
+    specs, sums = PLACES[name]
+    mesh = make_mesh(LAYOUT, mode)
+    x, w, _ = specs
+    y = P(x[0], *w[1:])
+    step = functools.partial(products, recipe, **({"out_sharding": y} if mode == "explicit" else {}))
+    if "types" in mode:
+        types = mode.startswith("types")
+        local = functools.partial(inside, recipe, sums, types=types, named=mode != "types")
+        step = jax.shard_map(
+            lambda x, w, g: local(x=x, w=w, g=g), mesh=mesh, in_specs=specs, out_specs=(y, x, w), check_vma=types
+        )
+    arrays = jax.device_put(operands(name, tensor()), [jax.NamedSharding(mesh, spec) for spec in specs])
+    with jax.set_mesh(mesh):
+        return jax.device_get(jax.jit(step, compiler_options=FAST)(*arrays))
+
+
+@functools.cache
+def jitted(recipe):
+    return jax.jit(functools.partial(products, recipe), compiler_options=FAST)
+
+
+@functools.cache
+def on_one_device(recipe, name, axis=None, part=None):
+    """Of the tensor, or of one of its parts along an axis with zeros elsewhere."""
+    value = tensor()
+    if axis is not None:
+        inside = np.arange(N) * PARTS[axis] // N == part
+        value = np.where(np.expand_dims(inside, 1 - axis), value, 0)
+    return jitted(recipe)(*operands(name, value))
+
+
+def quantizer(recipe, reading):
+    matmul, is_lhs = getattr(recipe, reading.matmul), reading[:2] in (("x", "fprop"), ("g", "dgrad"), ("x", "wgrad"))
+    return matmul.lhs if is_lhs else matmul.rhs
+
+
+def expected(recipe, mode, reading):
+    if quantizer(recipe, reading).granularity == fp8.PerRow() and reading[:2] in OWN.get(mode, ()):
+        parts = range(PARTS[reading.contracted])
+        return sum(on_one_device(recipe, reading.tensor, reading.contracted, part)[reading.result] for part in parts)
+    return on_one_device(recipe, reading.tensor)[reading.result]
+
+
+QUICK = {("types", recipe) for recipe in ("delayed", "current", "rowwise", "blockwise", "mxfp8")}
+QUICK |= {("auto", "current"), ("explicit", "rowwise"), ("explicit", "blockwise"), ("types, axes", "rowwise")}
+QUICK |= {("no types", "current"), ("no types", "rowwise")}
+
+
+def cells():
+    for mode in MODES:
+        for recipe in RECIPES:
+            if mode.endswith("shards") or (mode == "types, axes" and RECIPES[recipe].rows):
+                continue  # nothing is gathered here; a state says it
+            if recipe not in ("delayed_pow2", "static", "identity"):  # the same amaxes as others, or none
+                quick = (mode, recipe) in QUICK
+                yield pytest.param(mode, recipe, id=f"{mode}-{recipe}", marks=() if quick else (pytest.mark.slow,))
+
+
+@pytest.mark.parametrize(("mode", "recipe"), list(cells()))
+def test_is_the_same_fp8_tensor(mode, recipe):
+    recipe, refused = RECIPES[recipe], (mode, recipe) == ("explicit", "blockwise_f32")
+    for name in PLACES:
+        if refused:
+            with pytest.raises(ValueError, match=mentions("an Explicit mesh splits over", "power_of_two=True")):
+                on_mesh(recipe, mode, name)
+            continue
+        results = on_mesh(recipe, mode, name)
+        for reading in READINGS:
+            if reading.tensor == name:
+                got, want = results[reading.result], expected(recipe, mode, reading)
+                np.testing.assert_array_equal(got, want, err_msg=str(reading))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
+def test_a_reading_is_the_quantized_tensor(recipe):
+    """So that the readings above are values * scale, and not, say, the tensor itself."""
+    for reading in READINGS:
+        how = quantizer(RECIPES[recipe], reading)
+        granularity = how.granularity.for_matmul((1 - reading.contracted,), 2)
+        rule = {field: getattr(how, field) for field in ("power_of_two", "scale_format") if hasattr(how, field)}
+        q = fp8.quantize(tensor(), how.format, granularity, **rule)
+        got = on_one_device(RECIPES[recipe], reading.tensor)[reading.result]
+        got = got.T if reading.transposed else got
+        np.testing.assert_allclose(got, 7 * np.float64(q.dequantize()), rtol=2**-23, err_msg=str(reading))
