@@ -10,6 +10,8 @@ BYTES |= {"f8e8m0fnu": 1, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
+GROUPS = re.compile(r"replica_groups=(.*?), (?:channel_id|use_global|to_apply|metadata)")
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 # What moves no byte.
 FREE = {
     "parameter",
@@ -53,6 +55,14 @@ class Instruction(NamedTuple):
     @property
     def is_kernel(self) -> bool:
         return self.op not in FREE | CONTAINERS
+
+
+class Maximum(NamedTuple):
+    """An all-reduce that takes a maximum: where it stands, which devices it joins, how often it runs."""
+
+    computation: str
+    groups: str
+    times: int
 
 
 class Program:
@@ -119,6 +129,19 @@ class Program:
         if instruction.op == "get-tuple-element":
             instruction = self.computations[computation][instruction.operands[0]]
         return [i for called in CALLED.findall(instruction.attributes) for i in self.computations[called].values()]
+
+    def maxima(self, computation: str, times: int = 1) -> list["Maximum"]:
+        """The all-reduces that take a maximum, those in loops and calls as often as they run."""
+        found = []
+        for instruction in self.computations[computation].values():
+            called = CALLED.findall(instruction.attributes)
+            if instruction.op in ("all-reduce", "all-reduce-start"):
+                if any(i.op == "maximum" for i in self.computations[called[0]].values()):
+                    found.append(Maximum(computation, GROUPS.search(instruction.attributes)[1], times))
+            elif instruction.op in CONTAINERS:
+                trips = int(TRIP_COUNT.search(instruction.attributes)[1]) if instruction.op == "while" else 1
+                found += [maximum for name in called for maximum in self.maxima(name, times * trips)]
+        return found
 
     def readers(self, computation: str, type: str) -> list[Instruction]:
         """The kernels that read the parameter of this type, `bf16[64,32]` for instance."""

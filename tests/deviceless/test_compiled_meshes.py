@@ -1,7 +1,5 @@
 """A dense layer on eight H200, data and tensor parallel: FP8 matmuls, and amaxes that cross the mesh together."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,21 +14,6 @@ import jaxfp8 as fp8
 pytestmark = pytest.mark.deviceless
 
 M, K, N = 1024, 512, 256
-
-
-def maxima(program, computation):
-    """The all-reduces that take a maximum, each by the groups of devices that it joins."""
-    found = []
-    for instruction in program.instructions(computation):
-        if instruction.op in ("all-reduce", "all-reduce-start"):
-            reducer = re.search(r"to_apply=%?([\w.\-]+)", instruction.attributes)[1]
-            if any(i.op == "maximum" for i in program.computations[reducer].values()):
-                found.append(
-                    re.search(
-                        r"replica_groups=(.*?), (?:channel_id|use_global|to_apply|metadata)", instruction.attributes
-                    )[1]
-                )
-    return found
 
 
 # Where x [M, K], w [K, N] and g [M, N] lie.
@@ -63,5 +46,5 @@ def test_parallel(name, layout, axis_type):
         assert not program.other_matmuls(part)
     if name == "delayed":
         # In the steady state no matmul waits for an amax, so that those of the same devices travel together.
-        found = maxima(program, program.branches()[0])
+        found = [maximum.groups for maximum in program.maxima(program.branches()[0])]
         assert len(found) == len(set(found)) == {"data": 1, "data and tensor": 3}[layout], found

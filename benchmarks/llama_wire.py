@@ -1,0 +1,122 @@
+"""What a train step of the layers of a Llama-3-70B sends between 8, 64 and 512 H200, in each recipe. Compiled, not run.
+
+    python benchmarks/llama_wire.py --json benchmarks/results/llama_wire.json
+
+No GPU is needed, but the wheels of jax[cuda13]. The model is tests/deviceless/llama.py, where tests assert these figures.
+"""
+
+import argparse
+import collections
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+# Before jax is imported, or they have no effect.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deviceless"))
+
+import llama
+from program import Program
+
+from jaxfp8.sharding import WireReport, wire_report
+
+MESHES = {8: (2, 4), 64: (8, 8), 512: (64, 8)}  # fsdp x tensor
+GIB = 2**30
+
+
+def by_dtype(report: WireReport) -> dict[str, int]:
+    """Bytes that one device sends in a step."""
+    sums = collections.Counter()
+    for transfer in report.transfers:
+        sums[transfer.dtype] += round(transfer.wire_bytes)
+    return dict(sums)
+
+
+def figures(name: str, fsdp: int, tensor: int, layers: int) -> dict[str, object]:
+    """The figures of one compiled step."""
+    start = time.perf_counter()
+    step = llama.compile_step(llama.RECIPES[name], fsdp, tensor, layers)
+    seconds = time.perf_counter() - start
+    report, program, memory = wire_report(step), Program(step.as_text()), step.memory_analysis()
+    maxima = program.maxima(program.parts()[0])  # of the steady state, in which no scale is unset
+    return {
+        "gpus": fsdp * tensor,
+        "recipe": name,
+        "gathered_bytes": {kind: by_dtype(of) for kind, of in llama.gathers(report, fsdp, tensor).items()},
+        "reduce_scatter_bytes": round(report.only(kind="reduce-scatter").wire_bytes),
+        "all_reduce_bytes": round(report.only(kind="all-reduce").wire_bytes),
+        "max_all_reduces": sum(maximum.times for maximum in maxima),
+        "max_all_reduce_instructions": len(maxima),
+        "arguments_gib": round(memory.argument_size_in_bytes / GIB, 2),
+        "temporary_gib": round(memory.temp_size_in_bytes / GIB, 2),
+        "compile_seconds": round(seconds, 1),
+    }
+
+
+def gathered(row: dict, *kinds: str) -> int:
+    return sum(sum(row["gathered_bytes"][kind].values()) for kind in kinds)
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: a line for each recipe, in its cells a figure for each mesh."""
+    meshes = list(dict.fromkeys(row["gpus"] for row in rows))
+    bf16 = {row["gpus"]: row for row in rows if row["recipe"] == "bf16"}
+    weights, everything = ("weights", "scales"), ("weights", "scales", "activations")
+    columns = {
+        "weights": lambda r: f"{gathered(r, *weights) / GIB:.1f}",
+        "to bf16": lambda r: f"{gathered(r, *weights) / gathered(bf16[r['gpus']], *weights):.2f}",
+        "all gathers": lambda r: f"{gathered(r, *everything) / GIB:.1f}",
+        "scattered": lambda r: f"{r['reduce_scatter_bytes'] / GIB:.1f}",
+        "all-reduced, MiB": lambda r: f"{r['all_reduce_bytes'] * 1024 / GIB:.2f}",
+        "max all-reduces": lambda r: f"{r['max_all_reduces']}",
+        "arguments": lambda r: f"{r['arguments_gib']:.1f}",
+        "temporaries": lambda r: f"{r['temporary_gib']:.1f}",
+    }
+    lines = [["recipe", *columns], ["---"] * (1 + len(columns))]
+    for name in dict.fromkeys(row["recipe"] for row in rows):
+        of = {row["gpus"]: row for row in rows if row["recipe"] == name}
+        cells = [[cell(of[gpus]) for gpus in meshes] for cell in columns.values()]
+        lines.append([name, *(same[0] if len(set(same)) == 1 else " / ".join(same) for same in cells)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", choices=MESHES, default=list(MESHES), help="(default: %(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=llama.LAYERS, help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    given = parser.parse_args()
+
+    rows = []
+    for gpus in given.gpus:
+        for name in llama.RECIPES:
+            rows.append(figures(name, *MESHES[gpus], given.layers))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    print(table(rows))
+
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin")
+    result = {
+        "command": " ".join(["python benchmarks/llama_wire.py", *sys.argv[1:]]),
+        "chip": "h200",
+        "meshes": {gpus: dict(zip(("fsdp", "tensor"), MESHES[gpus], strict=True)) for gpus in given.gpus},
+        "layers": given.layers,
+        "tokens_per_fsdp_shard": llama.TOKENS,
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
+        "python": platform.python_version(),
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "unit": "bytes that one device sends in a step",
+        "rows": rows,
+    }
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
