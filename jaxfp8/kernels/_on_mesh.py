@@ -62,7 +62,6 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array) -> tuple[Array, ...]:
 
 def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array) -> Kernel:
     """The kernel with what XLA has to know of it. An axis that tiles do not fit stays whole."""
-
     ndim = x.ndim
 
     def placed(mesh: Any, x: Any) -> NamedSharding:

@@ -12,7 +12,7 @@ References:
 """
 
 import inspect
-import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._typing import Array, Rounding
+from jaxfp8._typing import Array, Axes, Rounding
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
@@ -33,8 +33,10 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 T = 128
 Direction: TypeAlias = Literal["rows", "columns", "squares"]
-_DIRECTIONS: dict[tuple[int, ...], Direction] = {(1, T): "rows", (T, 1): "columns", (T, T): "squares"}
-_SWIZZLE = 128  # bytes of a row of shared memory among which banks are permuted, and of the inner side of a TMA box
+TILES: dict[Direction, tuple[int, int]] = {"rows": (1, T), "columns": (T, 1), "squares": (T, T)}
+# Bytes of the inner side of a TMA box, within which shared memory is permuted so that banks do not collide.
+_SWIZZLE = 128
+_ROWS = 64  # the least that four warps load together
 
 
 def quantize(
@@ -49,25 +51,23 @@ def quantize(
     """See `kernels.quantize._api.quantize`.
 
     Raises:
-      NotImplementedError: for what the kernel does not do: other granularities than 1x128, 128x1 and 128x128, E8M0 scales,
-        stochastic rounding, float64, axes that are no multiples of 128, jax before 0.11.
+      NotImplementedError: for other granularities than 1x128, 128x1 and 128x128, E8M0 scales, stochastic rounding, float64,
+        last axes that are no multiples of 128, meshes that are manual in part, jax before 0.11.
     """
     del key
     directions = tuple(_direction(granularity, x.ndim) for granularity in granularities)
     if "idx" in inspect.signature(plgpu.load).parameters:
-        raise NotImplementedError("jax before 0.11 does not load a transposed tile")
+        raise NotImplementedError("jax before 0.11 cannot load a transposed tile")
     if rule.scale_format is not None or rounding != "nearest" or x.dtype.itemsize > 4:
-        raise NotImplementedError(f"scales in {rule.scale_format}, rounding={rounding!r}, input in {x.dtype}")
+        raise NotImplementedError(f"scales in {rule.scale_format}, rounding={rounding!r}, {x.dtype}")
     if x.shape[-1] % T or x.shape[-2] % T or not x.size:
         raise NotImplementedError(f"shape {list(x.shape)}, whose last two axes are no multiples of {T}")
 
     def local(x: Array) -> tuple[Array, ...]:
-        return _shaped(
-            _kernel(math.prod(x.shape[:-1]), x.shape[-1], x.dtype, format, rule, directions)(_merged(x)), x, directions
-        )
+        merged = x.reshape(-1, x.shape[-1])
+        return _shaped(_kernel(*merged.shape, x.dtype, format, rule, directions)(merged), x.shape, directions)
 
-    tiles = {"rows": (1, T), "columns": (T, 1), "squares": (T, T)}
-    cells = tuple(cell for direction in directions for cell in ((1, 1), tiles[direction]))
+    cells = tuple(cell for direction in directions for cell in ((1, 1), TILES[direction]))
     results = on_mesh(local, (T, T), cells)(x)
     return tuple(
         QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
@@ -76,32 +76,32 @@ def quantize(
 
 
 def _direction(granularity: AbstractGranularity, ndim: int) -> Direction:
-    tile = granularity.along(ndim) if isinstance(granularity, PerBlock) else ()
-    if ndim < 2 or tile[-2:] not in _DIRECTIONS or set(tile[:-2]) - {1}:
-        raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
-    return _DIRECTIONS[tile[-2:]]
+    if isinstance(granularity, PerBlock) and ndim >= 2:
+        *lead, m, k = granularity.along(ndim)
+        for direction, tile in TILES.items():
+            if tile == (m, k) and set(lead) <= {1}:
+                return direction
+    raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
 
 
-def _merged(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _shaped(results: tuple[Array, ...], x: Array, directions: tuple[Direction, ...]) -> tuple[Array, ...]:
-    """What the kernel wrote, with the axes of x; turned by XLA, which then has nothing to move."""
-    *lead, m, k = x.shape
-    shapes = {"rows": (m, k // T), "columns": (m // T, k), "squares": (m // T, k // T)}
+def _shaped(results: Sequence[Array], shape: Axes, directions: Sequence[Direction]) -> tuple[Array, ...]:
+    """What the kernel wrote, with the axes of x. XLA turns nothing for that whose reader turns it back."""
+    *lead, m, k = shape
     shaped: list[Array] = []
     for direction, values, scale in zip(directions, results[::2], results[1::2], strict=True):
-        if direction == "columns":
-            values = values.T
-        else:  # [K / T, M]
-            scale = scale.T
-        shaped += [values.reshape(x.shape), scale.reshape(*lead, *shapes[direction])]
+        down, across = TILES[direction]
+        values, scale = (values.T, scale) if direction == "columns" else (values, scale.T)
+        shaped += [values.reshape(shape), scale.reshape(*lead, m // down, k // across)]
     return tuple(shaped)
 
 
-def _kernel(m: int, k: int, dtype: Any, format: Format, rule: ScaleRule, directions: tuple[Direction, ...]) -> Any:
-    """The kernel for x [M, K]: for each direction values [M, K] or [K, M], scales [K/T, M], [M/T, K] or [K/T, M/T]."""
+def _kernel(
+    m: int, k: int, dtype: Any, format: Format, rule: ScaleRule, directions: Sequence[Direction]
+) -> Callable[[Array], Sequence[Array]]:
+    """The kernel for x [M, K], which gives values and scales of each direction, scales in float32.
+
+    rows: [M, K], [K/T, M]. columns: [K, M], [M/T, K]. squares: [M, K], [K/T, M/T].
+    """
 
     def body(x: Any, *refs: Any) -> None:
         results, (tile, arrived, *staged) = refs[: 2 * len(directions)], refs[2 * len(directions) :]
@@ -109,33 +109,31 @@ def _kernel(m: int, k: int, dtype: Any, format: Format, rule: ScaleRule, directi
         rows, columns = pl.ds(i * T, T), pl.ds(j * T, T)
         plgpu.copy_gmem_to_smem(x.at[rows, columns], tile, arrived)
         plgpu.barrier_wait(arrived)
-        for direction, values, scale, scale_out in zip(
-            directions, staged[::2], staged[1::2], results[1::2], strict=True
-        ):
-            source = tile.transpose((1, 0)) if direction == "columns" else tile
-            square = direction == "squares"
-            values[...], scales = _tile(plgpu.load(source, layout=plgpu.Layout.WGMMA), format, rule, square=square)
-            if square:
-                scale_out[j, i] = jnp.max(scales)
-            else:
-                scale[...] = scales
-            plgpu.commit_smem()
         for n, direction in enumerate(directions):
-            turned = direction == "columns"
-            plgpu.copy_smem_to_gmem(staged[2 * n], results[2 * n].at[(columns, rows) if turned else (rows, columns)])
+            (values_out, scale_out), (values, scale) = results[2 * n : 2 * n + 2], staged[2 * n : 2 * n + 2]
+            source = tile.transpose((1, 0)) if direction == "columns" else tile
+            # In parts, or a thread would hold more values than it has registers; a square has one amax for all of them.
+            part = T if direction == "squares" else _ROWS
+            for first in range(0, T, part):
+                taken = pl.ds(first, part)
+                x = plgpu.load(source.at[taken], layout=plgpu.Layout.WGMMA)
+                values[taken], scales = _tile(x, format, rule, square=direction == "squares")
+                if direction == "squares":
+                    scale_out[j, i] = jnp.max(scales)
+                else:
+                    scale[taken] = scales
+            plgpu.commit_smem()  # so that TMA sees what threads stored
+            across = direction == "columns"
+            plgpu.copy_smem_to_gmem(values, values_out.at[(columns, rows) if across else (rows, columns)])
             if direction != "squares":
-                plgpu.copy_smem_to_gmem(staged[2 * n + 1], results[2 * n + 1].at[(i, columns) if turned else (j, rows)])
+                plgpu.copy_smem_to_gmem(scale, scale_out.at[(i, columns) if across else (j, rows)])
         plgpu.wait_smem_to_gmem(0)
 
     out_type, staging = [], []
     for direction in directions:
-        turned = direction == "columns"
-        out_type += [
-            jax.ShapeDtypeStruct((k, m) if turned else (m, k), format.dtype),
-            jax.ShapeDtypeStruct(
-                (m // T, k) if turned else (k // T, m if direction == "rows" else m // T), jnp.float32
-            ),
-        ]
+        shape = (k, m) if direction == "columns" else (m, k)
+        scales = {"rows": (k // T, m), "columns": (m // T, k), "squares": (k // T, m // T)}[direction]
+        out_type += [jax.ShapeDtypeStruct(shape, format.dtype), jax.ShapeDtypeStruct(scales, jnp.float32)]
         staging += [_shared(format.dtype), plgpu.SMEM((T,), jnp.float32)]
     return plgpu.kernel(
         body, out_type=out_type, scratch_types=[_shared(dtype), plgpu.Barrier(), *staging],
@@ -144,13 +142,13 @@ def _kernel(m: int, k: int, dtype: Any, format: Format, rule: ScaleRule, directi
 
 
 def _shared(dtype: Any) -> Any:
-    """A tile in shared memory, laid out so that rows and columns are read without bank conflicts."""
+    """A tile in shared memory, as TMA writes it and `ldmatrix` reads it, by rows or by columns."""
     inner = _SWIZZLE // jnp.dtype(dtype).itemsize
     return plgpu.SMEM((T, T), dtype, transforms=(plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(_SWIZZLE)))
 
 
 def _tile(x: Array, format: Format, rule: ScaleRule, *, square: bool) -> tuple[Array, Array]:
-    """A tile [T, T] in FP8, scaled row by row or as a whole, and its scales [T]."""
+    """Rows [R, T] in FP8, scaled row by row or as a whole, and their scales [R]."""
     x = x.astype(jnp.float32)
     largest = jnp.max(magnitude(x), axis=1)
     if square:
