@@ -64,8 +64,9 @@ def quantize(
         raise NotImplementedError(f"shape {list(x.shape)}, whose last two axes are no multiples of {T}")
 
     def local(x: Array) -> tuple[Array, ...]:
-        merged = x.reshape(-1, x.shape[-1])
-        return _shaped(_kernel(*merged.shape, x.dtype, format, rule, directions)(merged), x.shape, directions)
+        m, k = x.size // x.shape[-1], x.shape[-1]
+        results = _kernel(m, k, x.dtype, format, rule, directions)(x.reshape(m, k))
+        return _shaped(results, x.shape, directions)
 
     cells = tuple(cell for direction in directions for cell in ((1, 1), TILES[direction]))
     results = on_mesh(local, (T, T), cells)(x)
@@ -116,7 +117,7 @@ def _kernel(
             part = T if direction == "squares" else _ROWS
             for first in range(0, T, part):
                 taken = pl.ds(first, part)
-                x = plgpu.load(source.at[taken], layout=plgpu.Layout.WGMMA)
+                x = plgpu.load(source.at[taken], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # of jax before 0.11
                 values[taken], scales = _tile(x, format, rule, square=direction == "squares")
                 if direction == "squares":
                     scale_out[j, i] = jnp.max(scales)
