@@ -7,6 +7,18 @@ from jaxfp8.numerics._float32 import to_float32
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 
+def magnitude(x: Array) -> Array:
+    """`|x|`, [...], with inf for NaN, so that no maximum loses it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> magnitude(jnp.array([-2.0, jnp.nan]))
+      Array([ 2., inf], dtype=float32)
+    """
+    largest = jnp.abs(x)
+    return jnp.where(largest != largest, jnp.array(jnp.inf, x.dtype), largest)
+
+
 def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """`max |x|` over each scale cell, float32; inf if the cell holds an inf or a NaN; 0 for an empty cell.
 
@@ -27,6 +39,4 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
       Array([[3.],
              [2.]], dtype=float32)
     """
-    magnitude = jnp.abs(x)
-    magnitude = jnp.where(jnp.isnan(magnitude), jnp.array(jnp.inf, x.dtype), magnitude)
-    return to_float32(granularity.maximum(magnitude))
+    return to_float32(granularity.maximum(magnitude(x)))

@@ -58,9 +58,9 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     quotient = quotient + missing
     remainder = remainder - missing * bottom
     # To nearest; a tie would take a 25-bit odd divisor of `top`, which has 24 bits.
-    quotient = quotient + (2 * remainder > bottom).astype(jnp.int32)
+    quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
 
-    power = int(top_exponent) + exponent - bottom_exponent - (~at_least_1).astype(jnp.int32)
+    power = int(top_exponent) + exponent - bottom_exponent - jnp.where(at_least_1, 0, 1)
     # The leading bit of the quotient, or a carry to 2^24, adds itself to the exponent.
     biased = jnp.clip(power + 126, -1, 253)
     return lax.bitcast_convert_type(jnp.clip((biased << 23) + quotient, 1 << 23, 253 << 23), jnp.float32)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxfp8._typing import Array
 
@@ -9,6 +10,17 @@ TINY = float(np.finfo(np.float32).tiny)
 """2^-126, the smallest normal float32. CPUs and GPUs flush what lies below, not consistently; so it counts as zero."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest float32."""
+
+
+def is_finite(x: Array) -> Array:
+    """`jnp.isfinite`, of operations that every kernel language has.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> is_finite(jnp.array([1.0, jnp.inf, jnp.nan]))
+      Array([ True, False, False], dtype=bool)
+    """
+    return jnp.abs(x) < jnp.inf
 
 
 def to_float32(x: Array) -> Array:
@@ -22,6 +34,8 @@ def to_float32(x: Array) -> Array:
       Array([ 0., -2.], dtype=float32)
     """
     if x.dtype == jnp.float64:
-        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), x)
+        x = jnp.where(is_finite(x), jnp.clip(x, -LARGEST, LARGEST), x)
     x = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(x) < TINY, jnp.copysign(jnp.zeros_like(x), x), x)
+    # Bits and not jnp.copysign, which kernel languages lack.
+    sign = lax.bitcast_convert_type(x, jnp.int32) & -(2**31)
+    return jnp.where(jnp.abs(x) < TINY, lax.bitcast_convert_type(sign, jnp.float32), x)

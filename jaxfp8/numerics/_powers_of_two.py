@@ -44,7 +44,7 @@ def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent = (bits >> 23) - _BIAS - format.max_exponent
-    return exponent + ((bits & _MANTISSA) > _LARGEST_MANTISSA).astype(jnp.int32) if rounding == "rceil" else exponent
+    return exponent + jnp.where((bits & _MANTISSA) > _LARGEST_MANTISSA, 1, 0) if rounding == "rceil" else exponent
 
 
 def to_e8m0(exponent: Array, nan: Array) -> Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.numerics._float32 import to_float32
+from jaxfp8.numerics._float32 import is_finite, to_float32
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._powers_of_two import power_of_two
 
@@ -45,7 +45,7 @@ def saturating_cast(
     scaled = jnp.clip(x * multiplier, -format.max, format.max)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    return jnp.where(jnp.isfinite(x), scaled, jnp.nan).astype(format.dtype)
+    return jnp.where(is_finite(x), scaled, jnp.nan).astype(format.dtype)
 
 
 def _stochastic(v: Array, format: Format, key: Array) -> Array:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxfp8._typing import Array
 from jaxfp8.numerics import _powers_of_two as powers
 from jaxfp8.numerics._division import divide
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._float32 import TINY, is_finite
 from jaxfp8.numerics._formats import Format
 
 
@@ -21,7 +21,7 @@ def is_usable(amax: Array) -> Array:
       >>> is_usable(jnp.array([0.0, 1.0, jnp.inf]))
       Array([False,  True, False], dtype=bool)
     """
-    return jnp.isfinite(amax) & (amax >= TINY)
+    return is_finite(amax) & (amax >= TINY)
 
 
 def encoding_multiplier(amax: Array, format: Format, *, margin: int = 0, power_of_two: bool = False) -> Array:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, ScaleRounding
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._float32 import TINY, is_finite
 from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._powers_of_two import power_of_two, scale_exponent, to_e8m0
 from jaxfp8.numerics._scale import encoding_multiplier, inverse
@@ -56,7 +56,7 @@ class ScaleRule:
         if self.scale_format is None:
             multiplier = encoding_multiplier(amax, format, power_of_two=self.power_of_two)
             return multiplier, inverse(multiplier, power_of_two=self.power_of_two)
-        finite = jnp.isfinite(amax)
+        finite = is_finite(amax)
         # Zero, or what counts as zero, takes the smallest scale there is.
         exponent = jnp.where(amax >= TINY, scale_exponent(amax, format, self.scale_rounding), -127)
         exponent = jnp.clip(jnp.where(finite, exponent, 0), -127, 127)

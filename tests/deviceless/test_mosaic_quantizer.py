@@ -1,0 +1,123 @@
+"""The Mosaic quantizer, compiled for a GPU that is not there: nothing spilled, x read once, nothing gathered."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from targets import topology
+
+import jaxfp8 as fp8
+from jaxfp8.sharding import wire_report
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+]
+
+ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
+BOTH = (ROWS, COLUMNS)
+SHAPE = 1024, 2048
+
+
+def compile_on(mesh, spec, granularities, dtype=jnp.bfloat16, *, power_of_two=True, inside=False, shape=SHAPE):
+    def run(x):
+        return fp8.quantize(x, fp8.E4M3, granularities, power_of_two=power_of_two, implementation="mosaic")
+
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        if inside:
+            run = jax.shard_map(run, in_specs=spec, out_specs=spec)
+        return jax.jit(run).lower(x).compile()
+
+
+def one(chip):
+    return Mesh(np.array(topology(chip).devices), ("d",), axis_types=(AxisType.Auto,))
+
+
+def compiled_code(folder, chip, granularities, dtype, power_of_two, m=256):
+    """What ptxas said of the kernel, and its PTX. A kernel that this process compiled before is not dumped: m is its own."""
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    try:
+        compile_on(one(chip), P(), granularities, dtype, power_of_two=power_of_two, shape=(m, 256))
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_TO"]
+    (log,), (code,) = Path(folder).glob("*.ptxas"), Path(folder).glob("*.ptx")
+    return log.read_text(), code.read_text()
+
+
+def check(log, code, granularities):
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert set(spills) == {("0", "0")}, log
+    # A block of threads brings its tile in once, and nothing else comes from global memory.
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global", code)) == 1
+    assert "ld.global" not in code
+    # Values go out once in each direction; scales too, that of a square from one thread.
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", code)) == len(granularities)
+    lines = sum(granularity != SQUARES for granularity in granularities)
+    assert len(re.findall(r"cp\.async\.bulk\.global\.shared", code)) == lines
+    assert len(re.findall(r"st\.global", code)) == len(granularities) - lines
+
+
+CASES = [
+    (granularities, dtype, power_of_two)
+    for granularities in (BOTH, (SQUARES,))
+    for dtype in (jnp.bfloat16, jnp.float32)
+    for power_of_two in (True, False)
+]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_reads_once_and_spills_nothing(index, tmp_path):
+    check(*compiled_code(tmp_path, "h200", *CASES[index], m=128 * (2 + index)), CASES[index][0])
+
+
+def test_on_a_b200(tmp_path):
+    """In a process of its own: Mosaic takes the chip of the first kernel for that of all."""
+    script = "import test_mosaic_quantizer as t; print(*t.compiled_code({!r}, 'b200', *t.CASES[0]), sep='\\f')"
+    finished = subprocess.run(
+        [sys.executable, "-c", script.format(str(tmp_path))], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    log, code = finished.stdout.split("\f")
+    assert "sm_100a" in code
+    check(log, code, CASES[0][0])
+
+
+LAYOUTS = [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))]
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["auto", "explicit", "shard_map"])
+def test_nothing_is_gathered(kind, spec):
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = Mesh(np.array(topology("h200", "1x1x8").devices).reshape(4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    compiled = compile_on(mesh, spec, BOTH, inside=kind == "shard_map")
+    assert not wire_report(compiled).transfers, wire_report(compiled)
+    lie = NamedSharding(mesh, spec)
+    for leaf, sharding in zip(
+        jax.tree.leaves(compiled.out_info), jax.tree.leaves(compiled.output_shardings), strict=True
+    ):
+        assert sharding.is_equivalent_to(lie, 2), (leaf.shape, sharding)
+
+
+def test_a_part_that_cuts_tiles_is_whole_in_an_auto_mesh_and_refused_by_an_explicit_one():
+    shape = 8 * 128, 3 * 128
+    auto, explicit = (
+        Mesh(np.array(topology("h200", "1x1x8").devices).reshape(4, 2), ("a", "b"), axis_types=(kind,) * 2)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    )
+    report = wire_report(compile_on(auto, P("a", "b"), BOTH, shape=shape))
+    assert {t.kind for t in report.transfers} == {"all-gather"}
+    with pytest.raises(NotImplementedError, match="cuts tiles of 128"):
+        compile_on(explicit, P("a", "b"), BOTH, shape=shape)
