@@ -83,7 +83,7 @@ def test_reads_once_and_spills_nothing(index, tmp_path):
 
 def test_on_a_b200(tmp_path):
     """In a process of its own: Mosaic takes the chip of the first kernel for that of all."""
-    script = "import test_mosaic_quantizer as t; print(*t.compiled_code({!r}, 'b200', *t.CASES[0]), sep='\\f')"
+    script = "import test_compiled_quantizer as t; print(*t.compiled_code({!r}, 'b200', *t.CASES[0]), sep='\\f')"
     finished = subprocess.run(
         [sys.executable, "-c", script.format(str(tmp_path))], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, check=False,
