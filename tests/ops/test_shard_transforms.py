@@ -45,7 +45,8 @@ def unrolled(layer):
 TRANSFORMS = {"scan": scan, "remat": remat, "vmap": experts, "unrolled": unrolled}
 QUICK = [("scan", "mxfp8", AxisType.Explicit), ("vmap", "rowwise", AxisType.Explicit)]
 SLOW = [
-    ("remat", "delayed", AxisType.Auto), ("scan", "delayed", AxisType.Auto), ("scan", "rowwise", AxisType.Explicit), ("remat", "mxfp8", AxisType.Explicit),
+    ("remat", "delayed", AxisType.Auto), ("scan", "delayed", AxisType.Auto),
+    ("scan", "rowwise", AxisType.Explicit), ("remat", "mxfp8", AxisType.Explicit),
     ("vmap", "delayed", AxisType.Auto), ("vmap", "mxfp8", AxisType.Auto), ("unrolled", "delayed", AxisType.Explicit),
     ("unrolled", "mxfp8", AxisType.Auto),
 ]  # fmt: skip
