@@ -24,7 +24,7 @@ class KernelPart(nn.Module):
     @nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any) -> Any:
         """As in `flax.linen.Module`."""
-        if name == "kernel" and self.rhs_shard is not None and self.rhs_shard.axis_name in manual_axes():
+        if name == "kernel" and self.rhs_shard is not None and set(self.rhs_shard.axis_names) <= set(manual_axes()):
             init_fn = _part_of(init_fn, self.rhs_shard)
         return super().param(name, init_fn, *init_args, **arguments)
 
@@ -33,8 +33,8 @@ def _part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTr
     """The part of this device of what `init_fn` makes, so that every device has a part of the same kernel."""
 
     def part(kernel: Array) -> Array:
-        axis, devices = shard.axis % kernel.ndim, lax.axis_size(shard.axis_name)
+        axis, devices = shard.axis % kernel.ndim, lax.axis_size(shard.axis_names)
         size = kernel.shape[axis] // devices
-        return lax.dynamic_slice_in_dim(kernel, lax.axis_index(shard.axis_name) * size, size, axis)
+        return lax.dynamic_slice_in_dim(kernel, lax.axis_index(shard.axis_names) * size, size, axis)
 
     return lambda *arguments, **options: jax.tree.map(part, init_fn(*arguments, **options))

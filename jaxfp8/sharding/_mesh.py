@@ -82,15 +82,15 @@ class MeshRoles:
             raise ValueError(f"entries {entries} split two array axes over the mesh axes {twice}.")
         return jax.P(*(group if len(group) > 1 else group[0] if group else None for group in axes))
 
-    def shard(self, axis: int, role: Role) -> Shard | None:
-        """For `lhs_shard=` and `rhs_shard=`: the operand is split along an array axis; None if no mesh axis plays the role.
+    def shard(self, axis: int, *roles: Role) -> Shard | None:
+        """For `lhs_shard=` and `rhs_shard=`: the operand is split along an array axis; None if no mesh axis plays the roles.
 
         Example:
           >>> MeshRoles(fsdp="fsdp").shard(0, "fsdp")
           Shard(axis=0, axis_name='fsdp')
         """
-        name = self.axis(role)
-        return None if name is None else Shard(axis, name)
+        (entry,) = self.spec(roles)
+        return None if entry is None else Shard(axis, entry)
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:

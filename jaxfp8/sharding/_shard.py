@@ -7,6 +7,7 @@ first it could gather what is cast, at twice the bytes.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,22 +30,29 @@ class Shard:
 
     Attributes:
       axis: of the array, along which it is split.
-      axis_name: of the mesh, over which it is split.
+      axis_name: of the mesh, over which it is split; or several, the first one outermost, as in `jax.P`.
 
     Example:
       >>> Shard(0, "fsdp")  # fully sharded data parallelism: rows of w
       Shard(axis=0, axis_name='fsdp')
+      >>> Shard(0, ("data", "fsdp")).axis_names
+      ('data', 'fsdp')
     """
 
     axis: int
-    axis_name: str
+    axis_name: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if type(self.axis) is not int or not isinstance(self.axis_name, str):
+        names = self.axis_names if isinstance(self.axis_name, str | tuple) else ()
+        if type(self.axis) is not int or not names or not all(isinstance(name, str) for name in names):
             raise TypeError(
                 f"axis={self.axis!r}, axis_name={self.axis_name!r} must be an axis of the array and the name of a mesh axis: "
                 'Shard(0, "fsdp").'
             )
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,26 +61,26 @@ class PlacedShard:
 
     Attributes:
       axis: of the array, not negative.
-      axis_name: of the mesh.
+      axis_names: of the mesh, all of one kind.
       mesh: where the call is traced.
     """
 
     axis: int
-    axis_name: str
+    axis_names: tuple[str, ...]
     mesh: jax.sharding.AbstractMesh
 
     @property
     def kind(self) -> AxisType:
-        return dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))[self.axis_name]
+        return kinds_of(self.mesh)[self.axis_names[0]]
 
     @property
     def devices(self) -> int:
-        return self.mesh.shape[self.axis_name]
+        return math.prod(self.mesh.shape[name] for name in self.axis_names)
 
     @property
     def manual_axes(self) -> frozenset[str]:
         """Those over which the array here is one part of several: inside `jax.shard_map` only."""
-        return frozenset({self.axis_name} if self.kind == AxisType.Manual else ())
+        return frozenset(self.axis_names if self.kind == AxisType.Manual else ())
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the whole of an array [...] here."""
@@ -87,22 +95,22 @@ class PlacedShard:
     def gather(self, x: Array) -> Array:
         """The whole of x."""
         if self.kind == AxisType.Manual:
-            return in_bytes(lambda x: lax.all_gather(x, self.axis_name, axis=self.axis, tiled=True), x)
+            return in_bytes(lambda x: lax.all_gather(x, self.axis_names, axis=self.axis, tiled=True), x)
         if self.kind == AxisType.Explicit:
-            whole = NamedSharding(self.mesh, _without(jax.typeof(x).sharding.spec, self.axis, self.axis_name))
+            whole = NamedSharding(self.mesh, _without(jax.typeof(x).sharding.spec, self.axis, self.axis_names))
             return in_bytes(lambda x: jax.sharding.reshard(x, whole), x)
-        split, whole = (self._constraint(x.ndim, entry) for entry in (self.axis_name, None))
+        split, whole = (self._constraint(x.ndim, entry) for entry in (self.axis_names, None))
         return in_bytes(lambda x: lax.with_sharding_constraint(lax.with_sharding_constraint(x, split), whole), x)
 
     def scatter(self, product: Array) -> Array:
         """What this device keeps of the sum of a gradient over the mesh axis."""
         if self.kind == AxisType.Manual:
-            return lax.psum_scatter(product, self.axis_name, scatter_dimension=self.axis, tiled=True)
+            return lax.psum_scatter(product, self.axis_names, scatter_dimension=self.axis, tiled=True)
         if self.kind == AxisType.Explicit:
             return product  # its type says it already
-        return lax.with_sharding_constraint(product, self._constraint(product.ndim, self.axis_name))
+        return lax.with_sharding_constraint(product, self._constraint(product.ndim, self.axis_names))
 
-    def _constraint(self, ndim: int, entry: str | None) -> NamedSharding:
+    def _constraint(self, ndim: int, entry: tuple[str, ...] | None) -> NamedSharding:
         spec: list[Any] = [jax.P.UNCONSTRAINED] * ndim
         spec[self.axis] = entry
         return NamedSharding(self.mesh, jax.P(*spec))
@@ -131,13 +139,16 @@ def place(name: str, x: Array, shard: Shard) -> PlacedShard:
         raise ValueError(
             f"{given} needs a mesh, and none is set: call it under jax.set_mesh(mesh), or inside jax.shard_map."
         )
-    if shard.axis_name not in mesh.axis_names:
+    kinds = kinds_of(mesh)
+    if not set(shard.axis_names) <= set(kinds):
         raise ValueError(f"{given} names no axis of the mesh here, which has {list(mesh.axis_names)}.")
-    placed = PlacedShard(axis=shard.axis % x.ndim, axis_name=shard.axis_name, mesh=mesh)
+    if len({kinds[axis] for axis in shard.axis_names}) > 1:
+        raise ValueError(f"{given} names mesh axes of several kinds: {kinds}; gather over one kind of them at a time.")
+    placed = PlacedShard(axis=shard.axis % x.ndim, axis_names=shard.axis_names, mesh=mesh)
     if placed.kind == AxisType.Manual:
-        if types_tell() and placed.axis_name not in varying(x):
+        if types_tell() and (same := sorted(set(placed.axis_names) - varying(x))):
             raise ValueError(
-                f"{given}: by its type every device along {placed.axis_name!r} has the same {name}, which is then no part of a "
+                f"{given}: by its type every device along {same} has the same {name}, which is then no part of a "
                 "whole; split it in in_specs of shard_map, or leave the shard out."
             )
         return placed
@@ -147,7 +158,7 @@ def place(name: str, x: Array, shard: Shard) -> PlacedShard:
             f"to a multiple of {placed.devices}."
         )
     if placed.kind == AxisType.Explicit:
-        _without(jax.typeof(x).sharding.spec, placed.axis, placed.axis_name, given)
+        _without(jax.typeof(x).sharding.spec, placed.axis, placed.axis_names, given)
     return placed
 
 
@@ -162,19 +173,23 @@ def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
     return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
-def _without(spec: jax.P, axis: int, axis_name: str, given: str = "") -> jax.P:
-    """A spec in which an array axis is no longer split over a mesh axis.
+def kinds_of(mesh: jax.sharding.AbstractMesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _without(spec: jax.P, axis: int, axis_names: tuple[str, ...], given: str = "") -> jax.P:
+    """A spec in which an array axis is no longer split over mesh axes.
 
     Raises:
       ValueError: if it is not.
     """
     entries = list(spec)
     names = entries[axis] if isinstance(entries[axis], tuple) else (entries[axis],)
-    if axis_name not in names:
+    if missing := [name for name in axis_names if name not in names]:
         raise ValueError(
-            f"{given}: axis {axis} is not split over {axis_name!r}, by its type {spec}; reshard the operand so, or leave the "
+            f"{given}: axis {axis} is not split over {missing}, by its type {spec}; reshard the operand so, or leave the "
             "shard out."
         )
-    rest = tuple(name for name in names if name != axis_name)
+    rest = tuple(name for name in names if name not in axis_names)
     entries[axis] = rest if len(rest) > 1 else rest[0] if rest else None
     return jax.P(*entries)

@@ -81,3 +81,28 @@ def test_without_jit(kind):
     with jax.set_mesh(mesh):
         y = fp8.dot(x, w, recipe=RECIPES["mxfp8"], rhs_shard=Shard(0, "fsdp"))
     np.testing.assert_array_equal(y, fp8.dot(X, W[0], recipe=RECIPES["mxfp8"]))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
+def test_over_two_mesh_axes(kind):
+    recipe, axes = fp8.recipes.current(), ("data", "fsdp")
+
+    def run(shard):
+        return lambda w, x: fp8.value_and_grad(
+            lambda w, _: jnp.sum(fp8.dot(x, w, recipe=recipe, rhs_shard=shard, reduce_axes=axes) ** 2)
+        )(w, ())[:2]
+
+    want = jax.jit(run(None))(W[0], X)
+    mesh = jax.make_mesh(
+        (2, 2), axes, axis_types=(AxisType.Explicit if kind == AxisType.Explicit else AxisType.Auto,) * 2
+    )
+    step, lie = run(Shard(0, axes)), NamedSharding(mesh, P(axes))
+    if kind == AxisType.Manual:
+        local = lambda w, x: jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.lax.psum(leaf, axes), step(w, x))
+        inside = jax.shard_map(local, mesh=mesh, in_specs=lie.spec, out_specs=(P(), lie.spec))
+        got = jax.jit(inside)(W[0], X)
+    else:
+        with jax.set_mesh(mesh):
+            got = jax.jit(step)(*jax.device_put((W[0], X), lie))
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(theirs))))
