@@ -76,7 +76,7 @@ def test_whole_arrays(case, kind):
 EXPLICIT = {
     "not split, by its type": (
         lambda: under("explicit", functools.partial(dot, rhs_shard=FSDP), (X, P()), (W, P("data"))),
-        ("rhs_shard=Shard(axis=0, axis_name='fsdp')", "not split over 'fsdp'", "P('data', None)", "reshard the operand"),
+        ("rhs_shard=Shard(axis=0, axis_name='fsdp')", "not split over ['fsdp']", "P('data', None)", "reshard the operand"),
     ),
     "tokens cut a tile of wgrad": (
         lambda: under("explicit", jax.grad(lambda w, x: dot(x, w, recipe=MXFP8).sum()), (W, P()), (X, P("data"))),
