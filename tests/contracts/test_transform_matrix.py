@@ -39,7 +39,10 @@ CUTTING = {"shard_map_outside_vma", "shard_map_outside_no_vma"}
 REFUSED = {"explicit_data", "explicit_data_tensor", "explicit_scan", "explicit_experts"}
 LAYER_RECIPES = ("delayed", "rowwise")  # with state and without
 # What differs from another recipe in its scales only, and layers, which hand their recipe and state on: one row of each kind.
-FEW = {(recipe, "core") for recipe in ("delayed_pow2", "mxfp8", "mxfp8_2d", "blockwise_f32", "static", "identity")}
+FEW = {
+    (recipe, "core")
+    for recipe in ("delayed_pow2", "rowwise_hp_wgrad", "mxfp8", "mxfp8_2d", "blockwise_f32", "static", "identity")
+}
 FEW |= {(recipe, face) for recipe in LAYER_RECIPES for face in ("linen", "nnx")}
 KINDS = {
     "eager", "jitted", "remat_in_scan", "vmap_examples", "experts", "auto_data_tensor", "explicit_scan", "explicit_data_tensor",
@@ -49,6 +52,7 @@ KINDS = {
 
 EXACT = [*rows_local.EXACT, *rows_mesh.EXACT]
 BOUNDED = [*rows_local.BOUNDED, *rows_mesh.BOUNDED]
+ON_MESH = [*rows_mesh.EXACT, *rows_mesh.BOUNDED]
 
 
 def table(rows):
@@ -69,7 +73,9 @@ def table(rows):
                 )  # exact there, by its power of two
                 if not wanted and (recipe, face) in FEW and not told:
                     continue
-                marks = () if wanted else (pytest.mark.slow,)
+                # What recipes without state do on a mesh is in tests/meshes: here, whether amaxes find their way.
+                by_hand = row in ON_MESH and not RECIPES[recipe].rows
+                marks = () if wanted else (pytest.mark.exhaustive if by_hand else pytest.mark.slow,)
                 yield pytest.param(row, recipe, face, id=f"{row.__name__}-{recipe}-{face}", marks=marks)
 
 
