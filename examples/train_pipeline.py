@@ -116,7 +116,7 @@ def pipeline_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> 
     tokens = windows.astype(jnp.int32)
     x = Embedding().apply(params["embedding"], tokens[..., :-1])  # used by the first stage only
     x = jnp.where(stage == 0, x, 0)
-    x = jnp.concatenate([x, jnp.zeros_like(x[: stages - 1])])
+    x = jnp.concatenate([x, jnp.broadcast_to(jnp.zeros_like(x[:1]), (stages - 1, *x.shape[1:]))])
 
     def tick(carry, x):
         received, state = carry

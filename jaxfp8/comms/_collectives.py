@@ -15,19 +15,22 @@ from collections.abc import Sequence
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.sharding._amax import manual_axes, varying
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.sharding._shard import in_bytes
 from jaxfp8.sharding._specs import check_borders, has_cells_along
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
 
 
-def all_gather(tensor: QuantizedTensor, axis_name: str, *, axis: int = 0) -> QuantizedTensor:
+def all_gather(
+    tensor: QuantizedTensor, axis_name: str, *, axis: int = 0, common_scale: bool = False
+) -> QuantizedTensor:
     """The shards of all devices along a mesh axis, concatenated along `axis`: `lax.all_gather(tiled=True)`.
 
     Args:
       tensor: [..., n, ...] the local shard.
       axis_name: of the mesh.
       axis: of the array, along which it is split.
+      common_scale: a scale that spans devices is the same on all of them, which types cannot show with `check_vma=False`.
 
     Returns:
       [..., devices * n, ...].
@@ -49,13 +52,15 @@ def all_gather(tensor: QuantizedTensor, axis_name: str, *, axis: int = 0) -> Qua
         return in_bytes(lambda x: lax.all_gather(x, axis_name, axis=axis, tiled=True), x)
 
     if not has_cells_along(tensor.granularity, tensor.ndim, axis):
-        _check_common_scale(tensor, axis_name, axis)
+        _check_common_scale(tensor, axis_name, axis, common_scale)
         return _with(tensor, gather(tensor.values), tensor.scale)
     check_borders(tensor.granularity, tensor.shape, axis, tensor.shape[axis])
     return _with(tensor, gather(tensor.values), gather(tensor.scale))
 
 
-def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, concat_axis: int) -> QuantizedTensor:
+def all_to_all(
+    tensor: QuantizedTensor, axis_name: str, *, split_axis: int, concat_axis: int, common_scale: bool = False
+) -> QuantizedTensor:
     """Part i along `split_axis` goes to device i, what arrives is concatenated along `concat_axis`: tokens and their experts.
 
     As `lax.all_to_all(tiled=True)`. Scales travel if they have cells along both axes (a scale a token, say), and stay if the
@@ -66,6 +71,7 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
       axis_name: of the mesh.
       split_axis: of the array, cut into one part for each device.
       concat_axis: of the array.
+      common_scale: as in `all_gather`.
 
     Raises:
       ValueError: if parts cut tiles, or what arrives would have scales that its granularity cannot hold.
@@ -89,7 +95,7 @@ def all_to_all(tensor: QuantizedTensor, axis_name: str, *, split_axis: int, conc
     along = [axis for axis in (split_axis, concat_axis) if has_cells_along(tensor.granularity, tensor.ndim, axis)]
     if not along:
         for axis in (split_axis, concat_axis):
-            _check_common_scale(tensor, axis_name, axis)
+            _check_common_scale(tensor, axis_name, axis, common_scale)
         return _with(tensor, exchange(tensor.values), tensor.scale)
     if len(along) == 1:
         raise ValueError(
@@ -142,8 +148,14 @@ def _check_axis_name(axis_name: str) -> None:
         )
 
 
-def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int) -> None:
-    """Raise ValueError if types show that a scale of the whole axis is another one on each device."""
+def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int, common: bool) -> None:
+    """Raise ValueError if a scale of the whole axis is another one on each device, or nobody says that it is not."""
+    if not types_tell() and not common:
+        raise ValueError(
+            f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis {axis}, which is split over "
+            f"{axis_name!r}. With check_vma=False types cannot show that devices share it: quantize with the amax of all "
+            "shards and say common_scale=True."
+        )
     if axis_name in varying(tensor.scale):
         raise ValueError(
             f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis {axis}, which is split over "

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.linen._kernel_part import shards
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.recipes._presets import delayed
@@ -59,10 +60,11 @@ class FP8DotGeneral(nn.Module):
         out_sharding: Any = None,
     ) -> Array:
         """See `fp8.dot_general`."""
+        lhs_shard, rhs_shard = shards(self, self.lhs_shard, self.rhs_shard)
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=matmul_state(self, self.recipe), out_sharding=out_sharding, reduce_axes=self.reduce_axes,
-            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
+            lhs_shard=lhs_shard, rhs_shard=rhs_shard,
         )  # fmt: skip
 
 

@@ -12,6 +12,14 @@ from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.sharding._shard import Shard
 
 
+def shards(module: nn.Module, *given: Shard | None) -> tuple[Shard | None, ...]:
+    """The shards of a module's operands. Outside of `jax.shard_map`, `init` has whole arrays, wherever they will lie."""
+    manual = set(manual_axes())
+    return tuple(
+        None if shard and module.is_initializing() and not set(shard.axis_names) <= manual else shard for shard in given
+    )
+
+
 class KernelPart(nn.Module):
     """flax compares a kernel with the shape that a layer would give it: where it is split, with that of the part.
 
@@ -34,6 +42,11 @@ def _part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTr
 
     def part(kernel: Array) -> Array:
         axis, devices = shard.axis % kernel.ndim, lax.axis_size(shard.axis_names)
+        if kernel.shape[axis] % devices:
+            raise ValueError(
+                f"rhs_shard={shard!r}: axis {axis} of a kernel {list(kernel.shape)} cannot be split into {devices} equal "
+                f"parts; make it a multiple of {devices}."
+            )
         size = kernel.shape[axis] // devices
         return lax.dynamic_slice_in_dim(kernel, lax.axis_index(shard.axis_names) * size, size, axis)
 

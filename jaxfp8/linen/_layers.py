@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
-from jaxfp8.linen._kernel_part import KernelPart
+from jaxfp8.linen._kernel_part import KernelPart, shards
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._arguments import check_recipe
 from jaxfp8.ops._einsum import einsum
@@ -120,9 +120,10 @@ class FP8Einsum(KernelPart, nn.Einsum):
         x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         assert x is not None
         assert w is not None
+        lhs_shard, rhs_shard = shards(self, self.lhs_shard, self.rhs_shard)
         y = einsum(
             equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
-            preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard,
-            rhs_shard=self.rhs_shard,
+            preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes, lhs_shard=lhs_shard,
+            rhs_shard=rhs_shard,
         )  # fmt: skip
         return y if bias is None else y + jnp.reshape(bias, bias_shape)

@@ -10,7 +10,7 @@ from jaxfp8.ops._state_specs import state_specs as specs_of_states
 
 
 def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
-    """`fp8.state_specs` of a linen model: each state lies as the `kernel` of its layer.
+    """`fp8.state_specs` of a linen model: each state lies as the `kernel` of its layer, which is stacked along its first axes.
 
     Args:
       state: the collection `fp8.linen.COLLECTION`, or its types.

@@ -54,9 +54,10 @@ def dot_general(
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
       reduce_axes: inside `jax.shard_map`, the mesh axes over which a tensor may be split, to combine its amax over: all but
         pipeline. With `check_vma=False` it must be named for amaxes of tensors. With types it settles what they leave open,
-        axes along which x and w both vary: unnamed, amaxes of tensors are combined over them, though they may be pipeline
-        stages, and rows that fprop contracts over them are not. (Amaxes that a state follows: with types the state's type
-        decides, without them `fp8.value_and_grad(reduce_axes=)`.)
+        axes along which x and w both vary: these are named if they split the contraction of this matmul, and left out if they
+        part stages, experts or anything else that has amaxes of its own. Unnamed, amaxes of tensors are combined over them
+        and rows are not. (Amaxes that a state follows: with types the state's type decides, without them
+        `fp8.value_and_grad(reduce_axes=)`.)
       lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.

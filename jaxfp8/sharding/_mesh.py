@@ -94,7 +94,10 @@ class MeshRoles:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Every axis but pipeline: for `reduce_axes=`, inside `shard_map(check_vma=False)`, of a layer that all of them share.
+        """Every axis but pipeline: for `reduce_axes=` inside `jax.shard_map`, of layers that are split over all of them.
+
+        Leave out more where amaxes are apart: the expert axis in layers of experts, and in recipes with scales for rows an axis
+        along which x and w both vary but whose parts are no parts of one contraction.
 
         Example:
           >>> MeshRoles(data="data", pipeline="pipe").reduce_axes

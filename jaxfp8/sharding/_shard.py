@@ -7,6 +7,7 @@ first it could gather what is cast, at twice the bytes.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array
@@ -97,10 +99,9 @@ class PlacedShard:
         if self.kind == AxisType.Manual:
             return in_bytes(lambda x: lax.all_gather(x, self.axis_names, axis=self.axis, tiled=True), x)
         if self.kind == AxisType.Explicit:
-            whole = NamedSharding(self.mesh, _without(jax.typeof(x).sharding.spec, self.axis, self.axis_names))
-            return in_bytes(lambda x: jax.sharding.reshard(x, whole), x)
-        split, whole = (self._constraint(x.ndim, entry) for entry in (self.axis_names, None))
-        return in_bytes(lambda x: lax.with_sharding_constraint(lax.with_sharding_constraint(x, split), whole), x)
+            lie = NamedSharding(self.mesh, _without(jax.typeof(x).sharding.spec, self.axis, self.axis_names))
+            return in_bytes(lambda x: jax.sharding.reshard(x, lie), x)
+        return in_bytes(lambda x: _gather_auto(self, x), x)
 
     def scatter(self, product: Array) -> Array:
         """What this device keeps of the sum of a gradient over the mesh axis."""
@@ -108,12 +109,7 @@ class PlacedShard:
             return lax.psum_scatter(product, self.axis_names, scatter_dimension=self.axis, tiled=True)
         if self.kind == AxisType.Explicit:
             return product  # its type says it already
-        return lax.with_sharding_constraint(product, self._constraint(product.ndim, self.axis_names))
-
-    def _constraint(self, ndim: int, entry: tuple[str, ...] | None) -> NamedSharding:
-        spec: list[Any] = [jax.P.UNCONSTRAINED] * ndim
-        spec[self.axis] = entry
-        return NamedSharding(self.mesh, jax.P(*spec))
+        return _constraint(self.axis, self.axis_names, self.mesh)(product)
 
 
 def place(name: str, x: Array, shard: Shard) -> PlacedShard:
@@ -149,7 +145,8 @@ def place(name: str, x: Array, shard: Shard) -> PlacedShard:
         if types_tell() and (same := sorted(set(placed.axis_names) - varying(x))):
             raise ValueError(
                 f"{given}: by its type every device along {same} has the same {name}, which is then no part of a "
-                "whole; split it in in_specs of shard_map, or leave the shard out."
+                "whole; split it in in_specs of shard_map, or leave the shard out. (flax's nn.scan traces a layer once without "
+                "types, unless it is given check_constancy_invariants=False.)"
             )
         return placed
     if x.shape[placed.axis] % placed.devices:
@@ -171,6 +168,37 @@ def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
     if x.dtype.itemsize > 1:
         return collective(x)
     return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_auto(shard: PlacedShard, x: Array) -> Array:
+    split, whole = (_constraint(shard.axis, entry, shard.mesh) for entry in (shard.axis_names, None))
+    return whole(split(x))
+
+
+# For operands that stay in high precision; what is quantized is gathered inside the gradient of its matmul.
+_gather_auto.defvjp(lambda shard, x: (_gather_auto(shard, x), None), lambda shard, _, g: (shard.scatter(g),))
+
+
+@functools.cache
+def _constraint(axis: int, entry: tuple[str, ...] | None, mesh: jax.sharding.AbstractMesh) -> Callable[[Array], Array]:
+    """What tells the compiler where one array axis lies, and leaves the others to it.
+
+    With a rule of its own for `jax.vmap`: JAX's leaves all axes to the compiler, the one that shall be whole too.
+    """
+
+    @custom_vmap
+    def constrain(x: Array) -> Array:
+        spec: list[Any] = [jax.P.UNCONSTRAINED] * x.ndim
+        spec[axis] = entry
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, jax.P(*spec)))
+
+    @constrain.def_vmap
+    def batched(size: int, is_mapped: list[bool], x: Array) -> tuple[Array, bool]:
+        del size, is_mapped
+        return _constraint(axis + 1, entry, mesh)(x), True
+
+    return constrain
 
 
 def kinds_of(mesh: jax.sharding.AbstractMesh) -> dict[str, AxisType]:

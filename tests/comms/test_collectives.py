@@ -62,7 +62,8 @@ def test_gathered_is_quantized_whole(granularity, rule, axis):
     spec = P("d") if axis == 0 else P(None, "d")
 
     def gather(x):
-        q = fp8.comms.all_gather(quantized_shard(x, granularity, axis, **rule), "d", axis=axis)
+        shard = quantized_shard(x, granularity, axis, **rule)  # with the scales of the whole
+        q = fp8.comms.all_gather(shard, "d", axis=axis, common_scale=True)
         return jax.tree.map(lambda leaf: leaf[None], (q.values, q.scale))
 
     values, scale = on_devices(gather, spec, out=P("d"), vma=False)(X)
@@ -134,6 +135,28 @@ def test_misuse(case):
         on_devices(quantize_and(collective, granularity), P("d"), out=P("d"))(X)
 
 
+def test_without_types_somebody_has_to_say_that_a_scale_is_common():
+    def gathered(**how):
+        def local(x):
+            scale = jax.lax.pmax(jnp.max(jnp.abs(x)), "d") / 448
+            return GATHER(fp8.quantize(x, fp8.E4M3, scale=scale), **how).dequantize()
+
+        return jax.jit(
+            jax.shard_map(
+                local,
+                mesh=jax.make_mesh((D,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
+                in_specs=P("d"),
+                out_specs=P(),
+                check_vma=False,
+            )
+        )(X)
+
+    with pytest.raises(ValueError, match=mentions("scale", "'d'", "check_vma=False", "common_scale=True")):
+        gathered()
+    whole = fp8.quantize(X, fp8.E4M3, scale=np.abs(X).max() / np.float32(448))
+    np.testing.assert_allclose(gathered(common_scale=True), whole.dequantize(), rtol=1e-6)
+
+
 @pytest.mark.parametrize("collective", [GATHER, EXCHANGE, lambda q: fp8.comms.ppermute(q, "d", [(0, 0)])])
 def test_outside_of_shard_map(collective):
     with pytest.raises(ValueError, match=mentions("axis_name='d' is no manual mesh axis", "inside jax.shard_map")):
@@ -152,7 +175,7 @@ def test_misuse_of_shards():
     with pytest.raises(TypeError, match=mentions("axis='fsdp'", "axis_name=0")):
         Shard("fsdp", 0)
     part = functools.partial(fp8.dot, recipe=fp8.recipes.current(), lhs_shard=Shard(0, "d"))
-    with pytest.raises(ValueError, match=mentions("every device along 'd' has the same lhs", "in_specs")):
+    with pytest.raises(ValueError, match=mentions("every device along ['d'] has the same lhs", "in_specs")):
         on_devices(part, P(), P("d"), out=P("d"))(jnp.ones((8, 32)), jnp.ones((128, 16)))
     wrong = functools.partial(fp8.dot, recipe=fp8.recipes.current(), rhs_shard=Shard(1, "d"))
     with pytest.raises(ValueError, match=mentions("contracted axes", "whole operands", "rhs_shard=Shard(axis=1")):

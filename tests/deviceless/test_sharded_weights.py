@@ -137,6 +137,25 @@ def test_what_is_marked_travels_in_fp8(layout, name, kind):
     assert over == want, report
 
 
+def test_weights_of_experts_under_vmap_travel_in_fp8():
+    """JAX's rule for a constraint under vmap forgets which axes it says are whole."""
+    recipe = RECIPES["mxfp8"]
+    mesh = Mesh(np.array(topology("h200", "1x1x8").devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "fsdp")))
+        for shape in ((4, M, K), (4, K, N))
+    )
+
+    def loss(w, x):
+        dot = lambda w, x: fp8.dot(x, w, recipe=recipe, rhs_shard=Shard(0, "fsdp"))
+        return jnp.sum(jax.vmap(dot)(w, x).astype(jnp.float32) ** 2)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss), out_shardings=w.sharding).lower(w, x).compile()
+    assert_wire_dtype(compiled, "all-gather", jnp.uint8, at_least=4 * K * N // 8)
+    assert not wire_report(compiled).only(kind="all-reduce", at_least=4 * K * N // 8).transfers
+
+
 # What an Auto mesh gathers of sharded weights that nobody marked (README, On a mesh).
 AUTO = {
     "delayed": (fp8.recipes.delayed(), "h200", "float8_e4m3fn"),

@@ -117,7 +117,8 @@ def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     np.testing.assert_allclose(result["losses"], result["one_device_losses"], rtol=BF16_ROUNDING)
-    finished = run("train_pipeline.py", *arguments, cwd=tmp_path)
+    # Fewer microbatches than stages: some have nothing to do for most of the time.
+    finished = run("train_pipeline.py", *arguments, "--microbatches", 2, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     np.testing.assert_allclose(result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING)

@@ -103,3 +103,19 @@ def test_nnx(layer, recipe):
         with jax.set_mesh(mesh(kind)):
             model.kernel.set_value(jax.device_put(model.kernel.get_value(), NamedSharding(mesh(kind), P("fsdp"))))
             close(nnx.jit(run)(model, jax.device_put(X, NamedSharding(mesh(kind), P("fsdp")))), want)
+
+
+def test_a_layer_is_initialized_without_a_mesh_and_in_any():
+    want = FP8Dense(N).init(jax.random.key(1), X)["params"]["kernel"]
+    model = FP8Dense(N, rhs_shard=FSDP)
+    np.testing.assert_array_equal(model.init(jax.random.key(1), X)["params"]["kernel"], want)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh(kind)):
+            np.testing.assert_array_equal(model.init(jax.random.key(1), X)["params"]["kernel"], want)
+
+
+def test_a_kernel_that_has_no_equal_parts():
+    model = FP8Dense(7, recipe=RECIPES["mxfp8"], rhs_shard=Shard(1, "fsdp"))
+    init = lambda x: model.init(jax.random.key(1), x)["params"]["kernel"]
+    with pytest.raises(ValueError, match=r"rhs_shard=.*axis 1 of a kernel \[64, 7\] .* 2 equal parts"):
+        jax.eval_shape(jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P(None, "fsdp")), X)

@@ -83,6 +83,19 @@ def test_without_jit(kind):
     np.testing.assert_array_equal(y, fp8.dot(X, W[0], recipe=RECIPES["mxfp8"]))
 
 
+def test_what_stays_in_high_precision_is_gathered_too():
+    """The identity recipe: gradients, also of a batch of layers."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def gradient(shard):
+        loss = lambda w: jnp.sum(fp8.dot(X, w, recipe=fp8.recipes.identity(), rhs_shard=shard) ** 2)
+        return jax.jit(jax.vmap(jax.grad(loss)))
+
+    with jax.set_mesh(mesh):
+        got = gradient(Shard(0, "fsdp"))(jax.device_put(W, NamedSharding(mesh, P(None, "fsdp"))))
+    np.testing.assert_allclose(got, gradient(None)(W), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual])
 def test_over_two_mesh_axes(kind):
     recipe, axes = fp8.recipes.current(), ("data", "fsdp")

@@ -40,10 +40,11 @@ def cpu_dot(a: Array, b: Array, dimension_numbers: DotDimensionNumbers, out_shar
     order = (*batch, *kept, *contracted)
     rows = tuple(tuple(order.index(axis) for axis in axes) for axes in (contracted, batch))
     canonical = ((rows[0], dimension_numbers[0][1]), (rows[1], dimension_numbers[1][1]))
-    return lax.dot_general(
+    product = lax.dot_general(
         _as_laid_out(a.transpose(order)), _as_laid_out(b), canonical,
         preferred_element_type=jnp.float32, out_sharding=out_sharding,
     )  # fmt: skip
+    return lax.optimization_barrier(product)  # of a transposed product XLA makes a matmul that fails, too
 
 
 def _as_laid_out(x: Array) -> Array:

@@ -62,3 +62,14 @@ def test_wgrad_multiplies_bfloat16_on_cpus():
     compiled = jax.jit(wgrad).lower(x, g).compile().as_text()
     assert "f32[512,256]" not in compiled
     assert "f32[256,1024]" not in compiled
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "current"])
+def test_a_transposed_product(name):
+    """Which XLA:CPU would fold into a matmul that it does not have."""
+    recipe = fp8.recipes.get(name)
+    x, w = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+    y = jax.jit(lambda x, w: fp8.dot(x, w, recipe=recipe).T)(x, w)
+    np.testing.assert_array_equal(y.astype(jnp.float32), np.full((32, 16), 64.0))
+    gradient = jax.grad(lambda w: jnp.sum(fp8.einsum("bd,dn->nb", x, w, recipe=recipe).astype(jnp.float32)))
+    np.testing.assert_array_equal(jax.jit(gradient)(w).astype(jnp.float32), np.full((64, 32), 16.0))
