@@ -65,7 +65,8 @@ def table(rows):
                     continue
                 if RECIPES[recipe].tile and row.__name__ in CUTTING | (REFUSED if recipe == "blockwise_f32" else set()):
                     continue
-                wanted = (recipe, face) in DEFAULT | ALSO.get(row.__name__, set())
+                default = DEFAULT if row not in ON_MESH or row.__name__ in KINDS else set()
+                wanted = (recipe, face) in default | ALSO.get(row.__name__, set())
                 if not wanted and face != "core" and recipe not in LAYER_RECIPES:
                     continue  # a layer hands its recipe on to the core function: two recipes show that it does
                 told = row.__name__ in KINDS or (

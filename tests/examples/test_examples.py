@@ -46,6 +46,7 @@ def test_train_gpt_compares_with_bf16_by_default(tmp_path):
         assert shown in finished.stdout
 
 
+@pytest.mark.slow
 def test_train_gpt_in_nnx_alone_on_a_file(tmp_path):
     (tmp_path / "text").write_bytes(np.random.default_rng(0).integers(97, 123, 2_000_000, np.uint8).tobytes())
     arguments = "--framework nnx --recipe rowwise --set high_precision_wgrad=true --no-compare --steps 2 --data text"
