@@ -18,7 +18,8 @@ from jaxfp8.sharding import Shard
 
 CURRENT, DELAYED, MXFP8 = fp8.recipes.current(), fp8.recipes.delayed(), fp8.recipes.mxfp8()
 X, W, STATE = jnp.ones((32, 32)), jnp.ones((32, 32)), fp8.init_state(DELAYED)
-DENSE = {"params": {"kernel": W}}
+PARAMS = {"params": {"kernel": W}}
+DENSE = FP8Dense(32, recipe=CURRENT, use_bias=False, rhs_shard=Shard(0, "fspd"))
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 FSDP = Shard(0, "fsdp")
 
@@ -56,9 +57,7 @@ WHOLE = {
         ("lhs_shard=Shard(axis=0, axis_name='tensor')", "no axis of the mesh here", "['data', 'fsdp']"),
     ),
     "a layer, an axis that the mesh does not have": (
-        lambda kind: under(
-            kind, functools.partial(FP8Dense(32, recipe=CURRENT, use_bias=False, rhs_shard=Shard(0, "fspd")).apply, DENSE), (X, P()),
-        ),
+        lambda kind: under(kind, functools.partial(DENSE.apply, PARAMS), (X, P())),
         ("rhs_shard=Shard(axis=0, axis_name='fspd')", "no axis of the mesh here", "['data', 'fsdp']"),
     ),
     "an axis that the array does not have": (
