@@ -23,10 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deviceless"))
 import llama
 from program import Program
 
+import jaxfp8 as fp8
 from jaxfp8.sharding import WireReport, wire_report
 
 MESHES = {8: (2, 4), 64: (8, 8), 512: (64, 8)}  # fsdp x tensor
 GIB = 2**30
+# What the backward pass finds: FP8 residuals, the results of matmuls, both.
+KEPT = {"both": llama.KEEP_RESIDUALS, "residuals": fp8.save_fp8_residuals(), "products": llama.KEEP_PRODUCTS}
 
 
 def by_dtype(report: WireReport) -> dict[str, int]:
@@ -37,10 +40,10 @@ def by_dtype(report: WireReport) -> dict[str, int]:
     return dict(sums)
 
 
-def figures(name: str, fsdp: int, tensor: int, layers: int) -> dict[str, object]:
+def figures(name: str, fsdp: int, tensor: int, layers: int, remat: str) -> dict[str, object]:
     """The figures of one compiled step."""
     start = time.perf_counter()
-    step = llama.compile_step(llama.RECIPES[name], fsdp, tensor, layers)
+    step = llama.compile_step(llama.RECIPES[name], fsdp, tensor, layers, remat=KEPT[remat])
     seconds = time.perf_counter() - start
     report, program, memory = wire_report(step), Program(step.as_text()), step.memory_analysis()
     maxima = program.maxima(program.parts()[0])  # of the steady state, in which no scale is unset
@@ -91,13 +94,14 @@ def main() -> None:
         "--gpus", type=int, nargs="+", choices=MESHES, default=list(MESHES), help="(default: %(default)s)"
     )
     parser.add_argument("--layers", type=int, default=llama.LAYERS, help="(default: %(default)s)")
+    parser.add_argument("--remat", choices=KEPT, default="both", help="what it keeps (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 
     rows = []
     for gpus in given.gpus:
         for name in llama.RECIPES:
-            rows.append(figures(name, *MESHES[gpus], given.layers))
+            rows.append(figures(name, *MESHES[gpus], given.layers, given.remat))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     print(table(rows))
 
@@ -107,6 +111,7 @@ def main() -> None:
         "chip": "h200",
         "meshes": {gpus: dict(zip(("fsdp", "tensor"), MESHES[gpus], strict=True)) for gpus in given.gpus},
         "layers": given.layers,
+        "remat": given.remat,
         "tokens_per_fsdp_shard": llama.TOKENS,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
         "python": platform.python_version(),

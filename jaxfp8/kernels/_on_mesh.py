@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import vary_as
+from jaxfp8.sharding._specs import mesh_axes
 
 Kernel: TypeAlias = Callable[[Array], tuple[Array, ...]]
 
@@ -54,7 +55,7 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array) -> tuple[Array, ...]:
     sharding = jax.typeof(x).sharding
     spec = sharding.spec
     for axis, side in zip(range(x.ndim - len(sides), x.ndim), sides, strict=True):
-        parts = math.prod(sharding.mesh.shape[name] for name in _names(spec[axis]))
+        parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(spec[axis]))
         if x.shape[axis] % (parts * side):
             raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
     return jax.shard_map(kernel, in_specs=spec, out_specs=spec, check_vma=False)(x)
@@ -65,7 +66,7 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array) -> Ker
     ndim = x.ndim
 
     def placed(mesh: Any, x: Any) -> NamedSharding:
-        spec = [_names(entry) for entry in (*x.sharding.spec, *[None] * ndim)[:ndim]]
+        spec = [mesh_axes(entry) for entry in (*x.sharding.spec, *[None] * ndim)[:ndim]]
         sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         for axis, side in zip(range(ndim - len(sides), ndim), sides, strict=True):
             if x.shape[axis] % (side * math.prod(sizes[name] for name in spec[axis])):
@@ -108,7 +109,3 @@ def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
     rule = f"{term((1,) * len(sides))} -> {', '.join(map(term, cells))}"
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
     return {"sharding_rule": rule, "need_replication_factors": tuple(inside), **compound}
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -14,10 +14,12 @@ from jaxfp8.sharding._shard import Shard
 
 def shards(module: nn.Module, *given: Shard | None) -> tuple[Shard | None, ...]:
     """The shards of a module's operands. Outside of `jax.shard_map`, `init` has whole arrays, wherever they will lie."""
-    manual = set(manual_axes())
-    return tuple(
-        None if shard and module.is_initializing() and not set(shard.axis_names) <= manual else shard for shard in given
-    )
+    return tuple(None if shard and module.is_initializing() and not _is_part(shard) else shard for shard in given)
+
+
+def _is_part(shard: Shard) -> bool:
+    """Whether an array that is split so is one device's part here: inside `jax.shard_map`."""
+    return set(shard.axis_names) <= set(manual_axes())
 
 
 class KernelPart(nn.Module):
@@ -32,7 +34,7 @@ class KernelPart(nn.Module):
     @nn.nowrap
     def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any) -> Any:
         """As in `flax.linen.Module`."""
-        if name == "kernel" and self.rhs_shard is not None and set(self.rhs_shard.axis_names) <= set(manual_axes()):
+        if name == "kernel" and self.rhs_shard is not None and _is_part(self.rhs_shard):
             init_fn = _part_of(init_fn, self.rhs_shard)
         return super().param(name, init_fn, *init_args, **arguments)
 

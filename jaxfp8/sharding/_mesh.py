@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, TypeAlias
 import jax
 
 from jaxfp8.sharding._shard import Shard
+from jaxfp8.sharding._specs import mesh_axes
 
 Role: TypeAlias = Literal["data", "fsdp", "tensor", "sequence", "context", "expert", "pipeline"]
 
@@ -50,7 +51,7 @@ class MeshRoles:
                     f"axis {name!r} cannot be {role} and pipeline: amaxes are combined over the one and never over the other."
                 )
 
-    def axis(self, role: Role) -> str | None:
+    def axis(self, role: Role | str) -> str | None:
         """The axis that plays a role.
 
         Raises:
@@ -75,8 +76,10 @@ class MeshRoles:
           >>> MeshRoles(fsdp="fsdp").spec("fsdp", "tensor")  # of a weight
           P('fsdp', None)
         """
-        named = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
-        axes = [tuple(dict.fromkeys(a for role in roles if (a := self.axis(role)) is not None)) for roles in named]
+        axes = [
+            tuple(dict.fromkeys(axis for role in mesh_axes(entry) if (axis := self.axis(role)) is not None))
+            for entry in entries
+        ]
         used = [axis for group in axes for axis in group]
         if twice := sorted({axis for axis in used if used.count(axis) > 1}):
             raise ValueError(f"entries {entries} split two array axes over the mesh axes {twice}.")

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array
 from jaxfp8.sharding._amax import types_tell, varying
+from jaxfp8.sharding._specs import mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +213,7 @@ def _without(spec: jax.P, axis: int, axis_names: tuple[str, ...], given: str = "
       ValueError: if it is not.
     """
     entries = list(spec)
-    names = entries[axis] if isinstance(entries[axis], tuple) else (entries[axis],)
+    names = mesh_axes(entries[axis])
     if missing := [name for name in axis_names if name not in names]:
         raise ValueError(
             f"{given}: axis {axis} is not split over {missing}, by its type {spec}; reshard the operand so, or leave the "

@@ -1,5 +1,6 @@
 """Where scales lie: the partition spec of a scale, from that of its values."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,6 +8,16 @@ import jax
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a `jax.P`.
+
+    Example:
+      >>> mesh_axes(None), mesh_axes("data"), mesh_axes(("data", "fsdp"))
+      ((), ('data',), ('data', 'fsdp'))
+    """
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def has_cells_along(granularity: AbstractGranularity, ndim: int, axis: int) -> bool:
@@ -67,23 +78,22 @@ def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not mesh.empty:
         for axis, entry in enumerate(spec):
-            check_borders(granularity, shape, axis, _part(shape, spec, axis, entry, mesh))
+            if mesh_axes(entry) and (part := _part(shape, spec, axis, mesh)) < shape[axis]:
+                check_borders(granularity, shape, axis, part)
     entries = [entry if has_cells_along(granularity, len(shape), axis) else None for axis, entry in enumerate(spec)]
     scale = jax.P() if isinstance(granularity, PerTensor) else jax.P(*entries)
     return QuantizedTensor(spec, scale, granularity, tensor.dtype, tensor.power_of_two)  # type: ignore[arg-type]
 
 
-def _part(shape: tuple[int, ...], spec: jax.P, axis: int, entry: Any, mesh: Any) -> int:
-    """How long the part of one device is; the whole axis where it is not split."""
-    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+def _part(shape: tuple[int, ...], spec: jax.P, axis: int, mesh: Any) -> int:
+    """How long the part of one device is along an axis that is split."""
+    names = mesh_axes(spec[axis])
     if unknown := [name for name in names if name not in mesh.axis_names]:
         raise ValueError(f"spec={spec} names {unknown}, which are no axes of the mesh; it has {list(mesh.axis_names)}.")
-    devices = 1
-    for name in names:
-        devices *= mesh.shape[name]
+    devices = math.prod(mesh.shape[name] for name in names)
     if shape[axis] % devices:
         raise ValueError(
             f"spec={spec}: axis {axis} of {list(shape)} cannot be split into {devices} equal parts; pad it to a multiple of "
             f"{devices}."
         )
-    return shape[axis] // devices if devices > 1 else 0
+    return shape[axis] // devices

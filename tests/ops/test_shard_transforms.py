@@ -83,6 +83,13 @@ def test_without_jit(kind):
     np.testing.assert_array_equal(y, fp8.dot(X, W[0], recipe=RECIPES["mxfp8"]))
 
 
+def test_a_mesh_axis_of_one_device_cuts_no_tile():
+    x, w = X[:, :50], W[0][:50]
+    with jax.set_mesh(jax.make_mesh((1,), ("fsdp",), axis_types=(AxisType.Auto,))):
+        y = jax.jit(lambda x, w: fp8.dot(x, w, recipe=RECIPES["mxfp8"], rhs_shard=Shard(0, "fsdp")))(x, w)
+    np.testing.assert_array_equal(y, jax.jit(lambda x, w: fp8.dot(x, w, recipe=RECIPES["mxfp8"]))(x, w))
+
+
 def test_what_stays_in_high_precision_is_gathered_too():
     """The identity recipe: gradients, also of a batch of layers."""
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))

@@ -59,6 +59,12 @@ def test_wrong_specs(shape, spec, mentions):
         assert quantized_specs(q, spec).scale == spec  # no mesh is set: nothing to check against
 
 
+def test_an_axis_of_one_device_cuts_nothing():
+    q = jax.eval_shape(lambda x: fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 128))), jnp.ones((128, 200)))
+    one = jax.make_mesh((4, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    assert quantized_specs(q, P("a", "b"), mesh=one).scale == P("a", "b")
+
+
 def test_of_stacked_states():
     one = fp8.init_state(fp8.recipes.delayed())
     stages = jax.tree.map(lambda leaf: jnp.stack([jnp.stack([leaf] * 3)] * 4), one)

@@ -117,17 +117,17 @@ def _kernel(
             part = T if direction == "squares" else _ROWS
             for first in range(0, T, part):
                 taken = pl.ds(first, part)
-                x = plgpu.load(source.at[taken], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # of jax before 0.11
-                values[taken], scales = _tile(x, format, rule, square=direction == "squares")
+                loaded = plgpu.load(source.at[taken], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # of jax before 0.11
+                values[taken], scales = _tile(loaded, format, rule, square=direction == "squares")
                 if direction == "squares":
                     scale_out[j, i] = jnp.max(scales)
                 else:
                     scale[taken] = scales
             plgpu.commit_smem()  # so that TMA sees what threads stored
-            across = direction == "columns"
-            plgpu.copy_smem_to_gmem(values, values_out.at[(columns, rows) if across else (rows, columns)])
+            turned = direction == "columns"
+            plgpu.copy_smem_to_gmem(values, values_out.at[(columns, rows) if turned else (rows, columns)])
             if direction != "squares":
-                plgpu.copy_smem_to_gmem(scale, scale_out.at[(i, columns) if across else (j, rows)])
+                plgpu.copy_smem_to_gmem(scale, scale_out.at[(i, columns) if turned else (j, rows)])
         plgpu.wait_smem_to_gmem(0)
 
     out_type, staging = [], []

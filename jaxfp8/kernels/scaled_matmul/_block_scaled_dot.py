@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array, DType
 from jaxfp8.sharding._amax import vary_as
+from jaxfp8.sharding._specs import mesh_axes
 
 TILE = 32
 """Values along K that share a scale in the hardware."""
@@ -144,7 +145,7 @@ Spec: TypeAlias = tuple[tuple[str, ...], ...]
 
 def _spec(x: Any) -> Spec:
     spec = (*x.sharding.spec, None, None, None)[:3]
-    return tuple(axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec)
+    return tuple(map(mesh_axes, spec))
 
 
 def _specs(mesh: Any, tiles: int, lhs: Spec, rhs: Spec) -> tuple[Spec, Spec, Spec, tuple[str, ...]]:
