@@ -25,8 +25,8 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
 
     Args:
       kernel: of x [...] to results that have the axes of x. It takes any number of axes in front of those of `sides`.
-      sides: of a tile along the trailing axes; a part of x must have whole tiles.
-      cells: of each result, how many elements of x along each of these axes become one.
+      sides: of a tile along the trailing axes; the parts of an axis that is split must have whole tiles.
+      cells: of each result, how many elements of x along each of these axes become one: 1 or the same in all of them.
 
     Raises:
       NotImplementedError: in a mesh of which some axes are manual and others not, or whose parts would cut tiles.
@@ -56,7 +56,7 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array) -> tuple[Array, ...]:
     spec = sharding.spec
     for axis, side in zip(range(x.ndim - len(sides), x.ndim), sides, strict=True):
         parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(spec[axis]))
-        if x.shape[axis] % (parts * side):
+        if parts > 1 and x.shape[axis] % (parts * side):
             raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
     return jax.shard_map(kernel, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
@@ -88,7 +88,10 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array) -> Ker
 
 
 def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
-    """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one."""
+    """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one.
+
+    An axis of a single tile or with a ragged last one is inside as a whole.
+    """
     lead = len(shape) - len(cells[0])
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
     inside: dict[str, int] = {}
@@ -98,7 +101,7 @@ def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
         for axis, (cell, side) in enumerate(zip(of, sides, strict=True)):
             if side == 1 or cell > 1:
                 factors.append(f"t{axis}")
-            elif shape[lead + axis] == side:  # a rule has no factor of 1
+            elif shape[lead + axis] % side or shape[lead + axis] == side:  # a rule has no factor of 1
                 factors.append(f"i{axis}")
                 inside[f"i{axis}"] = side
             else:

@@ -47,14 +47,14 @@ def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil
     return exponent + jnp.where((bits & _MANTISSA) > _LARGEST_MANTISSA, 1, 0) if rounding == "rceil" else exponent
 
 
-def to_e8m0(exponent: Array, nan: Array) -> Array:
-    """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where `nan`. Built from bytes: a cast of 0 would be NaN.
+def to_e8m0(exponent: Array, finite: Array) -> Array:
+    """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where not `finite`. Built from bytes: a cast of 0 would be NaN.
 
     Example:
-      >>> to_e8m0(jnp.array([-200, 3]), jnp.array([False, True]))
+      >>> to_e8m0(jnp.array([-200, 3]), jnp.array([True, False]))
       Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
     """
-    byte = jnp.where(nan, _NAN, jnp.clip(exponent + _BIAS, 0, _NAN - 1))
+    byte = jnp.where(finite, jnp.clip(exponent + _BIAS, 0, _NAN - 1), _NAN)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), E8M0.dtype)
 
 
@@ -64,7 +64,7 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
     Multiplied one after the other onto a value they are exact wherever the result is a normal number.
 
     Example:
-      >>> factors_of(to_e8m0(jnp.int32(-127), jnp.bool(False)))
+      >>> factors_of(to_e8m0(jnp.int32(-127), jnp.bool(True)))
       (Array(5.421011e-20, dtype=float32), Array(1.0842022e-19, dtype=float32))
     """
     if scale.dtype != E8M0.dtype:

@@ -60,4 +60,4 @@ class ScaleRule:
         # Zero, or what counts as zero, takes the smallest scale there is.
         exponent = jnp.where(amax >= TINY, scale_exponent(amax, format, self.scale_rounding), -127)
         exponent = jnp.clip(jnp.where(finite, exponent, 0), -127, 127)
-        return power_of_two(-exponent), to_e8m0(exponent, ~finite)
+        return power_of_two(-exponent), to_e8m0(exponent, finite)

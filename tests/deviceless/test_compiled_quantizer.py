@@ -25,13 +25,15 @@ pytestmark = [
 ]
 
 ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
+MX_BOTH, MX_SQUARES = (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1))), fp8.PerBlock((32, 32))
 BOTH = (ROWS, COLUMNS)
+FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
 SHAPE = 1024, 2048
 
 
-def compile_on(mesh, spec, granularities, dtype=jnp.bfloat16, *, power_of_two=True, inside=False, shape=SHAPE):
+def compile_on(mesh, spec, granularities, dtype=jnp.bfloat16, rule=POWERS, *, inside=False, shape=SHAPE):
     def run(x):
-        return fp8.quantize(x, fp8.E4M3, granularities, power_of_two=power_of_two, implementation="mosaic")
+        return fp8.quantize(x, fp8.E4M3, granularities, implementation="mosaic", **rule)
 
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
@@ -44,11 +46,11 @@ def one(chip):
     return Mesh(np.array(topology(chip).devices), ("d",), axis_types=(AxisType.Auto,))
 
 
-def compiled_code(folder, chip, granularities, dtype, power_of_two, m=256):
+def compiled_code(folder, chip, granularities, dtype, rule, m=256):
     """What ptxas said of the kernel, and its PTX. A kernel that this process compiled before is not dumped: m is its own."""
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
-        compile_on(one(chip), P(), granularities, dtype, power_of_two=power_of_two, shape=(m, 256))
+        compile_on(one(chip), P(), granularities, dtype, rule, shape=(m, 256))
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
     (log,), (code,) = Path(folder).glob("*.ptxas"), Path(folder).glob("*.ptx")
@@ -61,24 +63,41 @@ def check(log, code, granularities):
     # A block of threads brings its tile in once, and nothing else comes from global memory.
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::\w+\.global", code)) == 1
     assert "ld.global" not in code
-    # Values go out once in each direction; scales too, that of a square from one thread.
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", code)) == len(granularities)
-    lines = sum(granularity != SQUARES for granularity in granularities)
+    # Values go out once in each direction; scales too: of 1x128 a line, of 1x32 four of them, of 128x128 one by one thread.
+    single = granularities.count(SQUARES)
+    lines = 0 if single else sum(granularity in BOTH for granularity in granularities)
+    boxes = len(granularities) + (len(granularities) - single - lines)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global\.shared", code)) == boxes
     assert len(re.findall(r"cp\.async\.bulk\.global\.shared", code)) == lines
-    assert len(re.findall(r"st\.global", code)) == len(granularities) - lines
+    assert len(re.findall(r"st\.global", code)) == single
 
 
 CASES = [
-    (granularities, dtype, power_of_two)
-    for granularities in (BOTH, (SQUARES,))
-    for dtype in (jnp.bfloat16, jnp.float32)
-    for power_of_two in (True, False)
-]
+    *((granularities, dtype, rule)
+      for granularities in (BOTH, (SQUARES,)) for dtype in (jnp.bfloat16, jnp.float32) for rule in (POWERS, FLOAT32)),
+    (MX_BOTH, jnp.bfloat16, MX),
+    (MX_BOTH, jnp.float32, MX),
+    ((MX_SQUARES,), jnp.bfloat16, MX),
+    ((SQUARES,), jnp.bfloat16, MX),
+]  # fmt: skip
 
 
+@pytest.mark.parametrize("ragged", [0, 32], ids=["whole tiles", "a ragged last one"])
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_reads_once_and_spills_nothing(index, tmp_path):
-    check(*compiled_code(tmp_path, "h200", *CASES[index], m=128 * (2 + index)), CASES[index][0])
+def test_reads_once_and_spills_nothing(index, ragged, tmp_path):
+    check(*compiled_code(tmp_path, "h200", *CASES[index], m=128 * (2 + index) + ragged), CASES[index][0])
+
+
+def test_a_line_of_scales_ends_inside_of_its_row():
+    """A copy in one dimension does not look where a row ends, on a GPU; interpreted it does. So there are whole tiles."""
+    from jaxfp8.kernels.quantize._mosaic import _direction
+    from jaxfp8.numerics._scale_rule import ScaleRule
+
+    for granularity in (*BOTH, SQUARES, *MX_BOTH, MX_SQUARES):
+        direction = _direction(granularity, 2)
+        _, scale = direction.results((1, 288, 160), fp8.E4M3, ScaleRule())
+        assert scale.shape[1] % (128 // direction.side) == 0
+        assert direction.whole or scale.shape[2] % 128 == 0
 
 
 def test_on_a_b200(tmp_path):

@@ -1,19 +1,14 @@
-"""The quantizer in Pallas (Mosaic GPU), for Hopper: x is read once, whatever the number of directions.
+"""The quantizer in Pallas (Mosaic GPU), for Hopper and Blackwell: x is read once, whatever the number of directions.
 
-Each block of threads brings a tile of 128 x 128 to shared memory and reads it from there: by rows, and by columns through a
-transposed view. What runs along columns is written as its transpose, [K, M], the only way in which Hopper's tensor cores
-read an operand that is contracted along its first axis. Scales go out along M or K as TMA wants them. The rules are those of
-numerics, called on registers.
+Each block of threads brings a tile of x to shared memory and reads it from there in every direction. Scales go out along M
+or K as TMA wants them. The rules are those of numerics, called on registers.
 
-Letters: M, K the last two axes, those in front merged into M; T = 128.
-
-References:
-  Pallas Mosaic GPU reference, docs.jax.dev/en/latest/pallas/gpu/reference.html.
+Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a scale.
 """
 
-import inspect
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._typing import Array, Axes, Rounding
+from jaxfp8._typing import Array, Axes, DType, Rounding
+from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, as_matrices, check_array, grid, parts, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
@@ -31,12 +27,39 @@ from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-T = 128
-Direction: TypeAlias = Literal["rows", "columns", "squares"]
-TILES: dict[Direction, tuple[int, int]] = {"rows": (1, T), "columns": (T, 1), "squares": (T, T)}
-# Bytes of the inner side of a TMA box, within which shared memory is permuted so that banks do not collide.
-_SWIZZLE = 128
-_ROWS = 64  # the least that four warps load together
+_SIDES = (128, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direction:
+    """One copy: tiles of 1 x S along rows, S x 1 along columns (`turned`), or S x S (`square`)."""
+
+    side: int
+    turned: bool
+    square: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether the tile of a block of threads has one scale."""
+        return self.square and self.side == T
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        return (self.side if self.turned or self.square else 1, 1 if self.turned else self.side)
+
+    def results(self, shape: Axes, format: Format, rule: ScaleRule) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Values and scales as the kernel writes them: of columns [L, K, M], [L, M/S, K], else [L, M, K], [L, K/S, M].
+
+        Scales are those of whole tiles of T: in one dimension Pallas copies a box without looking where a row ends. Of
+        squares smaller than T each stands once for every row.
+        """
+        lead, m, k = shape
+        rows, columns = (k, m) if self.turned else (m, k)
+        across = pl.cdiv(rows, T) * (1 if self.whole else T)
+        return (
+            jax.ShapeDtypeStruct((lead, rows, columns), format.dtype),
+            jax.ShapeDtypeStruct((lead, pl.cdiv(columns, T) * (T // self.side), across), _scale_dtype(rule)),
+        )
 
 
 def quantize(
@@ -51,108 +74,123 @@ def quantize(
     """See `kernels.quantize._api.quantize`.
 
     Raises:
-      NotImplementedError: for other granularities than 1x128, 128x1 and 128x128, E8M0 scales, stochastic rounding, float64,
-        last axes that are no multiples of 128, meshes that are manual in part, jax before 0.11.
+      NotImplementedError: for other tiles than 1 x S, S x 1 and S x S with S 128 or 32, the same in every direction;
+        stochastic rounding; float64; last two axes that are no multiples of 32; meshes that are manual in part; jax before
+        0.11.
     """
     del key
     directions = tuple(_direction(granularity, x.ndim) for granularity in granularities)
-    if "idx" in inspect.signature(plgpu.load).parameters:
-        raise NotImplementedError("jax before 0.11 cannot load a transposed tile")
-    if rule.scale_format is not None or rounding != "nearest" or x.dtype.itemsize > 4:
-        raise NotImplementedError(f"scales in {rule.scale_format}, rounding={rounding!r}, {x.dtype}")
-    if x.shape[-1] % T or x.shape[-2] % T or not x.size:
-        raise NotImplementedError(f"shape {list(x.shape)}, whose last two axes are no multiples of {T}")
+    check_array(x)
+    if rounding != "nearest":
+        raise NotImplementedError(f"rounding={rounding!r}")
+    if len({direction.side for direction in directions}) > 1:
+        raise NotImplementedError(f"tiles of different sides, {[direction.tile for direction in directions]}")
 
     def local(x: Array) -> tuple[Array, ...]:
-        m, k = x.size // x.shape[-1], x.shape[-1]
-        results = _kernel(m, k, x.dtype, format, rule, directions)(x.reshape(m, k))
-        return _shaped(results, x.shape, directions)
+        matrices = as_matrices(x)
+        return _shaped(_kernel(matrices.shape, x.dtype, format, rule, directions)(matrices), x.shape, rule, directions)
 
-    cells = tuple(cell for direction in directions for cell in ((1, 1), TILES[direction]))
-    results = on_mesh(local, (T, T), cells)(x)
+    cells = tuple(cell for direction in directions for cell in ((1, 1), direction.tile))
+    sides = tuple(max(RAGGED, *along) for along in zip(*cells, strict=True))
+    results = on_mesh(local, sides, cells)(x)
     return tuple(
         QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
         for values, scale, granularity in zip(results[::2], results[1::2], granularities, strict=True)
     )
 
 
-def _direction(granularity: AbstractGranularity, ndim: int) -> Direction:
+def _direction(granularity: AbstractGranularity, ndim: int) -> _Direction:
     if isinstance(granularity, PerBlock) and ndim >= 2:
         *lead, m, k = granularity.along(ndim)
-        for direction, tile in TILES.items():
-            if tile == (m, k) and set(lead) <= {1}:
-                return direction
+        if set(lead) <= {1} and max(m, k) in _SIDES and min(m, k) in (1, max(m, k)):
+            return _Direction(max(m, k), turned=k == 1, square=m == k)
     raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
 
 
-def _shaped(results: Sequence[Array], shape: Axes, directions: Sequence[Direction]) -> tuple[Array, ...]:
+def _scale_dtype(rule: ScaleRule) -> DType:
+    """As the kernel writes scales; those in E8M0 as bytes."""
+    return jnp.dtype(jnp.float32 if rule.scale_format is None else jnp.uint8)
+
+
+def _shaped(
+    results: Sequence[Array], shape: Axes, rule: ScaleRule, directions: Sequence[_Direction]
+) -> tuple[Array, ...]:
     """What the kernel wrote, with the axes of x. XLA turns nothing for that whose reader turns it back."""
     *lead, m, k = shape
     shaped: list[Array] = []
     for direction, values, scale in zip(directions, results[::2], results[1::2], strict=True):
-        down, across = TILES[direction]
-        values, scale = (values.T, scale) if direction == "columns" else (values, scale.T)
-        shaped += [values.reshape(shape), scale.reshape(*lead, m // down, k // across)]
+        if direction.turned:
+            values = values.swapaxes(1, 2)
+        else:
+            scale = scale.swapaxes(1, 2)
+        if direction.square and direction.side < T:
+            scale = scale[:, :: direction.side]
+        if rule.scale_format is not None:
+            scale = lax.bitcast_convert_type(scale, rule.scale_format.dtype)
+        down, across = direction.tile
+        scale = scale[:, : pl.cdiv(values.shape[1], down), : pl.cdiv(k, across)]
+        shaped += [values.reshape(shape), scale.reshape(*lead, pl.cdiv(m, down), pl.cdiv(k, across))]
     return tuple(shaped)
 
 
 def _kernel(
-    m: int, k: int, dtype: Any, format: Format, rule: ScaleRule, directions: Sequence[Direction]
+    shape: Axes, dtype: DType, format: Format, rule: ScaleRule, directions: Sequence[_Direction]
 ) -> Callable[[Array], Sequence[Array]]:
-    """The kernel for x [M, K], which gives values and scales of each direction, scales in float32.
-
-    rows: [M, K], [K/T, M]. columns: [K, M], [M/T, K]. squares: [M, K], [K/T, M/T].
-    """
+    """The kernel for x [L, M, K], which gives values and scales of each direction (`_Direction.results`)."""
+    out_type = [result for direction in directions for result in direction.results(shape, format, rule)]
 
     def body(x: Any, *refs: Any) -> None:
-        results, (tile, arrived, *staged) = refs[: 2 * len(directions)], refs[2 * len(directions) :]
-        i, j = lax.axis_index("m"), lax.axis_index("k")
-        rows, columns = pl.ds(i * T, T), pl.ds(j * T, T)
-        plgpu.copy_gmem_to_smem(x.at[rows, columns], tile, arrived)
+        results, (tile, arrived, staged) = refs[: len(out_type)], refs[len(out_type) :]
+        lead, i, j = (lax.axis_index(name) for name in "lmk")
+        plgpu.copy_gmem_to_smem(x.at[lead, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
         plgpu.barrier_wait(arrived)
         for n, direction in enumerate(directions):
-            (values_out, scale_out), (values, scale) = results[2 * n : 2 * n + 2], staged[2 * n : 2 * n + 2]
-            source = tile.transpose((1, 0)) if direction == "columns" else tile
-            # In parts, or a thread would hold more values than it has registers; a square has one amax for all of them.
-            part = T if direction == "squares" else _ROWS
-            for first in range(0, T, part):
-                taken = pl.ds(first, part)
-                loaded = plgpu.load(source.at[taken], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # of jax before 0.11
-                values[taken], scales = _tile(loaded, format, rule, square=direction == "squares")
-                if direction == "squares":
-                    scale_out[j, i] = jnp.max(scales)
-                else:
-                    scale[taken] = scales
+            (values_out, scale_out), (values, scales) = results[2 * n : 2 * n + 2], staged[n]
+            down, across = (j, i) if direction.turned else (i, j)
+            for taken, rows in parts(tile, turned=direction.turned, rows=T if direction.whole else PART):
+                values[taken], of_cells = _encode(rows, format, rule, direction)
+                for cell, scale in enumerate(of_cells):
+                    if scales is None:
+                        scale_out[lead, across, down] = jnp.max(scale)
+                    else:
+                        scales[cell, taken] = scale
             plgpu.commit_smem()  # so that TMA sees what threads stored
-            turned = direction == "columns"
-            plgpu.copy_smem_to_gmem(values, values_out.at[(columns, rows) if turned else (rows, columns)])
-            if direction != "squares":
-                plgpu.copy_smem_to_gmem(scale, scale_out.at[(i, columns) if turned else (j, rows)])
+            plgpu.copy_smem_to_gmem(values, values_out.at[lead, pl.ds(down * T, T), pl.ds(across * T, T)])
+            if scales is not None:
+                cells = pl.ds(across * (T // direction.side), T // direction.side)
+                plgpu.copy_smem_to_gmem(scales, scale_out.at[lead, cells, pl.ds(down * T, T)])
         plgpu.wait_smem_to_gmem(0)
 
-    out_type, staging = [], []
-    for direction in directions:
-        shape = (k, m) if direction == "columns" else (m, k)
-        scales = {"rows": (k // T, m), "columns": (m // T, k), "squares": (k // T, m // T)}[direction]
-        out_type += [jax.ShapeDtypeStruct(shape, format.dtype), jax.ShapeDtypeStruct(scales, jnp.float32)]
-        staging += [_shared(format.dtype), plgpu.SMEM((T,), jnp.float32)]
+    staged = []
+    for direction, result in zip(directions, out_type[::2], strict=True):
+        scales = None if direction.whole else plgpu.SMEM((T // direction.side, T), _scale_dtype(rule))
+        staged.append((shared_tile(format.dtype, result.shape), scales))
     return plgpu.kernel(
-        body, out_type=out_type, scratch_types=[_shared(dtype), plgpu.Barrier(), *staging],
-        grid=(m // T, k // T), grid_names=("m", "k"),
-    )  # fmt: skip
+        body, out_type=out_type, scratch_types=[shared_tile(dtype, shape), plgpu.Barrier(), staged], **grid(shape)
+    )
 
 
-def _shared(dtype: Any) -> Any:
-    """A tile in shared memory, as TMA writes it and `ldmatrix` reads it, by rows or by columns."""
-    inner = _SWIZZLE // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM((T, T), dtype, transforms=(plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(_SWIZZLE)))
+def _encode(x: Array, format: Format, rule: ScaleRule, direction: _Direction) -> tuple[Array, list[Array]]:
+    """Rows [R, T] in FP8, and the scale [R] of each of their T/S cells."""
+    multipliers, scales = [], []
+    for first in range(0, T, direction.side):
+        cut = x[:, first : first + direction.side]
+        largest = jnp.max(magnitude(cut), axis=1)
+        if direction.square:
+            largest = _largest_of_squares(largest, direction.side)
+        multiplier, scale = rule.apply(largest, format)
+        multipliers.append(lax.broadcast_in_dim(multiplier, cut.shape, (0,)))
+        scales.append(scale if rule.scale_format is None else lax.bitcast_convert_type(scale, jnp.uint8))
+    return saturating_cast(x, jnp.concatenate(multipliers, axis=1), format), scales
 
 
-def _tile(x: Array, format: Format, rule: ScaleRule, *, square: bool) -> tuple[Array, Array]:
-    """Rows [R, T] in FP8, scaled row by row or as a whole, and their scales [R]."""
-    x = x.astype(jnp.float32)
-    largest = jnp.max(magnitude(x), axis=1)
-    if square:
-        largest = lax.broadcast_in_dim(jnp.max(largest), largest.shape, ())
-    multiplier, scale = rule.apply(largest, format)
-    return saturating_cast(x, lax.broadcast_in_dim(multiplier, x.shape, (0,)), format), scale
+def _largest_of_squares(largest: Array, side: int) -> Array:
+    """The largest of each `side` rows [R], for every one of them."""
+    if len(largest) == side:
+        return lax.broadcast_in_dim(jnp.max(largest), largest.shape, ())
+    square = lax.broadcasted_iota(jnp.int32, largest.shape, 0) // side
+    result = jnp.zeros_like(largest)
+    for index in range(len(largest) // side):
+        inside = square == index
+        result = jnp.where(inside, jnp.max(jnp.where(inside, largest, 0.0)), result)
+    return result

@@ -12,40 +12,56 @@ from interpreter import LOADS_TRANSPOSED, interpreted, needs_mosaic
 import jaxfp8 as fp8
 
 ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
-DIRECTIONS = {"both": (ROWS, COLUMNS), "columns": (COLUMNS,), "squares": (SQUARES,), "all": (COLUMNS, SQUARES, ROWS)}
+MX_ROWS, MX_COLUMNS, MX_SQUARES = (fp8.PerBlock(tile) for tile in ((1, 32), (32, 1), (32, 32)))
+DIRECTIONS = {
+    "both": (ROWS, COLUMNS), "columns": (COLUMNS,), "squares": (SQUARES,), "all": (COLUMNS, SQUARES, ROWS),
+    "mx both": (MX_ROWS, MX_COLUMNS), "mx squares": (MX_SQUARES,), "mx all": (MX_SQUARES, MX_COLUMNS, MX_ROWS),
+}  # fmt: skip
+WHOLE, RAGGED = (2, 256, 384), (2, 288, 416)  # in tiles of 128
+FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
 
 
 def hard(shape):
     """Rows and columns of very different sizes, and tiles with zeros, subnormals, ties, inf and NaN."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape) * np.exp2(rng.uniform(-12, 12, (*shape[:-1], 1)) + rng.uniform(-12, 12, shape[-1]))
-    x[..., :128, :128] = rng.choice([448.0, -449, 464, 1.0625, 0.0078125, 0], (*shape[:-2], 128, 128))
+    corner = x[..., :128, :128]
+    corner[...] = rng.choice([448.0, -449, 464, 1.0625, 0.0078125, 0], corner.shape)
     x[..., 128:256, :128] *= 1e-38
     x[..., 128:256, 128:256] = 0
     x = np.clip(x, -6e4, 6e4)  # what float16 holds
-    x[..., 3, 131], x[..., 5, 200] = np.nan, -np.inf
+    x[..., 3, -3], x[..., 5, -56] = np.nan, -np.inf
     return x
+
+
+def assert_same_bits(mine, reference):
+    for ours, theirs in zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        np.testing.assert_array_equal(np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8))
 
 
 @needs_mosaic
 @pytest.mark.parametrize(
-    ("name", "dtype", "format", "power_of_two"),
+    ("name", "shape", "dtype", "format", "rule"),
     [
-        ("both", jnp.bfloat16, fp8.E4M3, True),
-        ("both", jnp.float32, fp8.E5M2, False),
-        ("columns", jnp.float16, fp8.E4M3, False),
-        ("squares", jnp.bfloat16, fp8.E4M3, True),
-        ("squares", jnp.float32, fp8.E4M3, False),
-        ("all", jnp.bfloat16, fp8.E5M2, True),
+        ("both", WHOLE, jnp.bfloat16, fp8.E4M3, POWERS),
+        ("both", RAGGED, jnp.float32, fp8.E5M2, FLOAT32),
+        ("columns", RAGGED, jnp.float16, fp8.E4M3, FLOAT32),
+        ("squares", RAGGED, jnp.bfloat16, fp8.E4M3, POWERS),
+        ("squares", WHOLE, jnp.float32, fp8.E4M3, FLOAT32),
+        ("squares", WHOLE, jnp.bfloat16, fp8.E5M2, MX),
+        ("all", WHOLE, jnp.bfloat16, fp8.E5M2, POWERS),
+        ("mx both", WHOLE, jnp.bfloat16, fp8.E4M3, MX),
+        ("mx both", RAGGED, jnp.float32, fp8.E4M3, {**MX, "scale_rounding": "floor"}),
+        ("mx squares", RAGGED, jnp.bfloat16, fp8.E5M2, MX),
+        ("mx all", RAGGED, jnp.float32, fp8.E4M3, FLOAT32),
+        ("mx both", (32, 96), jnp.bfloat16, fp8.E4M3, MX),  # less than one tile of a block of threads
     ],
 )
-def test_has_the_bits_of_the_reference(name, dtype, format, power_of_two):
-    x = jnp.asarray(hard((2, 256, 384)), dtype)
-    run = functools.partial(fp8.quantize, x, format, DIRECTIONS[name], power_of_two=power_of_two)
-    mine = interpreted(lambda: run(implementation="mosaic"))
-    for ours, theirs in zip(jax.tree.leaves(mine), jax.tree.leaves(run(implementation="reference")), strict=True):
-        assert ours.shape == theirs.shape
-        np.testing.assert_array_equal(np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8))
+def test_has_the_bits_of_the_reference(name, shape, dtype, format, rule):
+    x = jnp.asarray(hard(shape), dtype)
+    run = functools.partial(fp8.quantize, x, format, DIRECTIONS[name], **rule)
+    assert_same_bits(interpreted(lambda: run(implementation="mosaic")), run(implementation="reference"))
 
 
 @needs_mosaic
@@ -55,18 +71,18 @@ def test_under_vmap():
     mine = interpreted(
         lambda: jax.vmap(lambda x: run(x, implementation="mosaic"), in_axes=1, out_axes=0)(x.swapaxes(0, 1))
     )
-    for ours, theirs in zip(jax.tree.leaves(mine), jax.tree.leaves(run(x)), strict=True):
-        np.testing.assert_array_equal(np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8))
+    assert_same_bits(mine, run(x))
 
 
-WHOLE = jnp.ones((128, 128), jnp.bfloat16)
+ONES = jnp.ones((128, 128), jnp.bfloat16)
 CANNOT = {
-    "1x32": (WHOLE, fp8.PerBlock((1, 32)), {}, "(1, 32)"),
-    "per row": (WHOLE, fp8.PerAxis(0), {}, "PerAxis(0)"),
-    "ragged": (jnp.ones((128, 200), jnp.bfloat16), ROWS, {}, "[128, 200]"),
+    "1x64": (ONES, fp8.PerBlock((1, 64)), {}, "(1, 64)"),
+    "sides that differ": (ONES, (ROWS, MX_COLUMNS), {}, "[(1, 128), (32, 1)]"),
+    "over experts": (jnp.ones((2, 128, 128)), fp8.PerBlock((2, 1, 128)), {}, "(2, 1, 128)"),
+    "per row": (ONES, fp8.PerAxis(0), {}, "PerAxis(0)"),
+    "less than 32": (jnp.ones((128, 200), jnp.bfloat16), ROWS, {}, "[128, 200]"),
     "one axis": (jnp.ones(128), fp8.PerBlock((128,)), {}, "1 axes"),
-    "E8M0": (WHOLE, ROWS, {"scale_format": fp8.E8M0}, "E8M0"),
-    "stochastic": (WHOLE, ROWS, {"rounding": "stochastic", "key": jax.random.key(0)}, "'stochastic'"),
+    "stochastic": (ONES, ROWS, {"rounding": "stochastic", "key": jax.random.key(0)}, "'stochastic'"),
     "empty": (jnp.ones((0, 128)), ROWS, {}, "[0, 128]"),
 }
 
@@ -82,4 +98,4 @@ def test_what_it_cannot_do_fails_loudly(case):
 @pytest.mark.skipif(LOADS_TRANSPOSED, reason="jax 0.11 and later have the kernel")
 def test_an_old_jax_says_so():
     with pytest.raises(NotImplementedError, match=r"jax before 0\.11"):
-        fp8.quantize(WHOLE, fp8.E4M3, ROWS, implementation="mosaic")
+        fp8.quantize(ONES, fp8.E4M3, ROWS, implementation="mosaic")
