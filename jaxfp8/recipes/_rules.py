@@ -7,15 +7,11 @@ Letters: M tokens, K features in, N features out, of one device.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeAlias
 
 from jaxfp8.kernels._roofline import estimable
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.recipes._roofline import roofline
-
-Rule: TypeAlias = Callable[[str, tuple[int, ...], Recipe], Recipe]
 
 # The least speedup that is worth FP8: none lost, by an estimate that leaves out what is around the matmul. torchao's filter
 # (`_auto_filter_for_recipe`, measured on H100) skips K <= 4096 with N <= 1024 for tensors; for rows N <= 2048, K <= 1024, or

@@ -1,6 +1,8 @@
 """The estimate of a recipe, against counts by hand, against what was published, and as a function of size."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from hard_inputs import mentions
@@ -186,6 +188,20 @@ def test_mxfp8_by_xla_is_slow_on_blackwell():
     # marin-community/marin issue 7282: 0.65 to 0.79 of bfloat16 on a GB200, with XLA's quantizer.
     totals = [fp8.roofline(shape, recipe=ON_B200["mxfp8"], chip="b200").total for shape in LAYERS_5B]
     assert 0.6 < sum(t.bf16.seconds for t in totals) / sum(t.recipe.seconds for t in totals) < 0.85
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="a source distribution's tests have it not")
+def test_the_table_in_the_readme():
+    section = README.read_text().split("## When FP8 pays")[1].split("\n## ")[0]
+    columns = [RECIPES[n] for n in ("delayed", "current", "rowwise", "rowwise, wgrad in high precision", "blockwise")]
+    rows = re.findall(r"^\| (\d+), (\d+), (\d+) \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) == 8
+    for *shape, printed in rows:
+        estimates = [fp8.roofline(tuple(map(int, shape)), recipe=recipe, chip="h200").speedup for recipe in columns]
+        assert printed == " | ".join(f"{estimate:.2f}" for estimate in estimates)
 
 
 sizes = st.integers(1, 64).map(lambda n: 128 * n)
