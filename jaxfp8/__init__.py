@@ -35,4 +35,5 @@ from jaxfp8.ops._value_and_grad import value_and_grad as value_and_grad
 from jaxfp8.recipes._compiler_options import compiler_options as compiler_options
 from jaxfp8.recipes._recipe import Operands as Operands
 from jaxfp8.recipes._recipe import Recipe as Recipe
+from jaxfp8.recipes._roofline import roofline as roofline
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor as QuantizedTensor

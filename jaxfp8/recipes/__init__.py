@@ -10,3 +10,4 @@ from jaxfp8.recipes._presets import rowwise as rowwise
 from jaxfp8.recipes._presets import static as static
 from jaxfp8.recipes._recipe import Operands as Operands
 from jaxfp8.recipes._recipe import Recipe as Recipe
+from jaxfp8.recipes._rules import skip_slow as skip_slow
