@@ -1,6 +1,7 @@
 """The dispatch loop: the one place that picks a backend for an operation."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -41,3 +42,22 @@ def dispatch(
         except NotImplementedError as reason:
             reasons.append(NotImplementedError(f"{name}: {reason}"))
     raise ExceptionGroup(f"no backend of {operation} can do this case", reasons)
+
+
+@contextlib.contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Around the import of a backend when it is asked for: what cannot be imported cannot do the case.
+
+    Backends that need more than jax wait until then: Pallas takes a while to import, and in jax 0.10 needs absl, which jax
+    does not install.
+
+    Example:
+      >>> with importing("the future"):
+      ...     import tomorrow
+      Traceback (most recent call last):
+      NotImplementedError: the future cannot be imported: No module named 'tomorrow'
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise NotImplementedError(f"{what} cannot be imported: {error}") from error

@@ -4,11 +4,13 @@ XLA does not know how a kernel's results depend on its operand, so that in an Au
 it. Here every axis of every result lies as that axis of the operand.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
@@ -17,14 +19,15 @@ from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes
 
-Kernel: TypeAlias = Callable[[Array], tuple[Array, ...]]
+Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
     """`kernel`, on any mesh and under `jax.vmap`.
 
     Args:
-      kernel: of x [...] to results that have the axes of x. It takes any number of axes in front of those of `sides`.
+      kernel: of x [...], and of arrays whose axes are those of x or 1, to results that have the axes of x. It takes any number
+        of axes in front of those of `sides`.
       sides: of a tile along the trailing axes; the parts of an axis that is split must have whole tiles.
       cells: of each result, how many elements of x along each of these axes become one: 1 or the same in all of them.
 
@@ -33,35 +36,46 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
     """
 
     @custom_vmap
-    def call(x: Array) -> tuple[Array, ...]:
+    def call(x: Array, *others: Array) -> tuple[Array, ...]:
         kinds = set(jax.sharding.get_abstract_mesh().axis_types)
         if kinds <= {AxisType.Manual}:
-            return tuple(vary_as(result, x) for result in kernel(x))
+            x, *beside = (functools.reduce(vary_as, (x, *others), each) for each in (x, *others))
+            return tuple(vary_as(result, x) for result in kernel(x, *beside))
         if len(kinds) > 1:
             raise NotImplementedError(f"a mesh with axes of the kinds {sorted(map(str, kinds))}")
         if kinds == {AxisType.Explicit}:
-            return _explicit(kernel, sides, x)
-        return _auto(kernel, sides, cells, x)(x)
+            return _explicit(kernel, sides, x, *others)
+        return _auto(kernel, sides, cells, x, *others)(x, *others)
 
     @call.def_vmap
-    def batched(size: int, is_mapped: list[bool], x: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        del size, is_mapped
-        return call(x), (True,) * len(cells)
+    def batched(
+        size: int, is_mapped: list[bool], x: Array, *others: Array
+    ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        x_mapped, *mapped = is_mapped
+        x = x if x_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        beside = (each if there else each[None] for each, there in zip(others, mapped, strict=True))
+        return call(x, *beside), (True,) * len(cells)
 
     return call
 
 
-def _explicit(kernel: Kernel, sides: Axes, x: Array) -> tuple[Array, ...]:
+def _of_other(spec: Any, shape: Axes) -> Any:
+    """The spec of an array whose axes are those of x, which lies as `spec` says, or 1."""
+    return jax.P(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=True)))
+
+
+def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Array, ...]:
     sharding = jax.typeof(x).sharding
-    spec = sharding.spec
+    spec = jax.P(*(*sharding.spec, *[None] * x.ndim)[: x.ndim])
     for axis, side in zip(range(x.ndim - len(sides), x.ndim), sides, strict=True):
         parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(spec[axis]))
         if parts > 1 and x.shape[axis] % (parts * side):
             raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
-    return jax.shard_map(kernel, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    in_specs = (spec, *(_of_other(spec, each.shape) for each in others))
+    return jax.shard_map(kernel, in_specs=in_specs, out_specs=spec, check_vma=False)(x, *others)
 
 
-def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array) -> Kernel:
+def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *others: Array) -> Kernel:
     """The kernel with what XLA has to know of it. An axis that tiles do not fit stays whole."""
     ndim = x.ndim
 
@@ -80,14 +94,17 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array) -> Ker
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         del results
         lie = placed(mesh, arguments[0])
-        return mesh, kernel, (lie,) * len(cells), (lie,)
+        beside = (NamedSharding(mesh, _of_other(lie.spec, each.shape)) for each in others)
+        return mesh, kernel, (lie,) * len(cells), (lie, *beside)
 
-    call = custom_partitioning(lambda x: kernel(x))
-    call.def_partition(partition, infer_sharding_from_operands=infer, **_rule(x.shape, cells))
+    call = custom_partitioning(lambda x, *others: kernel(x, *others))
+    call.def_partition(
+        partition, infer_sharding_from_operands=infer, **_rule(x.shape, cells, [each.shape for each in others])
+    )
     return call
 
 
-def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
+def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str, Any]:
     """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one.
 
     An axis of a single tile or with a ragged last one is inside as a whole.
@@ -96,19 +113,24 @@ def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
     inside: dict[str, int] = {}
 
-    def term(of: Axes) -> str:
-        factors = [f"l{axis}" for axis in range(lead)]
-        for axis, (cell, side) in enumerate(zip(of, sides, strict=True)):
-            if side == 1 or cell > 1:
-                factors.append(f"t{axis}")
-            elif shape[lead + axis] % side or shape[lead + axis] == side:  # a rule has no factor of 1
-                factors.append(f"i{axis}")
-                inside[f"i{axis}"] = side
-            else:
-                factors.append(f"(t{axis} i{axis})")
-                inside[f"i{axis}"] = side
-        return " ".join(factors)
+    def axis_of(axis: int, cell: int) -> str:
+        side = sides[axis]
+        if side == 1 or cell > 1:
+            return f"t{axis}"
+        inside[f"i{axis}"] = side
+        if shape[lead + axis] % side or shape[lead + axis] == side:  # a rule has no factor of 1
+            return f"i{axis}"
+        return f"(t{axis} i{axis})"
 
-    rule = f"{term((1,) * len(sides))} -> {', '.join(map(term, cells))}"
+    def term(of: Axes) -> list[str]:
+        return [f"l{axis}" for axis in range(lead)] + [axis_of(axis, cell) for axis, cell in enumerate(of)]
+
+    x = term((1,) * len(sides))
+    operands = [x]
+    for n, other in enumerate(others):
+        operands.append(
+            [each if size > 1 else f"u{n}{axis}" for axis, (each, size) in enumerate(zip(x, other, strict=True))]
+        )
+    rule = " -> ".join(", ".join(map(" ".join, terms)) for terms in (operands, [term(of) for of in cells]))
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
     return {"sharding_rule": rule, "need_replication_factors": tuple(inside), **compound}

@@ -7,7 +7,7 @@ devices, or steps, goes through `kernels.cast`.
 from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
-from jaxfp8.kernels._dispatch import dispatch
+from jaxfp8.kernels._dispatch import dispatch, importing
 from jaxfp8.kernels.quantize import _reference, _xla
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -16,10 +16,8 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def _mosaic(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
-    try:  # when it is asked for: Pallas takes a while to import, and in jax 0.10 needs absl, which jax does not install
+    with importing("Pallas Mosaic GPU"):
         from jaxfp8.kernels.quantize import _mosaic
-    except ImportError as error:
-        raise NotImplementedError(f"Pallas Mosaic GPU cannot be imported: {error}") from error
     return _mosaic.quantize(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The quantizer in Pallas (Mosaic GPU), for Hopper and Blackwell: x is read once, whatever the number of directions.
+"""The quantizer in Pallas (Mosaic GPU), for Hopper and Blackwell: tiles in one read of x, whatever the number of directions.
 
 Each block of threads brings a tile of x to shared memory and reads it from there in every direction. Scales go out along M
 or K as TMA wants them. The rules are those of numerics, called on registers.
@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfp8._typing import Array, Axes, DType, Rounding
 from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, as_matrices, check_array, grid, parts, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
+from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -74,15 +75,17 @@ def quantize(
     """See `kernels.quantize._api.quantize`.
 
     Raises:
-      NotImplementedError: for other tiles than 1 x S, S x 1 and S x S with S 128 or 32, the same in every direction;
-        stochastic rounding; float64; last two axes that are no multiples of 32; meshes that are manual in part; jax before
-        0.11.
+      NotImplementedError: for tiles beside other granularities; tiles that are not 1 x S, S x 1 or S x S with S 128 or 32, the
+        same in every direction; scales of single values; stochastic rounding; float64; last two axes that are no multiples of
+        32; meshes that are manual in part; jax before 0.11.
     """
     del key
-    directions = tuple(_direction(granularity, x.ndim) for granularity in granularities)
-    check_array(x)
     if rounding != "nearest":
         raise NotImplementedError(f"rounding={rounding!r}")
+    if not any(isinstance(granularity, PerBlock) for granularity in granularities):
+        return _mosaic_axes.quantize(x, format, granularities, rule)
+    directions = tuple(_direction(granularity, x.ndim) for granularity in granularities)
+    check_array(x)
     if len({direction.side for direction in directions}) > 1:
         raise NotImplementedError(f"tiles of different sides, {[direction.tile for direction in directions]}")
 

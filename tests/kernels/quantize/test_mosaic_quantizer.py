@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hard_matrices import assert_same_bits, hard
 from interpreter import LOADS_TRANSPOSED, interpreted, needs_mosaic
 
 import jaxfp8 as fp8
@@ -19,25 +20,6 @@ DIRECTIONS = {
 }  # fmt: skip
 WHOLE, RAGGED = (2, 256, 384), (2, 288, 416)  # in tiles of 128
 FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
-
-
-def hard(shape):
-    """Rows and columns of very different sizes, and tiles with zeros, subnormals, ties, inf and NaN."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=shape) * np.exp2(rng.uniform(-12, 12, (*shape[:-1], 1)) + rng.uniform(-12, 12, shape[-1]))
-    corner = x[..., :128, :128]
-    corner[...] = rng.choice([448.0, -449, 464, 1.0625, 0.0078125, 0], corner.shape)
-    x[..., 128:256, :128] *= 1e-38
-    x[..., 128:256, 128:256] = 0
-    x = np.clip(x, -6e4, 6e4)  # what float16 holds
-    x[..., 3, -3], x[..., 5, -56] = np.nan, -np.inf
-    return x
-
-
-def assert_same_bits(mine, reference):
-    for ours, theirs in zip(jax.tree.leaves(mine), jax.tree.leaves(reference), strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        np.testing.assert_array_equal(np.asarray(ours).view(np.uint8), np.asarray(theirs).view(np.uint8))
 
 
 @needs_mosaic
@@ -64,6 +46,25 @@ def test_has_the_bits_of_the_reference(name, shape, dtype, format, rule):
     assert_same_bits(interpreted(lambda: run(implementation="mosaic")), run(implementation="reference"))
 
 
+TENSOR, OF_ROWS, OF_COLUMNS, OF_EXPERTS = fp8.PerTensor(), fp8.PerAxis(0, 1), fp8.PerAxis(-1), fp8.PerAxis(0, 2)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("granularities", "shape", "dtype", "format", "rule"),
+    [
+        ((OF_ROWS, OF_COLUMNS), WHOLE, jnp.bfloat16, fp8.E4M3, POWERS),
+        ((OF_COLUMNS, OF_ROWS), RAGGED, jnp.float32, fp8.E5M2, FLOAT32),
+        ((OF_EXPERTS, OF_ROWS), RAGGED, jnp.bfloat16, fp8.E4M3, FLOAT32),
+        ((TENSOR, OF_COLUMNS), WHOLE, jnp.float16, fp8.E4M3, FLOAT32),
+    ],
+)
+def test_scales_that_span_tiles(granularities, shape, dtype, format, rule):
+    for x in (hard(shape), np.nan_to_num(hard(shape), nan=0, neginf=0)):  # one inf takes the scale of a whole tensor
+        run = functools.partial(fp8.quantize, jnp.asarray(x, dtype), format, granularities, **rule)
+        assert_same_bits(interpreted(lambda run=run: run(implementation="mosaic")), run(implementation="reference"))
+
+
 @needs_mosaic
 def test_under_vmap():
     x = jnp.asarray(hard((2, 256, 256)), jnp.bfloat16)
@@ -79,7 +80,8 @@ CANNOT = {
     "1x64": (ONES, fp8.PerBlock((1, 64)), {}, "(1, 64)"),
     "sides that differ": (ONES, (ROWS, MX_COLUMNS), {}, "[(1, 128), (32, 1)]"),
     "over experts": (jnp.ones((2, 128, 128)), fp8.PerBlock((2, 1, 128)), {}, "(2, 1, 128)"),
-    "per row": (ONES, fp8.PerAxis(0), {}, "PerAxis(0)"),
+    "tiles and rows": (ONES, (ROWS, fp8.PerAxis(0)), {}, "PerAxis(0)"),
+    "per value": (ONES, fp8.PerAxis(0, 1), {}, "PerAxis(0, 1)"),
     "less than 32": (jnp.ones((128, 200), jnp.bfloat16), ROWS, {}, "[128, 200]"),
     "one axis": (jnp.ones(128), fp8.PerBlock((128,)), {}, "1 axes"),
     "stochastic": (ONES, ROWS, {"rounding": "stochastic", "key": jax.random.key(0)}, "'stochastic'"),

@@ -1,0 +1,104 @@
+"""The Mosaic cast, interpreted: the bits of the reference, for all copies at once, and the amax."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_matrices import assert_same_bits, hard
+from interpreter import interpreted, needs_mosaic
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.cast._api import cast
+from jaxfp8.numerics._amax import amax
+
+WHOLE, RAGGED = (2, 256, 384), (2, 288, 416)
+# Shapes of multipliers of an array [2, M, K], and what the copies lie as.
+KINDS = {
+    "tensor": ("",),
+    "tensor, both ways": ("", "T"),
+    "transposed": ("T",),
+    "rows and columns": ("BM", "K T"),
+    "columns of each expert": ("BK T",),
+    "experts": ("B", "B T"),
+}
+
+
+def multipliers_of(kinds, shape):
+    rng = np.random.default_rng(0)
+    sizes = dict(zip("BMK", shape, strict=True))
+    for kind in kinds:
+        letters = kind.removesuffix("T").strip()
+        of = [sizes[letter] if letter in letters else 1 for letter in "BMK"] if letters else ()
+        yield jnp.asarray(np.exp2(rng.uniform(-9, 9, of)), jnp.float32)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "format"),
+    [
+        ("tensor", RAGGED, jnp.bfloat16, fp8.E4M3),
+        ("tensor, both ways", WHOLE, jnp.bfloat16, fp8.E5M2),
+        ("tensor, both ways", RAGGED, jnp.float32, fp8.E4M3),
+        ("transposed", WHOLE, jnp.float16, fp8.E4M3),
+        ("rows and columns", WHOLE, jnp.bfloat16, fp8.E4M3),
+        ("rows and columns", RAGGED, jnp.float32, fp8.E5M2),
+        ("columns of each expert", WHOLE, jnp.bfloat16, fp8.E4M3),
+        ("experts", WHOLE, jnp.float32, fp8.E4M3),
+    ],
+)
+def test_has_the_bits_of_the_reference(name, shape, dtype, format):
+    from jaxfp8.kernels.cast._mosaic import copies
+
+    kinds = KINDS[name]
+    for raw in (hard(shape), np.nan_to_num(hard(shape), nan=0, neginf=0)):
+        x = jnp.asarray(raw, dtype)
+        multipliers = tuple(multipliers_of(kinds, shape))
+        values, largest = interpreted(lambda x=x, m=multipliers: copies(x, m, format, tuple("T" in k for k in kinds)))
+        wanted = []
+        for multiplier in multipliers:
+            kept = [axis for axis, size in enumerate(multiplier.shape) if size > 1]
+            granularity = fp8.PerAxis(*kept) if kept else fp8.PerTensor()
+            wanted.append(cast(x, multiplier, format, granularity, implementation="reference").values)
+        assert_same_bits(values, tuple(wanted))
+        np.testing.assert_array_equal(largest, amax(x, fp8.PerTensor()))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(1)], ids=repr)
+def test_by_its_name(granularity):
+    x = jnp.asarray(hard((256, 256)), jnp.bfloat16)
+    scale = jnp.full(granularity.scale_shape(x.shape), 0.3)
+    run = lambda how: fp8.quantize(x, fp8.E4M3, granularity, scale=scale, implementation=how)
+    assert_same_bits(interpreted(lambda: run("mosaic")), run("reference"))
+
+
+@needs_mosaic
+def test_under_vmap():
+    x, m = jnp.asarray(hard((3, 256, 256)), jnp.bfloat16), jnp.array([0.5, 3.0, 100.0])
+    run = lambda x, m, how: cast(x, m, fp8.E4M3, fp8.PerTensor(), implementation=how)
+    for axes in ((0, 0), (0, None), (None, 0)):
+        arguments = [each if axis == 0 else each[0] for each, axis in zip((x, m), axes, strict=True)]
+        mapped = jax.vmap(functools.partial(run, how="mosaic"), in_axes=axes)
+        wanted = jax.vmap(functools.partial(run, how="xla"), in_axes=axes)(*arguments)
+        assert_same_bits(interpreted(mapped, *arguments), wanted)
+
+
+CANNOT = {
+    "ragged": (jnp.ones((128, 200)), fp8.PerTensor(), {}, "[128, 200]"),
+    "per value": (jnp.ones((128, 128)), fp8.PerAxis(0, 1), {}, "[128, 128]"),
+    "tiles": (jnp.ones((128, 128)), fp8.PerBlock((1, 128)), {}, "(1, 128)"),
+    "stochastic": (jnp.ones((128, 128)), fp8.PerTensor(), {"rounding": "stochastic", "key": jax.random.key(0)}, "'stochastic'"),
+    "one axis": (jnp.ones(128), fp8.PerTensor(), {}, "[128]"),
+}  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.parametrize("case", CANNOT)
+def test_what_it_cannot_do_fails_loudly(case):
+    x, granularity, how, mentions = CANNOT[case]
+    multiplier = jnp.ones(granularity.scale_shape(x.shape))
+    with pytest.raises(NotImplementedError, match=re.escape(mentions)):
+        cast(x, multiplier, fp8.E4M3, granularity, implementation="mosaic", **how)
