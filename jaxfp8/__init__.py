@@ -8,6 +8,7 @@ from jaxfp8 import recipes as recipes
 from jaxfp8 import sharding as sharding
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8.diagnostics._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
+from jaxfp8.kernels._dispatch import Implementations as Implementations
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul as scaled_matmul
 from jaxfp8.numerics._formats import E4M3 as E4M3
 from jaxfp8.numerics._formats import E5M2 as E5M2

@@ -1,8 +1,25 @@
 """The dispatch loop: the one place that picks a backend for an operation."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementations:
+    """Backends by name for the casts and the matmuls of one call; None takes the first that can.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> fp8.dot(jnp.ones((2, 2)), jnp.eye(2), implementation=fp8.Implementations(casts="reference"))
+      Array([[1., 1.],
+             [1., 1.]], dtype=float32)
+    """
+
+    casts: str | None = None
+    matmuls: str | None = None
 
 
 def dispatch(

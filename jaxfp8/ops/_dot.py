@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxfp8._typing import Array, DType, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
@@ -22,7 +23,7 @@ def dot(
     reduce_axes: tuple[str, ...] | None = None,
     lhs_shard: Shard | None = None,
     rhs_shard: Shard | None = None,
-    implementation: Implementation = None,
+    implementation: Implementation | Implementations = None,
 ) -> Array:
     """`lhs @ rhs` in FP8: [..., K] times [K, N].
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxfp8._dimension_numbers import check
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, fp8_precision
@@ -37,7 +38,7 @@ def dot_general(
     reduce_axes: tuple[str, ...] | None = None,
     lhs_shard: Shard | None = None,
     rhs_shard: Shard | None = None,
-    implementation: Implementation = None,
+    implementation: Implementation | Implementations = None,
 ) -> Array:
     """`jax.lax.dot_general` with FP8 operands, forward and backward, as the recipe says.
 
@@ -62,7 +63,8 @@ def dot_general(
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
       rhs_shard: the same of w (fully sharded data parallelism).
-      implementation: a kernel backend by name, or None for the first that can.
+      implementation: a kernel backend by name, for casts and matmuls; `Implementations(casts=, matmuls=)` names one for each;
+        None takes the first that can. A cast by "mosaic" lays each copy as its matmul reads it on Hopper.
 
     Returns:
       [batch, lhs kept, rhs kept].
@@ -122,7 +124,7 @@ def dot_general(
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
         types_tell=types_tell(),
         shards=(("x", x_shard), ("w", w_shard), ("g", None)),
-        implementation=implementation,
+        implementations=_implementations(implementation),
     )
     y = three_matmuls(call, x, w, state.scale if state else None, probe.ledger if probe else None)
     return y if view is None else view.result(y, out_sharding)
@@ -184,3 +186,7 @@ def _reduce_axes(
     if not manual_axes():
         return None  # arrays are whole: a layer made for shard_map, as flax initializes it
     return frozenset(named) & set(manual_axes())
+
+
+def _implementations(chosen: Implementation | Implementations) -> Implementations:
+    return chosen if isinstance(chosen, Implementations) else Implementations(casts=chosen, matmuls=chosen)

@@ -6,6 +6,7 @@ import jax
 import opt_einsum
 
 from jaxfp8._typing import Array, Axes, DType, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
@@ -26,7 +27,7 @@ def einsum(
     reduce_axes: tuple[str, ...] | None = None,
     lhs_shard: Shard | None = None,
     rhs_shard: Shard | None = None,
-    implementation: Implementation = None,
+    implementation: Implementation | Implementations = None,
 ) -> Array:
     """`jnp.einsum(equation, lhs, rhs)` in FP8. lhs is the activation and rhs the weight, whatever the equation's order.
 

@@ -13,7 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DType, Implementation, PyTree
+from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
@@ -42,7 +43,7 @@ class Call:
     reduce_axes: frozenset[str] | None  # manual mesh axes that amaxes are combined over, where the caller names them
     types_tell: bool  # over which manual axes a value varies
     shards: tuple[tuple[Tensor, PlacedShard | None], ...]  # operands that are gathered in FP8
-    implementation: Implementation
+    implementations: Implementations
 
     def shard(self, tensor: Tensor) -> PlacedShard | None:
         return dict(self.shards)[tensor]
@@ -81,31 +82,39 @@ def quantize_operand(
     contracts it across devices; its row amaxes span them.
     """
     # One call of a quantizer for all the directions in which matmuls read its result.
-    directions: dict[AbstractQuantizer, dict[AbstractGranularity, frozenset[str]]] = {}
-    kinds: dict[Matmul, tuple[AbstractQuantizer, AbstractGranularity]] = {}
+    directions: dict[AbstractQuantizer, dict[tuple[AbstractGranularity, bool], frozenset[str]]] = {}
+    kinds: dict[Matmul, tuple[AbstractQuantizer, tuple[AbstractGranularity, bool]]] = {}
     for matmul, quantizer in call.recipe.uses(tensor):
-        granularity = quantizer.granularity.for_matmul(call.geometry.kept(matmul, tensor), value.ndim)
+        kept = call.geometry.kept(matmul, tensor)
+        granularity = quantizer.granularity.for_matmul(kept, value.ndim)
         across = _spanned(call, tensor, value, granularity)
         if not isinstance(granularity, PerTensor):
             across |= contracted.get(matmul, frozenset())
-        directions.setdefault(quantizer, {}).setdefault(granularity, across)
-        kinds[matmul] = quantizer, granularity
+        # A kernel lays each copy as its matmul reads it, the contracted axis last.
+        direction = granularity, call.implementations.casts == "mosaic" and value.ndim - 1 in kept
+        directions.setdefault(quantizer, {}).setdefault(direction, across)
+        kinds[matmul] = quantizer, direction
     operands: list[Operand] = []
-    order: list[tuple[AbstractQuantizer, AbstractGranularity]] = []
-    for quantizer, spans in directions.items():
+    order: list[tuple[AbstractQuantizer, tuple[AbstractGranularity, bool]]] = []
+    met: Array | None = None
+    for quantizer, copies in directions.items():
         stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
         if stored is not None and (split := call.over(tensor) & varying(stored)):
             raise FP8StateError(
                 f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each part would have a scale of "
                 "its own; pass the state to shard_map with a spec that does not split it over that axis."
             )
-        operands += quantizer.quantize(
-            value, tuple(spans), amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
-            all_set=call.all_set, implementation=call.implementation,
+        granularities, transposed = zip(*copies, strict=True)
+        spans = {granularity: across for (granularity, _), across in copies.items()}
+        made, met_now = quantizer.quantize(
+            value, granularities, amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
+            all_set=call.all_set, transposed=transposed, implementation=call.implementations.casts,
         )  # fmt: skip
-        order += [(quantizer, granularity) for granularity in spans]
+        operands += made
+        order += [(quantizer, direction) for direction in copies]
+        met = met_now if met is None else met
     reads = {matmul: order.index(kind) for matmul, kind in kinds.items()}
-    seen = _seen(call, tensor, value, ledger)
+    seen = _seen(call, tensor, value if met is None else met, ledger)
     if seen and call.all_set:
         # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
         operands = lax.optimization_barrier(operands)

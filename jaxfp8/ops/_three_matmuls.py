@@ -104,7 +104,7 @@ def _matmul(call: Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: D
             return scaled_matmul(
                 lhs, rhs, dimension_numbers=dimension_numbers, preferred_element_type=out_dtype,
                 fast_accumulation=call.fast_accumulation and matmul == "fprop", out_sharding=out_sharding,
-                chip=call.recipe.chip, implementation=call.implementation,
+                chip=call.recipe.chip, implementation=call.implementations.matmuls,
             )  # fmt: skip
         lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)

@@ -43,8 +43,9 @@ class AbstractQuantizer(abc.ABC):
         amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
+        transposed: tuple[bool, ...] = (),
         implementation: Implementation,
-    ) -> tuple[Operand, ...]:
+    ) -> tuple[tuple[Operand, ...], Array | None]:
         """Choose the scale and cast, in one call for all the directions in which matmuls read x.
 
         Args:
@@ -54,10 +55,11 @@ class AbstractQuantizer(abc.ABC):
             by those who need it, because it costs a read of x.
           scale: [] float32, the stored scale of a stateful quantizer, 0 where unset; None for the others.
           all_set: the caller knows that the scale is set.
+          transposed: of each direction, whether its copy shall lie in memory transposed (`kernels.cast._api.cast_copies`).
           implementation: of the cast.
 
         Returns:
-          x in each granularity.
+          x in each granularity, and an array whose amax is that of x, if the cast met it on the way.
         """
 
 

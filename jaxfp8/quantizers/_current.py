@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxfp8._typing import Array, Implementation, ScaleRounding
-from jaxfp8.kernels.cast._api import cast
+from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
 from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerRow, PerTensor
@@ -80,17 +80,18 @@ class Current(AbstractQuantizer):
         amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
+        transposed: tuple[bool, ...] = (),
         implementation: Implementation,
-    ) -> tuple[QuantizedTensor, ...]:
+    ) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
         del scale, all_set
         if isinstance(self.granularity, PerBlock):  # a tile lies on one device: its amax is at hand
-            return quantize(x, self.format, granularities, self.rule, implementation=implementation)
-
-        def one(granularity: AbstractGranularity) -> QuantizedTensor:
-            multiplier, scale = self.rule.apply(amax(granularity), self.format)
-            return cast(
-                x, multiplier, self.format, granularity,
-                scale=scale, power_of_two=self.rule.exact, implementation=implementation,
-            )  # fmt: skip
-
-        return tuple(map(one, granularities))
+            copies = quantize(
+                x, self.format, granularities, self.rule, transposed=transposed, implementation=implementation
+            )
+            return copies, None
+        known = {each: self.rule.apply(amax(each), self.format) for each in dict.fromkeys(granularities)}
+        multipliers, scales = zip(*(known[each] for each in granularities), strict=True)
+        return cast_copies(
+            x, multipliers, self.format, granularities,
+            scales=scales, transposed=transposed, power_of_two=self.rule.exact, implementation=implementation,
+        )  # fmt: skip

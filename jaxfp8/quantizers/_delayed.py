@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels.cast._api import cast
+from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._scale import encoding_multiplier, inverse, is_usable
@@ -89,16 +89,20 @@ class Delayed(AbstractQuantizer):
         amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
+        transposed: tuple[bool, ...] = (),
         implementation: Implementation,
-    ) -> tuple[QuantizedTensor, ...]:
+    ) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
         assert scale is not None
         multiplier = inverse(scale)
         (granularity,) = set(granularities)  # one scale for the whole tensor fits every direction
+        count = len(granularities)
         if not all_set:  # an unset scale takes the current amax, so that no step is wasted on a guess
             unset, current = scale == 0, self.multiplier(amax(granularity))
             multiplier, scale = jnp.where(unset, current, multiplier), jnp.where(unset, inverse(current), scale)
-        quantized = cast(x, multiplier, self.format, granularity, scale=scale, implementation=implementation)
-        return (quantized,) * len(granularities)
+        return cast_copies(
+            x, (multiplier,) * count, self.format, granularities,
+            scales=(scale,) * count, transposed=transposed, implementation=implementation,
+        )  # fmt: skip
 
     def update(self, row: DelayedRow, amax: Array) -> DelayedRow:
         """The row after a step whose largest amax was `amax` [...], once per optimizer step.

@@ -39,7 +39,8 @@ class Identity(AbstractQuantizer):
         amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
+        transposed: tuple[bool, ...] = (),
         implementation: Implementation,
-    ) -> tuple[Array, ...]:
-        del amax, scale, all_set, implementation
-        return (x,) * len(granularities)
+    ) -> tuple[tuple[Array, ...], Array | None]:
+        del amax, scale, all_set, transposed, implementation
+        return (x,) * len(granularities), None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels.cast._api import cast
+from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.quantizers._base import AbstractQuantizer, check_value_format
@@ -71,12 +71,14 @@ class Static(AbstractQuantizer):
         amax: Callable[[AbstractGranularity], Array],
         scale: Array | None,
         all_set: bool,
+        transposed: tuple[bool, ...] = (),
         implementation: Implementation,
-    ) -> tuple[QuantizedTensor, ...]:
+    ) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
         del amax, scale, all_set
         constant = np.float32(self.scale)
         multiplier, fixed = jnp.asarray(np.float32(1) / constant), jnp.asarray(constant)
-        return tuple(
-            cast(x, multiplier, self.format, granularity, scale=fixed, implementation=implementation)
-            for granularity in granularities
-        )
+        count = len(granularities)
+        return cast_copies(
+            x, (multiplier,) * count, self.format, granularities,
+            scales=(fixed,) * count, transposed=transposed, implementation=implementation,
+        )  # fmt: skip

@@ -63,7 +63,8 @@ def once(quantizer, x, scale, all_set, *directions):
     granularities = tuple(granularity_of(quantizer, kept) for kept in directions)
     amax = lambda granularity: amax_of(x, granularity)
     stored = scale if quantizer.stateful else None
-    return quantizer.quantize(x, granularities, amax=amax, scale=stored, all_set=all_set, implementation=None)
+    copies, _ = quantizer.quantize(x, granularities, amax=amax, scale=stored, all_set=all_set, implementation=None)
+    return copies
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -1,5 +1,6 @@
 """The door of the cast: high precision in, QuantizedTensor out."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
@@ -11,14 +12,14 @@ from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def _mosaic(*args: Any, **kwargs: Any) -> QuantizedTensor:
+def _mosaic(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Array]:
     with importing("Pallas Mosaic GPU"):
         from jaxfp8.kernels.cast import _mosaic
     return _mosaic.cast(*args, **kwargs)
 
 
 # What no GPU has timed yet is taken only by name.
-BACKENDS = {"xla": _xla.cast, "mosaic": _mosaic, "reference": _reference.cast}
+BACKENDS: dict[str, Callable[..., Any]] = {"xla": _xla.cast, "mosaic": _mosaic, "reference": _reference.cast}
 
 
 def cast(
@@ -49,8 +50,46 @@ def cast(
     Returns:
       A QuantizedTensor that stands for x.
     """
-    scale = inverse(multiplier) if scale is None else scale
+    (copy,), _ = cast_copies(
+        x, (multiplier,), format, (granularity,), scales=(inverse(multiplier) if scale is None else scale,),
+        power_of_two=power_of_two, rounding=rounding, key=key, implementation=implementation,
+    )  # fmt: skip
+    return copy
+
+
+def cast_copies(
+    x: Array,
+    multipliers: tuple[Array, ...],
+    format: Format,
+    granularities: tuple[AbstractGranularity, ...],
+    *,
+    scales: tuple[Array, ...],
+    transposed: tuple[bool, ...] = (),
+    power_of_two: bool = False,
+    rounding: Rounding = "nearest",
+    key: Array | None = None,
+    implementation: Implementation = None,
+) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
+    """x with each of these multipliers, in one call, so that a kernel can read x once for all copies and for its amax.
+
+    Args:
+      x: [...] floating point.
+      multipliers: of each copy, see `cast`.
+      format: E4M3 or E5M2.
+      granularities: of each copy.
+      scales: of each copy.
+      transposed: of each copy, whether it shall lie in memory with the last two axes swapped, as Hopper's matmuls read an
+        operand that is contracted along the first of them. Only a layout: XLA's own backend leaves it to XLA. () is "none".
+      power_of_two: every scale is known to be a power of two.
+      rounding: "nearest" or "stochastic".
+      key: a jax PRNG key, for stochastic rounding; every copy gets the same random bits.
+      implementation: a backend by name, or None for the first that can.
+
+    Returns:
+      The copies, and an array [...] whose amax is that of x, if the kernel met it on the way; None where a reduction of x is
+      free, because XLA fuses it with the cast.
+    """
     return dispatch(
-        "cast", BACKENDS, implementation, x, multiplier, scale, format, granularity,
-        power_of_two=power_of_two, rounding=rounding, key=key,
+        "cast", BACKENDS, implementation, x, multipliers, scales, format, granularities,
+        transposed=transposed or (False,) * len(granularities), power_of_two=power_of_two, rounding=rounding, key=key,
     )  # fmt: skip

@@ -29,32 +29,37 @@ _ONE_A_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 def cast(
     x: Array,
-    multiplier: Array,
-    scale: Array,
+    multipliers: tuple[Array, ...],
+    scales: tuple[Array, ...],
     format: Format,
-    granularity: AbstractGranularity,
+    granularities: tuple[AbstractGranularity, ...],
     *,
+    transposed: tuple[bool, ...],
     power_of_two: bool,
     rounding: Rounding,
     key: Array | None,
-) -> QuantizedTensor:
-    """See `kernels.cast._api.cast`.
+) -> tuple[tuple[QuantizedTensor, ...], Array]:
+    """See `kernels.cast._api.cast_copies`.
 
     Raises:
       NotImplementedError: see `copies`; for tiles; for stochastic rounding.
     """
     del key
-    if rounding != "nearest" or isinstance(granularity, PerBlock):
-        raise NotImplementedError(f"a cast with {granularity!r}, rounding={rounding!r}")
-    turned = multiplier.ndim > 1 and multiplier.shape[-1] > 1
-    (values,), _ = copies(x, (multiplier,), format, (turned,))
-    return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+    if rounding != "nearest" or any(isinstance(granularity, PerBlock) for granularity in granularities):
+        raise NotImplementedError(f"a cast with {granularities!r}, rounding={rounding!r}")
+    # Multipliers along columns are those of an operand that is contracted along its first axis.
+    turned = tuple(
+        turn or (each.ndim > 1 and each.shape[-1] > 1) for turn, each in zip(transposed, multipliers, strict=True)
+    )
+    values, largest = copies(x, multipliers, format, turned)
+    made = zip(values, scales, granularities, strict=True)
+    return tuple(QuantizedTensor(*each, x.dtype, power_of_two) for each in made), largest
 
 
 def copies(
     x: Array, multipliers: tuple[Array, ...], format: Format, transposed: tuple[bool, ...]
 ) -> tuple[tuple[Array, ...], Array]:
-    """Values of copies of x, each with multipliers of its own, and the amax of x, in one read.
+    """Values of copies of x, each with multipliers of its own, and the amaxes of its tiles of T x T, in one read.
 
     Args:
       x: [..., M, K].
@@ -84,9 +89,8 @@ def copies(
         tiles = *x.shape[:-2], pl.cdiv(x.shape[-2], T), pl.cdiv(x.shape[-1], T)
         return *(v.reshape(x.shape) for v in turned), largest.reshape(tiles)
 
-    # The amax of each tile, so that XLA combines those of all devices.
     *values, largest = on_mesh(local, (T, T), (*[(1, 1)] * len(transposed), (T, T)))(x, *multipliers)
-    return tuple(values), jnp.max(largest)
+    return tuple(values), largest
 
 
 def _line(multiplier: Array, shape: Axes, matrices: int) -> Array:

@@ -11,16 +11,22 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 def cast(
     x: Array,
-    multiplier: Array,
-    scale: Array,
+    multipliers: tuple[Array, ...],
+    scales: tuple[Array, ...],
     format: Format,
-    granularity: AbstractGranularity,
+    granularities: tuple[AbstractGranularity, ...],
     *,
+    transposed: tuple[bool, ...],
     power_of_two: bool,
     rounding: Rounding,
     key: Array | None,
-) -> QuantizedTensor:
-    """See `kernels.cast._api.cast`; here every operation is cut off from the next, so that nothing is fused or rewritten."""
-    multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
-    values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-    return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+) -> tuple[tuple[QuantizedTensor, ...], None]:
+    """See `kernels.cast._api.cast_copies`; here every step is cut off from the next, so that nothing is fused or rewritten."""
+    del transposed  # XLA chooses layouts
+
+    def one(multiplier: Array, scale: Array, granularity: AbstractGranularity) -> QuantizedTensor:
+        multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
+        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+
+    return tuple(map(one, multipliers, scales, granularities)), None

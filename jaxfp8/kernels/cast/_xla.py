@@ -9,15 +9,21 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 def cast(
     x: Array,
-    multiplier: Array,
-    scale: Array,
+    multipliers: tuple[Array, ...],
+    scales: tuple[Array, ...],
     format: Format,
-    granularity: AbstractGranularity,
+    granularities: tuple[AbstractGranularity, ...],
     *,
+    transposed: tuple[bool, ...],
     power_of_two: bool,
     rounding: Rounding,
     key: Array | None,
-) -> QuantizedTensor:
-    """See `kernels.cast._api.cast`."""
-    values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-    return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+) -> tuple[tuple[QuantizedTensor, ...], None]:
+    """See `kernels.cast._api.cast_copies`."""
+    del transposed  # XLA chooses layouts
+
+    def one(multiplier: Array, scale: Array, granularity: AbstractGranularity) -> QuantizedTensor:
+        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+
+    return tuple(map(one, multipliers, scales, granularities)), None

@@ -31,6 +31,7 @@ def quantize(
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
     *,
+    transposed: tuple[bool, ...] = (),
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
@@ -42,8 +43,12 @@ def quantize(
       format: E4M3 or E5M2.
       granularities: which values share a scale, for each copy.
       rule: how an amax becomes a scale.
+      transposed: of each copy, as in `kernels.cast._api.cast_copies`.
       rounding: "nearest" or "stochastic".
       key: a jax PRNG key, for stochastic rounding; every copy gets the same random bits.
       implementation: a backend by name, or None for the first that can.
     """
-    return dispatch("quantize", BACKENDS, implementation, x, format, granularities, rule, rounding=rounding, key=key)
+    return dispatch(
+        "quantize", BACKENDS, implementation, x, format, granularities, rule,
+        transposed=transposed or (False,) * len(granularities), rounding=rounding, key=key,
+    )  # fmt: skip

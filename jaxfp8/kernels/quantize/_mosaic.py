@@ -33,7 +33,7 @@ _SIDES = (128, 32)
 
 @dataclasses.dataclass(frozen=True)
 class _Direction:
-    """One copy: tiles of 1 x S along rows, S x 1 along columns (`turned`), or S x S (`square`)."""
+    """One copy: tiles of 1 x S along rows, S x 1 along columns (`turned`), or S x S (`square`, `turned` or not)."""
 
     side: int
     turned: bool
@@ -46,10 +46,10 @@ class _Direction:
 
     @property
     def tile(self) -> tuple[int, int]:
-        return (self.side if self.turned or self.square else 1, 1 if self.turned else self.side)
+        return (self.side, self.side) if self.square else (self.side, 1) if self.turned else (1, self.side)
 
     def results(self, shape: Axes, format: Format, rule: ScaleRule) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Values and scales as the kernel writes them: of columns [L, K, M], [L, M/S, K], else [L, M, K], [L, K/S, M].
+        """Values and scales as the kernel writes them: turned [L, K, M], [L, M/S, K], else [L, M, K], [L, K/S, M].
 
         Scales are those of whole tiles of T: in one dimension Pallas copies a box without looking where a row ends. Of
         squares smaller than T each stands once for every row.
@@ -69,6 +69,7 @@ def quantize(
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
     *,
+    transposed: tuple[bool, ...],
     rounding: Rounding,
     key: Array | None,
 ) -> tuple[QuantizedTensor, ...]:
@@ -83,8 +84,8 @@ def quantize(
     if rounding != "nearest":
         raise NotImplementedError(f"rounding={rounding!r}")
     if not any(isinstance(granularity, PerBlock) for granularity in granularities):
-        return _mosaic_axes.quantize(x, format, granularities, rule)
-    directions = tuple(_direction(granularity, x.ndim) for granularity in granularities)
+        return _mosaic_axes.quantize(x, format, granularities, rule, transposed)
+    directions = tuple(_direction(each, x.ndim, turn) for each, turn in zip(granularities, transposed, strict=True))
     check_array(x)
     if len({direction.side for direction in directions}) > 1:
         raise NotImplementedError(f"tiles of different sides, {[direction.tile for direction in directions]}")
@@ -102,11 +103,11 @@ def quantize(
     )
 
 
-def _direction(granularity: AbstractGranularity, ndim: int) -> _Direction:
+def _direction(granularity: AbstractGranularity, ndim: int, transposed: bool) -> _Direction:
     if isinstance(granularity, PerBlock) and ndim >= 2:
         *lead, m, k = granularity.along(ndim)
         if set(lead) <= {1} and max(m, k) in _SIDES and min(m, k) in (1, max(m, k)):
-            return _Direction(max(m, k), turned=k == 1, square=m == k)
+            return _Direction(max(m, k), turned=transposed if m == k else k == 1, square=m == k)
     raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
 
 
@@ -122,12 +123,12 @@ def _shaped(
     *lead, m, k = shape
     shaped: list[Array] = []
     for direction, values, scale in zip(directions, results[::2], results[1::2], strict=True):
+        if direction.square and direction.side < T:
+            scale = scale[..., :: direction.side]
         if direction.turned:
             values = values.swapaxes(1, 2)
         else:
             scale = scale.swapaxes(1, 2)
-        if direction.square and direction.side < T:
-            scale = scale[:, :: direction.side]
         if rule.scale_format is not None:
             scale = lax.bitcast_convert_type(scale, rule.scale_format.dtype)
         down, across = direction.tile

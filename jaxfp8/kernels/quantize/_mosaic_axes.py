@@ -31,7 +31,11 @@ CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
 
 
 def quantize(
-    x: Array, format: Format, granularities: tuple[AbstractGranularity, ...], rule: ScaleRule
+    x: Array,
+    format: Format,
+    granularities: tuple[AbstractGranularity, ...],
+    rule: ScaleRule,
+    transposed: tuple[bool, ...],
 ) -> tuple[QuantizedTensor, ...]:
     """See `kernels.quantize._api.quantize`, of granularities that `along` knows.
 
@@ -48,7 +52,8 @@ def quantize(
         ),
         strict=True,
     )
-    values, _ = copies(x, multipliers, format, tuple(kind == "columns" for kind in kinds))
+    turned = tuple(kind == "columns" or turn for kind, turn in zip(kinds, transposed, strict=True))
+    values, _ = copies(x, multipliers, format, turned)
     return tuple(
         QuantizedTensor(value, scale, granularity, x.dtype, rule.exact)
         for value, scale, granularity in zip(values, scales, granularities, strict=True)

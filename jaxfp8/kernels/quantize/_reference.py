@@ -17,10 +17,12 @@ def quantize(
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
     *,
+    transposed: tuple[bool, ...],
     rounding: Rounding,
     key: Array | None,
 ) -> tuple[QuantizedTensor, ...]:
     """See `kernels.quantize._api.quantize`; here every step is cut off from the next, so that nothing is fused or rewritten."""
+    del transposed  # XLA chooses layouts
 
     def one(granularity: AbstractGranularity) -> QuantizedTensor:
         largest = jax.lax.optimization_barrier(amax(x, granularity))

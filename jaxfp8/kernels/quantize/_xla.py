@@ -18,10 +18,12 @@ def quantize(
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
     *,
+    transposed: tuple[bool, ...],
     rounding: Rounding,
     key: Array | None,
 ) -> tuple[QuantizedTensor, ...]:
     """See `kernels.quantize._api.quantize`."""
+    del transposed  # XLA chooses layouts
 
     def one(granularity: AbstractGranularity) -> QuantizedTensor:
         multiplier, scale = rule.apply(amax(x, granularity), format)

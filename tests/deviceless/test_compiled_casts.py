@@ -1,0 +1,60 @@
+"""A layer whose casts are kernels, compiled for an H200: each tensor is cast once, and XLA transposes nothing."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from targets import dense_step, topology
+
+import jaxfp8 as fp8
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+]
+
+TOKENS, D, F = 1024, 512, 2048
+KERNEL = "mosaic_gpu"
+
+
+def program(recipe, casts):
+    mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
+
+    def dot(x, w, state):
+        return fp8.dot(x, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts))
+
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((TOKENS, D), (D, F), (TOKENS, F))]
+    state = fp8.init_state(recipe)
+    with jax.set_mesh(mesh):
+        step = jax.jit(dense_step(recipe, dot), compiler_options=fp8.compiler_options(recipe, "h200"))
+        return step.lower(*jax.tree.map(place, (*arrays, state))).compile().as_text()
+
+
+def big_fp8_transposes(text):
+    """Instructions outside of kernels that write a turned copy of FP8 values of a whole operand."""
+    bodies = dict(re.findall(r"^%?(\S+) \([^\n]*\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL))
+    return [
+        line.strip()
+        for body in bodies.values()
+        for line in body.splitlines()
+        if re.search(r"= f8e\dm\d\w*\[\d+,\d+\]\S* (transpose|copy)\(", line)
+    ]
+
+
+@pytest.mark.parametrize(
+    "recipe", [fp8.recipes.current(), fp8.recipes.rowwise(), fp8.recipes.delayed()], ids=lambda recipe: recipe.name
+)
+def test_copies_lie_as_their_matmuls_read_them(recipe):
+    assert big_fp8_transposes(program(recipe, "xla"))  # what the kernels save
+    text = program(recipe, "mosaic")
+    assert not big_fp8_transposes(text)
+    steps = 2 if recipe.rows else 1  # delayed scaling: with unset scales, and without
+    assert text.count(f'custom_call_target="{KERNEL}') == 3 * steps
+    assert text.count("__cublas$lt$matmul$f8") == 3 * steps
