@@ -159,6 +159,7 @@ class Compiled:
             figures["argument_bytes"] = memory.argument_size_in_bytes
             figures["output_bytes"] = memory.output_size_in_bytes
             figures["temporary_bytes"] = memory.temp_size_in_bytes
+            figures["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)  # not in every version of jax
         if not self.case.looped or not target.is_gpu:  # what XLA makes of a loop for CPUs is another matter
             return figures
         program = read_program(self.program)

@@ -70,7 +70,6 @@ def recipes(chip: str) -> dict[str, fp8.Recipe]:
         "rowwise, wgrad in bf16": fp8.recipes.rowwise(high_precision_wgrad=True),
         "mxfp8, weights 32x32": fp8.recipes.mxfp8(w_tile_dim=2, **tiles),
         "static": fp8.recipes.static(x_scale=2.0**-6, w_scale=2.0**-6, g_scale=2.0**-13),
-        "blockwise, float32 scales": fp8.recipes.blockwise(power_of_two=False),
     }
 
 

@@ -27,7 +27,7 @@ BASELINES = {casts.SECTION: None, layers.SECTION: layers.BASELINE, matmuls.SECTI
 LEAST_SECONDS = 0.02
 """Of the calls that are timed together: the wait at the end, some tens of microseconds, is then less than a percent."""
 MOST_THREADS = 8
-"""That compile; XLA tries matmul kernels out with threads of its own."""
+"""That compile. Timed matmuls are compiled one by one on a GPU: XLA times kernels for them there, and must not be disturbed."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,7 +58,8 @@ class Suite:
     def run(self, sections: Iterable[str]) -> None:
         sections = [name for name in SHARES if name in set(sections)]
         used = 0.0
-        with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool:
+        threads = concurrent.futures.ThreadPoolExecutor
+        with threads(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool, threads(1) as self.one_by_one:
             for section in sections:
                 used += SHARES[section]
                 self.deadline = self.start + 60 * self.minutes * used / sum(SHARES[name] for name in sections)
@@ -176,7 +177,8 @@ class Suite:
             except Exception as error:
                 self.add(case, "failed", report.one_line(error))
             else:
-                futures[case] = self.pool.submit(programs.compile, case, lowered, results)
+                pool = self.one_by_one if case.flops and not self.compile_only else self.pool
+                futures[case] = pool.submit(programs.compile, case, lowered, results)
         done = [(case, self.finished(case, future)) for case, future in futures.items()]
         if not self.compile_only:
             yield from (compiled for _, compiled in done if compiled)
