@@ -109,6 +109,9 @@ def timed(rows: list[dict[str, Any]]) -> list[str]:
         "kernels": lambda r: f"{r['kernels']:g}" if "kernels" in r else "",
         "FP8 matmuls": lambda r: f"{r['fp8_gemms']:g}" if "fp8_gemms" in r else "",
         "temporary MiB": lambda r: f"{r['temporary_bytes'] / 2**20:.0f}" if "temporary_bytes" in r else "",
+        "peak MiB": lambda r: (
+            f"{r['peak_bytes'] / 2**20:.0f}" if r["section"] == "layers" and r.get("peak_bytes") else ""
+        ),
     }
     return table(columns, [row for row in rows if row["status"] == "ok"])
 

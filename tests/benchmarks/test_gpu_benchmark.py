@@ -150,7 +150,10 @@ def test_compiles_for(chip, tmp_path):
     ("change", "reason"),
     [
         ("case.row_major = lambda tree: tree", "XLA moved work out of the loop"),  # transposed copies, turned once
-        ("case.lax.fori_loop = lambda first, last, turn, results: turn(0, results)", "the program has 0 loops"),
+        (
+            "case.lax.fori_loop, case.row_major = lambda first, last, turn, results: turn(0, results), lambda tree: tree",
+            "the program has 0 loops",
+        ),
     ],
     ids=["work outside", "no loop"],
 )
