@@ -36,7 +36,7 @@ CPU_BOUND = 2e-6
 GPU_BOUND = 1e-3
 """Tensor cores that keep partial sums in float32, or add them there every 128 of K."""
 FAST_BOUND = 1e-2
-"""About 14 bits of each partial sum (DeepSeek-V3, arXiv:2412.19437, section 3.5.2)."""
+"""About 14 bits of each partial sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 BFLOAT16_ROUNDING = 2.0**-9
 
 

@@ -46,7 +46,7 @@ BLOCKS = (
         tokens=8192,
         weights=((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
         source="arXiv:2407.21783, table 3: width 4096, FFN 14336, 32 heads, 8 of them for keys and values; query, key and "
-        "value in one matmul, gate and up projection in one; 8192 tokens, a sequence of its pre-training",
+        "value in one matmul, gate and up projection in one; 8192 tokens",
     ),
     Block(
         name="5B",
