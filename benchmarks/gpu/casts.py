@@ -1,0 +1,126 @@
+"""High precision to FP8, in every granularity, by every backend: a new backend in jaxfp8's tables is a new contender here.
+
+What each gives is laid out as a matmul on Hopper or Blackwell reads it: a copy that runs along columns is written as its
+transpose, scales of tiles of 128 run along the axis that is kept, those of MXFP8 along the one that is contracted.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from case import Case, nbytes
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.cast import _api as cast
+from jaxfp8.kernels.quantize import _api as quantize
+from jaxfp8.numerics import amax
+from jaxfp8.numerics._scale_rule import ScaleRule
+
+SECTION = "casts"
+# The first is the plainest; the largest no cache holds any of.
+SHAPES = ((8192, 8192), (4096, 4096), (131072, 8192), (16384, 14336), (32768, 4096))
+TINY_SHAPES = ((256, 512),)
+REFERENCE = "reference"
+
+POWERS = ScaleRule(power_of_two=True)
+BYTES = ScaleRule(scale_format=fp8.E8M0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast:
+    """A way to quantize.
+
+    Attributes:
+      name: in tables.
+      run: of (x, backend, *scalars) to a tuple of arrays.
+      backends: of the kernel's door.
+      scalars: how many float32 scalars it takes.
+    """
+
+    name: str
+    run: Callable[..., tuple[jax.Array, ...]]
+    backends: Mapping[str, Any]
+    scalars: int = 0
+
+    def arguments(self, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return jax.ShapeDtypeStruct(shape, dtype), *[jax.ShapeDtypeStruct((), jnp.float32)] * self.scalars
+
+    def by(self, backend: str) -> Callable[..., tuple[jax.Array, ...]]:
+        return lambda x, *scalars: self.run(x, backend, *scalars)
+
+
+def known_scale(x: jax.Array, backend: str, multiplier: jax.Array) -> tuple[jax.Array, ...]:
+    """Delayed scaling: the scale is known, and the amax is wanted for the next step."""
+    q = cast.cast(x, multiplier, fp8.E4M3, fp8.PerTensor(), implementation=backend)
+    return q.values, amax(x, fp8.PerTensor())
+
+
+def known_scale_both(x: jax.Array, backend: str, multiplier: jax.Array) -> tuple[jax.Array, ...]:
+    values, largest = known_scale(x, backend, multiplier)
+    return values, values.T, largest
+
+
+def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
+    """The scale from the array's own amaxes, in each granularity."""
+
+    def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
+        copies = quantize.quantize(x, fp8.E4M3, granularities, rule, implementation=backend)
+        return tuple(array for q in copies for array in as_read(q))
+
+    return Cast(name=name, run=run, backends=quantize.BACKENDS)
+
+
+def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
+    """Values and scale of [M, K] as a matmul reads them."""
+    sides = q.granularity.along(2) if isinstance(q.granularity, fp8.PerBlock) else ()
+    columns = q.granularity == fp8.PerAxis(1) or (sides and sides[1] == 1)
+    values = q.values.T if columns else q.values
+    if not sides:
+        return values, q.scale.ravel()
+    contracted_last = q.scale.dtype != jnp.float32
+    return values, q.scale.T if bool(columns) == contracted_last else q.scale
+
+
+CASTS = (
+    Cast(name="tensor, scale known, and amax", run=known_scale, backends=cast.BACKENDS, scalars=1),
+    quantized("1x128 and 128x1", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
+    quantized("1x128", fp8.PerBlock((1, 128)), rule=POWERS),
+    quantized("rows", fp8.PerAxis(0), rule=POWERS),
+    quantized("tensor", fp8.PerTensor(), rule=ScaleRule()),
+    quantized("128x128", fp8.PerBlock((128, 128)), rule=POWERS),
+    quantized("MXFP8 1x32", fp8.PerBlock((1, 32)), rule=BYTES),
+    quantized("MXFP8 1x32 and 32x1", fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1)), rule=BYTES),
+    Cast(name="tensor, scale known, amax, and transposed", run=known_scale_both, backends=cast.BACKENDS, scalars=1),
+    quantized("rows and columns", fp8.PerAxis(0), fp8.PerAxis(1), rule=POWERS),
+    quantized("MXFP8 32x32", fp8.PerBlock((32, 32)), rule=BYTES),
+)
+
+
+def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
+    """The yardstick: the driver's copy on the device, and XLA's own kernel with as many bytes."""
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for contender, function in (("copy", jnp.copy), ("negation", jnp.negative)):
+        yield Case(
+            section=section, group=named(shape), operation="copy", contender=contender, function=function,
+            arguments=(x,), bytes=2 * nbytes(x),
+        )  # fmt: skip
+
+
+def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
+    for shape in shapes:
+        yield from copies(shape)
+        for cast_ in CASTS:
+            arguments = cast_.arguments(shape)
+            written = jax.eval_shape(cast_.by(REFERENCE), *arguments)
+            for backend in cast_.backends:
+                if backend != REFERENCE:
+                    yield Case(
+                        section=SECTION, group=named(shape), operation=cast_.name, contender=backend, backend=backend,
+                        function=cast_.by(backend), arguments=arguments, bytes=nbytes(arguments) + nbytes(written),
+                    )  # fmt: skip
+
+
+def named(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

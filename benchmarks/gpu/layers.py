@@ -1,0 +1,137 @@
+"""The dense layers of a transformer block, forward and backward, casts included, for every recipe beside bfloat16.
+
+One program has all of them: y, the gradients of x and w, and the next state of the quantizers. Each layer has its own x and
+its own gradient of y; nothing between the layers is timed.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from case import Case
+from matmuls import bf16_options
+from target import Target
+
+import jaxfp8 as fp8
+
+SECTION = "layers"
+BASELINE = "bf16"
+STEPS = 3
+"""Before times are taken, so that no scale is unset."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """The dense layers of a block.
+
+    Attributes:
+      name: in tables.
+      tokens: rows of x.
+      weights: [K, N] of each layer.
+      source: of the sizes.
+    """
+
+    name: str
+    tokens: int
+    weights: tuple[tuple[int, int], ...]
+    source: str
+
+
+BLOCKS = (
+    Block(
+        name="Llama 3 8B",
+        tokens=8192,
+        weights=((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
+        source="arXiv:2407.21783, table 3: width 4096, FFN 14336, 32 heads, 8 of them for keys and values; query, key and "
+        "value in one matmul, gate and up projection in one; 8192 tokens",
+    ),
+    Block(
+        name="5B",
+        tokens=31 * 512,
+        weights=((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)),
+        source="NVIDIA TransformerEngine, docs/examples/gemm_profiling: width 4096, FFN 16384, 31 sequences of 512 tokens",
+    ),
+)
+TINY_BLOCKS = (Block(name="tiny", tokens=256, weights=((128, 256),), source="none, to try the program"),)
+
+
+def recipes(chip: str) -> dict[str, fp8.Recipe]:
+    """By name, those that matter most first. Tiles are multiplied in FP8 by Blackwell alone, if it is named."""
+    tiles = {"chip": chip} if chip == "b200" else {}
+    return {
+        "delayed": fp8.recipes.delayed(),
+        "current": fp8.recipes.current(),
+        "blockwise": fp8.recipes.blockwise(**tiles),
+        "mxfp8": fp8.recipes.mxfp8(**tiles),
+        "rowwise": fp8.recipes.rowwise(),
+        "rowwise, wgrad in bf16": fp8.recipes.rowwise(high_precision_wgrad=True),
+        "mxfp8, weights 32x32": fp8.recipes.mxfp8(w_tile_dim=2, **tiles),
+        "static": fp8.recipes.static(x_scale=2.0**-6, w_scale=2.0**-6, g_scale=2.0**-13),
+    }
+
+
+def step(recipe: fp8.Recipe) -> Callable[..., Any]:
+    """`step(params, c, state) -> (y, gradients, state)`: params are (x, w) of each layer, c the gradients of y."""
+
+    def run(params: Any, c: Any, state: Any) -> Any:
+        def loss(params: Any, state: Any) -> Any:
+            y = [fp8.dot(x, w, recipe=recipe, state=s) for (x, w), s in zip(params, state, strict=True)]
+            return weighted(y, c), y
+
+        # The loss itself is nobody's, so XLA leaves it out: g is c.
+        (_, y), gradients, state = fp8.value_and_grad(loss, has_aux=True)(params, state)
+        return y, gradients, state
+
+    return run
+
+
+def bf16_step(params: Any, c: Any) -> Any:
+    def loss(params: Any) -> Any:
+        y = [jnp.dot(x, w) for x, w in params]
+        return weighted(y, c), y
+
+    (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+    return y, gradients
+
+
+def weighted(y: list[jax.Array], c: list[jax.Array]) -> jax.Array:
+    """The sum of y * c, whose gradient is c."""
+    return sum((jnp.sum((a * b).astype(jnp.float32)) for a, b in zip(y, c, strict=True)), jnp.float32(0.0))
+
+
+def cases(blocks: tuple[Block, ...], target: Target) -> Iterator[Case]:
+    for block in blocks:
+        yield from one_block(block, target.chip)
+
+
+def one_block(block: Block, chip: str) -> Iterator[Case]:
+    params = [(_array(block.tokens, k), _array(k, n)) for k, n in block.weights]
+    c = [_array(block.tokens, n) for _, n in block.weights]
+    case = functools.partial(
+        Case, section=SECTION, group=block.name, operation="forward and backward", looped=False,
+        flops=6 * block.tokens * sum(k * n for k, n in block.weights),
+    )  # fmt: skip
+    yield case(contender=BASELINE, function=bf16_step, arguments=(params, c), options=bf16_options(chip))
+    for name, recipe in recipes(chip).items():
+        one = jax.eval_shape(functools.partial(fp8.init_state, recipe))
+        arguments = params, c, [one] * len(block.weights)
+        options = fp8.compiler_options(recipe, chip)
+        yield case(contender=name, function=step(recipe), arguments=arguments, options=options)
+
+
+def steady(program: Any, arguments: Any, recipe: fp8.Recipe | None) -> Any:
+    """Arguments with the state of a run that has gone on for some steps."""
+    if recipe is None:
+        return arguments
+    params, c, _ = arguments
+    state = [fp8.init_state(recipe) for _ in params]
+    for _ in range(STEPS):
+        state = program(params, c, state)[2]
+    return params, c, state
+
+
+def _array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -1,0 +1,155 @@
+"""Matmuls of operands that are in FP8 already, beside the same in bfloat16.
+
+fprop is [M, K] with [N, K], each contracted along its last axis. wgrad is [M, K] with [M, N], contracted along the first, as
+a layer keeps them; where the tensor cores want the contracted axis last, what XLA adds for that is timed too.
+
+Letters: M tokens, K and N the weight's axes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from case import Case, nbytes
+from jax import lax
+from target import Target
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.scaled_matmul import _api as matmul
+
+SECTION = "matmuls"
+REFERENCE, BASELINE = "reference", "bf16"
+# M, N, K: a cube, and the dense shapes of DeepGEMM (README of deepseek-ai/DeepGEMM at its first release, M = 4096).
+SHAPES = (
+    (8192, 8192, 8192),
+    (4096, 4096, 7168),
+    (4096, 24576, 1536),
+    (4096, 7168, 2048),
+    (4096, 7168, 16384),
+    (4096, 2112, 7168),
+    (4096, 32768, 512),
+)
+TINY_SHAPES = ((256, 128, 384),)
+DIMENSIONS: dict[str, Any] = {"fprop": (((1,), (1,)), ((), ())), "wgrad": (((0,), (0,)), ((), ()))}
+Operation = Literal["fprop", "wgrad"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How the operands of a recipe's matmuls are scaled.
+
+    Attributes:
+      name: in tables.
+      recipe: makes the recipe, for a chip or none.
+      fprop: granularities of lhs [M, K] and rhs [N, K].
+      wgrad: of lhs [M, K] and rhs [M, N].
+      gradient: format of rhs in wgrad.
+      scales: how amaxes become scales.
+    """
+
+    name: str
+    recipe: Callable[..., fp8.Recipe]
+    fprop: tuple[Any, Any]
+    wgrad: tuple[Any, Any]
+    gradient: fp8.Format
+    scales: dict[str, Any]
+
+    def operands(self, operation: Operation, m: int, n: int, k: int) -> tuple[Any, Any]:
+        """Types of lhs and rhs."""
+        shapes = ((m, k), (n, k)) if operation == "fprop" else ((m, k), (m, n))
+        formats = (fp8.E4M3, fp8.E4M3 if operation == "fprop" else self.gradient)
+        granularities = self.fprop if operation == "fprop" else self.wgrad
+        lhs, rhs = (
+            jax.eval_shape(
+                lambda x, format=format, granularity=granularity: fp8.quantize(x, format, granularity, **self.scales),
+                jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+            )
+            for shape, format, granularity in zip(shapes, formats, granularities, strict=True)
+        )
+        return lhs, rhs
+
+
+KINDS = (
+    Kind(
+        name="tensor", recipe=fp8.recipes.current, scales={}, gradient=fp8.E5M2,
+        fprop=(fp8.PerTensor(), fp8.PerTensor()), wgrad=(fp8.PerTensor(), fp8.PerTensor()),
+    ),
+    Kind(
+        name="rows", recipe=fp8.recipes.rowwise, scales={"power_of_two": True}, gradient=fp8.E4M3,
+        fprop=(fp8.PerAxis(0), fp8.PerAxis(0)), wgrad=(fp8.PerAxis(1), fp8.PerAxis(1)),
+    ),
+    Kind(
+        name="tiles of 128", recipe=fp8.recipes.blockwise, scales={"power_of_two": True}, gradient=fp8.E4M3,
+        fprop=(fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))), wgrad=(fp8.PerBlock((128, 1)), fp8.PerBlock((128, 1))),
+    ),
+    Kind(
+        name="MXFP8", recipe=fp8.recipes.mxfp8, scales={"scale_format": fp8.E8M0}, gradient=fp8.E4M3,
+        fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((1, 32))), wgrad=(fp8.PerBlock((32, 1)), fp8.PerBlock((32, 1))),
+    ),
+)  # fmt: skip
+
+
+def options(kind: Kind, chip: str) -> dict[str, bool]:
+    return fp8.compiler_options(kind.recipe(), chip)
+
+
+def bf16_options(chip: str) -> dict[str, bool]:
+    """Of the baseline: cuBLASLt, as for FP8 per tensor."""
+    return fp8.compiler_options(fp8.recipes.current(), chip)
+
+
+def scaled(
+    operation: Operation, backend: str, chip: str, *, fast: bool = False, dtype: Any = jnp.bfloat16
+) -> Callable[..., jax.Array]:
+    """`fp8.scaled_matmul` of two operands by a backend."""
+
+    def run(lhs: Any, rhs: Any) -> jax.Array:
+        return fp8.scaled_matmul(
+            lhs, rhs, dimension_numbers=DIMENSIONS[operation], preferred_element_type=dtype,
+            fast_accumulation=fast, implementation=backend, chip=None if chip == "cpu" else chip,
+        )  # fmt: skip
+
+    return run
+
+
+def bf16(operation: Operation) -> Callable[..., jax.Array]:
+    return lambda lhs, rhs: lax.dot_general(lhs, rhs, DIMENSIONS[operation], preferred_element_type=jnp.bfloat16)
+
+
+def cases(shapes: tuple[tuple[int, int, int], ...], target: Target) -> Iterator[Case]:
+    for m, n, k in shapes:
+        yield from one_matmul("fprop", m, n, k, target.chip)
+        yield from one_matmul("wgrad", m, n, k, target.chip)
+
+
+def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Iterator[Case]:
+    written = 2 * (m * n if operation == "fprop" else k * n)
+
+    def case(contender: str, function: Any, arguments: Any, **fields: Any) -> Case:
+        return Case(
+            section=SECTION, group=f"{m}x{n}x{k}", operation=operation, contender=contender, function=function,
+            arguments=arguments, flops=2 * m * n * k, bytes=nbytes(arguments) + written, **fields,
+        )  # fmt: skip
+
+    shapes = ((m, k), (n, k)) if operation == "fprop" else ((m, k), (m, n))
+    plain = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    yield case(BASELINE, bf16(operation), plain, options=bf16_options(chip))
+    if m == n == k and operation == "fprop":
+        yield case("bf16, Triton allowed", bf16(operation), plain)
+    for kind in KINDS:
+        operands = kind.operands(operation, m, n, k)
+        for backend in matmul.BACKENDS:
+            if backend == REFERENCE:
+                continue
+            fields = {"backend": named_backend(backend), "options": options(kind, chip)}
+            yield case(f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields)
+            if (kind.name, backend, operation) == ("tensor", "xla", "fprop"):
+                fast = scaled(operation, backend, chip, fast=True)
+                yield case(f"{kind.name}, {backend}, fast accumulation", fast, operands, **fields)
+
+
+def named_backend(backend: str) -> str | None:
+    """As `Case` takes it: cuDNN's says by itself which chip it lacks."""
+    return None if backend == "cudnn" else backend

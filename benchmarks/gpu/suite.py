@@ -1,0 +1,239 @@
+"""The sections of a run in order, each within its time, with the results on disk after every group."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import case as programs
+import casts
+import checks
+import jax
+import layers
+import matmuls
+import report
+from case import Case, Compiled
+from target import Target
+from timing import Buffers, Inputs, Runner, rounds, summary
+
+# What matters most comes first; a section's share of the time that it leaves goes to the next.
+COPIES = "copies"
+SHARES = {COPIES: 0.05, "checks": 0.2, "casts": 0.25, "layers": 0.25, "matmuls": 0.25}
+BASELINES = {casts.SECTION: None, layers.SECTION: layers.BASELINE, matmuls.SECTION: matmuls.BASELINE}
+LEAST_SECONDS = 0.02
+"""Of the calls that are timed together: the wait at the end, some tens of microseconds, is then less than a percent."""
+MOST_THREADS = 8
+"""That compile. Timed matmuls are compiled one by one on a GPU: XLA times kernels for them there, and must not be disturbed."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Suite:
+    """A run.
+
+    Attributes:
+      target: what is measured, or compiled for.
+      result: goes to disk; `result["rows"]` grows.
+      path: of the JSON file, or None.
+      minutes: for everything.
+      rounds: in which contenders take turns.
+      tiny: the smallest shapes, each program called once.
+      match: parts of names; a case is left out unless its name has one of them.
+      compile_only: nothing runs.
+    """
+
+    target: Target
+    result: dict[str, Any]
+    path: Path | None
+    minutes: float
+    rounds: int
+    tiny: bool = False
+    match: tuple[str, ...] = ()
+    compile_only: bool = False
+    start: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def run(self, sections: Iterable[str]) -> None:
+        sections = [name for name in SHARES if name in set(sections)]
+        used = 0.0
+        threads = concurrent.futures.ThreadPoolExecutor
+        with threads(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool, threads(1) as self.one_by_one:
+            for section in sections:
+                used += SHARES[section]
+                self.deadline = self.start + 60 * self.minutes * used / sum(SHARES[name] for name in sections)
+                began = time.perf_counter()
+                if section == checks.SECTION:
+                    self.check()
+                else:
+                    self.time(self.cases(section))
+                self.result["section_seconds"][section] = round(time.perf_counter() - began, 1)
+                self.write()
+
+    def cases(self, section: str) -> Iterator[Case]:
+        return (dataclasses.replace(case, tiny=self.tiny) for case in self.all_cases(section))
+
+    def all_cases(self, section: str) -> Iterator[Case]:
+        if section == COPIES:
+            for shape in casts.TINY_SHAPES if self.tiny else casts.SHAPES[:3]:
+                yield from casts.copies(shape, section)
+        elif section == casts.SECTION:
+            yield from casts.cases(casts.TINY_SHAPES if self.tiny else casts.SHAPES)
+        elif section == layers.SECTION:
+            yield from layers.cases(layers.TINY_BLOCKS if self.tiny else layers.BLOCKS, self.target)
+        elif section == matmuls.SECTION:
+            yield from matmuls.cases(matmuls.TINY_SHAPES if self.tiny else matmuls.SHAPES, self.target)
+
+    # Checking
+
+    def check(self) -> None:
+        reference = _cpu() or self.target.device
+        self.result["reference_on"] = reference.platform
+        every = {
+            c.case: c for c in checks.checks(self.target, tiny=self.tiny, reference=reference) if self.wanted(c.case)
+        }
+        some = [c for c in every.values() if not c.case.why_not(self.target)]
+        wanted = {} if self.compile_only else checks.wanted_by_all(some, self.pool)
+        for compiled in self.compiled([*every]):
+            check = every[compiled.case]
+            try:
+                expected = wanted[check.wanted].result()
+                found = checks.judge(check, compiled.program, compiled.results, expected, self.target.device)
+            except Exception as error:
+                found = {"error": report.one_line(error)}
+            reason = found.pop("error", None)
+            self.add(compiled.case, "failed" if reason else "ok", reason, **found)
+        self.write()
+
+    # Timing
+
+    def time(self, cases: Iterable[Case]) -> None:
+        """Groups one after the other; those of one operation are compared with its baseline."""
+        inputs, buffers = Inputs(self.target.device), Buffers(self.target.device)
+        for _, group in itertools.groupby(cases, key=lambda case: case.group):
+            runners = [r for c in self.compiled(list(group)) if (r := self.runner(c, inputs, buffers))]
+            seconds: dict[Runner, dict[int, float]] = {runner: {} for runner in runners}
+            for number, runner, took in rounds(runners, self.rounds, late=self.late):
+                if isinstance(took, Exception):
+                    self.add(runner.compiled.case, "failed", report.one_line(took))
+                    del seconds[runner]
+                else:
+                    seconds[runner][number] = took
+            self.add_times(seconds)
+            del runners, seconds
+            inputs.forget()
+            buffers.forget()
+            if not self.compile_only:
+                self.result["device_memory"] = report.memory(self.target.device)
+            self.write()
+
+    def runner(self, compiled: Compiled, inputs: Inputs, buffers: Buffers) -> Runner | None:
+        """The program with its inputs, warm; None if it fails."""
+        case = compiled.case
+        try:
+            arguments = None
+            if case.section == layers.SECTION:
+                recipe = layers.recipes(self.target.chip).get(case.contender)
+                arguments = [layers.steady(compiled.program, inputs.of(case.arguments), recipe)]
+            runner = Runner(compiled, inputs, buffers, arguments)
+            runner.warm_up(0.0 if self.tiny else LEAST_SECONDS)
+            return runner
+        except Exception as error:
+            self.add(case, "failed", report.one_line(error))
+            return None
+
+    def add_times(self, seconds: dict[Runner, dict[int, float]]) -> None:
+        by_case = {runner.compiled.case: times for runner, times in seconds.items()}
+        for runner, times in seconds.items():
+            case = runner.compiled.case
+            found = summary([*times.values()])
+            row: dict[str, Any] = {"seconds": found, "calls": runner.calls, "turns": case.turns, "sets": case.sets}
+            if case.bytes:
+                row |= {"floor_bytes": case.bytes, "gib_per_s": case.bytes / found["median"] / report.GIB}
+            if case.flops:
+                row |= {"flops": case.flops, "tflops": case.flops / found["median"] / 1e12}
+            baseline = BASELINES.get(case.section)
+            for other, their in by_case.items():
+                if (other.operation, other.contender) == (case.operation, baseline):
+                    row["speedup"] = summary([their[n] / t for n, t in times.items() if n in their])
+            self.add(case, "ok", None, **self.read[case], **row)
+
+    # Programs
+
+    def compiled(self, cases: list[Case]) -> Iterator[Compiled]:
+        """The programs of these cases, compiled side by side. Those that are not there are in the result, with the reason."""
+        self.read: dict[Case, dict[str, Any]] = {}
+        futures: dict[Case, concurrent.futures.Future] = {}
+        for case in filter(self.wanted, cases):
+            reason = case.why_not(self.target) or ("no time left" if self.late() else None)
+            if reason:
+                self.add(case, "skipped", reason)
+                continue
+            try:
+                lowered, results = programs.lower(case, self.target)
+            except NotImplementedError as error:
+                self.add(case, "skipped", " ".join(str(error).split()))
+            except Exception as error:
+                self.add(case, "failed", report.one_line(error))
+            else:
+                pool = self.one_by_one if case.flops and not self.compile_only else self.pool
+                futures[case] = pool.submit(programs.compile, case, lowered, results)
+        done = [(case, self.finished(case, future)) for case, future in futures.items()]
+        if not self.compile_only:
+            yield from (compiled for _, compiled in done if compiled)
+
+    def finished(self, case: Case, future: concurrent.futures.Future) -> Compiled | None:
+        """A program that is compiled, and is what it should be."""
+        if self.late() and future.cancel():
+            self.add(case, "skipped", "no time left")
+            return None
+        try:
+            compiled = future.result()
+            self.read[case] = {"compile_seconds": round(compiled.seconds, 2), **compiled.check(self.target)}
+        except Exception as error:
+            self.add(case, "failed", report.one_line(error))
+            return None
+        if self.compile_only:
+            self.add(case, "compiled", None, **self.read[case])
+        return compiled
+
+    # The result
+
+    def wanted(self, case: Case) -> bool:
+        return not self.match or any(part in case.name for part in self.match)
+
+    def late(self) -> bool:
+        return time.perf_counter() > self.deadline
+
+    def add(self, case: Case, status: str, reason: str | None, **figures: Any) -> None:
+        row = {"section": case.section, "group": case.group, "operation": case.operation, "contender": case.contender}
+        row |= {"status": status} | ({"reason": reason} if reason else {}) | figures
+        self.result["rows"].append(row)
+        short = reason or ("" if "seconds" not in row else f"{row['seconds']['median'] * 1e6:.1f} us")
+        print(f"{status:8} {case.name}  {short}", flush=True)
+
+    def write(self) -> None:
+        self.result["seconds"] = round(time.perf_counter() - self.start, 1)
+        moved = [row for row in self.result["rows"] if "gib_per_s" in row]
+        best = max((row["gib_per_s"] for row in moved if row["contender"] == "copy"), default=None)
+        self.result["copy_gib_per_s"] = best
+        for row in moved if best else ():
+            if row["section"] in (COPIES, casts.SECTION):
+                row["share_of_copy"] = row["gib_per_s"] / best
+        if self.path is not None:
+            report.write(self.path, self.result)
+
+
+def _cpu() -> Any:
+    """A CPU device of jax, unless JAX_PLATFORMS leaves it out."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def failures(result: dict[str, Any]) -> int:
+    """How many checks failed, or programs that were only to be compiled."""
+    counted = SHARES if result["compile_only"] else (checks.SECTION,)
+    return sum(row["status"] == "failed" and row["section"] in counted for row in result["rows"])

@@ -1,0 +1,130 @@
+"""Medians of programs that take turns on one device.
+
+What is timed are some calls of a program in a row, each given the results of the one before, with one wait at the end: the
+device is never idle between them, and what Python and the driver do for a call hides behind the program before.
+"""
+
+import collections
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from case import Case, Compiled
+
+SEED = 0
+POOL = 2**22
+"""Random numbers that are drawn; larger arrays repeat them."""
+
+
+class Inputs:
+    """Random arrays on a device, the same for every program that asks for the same shapes."""
+
+    def __init__(self, device: Any) -> None:
+        random = np.random.default_rng(SEED)
+        normal = random.standard_normal(POOL, np.float32)
+        powers = np.exp2(random.integers(-3, 4, POOL)).astype(np.float32)
+        # Values in FP8 fill most of the format's range; float32 is the dtype of scales.
+        self._pools = {np.dtype(dtype): powers.astype(dtype) for dtype in (np.float32, ml_dtypes.float8_e8m0fnu)}
+        for dtype, spread in ((ml_dtypes.bfloat16, 1), (ml_dtypes.float8_e4m3fn, 64), (ml_dtypes.float8_e5m2, 64)):
+            self._pools[np.dtype(dtype)] = (normal * spread).astype(dtype)
+        self._device = device
+        self._known: dict[Any, jax.Array] = {}
+
+    def sets(self, case: Case) -> list[Any]:
+        """Each set of inputs of a case, of arrays that no other set has."""
+        return [self.of(case.arguments, number) for number in range(case.sets)]
+
+    def of(self, tree: Any, number: int = 0) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(self._array(leaf, (number, n)) for n, leaf in enumerate(leaves))
+
+    def _array(self, leaf: Any, place: tuple[int, int]) -> jax.Array:
+        key = (leaf.shape, leaf.dtype, place)
+        if key not in self._known:
+            offset = 7919 * (1 + place[0] + 97 * place[1])  # another part of the pool for each
+            values = np.resize(self._pools[np.dtype(leaf.dtype)][offset:], leaf.shape)
+            self._known[key] = jax.device_put(values, self._device)
+        return self._known[key]
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+class Buffers:
+    """Memory that programs write their results to, lent to one after the other."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._free: dict[Any, list[jax.Array]] = collections.defaultdict(list)
+
+    def take(self, tree: Any) -> Any:
+        return jax.tree.map(self._one, tree)
+
+    def give(self, tree: Any) -> None:
+        for array in jax.tree.leaves(tree):
+            self._free[array.shape, array.dtype].append(array)
+
+    def forget(self) -> None:
+        self._free.clear()
+
+    def _one(self, leaf: Any) -> jax.Array:
+        free = self._free[leaf.shape, leaf.dtype]
+        return free.pop() if free else jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._device)
+
+
+class Runner:
+    """A program with its inputs, ready to be timed."""
+
+    def __init__(self, compiled: Compiled, inputs: Inputs, buffers: Buffers, arguments: Any = None) -> None:
+        self.compiled = compiled
+        self.buffers = buffers
+        self.arguments = inputs.sets(compiled.case) if arguments is None else arguments
+        self.calls = 1
+
+    def seconds(self, calls: int) -> float:
+        """Of one repetition of the work, from this many calls in a row."""
+        case, program = self.compiled.case, self.compiled.program
+        if case.looped:
+            results = self.buffers.take([self.compiled.results] * case.sets)
+            jax.block_until_ready(results)
+        start = time.perf_counter()
+        for _ in range(calls):
+            results = program(results, self.arguments) if case.looped else program(*self.arguments[0])
+        jax.block_until_ready(results)
+        elapsed = time.perf_counter() - start
+        if case.looped:
+            self.buffers.give(results)
+        return elapsed / (calls * self.compiled.repetitions)
+
+    def warm_up(self, least: float) -> None:
+        """Run it twice, and find how many calls take so many seconds."""
+        self.seconds(1)
+        self.calls = max(1, round(least / (self.seconds(1) * self.compiled.repetitions)))
+
+
+def rounds(
+    runners: Sequence[Runner], count: int, *, late: Callable[[], bool]
+) -> Iterator[tuple[int, Runner, float | Exception]]:
+    """Seconds of one repetition, of each program once in every round, in a new order each round.
+
+    A program that fails is left out of later rounds. Between rounds it may be too late for another.
+    """
+    order, left = np.random.default_rng(SEED), list(runners)
+    for number in range(count):
+        if number and late():
+            return
+        for runner in order.permutation(np.array(left, dtype=object)):
+            try:
+                yield number, runner, runner.seconds(runner.calls)
+            except Exception as error:  # a kernel that fails ends its own case, not the run
+                left.remove(runner)
+                yield number, runner, error
+
+
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles."""
+    low, middle, high = (float(q) for q in np.percentile(seconds, (25, 50, 75)))
+    return {"median": middle, "quartiles": [low, high], "rounds": len(seconds)}

@@ -1,0 +1,173 @@
+"""The GPU benchmark runs from end to end on a CPU, compiles for chips that are not there, and notices what goes wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+SECTIONS = ["copies", "checks", "casts", "layers", "matmuls"]
+TIMED = {"median", "quartiles", "rounds"}
+
+
+def run(*words, code=None):
+    """The finished process. `code` runs in it first, beside the benchmark's own files."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    begin = [FOLDER / "run.py"]
+    if code is not None:
+        begin = ["-c", f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n{code}\nimport run; sys.exit(run.main())"]
+    return subprocess.run(
+        [sys.executable, *begin, *words], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["rows"]
+
+
+def check_result(finished, path):
+    """What every dry run writes."""
+    assert finished.returncode == 0, finished.stderr
+    text = path.read_text()
+    result = json.loads(text)
+    assert result["finished"] == "Finished"
+    assert [*result["section_seconds"]] == SECTIONS
+    assert {"jax", "jaxlib", "python"} <= {*result["machine"]["versions"]}
+    assert {"device", "chip", "commit", "driver"} <= {*result["machine"]}
+    assert str(path.parent) not in text
+    for row in result["rows"]:
+        assert {"section", "group", "operation", "contender", "status"} <= {*row}
+        assert row["status"] in ("ok", "skipped"), row
+        if row["status"] == "skipped":
+            assert row["reason"], row
+        elif row["section"] == "checks":
+            assert row.get("different_bytes", 0) == 0, row
+            assert row.get("distance", 0) <= row.get("bound", 0), row
+        else:
+            assert {*row["seconds"]} == TIMED, row
+            assert row["seconds"]["median"] > 0, row
+            assert "gib_per_s" in row or "tflops" in row, row
+            assert ("speedup" in row) == (row["section"] in ("layers", "matmuls")), row
+    tables = path.with_suffix(".md").read_text()
+    assert tables in finished.stdout
+    assert all(row["contender"] in tables for row in result["rows"])
+    return result["rows"]
+
+
+def test_dry_run(tmp_path):
+    path = tmp_path / "result.json"
+    names = [
+        "copies",
+        "bf16",
+        "casts: 256x512, copy",
+        ", 1x128 and 128x1",
+        "tensor, xla",
+        "tiny, forward and backward, delayed",
+    ]
+    rows = check_result(run("--dry-run", "--json", path, "--markdown", *[f"--match={name}" for name in names]), path)
+    found = {(row["section"], row["contender"], row["status"]) for row in rows}
+    assert {
+        ("copies", "copy", "ok"),
+        ("checks", "xla", "ok"),
+        ("checks", "mosaic", "skipped"),
+        ("casts", "xla", "ok"),
+        ("layers", "delayed", "ok"),
+        ("matmuls", "tensor, xla", "ok"),
+    } <= found
+
+
+@pytest.mark.slow  # compiles all programs
+def test_whole_dry_run(tmp_path):
+    path = tmp_path / "result.json"
+    rows = check_result(run("--dry-run", "--json", path, "--markdown"), path)
+    assert {row["contender"] for row in rows if row["section"] == "layers"} >= {"bf16", "delayed", "current", "rowwise"}
+
+
+def test_what_fails_is_written_and_ends_nothing_else(tmp_path):
+    """A wrong result makes the exit status 1, and a program that cannot be traced does not stop the others."""
+    path = tmp_path / "result.json"
+    code = """
+import os; os.environ["JAX_PLATFORMS"] = "cpu"
+import casts, checks, jax.numpy as jnp
+def broken(x): raise RuntimeError("no such kernel")
+jnp.negative, checks.CPU_BOUND = broken, -1.0
+"""
+    words = ["--match=32x48x256 float32, fprop, tensor, xla", "--match=copies"]
+    finished = run("--dry-run", "--sections=copies,checks", "--json", path, *words, code=code)
+    assert finished.returncode == 1, finished.stderr
+    status = {row["contender"]: row["status"] for row in rows_of(path)}
+    assert status == {
+        "copy": "ok",
+        "negation": "failed",
+        "tensor, xla": "failed",
+        "tensor, xla, fast accumulation": "failed",
+    }
+    (reason,) = (row["reason"] for row in rows_of(path) if row["contender"] == "negation")
+    assert "no such kernel" in reason
+
+
+def test_no_time_left(tmp_path):
+    path = tmp_path / "result.json"
+    finished = run("--dry-run", "--sections=copies", "--minutes=0.00001", "--json", path, code="""
+import os, threading
+threading.Timer = lambda *_: type("Never", (), {"start": lambda self: None})()
+""")  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert {(row["status"], row["reason"]) for row in rows_of(path)} == {("skipped", "no time left")}
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("chip", ["h200", *[pytest.param(chip, marks=pytest.mark.slow) for chip in ("h100", "b200")]])
+def test_compiles_for(chip, tmp_path):
+    """One kernel a repetition where there should be one, FP8 where it should be."""
+    path = tmp_path / "result.json"
+    names = [
+        "4096x4096, copy",
+        "4096x4096, 1x128 and 128x1",
+        "4096x2112x7168, fprop, tensor",
+        "2112x7168, fprop, tiles",
+    ]
+    finished = run("--compile-only", chip, "--json", path, *[f"--match={name}" for name in names])
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = rows_of(path)
+    assert {row["status"] for row in rows} == {"compiled", "skipped"}
+    compiled = {(row["section"], row["contender"]): row for row in rows if row["status"] == "compiled"}
+    assert compiled["casts", "copy"]["kernels"] == 1
+    if ("casts", "mosaic") in compiled:  # not before jax 0.11
+        assert compiled["casts", "mosaic"]["kernels"] == 1
+    assert compiled["casts", "xla"]["kernels"] >= 3  # it reads x three times
+    assert compiled["matmuls", "tensor, xla"]["fp8_gemms"] == 1
+    assert (("matmuls", "tiles of 128, cudnn") in compiled) == (chip == "b200")
+    if chip == "b200":
+        assert compiled["matmuls", "tiles of 128, cudnn"]["fp8_gemms"] == 1
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("case.row_major = lambda tree: tree", "XLA moved work out of the loop"),  # transposed copies, turned once
+        (
+            "case.lax.fori_loop, case.row_major = lambda first, last, turn, results: turn(0, results), lambda tree: tree",
+            "the program has 0 loops",
+        ),
+    ],
+    ids=["work outside", "no loop"],
+)
+def test_a_program_that_does_something_else_is_no_result(change, reason, tmp_path):
+    """The case fails, so that it is not timed."""
+    path = tmp_path / "result.json"
+    code = f"""
+import os; os.environ["JAX_PLATFORMS"], os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "cpu", "1"
+import case
+{change}
+"""
+    words = ["--sections=casts", "--match=131072x8192, 1x128 and 128x1, xla"]
+    finished = run("--compile-only=h200", *words, "--json", path, code=code)
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    (row,) = rows_of(path)
+    assert row["status"] == "failed"
+    assert reason in row["reason"]
