@@ -14,5 +14,5 @@ DotDimensionNumbers: TypeAlias = tuple[tuple[Sequence[int], Sequence[int]], tupl
 """`((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, as in `jax.lax.dot_general`."""
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ScaleRounding: TypeAlias = Literal["rceil", "floor"]
-Implementation: TypeAlias = Literal["reference", "xla"] | None
+Implementation: TypeAlias = Literal["reference", "xla", "mosaic", "triton"] | None
 """A kernel backend by name; None takes the first one that can."""

@@ -5,6 +5,7 @@ it. Here every axis of every result lies as that axis of the operand.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
 
     Args:
       kernel: of x [...] to results that have the axes of x. It takes any number of axes in front of those of `sides`.
-      sides: of a tile along the trailing axes; a part of x must have whole tiles.
+      sides: of a tile along the trailing axes; a part of x must have whole tiles, all of x may have a ragged last one.
       cells: of each result, how many elements of x along each of these axes become one.
 
     Raises:
@@ -56,7 +57,7 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array) -> tuple[Array, ...]:
     spec = sharding.spec
     for axis, side in zip(range(x.ndim - len(sides), x.ndim), sides, strict=True):
         parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(spec[axis]))
-        if x.shape[axis] % (parts * side):
+        if parts > 1 and x.shape[axis] % (parts * side):
             raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
     return jax.shard_map(kernel, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
@@ -88,9 +89,13 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array) -> Ker
 
 
 def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
-    """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one."""
+    """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one.
+
+    An axis with a ragged tile is never split.
+    """
     lead = len(shape) - len(cells[0])
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
+    ragged = [axis for axis, side in enumerate(sides) if shape[lead + axis] % side]
     inside: dict[str, int] = {}
 
     def term(of: Axes) -> str:
@@ -98,9 +103,9 @@ def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
         for axis, (cell, side) in enumerate(zip(of, sides, strict=True)):
             if side == 1 or cell > 1:
                 factors.append(f"t{axis}")
-            elif shape[lead + axis] == side:  # a rule has no factor of 1
+            elif shape[lead + axis] == side or axis in ragged:  # a factor must divide, and not be 1
                 factors.append(f"i{axis}")
-                inside[f"i{axis}"] = side
+                inside[f"i{axis}"] = shape[lead + axis]
             else:
                 factors.append(f"(t{axis} i{axis})")
                 inside[f"i{axis}"] = side
@@ -108,4 +113,6 @@ def _rule(shape: Axes, cells: tuple[Axes, ...]) -> dict[str, Any]:
 
     rule = f"{term((1,) * len(sides))} -> {', '.join(map(term, cells))}"
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
-    return {"sharding_rule": rule, "need_replication_factors": tuple(inside), **compound}
+    whole = {*inside, *(f"t{axis}" for axis in ragged)}
+    in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)  # which Shardy wants
+    return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}
