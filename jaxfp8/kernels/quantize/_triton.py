@@ -7,7 +7,7 @@ along M, those of columns along K.
 Letters: M, K the last two axes, those in front merged into M where that cuts no tile, else counted by L; T the side of a tile.
 
 References:
-  jax-triton, github.com/jax-ml/jax-triton; Triton, triton-lang.org.
+  Tillet et al., Triton, MAPL 2019, triton-lang.org; jax-triton, github.com/jax-ml/jax-triton.
 """
 
 import functools
