@@ -40,8 +40,11 @@ def arguments(monkeypatch, x, function):
         calls.append(call)
         return [jnp.zeros(result.shape, result.dtype) for result in call["results"]]
 
-    monkeypatch.setattr(_triton, "triton_call", record)
-    jax.eval_shape(function, x)
+    jax.clear_caches()  # or it would not be traced again, and afterwards not with the kernel
+    with monkeypatch.context() as patched:
+        patched.setattr(_triton, "triton_call", record)
+        jax.eval_shape(function, x)
+    jax.clear_caches()
     (call,) = calls
     return call
 

@@ -63,9 +63,17 @@ def quantize(
         meshes that are manual in part, or whose parts cut tiles or rows (an Auto mesh gathers those).
     """
     del key
-    capability = compute_capability_of(jax.sharding.get_abstract_mesh())
     if rounding != "nearest" or x.dtype.itemsize > 4 or not x.size:
         raise NotImplementedError(f"rounding={rounding!r}, {x.dtype}{list(x.shape)}")
+    return _quantize(x, format, granularities, rule)
+
+
+# One program where there is none around it; op by op, jax 0.12 cannot run what jax-triton 0.4.1 makes.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def _quantize(
+    x: Array, format: Format, granularities: tuple[AbstractGranularity, ...], rule: ScaleRule
+) -> tuple[QuantizedTensor, ...]:
+    capability = compute_capability_of(jax.sharding.get_abstract_mesh())
     if capability is not None and capability < _FP8_SINCE:
         raise NotImplementedError(f"compute capability {capability}; FP8 came with {_FP8_SINCE}")
     call = functools.partial(triton_call, compute_capability=capability, **_constants(format, rule))

@@ -143,6 +143,12 @@ def test_what_it_cannot_do_fails_loudly(case):
         fp8.quantize(x, fp8.E4M3, granularity, implementation="triton", **how)
 
 
+def test_without_a_gpu_the_kernel_is_traced_and_refused():
+    needs_triton()
+    with pytest.raises(NotImplementedError, match="not found for platform cpu"):
+        fp8.quantize(WHOLE, fp8.E4M3, ROWS, implementation="triton")
+
+
 def test_without_the_package_it_names_the_extra(monkeypatch):
     from jaxfp8.kernels import quantize
 
