@@ -9,6 +9,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "0")
 # Lets the CUDA plugin register without a driver, so that tests/deviceless can compile for a GPU that is not there.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+# jax-triton checks kernels with the first ptxas on PATH; that of the CUDA wheels knows what it writes.
+if (wheels := importlib.util.find_spec("nvidia")) is not None:
+    for folder in wheels.submodule_search_locations or ():
+        os.environ["PATH"] = f"{folder}/cu13/bin{os.pathsep}{os.environ['PATH']}"
 # Eight devices make a 4 x 2 mesh: the smallest on which two axes differ in size.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()

@@ -73,6 +73,23 @@ def hard_tiles(tile: tuple[int, int], dtype, most: int | None = None) -> np.ndar
         return x.astype(dtype)
 
 
+def uneven(shape: tuple[int, ...], side: int = 128) -> np.ndarray:
+    """Rows and columns of very different sizes, and tiles with zeros, subnormals, ties, inf and NaN, in float64.
+
+    What float16 holds. An array [.., M, K] with M > 5 and K > 55.
+    """
+    random = np.random.default_rng(0)
+    x = random.normal(size=shape)
+    x *= np.exp2(random.uniform(-12, 12, (*shape[:-1], 1)) + random.uniform(-12, 12, shape[-1]))
+    ties = x[..., :side, :side]
+    ties[...] = random.choice([448.0, -449, 464, 1.0625, 0.0078125, 0], ties.shape)
+    x[..., side : 2 * side, :side] *= 1e-38
+    x[..., side : 2 * side, side : 2 * side] = 0
+    x = np.clip(x, -6e4, 6e4)
+    x[..., 3, -3], x[..., 5, -56] = np.nan, -np.inf
+    return x
+
+
 def scale_of(q) -> np.ndarray:
     """The scale of a QuantizedTensor as the oracle has it: float32, or the bytes of E8M0."""
     scale = np.asarray(q.scale)

@@ -6,6 +6,7 @@ it. Here every axis of every result lies as that axis of the operand.
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
     Args:
       kernel: of x [...], and of arrays whose axes are those of x or 1, to results that have the axes of x. It takes any number
         of axes in front of those of `sides`.
-      sides: of a tile along the trailing axes; the parts of an axis that is split must have whole tiles.
+      sides: of a tile along the trailing axes; parts of an axis must have whole tiles, all of it may have a ragged last one.
       cells: of each result, how many elements of x along each of these axes become one: 1 or the same in all of them.
 
     Raises:
@@ -107,10 +108,11 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
 def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str, Any]:
     """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one.
 
-    An axis of a single tile or with a ragged last one is inside as a whole.
+    An axis of a single tile or with a ragged last one is inside as a whole, and with a ragged one never split.
     """
     lead = len(shape) - len(cells[0])
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
+    ragged = [axis for axis, side in enumerate(sides) if shape[lead + axis] % side]
     inside: dict[str, int] = {}
 
     def axis_of(axis: int, cell: int) -> str:
@@ -118,7 +120,7 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
         if side == 1 or cell > 1:
             return f"t{axis}"
         inside[f"i{axis}"] = side
-        if shape[lead + axis] % side or shape[lead + axis] == side:  # a rule has no factor of 1
+        if shape[lead + axis] == side or axis in ragged:  # a factor must divide, and not be 1
             return f"i{axis}"
         return f"(t{axis} i{axis})"
 
@@ -133,4 +135,6 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
         )
     rule = " -> ".join(", ".join(map(" ".join, terms)) for terms in (operands, [term(of) for of in cells]))
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
-    return {"sharding_rule": rule, "need_replication_factors": tuple(inside), **compound}
+    whole = {*inside, *(f"t{axis}" for axis in ragged)}
+    in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)  # which Shardy wants
+    return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}

@@ -1,7 +1,10 @@
 """The chips that FP8 code is written for. A chip is named by the user, never detected."""
 
 import dataclasses
+import re
 from typing import Literal
+
+from jax.sharding import AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,3 +57,21 @@ def chip_named(name: str) -> Chip:
     if not isinstance(name, str) or name not in CHIPS:
         raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
     return CHIPS[name]
+
+
+def compute_capability_of(mesh: AbstractMesh) -> int | None:
+    """That of the GPUs of which a mesh is made, 90 for an H200; None if it tells of none that is in the table.
+
+    A program can be compiled for a mesh of GPUs that are not there; without one, what compiles a kernel asks the GPU.
+
+    Example:
+      >>> from jax.sharding import AbstractDevice
+      >>> h100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+      >>> compute_capability_of(AbstractMesh((), (), abstract_device=h100))
+      90
+    """
+    kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else ""
+    for word in re.split(r"[ -]", kind.lower()):
+        if word in CHIPS and (version := CHIPS[word].compute_capability):
+            return 10 * version[0] + version[1]
+    return None

@@ -104,7 +104,7 @@ def test_a_line_of_scales_ends_inside_of_its_row():
     from jaxfp8.numerics._scale_rule import ScaleRule
 
     for granularity in (*BOTH, SQUARES, *MX_BOTH, MX_SQUARES):
-        direction = _direction(granularity, 2)
+        direction = _direction(granularity, 2, transposed=False)
         _, scale = direction.results((1, 288, 160), fp8.E4M3, ScaleRule())
         assert scale.shape[1] % (128 // direction.side) == 0
         assert direction.whole or scale.shape[2] % 128 == 0

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hard_matrices import assert_same_bits
 from interpreter import interpreted, needs_mosaic
+from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 

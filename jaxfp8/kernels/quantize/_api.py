@@ -21,8 +21,16 @@ def _mosaic(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
     return _mosaic.quantize(*args, **kwargs)
 
 
+def _triton(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
+    with importing(
+        "Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)"
+    ):  # jax-triton before 0.4 needs CUDA's wheels
+        from jaxfp8.kernels.quantize import _triton
+    return _triton.quantize(*args, **kwargs)
+
+
 # What no GPU has timed yet is taken only by name.
-BACKENDS = {"xla": _xla.quantize, "mosaic": _mosaic, "reference": _reference.quantize}
+BACKENDS = {"xla": _xla.quantize, "mosaic": _mosaic, "triton": _triton, "reference": _reference.quantize}
 
 
 def quantize(

@@ -85,7 +85,9 @@ def quantize(
         raise NotImplementedError(f"rounding={rounding!r}")
     if not any(isinstance(granularity, PerBlock) for granularity in granularities):
         return _mosaic_axes.quantize(x, format, granularities, rule, transposed)
-    directions = tuple(_direction(each, x.ndim, turn) for each, turn in zip(granularities, transposed, strict=True))
+    directions = tuple(
+        _direction(each, x.ndim, transposed=turn) for each, turn in zip(granularities, transposed, strict=True)
+    )
     check_array(x)
     if len({direction.side for direction in directions}) > 1:
         raise NotImplementedError(f"tiles of different sides, {[direction.tile for direction in directions]}")
@@ -103,7 +105,7 @@ def quantize(
     )
 
 
-def _direction(granularity: AbstractGranularity, ndim: int, transposed: bool) -> _Direction:
+def _direction(granularity: AbstractGranularity, ndim: int, *, transposed: bool) -> _Direction:
     if isinstance(granularity, PerBlock) and ndim >= 2:
         *lead, m, k = granularity.along(ndim)
         if set(lead) <= {1} and max(m, k) in _SIDES and min(m, k) in (1, max(m, k)):

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hard_matrices import assert_same_bits, hard
+from hard_tiles import uneven
 from interpreter import LOADS_TRANSPOSED, interpreted, needs_mosaic
+from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 
@@ -41,7 +42,7 @@ FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
     ],
 )
 def test_has_the_bits_of_the_reference(name, shape, dtype, format, rule):
-    x = jnp.asarray(hard(shape), dtype)
+    x = jnp.asarray(uneven(shape), dtype)
     run = functools.partial(fp8.quantize, x, format, DIRECTIONS[name], **rule)
     assert_same_bits(interpreted(lambda: run(implementation="mosaic")), run(implementation="reference"))
 
@@ -60,14 +61,17 @@ TENSOR, OF_ROWS, OF_COLUMNS, OF_EXPERTS = fp8.PerTensor(), fp8.PerAxis(0, 1), fp
     ],
 )
 def test_scales_that_span_tiles(granularities, shape, dtype, format, rule):
-    for x in (hard(shape), np.nan_to_num(hard(shape), nan=0, neginf=0)):  # one inf takes the scale of a whole tensor
+    for x in (
+        uneven(shape),
+        np.nan_to_num(uneven(shape), nan=0, neginf=0),
+    ):  # one inf takes the scale of a whole tensor
         run = functools.partial(fp8.quantize, jnp.asarray(x, dtype), format, granularities, **rule)
         assert_same_bits(interpreted(lambda run=run: run(implementation="mosaic")), run(implementation="reference"))
 
 
 @needs_mosaic
 def test_under_vmap():
-    x = jnp.asarray(hard((2, 256, 256)), jnp.bfloat16)
+    x = jnp.asarray(uneven((2, 256, 256)), jnp.bfloat16)
     run = lambda x, **how: fp8.quantize(x, fp8.E4M3, (ROWS, COLUMNS), power_of_two=True, **how)
     mine = interpreted(
         lambda: jax.vmap(lambda x: run(x, implementation="mosaic"), in_axes=1, out_axes=0)(x.swapaxes(0, 1))
