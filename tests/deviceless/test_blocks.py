@@ -1,8 +1,8 @@
 """Recipes of tiles, compiled: on Blackwell three block-scaled matmuls, on Hopper three in bfloat16, no wide temporary.
 
 Hopper's tensor cores apply no scales of tiles, and XLA makes of its block-scaled operation a loop of scalar code there (jax
-0.12) or a bfloat16 matmul. So it is asked for only where a recipe names a Blackwell chip; until there is a kernel for Hopper,
-tiles are multiplied there by XLA's bfloat16 matmul, exactly, at the speed of bfloat16.
+0.12) or a bfloat16 matmul. So it is asked for only where a recipe names a Blackwell chip. Tiles are
+multiplied there by XLA's bfloat16 matmul, exactly, at the speed of bfloat16; Hopper's own kernel is taken only by name.
 """
 
 import functools

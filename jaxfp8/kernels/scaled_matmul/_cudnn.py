@@ -10,24 +10,21 @@ References:
   cuBLAS documentation, "1D block scaling"; XLA, gpu/transforms/block_scaling_rewriter.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
 from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, block_scaled_dot, takes_mesh
+from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
-
-_Shape: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Sizes of the batch, kept and contracted axes."""
 
 
 def scaled_matmul(
@@ -52,14 +49,11 @@ def scaled_matmul(
 
     def block_scaled(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
         written = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
-        shapes = [_matrix_shape(operand, dimension_numbers, side) for side, operand in enumerate((lhs, rhs))]
-        matrices = [
-            _matrix(v, shape, dimension_numbers, side)
-            for side, (v, shape) in enumerate(zip((a, b), shapes, strict=True))
-        ]
+        shapes = [matrix_shape(operand.shape, dimension_numbers, side) for side, operand in enumerate((lhs, rhs))]
+        matrices = [as_matrix(v, dimension_numbers, side, tile=TILE) for side, v in enumerate((a, b))]
         scales = [
-            _matrix(_per_32(operand, scale, dimension_numbers, side), shape, dimension_numbers, side, tile=1)
-            for side, (operand, scale, shape) in enumerate(zip((lhs, rhs), (a_scale, b_scale), shapes, strict=True))
+            as_matrix(_per_32(operand, scale, dimension_numbers, side), dimension_numbers, side)
+            for side, (operand, scale) in enumerate(((lhs, a_scale), (rhs, b_scale)))
         ]
         turned = _is_turned(lhs, dimension_numbers, 0), _is_turned(rhs, dimension_numbers, 1)
         product = block_scaled_dot(jnp.dtype(written), turned)(*matrices, *scales)
@@ -95,33 +89,10 @@ def _check(operand: QuantizedTensor, contracted: Sequence[int]) -> None:
             )
 
 
-def _axes(operand: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> tuple[Axes, Axes, Axes]:
-    contracted, batch = (tuple(pair[side]) for pair in dimension_numbers)
-    return batch, tuple(a for a in range(operand.ndim) if a not in batch + contracted), contracted
-
-
-def _matrix_shape(operand: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> _Shape:
-    batch, kept, contracted = (
-        tuple(operand.shape[axis] for axis in axes) for axes in _axes(operand, dimension_numbers, side)
-    )
-    return batch, kept, contracted
-
-
 def _is_turned(operand: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> bool:
     """Whether the contracted axis has to move behind one that is kept."""
-    _, kept, contracted = _axes(operand, dimension_numbers, side)
+    _, kept, contracted = axes_of(operand.ndim, dimension_numbers, side)
     return contracted[-1] < max(kept, default=-1)
-
-
-def _matrix(x: Array, shape: _Shape, dimension_numbers: DotDimensionNumbers, side: int, tile: int = TILE) -> Array:
-    """x [...] as [batch, kept, contracted], the innermost contracted axis padded to whole tiles."""
-    contracted, batch = (tuple(pair[side]) for pair in dimension_numbers)
-    kept = tuple(a for a in range(x.ndim) if a not in batch + contracted)
-    pads = [(0, -x.shape[a] % tile if a == contracted[-1] else 0) for a in range(x.ndim)]
-    x = jnp.pad(x, pads) if any(after for _, after in pads) else x
-    n_batch, n_kept = math.prod(shape[0]), math.prod(shape[1])
-    contracted_size = math.prod(x.shape[a] for a in contracted)
-    return x.transpose(batch + kept + contracted).reshape(n_batch, n_kept, contracted_size)
 
 
 def _per_32(operand: QuantizedTensor, scale: Array, dimension_numbers: DotDimensionNumbers, side: int) -> Array:

@@ -1,0 +1,183 @@
+"""The block-scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU): operands in tiles of 128, float32 scales.
+
+The kernel (`_mosaic_kernel.py`) reads both operands with K last, as Hopper multiplies FP8. Others are transposed before, by
+XLA: one pass over FP8 values, none where the quantizer wrote them so (a copy in tiles of 128x1 lies transposed already). An
+operand whose K is no multiple of 128, or whose rows are none of 8, is copied with zeros behind it, likewise.
+
+Letters: B batch, M N K matmul, C = ceil(K/T); T = 128.
+
+References:
+  DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3; numerics: `tensors/_scale_layout.py` (HopperLayout).
+"""
+
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+
+from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
+from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import T, Tiling, choose
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.sharding._amax import vary_as
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
+_BOX = 8  # rows of a permuted box in shared memory
+
+
+def scaled_matmul(
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    *,
+    dimension_numbers: DotDimensionNumbers,
+    out_dtype: DType,
+    fast_accumulation: bool,
+    out_sharding: Any,
+    chip: str | None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """See `kernels.scaled_matmul._api.scaled_matmul`.
+
+    Args:
+      lhs: in tiles, of which a multiple of 128 along a contracted axis.
+      rhs: likewise.
+      dimension_numbers: any.
+      out_dtype: bfloat16, float16 or float32.
+      fast_accumulation: not used: each 128 products are added in float32.
+      out_sharding: None.
+      chip: None or a Hopper chip.
+      tiling: how the product is cut; default: by its shape (`_mosaic_tiling.choose`).
+
+    Raises:
+      NotImplementedError: for other tiles and scales, an empty operand, another chip, a mesh outside of `jax.shard_map`, and
+        jax before 0.11.
+    """
+    del fast_accumulation
+    _check(lhs, rhs, out_dtype, out_sharding, chip)
+    inner = _inner(lhs, rhs, dimension_numbers)
+    # The axis along which tiles run goes last.
+    pairs = list(zip(*dimension_numbers[0], strict=True))
+    pairs.append(pairs.pop(inner))
+    dimension_numbers = (tuple(zip(*pairs, strict=True)), dimension_numbers[1])  # type: ignore[assignment]
+    square = _is_square(rhs, axes_of(rhs.ndim, dimension_numbers, 1))
+    values = [as_matrix(operand.values, dimension_numbers, i, tile=T) for i, operand in enumerate((lhs, rhs))]
+    scales = [
+        as_matrix(_scale(operand, pair, square=square and i == 1), dimension_numbers, i)
+        for i, (operand, pair) in enumerate(zip((lhs, rhs), pairs[-1], strict=True))
+    ]
+    product = _multiply(out_dtype, tiling, square)(*values, *scales)
+    (batch, m, _), (_, n, _) = (matrix_shape(x.shape, dimension_numbers, i) for i, x in enumerate((lhs, rhs)))
+    return product.reshape(*batch, *m, *n)
+
+
+def _check(lhs: QuantizedTensor, rhs: QuantizedTensor, out_dtype: DType, out_sharding: Any, chip: str | None) -> None:
+    if "idx" in inspect.signature(plgpu.load).parameters:
+        raise NotImplementedError("jax before 0.11 cannot multiply a transposed FP8 tile")
+    if chip is not None and (chip_named(chip).compute_capability or (0,))[0] != 9:
+        raise NotImplementedError(f"chip={chip!r} is no Hopper chip, for which the kernel is written")
+    if out_dtype not in _WRITTEN:
+        raise NotImplementedError(f"a result in {out_dtype}")
+    for operand in (lhs, rhs):
+        if not isinstance(operand.granularity, PerBlock):
+            raise NotImplementedError(f"{operand.granularity!r}; it takes tiles")
+        if operand.scale.dtype != jnp.float32:
+            raise NotImplementedError(f"scales in {operand.scale.dtype}; it takes float32")
+        if 0 in operand.shape:
+            raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
+        for mesh in (jax.typeof(operand.values).sharding.mesh, jax.sharding.get_abstract_mesh()):
+            kinds = set(mesh.axis_types)
+            if AxisType.Explicit in kinds or (mesh.size > 1 and not kinds <= {AxisType.Manual}):
+                raise NotImplementedError(f"{mesh}; on several devices call it inside jax.shard_map")
+    if out_sharding is not None:
+        raise NotImplementedError(f"out_sharding={out_sharding}; on several devices call it inside jax.shard_map")
+
+
+def _inner(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers) -> int:
+    """Which pair of contracted axes has tiles of 128, or of a multiple."""
+    tiles = []
+    for operand, axes in zip((lhs, rhs), dimension_numbers[0], strict=True):
+        assert isinstance(operand.granularity, PerBlock)
+        along = operand.granularity.along(operand.ndim)
+        tiles.append([along[axis] for axis in axes])
+    whole = [pair for pair, side in enumerate(tiles[0]) if side % T == 0]
+    if not whole:
+        raise NotImplementedError(f"tiles of {tiles[0]} along the contracted axes; it takes 128")
+    return whole[-1]
+
+
+def _is_square(rhs: QuantizedTensor, axes: tuple[Axes, Axes, Axes]) -> bool:
+    """Whether T columns of rhs have one scale for each step, so that it need not be repeated for each."""
+    assert isinstance(rhs.granularity, PerBlock)
+    tile = rhs.granularity.along(rhs.ndim)
+    _, kept, contracted = axes
+    alone = all(side == 1 for axis, side in enumerate(tile) if axis not in (*kept, contracted[-1]))
+    return len(kept) == 1 and tile[kept[0]] == T == tile[contracted[-1]] and alone
+
+
+def _scale(operand: QuantizedTensor, inner: int, *, square: bool) -> Array:
+    """Scales in the rank of the operand: one for each 128 along `inner`, and along other axes for each element."""
+    assert isinstance(operand.granularity, PerBlock)
+    if square:
+        return operand.scale
+    shape = tuple(-(-size // T) if axis == inner else size for axis, size in enumerate(operand.shape))
+    tile = operand.granularity.along(operand.ndim)
+    sides = tuple(side // T if axis == inner else side for axis, side in enumerate(tile))
+    if all(side == 1 for side in sides):
+        return operand.scale
+    return jnp.broadcast_to(PerBlock(sides).expand(operand.scale, shape), shape)
+
+
+def _multiply(out_dtype: DType, tiling: Tiling | None, square: bool) -> Any:
+    """The product [B, M, N] of values [B, M, K] and [B, N, K], scales [B, M, C] and [B, N or N/T, C]; under vmap B grows."""
+
+    @custom_vmap
+    def product(*arguments: Array) -> Array:
+        for argument in arguments:
+            arguments = tuple(vary_as(x, argument) for x in arguments)
+        return vary_as(_padded_product(out_dtype, tiling, square, *arguments), arguments[0])
+
+    @product.def_vmap
+    def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
+        stacked = [
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, mapped in zip(arguments, is_mapped, strict=True)
+        ]
+        result = product(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
+        return result.reshape(size, -1, *result.shape[1:]), True
+
+    return product
+
+
+def _padded_product(
+    out_dtype: DType, tiling: Tiling | None, square: bool, lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array
+) -> Array:
+    (batch, m, k), n = lhs.shape, rhs.shape[1]
+    tiling = choose(batch, m, n) if tiling is None else tiling
+    down, across = tiling.tile
+    across *= tiling.cluster
+    lhs, rhs = (_padded(x, 1, _BOX) for x in (lhs, rhs))
+    lhs_scale = _padded(lhs_scale.mT, 2, down)
+    rhs_scale = _padded(rhs_scale, 1, math.ceil(across / T)) if square else _padded(rhs_scale.mT, 2, across)
+    formats = (lhs.dtype, rhs.dtype)
+    call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, square=square)
+    return call(lhs, rhs, lhs_scale, rhs_scale)[:, :m, :n]
+
+
+def _padded(x: Array, axis: int, multiple: int) -> Array:
+    """Zeros behind an axis, up to a multiple."""
+    missing = pl.cdiv(x.shape[axis], multiple) * multiple - x.shape[axis]
+    return (
+        lax.pad(x, jnp.zeros((), x.dtype), [(0, missing if i == axis else 0, 0) for i in range(x.ndim)])
+        if missing
+        else x
+    )

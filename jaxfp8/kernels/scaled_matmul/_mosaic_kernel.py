@@ -1,0 +1,201 @@
+"""The kernel of Hopper's block-scaled matmul.
+
+One warpgroup brings steps of 128 along K to shared memory by TMA, a ring of them, and runs ahead of the others from one tile
+of the product into the next. The other two multiply: `wgmma` gives the product of a step, which is scaled and added in
+float32 registers, for the tensor cores of Hopper keep about 14 bits of a sum.
+
+Letters: B batch, M N K matmul, C = ceil(K/T) steps; T = 128.
+
+References:
+  DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2; Pallas Mosaic GPU reference,
+  docs.jax.dev/en/latest/pallas/gpu/reference.html.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
+    COPYING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    ROWS,
+    WARPGROUPS,
+    T,
+    Tiling,
+)
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_LEAST = 32  # bytes of a permuted row in shared memory, at least; global memory has whole ones
+
+
+def kernel(
+    batch: int, m: int, n: int, k: int, formats: tuple[DType, DType], out_dtype: DType, tiling: Tiling, *, square: bool
+) -> Callable[..., Array]:
+    """The kernel for values [B, M, K] and [B, N, K] and their scales; K is a multiple of T, M and N are of 8.
+
+    Scales of lhs are [B, C, M], those of rhs [B, C, N], or of square tiles [B, N/T, C]; each with M and N up to the next
+    multiple of the tile (of a cluster), for a copy in one dimension does not look where a row ends. The result [B, M, N] has
+    N up to the next multiple of 32 bytes.
+    """
+    tiling.check(square=square, itemsize=out_dtype.itemsize)
+    (tile_m, tile_n), steps, stages = tiling.tile, k // T, tiling.stages
+    tiles_m, tiles_n = pl.cdiv(m, tile_m), pl.cdiv(n, tile_n * tiling.cluster)  # the latter of a cluster
+    tiles = batch * tiles_m * tiles_n
+    clusters = min(tiles, tiling.blocks // tiling.cluster)
+    width = tiling.width(out_dtype.itemsize)
+    corners = [(above, left) for above in range(0, tiling.rows, ROWS) for left in range(0, tiling.columns, width)]
+    slots = tiling.slots(square=square, itemsize=out_dtype.itemsize)
+
+    def where(index: Array) -> tuple[Array, Array, Array]:
+        """Batch, tile along M and tile along N of a block's turn."""
+        lead, index = lax.div(index, tiles_m * tiles_n), lax.rem(index, tiles_m * tiles_n)
+        first = lax.div(index, tiling.group * tiles_n) * tiling.group
+        index = lax.rem(index, tiling.group * tiles_n)
+        rows = jnp.minimum(tiles_m - first, tiling.group)
+        across = lax.div(index, rows)
+        if tiling.cluster == 2:
+            across = across * tiling.cluster + lax.axis_index("cluster")
+        return lead, first + lax.rem(index, rows), across
+
+    def body(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, out: Any, *scratch: Any) -> None:
+        (a, b, a_scale, b_scale), results, filled, emptied = scratch
+        warpgroup = lax.axis_index("warpgroup")
+
+        def at(turn: Array, step: Array) -> tuple[Array, Array]:
+            count = turn * steps + step
+            return count, lax.rem(count, stages)
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _copy() -> None:
+            plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+            shared: dict[str, Any] = {"collective_axes": "cluster"} if tiling.cluster == 2 else {}
+
+            @plgpu.nd_loop((tiles,), collective_axes="clusters")
+            def _tile(turn: Any) -> None:
+                lead, down, across = where(turn.index[0])
+
+                @pl.loop(0, steps)
+                def _step(step: Array) -> None:
+                    count, slot = at(turn.local_index, step)
+
+                    @pl.when(count >= stages)
+                    def _wait() -> None:
+                        plgpu.barrier_wait(emptied.at[slot])
+
+                    rows, columns = pl.ds(down * tile_m, tile_m), pl.ds(across * tile_n, tile_n)
+                    along = pl.ds(step * T, T)
+                    plgpu.copy_gmem_to_smem(lhs.at[lead, rows, along], a.at[slot], filled.at[slot], **shared)
+                    plgpu.copy_gmem_to_smem(rhs.at[lead, columns, along], b.at[slot], filled.at[slot])
+                    plgpu.copy_gmem_to_smem(lhs_scale.at[lead, step, rows], a_scale.at[slot], filled.at[slot])
+                    if not square:
+                        plgpu.copy_gmem_to_smem(rhs_scale.at[lead, step, columns], b_scale.at[slot], filled.at[slot])
+
+            index, size = lax.axis_index("clusters"), clusters
+            total = (tiles // size + (index < tiles % size).astype(jnp.int32)) * steps
+
+            @pl.loop(jnp.maximum(total - stages, 0), total)
+            def _finish(count: Array) -> None:  # a block must not end while its neighbour writes to it
+                plgpu.barrier_wait(emptied.at[lax.rem(count, stages)])
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _multiply() -> None:
+            plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+            own = warpgroup * tiling.columns if tiling.beside else warpgroup * tiling.rows
+            row, column = (0, own) if tiling.beside else (own, 0)
+
+            @plgpu.nd_loop((tiles,), collective_axes="clusters")
+            def _tile(turn: Any) -> None:
+                lead, down, across = where(turn.index[0])
+                first = across * tile_n + column
+
+                def step(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+                    _, slot = at(turn.local_index, step)
+                    plgpu.barrier_wait(filled.at[slot])
+                    of_square = rhs_scale[lead, lax.div(first, T), step] if square else None
+                    added: list[Array] = []
+                    for above in range(0, tiling.rows, ROWS):
+                        rows = pl.ds(row + above, ROWS)
+                        of_rows = _load(a_scale.at[slot, rows], 1)
+                        product = _product(a.at[slot, rows], b.at[slot, pl.ds(column, tiling.columns)])
+                        for left in range(0, tiling.columns, width):
+                            # Not sooner: there are registers for the scales of a part's columns, not of all.
+                            columns = pl.ds(column + left, width)
+                            of_part = _load(b_scale.at[slot, columns], 0) if of_square is None else of_square
+                            if len(added) == len(corners) - 1:
+                                plgpu.commit_smem()  # so that TMA overwrites no scale that is still to be read
+                                plgpu.barrier_arrive(emptied.at[slot])
+                            part = product[:, left : left + width]
+                            added.append(sums[len(added)] + part * _scale(of_rows, of_part, part.shape))
+                    return tuple(added)
+
+                zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+                sums = lax.fori_loop(0, steps, step, (zero,) * len(corners))
+                for part, (above, left) in enumerate(corners):
+                    slot = part % slots
+                    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                    results[warpgroup, slot] = sums[part].astype(out_dtype)
+                    plgpu.commit_smem()
+                    there = (pl.ds(down * tile_m + row + above, ROWS), pl.ds(first + left, width))
+                    plgpu.copy_smem_to_gmem(results.at[warpgroup, slot], out.at[lead, *there])
+
+            plgpu.wait_smem_to_gmem(0)
+
+    out_shape = (batch, m, n + -n % (_LEAST // out_dtype.itemsize))
+    cluster: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tiling.cluster == 2 else {}
+    arrivals: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
+    scratch = [
+        (
+            _staged((stages, tile_m, T), formats[0], T),
+            _staged((stages, tile_n, T), formats[1], T),
+            plgpu.SMEM((stages, tile_m), jnp.float32),
+            None if square else plgpu.SMEM((stages, tile_n), jnp.float32),
+        ),
+        _staged((WARPGROUPS, slots, ROWS, width), out_dtype, out_shape[2]),
+        plgpu.Barrier(num_arrivals=3 if square else 4, num_barriers=stages),
+        plgpu.Barrier(**arrivals)
+        if tiling.cluster == 1
+        else plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals),
+    ]
+    return plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct(out_shape, out_dtype), scratch_types=scratch,
+        grid=(clusters,), grid_names=("clusters",), num_threads=WARPGROUPS + 1, thread_name="warpgroup",
+        **cluster,
+    )  # fmt: skip
+
+
+def _staged(shape: Axes, dtype: DType, along: int) -> Any:
+    """Tiles in shared memory as TMA writes and reads them, permuted; `along`, the length of a row in global memory."""
+    itemsize = jnp.dtype(dtype).itemsize
+    inner = math.gcd(128 // itemsize, shape[-1], along)
+    transforms = (plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _load(scales: Any, across: int) -> Array:
+    """Scales in the registers of the threads that hold what they scale; `across`, the axis that they do not run along."""
+    return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(across))  # type: ignore[call-arg]  # of jax before 0.11
+
+
+def _product(a: Any, b: Any) -> Array:
+    """[64, C] float32 of one step, a [64, T] and b [C, T] in shared memory."""
+
+    def product(sums: Any) -> Array:
+        plgpu.wgmma(sums, a, b.transpose((1, 0)))
+        return sums[...]
+
+    return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def _scale(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
+    """[64, C]: the product of two scales, kept finite, for zeros times inf were NaN."""
+    if of_columns.ndim == 0:
+        return lax.broadcast_in_dim(jnp.minimum(of_rows * of_columns, _LARGEST), shape, (0,))
+    both = lax.broadcast_in_dim(of_rows, shape, (0,)) * lax.broadcast_in_dim(of_columns, shape, (1,))
+    return jnp.minimum(both, _LARGEST)

@@ -1,0 +1,143 @@
+"""How Hopper's block-scaled matmul is cut into tiles: a dataclass, its budgets, and the table from which one is taken.
+
+A block of threads has two warpgroups that multiply and one that copies. Each of the two has a tile of R x C of the product;
+they lie below each other, or beside each other where there are few rows. Every choice adds in the same order, K in steps of
+128, first to last. Budgets of the table, with a result in bfloat16 (float32) and tiles of 1x128 @ 1x128, the larger case:
+
+  name      product     R x C     stages   cluster   shared memory KiB of 227   registers of 168
+  decode     64 x 64    64 x 32      8        1            141 (149)                  64
+  few       128 x 32    64 x 32      8        1            174 (182)                  64
+  small     128 x 64    64 x 64      6        1            166 (182)                 104
+  large     128 x 128   64 x 128     5        2            198 (198)                 168
+
+Letters: M N K matmul; R C the tile of a warpgroup; T = 128.
+
+References:
+  DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3; CUDA C++ Programming Guide, "Compute capability 9.0".
+"""
+
+import dataclasses
+
+T = 128
+"""Values along K that share a scale, and that a step multiplies."""
+ROWS = 64
+"""Rows of one `wgmma`."""
+WARPGROUPS = 2
+"""That multiply."""
+COPYING_REGISTERS = 40
+MULTIPLYING_REGISTERS = 232
+"""What a thread asks for while it runs: together less than the 64 Ki registers of 384 threads."""
+_SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
+_REGISTERS = (
+    168  # what 384 threads start with. ptxas keeps to it where it links the kernel, and then ignores such wishes
+)
+_OTHER_REGISTERS = 24  # addresses, counters, scales of rows: what compiled kernels had besides, at most
+_LINE = 128  # bytes that a part of the result is wide at most, those of a permuted row in shared memory
+_BARRIERS = 1024  # bytes: barriers, and what it takes to align arrays
+_MULTIPROCESSORS = (
+    132  # of an H100 or H200 (SXM). On a GPU with fewer, blocks wait for each other; results are the same
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """How a product is cut.
+
+    Attributes:
+      rows: R, 64 or 128.
+      columns: C, 32, 64 or 128, so that one scale of a square tile serves a warpgroup.
+      beside: whether the two warpgroups share rows and not columns.
+      stages: steps along K that lie in shared memory at once.
+      cluster: neighbours along N, 1 or 2, that share what they copy of lhs.
+      group: tiles along M that are visited for each column before the next group, so that what is read stays in L2.
+      blocks: of threads at most, each taking tile after tile.
+
+    Example:
+      >>> Tiling(rows=64, columns=128).tile
+      (128, 128)
+    """
+
+    rows: int
+    columns: int
+    beside: bool = False
+    stages: int = 4
+    cluster: int = 1
+    group: int = 8
+    blocks: int = _MULTIPROCESSORS
+
+    def __post_init__(self) -> None:
+        if self.rows not in (ROWS, 2 * ROWS) or self.columns not in (32, 64, 128) or self.cluster not in (1, 2):
+            raise ValueError(f"{self!r}: rows are 64 or 128, columns 32, 64 or 128, a cluster is 1 or 2.")
+        if min(self.stages, self.group) < 1 or self.blocks < self.cluster:
+            raise ValueError(f"{self!r}: stages and group are at least 1, blocks at least a cluster.")
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Of a block of threads, (M, N)."""
+        if self.beside:
+            return self.rows, WARPGROUPS * self.columns
+        return WARPGROUPS * self.rows, self.columns
+
+    def width(self, itemsize: int) -> int:
+        """Columns of a part of the result, of 64 rows, that is scaled and goes out at once."""
+        return min(self.columns, _LINE // itemsize)
+
+    def slots(self, *, square: bool, itemsize: int) -> int:
+        """Parts of its result that a warpgroup has in shared memory: what there is room for that divides all of them."""
+        width = self.width(itemsize)
+        parts = (self.rows // ROWS) * (self.columns // width)
+        room = (_SHARED - _BARRIERS - self._steps(square)) // (WARPGROUPS * ROWS * width * itemsize)
+        return max(count for count in range(1, parts + 1) if parts % count == 0 and (count <= room or count == 1))
+
+    def shared_bytes(self, *, square: bool, itemsize: int) -> int:
+        """Shared memory of a block of threads; `square` as in the kernel, `itemsize` of the result."""
+        slots = self.slots(square=square, itemsize=itemsize)
+        return self._steps(square) + slots * WARPGROUPS * ROWS * self.width(itemsize) * itemsize + _BARRIERS
+
+    def registers(self, *, square: bool, itemsize: int) -> int:
+        """What a multiplying thread needs, about: sums, a product of 64 x C, scales of the columns of a part."""
+        sums, product = self.rows * self.columns // 128, ROWS * self.columns // 128
+        return sums + product + (0 if square else self.width(itemsize) // 4) + _OTHER_REGISTERS
+
+    def check(self, *, square: bool, itemsize: int) -> None:
+        """Raise ValueError for what a multiprocessor has no room for."""
+        if (needed := self.shared_bytes(square=square, itemsize=itemsize)) > _SHARED:
+            raise ValueError(f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages.")
+        if (registers := self.registers(square=square, itemsize=itemsize)) > _REGISTERS:
+            raise ValueError(
+                f"{self!r} needs about {registers} registers a thread, of {_REGISTERS}; take a smaller tile."
+            )
+
+    def _steps(self, square: bool) -> int:
+        """Bytes of values and scales of all stages."""
+        down, across = self.tile
+        return self.stages * ((down + across) * T + 4 * (down if square else down + across))
+
+
+CHOICES = {
+    # A weight is read once for few tokens: bytes in flight count, 128 KiB of them here, and not operations. Half of a
+    # 128-row tile would be multiplied for nothing.
+    "decode": Tiling(rows=64, columns=32, beside=True, stages=8),
+    # The same with 128 rows: narrow tiles, so that every multiprocessor reads some of the weight.
+    "few": Tiling(rows=64, columns=32, stages=8),
+    # Too few tiles of 128 x 128 for all multiprocessors.
+    "small": Tiling(rows=64, columns=64, stages=6),
+    # The largest whose sums and products fit in registers. Alone a block would read 64 bytes of L2 a cycle while its
+    # tensor cores are busy, more than its share; in pairs that share rows it is 48.
+    "large": Tiling(rows=64, columns=128, stages=5, cluster=2),
+}
+"""None was timed yet: they follow from budgets and counts of bytes."""
+
+
+def choose(batch: int, m: int, n: int) -> Tiling:
+    """The tiling of B products [M, N], of `CHOICES`.
+
+    Example:
+      >>> choose(1, 64, 4096) is CHOICES["decode"], choose(1, 8192, 4096) is CHOICES["large"]
+      (True, True)
+    """
+    if m <= 64:
+        return CHOICES["decode"]
+    if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
+        return CHOICES["few" if m <= 128 else "small"]
+    return CHOICES["large"]

@@ -1,0 +1,110 @@
+"""Hopper's block-scaled matmul, compiled for an H200 that is not there: FP8 tensor cores, nothing spilled or in bfloat16."""
+
+import functools
+import inspect
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from program import Program
+from targets import array, dense_step, topology
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, T
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+]
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+def compile_on_h200(function, *arguments):
+    mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
+    lie = NamedSharding(mesh, P())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie), arguments)
+    with jax.set_mesh(mesh):
+        return jax.jit(function).lower(*placed).compile()
+
+
+def compiled_code(folder, tiling, formats, out_dtype, square, k):
+    """What ptxas said of the kernel, and its PTX. A kernel that this process compiled before is not dumped: k is its own."""
+    from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
+
+    dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
+    call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, square=square)
+    lhs, rhs = (array(2, 512, k, dtype=dtype) for dtype in dtypes)
+    scales = array(2, k // T, 512, dtype=F32), array(2, *((4, k // T) if square else (k // T, 512)), dtype=F32)
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    try:
+        compile_on_h200(call, lhs, rhs, *scales)
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_TO"]
+    (log,), (code,) = Path(folder).glob("*.ptxas"), Path(folder).glob("*.ptx")
+    return log.read_text(), code.read_text()
+
+
+PLAIN, MIXED, TURNED = (fp8.E4M3, fp8.E4M3), (fp8.E4M3, fp8.E5M2), (fp8.E5M2, fp8.E4M3)
+CASES = [
+    *((name, PLAIN, out, square) for name in CHOICES for out in (BF16, F32) for square in (True, False)),
+    *(("large", formats, BF16, square) for formats in (MIXED, TURNED) for square in (True, False)),
+]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
+    name, formats, out_dtype, square = CASES[index]
+    tiling = CHOICES[name]
+    log, code = compiled_code(tmp_path, tiling, formats, out_dtype, square, T * (8 + index))
+    assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
+    (used,) = {int(registers) for registers in re.findall(r"Used (\d+) registers", log)}
+    assert used <= tiling.registers(square=square, itemsize=out_dtype.itemsize)
+    # 128 of K are four wgmma of 32, in the formats of the operands and no other.
+    kinds = "".join(f".{format.name.lower()}" for format in formats)
+    wanted = f"wgmma.mma_async.sync.aligned.m64n{tiling.columns}k32.f32{kinds}"
+    found = Counter(re.findall(r"wgmma\.mma_async[\w.]+", code))
+    assert found == {wanted: 4 * tiling.rows // 64}
+    # Neighbours share what they copy of lhs.
+    assert ("multicast::cluster" in code) == (tiling.cluster == 2)
+    # A step of K reads one scale of a square from global memory; all else comes by TMA.
+    assert len(re.findall(r"ld\.global", code)) == square
+
+
+def layer(recipe):
+    dot = functools.partial(fp8.dot, recipe=recipe, implementation="mosaic")
+    return dense_step(recipe, lambda x, w, state: dot(x, w, state=state))
+
+
+BLOCKWISE = {
+    "blockwise": fp8.recipes.blockwise,
+    "hybrid": functools.partial(fp8.recipes.blockwise, gradient=fp8.E5M2),
+    "float32 scales": functools.partial(fp8.recipes.blockwise, power_of_two=False),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKWISE)
+def test_a_layer_multiplies_nothing_in_bfloat16(name):
+    """Three matmuls and the casts of x, w and the gradient, each tensor cast once; XLA turns no FP8 values."""
+    m, k, n = 1024, 512, 768
+    recipe = BLOCKWISE[name]()
+    compiled = compile_on_h200(layer(recipe), array(m, k), array(k, n), array(m, n), ())
+    program = Program(compiled.as_text())
+    assert not program.other_matmuls(program.entry)
+    assert not re.search(r"\b(dot|convolution)\(", compiled.as_text())
+    kernels = program.kernels(program.entry)
+    of_mosaic = [i.type for i in kernels if "mosaic_gpu" in i.attributes]
+    assert len(of_mosaic) == 6
+    assert [type for type in of_mosaic if type.startswith("bf16")] == [
+        f"bf16[1,{m},{n}]{{2,1,0}}", f"bf16[1,{m},{k}]{{2,1,0}}", f"bf16[1,{k},{n}]{{2,1,0}}",
+    ]  # fmt: skip
+    copied = [i.type for i in kernels if "mosaic_gpu" not in i.attributes and "f8e" in i.type]
+    assert not copied
