@@ -5,6 +5,7 @@ transpose, scales of tiles of 128 run along the axis that is kept, those of MXFP
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -51,15 +52,15 @@ class Cast:
         return lambda x, *scalars: self.run(x, backend, *scalars)
 
 
-def known_scale(x: jax.Array, backend: str, multiplier: jax.Array) -> tuple[jax.Array, ...]:
-    """Delayed scaling: the scale is known, and the amax is wanted for the next step."""
-    q = cast.cast(x, multiplier, fp8.E4M3, fp8.PerTensor(), implementation=backend)
-    return q.values, amax(x, fp8.PerTensor())
-
-
-def known_scale_both(x: jax.Array, backend: str, multiplier: jax.Array) -> tuple[jax.Array, ...]:
-    values, largest = known_scale(x, backend, multiplier)
-    return values, values.T, largest
+def known_scale(x: jax.Array, backend: str, multiplier: jax.Array, *, both: bool = False) -> tuple[jax.Array, ...]:
+    """Delayed scaling: the scale is known, and the amax is wanted for the next step; `both`: a transposed copy too."""
+    count = 2 if both else 1
+    copies, met = cast.cast_copies(
+        x, (multiplier,) * count, fp8.E4M3, (fp8.PerTensor(),) * count,
+        scales=(multiplier,) * count, transposed=(False, True)[:count], implementation=backend,
+    )  # fmt: skip
+    largest = amax(x if met is None else met, fp8.PerTensor())
+    return copies[0].values, *(copy.values.T for copy in copies[1:]), largest
 
 
 def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
@@ -92,7 +93,12 @@ CASTS = (
     quantized("128x128", fp8.PerBlock((128, 128)), rule=POWERS),
     quantized("MXFP8 1x32", fp8.PerBlock((1, 32)), rule=BYTES),
     quantized("MXFP8 1x32 and 32x1", fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1)), rule=BYTES),
-    Cast(name="tensor, scale known, amax, and transposed", run=known_scale_both, backends=cast.BACKENDS, scalars=1),
+    Cast(
+        name="tensor, scale known, amax, and transposed",
+        run=functools.partial(known_scale, both=True),
+        backends=cast.BACKENDS,
+        scalars=1,
+    ),
     quantized("rows and columns", fp8.PerAxis(0), fp8.PerAxis(1), rule=POWERS),
     quantized("MXFP8 32x32", fp8.PerBlock((32, 32)), rule=BYTES),
 )

@@ -73,12 +73,29 @@ def recipes(chip: str) -> dict[str, fp8.Recipe]:
     }
 
 
-def step(recipe: fp8.Recipe) -> Callable[..., Any]:
+CASTS, ALL = fp8.Implementations(casts="mosaic"), fp8.Implementations(casts="mosaic", matmuls="mosaic")
+
+
+def contenders(chip: str) -> dict[str, tuple[fp8.Recipe, fp8.Implementations | None]]:
+    """By name, recipes with the backends that are taken by themselves, and with kernels."""
+    plain = recipes(chip)
+    by_kernels = {
+        f"{name}, {what} by mosaic": (plain[name], chosen)
+        for name, what, chosen in (
+            ("blockwise", "all", ALL), ("delayed", "casts", CASTS), ("current", "casts", CASTS), ("rowwise", "casts", CASTS),
+        )
+        if not (chosen is ALL and chip == "b200")  # the matmul is Hopper's
+    }  # fmt: skip
+    return {**{name: (recipe, None) for name, recipe in plain.items()}, **by_kernels}
+
+
+def step(recipe: fp8.Recipe, implementation: fp8.Implementations | None = None) -> Callable[..., Any]:
     """`step(params, c, state) -> (y, gradients, state)`: params are (x, w) of each layer, c the gradients of y."""
 
     def run(params: Any, c: Any, state: Any) -> Any:
         def loss(params: Any, state: Any) -> Any:
-            y = [fp8.dot(x, w, recipe=recipe, state=s) for (x, w), s in zip(params, state, strict=True)]
+            dot = functools.partial(fp8.dot, recipe=recipe, implementation=implementation)
+            y = [dot(x, w, state=s) for (x, w), s in zip(params, state, strict=True)]
             return weighted(y, c), y
 
         # The loss itself is nobody's, so XLA leaves it out: g is c.
@@ -115,11 +132,11 @@ def one_block(block: Block, chip: str) -> Iterator[Case]:
         flops=6 * block.tokens * sum(k * n for k, n in block.weights),
     )  # fmt: skip
     yield case(contender=BASELINE, function=bf16_step, arguments=(params, c), options=bf16_options(chip))
-    for name, recipe in recipes(chip).items():
+    for name, (recipe, chosen) in contenders(chip).items():
         one = jax.eval_shape(functools.partial(fp8.init_state, recipe))
         arguments = params, c, [one] * len(block.weights)
         options = fp8.compiler_options(recipe, chip)
-        yield case(contender=name, function=step(recipe), arguments=arguments, options=options)
+        yield case(contender=name, function=step(recipe, chosen), arguments=arguments, options=options)
 
 
 def steady(program: Any, arguments: Any, recipe: fp8.Recipe | None) -> Any:

@@ -134,7 +134,7 @@ class Suite:
         try:
             arguments = None
             if case.section == layers.SECTION:
-                recipe = layers.recipes(self.target.chip).get(case.contender)
+                recipe, _ = layers.contenders(self.target.chip).get(case.contender, (None, None))
                 arguments = [layers.steady(compiled.program, inputs.of(case.arguments), recipe)]
             runner = Runner(compiled, inputs, buffers, arguments)
             runner.warm_up(0.0 if self.tiny else LEAST_SECONDS)
