@@ -19,7 +19,7 @@ DIRECTIONS = {
     "both": (ROWS, COLUMNS), "columns": (COLUMNS,), "squares": (SQUARES,), "all": (COLUMNS, SQUARES, ROWS),
     "mx both": (MX_ROWS, MX_COLUMNS), "mx squares": (MX_SQUARES,), "mx all": (MX_SQUARES, MX_COLUMNS, MX_ROWS),
 }  # fmt: skip
-WHOLE, RAGGED = (2, 256, 384), (2, 288, 416)  # in tiles of 128
+WHOLE, RAGGED = (2, 128, 256), (2, 160, 224)  # in tiles of 128
 FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
 
 
