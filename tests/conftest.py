@@ -1,5 +1,6 @@
 """The machine that every test sees: eight CPU devices, no silent promotion."""
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -16,10 +17,23 @@ if (wheels := importlib.util.find_spec("nvidia")) is not None:
 # Eight devices make a 4 x 2 mesh: the smallest on which two axes differ in size.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# A fifth off the suite's time, nearly all of which is compiling. What LLVM may do to bits (contract a product and a sum,
+# divide by a reciprocal) it does at XLA's own level, 3: .ci/run tests there what claims bits. With the CUDA wheels programs
+# are compiled for GPUs, too, and those are read as users get them.
+if (
+    os.environ["JAX_PLATFORMS"] == "cpu"
+    and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]
+    and importlib.util.find_spec("jax_cuda13_plugin") is None
+):
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 
 import hypothesis
 import jax
 import pytest
+
+# Traces are millions of objects that mostly stay: at Python's own thresholds a tenth of the time goes into looking
+# through them for garbage again and again.
+gc.set_threshold(200_000, 20, 20)
 
 # A float32 that slips in doubles the traffic and hides in every result: promotion must be written down.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

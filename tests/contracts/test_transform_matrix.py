@@ -17,7 +17,6 @@ from contracts.truth import Truth
 import jaxfp8 as fp8
 from jaxfp8.ops._state import SeenAmax
 
-FAST = {"xla_backend_optimization_level": "0"}  # a third off the compile time, which is all the time there is
 # The rest of the product says little that is new and takes minutes.
 DEFAULT = {("delayed", "core")}
 ALSO = {
@@ -84,7 +83,7 @@ def check(build, recipe_name, face_name, *, exact, tolerance=2e-6):
     recipe, truth = RECIPES[recipe_name], Truth()
     face = FACES[face_name](recipe)
     row = build(face, truth.watch(face.apply), core(recipe).apply)
-    step = jax.jit(row.step, compiler_options=FAST) if row.jit else row.step
+    step = jax.jit(row.step) if row.jit else row.step
     for warm in (False, True) if recipe.rows else (False,):
         state = face.state(row.lead, warm)
         truth.largest.clear()

@@ -62,18 +62,18 @@ def square(model, extra=lambda state: {COLLECTION: state}):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_parameters_and_initial_values_are_flax_s(layer):
     theirs, ours, states = LAYERS[layer]
-    want, got = theirs().init(KEY, X), ours(DELAYED).init(KEY, X)
+    want, got = jax.jit(theirs().init)(KEY, X), jax.jit(ours(DELAYED).init)(KEY, X)
     assert_same(got["params"], want["params"])
     found = jax.tree.leaves(got[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.MatmulState))
     assert len(found) == states
     assert all(not leaf.any() for leaf in jax.tree.leaves(found))  # init sees data, but is no step
-    assert set(ours(IDENTITY).init(KEY, X)) == {"params"}
+    assert set(jax.eval_shape(ours(IDENTITY).init, KEY, X)) == {"params"}
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_identity_is_bit_equal(layer):
     theirs, ours, _ = LAYERS[layer]
-    params = theirs().init(KEY, X)["params"]
+    params = jax.jit(theirs().init)(KEY, X)["params"]
     want = jax.jit(jax.value_and_grad(square(theirs(), lambda _: {}), (0, 2)))(params, None, X)
     got = jax.jit(jax.value_and_grad(square(ours(IDENTITY), lambda _: {}), (0, 2)))(params, None, X)
     assert_same(got, want)
@@ -82,12 +82,14 @@ def test_identity_is_bit_equal(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
     theirs, ours, _ = LAYERS[layer]
-    blob = flax.serialization.to_bytes(jax.tree.map(lambda p: p.astype(jnp.bfloat16), theirs().init(KEY, X)["params"]))
-    variables = ours(DELAYED).init(jax.random.key(1), X)
+    blob = flax.serialization.to_bytes(
+        jax.tree.map(lambda p: p.astype(jnp.bfloat16), jax.jit(theirs().init)(KEY, X)["params"])
+    )
+    variables = jax.jit(ours(DELAYED).init)(jax.random.key(1), X)
     params = flax.serialization.from_bytes(variables["params"], blob)
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
     loss, grads, state = jax.jit(fp8.value_and_grad(square(ours(DELAYED))))(params, variables[COLLECTION], X)
-    want_loss, want = jax.value_and_grad(square(theirs(), lambda _: {}))(params, None, X)
+    want_loss, want = jax.jit(jax.value_and_grad(square(theirs(), lambda _: {})))(params, None, X)
     np.testing.assert_allclose(loss, want_loss, rtol=0.1)
     for got_leaf, want_leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         # bias of the key projection: softmax does not see it, its gradient is rounding
@@ -165,13 +167,14 @@ REMAT = lambda block: nn.remat(block, policy=fp8.save_fp8_residuals(), prevent_c
 @pytest.mark.parametrize("transform", [lambda b: b, REMAT, nn.jit], ids=["scan", "remat in scan", "jit in scan"])
 def test_scan_over_layers(transform):
     model = stack(transform)
-    variables = model.init(KEY, X[0])
+    variables = jax.jit(model.init)(KEY, X[0])
     params, state = variables["params"], variables[COLLECTION]
     name = next(iter(params))
     rename = lambda tree: {"ScanBlock_0": tree[name]}
+    scanned, looped = jax.jit(fp8.value_and_grad(square(model))), jax.jit(fp8.value_and_grad(loop))
     for _ in range(2):
-        got = jax.jit(fp8.value_and_grad(square(model)))(params, state, X[0])
-        want = jax.jit(fp8.value_and_grad(loop))(rename(params), rename(state), X[0])
+        got = scanned(params, state, X[0])
+        want = looped(rename(params), rename(state), X[0])
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), rename(got[1]), want[1])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), rename(got[2]), want[2])
@@ -181,7 +184,7 @@ def test_scan_over_layers(transform):
 def test_scan_with_broadcast_parameters_is_bounded():
     recipe = fp8.recipes.delayed(history_length=4, power_of_two=True)
     model = stack(axes="broadcast", recipe=recipe)
-    variables = model.init(KEY, X[0])
+    variables = jax.jit(model.init)(KEY, X[0])
     got = jax.jit(fp8.value_and_grad(square(model)))(variables["params"], variables[COLLECTION], X[0])[2]
     shared = lambda *args: loop(*args, recipe=recipe, shared=True)
     want = jax.jit(fp8.value_and_grad(shared))(variables["params"], variables[COLLECTION], X[0])[2]
@@ -199,7 +202,7 @@ def test_scan_without_the_collection_s_axis():
     cure = "under nn.scan or nn.vmap add '_overwrite_with_gradient' to variable_axes"
     with pytest.raises(fp8.FP8StateError, match=cure):
         Model().init(KEY, X[0])
-    variables = stack().init(KEY, X[0])
+    variables = jax.jit(stack().init)(KEY, X[0])
     with pytest.raises(fp8.FP8StateError, match=cure):
         Model().apply(variables, X[0])
 
@@ -214,7 +217,7 @@ def test_vmap(shared):
             return nn.vmap(FP8Dense, variable_axes={"params": axis, COLLECTION: axis}, split_rngs={"params": not shared},
                            in_axes=0)(4, recipe=DELAYED)(x)  # fmt: skip
 
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(variables["params"], variables[COLLECTION], X)
     (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
     want = jnp.max(jnp.abs(X), axis=None if shared else (1, 2))
@@ -229,7 +232,7 @@ def test_tied_layer():
         def __call__(self, x):
             return self.layer(nn.tanh(self.layer(x)))
 
-    variables = Model().init(KEY, X)
+    variables = jax.jit(Model().init)(KEY, X)
     assert len(jax.tree.leaves(variables["params"])) == 1
     _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(variables["params"], variables[COLLECTION], X)
     (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
@@ -243,10 +246,12 @@ class MLP(nn.Module):
         return FP8Dense(2, recipe=DELAYED, name="down")(nn.relu(FP8Dense(8, recipe=DELAYED, name="up")(x)))
 
 
+MODEL = MLP()  # one, and one optimizer, or each train state would compile a step of its own
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
+
+
 def train_state():
-    model = MLP()
-    optimizer = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
-    return TrainState.create(apply_fn=model.apply, params=model.init(KEY, X), tx=optimizer)
+    return TrainState.create(apply_fn=MODEL.apply, params=jax.jit(MODEL.init)(KEY, X), tx=OPTIMIZER)
 
 
 @jax.jit

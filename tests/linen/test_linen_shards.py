@@ -54,7 +54,7 @@ def cases(layers, quick):
 @pytest.mark.parametrize(("layer", "recipe"), cases(LAYERS, [("einsum", "mxfp8"), ("plug", "mxfp8")]))
 def test_linen(layer, recipe):
     make, recipe = LAYERS[layer], RECIPES[recipe]
-    variables = make(recipe=recipe).init(jax.random.key(1), X)
+    variables = jax.jit(make(recipe=recipe).init)(jax.random.key(1), X)
     params, state = variables["params"], variables.get(COLLECTION, {})
     want = jax.jit(step(make(recipe=recipe)))(params, state, X)
     model = make(recipe=recipe, rhs_shard=FSDP)

@@ -23,7 +23,6 @@ N = 16
 # Whole arrays, left to the compiler or to types, without and with `lhs_shard=`, `rhs_shard=`; shard_map with check_vma=True and
 # False, and with types and the axes of amaxes named.
 MODES = ("auto", "explicit", "auto, shards", "explicit, shards", "types", "no types", "types, axes")
-FAST = {"xla_backend_optimization_level": "0"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ def on_one_device(recipe: fp8.Recipe) -> Callable:
         h = jax.nn.relu(fp8.dot(x, ws[0], recipe=recipe, state=states[0]))
         return jnp.sum(fp8.dot(h, ws[1], recipe=recipe, state=states[1]) * c)
 
-    step = jax.jit(fp8.value_and_grad(loss), compiler_options=FAST)
+    step = jax.jit(fp8.value_and_grad(loss))
     return lambda *args: jax.device_get(step(*args))
 
 
@@ -86,7 +85,7 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
             inside(layout, recipe, types=types, named=mode != "types"),
             mesh=mesh, in_specs=specs, out_specs=(P(), *specs[:2]), check_vma=types,
         )  # fmt: skip
-    step = jax.jit(step, compiler_options=FAST)
+    step = jax.jit(step)
 
     def call(params, states, c):
         x, ws = params[0], params[1:]

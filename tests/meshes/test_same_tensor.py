@@ -14,7 +14,7 @@ from contracts.faces import RECIPES
 from hard_inputs import mentions
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes.layouts import FAST, LAYOUTS, MODES, N, make_mesh
+from meshes.layouts import LAYOUTS, MODES, N, make_mesh
 
 import jaxfp8 as fp8
 from jaxfp8.sharding._amax import vary_as
@@ -92,12 +92,12 @@ def on_mesh(recipe, mode, name):
         )
     arrays = jax.device_put(operands(name, tensor()), [jax.NamedSharding(mesh, spec) for spec in specs])
     with jax.set_mesh(mesh):
-        return jax.device_get(jax.jit(step, compiler_options=FAST)(*arrays))
+        return jax.device_get(jax.jit(step)(*arrays))
 
 
 @functools.cache
 def jitted(recipe):
-    return jax.jit(functools.partial(products, recipe), compiler_options=FAST)
+    return jax.jit(functools.partial(products, recipe))
 
 
 @functools.cache

@@ -51,6 +51,9 @@ def square(model, x):
     return jnp.sum(jnp.square(model(x).astype(jnp.float32)))
 
 
+step, plain_step = nnx.jit(fp8.nnx.value_and_grad(square)), nnx.jit(nnx.value_and_grad(square))
+
+
 def states_of(model):
     return jax.tree.leaves(nnx.state(model, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState))
 
@@ -79,9 +82,9 @@ def test_parameters_and_initial_values_are_flax_s(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_identity_is_bit_equal(layer):
     theirs, ours, _ = LAYERS[layer]
-    want = nnx.jit(nnx.value_and_grad(square))(theirs(), X)
-    assert_same(nnx.jit(nnx.value_and_grad(square))(ours(IDENTITY), X), want)
-    assert_same(nnx.jit(fp8.nnx.value_and_grad(square))(ours(IDENTITY), X), want)
+    want = plain_step(theirs(), X)
+    assert_same(plain_step(ours(IDENTITY), X), want)
+    assert_same(step(ours(IDENTITY), X), want)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -94,8 +97,8 @@ def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
         state = nnx.state(each, nnx.Param)
         nnx.replace_by_pure_dict(state, loaded)
         nnx.update(each, state)
-    loss, grads = nnx.jit(fp8.nnx.value_and_grad(square))(model, X)
-    want_loss, want = nnx.jit(nnx.value_and_grad(square))(plain, X)
+    loss, grads = step(model, X)
+    want_loss, want = plain_step(plain, X)
     np.testing.assert_allclose(loss, want_loss, rtol=0.1)
     for got_leaf, want_leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         assert jnp.linalg.norm(got_leaf - want_leaf) / jnp.linalg.norm(want_leaf) < 0.15
@@ -105,7 +108,7 @@ def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
 def test_layer_equals_the_function():
     model = FP8Linear(8, 4, use_bias=False, recipe=DELAYED, rngs=nnx.Rngs(0))
     w = model.kernel.get_value()
-    loss, grads = nnx.jit(fp8.nnx.value_and_grad(square))(model, X)
+    loss, grads = step(model, X)
     function = lambda w, s, x: jnp.sum(jnp.square(fp8.dot(x, w, recipe=DELAYED, state=s)))
     want = jax.jit(fp8.value_and_grad(function))(w, fp8.init_state(DELAYED), X)
     assert_same((loss, grads, states_of(model)), want)
@@ -126,7 +129,7 @@ def test_attention_with_layers_of_its_own():
         setattr(model, name, ours)
     assert_same(params(model), params(plain))
     value, _ = nnx.jit(fp8.nnx.value_and_grad(attend))(model, X)
-    np.testing.assert_allclose(value, attend(plain, X), rtol=0.1)
+    np.testing.assert_allclose(value, nnx.jit(attend)(plain, X), rtol=0.1)
     assert len(states_of(model)) == 4
     assert all(s.scale.all() for s in states_of(model))
 
@@ -146,7 +149,7 @@ def test_attention_with_a_class_plug():
         qkv_dot_general_cls=plug(fp8.recipes.current()), out_dot_general_cls=plug(fp8.recipes.current())
     )
     value, _ = nnx.jit(fp8.nnx.value_and_grad(attend))(stateless, X)
-    np.testing.assert_allclose(value, attend(attention(), X), rtol=0.1)
+    np.testing.assert_allclose(value, nnx.jit(attend)(attention(), X), rtol=0.1)
     with pytest.raises(fp8.FP8StateError, match="not collected"):
         fp8.nnx.value_and_grad(attend)(attention(qkv_dot_general_cls=plug(DELAYED)), X)
 
@@ -164,7 +167,7 @@ def test_evaluation_changes_nothing():
         before = jax.tree.map(np.asarray, states_of(model))
         nnx.jit(lambda m, x: m(x))(model, X)
         assert_same(states_of(model), before)
-        fp8.nnx.value_and_grad(square)(model, X)
+        step(model, X)
 
 
 @pytest.mark.parametrize(("layer", "given"), [
@@ -221,9 +224,9 @@ def test_scan_over_layers(remat):
             return x
 
     model, loop = Model(), Loop()
-    for step in range(2):
-        got = nnx.jit(fp8.nnx.value_and_grad(square))(model, X * (step + 1.0))
-        want = nnx.jit(fp8.nnx.value_and_grad(square))(loop, X * (step + 1.0))
+    for factor in (1.0, 2.0):
+        got = step(model, X * factor)
+        want = step(loop, X * factor)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states_of(loop))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), states_of(model)[0], stacked)
@@ -243,7 +246,7 @@ def test_vmap(shared):
             return nnx.vmap(lambda block, x: block(x), in_axes=(None if shared else 0, 0), out_axes=0)(self.inner, x)
 
     experts = Experts()
-    nnx.jit(fp8.nnx.value_and_grad(square))(experts, X)
+    step(experts, X)
     (state,) = states_of(experts)
     np.testing.assert_array_equal(state.amax_history[..., 0, -1], jnp.max(jnp.abs(X), axis=None if shared else (1, 2)))
 
@@ -257,7 +260,7 @@ def test_tied_layer():
             return self.layer(self.layer(x))
 
     model = Model()
-    nnx.jit(fp8.nnx.value_and_grad(square))(model, X)
+    step(model, X)
     (state,) = states_of(model)
     true = jnp.max(jnp.abs(X))
     assert true <= state.amax_history[0, -1] <= 1.125 * true
@@ -289,7 +292,7 @@ def test_microbatches_are_committed_once():
     seen = fp8.merge_seen(*(run(model, X[i])[2] for i in range(3)))
     assert not states_of(model)[0].scale.any()
     fp8.nnx.commit(model, seen)
-    fp8.nnx.value_and_grad(square)(whole, X)
+    step(whole, X)
     np.testing.assert_array_equal(states_of(model)[0].amax_history[:2], states_of(whole)[0].amax_history[:2])
 
 
@@ -302,10 +305,13 @@ class MLP(nnx.Module):
         return self.down(nnx.relu(self.up(x)))
 
 
+# One, or each trainer would compile a step of its own.
+CHAIN = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
+
+
 def trainer():
     model = MLP()
-    chain = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
-    return model, nnx.Optimizer(model, chain, wrt=nnx.Param)
+    return model, nnx.Optimizer(model, CHAIN, wrt=nnx.Param)
 
 
 @nnx.jit

@@ -1,5 +1,7 @@
 """`save_fp8_residuals`: the backward pass casts nothing a second time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,16 @@ def test_plain_remat_casts_again(recipe):
     assert casts(program(RECIPES[recipe], "everything")) > CASTS[recipe] * LAYERS * branches(RECIPES[recipe])
 
 
+@functools.cache
+def gradients(recipe, *policy):
+    """Loss and gradients of two blocks, without jax.checkpoint or with it and a policy."""
+    x, w = jnp.arange(-16.0, 16.0).reshape(8, 4) * 28, jnp.arange(-8.0, 8.0).reshape(4, 4) * 56
+    block = lambda x, w: jnp.maximum(fp8.dot(x, w, recipe=recipe), 0)
+    if policy:
+        block = jax.checkpoint(block, policy=policy[0])
+    return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(block(block(x, w), w)), (0, 1)))(x, w)
+
+
 @pytest.mark.parametrize("policy", [
     fp8.save_fp8_residuals(), jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable,
     jax.checkpoint_policies.save_anything_except_these_names("other"), jax.checkpoint_policies.nothing_saveable,
@@ -76,14 +88,7 @@ def test_plain_remat_casts_again(recipe):
 @pytest.mark.parametrize("recipe", [fp8.recipes.current(power_of_two=True), fp8.recipes.mxfp8()], ids=lambda r: r.name)
 def test_every_policy_gives_the_gradients_of_none(policy, recipe):
     """Saved values reach 448: jax.checkpoint's reduce_precision would make NaN of E4M3FN above 240."""
-    x, w = jnp.arange(-16.0, 16.0).reshape(8, 4) * 28, jnp.arange(-8.0, 8.0).reshape(4, 4) * 56
-
-    def loss(x, w, around):
-        block = around(lambda x, w: jnp.maximum(fp8.dot(x, w, recipe=recipe), 0))
-        return jnp.sum(block(block(x, w), w))
-
-    run = lambda around: jax.jit(jax.value_and_grad(lambda x, w: loss(x, w, around), (0, 1)))(x, w)
-    want, got = run(lambda block: block), run(lambda block: jax.checkpoint(block, policy=policy))
+    want, got = gradients(recipe), gradients(recipe, policy)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 

@@ -32,6 +32,13 @@ def jitted(x, format, granularity, power_of_two, implementation=None):
     return fp8.quantize(x, format, granularity, power_of_two=power_of_two, implementation=implementation)
 
 
+# Eagerly each operation is compiled alone, for each shape: what asks nothing of that runs as one program.
+NAMES = "power_of_two", "scale_format", "scale_rounding"
+quantize_at_once = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=NAMES)
+fake_quantize_at_once = jax.jit(fp8.fake_quantize, static_argnums=(1, 2), static_argnames=NAMES)
+dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
+
+
 # Bit for bit
 
 
@@ -108,7 +115,7 @@ def test_shapes(shape, granularity):
 
 def test_one_scale_an_element():
     x = hard_arrays(np.float32)["wide"]
-    assert_equals_oracle(fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0, 1)), x, (0, 1), power_of_two=False)
+    assert_equals_oracle(quantize_at_once(x, fp8.E4M3, fp8.PerAxis(0, 1)), x, (0, 1), power_of_two=False)
 
 
 # Rules
@@ -120,7 +127,7 @@ def test_one_scale_an_element():
 def test_a_bad_element_leaves_the_others_alone(format, bad, size):
     x = np.linspace(-2, 2, size, dtype=np.float32)
     x[-3] = bad
-    q = fp8.quantize(x, format)
+    q = quantize_at_once(x, format)
     assert q.scale == 1.0
     expected = oracle.nearest_codes(x, format.name)
     expected[-3] = oracle.NAN_CODE[format.name]
@@ -134,15 +141,15 @@ def test_below_the_limit_of_transformer_engine():
         multiplier = np.float32(448) / np.abs(x).max()
         theirs = np.clip(x * multiplier, -448, 448) * (1 / multiplier)
     assert not np.isfinite(theirs).all()
-    q = fp8.quantize(x, fp8.E4M3)
-    np.testing.assert_allclose(q.dequantize(), x, rtol=2**-4)
+    q = quantize_at_once(x, fp8.E4M3)
+    np.testing.assert_allclose(dequantize_at_once(q), x, rtol=2**-4)
 
 
 @FORMATS
 @POWER_OF_TWO
 def test_the_largest_element_keeps_its_size(format, power_of_two):
     x = np.random.default_rng(0).standard_normal((500, 3)).astype(np.float32)
-    q = fp8.quantize(x, format, fp8.PerAxis(0), power_of_two=power_of_two)
+    q = quantize_at_once(x, format, fp8.PerAxis(0), power_of_two=power_of_two)
     largest = np.abs(np.asarray(q.values).astype(np.float32)).max(1)
     assert (
         (largest == format.max).all()
@@ -178,15 +185,15 @@ def test_scale():
 @FORMATS
 def test_the_scale_of_one_tensor_serves_another(format):
     x = np.random.default_rng(0).standard_normal((4, 700)).astype(np.float32)
-    first = fp8.quantize(x, format, fp8.PerAxis(1))
-    second = jax.jit(lambda x, scale: fp8.quantize(x, format, fp8.PerAxis(1), scale=scale))(x, first.scale)
+    first = quantize_at_once(x, format, fp8.PerAxis(1))
+    second = quantize_at_once(x, format, fp8.PerAxis(1), scale=first.scale)
     np.testing.assert_array_equal(second.values, first.values)
     np.testing.assert_array_equal(second.scale, first.scale)
 
 
 def test_any_scale_comes_back():
     scales = np.random.default_rng(0).uniform(1, 2, (1, 500)).astype(np.float32)
-    q = fp8.quantize(np.ones((3, 500), np.float32), fp8.E4M3, fp8.PerAxis(1), scale=scales)
+    q = quantize_at_once(np.ones((3, 500), np.float32), fp8.E4M3, fp8.PerAxis(1), scale=scales)
     np.testing.assert_array_equal(q.scale, scales)
 
 
@@ -203,7 +210,7 @@ def decibels(signal: np.ndarray, approximation: np.ndarray) -> float:
 @pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerAxis(0)], ids=repr)
 def test_signal_to_noise(granularity, format, least, power_of_two):
     x = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
-    ratio = decibels(x, jitted(x, format, granularity, power_of_two).dequantize())
+    ratio = decibels(x, dequantize_at_once(jitted(x, format, granularity, power_of_two)))
     assert least <= ratio < least + 1.5  # a mantissa bit is 6 dB
 
 
@@ -244,10 +251,9 @@ def test_fake_quantize_in_tiles():
     x = jnp.asarray(hard_arrays(np.float32)["wide"])
     arguments = fp8.E4M3, fp8.PerBlock((1, 32))
     for options in ({"power_of_two": True}, {"scale_format": fp8.E8M0, "scale_rounding": "floor"}):
-        np.testing.assert_array_equal(
-            fp8.fake_quantize(x, *arguments, **options), fp8.quantize(x, *arguments, **options).dequantize()
-        )
-        gradient = jax.grad(lambda x, options=options: (2 * fp8.fake_quantize(x, *arguments, **options)).sum())(x)
+        q = quantize_at_once(x, *arguments, **options)
+        np.testing.assert_array_equal(fake_quantize_at_once(x, *arguments, **options), dequantize_at_once(q))
+        gradient = jax.grad(lambda x, options=options: (2 * fake_quantize_at_once(x, *arguments, **options)).sum())(x)
         np.testing.assert_array_equal(gradient, 2.0)
 
 
@@ -266,7 +272,7 @@ def test_a_tuple_of_granularities():
         copies = fp8.quantize(x, format, granularities)
         assert isinstance(copies, tuple)
         for q, granularity in zip(copies, granularities, strict=True):
-            alone = fp8.quantize(x, format, granularity)
+            alone = quantize_at_once(x, format, granularity)
             assert q.granularity == granularity == alone.granularity
             np.testing.assert_array_equal(oracle.codes(q.values), oracle.codes(alone.values))
             np.testing.assert_array_equal(q.scale, alone.scale)
@@ -297,15 +303,15 @@ def test_float64_in_tiles():
     random = np.random.default_rng(0)
     with jax.enable_x64(True):
         for x in (np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE)), np.full(SHAPE, 1e300)):
-            q = fp8.quantize(jnp.asarray(x), fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0)
+            q = quantize_at_once(jnp.asarray(x), fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0)
             hard_tiles.assert_equals_oracle(q, x, (1, 32), "rceil")
-            assert np.isfinite(q.dequantize()).all()
+            assert np.isfinite(dequantize_at_once(q)).all()
 
 
 def test_scales_of_tiles_that_are_given():
     x = np.random.default_rng(0).standard_normal((3, 70)).astype(np.float32)
-    first = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)))
-    second = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale=first.scale)
+    first = quantize_at_once(x, fp8.E4M3, fp8.PerBlock((1, 32)))
+    second = quantize_at_once(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale=first.scale)
     np.testing.assert_array_equal(second.scale, first.scale)
     np.testing.assert_array_equal(oracle.codes(second.values), oracle.codes(first.values))
 

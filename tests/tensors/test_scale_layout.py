@@ -1,5 +1,6 @@
 """Scale layouts against formulas of indices, written one scale at a time."""
 
+import functools
 import math
 
 import hypothesis
@@ -93,6 +94,12 @@ def check_same(actual, expected):
         np.testing.assert_array_equal(bits(one), bits(other))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # one program for each shape, where eager code is a dozen
+def there_and_back(q, layout, contracted):
+    ready = matmul_ready(q, layout, contracted=contracted)
+    return ready, ready.compact()
+
+
 SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 127, 128, 129, 257, 300, 513]))
 
 
@@ -103,11 +110,11 @@ SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 127, 128, 129,
 def test_layout(name, tiles, a, b):
     layout, oracle, _, _ = LAYOUTS[name]
     q, scale, tile, contracted = tensor(name, tiles, (a, b))
-    ready = matmul_ready(q, layout, contracted=contracted)
+    ready, compact = there_and_back(q, layout, contracted)
     np.testing.assert_array_equal(bits(ready.scale), bits(oracle(scale, a, b, tile, contracted)))
     swapped = layout is HOPPER and contracted == -2
     np.testing.assert_array_equal(bits(ready.values), bits(q.values).T if swapped else bits(q.values))
-    check_same(ready.compact(), q)
+    check_same(compact, q)
 
 
 @pytest.mark.parametrize("tiles", TILES)
@@ -124,10 +131,10 @@ def test_batch_axes_jit_and_vmap(name, tiles):
     check_same(jax.jit(forward)(q), ready)
     check_same(jax.jit(lambda ready: ready.compact())(ready), q)
     # One matrix after the other: under vmap, and one by one.
-    mapped = jax.vmap(jax.vmap(forward))(q)
+    mapped = jax.jit(jax.vmap(jax.vmap(forward)))(q)
     check_same(mapped, ready)
-    check_same(jax.vmap(lambda ready: ready.compact())(mapped), q)
-    check_same(forward(jax.tree.map(lambda leaf: leaf[1, 2], q)), jax.tree.map(lambda leaf: leaf[1, 2], ready))
+    check_same(jax.jit(jax.vmap(lambda ready: ready.compact()))(mapped), q)
+    check_same(jax.jit(forward)(jax.tree.map(lambda leaf: leaf[1, 2], q)), jax.tree.map(lambda leaf: leaf[1, 2], ready))
 
 
 def test_padding_of_e8m0_is_its_smallest_scale():
@@ -140,11 +147,12 @@ def test_padding_of_e8m0_is_its_smallest_scale():
 def test_empty(shape):
     for name, (layout, *_) in LAYOUTS.items():
         q, _, _, _ = tensor(name, "row-wise", shape)
-        check_same(matmul_ready(q, layout).compact(), q)
+        check_same(there_and_back(q, layout, None)[1], q)
 
 
-def quantized(tile, shape=(64, 96), **options):
-    return fp8.quantize(jnp.ones(shape), fp8.E4M3, fp8.PerBlock(tile) if tile else fp8.PerTensor(), **options)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def quantized(tile, shape=(64, 96)):
+    return fp8.quantize(jnp.ones(shape), fp8.E4M3, fp8.PerBlock(tile) if tile else fp8.PerTensor())
 
 
 REFUSED = {
