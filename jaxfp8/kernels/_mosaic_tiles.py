@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -25,6 +26,7 @@ T = 128
 RAGGED = 32
 """The last two axes are multiples of it: TMA takes rows of multiples of 16 bytes, and shared memory boxes that are whole."""
 _SWIZZLE = 128  # bytes within which shared memory is permuted so that banks do not collide, at most
+_MOST_BLOCKS = 65535  # along the second and third axis of CUDA's grid (Programming Guide, "Compute capabilities")
 PART = 64
 """Rows, the least that the four warps of a block load together."""
 
@@ -47,9 +49,26 @@ def as_matrices(x: Array, apart: int = 0) -> Array:
 
 
 def grid(shape: Axes) -> dict[str, Any]:
-    """Of a kernel with a block of threads for each tile of [L, M, K]."""
+    """Of a kernel with a block of threads for each tile of [L, M, K]; `place` tells a block which is its own."""
+    counts = _counts(shape)
+    if max(counts[:2]) > _MOST_BLOCKS:
+        return {"grid": (math.prod(counts),), "grid_names": ("lmk",)}
+    return {"grid": counts, "grid_names": ("l", "m", "k")}
+
+
+def place(shape: Axes) -> tuple[Array, Array, Array]:
+    """In a kernel with this grid: where the tile of a block of threads lies along L, M and K."""
+    lead, down, across = _counts(shape)
+    if max(lead, down) > _MOST_BLOCKS:
+        tile = lax.axis_index("lmk")
+        rows = lax.div(tile, across)
+        return lax.div(rows, down), lax.rem(rows, down), lax.rem(tile, across)
+    return lax.axis_index("l"), lax.axis_index("m"), lax.axis_index("k")
+
+
+def _counts(shape: Axes) -> Axes:
     lead, m, k = shape
-    return {"grid": (lead, pl.cdiv(m, T), pl.cdiv(k, T)), "grid_names": ("l", "m", "k")}
+    return lead, pl.cdiv(m, T), pl.cdiv(k, T)
 
 
 def shared_tile(dtype: DType, shape: Axes) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import vary_as
@@ -38,7 +38,7 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
 
     @custom_vmap
     def call(x: Array, *others: Array) -> tuple[Array, ...]:
-        kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+        kinds = set(mesh_of(x, *others).axis_types)
         if kinds <= {AxisType.Manual}:
             x, *beside = (functools.reduce(vary_as, (x, *others), each) for each in (x, *others))
             return tuple(vary_as(result, x) for result in kernel(x, *beside))
@@ -60,6 +60,12 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
     return call
 
 
+def mesh_of(*operands: Array) -> AbstractMesh:
+    """The mesh that is set, or else that on which an operand lies by its type: `jax.jit` of sharded arrays sets none."""
+    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(each).sharding.mesh for each in operands))
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
 def _of_other(spec: Any, shape: Axes) -> Any:
     """The spec of an array whose axes are those of x, which lies as `spec` says, or 1."""
     return jax.P(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=True)))
@@ -73,7 +79,8 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Ar
         if parts > 1 and x.shape[axis] % (parts * side):
             raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
     in_specs = (spec, *(_of_other(spec, each.shape) for each in others))
-    return jax.shard_map(kernel, in_specs=in_specs, out_specs=spec, check_vma=False)(x, *others)
+    mesh = None if jax.sharding.get_abstract_mesh().axis_names else sharding.mesh  # None takes the one that is set
+    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(x, *others)
 
 
 def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *others: Array) -> Kernel:

@@ -186,6 +186,14 @@ def test_nothing_is_gathered(kind, spec, granularities):
         assert granularities != BOTH or sharding.is_equivalent_to(lie, 2), (leaf.shape, sharding)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_nothing_is_gathered_where_no_mesh_is_set(kind):
+    mesh = Mesh(np.array(topology("h200", "1x1x8").devices), ("a",), axis_types=(kind,))
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
+    run = jax.jit(lambda x: fp8.quantize(x, fp8.E4M3, BOTH, implementation="mosaic"))
+    assert not wire_report(run.lower(x).compile()).transfers
+
+
 def test_a_part_that_cuts_tiles_is_whole_in_an_auto_mesh_and_refused_by_an_explicit_one():
     shape = 8 * 128, 3 * 128
     auto, explicit = (

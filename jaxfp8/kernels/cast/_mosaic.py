@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType, Rounding
-from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, grid, parts, shared_tile
+from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, grid, parts, place, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
@@ -119,7 +119,7 @@ def _kernel(
     def body(x: Any, *refs: Any) -> None:
         multipliers, refs = refs[: len(results)], refs[len(results) :]
         values_out, (largest_out, tile, arrived, staged) = refs[: len(results)], refs[len(results) :]
-        at, i, j = (lax.axis_index(name) for name in "lmk")
+        at, i, j = place(shape)
         plgpu.copy_gmem_to_smem(x.at[at, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
         for turned, multiplier, (_, line) in zip(transposed, multipliers, staged, strict=True):
             if line is not None:

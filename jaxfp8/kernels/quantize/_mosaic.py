@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType, Rounding
-from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, as_matrices, check_array, grid, parts, shared_tile
+from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, as_matrices, check_array, grid, parts, place, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.numerics._amax import magnitude
@@ -147,7 +147,7 @@ def _kernel(
 
     def body(x: Any, *refs: Any) -> None:
         results, (tile, arrived, staged) = refs[: len(out_type)], refs[len(out_type) :]
-        lead, i, j = (lax.axis_index(name) for name in "lmk")
+        lead, i, j = place(shape)
         plgpu.copy_gmem_to_smem(x.at[lead, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
         plgpu.barrier_wait(arrived)
         for n, direction in enumerate(directions):

@@ -11,12 +11,11 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, grid, parts, shared_tile
+from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, grid, parts, place, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.kernels.cast._mosaic import copies
 from jaxfp8.numerics._amax import magnitude
@@ -102,7 +101,7 @@ def _kernel(shape: Axes, dtype: DType, kinds: Sequence[Along]) -> Callable[[Arra
 
     def body(x: Any, *refs: Any) -> None:
         results, (tile, arrived, lines) = refs[: len(kinds)], refs[len(kinds) :]
-        at, i, j = (lax.axis_index(name) for name in "lmk")
+        at, i, j = place(shape)
         plgpu.copy_gmem_to_smem(x.at[at, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
         plgpu.barrier_wait(arrived)
         for kind, result, line in zip(kinds, results, lines, strict=True):

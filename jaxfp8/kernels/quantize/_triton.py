@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.kernels._on_mesh import on_mesh
+from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
 from jaxfp8.kernels._platform import compute_capability_of
 from jaxfp8.kernels._triton_call import triton_call
 from jaxfp8.kernels.quantize import _triton_kernels as kernels
@@ -74,7 +74,7 @@ def quantize(
 def _quantize(
     x: Array, format: Format, granularities: tuple[AbstractGranularity, ...], rule: ScaleRule
 ) -> tuple[QuantizedTensor, ...]:
-    capability = compute_capability_of(jax.sharding.get_abstract_mesh())
+    capability = compute_capability_of(mesh_of(x))
     if capability is not None and capability < _FP8_SINCE:
         raise NotImplementedError(f"compute capability {capability}; FP8 came with {_FP8_SINCE}")
     call = functools.partial(triton_call, compute_capability=capability, **_constants(format, rule))

@@ -70,6 +70,20 @@ def test_scales_that_span_tiles(granularities, shape, dtype, format, rule):
 
 
 @needs_mosaic
+@pytest.mark.parametrize("granularities", [(ROWS, COLUMNS), (OF_ROWS, OF_COLUMNS)], ids=["tiles", "spanning"])
+def test_more_tiles_than_an_axis_of_a_grid_has(granularities, monkeypatch):
+    from jaxfp8.kernels import _mosaic_tiles
+
+    # CUDA launches no more than that along the second and third axis, and would fail when the program runs.
+    for shape in ((100_000, 32, 32), (1, 2**24, 128)):
+        assert max(_mosaic_tiles.grid(shape)["grid"][:-1], default=0) <= 65535
+    monkeypatch.setattr(_mosaic_tiles, "_MOST_BLOCKS", 1)
+    x = jnp.asarray(uneven(RAGGED), jnp.bfloat16)
+    run = functools.partial(fp8.quantize, x, fp8.E4M3, granularities)
+    assert_same_bits(interpreted(lambda: run(implementation="mosaic")), run(implementation="reference"))
+
+
+@needs_mosaic
 def test_under_vmap():
     x = jnp.asarray(uneven((2, 256, 256)), jnp.bfloat16)
     run = lambda x, **how: fp8.quantize(x, fp8.E4M3, (ROWS, COLUMNS), power_of_two=True, **how)
