@@ -78,7 +78,8 @@ def test_initialized_inside_shard_map_each_device_has_its_part_of_one_kernel():
     model = FP8Dense(N, rhs_shard=FSDP, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, None)))
     init = lambda x: nn.meta.unbox(model.init(jax.random.key(1), x)["params"])["kernel"]
     parts = jax.jit(jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P("fsdp")))(X)
-    np.testing.assert_array_equal(parts, nn.meta.unbox(FP8Dense(N).init(jax.random.key(1), X)["params"])["kernel"])
+    whole = FP8Dense(N).init(jax.random.key(1), X)["params"]["kernel"]
+    np.testing.assert_allclose(parts, whole, atol=1e-6)  # two programs, which may fuse another product and sum
 
 
 @pytest.mark.parametrize(
@@ -104,12 +105,14 @@ def test_nnx(layer, recipe):
 
 
 def test_a_layer_is_initialized_without_a_mesh_and_in_any():
-    want = FP8Dense(N).init(jax.random.key(1), X)["params"]["kernel"]
+    # Compiled: eagerly each operation is a program, and another one in each mesh.
+    kernel = lambda model: jax.jit(model.init)(jax.random.key(1), X)["params"]["kernel"]
+    want = kernel(FP8Dense(N))
     model = FP8Dense(N, rhs_shard=FSDP)
-    np.testing.assert_array_equal(model.init(jax.random.key(1), X)["params"]["kernel"], want)
+    np.testing.assert_array_equal(kernel(model), want)
     for kind in (AxisType.Auto, AxisType.Explicit):
         with jax.set_mesh(mesh(kind)):
-            np.testing.assert_array_equal(model.init(jax.random.key(1), X)["params"]["kernel"], want)
+            np.testing.assert_array_equal(kernel(model), want)
 
 
 def test_a_kernel_that_has_no_equal_parts():
