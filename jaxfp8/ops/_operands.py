@@ -90,8 +90,9 @@ def quantize_operand(
         across = _spanned(call, tensor, value, granularity)
         if not isinstance(granularity, PerTensor):
             across |= contracted.get(matmul, frozenset())
-        # A kernel lays each copy as its matmul reads it, the contracted axis last.
-        direction = granularity, call.implementations.casts == "mosaic" and value.ndim - 1 in kept
+        # A kernel lays each copy as its matmul reads it, with what is contracted last, where that swaps the last two axes.
+        turned = value.ndim - 1 in kept and value.ndim - 2 not in kept
+        direction = granularity, turned and call.implementations.casts == "mosaic"
         directions.setdefault(quantizer, {}).setdefault(direction, across)
         kinds[matmul] = quantizer, direction
     operands: list[Operand] = []
