@@ -403,7 +403,7 @@ TILE = fp8.PerBlock((1, 32))
             ValueError,
             (X, fp8.E4M3),
             {"implementation": "cuda"},
-            ("implementation='cuda'", "quantize", "'reference', 'xla'"),
+            ("implementation='cuda'", "quantize", "'mosaic', 'reference', 'triton', 'xla'"),
         ),
     ],
     ids=str,
