@@ -339,10 +339,11 @@ def cond_vmapped(face, layer, plain):
 
         return jnp.sum(jax.vmap(one)(x[:, None], c[:, None], take))
 
-    def reference(w, s, x, c, take):
+    take = np.arange(B, dtype=np.float32) % 2
+
+    def reference(w, s, x, c, _):
         return sum(jnp.sum((plain(w, s, x[i : i + 1]) if take[i] else x[i : i + 1]) * c[i : i + 1]) for i in range(B))
 
-    take = np.arange(B, dtype=np.float32) % 2
     x, c = data()
     return Row(face.value_and_grad(loss), reference, weights(), (jnp.where(take[:, None] > 0, x, 9 * x), c, take))
 

@@ -67,11 +67,11 @@ def step(apply):
 
 
 def cases():
-    """A layer hands its recipe on to the function: few pairs show that it does, the rest of the product is slow."""
+    """A layer hands its recipe on to the function: few pairs show that it does, the rest of the product is exhaustive."""
     for layer in LAYERS:
         for recipe in RECIPES:
             some = (layer, recipe) in {("Dense", "blockwise"), ("Dense, bfloat16", "mxfp8"), ("Einsum", "mxfp8")}
-            marks = () if some else (pytest.mark.slow,)
+            marks = () if some else (pytest.mark.exhaustive,)
             yield pytest.param(layer, recipe, id=f"{layer}-{recipe}", marks=marks)
 
 

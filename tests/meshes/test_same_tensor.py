@@ -133,7 +133,9 @@ def cells():
                 continue  # nothing is gathered here; a state says it
             if recipe not in ("delayed_pow2", "static", "identity"):  # the same amaxes as others, or none
                 quick = (mode, recipe) in QUICK
-                yield pytest.param(mode, recipe, id=f"{mode}-{recipe}", marks=() if quick else (pytest.mark.slow,))
+                yield pytest.param(
+                    mode, recipe, id=f"{mode}-{recipe}", marks=() if quick else (pytest.mark.exhaustive,)
+                )
 
 
 @pytest.mark.parametrize(("mode", "recipe"), list(cells()))

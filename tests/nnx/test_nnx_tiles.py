@@ -55,11 +55,11 @@ LAYERS = {
 
 
 def cases():
-    """A layer hands its recipe on to the function: few pairs show that it does, the rest of the product is slow."""
+    """A layer hands its recipe on to the function: few pairs show that it does, the rest of the product is exhaustive."""
     for layer in LAYERS:
         for recipe in RECIPES:
             some = (layer, recipe) in {("Linear", "blockwise"), ("LinearGeneral", "mxfp8"), ("Einsum", "mxfp8")}
-            marks = () if some else (pytest.mark.slow,)
+            marks = () if some else (pytest.mark.exhaustive,)
             yield pytest.param(layer, recipe, id=f"{layer}-{recipe}", marks=marks)
 
 
