@@ -136,7 +136,8 @@ def one_block(block: Block, chip: str) -> Iterator[Case]:
         one = jax.eval_shape(functools.partial(fp8.init_state, recipe))
         arguments = params, c, [one] * len(block.weights)
         options = fp8.compiler_options(recipe, chip)
-        yield case(contender=name, function=step(recipe, chosen), arguments=arguments, options=options)
+        backend = None if chosen is None else chosen.casts
+        yield case(contender=name, backend=backend, function=step(recipe, chosen), arguments=arguments, options=options)
 
 
 def steady(program: Any, arguments: Any, recipe: fp8.Recipe | None) -> Any:
