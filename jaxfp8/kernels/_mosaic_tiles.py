@@ -41,11 +41,10 @@ def check_array(x: Array) -> None:
         raise NotImplementedError(f"shape {list(x.shape)}, whose last two axes are no multiples of {RAGGED}")
 
 
-def as_matrices(x: Array, apart: int = 0) -> Array:
-    """x [..., M, K] as [L, M, K]; where whole tiles let M take them in, L is of the first `apart` axes only."""
+def as_matrices(x: Array) -> Array:
+    """x [..., M, K] as [L, M, K]; L is 1 where whole tiles let M take the other axes in."""
     *lead, m, k = x.shape
-    first = math.prod(lead[:apart]) if m % T == 0 else math.prod(lead)
-    return x.reshape(first, -1, k)
+    return x.reshape(1, -1, k) if m % T == 0 else x.reshape(math.prod(lead), m, k)
 
 
 def grid(shape: Axes) -> dict[str, Any]:

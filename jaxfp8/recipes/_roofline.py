@@ -1,7 +1,7 @@
 """What a recipe costs on a chip: its three matmuls and its casts, read off its table.
 
 The counts are those of programs that XLA compiles a layer to (jax 0.10.2 and 0.12, for H200, B200 and A100), a layer's
-forward and backward pass in one program; `tests/deviceless/test_roofline.py` holds them against such programs.
+forward and backward pass in one program; `tests/deviceless/test_roofline_traffic.py` holds them against such programs.
 
 Letters: M tokens, K features in, N features out, of y [M, N] = x [M, K] @ w [K, N]; T the side of a tile.
 """

@@ -4,8 +4,6 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -294,62 +292,3 @@ def test_microbatches_are_committed_once():
     fp8.nnx.commit(model, seen)
     step(whole, X)
     np.testing.assert_array_equal(states_of(model)[0].amax_history[:2], states_of(whole)[0].amax_history[:2])
-
-
-class MLP(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.up, self.down = FP8Linear(8, 8, recipe=DELAYED, rngs=rngs), FP8Linear(8, 2, recipe=DELAYED, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.relu(self.up(x)))
-
-
-# One, or each trainer would compile a step of its own.
-CHAIN = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
-
-
-def trainer():
-    model = MLP()
-    return model, nnx.Optimizer(model, CHAIN, wrt=nnx.Param)
-
-
-@nnx.jit
-def train_step(model, optimizer, x):
-    _, grads = fp8.nnx.value_and_grad(square)(model, x)
-    optimizer.update(model, grads)
-
-
-def run(model, optimizer, steps):
-    for i in steps:
-        train_step(model, optimizer, X * 2.0 ** (i % 4))
-
-
-def test_stock_optimizer_does_not_touch_state(standard_promotion):
-    model, optimizer = trainer()
-    run(model, optimizer, range(3))
-    np.testing.assert_allclose(
-        states_of(model.up)[0].amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))]
-    )
-
-
-@pytest.mark.parametrize("through", ["bytes", "orbax"])
-def test_saved_and_restored_in_mid_window(through, tmp_path, standard_promotion):
-    model, optimizer = trainer()
-    run(model, optimizer, range(2))
-    saved = nnx.to_pure_dict(nnx.state((model, optimizer)))
-    fresh = trainer()
-    like = nnx.state(fresh)
-    if through == "bytes":
-        loaded = flax.serialization.from_bytes(nnx.to_pure_dict(like), flax.serialization.to_bytes(saved))
-    else:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "model", saved)
-            checkpointer.wait_until_finished()
-            loaded = checkpointer.restore(tmp_path / "model", nnx.to_pure_dict(like))
-    nnx.replace_by_pure_dict(like, loaded)
-    nnx.update(fresh, like)
-    assert_same(nnx.state(fresh), nnx.state((model, optimizer)))
-    run(*fresh, range(2, 12))
-    run(model, optimizer, range(2, 12))
-    assert_same(nnx.state(fresh), nnx.state((model, optimizer)))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from hard_inputs import DTYPES, SHAPE, hard_arrays, mentions
+from hard_inputs import DTYPES, SHAPE, hard_arrays
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -35,7 +35,6 @@ def jitted(x, format, granularity, power_of_two, implementation=None):
 # Eagerly each operation is compiled alone, for each shape: what asks nothing of that runs as one program.
 NAMES = "power_of_two", "scale_format", "scale_rounding"
 quantize_at_once = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=NAMES)
-fake_quantize_at_once = jax.jit(fp8.fake_quantize, static_argnums=(1, 2), static_argnames=NAMES)
 dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
 
 
@@ -233,35 +232,6 @@ def test_signal_to_noise_of_tiles(format, options, least, tile):
     assert least <= decibels(x, dequantized) < least + 2  # a mantissa bit is 6 dB
 
 
-# fake_quantize
-
-
-@FORMATS
-def test_fake_quantize(format):
-    for x in hard_arrays(np.float32).values():
-        x = jnp.asarray(x)
-        np.testing.assert_array_equal(fp8.fake_quantize(x, format), fp8.quantize(x, format).dequantize())
-    x = jnp.asarray(np.array([-1e-9, 1e-9, 1.0, -0.0], np.float32))
-    for function in (fp8.fake_quantize, jax.jit(fp8.fake_quantize, static_argnums=1)):
-        np.testing.assert_array_equal(np.signbit(function(x, format)), [True, False, False, True])
-    np.testing.assert_array_equal(jax.grad(lambda x: (2 * fp8.fake_quantize(x, format)).sum())(x), 2.0)
-
-
-def test_fake_quantize_in_tiles():
-    x = jnp.asarray(hard_arrays(np.float32)["wide"])
-    arguments = fp8.E4M3, fp8.PerBlock((1, 32))
-    for options in ({"power_of_two": True}, {"scale_format": fp8.E8M0, "scale_rounding": "floor"}):
-        q = quantize_at_once(x, *arguments, **options)
-        np.testing.assert_array_equal(fake_quantize_at_once(x, *arguments, **options), dequantize_at_once(q))
-        gradient = jax.grad(lambda x, options=options: (2 * fake_quantize_at_once(x, *arguments, **options)).sum())(x)
-        np.testing.assert_array_equal(gradient, 2.0)
-
-
-def test_quantize_has_no_silent_gradient():
-    with pytest.raises(fp8.FP8StateError):
-        jax.grad(lambda x: fp8.quantize(x, fp8.E4M3).dequantize().sum())(jnp.ones(3))
-
-
 # Several granularities, and tiles
 
 
@@ -314,100 +284,3 @@ def test_scales_of_tiles_that_are_given():
     second = quantize_at_once(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale=first.scale)
     np.testing.assert_array_equal(second.scale, first.scale)
     np.testing.assert_array_equal(oracle.codes(second.values), oracle.codes(first.values))
-
-
-# Misuse
-
-X = jnp.ones((2, 3))
-KEY = jax.random.key(0)
-TILE = fp8.PerBlock((1, 32))
-
-
-@pytest.mark.parametrize(
-    ("error", "arguments", "options", "parts"),
-    [
-        (TypeError, (jnp.ones(3, jnp.int32), fp8.E4M3), {}, ("x has dtype int32", "cast it to one of", "bfloat16")),
-        (TypeError, ([1, 2], fp8.E4M3), {}, ("x has dtype int32", "cast it to one of")),
-        (TypeError, (jnp.ones(3, bool), fp8.E4M3), {}, ("x has dtype bool", "cast it to one of")),
-        (TypeError, (jnp.ones(3, jnp.complex64), fp8.E4M3), {}, ("x has dtype complex64", "cast it to one of")),
-        (TypeError, (jnp.ones(3, jnp.float8_e5m2), fp8.E4M3), {}, ("x has dtype float8_e5m2", "cast it to one of")),
-        (TypeError, (fp8.quantize(X, fp8.E4M3), fp8.E4M3), {}, ("x is a QuantizedTensor already", "x.dequantize()")),
-        (ValueError, (X, fp8.E8M0), {}, ("format=E8M0", "use one of [E4M3, E5M2]")),
-        (ValueError, (X, "e4m3"), {}, ("format='e4m3'", "use one of [E4M3, E5M2]")),
-        (ValueError, (X, jnp.float8_e4m3fn), {}, ("format=", "float8_e4m3fn", "use one of [E4M3, E5M2]")),
-        (
-            TypeError,
-            (X, fp8.E4M3, 0),
-            {},
-            ("granularity=0", "use fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock("),
-        ),
-        (TypeError, (X, fp8.E4M3, fp8.PerTensor), {}, ("granularity=", "PerTensor", "use fp8.PerTensor()")),
-        (ValueError, (X, fp8.E4M3, fp8.PerRow()), {}, ("granularity", "PerRow()", "use PerAxis(")),
-        (ValueError, (X, fp8.E4M3, fp8.PerAxis(2)), {}, ("granularity", "PerAxis(2)", "name each axis to keep once")),
-        (ValueError, (X, fp8.E4M3, fp8.PerAxis(0, -2)), {}, ("granularity", "PerAxis(0, -2)", "named twice")),
-        (TypeError, (X, fp8.E4M3, ()), {}, ("granularity=()", "fp8.PerBlock(")),
-        (TypeError, (X, fp8.E4M3, (fp8.PerTensor(), 0)), {}, ("granularity=(PerTensor(), 0)", "fp8.PerBlock(")),
-        (ValueError, (X, fp8.E4M3, fp8.PerBlock((1, 1, 32))), {}, ("PerBlock(tile=(1, 1, 32))", "2 axes", "3 sides")),
-        (ValueError, (X, fp8.E4M3, (fp8.PerTensor(), fp8.PerAxis(2))), {}, ("PerAxis(2)", "name each axis to keep")),
-        (
-            ValueError,
-            (X, fp8.E4M3),
-            {"scale_format": fp8.E8M0},
-            ("scale_format=E8M0", "PerTensor()", "PerBlock((1, 32))"),
-        ),
-        (ValueError, (X, fp8.E4M3, fp8.PerAxis(0)), {"scale_format": fp8.E8M0}, ("scale_format=E8M0", "PerAxis(0)")),
-        (
-            ValueError,
-            (X, fp8.E4M3, (fp8.PerBlock((1, 32)), fp8.PerTensor())),
-            {"scale_format": fp8.E8M0},
-            ("scale_format=E8M0", "PerTensor()", "needs tiles"),
-        ),
-        (ValueError, (X, fp8.E4M3, TILE), {"scale_format": fp8.E4M3}, ("scale_format=E4M3", "holds no scales")),
-        (ValueError, (X, fp8.E4M3, TILE), {"scale_rounding": "floor"}, ("scale_rounding='floor'", "scale_format=E8M0")),
-        (
-            ValueError,
-            (X, fp8.E4M3, TILE),
-            {"scale_format": fp8.E8M0, "scale_rounding": "ceil"},
-            ("scale_rounding='ceil'", "use 'rceil' or 'floor'"),
-        ),
-        (
-            ValueError,
-            (X, fp8.E4M3, TILE),
-            {"scale": jnp.ones((2, 1)), "scale_format": fp8.E8M0},
-            ("scale_format=E8M0", "scale=", "pass the one or the other"),
-        ),
-        (ValueError, (X, fp8.E4M3, (TILE,)), {"scale": jnp.ones((2, 1))}, ("a tuple of granularities", "scale=")),
-        (ValueError, (X, fp8.E4M3, TILE), {"scale": jnp.ones((2, 3))}, ("scale has shape [2, 3]", "needs [2, 1]")),
-        (TypeError, (X, fp8.E4M3), {"power_of_two": 1}, ("power_of_two=1", "must be True or False")),
-        (ValueError, (X, fp8.E4M3), {"scale": jnp.ones(3)}, ("scale has shape [3]", "[2, 3]", "needs []")),
-        (
-            ValueError,
-            (X, fp8.E4M3, fp8.PerAxis(0)),
-            {"scale": 1.0},
-            ("scale has shape []", "PerAxis(0)", "needs [2, 1]"),
-        ),
-        (
-            ValueError,
-            (X, fp8.E4M3),
-            {"scale": 1.0, "power_of_two": True},
-            ("power_of_two=True", "scale=", "pass the one or the other"),
-        ),
-        *(
-            (ValueError, (X, fp8.E4M3), {"scale": bad}, (f"scale={bad}", "must be positive", "leave it out"))
-            for bad in (0.0, -1.0, np.inf, np.nan)
-        ),
-        (ValueError, (X, fp8.E4M3), {"rounding": "up"}, ("rounding='up'", "use 'nearest' or 'stochastic'")),
-        (ValueError, (X, fp8.E4M3), {"rounding": "stochastic"}, ("rounding='stochastic'", "key=None", "needs a key=")),
-        (ValueError, (X, fp8.E4M3), {"key": KEY}, ("rounding='nearest'", "key=given", "takes none")),
-        (
-            ValueError,
-            (X, fp8.E4M3),
-            {"implementation": "cuda"},
-            ("implementation='cuda'", "quantize", "'mosaic', 'reference', 'triton', 'xla'"),
-        ),
-    ],
-    ids=str,
-)
-def test_misuse(error, arguments, options, parts):
-    with pytest.raises(error, match=mentions(*parts)):
-        fp8.quantize(*arguments, **options)

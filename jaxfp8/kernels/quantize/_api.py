@@ -22,9 +22,8 @@ def _mosaic(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
 
 
 def _triton(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
-    with importing(
-        "Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)"
-    ):  # jax-triton before 0.4 needs CUDA's wheels
+    # jax-triton before 0.4 needs the CUDA wheels to be imported.
+    with importing("Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)"):
         from jaxfp8.kernels.quantize import _triton
     return _triton.quantize(*args, **kwargs)
 

@@ -14,7 +14,6 @@ import inspect
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
@@ -23,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
 from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
@@ -94,10 +94,10 @@ def _check(lhs: QuantizedTensor, rhs: QuantizedTensor, out_dtype: DType, out_sha
             raise NotImplementedError(f"scales in {operand.scale.dtype}; it takes float32")
         if 0 in operand.shape:
             raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
-        for mesh in (jax.typeof(operand.values).sharding.mesh, jax.sharding.get_abstract_mesh()):
-            kinds = set(mesh.axis_types)
-            if AxisType.Explicit in kinds or (mesh.size > 1 and not kinds <= {AxisType.Manual}):
-                raise NotImplementedError(f"{mesh}; on several devices call it inside jax.shard_map")
+    mesh = mesh_of(lhs.values, rhs.values)
+    kinds = set(mesh.axis_types)
+    if AxisType.Explicit in kinds or (mesh.size > 1 and not kinds <= {AxisType.Manual}):
+        raise NotImplementedError(f"{mesh}; on several devices call it inside jax.shard_map")
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding}; on several devices call it inside jax.shard_map")
 

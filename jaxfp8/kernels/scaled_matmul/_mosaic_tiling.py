@@ -28,15 +28,13 @@ COPYING_REGISTERS = 40
 MULTIPLYING_REGISTERS = 232
 """What a thread asks for while it runs: together less than the 64 Ki registers of 384 threads."""
 _SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
-_REGISTERS = (
-    168  # what 384 threads start with. ptxas keeps to it where it links the kernel, and then ignores such wishes
-)
+# What 384 threads start with. ptxas keeps to it where it links the kernel, and then ignores such wishes.
+_REGISTERS = 168
 _OTHER_REGISTERS = 24  # addresses, counters, scales of rows: what compiled kernels had besides, at most
 _LINE = 128  # bytes that a part of the result is wide at most, those of a permuted row in shared memory
 _BARRIERS = 1024  # bytes: barriers, and what it takes to align arrays
-_MULTIPROCESSORS = (
-    132  # of an H100 or H200 (SXM). On a GPU with fewer, blocks wait for each other; results are the same
-)
+# Of an H100 or H200 (SXM). On a GPU with fewer, blocks wait for each other; results are the same.
+_MULTIPROCESSORS = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,42 @@
+"""`fp8.fake_quantize`: the value of a quantized array, the gradient of the array."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_inputs import hard_arrays
+
+import jaxfp8 as fp8
+
+# Eagerly each operation is compiled alone: tiles ask nothing of that.
+NAMES = "power_of_two", "scale_format", "scale_rounding"
+quantize_at_once, fake_quantize_at_once = (
+    jax.jit(function, static_argnums=(1, 2), static_argnames=NAMES) for function in (fp8.quantize, fp8.fake_quantize)
+)
+dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
+
+
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
+def test_fake_quantize(format):
+    for x in hard_arrays(np.float32).values():
+        x = jnp.asarray(x)
+        np.testing.assert_array_equal(fp8.fake_quantize(x, format), fp8.quantize(x, format).dequantize())
+    x = jnp.asarray(np.array([-1e-9, 1e-9, 1.0, -0.0], np.float32))
+    for function in (fp8.fake_quantize, jax.jit(fp8.fake_quantize, static_argnums=1)):
+        np.testing.assert_array_equal(np.signbit(function(x, format)), [True, False, False, True])
+    np.testing.assert_array_equal(jax.grad(lambda x: (2 * fp8.fake_quantize(x, format)).sum())(x), 2.0)
+
+
+def test_fake_quantize_in_tiles():
+    x = jnp.asarray(hard_arrays(np.float32)["wide"])
+    arguments = fp8.E4M3, fp8.PerBlock((1, 32))
+    for options in ({"power_of_two": True}, {"scale_format": fp8.E8M0, "scale_rounding": "floor"}):
+        q = quantize_at_once(x, *arguments, **options)
+        np.testing.assert_array_equal(fake_quantize_at_once(x, *arguments, **options), dequantize_at_once(q))
+        gradient = jax.grad(lambda x, options=options: (2 * fake_quantize_at_once(x, *arguments, **options)).sum())(x)
+        np.testing.assert_array_equal(gradient, 2.0)
+
+
+def test_quantize_has_no_silent_gradient():
+    with pytest.raises(fp8.FP8StateError):
+        jax.grad(lambda x: fp8.quantize(x, fp8.E4M3).dequantize().sum())(jnp.ones(3))
