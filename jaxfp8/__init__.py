@@ -10,6 +10,8 @@ from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8.diagnostics._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
 from jaxfp8.kernels._dispatch import Implementations as Implementations
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul as scaled_matmul
+from jaxfp8.kernels.scaled_matmul._autotune import autotune as autotune
+from jaxfp8.kernels.scaled_matmul._timings import Timings as Timings
 from jaxfp8.numerics._formats import E4M3 as E4M3
 from jaxfp8.numerics._formats import E5M2 as E5M2
 from jaxfp8.numerics._formats import E8M0 as E8M0

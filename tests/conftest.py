@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
 
 # Before jax is imported, or it has no effect. A GPU run says JAX_PLATFORMS=cuda; what the caller set, stays.
@@ -44,6 +45,32 @@ hypothesis.settings.register_profile("local", deadline=None, max_examples=25)
 # In CI the same examples every time, so that a failure is the fault of the change under test.
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-row-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each parametrized test about one row in N, at least one, always the same: where another run has them all",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of the rows that -m and -k leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    one_in = config.getoption("--one-row-in")
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    # By a hash of its name: every N-th of a product of parameters may be always the same value of one.
+    draw = lambda item: zlib.crc32(item.nodeid.encode())
+    kept = {
+        item for rows in tables.values() for item in rows if draw(item) % one_in == 0 or item is min(rows, key=draw)
+    }
+    if dropped := [item for item in items if item not in kept]:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item in kept]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

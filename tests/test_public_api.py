@@ -12,7 +12,7 @@ EXPECTED = {
         E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock QuantizedTensor quantize fake_quantize scaled_matmul
         dot_general dot einsum save_fp8_residuals
         init_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs MatmulState FP8StateError
-        Recipe Operands Implementations compiler_options roofline assert_fp8_gemms
+        Recipe Operands Implementations Timings autotune compiler_options roofline assert_fp8_gemms
         recipes quantizers sharding comms linen nnx
     """,
     "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral COLLECTION state_specs",

@@ -2,13 +2,25 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from jaxfp8._typing import Implementation
+
+
+@runtime_checkable
+class Chooser(Protocol):
+    """What knows which backend is good for a case: `fp8.Timings`."""
+
+    def choose(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Of the arguments of a backend: names of backends, best first, each with what it is to be told besides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementations:
     """Backends by name for the casts and the matmuls of one call; None takes the first that can.
+
+    `matmuls` may be `fp8.Timings` as well, which take what was fastest.
 
     Example:
       >>> import jax.numpy as jnp
@@ -18,22 +30,28 @@ class Implementations:
              [1., 1.]], dtype=float32)
     """
 
-    casts: str | None = None
-    matmuls: str | None = None
+    casts: Implementation = None
+    matmuls: Implementation | Chooser = None
 
 
 def dispatch(
-    operation: str, backends: Mapping[str, Callable[..., Any]], implementation: str | None, /, *args: Any, **kwargs: Any
+    operation: str,
+    backends: Mapping[str, Callable[..., Any]],
+    implementation: Implementation | Chooser,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call the first backend that can do the case.
 
     A backend that cannot says so with NotImplementedError and its reason. With `implementation=None` the backends are
-    tried in the order of the table; a backend that is asked for by name is the only one tried, and fails loudly.
+    tried in the order of the table; a backend that is asked for by name is the only one tried, and fails loudly. What a
+    `Chooser` names comes before the table.
 
     Args:
       operation: its name, for messages.
       backends: name -> function, best first.
-      implementation: a name of the table, or None.
+      implementation: a name of the table, a chooser, or None.
       *args: for the backend.
       **kwargs: for the backend.
 
@@ -46,16 +64,17 @@ def dispatch(
       >>> dispatch("double", {"xla": lambda x: 2 * x}, None, 3)
       6
     """
-    if implementation is not None:
+    if isinstance(implementation, str):
         if implementation not in backends:
             raise ValueError(
                 f"implementation={implementation!r} of {operation} is unknown; use None or one of {sorted(backends)}."
             )
         return backends[implementation](*args, **kwargs)
     reasons: list[Exception] = []
-    for name, backend in backends.items():
+    chosen = () if implementation is None else implementation.choose(*args, **kwargs)
+    for name, told in (*chosen, *((name, {}) for name in backends)):
         try:
-            return backend(*args, **kwargs)
+            return backends[name](*args, **kwargs, **told)
         except NotImplementedError as reason:
             reasons.append(NotImplementedError(f"{name}: {reason}"))
     raise ExceptionGroup(f"no backend of {operation} can do this case", reasons)

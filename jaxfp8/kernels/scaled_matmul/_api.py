@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxfp8._dimension_numbers import check
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._dispatch import Chooser, dispatch, importing
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._formats import E5M2
@@ -37,7 +37,7 @@ def scaled_matmul(
     fast_accumulation: bool = False,
     out_sharding: jax.sharding.NamedSharding | jax.P | None = None,
     chip: str | None = None,
-    implementation: Implementation = None,
+    implementation: Implementation | Chooser = None,
 ) -> Array:
     """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
 
@@ -51,7 +51,7 @@ def scaled_matmul(
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
       chip: the chip that the program is compiled for, if its own block-scaled matmul shall be used ("b200"). An argument, never
         detected; None gives a program that is right on every chip.
-      implementation: a backend by name, or None for the first that can.
+      implementation: a backend by name, `fp8.Timings` for the one that was fastest, or None for the first that can.
 
     Returns:
       [..., M, N], batch axes first.

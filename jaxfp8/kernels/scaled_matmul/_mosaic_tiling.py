@@ -17,6 +17,8 @@ References:
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 T = 128
 """Values along K that share a scale, and that a step multiplies."""
@@ -139,3 +141,18 @@ def choose(batch: int, m: int, n: int) -> Tiling:
     if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
         return CHOICES["few" if m <= 128 else "small"]
     return CHOICES["large"]
+
+
+def search_space() -> Iterator[Tiling]:
+    """What an autotuner tries: each shape of a tile that `CHOICES` has or that is next to one. Not all fit all matmuls.
+
+    Example:
+      >>> set(CHOICES.values()) <= set(search_space())
+      True
+    """
+    yield from CHOICES.values()
+    shapes = ((64, 32, True), (64, 32, False), (64, 64, True), (64, 64, False), (64, 128, False), (128, 64, False))
+    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
+        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
+        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
+            yield tiling

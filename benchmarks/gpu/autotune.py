@@ -1,0 +1,51 @@
+"""Times every way to do the matmuls of dense layers on the GPU that is there, and writes the table that chooses.
+
+    python benchmarks/gpu/autotune.py h200 --json benchmarks/results/timings_h200.json
+
+`fp8.Timings.load` reads it. Shapes are [M, K] @ [K, N], forward and backward.
+"""
+
+import argparse
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matmuls
+
+import jaxfp8 as fp8
+
+RECIPES = ("blockwise", "mxfp8", "rowwise", "current")
+
+
+def step(recipe: fp8.Recipe, kernels: object, x: jax.Array, w: jax.Array) -> object:
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = fp8.dot(x, w, recipe=recipe, implementation=fp8.Implementations(matmuls=kernels))
+        return jnp.sum(y.astype(jnp.float32))
+
+    return jax.grad(loss, (0, 1))(x, w)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("chip", help="what the GPU is, h200 for instance")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", required=True, help="write it there; a table there is added to"
+    )
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME", help="default: %(default)s")
+    shapes = [f"{m},{k},{n}" for m, n, k in matmuls.SHAPES]
+    parser.add_argument("--shapes", nargs="+", metavar="M,K,N", default=shapes, help="default: %(default)s")
+    arguments = parser.parse_args()
+    timings = fp8.Timings.load(arguments.json) if arguments.json.exists() else None
+    for shape in arguments.shapes:
+        m, k, n = map(int, shape.split(","))
+        x, w = (jax.ShapeDtypeStruct(sizes, jnp.bfloat16) for sizes in ((m, k), (k, n)))
+        for name in arguments.recipes:
+            of_recipe = functools.partial(step, fp8.recipes.get(name))
+            timings = fp8.autotune(of_recipe, x, w, chip=arguments.chip, timings=timings)
+            timings.save(arguments.json)  # what follows may fail
+    print(timings)
+
+
+if __name__ == "__main__":
+    main()

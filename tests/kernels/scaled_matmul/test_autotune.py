@@ -1,0 +1,215 @@
+"""Timings: which backend they choose, and that they are measured, saved and loaded whole."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hard_inputs import mentions
+
+import jaxfp8 as fp8
+from jaxfp8.kernels import _timer
+from jaxfp8.kernels.scaled_matmul import _api, _autotune
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, search_space
+from jaxfp8.kernels.scaled_matmul._timings import Choice, Time, describe
+
+M, K, N = 8, 256, 24
+RECIPE = fp8.recipes.blockwise()
+OPTIONS = {
+    "dimension_numbers": (((1,), (0,)), ((), ())), "out_dtype": jnp.dtype(jnp.float32), "fast_accumulation": False
+}  # fmt: skip
+
+
+quantize = jax.jit(fp8.quantize, static_argnums=(1, 2))
+
+
+@functools.cache
+def operands(m=M, k=K, n=N):
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((m, k), (k, n)))
+    return quantize(x, fp8.E4M3, fp8.PerBlock((1, 128))), quantize(w, fp8.E4M3, fp8.PerBlock((128, 128)))
+
+
+def time(backend, seconds, tiling=None):
+    return Time(choice=Choice(backend=backend, tiling=tiling), seconds=seconds, quartiles=(seconds / 2, 2 * seconds))
+
+
+def table(*times, matmul=None, chip="h200"):
+    matmul = describe(*operands(), **OPTIONS) if matmul is None else matmul
+    return fp8.Timings(chip=chip, device="a GPU", versions=(("jax", "1"),), times=((matmul, times),))
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The backends of a matmul, in the order in which they are called; "mosaic" cannot."""
+    names = []
+
+    def spy(name, backend, *args, tiling=None, **kwargs):
+        names.append((name, tiling))
+        if name == "mosaic":
+            raise NotImplementedError("not here")
+        return backend(*args, **kwargs)
+
+    for name, backend in _api.BACKENDS.items():
+        monkeypatch.setitem(_api.BACKENDS, name, functools.partial(spy, name, backend))
+    return names
+
+
+def test_the_fastest_that_can(called):
+    large = CHOICES["large"]
+    timings = table(time("xla", 3.0), time("mosaic", 1.0, large), time("reference", 2.0))
+    multiply = lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, preferred_element_type=jnp.float32, implementation=timings)
+    jax.eval_shape(multiply, *operands())
+    assert called == [("mosaic", large), ("reference", None)]
+    assert timings.fastest(describe(*operands(), **OPTIONS)) == Choice(backend="mosaic", tiling=large)
+
+
+def test_another_matmul_is_done_as_by_none(called):
+    timings = table(time("reference", 1.0))
+
+    def trace(*operands, **options):
+        jax.eval_shape(lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, implementation=timings, **options), *operands)
+
+    for lhs, rhs in (operands(m=M + 1), operands(k=K + 128), operands(n=N + 1)):
+        trace(lhs, rhs)
+    trace(*operands(), preferred_element_type=jnp.bfloat16)
+    trace(*operands(), fast_accumulation=True)
+    assert ("reference", None) not in called
+    trace(*operands())
+    assert called[-1] == ("reference", None)
+    assert timings.fastest("another") is None
+
+
+def test_a_layer_takes_them(called):
+    x, w = jnp.ones((M, K)), jnp.ones((K, N))
+
+    def loss(matmuls, x, w):
+        kernels = fp8.Implementations(matmuls=matmuls)
+        return jnp.sum(fp8.dot(x, w, recipe=RECIPE, implementation=kernels))
+
+    recorder = _autotune.Recorder()
+    jax.eval_shape(functools.partial(loss, recorder), x, w)
+    timings = table(time("reference", 1.0), matmul=next(iter(recorder.matmuls)))  # fprop alone
+    called.clear()
+    y, gradients = jax.jit(jax.value_and_grad(functools.partial(loss, timings), (0, 1)))(x, w)
+    assert y == M * K * N
+    assert called.count(("reference", None)) == 1
+    assert called.count(("xla", None)) == 2
+    np.testing.assert_array_equal(gradients[1], np.full((K, N), M))
+
+
+def test_of_another_chip():
+    with pytest.raises(ValueError, match=mentions("timings are of chip 'h200'", "chip='b200'")):
+        fp8.scaled_matmul(*operands(), implementation=table(time("xla", 1.0)), chip="b200")
+    with pytest.raises(ValueError, match="h300"):
+        table(chip="h300")
+
+
+def test_a_file_holds_all_of_them(tmp_path):
+    timings = table(time("xla", 1.0), *(time("mosaic", 0.5, tiling) for tiling in CHOICES.values()))
+    timings.save(tmp_path / "timings.json")
+    loaded = fp8.Timings.load(tmp_path / "timings.json")
+    assert (loaded, hash(loaded)) == (timings, hash(timings))
+    assert json.loads((tmp_path / "timings.json").read_text())["chip"] == "h200"
+    assert "| mosaic rows=64 columns=32 beside=True" in str(loaded)
+    assert str(loaded).count("\n|") == 2 + 1 + len(CHOICES)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"schema": 0}'])
+def test_another_file(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ValueError, match=mentions("other.json", "Timings.save")):
+        fp8.Timings.load(tmp_path / "other.json")
+
+
+def test_merged():
+    first, second = table(time("xla", 1.0), matmul="a"), table(time("xla", 2.0), matmul="b")
+    assert [name for name, _ in first.merged(second).times] == ["a", "b"]
+    assert first.merged(table(time("xla", 3.0), matmul="a")).times[0][1][0].seconds == 3.0
+    with pytest.raises(ValueError, match=mentions("chip='h200'", "'h100'")):
+        first.merged(table(chip="h100"))
+
+
+def step(matmuls, x, w):
+    return fp8.dot(x, w, recipe=RECIPE, implementation=fp8.Implementations(matmuls=matmuls))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine that says it has a GPU, on which two backends are XLA's."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_timer, "_TURNS", 2)
+    monkeypatch.setattr(_timer, "_MOST_SETS", 2)
+    monkeypatch.setattr(_timer, "_ROUNDS", 3)
+    monkeypatch.setattr(_timer, "_SECONDS", 0.0)
+    monkeypatch.setitem(_api.BACKENDS, "cudnn", _api.BACKENDS["xla"])
+    monkeypatch.setattr(_autotune, "search_space", lambda: ())
+    return monkeypatch
+
+
+TYPES = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N))]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_autotune_times_each_matmul_once():
+    timings = fp8.autotune(step, *TYPES, chip="h200")
+    assert len(timings.times) == 1
+    for _, times in timings.times:
+        assert {time.choice.backend for time in times} == {"xla", "cudnn"}
+        assert all(0 < time.quartiles[0] <= time.seconds <= time.quartiles[1] for time in times)
+    again = fp8.autotune(step, *TYPES, chip="h200", timings=timings)
+    assert again == timings  # what is there is not timed again
+    more = fp8.autotune(
+        step, *(jax.ShapeDtypeStruct(t.shape, jnp.float32) for t in TYPES), chip="h200", timings=timings
+    )
+    assert more.times[:1] == timings.times
+    assert len(more.times) == 2
+    jax.eval_shape(functools.partial(step, timings), *TYPES)
+
+
+def test_autotune_refuses_a_wrong_product(gpu):
+    gpu.setitem(_api.BACKENDS, "cudnn", lambda *args, **kwargs: 1.1 * _api.BACKENDS["xla"](*args, **kwargs))
+    with pytest.raises(RuntimeError, match="xla gives a wrong product"):
+        fp8.autotune(step, *TYPES, chip="h200")
+
+
+def test_a_training_step_has_three_matmuls():
+    recorder = _autotune.Recorder()
+    loss = lambda x, w: jnp.sum(step(recorder, x, w))
+    jax.eval_shape(jax.grad(loss, (0, 1)), *TYPES)
+    assert [matmul.split(" -> ")[0].split("contracting ")[1] for matmul in recorder.matmuls] == [
+        "1 with 0", "1 with 1", "0 with 0"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("gpu")
+def test_autotune_wants_a_matmul():
+    with pytest.raises(ValueError, match=mentions("no FP8 matmul", "Implementations")):
+        fp8.autotune(lambda matmuls, x: x, TYPES[0], chip="h200")
+
+
+def test_autotune_wants_a_gpu():
+    with pytest.raises(RuntimeError, match=mentions("times a GPU", "'cpu'")):
+        fp8.autotune(step, *TYPES, chip="h200")
+
+
+def test_a_loop_does_all_of_its_work():
+    counted = []
+
+    def work(x):
+        jax.debug.callback(lambda: counted.append(1))
+        return 2 * x
+
+    sets = [(jnp.full(3, float(n)),) for n in range(3)]
+    program, turns = _timer.looped(work, sets[0])
+    np.testing.assert_array_equal(jax.jit(program)(sets), np.full(3, 4.0))
+    jax.effects_barrier()
+    assert len(counted) == 3 * turns
+
+
+def test_the_search_has_what_the_table_has():
+    tilings = list(search_space())
+    assert len(set(tilings)) == len(tilings) <= 48
+    assert set(CHOICES.values()) <= set(tilings)
