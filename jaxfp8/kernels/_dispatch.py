@@ -25,9 +25,10 @@ class Implementations:
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> fp8.dot(jnp.ones((2, 2)), jnp.eye(2), implementation=fp8.Implementations(casts="reference"))
-      Array([[1., 1.],
-             [1., 1.]], dtype=float32)
+      >>> kernels = fp8.Implementations(casts="reference")
+      >>> fp8.dot(7 * jnp.ones((2, 2)), 7 * jnp.eye(2), recipe=fp8.recipes.current(), implementation=kernels)
+      Array([[49., 49.],
+             [49., 49.]], dtype=float32)
     """
 
     casts: Implementation = None

@@ -1,0 +1,82 @@
+"""What a layer on an H200 keeps for its backward pass and needs besides, in each pass: bytes of compiled programs.
+
+Each pass is a program of its own, as it is where other layers stand between. What one keeps for the other lies as the compiler
+likes it.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from targets import topology
+
+import jaxfp8 as fp8
+from jaxfp8.ops._state import with_probes, zero_ledgers
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+]
+
+M, K, N = 4096, 4096, 16384
+MIB = 2**20
+CASTS, BOTH = fp8.Implementations(casts="mosaic"), fp8.Implementations(casts="mosaic", matmuls="mosaic")
+# Of each recipe: its kernels, and the bytes at its peak over those of bfloat16, at most. Hopper wants a copy of x and w
+# for each matmul that reads them, so at the end of the forward pass there are two bytes a value, as in bfloat16; afterwards one.
+RECIPES = {
+    "delayed": (fp8.recipes.delayed(), CASTS, 1.001),
+    "current": (fp8.recipes.current(), CASTS, 1.001),
+    "rowwise": (fp8.recipes.rowwise(), CASTS, 1.001),
+    "rowwise, wgrad in high precision": (fp8.recipes.rowwise(high_precision_wgrad=True), CASTS, 0.62),
+    "blockwise": (fp8.recipes.blockwise(), BOTH, 0.99),
+    "blockwise, float32 scales": (fp8.recipes.blockwise(power_of_two=False), BOTH, 0.99),
+}
+
+
+def peak(recipe, kernels=None):
+    """Bytes that are saved, and those with what the hungrier pass needs for a while; neither has arguments and results."""
+    mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
+    here = NamedSharding(mesh, P())
+    state = fp8.init_state(recipe)
+
+    def forward(x, w):
+        def layer(x, w, ledgers):
+            probed = with_probes(state, ledgers, all_set=True, reduce_axes=None)
+            return fp8.dot(x, w, recipe=recipe, state=probed, implementation=kernels)
+
+        return jax.vjp(layer, x, w, zero_ledgers(state))
+
+    # bfloat16 by cuBLASLt, too.
+    options = fp8.compiler_options(fp8.recipes.current() if recipe.is_identity else recipe, "h200")
+    x, w, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N), (M, N)))
+    with jax.set_mesh(mesh):
+        _, backward = jax.eval_shape(forward, x, w)
+        kept = jax.tree.map(lambda _: Format(Layout.AUTO, here), backward)
+        there = jax.jit(forward, in_shardings=here, out_shardings=(here, kept), compiler_options=options)
+        there = there.lower(x, w).compile()
+        back = jax.jit(
+            lambda backward, g: backward(g), in_shardings=(there.output_formats[1], here), compiler_options=options
+        )
+        back = back.lower(backward, g).compile()
+    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))
+    return saved, saved + max(p.memory_analysis().temp_size_in_bytes for p in (there, back))
+
+
+def test_of_bfloat16():
+    saved, most = peak(fp8.recipes.identity())
+    assert saved == 2 * (M * K + K * N) == 160 * MIB
+    assert most == pytest.approx(saved + 4 * MIB, abs=4096)  # cuBLASLt's workspace
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_of_a_recipe(name):
+    recipe, kernels, share = RECIPES[name]
+    saved, most = peak(recipe, kernels)
+    assert saved <= 0.61 * 160 * MIB
+    assert most <= share * 164 * MIB
