@@ -37,20 +37,20 @@ def arrays(seed):
     ]
 
 
-def step_of(recipe):
+def step_of(recipe, kernels=None):
     def loss(params, state, c):
-        y = fp8.dot(*params, recipe=recipe, state=state)
+        y = fp8.dot(*params, recipe=recipe, state=state, implementation=kernels)
         return jnp.sum((y * c).astype(jnp.float32)), y
 
     return lambda x, w, c, state: fp8.value_and_grad(loss, has_aux=True)((x, w), state, c)
 
 
-def train(recipe, device, options):
+def train(recipe, device, options, kernels=None):
     """Results and state of some compiled steps, and the program."""
     with jax.default_device(device):
         state = jax.device_put(fp8.init_state(recipe), device)
         arguments = jax.device_put(arrays(0), device)
-        compiled = jax.jit(step_of(recipe)).lower(*arguments, state).compile(compiler_options=options)
+        compiled = jax.jit(step_of(recipe, kernels)).lower(*arguments, state).compile(compiler_options=options)
         for seed in range(STEPS):
             results = compiled(*jax.device_put(arrays(seed), device), state)
             state = results[2]
@@ -66,6 +66,22 @@ def test_step(name, gpu, cpu, chip):
     on_cpu, cpu_state, _ = train(recipe, cpu, {})
     # Amaxes, histories and scales: what a step leaves for the next one is the same everywhere.
     assert jax.tree.structure(state) == jax.tree.structure(cpu_state)
+    jax.tree.map(np.testing.assert_array_equal, state, cpu_state)
+    assert_close(results, on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("name", "matmuls"),
+    [("delayed", None), ("current", None), ("rowwise", None), ("mxfp8", None), ("blockwise", "mosaic")],
+)
+def test_step_by_kernels(name, matmuls, gpu, cpu, chip):
+    """Casts of our own give the state of XLA's on a CPU."""
+    recipe, kernels = RECIPES[name], fp8.Implementations(casts="mosaic", matmuls=matmuls)
+    if matmuls and chip not in ("h100", "h200"):
+        pytest.skip(f"the matmul is Hopper's, this is {chip}")
+    results, state, compiled = train(recipe, gpu, fp8.compiler_options(recipe, chip), kernels)
+    assert compiled.as_text().count("mosaic_gpu") >= (6 if matmuls else 3)
+    on_cpu, cpu_state, _ = train(recipe, cpu, {})
     jax.tree.map(np.testing.assert_array_equal, state, cpu_state)
     assert_close(results, on_cpu)
 
