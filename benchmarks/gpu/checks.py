@@ -103,7 +103,7 @@ def matmul_checks(
     def wanted(number: int) -> Any:
         return product(operation, arguments(number))
 
-    fast_too = (False, True) if (kind.name, operation) == ("tensor", "fprop") else (False,)
+    fast_too = (False, True) if matmuls.has_fast(kind, operation) else (False,)
     for backend, dtype, fast in itertools.product(backends, (jnp.float32, jnp.bfloat16), fast_too):
         case = Case(
             section=SECTION, group=f"{casts.named(shape)} {jnp.dtype(dtype).name}", operation=operation,

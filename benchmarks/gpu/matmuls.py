@@ -145,9 +145,14 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
                 continue
             fields = {"backend": named_backend(backend), "options": options(kind, chip)}
             yield case(f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields)
-            if (kind.name, backend, operation) == ("tensor", "xla", "fprop"):
+            if has_fast(kind, operation) and backend != "cudnn":
                 fast = scaled(operation, backend, chip, fast=True)
                 yield case(f"{kind.name}, {backend}, fast accumulation", fast, operands, **fields)
+
+
+def has_fast(kind: Kind, operation: Operation) -> bool:
+    """Whether it is timed with fast accumulation, too."""
+    return kind.name in ("tensor", "rows") and operation == "fprop"
 
 
 def named_backend(backend: str) -> str | None:

@@ -18,6 +18,7 @@ from program import Program
 from targets import array, dense_step, topology
 
 import jaxfp8 as fp8
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, T
 
 pytestmark = [
@@ -36,14 +37,15 @@ def compile_on_h200(function, *arguments):
         return jax.jit(function).lower(*placed).compile()
 
 
-def compiled_code(folder, tiling, formats, out_dtype, square, k):
+def compiled_code(folder, tiling, formats, out_dtype, scaling, k):
     """What ptxas said of the kernel, and its PTX. A kernel that this process compiled before is not dumped: k is its own."""
     from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
 
     dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
-    call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, square=square)
+    call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, scaling)
     lhs, rhs = (array(2, 512, k, dtype=dtype) for dtype in dtypes)
-    scales = array(2, k // T, 512, dtype=F32), array(2, *((4, k // T) if square else (k // T, 512)), dtype=F32)
+    cells = 1 if scaling.at_end else k // T
+    scales = array(2, cells, 512, dtype=F32), array(2, *((4, cells) if scaling.square else (cells, 512)), dtype=F32)
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
         compile_on_h200(call, lhs, rhs, *scales)
@@ -54,29 +56,43 @@ def compiled_code(folder, tiling, formats, out_dtype, square, k):
 
 
 PLAIN, MIXED, TURNED = (fp8.E4M3, fp8.E4M3), (fp8.E4M3, fp8.E5M2), (fp8.E5M2, fp8.E4M3)
+SQUARE, COLUMNS = Scaling(square=True), Scaling()
+PRECISE, FAST = Scaling(at_end=True), Scaling(at_end=True, fast=True)
+PROMOTED = [name for name in CHOICES if name != "wide"]
 CASES = [
-    *((name, PLAIN, out, square) for name in CHOICES for out in (BF16, F32) for square in (True, False)),
-    *(("large", formats, BF16, square) for formats in (MIXED, TURNED) for square in (True, False)),
+    *((name, PLAIN, out, scaling) for name in PROMOTED for out in (BF16, F32) for scaling in (SQUARE, COLUMNS)),
+    *(("large", formats, BF16, scaling) for formats in (MIXED, TURNED) for scaling in (SQUARE, COLUMNS)),
+    *((name, PLAIN, BF16, PRECISE) for name in PROMOTED),
+    *((name, PLAIN, BF16, FAST) for name in CHOICES),
+    *(("large", MIXED, F32, PRECISE), ("large", TURNED, F32, FAST), ("wide", MIXED, F32, FAST)),
 ]
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
-    name, formats, out_dtype, square = CASES[index]
+    name, formats, out_dtype, scaling = CASES[index]
     tiling = CHOICES[name]
-    log, code = compiled_code(tmp_path, tiling, formats, out_dtype, square, T * (8 + index))
+    log, code = compiled_code(tmp_path, tiling, formats, out_dtype, scaling, T * (8 + index))
     assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
+    assert "serialized" not in log  # what ptxas says where it waits for each wgmma
     (used,) = {int(registers) for registers in re.findall(r"Used (\d+) registers", log)}
-    assert used <= tiling.registers(square=square, itemsize=out_dtype.itemsize)
+    assert used <= tiling.registers(scaling=scaling, itemsize=out_dtype.itemsize)
     # 128 of K are four wgmma of 32, in the formats of the operands and no other.
     kinds = "".join(f".{format.name.lower()}" for format in formats)
     wanted = f"wgmma.mma_async.sync.aligned.m64n{tiling.columns}k32.f32{kinds}"
     found = Counter(re.findall(r"wgmma\.mma_async[\w.]+", code))
-    assert found == {wanted: 4 * tiling.rows // 64}
+    assert {*found} == {wanted}
+    turns, rest = divmod(found[wanted], 4 * tiling.rows // 64)
+    assert not rest
+    assert turns == 1 or scaling.fast  # a short loop of nothing else is unrolled
+    # Each sum is added to once in a step, or only where the tensor cores multiply.
+    sums = 0 if scaling.fast else tiling.rows * tiling.columns // 128
+    assert len(re.findall(r"\b(?:add|fma)(?:\.rn)?\.f32\b", code)) == sums
     # Neighbours share what they copy of lhs.
     assert ("multicast::cluster" in code) == (tiling.cluster == 2)
     # A step of K reads one scale of a square from global memory; all else comes by TMA.
-    assert len(re.findall(r"ld\.global", code)) == square
+    if not scaling.at_end:
+        assert len(re.findall(r"ld\.global", code)) == scaling.square
 
 
 def layer(recipe):

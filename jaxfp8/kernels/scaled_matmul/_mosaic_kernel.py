@@ -1,8 +1,9 @@
-"""The kernel of Hopper's block-scaled matmul.
+"""The kernel of Hopper's scaled matmul.
 
 One warpgroup brings steps of 128 along K to shared memory by TMA, a ring of them, and runs ahead of the others from one tile
 of the product into the next. The other two multiply: `wgmma` gives the product of a step, which is scaled and added in
-float32 registers, for the tensor cores of Hopper keep about 14 bits of a sum.
+float32 registers, for the tensor cores of Hopper keep about 14 bits of a sum. What is scaled at the end is added without
+scales, or stays in the tensor cores (fast accumulation).
 
 Letters: B batch, M N K matmul, C = ceil(K/T) steps; T = 128.
 
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, load, of_step, scaled_sum
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     COPYING_REGISTERS,
     MULTIPLYING_REGISTERS,
@@ -31,12 +33,11 @@ from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     Tiling,
 )
 
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 _LEAST = 32  # bytes of a permuted row in shared memory, at least; global memory has whole ones
 
 
 def kernel(
-    batch: int, m: int, n: int, k: int, formats: tuple[DType, DType], out_dtype: DType, tiling: Tiling, *, square: bool
+    batch: int, m: int, n: int, k: int, formats: tuple[DType, DType], out_dtype: DType, tiling: Tiling, scaling: Scaling
 ) -> Callable[..., Array]:
     """The kernel for values [B, M, K] and [B, N, K] and their scales; K is a multiple of T, M and N are of 8.
 
@@ -44,14 +45,15 @@ def kernel(
     multiple of the tile (of a cluster), for a copy in one dimension does not look where a row ends. The result [B, M, N] has
     N up to the next multiple of 32 bytes.
     """
-    tiling.check(square=square, itemsize=out_dtype.itemsize)
+    tiling.check(scaling=scaling, itemsize=out_dtype.itemsize)
     (tile_m, tile_n), steps, stages = tiling.tile, k // T, tiling.stages
     tiles_m, tiles_n = pl.cdiv(m, tile_m), pl.cdiv(n, tile_n * tiling.cluster)  # the latter of a cluster
     tiles = batch * tiles_m * tiles_n
     clusters = min(tiles, tiling.blocks // tiling.cluster)
     width = tiling.width(out_dtype.itemsize)
     corners = [(above, left) for above in range(0, tiling.rows, ROWS) for left in range(0, tiling.columns, width)]
-    slots = tiling.slots(square=square, itemsize=out_dtype.itemsize)
+    slots = tiling.slots(scaling=scaling, itemsize=out_dtype.itemsize)
+    per_column = not (scaling.at_end or scaling.square)  # scales of rhs in each step
 
     def where(index: Array) -> tuple[Array, Array, Array]:
         """Batch, tile along M and tile along N of a block's turn."""
@@ -93,8 +95,9 @@ def kernel(
                     along = pl.ds(step * T, T)
                     plgpu.copy_gmem_to_smem(lhs.at[lead, rows, along], a.at[slot], filled.at[slot], **shared)
                     plgpu.copy_gmem_to_smem(rhs.at[lead, columns, along], b.at[slot], filled.at[slot])
-                    plgpu.copy_gmem_to_smem(lhs_scale.at[lead, step, rows], a_scale.at[slot], filled.at[slot])
-                    if not square:
+                    if not scaling.at_end:
+                        plgpu.copy_gmem_to_smem(lhs_scale.at[lead, step, rows], a_scale.at[slot], filled.at[slot])
+                    if per_column:
                         plgpu.copy_gmem_to_smem(rhs_scale.at[lead, step, columns], b_scale.at[slot], filled.at[slot])
 
             index, size = lax.axis_index("clusters"), clusters
@@ -118,32 +121,63 @@ def kernel(
                 def step(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                     _, slot = at(turn.local_index, step)
                     plgpu.barrier_wait(filled.at[slot])
-                    of_square = rhs_scale[lead, lax.div(first, T), step] if square else None
+                    of_square = rhs_scale[lead, lax.div(first, T), step] if scaling.square else None
                     added: list[Array] = []
                     for above in range(0, tiling.rows, ROWS):
                         rows = pl.ds(row + above, ROWS)
-                        of_rows = _load(a_scale.at[slot, rows], 1)
+                        of_rows = None if scaling.at_end else load(a_scale.at[slot, rows], 1)
                         product = _product(a.at[slot, rows], b.at[slot, pl.ds(column, tiling.columns)])
                         for left in range(0, tiling.columns, width):
                             # Not sooner: there are registers for the scales of a part's columns, not of all.
                             columns = pl.ds(column + left, width)
-                            of_part = _load(b_scale.at[slot, columns], 0) if of_square is None else of_square
+                            of_part = load(b_scale.at[slot, columns], 0) if per_column else of_square
                             if len(added) == len(corners) - 1:
                                 plgpu.commit_smem()  # so that TMA overwrites no scale that is still to be read
                                 plgpu.barrier_arrive(emptied.at[slot])
                             part = product[:, left : left + width]
-                            added.append(sums[len(added)] + part * _scale(of_rows, of_part, part.shape))
+                            if of_rows is not None and of_part is not None:
+                                part *= of_step(of_rows, of_part, part.shape)
+                            added.append(sums[len(added)] + part)
                     return tuple(added)
 
-                zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
-                sums = lax.fori_loop(0, steps, step, (zero,) * len(corners))
+                def accumulated(*sums: Any) -> tuple[Array, ...]:
+                    """All of K in the tensor cores; a step is waited for when the next one has begun."""
+
+                    @pl.loop(0, steps)
+                    def _step(step: Array) -> None:
+                        count, slot = at(turn.local_index, step)
+                        plgpu.barrier_wait(filled.at[slot])
+                        for above, into in zip(range(0, tiling.rows, ROWS), sums, strict=True):
+                            values = a.at[slot, pl.ds(row + above, ROWS)], b.at[slot, pl.ds(column, tiling.columns)]
+                            plgpu.wgmma(into, values[0], values[1].transpose((1, 0)))
+                        plgpu.wgmma_wait(len(sums))
+
+                        @pl.when(step > 0)
+                        def _free() -> None:
+                            plgpu.barrier_arrive(emptied.at[lax.rem(count - 1, stages)])
+
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(emptied.at[at(turn.local_index, jnp.int32(steps - 1))[1]])
+                    whole = [into[...] for into in sums]
+                    return tuple(whole[above // ROWS][:, left : left + width] for above, left in corners)
+
+                if scaling.fast:
+                    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, tiling.columns), jnp.float32)
+                    sums = pl.run_scoped(accumulated, *[accumulator] * (tiling.rows // ROWS))
+                else:
+                    zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
+                    sums = lax.fori_loop(0, steps, step, (zero,) * len(corners))
                 for part, (above, left) in enumerate(corners):
                     slot = part % slots
+                    rows, columns = pl.ds(down * tile_m + row + above, ROWS), pl.ds(first + left, width)
+                    result = sums[part]
+                    if scaling.at_end:
+                        of_rows, of_columns = lhs_scale.at[lead, 0, rows], rhs_scale.at[lead, 0, columns]
+                        result = scaled_sum(result, load(of_rows, 1), load(of_columns, 0))
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-                    results[warpgroup, slot] = sums[part].astype(out_dtype)
+                    results[warpgroup, slot] = result.astype(out_dtype)
                     plgpu.commit_smem()
-                    there = (pl.ds(down * tile_m + row + above, ROWS), pl.ds(first + left, width))
-                    plgpu.copy_smem_to_gmem(results.at[warpgroup, slot], out.at[lead, *there])
+                    plgpu.copy_smem_to_gmem(results.at[warpgroup, slot], out.at[lead, rows, columns])
 
             plgpu.wait_smem_to_gmem(0)
 
@@ -154,11 +188,11 @@ def kernel(
         (
             _staged((stages, tile_m, T), formats[0], T),
             _staged((stages, tile_n, T), formats[1], T),
-            plgpu.SMEM((stages, tile_m), jnp.float32),
-            None if square else plgpu.SMEM((stages, tile_n), jnp.float32),
+            None if scaling.at_end else plgpu.SMEM((stages, tile_m), jnp.float32),
+            plgpu.SMEM((stages, tile_n), jnp.float32) if per_column else None,
         ),
         _staged((WARPGROUPS, slots, ROWS, width), out_dtype, out_shape[2]),
-        plgpu.Barrier(num_arrivals=3 if square else 4, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2 if scaling.at_end else 3 + per_column, num_barriers=stages),
         plgpu.Barrier(**arrivals)
         if tiling.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals),
@@ -178,11 +212,6 @@ def _staged(shape: Axes, dtype: DType, along: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _load(scales: Any, across: int) -> Array:
-    """Scales in the registers of the threads that hold what they scale; `across`, the axis that they do not run along."""
-    return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(across))  # type: ignore[call-arg]  # of jax before 0.11
-
-
 def _product(a: Any, b: Any) -> Array:
     """[64, C] float32 of one step, a [64, T] and b [C, T] in shared memory."""
 
@@ -191,11 +220,3 @@ def _product(a: Any, b: Any) -> Array:
         return sums[...]
 
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[0]), jnp.float32))
-
-
-def _scale(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
-    """[64, C]: the product of two scales, kept finite, for zeros times inf were NaN."""
-    if of_columns.ndim == 0:
-        return lax.broadcast_in_dim(jnp.minimum(of_rows * of_columns, _LARGEST), shape, (0,))
-    both = lax.broadcast_in_dim(of_rows, shape, (0,)) * lax.broadcast_in_dim(of_columns, shape, (1,))
-    return jnp.minimum(both, _LARGEST)

@@ -2,13 +2,15 @@
 
 A block of threads has two warpgroups that multiply and one that copies. Each of the two has a tile of R x C of the product;
 they lie below each other, or beside each other where there are few rows. Every choice adds in the same order, K in steps of
-128, first to last. Budgets of the table, with a result in bfloat16 (float32) and tiles of 1x128 @ 1x128, the larger case:
+128, first to last. Budgets of the table, with a result in bfloat16 (float32) and tiles of 1x128 @ 1x128, the largest case; of
+`wide`, which is taken where the tensor cores keep the sum (fast accumulation), with scales of rows and columns:
 
   name      product     R x C     stages   cluster   shared memory KiB of 227   registers of 168
   decode     64 x 64    64 x 32      8        1            141 (149)                  64
   few       128 x 32    64 x 32      8        1            174 (182)                  64
   small     128 x 64    64 x 64      6        1            166 (182)                 104
   large     128 x 128   64 x 128     5        2            198 (198)                 168
+  wide      256 x 128  128 x 128     4        2            225 (225)                 168
 
 Letters: M N K matmul; R C the tile of a warpgroup; T = 128.
 
@@ -17,6 +19,8 @@ References:
 """
 
 import dataclasses
+
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
 
 T = 128
 """Values along K that share a scale, and that a step multiplies."""
@@ -80,36 +84,38 @@ class Tiling:
         """Columns of a part of the result, of 64 rows, that is scaled and goes out at once."""
         return min(self.columns, _LINE // itemsize)
 
-    def slots(self, *, square: bool, itemsize: int) -> int:
+    def slots(self, *, scaling: Scaling, itemsize: int) -> int:
         """Parts of its result that a warpgroup has in shared memory: what there is room for that divides all of them."""
         width = self.width(itemsize)
         parts = (self.rows // ROWS) * (self.columns // width)
-        room = (_SHARED - _BARRIERS - self._steps(square)) // (WARPGROUPS * ROWS * width * itemsize)
+        room = (_SHARED - _BARRIERS - self._steps(scaling)) // (WARPGROUPS * ROWS * width * itemsize)
         return max(count for count in range(1, parts + 1) if parts % count == 0 and (count <= room or count == 1))
 
-    def shared_bytes(self, *, square: bool, itemsize: int) -> int:
-        """Shared memory of a block of threads; `square` as in the kernel, `itemsize` of the result."""
-        slots = self.slots(square=square, itemsize=itemsize)
-        return self._steps(square) + slots * WARPGROUPS * ROWS * self.width(itemsize) * itemsize + _BARRIERS
+    def shared_bytes(self, *, scaling: Scaling, itemsize: int) -> int:
+        """Shared memory of a block of threads; `itemsize` of the result."""
+        slots = self.slots(scaling=scaling, itemsize=itemsize)
+        return self._steps(scaling) + slots * WARPGROUPS * ROWS * self.width(itemsize) * itemsize + _BARRIERS
 
-    def registers(self, *, square: bool, itemsize: int) -> int:
+    def registers(self, *, scaling: Scaling, itemsize: int) -> int:
         """What a multiplying thread needs, about: sums, a product of 64 x C, scales of the columns of a part."""
-        sums, product = self.rows * self.columns // 128, ROWS * self.columns // 128
-        return sums + product + (0 if square else self.width(itemsize) // 4) + _OTHER_REGISTERS
+        sums, product = self.rows * self.columns // 128, 0 if scaling.fast else ROWS * self.columns // 128
+        of_columns = 0 if scaling.square else self.width(itemsize) // 4
+        # At the end there is no product any more.
+        return sums + (max(product, of_columns) if scaling.at_end else product + of_columns) + _OTHER_REGISTERS
 
-    def check(self, *, square: bool, itemsize: int) -> None:
+    def check(self, *, scaling: Scaling, itemsize: int) -> None:
         """Raise ValueError for what a multiprocessor has no room for."""
-        if (needed := self.shared_bytes(square=square, itemsize=itemsize)) > _SHARED:
+        if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize)) > _SHARED:
             raise ValueError(f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages.")
-        if (registers := self.registers(square=square, itemsize=itemsize)) > _REGISTERS:
+        if (registers := self.registers(scaling=scaling, itemsize=itemsize)) > _REGISTERS:
             raise ValueError(
                 f"{self!r} needs about {registers} registers a thread, of {_REGISTERS}; take a smaller tile."
             )
 
-    def _steps(self, square: bool) -> int:
+    def _steps(self, scaling: Scaling) -> int:
         """Bytes of values and scales of all stages."""
         down, across = self.tile
-        return self.stages * ((down + across) * T + 4 * (down if square else down + across))
+        return self.stages * ((down + across) * T + scaling.bytes_of_step(self.tile))
 
 
 CHOICES = {
@@ -123,19 +129,22 @@ CHOICES = {
     # The largest whose sums and products fit in registers. Alone a block would read 64 bytes of L2 a cycle while its
     # tensor cores are busy, more than its share; in pairs that share rows it is 48.
     "large": Tiling(rows=64, columns=128, stages=5, cluster=2),
+    # Without a product beside the sums there are registers for twice as many of them, and a block reads 32 bytes a cycle.
+    "wide": Tiling(rows=128, columns=128, stages=4, cluster=2),
 }
 """None was timed yet: they follow from budgets and counts of bytes."""
 
 
-def choose(batch: int, m: int, n: int) -> Tiling:
+def choose(batch: int, m: int, n: int, scaling: Scaling) -> Tiling:
     """The tiling of B products [M, N], of `CHOICES`.
 
     Example:
-      >>> choose(1, 64, 4096) is CHOICES["decode"], choose(1, 8192, 4096) is CHOICES["large"]
+      >>> choose(1, 64, 4096, Scaling()) is CHOICES["decode"], choose(1, 8192, 4096, Scaling()) is CHOICES["large"]
       (True, True)
     """
     if m <= 64:
         return CHOICES["decode"]
     if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
         return CHOICES["few" if m <= 128 else "small"]
-    return CHOICES["large"]
+    enough = batch * -(-m // 256) * -(-n // 128) >= _MULTIPROCESSORS
+    return CHOICES["wide" if scaling.fast and enough else "large"]
