@@ -66,7 +66,7 @@ def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
             yield from cast_checks(cast, shape, dtype, backends, reference)
     inputs = Inputs(reference)
     for operation in matmuls.DIMENSIONS:
-        for kind in matmuls.KINDS:
+        for kind in matmuls.kinds_of(operation):
             backends = [name for name in matmuls.matmul.BACKENDS if name not in left_out]
             shape = TINY_MATMUL_SHAPE if tiny else MATMUL_SHAPE
             yield from matmul_checks(kind, operation, shape, backends, target, inputs)

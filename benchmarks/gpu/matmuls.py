@@ -7,6 +7,7 @@ Letters: M tokens, K and N the weight's axes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class Kind:
       name: in tables.
       recipe: makes the recipe, for a chip or none.
       fprop: granularities of lhs [M, K] and rhs [N, K].
-      wgrad: of lhs [M, K] and rhs [M, N].
+      wgrad: of lhs [M, K] and rhs [M, N]; None where another kind has the same.
       gradient: format of rhs in wgrad.
       scales: how amaxes become scales.
     """
@@ -52,7 +53,7 @@ class Kind:
     name: str
     recipe: Callable[..., fp8.Recipe]
     fprop: tuple[Any, Any]
-    wgrad: tuple[Any, Any]
+    wgrad: tuple[Any, Any] | None
     gradient: fp8.Format
     scales: dict[str, Any]
 
@@ -60,7 +61,7 @@ class Kind:
         """Types of lhs and rhs."""
         shapes = ((m, k), (n, k)) if operation == "fprop" else ((m, k), (m, n))
         formats = (fp8.E4M3, fp8.E4M3 if operation == "fprop" else self.gradient)
-        granularities = self.fprop if operation == "fprop" else self.wgrad
+        granularities = self.fprop if operation == "fprop" or self.wgrad is None else self.wgrad
         lhs, rhs = (
             jax.eval_shape(
                 lambda x, format=format, granularity=granularity: fp8.quantize(x, format, granularity, **self.scales),
@@ -88,7 +89,15 @@ KINDS = (
         name="MXFP8", recipe=fp8.recipes.mxfp8, scales={"scale_format": fp8.E8M0}, gradient=fp8.E4M3,
         fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((1, 32))), wgrad=(fp8.PerBlock((32, 1)), fp8.PerBlock((32, 1))),
     ),
+    Kind(
+        name="MXFP8 32x32", recipe=functools.partial(fp8.recipes.mxfp8, w_tile_dim=2), scales={"scale_format": fp8.E8M0},
+        gradient=fp8.E4M3, fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))), wgrad=None,
+    ),
 )  # fmt: skip
+
+
+def kinds_of(operation: Operation) -> list[Kind]:
+    return [kind for kind in KINDS if operation == "fprop" or kind.wgrad is not None]
 
 
 def options(kind: Kind, chip: str) -> dict[str, bool]:
@@ -138,7 +147,7 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
     yield case(BASELINE, bf16(operation), plain, options=bf16_options(chip))
     if m == n == k and operation == "fprop":
         yield case("bf16, Triton allowed", bf16(operation), plain)
-    for kind in KINDS:
+    for kind in kinds_of(operation):
         operands = kind.operands(operation, m, n, k)
         for backend in matmul.BACKENDS:
             if backend == REFERENCE:

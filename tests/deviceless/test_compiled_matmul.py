@@ -1,5 +1,6 @@
 """Hopper's block-scaled matmul, compiled for an H200 that is not there: FP8 tensor cores, nothing spilled or in bfloat16."""
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -18,8 +19,8 @@ from program import Program
 from targets import array, dense_step, topology
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
-from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, T
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES
 
 pytestmark = [
     pytest.mark.deviceless,
@@ -44,8 +45,10 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k):
     dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
     call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, scaling)
     lhs, rhs = (array(2, 512, k, dtype=dtype) for dtype in dtypes)
-    cells = 1 if scaling.at_end else k // T
-    scales = array(2, cells, 512, dtype=F32), array(2, *((4, cells) if scaling.square else (cells, 512)), dtype=F32)
+    cells = 1 if scaling.at_end else k // scaling.tile
+    across = ((4, cells) if scaling.tile == T else (k // T, 64)) if scaling.square else (cells, 512)
+    kinds = [jnp.dtype(jnp.uint8) if in_bytes else F32 for in_bytes in scaling.in_bytes]
+    scales = array(2, cells, 512, dtype=kinds[0]), array(2, *across, dtype=kinds[1])
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
         compile_on_h200(call, lhs, rhs, *scales)
@@ -58,12 +61,18 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k):
 PLAIN, MIXED, TURNED = (fp8.E4M3, fp8.E4M3), (fp8.E4M3, fp8.E5M2), (fp8.E5M2, fp8.E4M3)
 SQUARE, COLUMNS = Scaling(square=True), Scaling()
 PRECISE, FAST = Scaling(at_end=True), Scaling(at_end=True, fast=True)
+OF_32, SQUARE_OF_32 = Scaling(tile=32), Scaling(tile=32, square=True)
+BYTES, SQUARE_BYTES = (dataclasses.replace(scaling, in_bytes=(True, False)) for scaling in (OF_32, SQUARE_OF_32))
 PROMOTED = [name for name in CHOICES if name != "wide"]
 CASES = [
     *((name, PLAIN, out, scaling) for name in PROMOTED for out in (BF16, F32) for scaling in (SQUARE, COLUMNS)),
     *(("large", formats, BF16, scaling) for formats in (MIXED, TURNED) for scaling in (SQUARE, COLUMNS)),
     *((name, PLAIN, BF16, PRECISE) for name in PROMOTED),
     *((name, PLAIN, BF16, FAST) for name in CHOICES),
+    *((name, PLAIN, BF16, scaling) for name in PROMOTED for scaling in (OF_32, SQUARE_BYTES)),
+    *((name, PLAIN, BF16, dataclasses.replace(OF_32, in_bytes=(True, True))) for name in ("decode", "few")),
+    *((name, PLAIN, BF16, BYTES) for name in ("small", "large")),
+    *((name, MIXED, F32, scaling) for name in ("small", "large") for scaling in (OF_32, SQUARE_OF_32)),
     *(("large", MIXED, F32, PRECISE), ("large", TURNED, F32, FAST), ("wide", MIXED, F32, FAST)),
 ]
 
@@ -76,7 +85,8 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
     assert "serialized" not in log  # what ptxas says where it waits for each wgmma
     (used,) = {int(registers) for registers in re.findall(r"Used (\d+) registers", log)}
-    assert used <= tiling.registers(scaling=scaling, itemsize=out_dtype.itemsize)
+    # Of the products of tiles of 32 several may be on their way.
+    assert used <= (tiling.registers(scaling=scaling, itemsize=out_dtype.itemsize) if scaling.tile == T else 168)
     # 128 of K are four wgmma of 32, in the formats of the operands and no other.
     kinds = "".join(f".{format.name.lower()}" for format in formats)
     wanted = f"wgmma.mma_async.sync.aligned.m64n{tiling.columns}k32.f32{kinds}"
@@ -85,14 +95,15 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     turns, rest = divmod(found[wanted], 4 * tiling.rows // 64)
     assert not rest
     assert turns == 1 or scaling.fast  # a short loop of nothing else is unrolled
-    # Each sum is added to once in a step, or only where the tensor cores multiply.
-    sums = 0 if scaling.fast else tiling.rows * tiling.columns // 128
+    # Each sum is added to once for each tile in a step, or only where the tensor cores multiply.
+    sums = 0 if scaling.fast else tiling.rows * tiling.columns // 128 * scaling.parts
     assert len(re.findall(r"\b(?:add|fma)(?:\.rn)?\.f32\b", code)) == sums
     # Neighbours share what they copy of lhs.
     assert ("multicast::cluster" in code) == (tiling.cluster == 2)
-    # A step of K reads one scale of a square from global memory; all else comes by TMA.
+    # A step of K reads one scale of a square of 128 from global memory; all else comes by TMA.
     if not scaling.at_end:
-        assert len(re.findall(r"ld\.global", code)) == scaling.square
+        assert len(re.findall(r"ld\.global", code)) == (scaling.square and scaling.tile == T)
+    assert ".ftz" not in code  # the smallest scale in bytes is a subnormal number
 
 
 def layer(recipe):

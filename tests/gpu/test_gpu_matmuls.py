@@ -1,5 +1,7 @@
 """Matmuls on the chip: within the bounds of the numerics page, and in FP8 where FP8 was promised."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,13 @@ KINDS = {  # recipe, granularities of fprop and of wgrad, format of g, how scale
     ),
     "MXFP8": (
         fp8.recipes.mxfp8, (fp8.PerBlock((1, 32)),) * 2, (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {"scale_format": fp8.E8M0},
+    ),
+    "MXFP8, weights in 32x32": (
+        functools.partial(fp8.recipes.mxfp8, w_tile_dim=2), (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))),
+        (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {"scale_format": fp8.E8M0},
+    ),
+    "tiles of 32, float32 scales": (
+        fp8.recipes.mxfp8, (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))), (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {},
     ),
 }  # fmt: skip
 IN_FP8 = ("tensor", "rows")  # on every chip with FP8 units

@@ -1,6 +1,6 @@
-"""The scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU), for float32 scales.
+"""The scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU).
 
-Operands are both in tiles of 128, whose products are scaled one by one, or both scaled per tensor or along axes that are kept:
+Operands are both in tiles of 128 or 32, whose products are scaled one by one, or both scaled per tensor or along kept axes:
 then the sum is scaled before it is written, without the second pass over the product that XLA's backend needs for rows.
 
 The kernel (`_mosaic_kernel.py`) reads both operands with K last, as Hopper multiplies FP8. Others are transposed before, by
@@ -18,24 +18,26 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
 from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
-from jaxfp8.kernels.scaled_matmul._mosaic_tiling import T, Tiling, choose
+from jaxfp8.kernels.scaled_matmul._mosaic_scales import inner_tile, is_square, laid, padded, scale_matrix
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling, choose
+from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
+_FEW = 128
+"""Rows of lhs for which each byte of rhs counts. With more of them operations do, and E8M0 takes five to become float32."""
 _BOX = 8  # rows of a permuted box in shared memory
 
 
@@ -53,7 +55,7 @@ def scaled_matmul(
     """See `kernels.scaled_matmul._api.scaled_matmul`.
 
     Args:
-      lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 128 along a contracted axis.
+      lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32 along a contracted axis.
       rhs: likewise; in tiles if lhs is.
       dimension_numbers: any.
       out_dtype: bfloat16, float16 or float32.
@@ -69,19 +71,21 @@ def scaled_matmul(
     """
     at_end = _check(lhs, rhs, dimension_numbers, out_dtype, out_sharding, chip)
     # The axis along which tiles run goes last.
-    pairs = list(zip(*dimension_numbers[0], strict=True))
+    pairs, tile = list(zip(*dimension_numbers[0], strict=True)), T
     if not at_end:
-        pairs.append(pairs.pop(_inner(lhs, rhs, dimension_numbers)))
+        inner, tile = inner_tile(lhs, rhs, dimension_numbers)
+        pairs.append(pairs.pop(inner))
     dimension_numbers = (tuple(zip(*pairs, strict=True)), dimension_numbers[1])  # type: ignore[assignment]
-    square = not at_end and _is_square(rhs, axes_of(rhs.ndim, dimension_numbers, 1))
-    scaling = Scaling(at_end=at_end, square=square, fast=at_end and fast_accumulation)
-    values = [as_matrix(operand.values, dimension_numbers, i, tile=T) for i, operand in enumerate((lhs, rhs))]
-    scales = [
-        as_matrix(_scale(operand, tuple(axes), square=square and i == 1), dimension_numbers, i)
-        for i, (operand, axes) in enumerate(zip((lhs, rhs), dimension_numbers[0], strict=True))
-    ]
-    product = _multiply(out_dtype, tiling, scaling)(*values, *scales)
+    square = not at_end and is_square(rhs, axes_of(rhs.ndim, dimension_numbers, 1), tile)
     (batch, m, _), (_, n, _) = (matrix_shape(x.shape, dimension_numbers, i) for i, x in enumerate((lhs, rhs)))
+    in_bytes = [tile != T and operand.scale.dtype == E8M0.dtype for operand in (lhs, rhs)]
+    in_bytes[1] &= not square and math.prod(m) <= _FEW
+    scaling = Scaling(
+        tile=tile, at_end=at_end, square=square, in_bytes=(in_bytes[0], in_bytes[1]), fast=at_end and fast_accumulation
+    )
+    values = [as_matrix(operand.values, dimension_numbers, i, tile=T) for i, operand in enumerate((lhs, rhs))]
+    scales = [scale_matrix(operand, dimension_numbers, i, scaling) for i, operand in enumerate((lhs, rhs))]
+    product = _multiply(out_dtype, tiling, scaling)(*values, *scales)
     return product.reshape(*batch, *m, *n)
 
 
@@ -101,8 +105,8 @@ def _check(
     if out_dtype not in _WRITTEN:
         raise NotImplementedError(f"a result in {out_dtype}")
     for operand in (lhs, rhs):
-        if operand.scale.dtype != jnp.float32:
-            raise NotImplementedError(f"scales in {operand.scale.dtype}; it takes float32")
+        if operand.scale.dtype != jnp.float32 and not isinstance(operand.granularity, PerBlock):
+            raise NotImplementedError(f"{operand.granularity!r} with scales in {operand.scale.dtype}; it takes float32")
         if 0 in operand.shape:
             raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
     mesh = mesh_of(lhs.values, rhs.values)
@@ -117,46 +121,6 @@ def _check(
     if len(set(in_tiles)) > 1:
         raise NotImplementedError(f"{lhs.granularity!r} with {rhs.granularity!r}; it takes tiles with tiles")
     return not in_tiles[0]
-
-
-def _inner(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers) -> int:
-    """Which pair of contracted axes has tiles of 128, or of a multiple."""
-    tiles = []
-    for operand, axes in zip((lhs, rhs), dimension_numbers[0], strict=True):
-        assert isinstance(operand.granularity, PerBlock)
-        along = operand.granularity.along(operand.ndim)
-        tiles.append([along[axis] for axis in axes])
-    whole = [pair for pair, side in enumerate(tiles[0]) if side % T == 0]
-    if not whole:
-        raise NotImplementedError(f"tiles of {tiles[0]} along the contracted axes; it takes 128")
-    return whole[-1]
-
-
-def _is_square(rhs: QuantizedTensor, axes: tuple[Axes, Axes, Axes]) -> bool:
-    """Whether T columns of rhs have one scale for each step, so that it need not be repeated for each."""
-    assert isinstance(rhs.granularity, PerBlock)
-    tile = rhs.granularity.along(rhs.ndim)
-    _, kept, contracted = axes
-    alone = all(side == 1 for axis, side in enumerate(tile) if axis not in (*kept, contracted[-1]))
-    return len(kept) == 1 and tile[kept[0]] == T == tile[contracted[-1]] and alone
-
-
-def _scale(operand: QuantizedTensor, contracted: Axes, *, square: bool) -> Array:
-    """Scales in the rank of the operand, for each element of other axes than `contracted`.
-
-    Of an operand in tiles one for each 128 along the last of these and for each element of the others, else one for all.
-    """
-    if square:
-        return operand.scale
-    if not isinstance(operand.granularity, PerBlock):
-        shape = tuple(1 if axis in contracted else size for axis, size in enumerate(operand.shape))
-        return jnp.broadcast_to(operand.scale, shape)
-    shape = tuple(-(-size // T) if axis == contracted[-1] else size for axis, size in enumerate(operand.shape))
-    tile = operand.granularity.along(operand.ndim)
-    sides = tuple(side // T if axis == contracted[-1] else side for axis, side in enumerate(tile))
-    if all(side == 1 for side in sides):
-        return operand.scale
-    return jnp.broadcast_to(PerBlock(sides).expand(operand.scale, shape), shape)
 
 
 def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
@@ -193,19 +157,10 @@ def _padded_product(
     tiling = choose(batch, m, n, scaling) if tiling is None else tiling
     down, across = tiling.tile
     across *= tiling.cluster
-    lhs, rhs = (_padded(x, 1, _BOX) for x in (lhs, rhs))
-    lhs_scale = _padded(lhs_scale.mT, 2, down)
-    rhs_scale = _padded(rhs_scale, 1, math.ceil(across / T)) if scaling.square else _padded(rhs_scale.mT, 2, across)
+    lhs, rhs = (padded(x, 1, _BOX) for x in (lhs, rhs))
+    lhs_scale, rhs_scale = (
+        laid(x, i, side, scaling) for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
+    )
     formats = (lhs.dtype, rhs.dtype)
     call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, scaling)
     return call(lhs, rhs, lhs_scale, rhs_scale)[:, :m, :n]
-
-
-def _padded(x: Array, axis: int, multiple: int) -> Array:
-    """Zeros behind an axis, up to a multiple."""
-    missing = pl.cdiv(x.shape[axis], multiple) * multiple - x.shape[axis]
-    return (
-        lax.pad(x, jnp.zeros((), x.dtype), [(0, missing if i == axis else 0, 0) for i in range(x.ndim)])
-        if missing
-        else x
-    )

@@ -12,6 +12,7 @@ References:
   docs.jax.dev/en/latest/pallas/gpu/reference.html.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, load, of_step, scaled_sum
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import ALIGNED, Scaling, T, load, of_step, scaled_sum
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     COPYING_REGISTERS,
     MULTIPLYING_REGISTERS,
     ROWS,
     WARPGROUPS,
-    T,
     Tiling,
 )
 
@@ -50,10 +50,10 @@ def kernel(
     tiles_m, tiles_n = pl.cdiv(m, tile_m), pl.cdiv(n, tile_n * tiling.cluster)  # the latter of a cluster
     tiles = batch * tiles_m * tiles_n
     clusters = min(tiles, tiling.blocks // tiling.cluster)
-    width = tiling.width(out_dtype.itemsize)
+    width = tiling.width(scaling=scaling, itemsize=out_dtype.itemsize)
     corners = [(above, left) for above in range(0, tiling.rows, ROWS) for left in range(0, tiling.columns, width)]
     slots = tiling.slots(scaling=scaling, itemsize=out_dtype.itemsize)
-    per_column = not (scaling.at_end or scaling.square)  # scales of rhs in each step
+    boxes = scaling.box(0, tile_m), scaling.box(1, tile_n)
 
     def where(index: Array) -> tuple[Array, Array, Array]:
         """Batch, tile along M and tile along N of a block's turn."""
@@ -95,10 +95,13 @@ def kernel(
                     along = pl.ds(step * T, T)
                     plgpu.copy_gmem_to_smem(lhs.at[lead, rows, along], a.at[slot], filled.at[slot], **shared)
                     plgpu.copy_gmem_to_smem(rhs.at[lead, columns, along], b.at[slot], filled.at[slot])
-                    if not scaling.at_end:
-                        plgpu.copy_gmem_to_smem(lhs_scale.at[lead, step, rows], a_scale.at[slot], filled.at[slot])
-                    if per_column:
-                        plgpu.copy_gmem_to_smem(rhs_scale.at[lead, step, columns], b_scale.at[slot], filled.at[slot])
+                    for scales, to, first, box in (
+                        (lhs_scale, a_scale, down * tile_m, boxes[0]),
+                        (rhs_scale, b_scale, across * tile_n, boxes[1]),
+                    ):
+                        if box is not None:
+                            there, here = _of_step(box[0], scaling, step, first)
+                            plgpu.copy_gmem_to_smem(scales.at[lead, *there], to.at[slot, *here], filled.at[slot])
 
             index, size = lax.axis_index("clusters"), clusters
             total = (tiles // size + (index < tiles % size).astype(jnp.int32)) * steps
@@ -121,23 +124,27 @@ def kernel(
                 def step(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                     _, slot = at(turn.local_index, step)
                     plgpu.barrier_wait(filled.at[slot])
-                    of_square = rhs_scale[lead, lax.div(first, T), step] if scaling.square else None
-                    added: list[Array] = []
-                    for above in range(0, tiling.rows, ROWS):
-                        rows = pl.ds(row + above, ROWS)
-                        of_rows = None if scaling.at_end else load(a_scale.at[slot, rows], 1)
-                        product = _product(a.at[slot, rows], b.at[slot, pl.ds(column, tiling.columns)])
+                    added, last = list(sums), (scaling.parts - 1, *corners[-1])
+                    for part, above in itertools.product(range(scaling.parts), range(0, tiling.rows, ROWS)):
+                        rows, along = pl.ds(row + above, ROWS), pl.ds(part * scaling.tile, scaling.tile)
+                        of_square = rhs_scale[lead, lax.div(first, T), step] if boxes[1] is None and boxes[0] else None
+                        of_rows = load(a_scale.at[slot, part, rows], 1) if boxes[0] else None
+                        product = _product(a.at[slot, rows, along], b.at[slot, pl.ds(column, tiling.columns), along])
                         for left in range(0, tiling.columns, width):
                             # Not sooner: there are registers for the scales of a part's columns, not of all.
-                            columns = pl.ds(column + left, width)
-                            of_part = load(b_scale.at[slot, columns], 0) if per_column else of_square
-                            if len(added) == len(corners) - 1:
+                            of_columns = of_square
+                            if boxes[1] and scaling.square:
+                                cell = lax.div(column + left, scaling.tile)
+                                of_columns = b_scale[slot, cell * scaling.parts + part]
+                            elif boxes[1]:
+                                of_columns = load(b_scale.at[slot, part, pl.ds(column + left, width)], 0)
+                            if (part, above, left) == last:
                                 plgpu.commit_smem()  # so that TMA overwrites no scale that is still to be read
                                 plgpu.barrier_arrive(emptied.at[slot])
-                            part = product[:, left : left + width]
-                            if of_rows is not None and of_part is not None:
-                                part *= of_step(of_rows, of_part, part.shape)
-                            added.append(sums[len(added)] + part)
+                            more, index = product[:, left : left + width], corners.index((above, left))
+                            if of_rows is not None and of_columns is not None:
+                                more *= of_step(of_rows, of_columns, more.shape)
+                            added[index] += more
                     return tuple(added)
 
                 def accumulated(*sums: Any) -> tuple[Array, ...]:
@@ -186,13 +193,12 @@ def kernel(
     arrivals: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
     scratch = [
         (
-            _staged((stages, tile_m, T), formats[0], T),
-            _staged((stages, tile_n, T), formats[1], T),
-            None if scaling.at_end else plgpu.SMEM((stages, tile_m), jnp.float32),
-            plgpu.SMEM((stages, tile_n), jnp.float32) if per_column else None,
+            _staged((stages, tile_m, T), formats[0], scaling.tile),
+            _staged((stages, tile_n, T), formats[1], scaling.tile),
+            *(None if box is None else _staged_scales(stages, *box) for box in boxes),
         ),
         _staged((WARPGROUPS, slots, ROWS, width), out_dtype, out_shape[2]),
-        plgpu.Barrier(num_arrivals=2 if scaling.at_end else 3 + per_column, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2 + sum(box is not None for box in boxes), num_barriers=stages),
         plgpu.Barrier(**arrivals)
         if tiling.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals),
@@ -205,15 +211,31 @@ def kernel(
 
 
 def _staged(shape: Axes, dtype: DType, along: int) -> Any:
-    """Tiles in shared memory as TMA writes and reads them, permuted; `along`, the length of a row in global memory."""
+    """Tiles in shared memory as TMA writes and reads them, permuted.
+
+    No box goes beyond `along` values, a row of global memory or a tile of K: what is multiplied has whole boxes.
+    """
     itemsize = jnp.dtype(dtype).itemsize
     inner = math.gcd(128 // itemsize, shape[-1], along)
     transforms = (plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * itemsize))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
+def _staged_scales(stages: int, shape: Axes, dtype: Any) -> Any:
+    """Scales of the steps in shared memory, each at a multiple of what TMA writes at."""
+    *lead, last = shape
+    return plgpu.SMEM((stages, *lead, max(last, ALIGNED // 4) if not lead else last), dtype)
+
+
+def _of_step(box: Axes, scaling: Scaling, step: Array, first: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Where the scales of a step lie in global memory, behind B, and in a slot; `first`, row of lhs or column of rhs."""
+    if len(box) == 1:
+        return (step, pl.ds(lax.div(first, scaling.tile) * scaling.parts, box[0])), (pl.ds(0, box[0]),)
+    return (pl.ds(step * scaling.parts, box[0]), pl.ds(first, box[1])), ()
+
+
 def _product(a: Any, b: Any) -> Array:
-    """[64, C] float32 of one step, a [64, T] and b [C, T] in shared memory."""
+    """[64, C] float32 of a part of a step, a [64, S] and b [C, S] in shared memory."""
 
     def product(sums: Any) -> Array:
         plgpu.wgmma(sums, a, b.transpose((1, 0)))

@@ -12,6 +12,16 @@ they lie below each other, or beside each other where there are few rows. Every 
   large     128 x 128   64 x 128     5        2            198 (198)                 168
   wide      256 x 128  128 x 128     4        2            225 (225)                 168
 
+Tiles of 32 take four products a step, each its own scales. With 1x32 @ 1x32, E8M0 in bytes as far as they go (float32):
+
+  name      shared memory KiB    registers compiled: 1x32 @ 32x32, 1x32 @ 1x32
+  decode     141 (153)            102, 74 (107)
+  few        174 (189)            104, 78 (106)
+  small      170 (179)            157, 138 (146)
+  large      205 (213)            168, 168 (168)
+
+ptxas takes what there is, up to 168, for products that overlap; none spills.
+
 Letters: M N K matmul; R C the tile of a warpgroup; T = 128.
 
 References:
@@ -20,10 +30,8 @@ References:
 
 import dataclasses
 
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
 
-T = 128
-"""Values along K that share a scale, and that a step multiplies."""
 ROWS = 64
 """Rows of one `wgmma`."""
 WARPGROUPS = 2
@@ -80,26 +88,26 @@ class Tiling:
             return self.rows, WARPGROUPS * self.columns
         return WARPGROUPS * self.rows, self.columns
 
-    def width(self, itemsize: int) -> int:
+    def width(self, *, scaling: Scaling, itemsize: int) -> int:
         """Columns of a part of the result, of 64 rows, that is scaled and goes out at once."""
-        return min(self.columns, _LINE // itemsize)
+        return min(self.columns, _LINE // itemsize, scaling.tile if scaling.square else _LINE)
 
     def slots(self, *, scaling: Scaling, itemsize: int) -> int:
         """Parts of its result that a warpgroup has in shared memory: what there is room for that divides all of them."""
-        width = self.width(itemsize)
+        width = self.width(scaling=scaling, itemsize=itemsize)
         parts = (self.rows // ROWS) * (self.columns // width)
         room = (_SHARED - _BARRIERS - self._steps(scaling)) // (WARPGROUPS * ROWS * width * itemsize)
         return max(count for count in range(1, parts + 1) if parts % count == 0 and (count <= room or count == 1))
 
     def shared_bytes(self, *, scaling: Scaling, itemsize: int) -> int:
         """Shared memory of a block of threads; `itemsize` of the result."""
-        slots = self.slots(scaling=scaling, itemsize=itemsize)
-        return self._steps(scaling) + slots * WARPGROUPS * ROWS * self.width(itemsize) * itemsize + _BARRIERS
+        part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize) * itemsize
+        return self._steps(scaling) + self.slots(scaling=scaling, itemsize=itemsize) * part + _BARRIERS
 
     def registers(self, *, scaling: Scaling, itemsize: int) -> int:
         """What a multiplying thread needs, about: sums, a product of 64 x C, scales of the columns of a part."""
         sums, product = self.rows * self.columns // 128, 0 if scaling.fast else ROWS * self.columns // 128
-        of_columns = 0 if scaling.square else self.width(itemsize) // 4
+        of_columns = 0 if scaling.square else self.width(scaling=scaling, itemsize=itemsize) // 4
         # At the end there is no product any more.
         return sums + (max(product, of_columns) if scaling.at_end else product + of_columns) + _OTHER_REGISTERS
 

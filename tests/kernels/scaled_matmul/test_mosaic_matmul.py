@@ -1,4 +1,4 @@
-"""Hopper's block-scaled matmul, interpreted: a float64 product of what the operands stand for, and no races."""
+"""Hopper's block-scaled matmul of tiles of 128, interpreted: a float64 product of what the operands stand for, and no races."""
 
 import dataclasses
 import functools
@@ -170,8 +170,12 @@ def columns(shape=(128, 16), tile=(128, 128), scales="float32"):
 
 
 CANNOT = {
-    "tiles of 32": ((tensor(0, (8, 64), fp8.PerBlock((1, 32)), "float32"), columns((64, 16), (32, 32))), {}, "[32]"),
-    "E8M0": ((rows(scales="E8M0"), columns(scales="E8M0")), {}, "float8_e8m0fnu"),
+    "tiles of 16": ((tensor(0, (8, 64), fp8.PerBlock((1, 16)), "float32"), columns((64, 16), (16, 16))), {}, "[16]"),
+    "rows in E8M0": (
+        (tensor(0, (8, 128), fp8.PerAxis(0), "E8M0"), tensor(1, (128, 16), fp8.PerAxis(1), "E8M0")),
+        {},
+        "float8_e8m0fnu",
+    ),
     "per tensor": ((rows(), tensor(1, (128, 16), fp8.PerTensor(), "float32")), {}, "PerTensor()"),
     "empty": ((rows((0, 128)), columns()), {}, "[0, 128]"),
     "another chip": ((rows(), columns()), {"chip": "b200"}, "'b200'"),
@@ -202,7 +206,8 @@ def test_a_tiling_without_room_is_refused():
     from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
     from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, Tiling
 
-    scalings = [Scaling(), Scaling(square=True), Scaling(at_end=True), Scaling(at_end=True, fast=True)]
+    scalings = [Scaling(), Scaling(square=True), Scaling(at_end=True), Scaling(tile=32)]
+    scalings += [Scaling(tile=32, square=True), Scaling(at_end=True, fast=True)]
     for name, choice in CHOICES.items():
         for scaling in scalings[-1:] if name == "wide" else scalings:
             for itemsize in (2, 4):
