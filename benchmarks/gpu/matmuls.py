@@ -112,11 +112,11 @@ def bf16_options(chip: str) -> dict[str, bool]:
 def scaled(
     operation: Operation, backend: str, chip: str, *, fast: bool = False, dtype: Any = jnp.bfloat16
 ) -> Callable[..., jax.Array]:
-    """`fp8.scaled_matmul` of two operands by a backend."""
+    """`fp8.scaled_matmul` of two operands by a backend, and of what the product is added to, if anything."""
 
-    def run(lhs: Any, rhs: Any) -> jax.Array:
+    def run(lhs: Any, rhs: Any, add_to: Any = None) -> jax.Array:
         return fp8.scaled_matmul(
-            lhs, rhs, dimension_numbers=DIMENSIONS[operation], preferred_element_type=dtype,
+            lhs, rhs, dimension_numbers=DIMENSIONS[operation], preferred_element_type=dtype, add_to=add_to,
             fast_accumulation=fast, implementation=backend, chip=None if chip == "cpu" else chip,
         )  # fmt: skip
 
@@ -134,9 +134,10 @@ def cases(shapes: tuple[tuple[int, int, int], ...], target: Target) -> Iterator[
 
 
 def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Iterator[Case]:
-    written = 2 * (m * n if operation == "fprop" else k * n)
+    elements = m * n if operation == "fprop" else k * n
 
     def case(contender: str, function: Any, arguments: Any, **fields: Any) -> Case:
+        written = elements * (2 if len(arguments) == 2 else 4)
         return Case(
             section=SECTION, group=f"{m}x{n}x{k}", operation=operation, contender=contender, function=function,
             arguments=arguments, flops=2 * m * n * k, bytes=nbytes(arguments) + written, **fields,
@@ -154,6 +155,11 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
                 continue
             fields = {"backend": named_backend(backend), "options": options(kind, chip)}
             yield case(f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields)
+            if has_addend(kind, operation) and backend != "cudnn":
+                # As gradients of microbatches are added. C is an input of each repetition: what overwrites it copies it first.
+                summed = (*operands, jax.ShapeDtypeStruct((k, n), jnp.float32))
+                add = scaled(operation, backend, chip, dtype=jnp.float32)
+                yield case(f"{kind.name}, {backend}, added to float32", add, summed, **fields)
             if has_fast(kind, operation) and backend != "cudnn":
                 fast = scaled(operation, backend, chip, fast=True)
                 yield case(f"{kind.name}, {backend}, fast accumulation", fast, operands, **fields)
@@ -162,6 +168,11 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
 def has_fast(kind: Kind, operation: Operation) -> bool:
     """Whether it is timed with fast accumulation, too."""
     return kind.name in ("tensor", "rows") and operation == "fprop"
+
+
+def has_addend(kind: Kind, operation: Operation) -> bool:
+    """Whether it is timed with an array that the product is added to, too."""
+    return kind.name in ("tensor", "tiles of 128") and operation == "wgrad"
 
 
 def named_backend(backend: str) -> str | None:

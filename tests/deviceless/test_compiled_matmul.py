@@ -30,20 +30,23 @@ pytestmark = [
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
-def compile_on_h200(function, *arguments):
+def compile_on_h200(function, *arguments, **options):
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
     lie = NamedSharding(mesh, P())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie), arguments)
     with jax.set_mesh(mesh):
-        return jax.jit(function).lower(*placed).compile()
+        return jax.jit(function, **options).lower(*placed).compile()
 
 
-def compiled_code(folder, tiling, formats, out_dtype, scaling, k):
-    """What ptxas said of the kernel, and its PTX. A kernel that this process compiled before is not dumped: k is its own."""
+def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
+    """What ptxas said of the kernel, its PTX, and the program around it.
+
+    A kernel that this process compiled before is not dumped: k is its own.
+    """
     from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
 
     dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
-    call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, scaling)
+    call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, scaling, add_to)
     lhs, rhs = (array(2, 512, k, dtype=dtype) for dtype in dtypes)
     cells = 1 if scaling.at_end else k // scaling.tile
     across = ((4, cells) if scaling.tile == T else (k // T, 64)) if scaling.square else (cells, 512)
@@ -51,11 +54,15 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k):
     scales = array(2, cells, 512, dtype=kinds[0]), array(2, *across, dtype=kinds[1])
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
-        compile_on_h200(call, lhs, rhs, *scales)
+        if add_to is None:
+            program = compile_on_h200(call, lhs, rhs, *scales)
+        else:
+            donated = {"donate_argnums": 4} if add_to == out_dtype else {}
+            program = compile_on_h200(call, lhs, rhs, *scales, array(2, 512, 512, dtype=add_to), **donated)
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
     (log,), (code,) = Path(folder).glob("*.ptxas"), Path(folder).glob("*.ptx")
-    return log.read_text(), code.read_text()
+    return log.read_text(), code.read_text(), program.as_text()
 
 
 PLAIN, MIXED, TURNED = (fp8.E4M3, fp8.E4M3), (fp8.E4M3, fp8.E5M2), (fp8.E5M2, fp8.E4M3)
@@ -81,7 +88,7 @@ CASES = [
 def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     name, formats, out_dtype, scaling = CASES[index]
     tiling = CHOICES[name]
-    log, code = compiled_code(tmp_path, tiling, formats, out_dtype, scaling, T * (8 + index))
+    log, code, _ = compiled_code(tmp_path, tiling, formats, out_dtype, scaling, T * (8 + index))
     assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
     assert "serialized" not in log  # what ptxas says where it waits for each wgmma
     (used,) = {int(registers) for registers in re.findall(r"Used (\d+) registers", log)}
@@ -104,6 +111,38 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     if not scaling.at_end:
         assert len(re.findall(r"ld\.global", code)) == (scaling.square and scaling.tile == T)
     assert ".ftz" not in code  # the smallest scale in bytes is a subnormal number
+
+
+# C's dtype; where it is that of the result, the result is written over it.
+ADDED = [
+    ("decode", BF16, BF16, COLUMNS), ("small", F32, F32, PRECISE), ("large", F32, F32, COLUMNS), ("large", BF16, BF16, FAST),
+    ("large", BF16, F32, SQUARE), ("large", F32, BF16, PRECISE), ("large", F32, F32, SQUARE_OF_32), ("large", BF16, F32, OF_32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(len(ADDED)))
+def test_adds_without_spilling_and_in_place(index, tmp_path):
+    name, out_dtype, add_to, scaling = ADDED[index]
+    log, _, program = compiled_code(
+        tmp_path, CHOICES[name], PLAIN, out_dtype, scaling, T * (8 + len(CASES) + index), add_to
+    )
+    assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
+    assert " copy(" not in program
+    assert ("output_to_operand_aliasing" in program) == (add_to == out_dtype)
+
+
+def test_xla_adds_in_cublas():
+    """Per tensor and in float32, one kernel reads C and writes the result."""
+
+    def add(lhs, rhs, c):
+        return fp8.scaled_matmul(lhs, rhs, add_to=c)
+
+    operands = (jax.eval_shape(lambda x: fp8.quantize(x, fp8.E4M3), array(512, 512)) for _ in range(2))
+    options = {"compiler_options": fp8.compiler_options(fp8.recipes.current(), "h200"), "donate_argnums": 2}
+    program = Program(compile_on_h200(add, *operands, array(512, 512, dtype=F32), **options).as_text())
+    (kernel,) = [kernel for kernel in program.kernels(program.entry) if "s8[" in kernel.type]
+    assert kernel.is_fp8_matmul
+    assert '"beta":1' in kernel.attributes
 
 
 def layer(recipe):

@@ -26,7 +26,7 @@ from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
-from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
+from jaxfp8.kernels.scaled_matmul._mosaic_kernel import LEAST, kernel
 from jaxfp8.kernels.scaled_matmul._mosaic_scales import inner_tile, is_square, laid, padded, scale_matrix
 from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling, choose
@@ -50,6 +50,7 @@ def scaled_matmul(
     fast_accumulation: bool,
     out_sharding: Any,
     chip: str | None,
+    add_to: Array | None = None,
     tiling: Tiling | None = None,
 ) -> Array:
     """See `kernels.scaled_matmul._api.scaled_matmul`.
@@ -63,12 +64,15 @@ def scaled_matmul(
         added in float32.
       out_sharding: None.
       chip: None or a Hopper chip.
+      add_to: bfloat16, float16 or float32, of the result's shape.
       tiling: how the product is cut; default: by its shape (`_mosaic_tiling.choose`).
 
     Raises:
       NotImplementedError: for other tiles and scales, an empty operand, another chip, a mesh outside of `jax.shard_map`, and
         jax before 0.11.
     """
+    if add_to is not None and add_to.dtype not in _WRITTEN:
+        raise NotImplementedError(f"add_to in {add_to.dtype}")
     at_end = _check(lhs, rhs, dimension_numbers, out_dtype, out_sharding, chip)
     # The axis along which tiles run goes last.
     pairs, tile = list(zip(*dimension_numbers[0], strict=True)), T
@@ -85,7 +89,8 @@ def scaled_matmul(
     )
     values = [as_matrix(operand.values, dimension_numbers, i, tile=T) for i, operand in enumerate((lhs, rhs))]
     scales = [scale_matrix(operand, dimension_numbers, i, scaling) for i, operand in enumerate((lhs, rhs))]
-    product = _multiply(out_dtype, tiling, scaling)(*values, *scales)
+    before = () if add_to is None else (add_to.reshape(values[0].shape[0], math.prod(m), math.prod(n)),)
+    product = _multiply(out_dtype, tiling, scaling)(*values, *scales, *before)
     return product.reshape(*batch, *m, *n)
 
 
@@ -124,7 +129,7 @@ def _check(
 
 
 def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
-    """The product [B, M, N] of values [B, M, K] and [B, N, K], scales [B, M, C] and [B, N or N/T, C]; under vmap B grows."""
+    """The product [B, M, N] of values [B, M, K], [B, N, K] with scales, added to C [B, M, N] if given; under vmap B grows."""
 
     @custom_vmap
     def product(*arguments: Array) -> Array:
@@ -152,9 +157,10 @@ def _padded_product(
     rhs: Array,
     lhs_scale: Array,
     rhs_scale: Array,
+    add_to: Array | None = None,
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
-    tiling = choose(batch, m, n, scaling) if tiling is None else tiling
+    tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
     down, across = tiling.tile
     across *= tiling.cluster
     lhs, rhs = (padded(x, 1, _BOX) for x in (lhs, rhs))
@@ -162,5 +168,7 @@ def _padded_product(
         laid(x, i, side, scaling) for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
     )
     formats = (lhs.dtype, rhs.dtype)
-    call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, scaling)
-    return call(lhs, rhs, lhs_scale, rhs_scale)[:, :m, :n]
+    before = () if add_to is None else (padded(padded(add_to, 1, _BOX), 2, LEAST // add_to.dtype.itemsize),)
+    dtype = None if add_to is None else add_to.dtype
+    call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, scaling, dtype)
+    return call(lhs, rhs, lhs_scale, rhs_scale, *before)[:, :m, :n]

@@ -33,26 +33,37 @@ from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     Tiling,
 )
 
-_LEAST = 32  # bytes of a permuted row in shared memory, at least; global memory has whole ones
+LEAST = 32  # bytes of a permuted row in shared memory, at least; global memory has whole ones
 
 
 def kernel(
-    batch: int, m: int, n: int, k: int, formats: tuple[DType, DType], out_dtype: DType, tiling: Tiling, scaling: Scaling
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    formats: tuple[DType, DType],
+    out_dtype: DType,
+    tiling: Tiling,
+    scaling: Scaling,
+    add_to: DType | None = None,
 ) -> Callable[..., Array]:
     """The kernel for values [B, M, K] and [B, N, K] and their scales; K is a multiple of T, M and N are of 8.
 
     Scales of lhs are [B, C, M], those of rhs [B, C, N], or of square tiles [B, N/T, C]; each with M and N up to the next
-    multiple of the tile (of a cluster), for a copy in one dimension does not look where a row ends. The result [B, M, N] has
-    N up to the next multiple of 32 bytes.
+    multiple of the tile (of a cluster). The result [B, M, N] has N up to the next multiple of 32 bytes, and so has C, of the
+    dtype `add_to`, to which the product is added before it is rounded. Where that is the result's dtype, C becomes the result:
+    XLA copies it before, unless nothing else reads it.
     """
-    tiling.check(scaling=scaling, itemsize=out_dtype.itemsize)
+    sizes: dict[str, Any] = {"scaling": scaling, "itemsize": out_dtype.itemsize}
+    sizes["added"] = 0 if add_to is None else add_to.itemsize
+    tiling.check(**sizes)
     (tile_m, tile_n), steps, stages = tiling.tile, k // T, tiling.stages
     tiles_m, tiles_n = pl.cdiv(m, tile_m), pl.cdiv(n, tile_n * tiling.cluster)  # the latter of a cluster
     tiles = batch * tiles_m * tiles_n
     clusters = min(tiles, tiling.blocks // tiling.cluster)
-    width = tiling.width(scaling=scaling, itemsize=out_dtype.itemsize)
+    width = tiling.width(**sizes)
     corners = [(above, left) for above in range(0, tiling.rows, ROWS) for left in range(0, tiling.columns, width)]
-    slots = tiling.slots(scaling=scaling, itemsize=out_dtype.itemsize)
+    slots = tiling.slots(**sizes)
     boxes = scaling.box(0, tile_m), scaling.box(1, tile_n)
 
     def where(index: Array) -> tuple[Array, Array, Array]:
@@ -66,8 +77,9 @@ def kernel(
             across = across * tiling.cluster + lax.axis_index("cluster")
         return lead, first + lax.rem(index, rows), across
 
-    def body(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, out: Any, *scratch: Any) -> None:
-        (a, b, a_scale, b_scale), results, filled, emptied = scratch
+    def body(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, *rest: Any) -> None:
+        *given, (a, b, a_scale, b_scale), (results, addend, added), filled, emptied = rest
+        before, out = given[0], given[-1]  # the same where C becomes the result
         warpgroup = lax.axis_index("warpgroup")
 
         def at(turn: Array, step: Array) -> tuple[Array, Array]:
@@ -121,10 +133,21 @@ def kernel(
                 lead, down, across = where(turn.index[0])
                 first = across * tile_n + column
 
+                def place(part: int) -> tuple[Any, Any]:
+                    above, left = corners[part]
+                    return pl.ds(down * tile_m + row + above, ROWS), pl.ds(first + left, width)
+
+                def bring(part: int) -> None:
+                    if add_to is not None and part < len(corners):
+                        there = before.at[lead, *place(part)]
+                        plgpu.copy_gmem_to_smem(there, addend.at[warpgroup], added.at[warpgroup])
+
+                bring(0)
+
                 def step(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                     _, slot = at(turn.local_index, step)
                     plgpu.barrier_wait(filled.at[slot])
-                    added, last = list(sums), (scaling.parts - 1, *corners[-1])
+                    summed, last = list(sums), (scaling.parts - 1, *corners[-1])
                     for part, above in itertools.product(range(scaling.parts), range(0, tiling.rows, ROWS)):
                         rows, along = pl.ds(row + above, ROWS), pl.ds(part * scaling.tile, scaling.tile)
                         of_square = rhs_scale[lead, lax.div(first, T), step] if boxes[1] is None and boxes[0] else None
@@ -144,8 +167,8 @@ def kernel(
                             more, index = product[:, left : left + width], corners.index((above, left))
                             if of_rows is not None and of_columns is not None:
                                 more *= of_step(of_rows, of_columns, more.shape)
-                            added[index] += more
-                    return tuple(added)
+                            summed[index] += more
+                    return tuple(summed)
 
                 def accumulated(*sums: Any) -> tuple[Array, ...]:
                     """All of K in the tensor cores; a step is waited for when the next one has begun."""
@@ -174,40 +197,55 @@ def kernel(
                 else:
                     zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
                     sums = lax.fori_loop(0, steps, step, (zero,) * len(corners))
-                for part, (above, left) in enumerate(corners):
-                    slot = part % slots
-                    rows, columns = pl.ds(down * tile_m + row + above, ROWS), pl.ds(first + left, width)
-                    result = sums[part]
+                for part, result in enumerate(sums):
+                    slot, (rows, columns) = part % slots, place(part)
                     if scaling.at_end:
                         of_rows, of_columns = lhs_scale.at[lead, 0, rows], rhs_scale.at[lead, 0, columns]
                         result = scaled_sum(result, load(of_rows, 1), load(of_columns, 0))
+                    if add_to is not None:
+                        plgpu.barrier_wait(added.at[warpgroup])
+                        there = addend.at[warpgroup]
+                        result += plgpu.load(there, layout=plgpu.Layout.WGMMA).astype(jnp.float32)  # type: ignore[call-arg]
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                     results[warpgroup, slot] = result.astype(out_dtype)
-                    plgpu.commit_smem()
+                    plgpu.commit_smem()  # also so that TMA overwrites nothing of C that is still to be read
+                    bring(part + 1)
                     plgpu.copy_smem_to_gmem(results.at[warpgroup, slot], out.at[lead, rows, columns])
 
             plgpu.wait_smem_to_gmem(0)
 
-    out_shape = (batch, m, n + -n % (_LEAST // out_dtype.itemsize))
+    out_shape = (batch, m, n + -n % (LEAST // out_dtype.itemsize))
     cluster: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tiling.cluster == 2 else {}
     arrivals: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
-    scratch = [
+    scratch: list[Any] = [
         (
             _staged((stages, tile_m, T), formats[0], scaling.tile),
             _staged((stages, tile_n, T), formats[1], scaling.tile),
             *(None if box is None else _staged_scales(stages, *box) for box in boxes),
         ),
-        _staged((WARPGROUPS, slots, ROWS, width), out_dtype, out_shape[2]),
+        (
+            _staged((WARPGROUPS, slots, ROWS, width), out_dtype, out_shape[2]),
+            None if add_to is None else _staged((WARPGROUPS, ROWS, width), add_to, n + -n % (LEAST // add_to.itemsize)),
+            None if add_to is None else plgpu.Barrier(num_barriers=WARPGROUPS),
+        ),
         plgpu.Barrier(num_arrivals=2 + sum(box is not None for box in boxes), num_barriers=stages),
         plgpu.Barrier(**arrivals)
         if tiling.cluster == 1
         else plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals),
     ]
-    return plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct(out_shape, out_dtype), scratch_types=scratch,
+    in_place = add_to == out_dtype
+    call = plgpu.kernel(
+        body, out_type=() if in_place else jax.ShapeDtypeStruct(out_shape, out_dtype), scratch_types=scratch,
         grid=(clusters,), grid_names=("clusters",), num_threads=WARPGROUPS + 1, thread_name="warpgroup",
         **cluster,
     )  # fmt: skip
+
+    def overwrite(*arguments: Array) -> Array:
+        result = jax.new_ref(arguments[-1])
+        call(*arguments[:-1], result)
+        return jax.freeze(result)
+
+    return overwrite if in_place else call
 
 
 def _staged(shape: Axes, dtype: DType, along: int) -> Any:

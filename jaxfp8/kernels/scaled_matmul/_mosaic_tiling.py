@@ -20,7 +20,8 @@ Tiles of 32 take four products a step, each its own scales. With 1x32 @ 1x32, E8
   small      170 (179)            157, 138 (146)
   large      205 (213)            168, 168 (168)
 
-ptxas takes what there is, up to 168, for products that overlap; none spills.
+ptxas takes what there is, up to 168, for products that overlap; none spills. An array that the product is added to comes to
+shared memory in parts, one for each warpgroup, 16 KiB ("large": 214 KiB).
 
 Letters: M N K matmul; R C the tile of a warpgroup; T = 128.
 
@@ -88,34 +89,38 @@ class Tiling:
             return self.rows, WARPGROUPS * self.columns
         return WARPGROUPS * self.rows, self.columns
 
-    def width(self, *, scaling: Scaling, itemsize: int) -> int:
+    def width(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
         """Columns of a part of the result, of 64 rows, that is scaled and goes out at once."""
-        return min(self.columns, _LINE // itemsize, scaling.tile if scaling.square else _LINE)
+        return min(self.columns, _LINE // max(itemsize, added), scaling.tile if scaling.square else _LINE)
 
-    def slots(self, *, scaling: Scaling, itemsize: int) -> int:
+    def slots(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
         """Parts of its result that a warpgroup has in shared memory: what there is room for that divides all of them."""
-        width = self.width(scaling=scaling, itemsize=itemsize)
+        width = self.width(scaling=scaling, itemsize=itemsize, added=added)
         parts = (self.rows // ROWS) * (self.columns // width)
-        room = (_SHARED - _BARRIERS - self._steps(scaling)) // (WARPGROUPS * ROWS * width * itemsize)
+        part = WARPGROUPS * ROWS * width
+        room = (_SHARED - _BARRIERS - self._steps(scaling) - part * added) // (part * itemsize)
         return max(count for count in range(1, parts + 1) if parts % count == 0 and (count <= room or count == 1))
 
-    def shared_bytes(self, *, scaling: Scaling, itemsize: int) -> int:
-        """Shared memory of a block of threads; `itemsize` of the result."""
-        part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize) * itemsize
-        return self._steps(scaling) + self.slots(scaling=scaling, itemsize=itemsize) * part + _BARRIERS
+    def shared_bytes(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
+        """Shared memory of a block of threads; `itemsize` of the result, `added` that of an array that it is added to."""
+        part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize, added=added)
+        slots = self.slots(scaling=scaling, itemsize=itemsize, added=added)
+        return self._steps(scaling) + part * (slots * itemsize + added) + _BARRIERS
 
-    def registers(self, *, scaling: Scaling, itemsize: int) -> int:
+    def registers(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
         """What a multiplying thread needs, about: sums, a product of 64 x C, scales of the columns of a part."""
         sums, product = self.rows * self.columns // 128, 0 if scaling.fast else ROWS * self.columns // 128
-        of_columns = 0 if scaling.square else self.width(scaling=scaling, itemsize=itemsize) // 4
-        # At the end there is no product any more.
-        return sums + (max(product, of_columns) if scaling.at_end else product + of_columns) + _OTHER_REGISTERS
+        width = self.width(scaling=scaling, itemsize=itemsize, added=added)
+        of_columns = 0 if scaling.square else width // 4
+        if scaling.at_end:  # when there is no product any more
+            return sums + max(product, of_columns + (ROWS * width // 128 if added else 0)) + _OTHER_REGISTERS
+        return sums + product + of_columns + _OTHER_REGISTERS
 
-    def check(self, *, scaling: Scaling, itemsize: int) -> None:
+    def check(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> None:
         """Raise ValueError for what a multiprocessor has no room for."""
-        if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize)) > _SHARED:
+        if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize, added=added)) > _SHARED:
             raise ValueError(f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages.")
-        if (registers := self.registers(scaling=scaling, itemsize=itemsize)) > _REGISTERS:
+        if (registers := self.registers(scaling=scaling, itemsize=itemsize, added=added)) > _REGISTERS:
             raise ValueError(
                 f"{self!r} needs about {registers} registers a thread, of {_REGISTERS}; take a smaller tile."
             )
@@ -143,8 +148,8 @@ CHOICES = {
 """None was timed yet: they follow from budgets and counts of bytes."""
 
 
-def choose(batch: int, m: int, n: int, scaling: Scaling) -> Tiling:
-    """The tiling of B products [M, N], of `CHOICES`.
+def choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
+    """The tiling of B products [M, N], of `CHOICES`; `added`, to an array, for which the widest has no registers.
 
     Example:
       >>> choose(1, 64, 4096, Scaling()) is CHOICES["decode"], choose(1, 8192, 4096, Scaling()) is CHOICES["large"]
@@ -155,4 +160,4 @@ def choose(batch: int, m: int, n: int, scaling: Scaling) -> Tiling:
     if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
         return CHOICES["few" if m <= 128 else "small"]
     enough = batch * -(-m // 256) * -(-n // 128) >= _MULTIPROCESSORS
-    return CHOICES["wide" if scaling.fast and enough else "large"]
+    return CHOICES["wide" if scaling.fast and enough and not added else "large"]
