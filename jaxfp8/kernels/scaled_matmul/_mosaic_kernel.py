@@ -162,7 +162,8 @@ def kernel(
                             elif boxes[1]:
                                 of_columns = load(b_scale.at[slot, part, pl.ds(column + left, width)], 0)
                             if (part, above, left) == last:
-                                plgpu.commit_smem()  # so that TMA overwrites no scale that is still to be read
+                                if boxes[0]:
+                                    plgpu.commit_smem()  # so that TMA overwrites no scale that is still to be read
                                 plgpu.barrier_arrive(emptied.at[slot])
                             more, index = product[:, left : left + width], corners.index((above, left))
                             if of_rows is not None and of_columns is not None:

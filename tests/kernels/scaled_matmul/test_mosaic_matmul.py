@@ -211,13 +211,33 @@ def test_a_tiling_without_room_is_refused():
     for name, choice in CHOICES.items():
         for scaling in scalings[-1:] if name == "wide" else scalings:
             for itemsize in (2, 4):
-                choice.check(scaling=scaling, itemsize=itemsize)
+                for added in (0,) if name == "wide" else (0, 2, 4):
+                    choice.check(scaling=scaling, itemsize=itemsize, added=added)
     with pytest.raises(ValueError, match="bytes of shared memory"):
         dataclasses.replace(CHOICES["large"], stages=7).check(scaling=Scaling(), itemsize=2)
     with pytest.raises(ValueError, match="registers a thread"):
         CHOICES["wide"].check(scaling=Scaling(at_end=True), itemsize=2)
+    with pytest.raises(ValueError, match="registers a thread"):
+        CHOICES["wide"].check(scaling=Scaling(at_end=True, fast=True), itemsize=4, added=4)
+    with pytest.raises(ValueError, match="is scaled at the end can be fast"):
+        Scaling(fast=True)
+    with pytest.raises(ValueError, match="bytes are scales of 1x32"):
+        Scaling(tile=32, square=True, in_bytes=(True, True))
     with pytest.raises(ValueError, match="rows are 64 or 128"):
         Tiling(rows=96, columns=128)
+
+
+@needs_mosaic
+def test_a_tiling_is_chosen_by_the_shape_and_by_what_has_registers():
+    from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
+    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, choose
+
+    fast = Scaling(at_end=True, fast=True)
+    shapes = {"decode": (1, 64, 4096), "few": (1, 128, 4096), "small": (1, 1024, 1024), "large": (8, 1024, 1024)}
+    for name, shape in shapes.items():
+        assert choose(*shape, Scaling()) is CHOICES[name]
+    assert choose(1, 8192, 8192, fast) is CHOICES["wide"]
+    assert choose(1, 8192, 8192, fast, added=True) is CHOICES["large"]
 
 
 @pytest.mark.skipif(LOADS_TRANSPOSED, reason="jax 0.11 and later have the kernel")
