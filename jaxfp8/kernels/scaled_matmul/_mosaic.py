@@ -26,7 +26,8 @@ from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
-from jaxfp8.kernels.scaled_matmul._mosaic_kernel import LEAST, kernel
+from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
+from jaxfp8.kernels.scaled_matmul._mosaic_memory import whole_row
 from jaxfp8.kernels.scaled_matmul._mosaic_scales import inner_tile, is_square, laid, padded, scale_matrix
 from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling, choose
@@ -168,7 +169,9 @@ def _padded_product(
         laid(x, i, side, scaling) for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
     )
     formats = (lhs.dtype, rhs.dtype)
-    before = () if add_to is None else (padded(padded(add_to, 1, _BOX), 2, LEAST // add_to.dtype.itemsize),)
-    dtype = None if add_to is None else add_to.dtype
+    before: tuple[Array, ...] = ()
+    dtype = None
+    if add_to is not None:
+        before, dtype = (padded(padded(add_to, 1, _BOX), 2, whole_row(1, add_to.dtype.itemsize)),), add_to.dtype
     call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, scaling, dtype)
     return call(lhs, rhs, lhs_scale, rhs_scale, *before)[:, :m, :n]

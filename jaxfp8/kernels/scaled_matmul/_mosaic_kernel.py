@@ -13,7 +13,6 @@ References:
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import ALIGNED, Scaling, T, load, of_step, scaled_sum
+from jaxfp8.kernels.scaled_matmul._mosaic_memory import shared_memory, whole_row
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T, load, of_step, scaled_sum
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     COPYING_REGISTERS,
     MULTIPLYING_REGISTERS,
@@ -32,8 +32,6 @@ from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     WARPGROUPS,
     Tiling,
 )
-
-LEAST = 32  # bytes of a permuted row in shared memory, at least; global memory has whole ones
 
 
 def kernel(
@@ -215,25 +213,9 @@ def kernel(
 
             plgpu.wait_smem_to_gmem(0)
 
-    out_shape = (batch, m, n + -n % (LEAST // out_dtype.itemsize))
+    out_shape = (batch, m, whole_row(n, out_dtype.itemsize))
     cluster: dict[str, Any] = {"cluster": (2,), "cluster_names": ("cluster",)} if tiling.cluster == 2 else {}
-    arrivals: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": stages}
-    scratch: list[Any] = [
-        (
-            _staged((stages, tile_m, T), formats[0], scaling.tile),
-            _staged((stages, tile_n, T), formats[1], scaling.tile),
-            *(None if box is None else _staged_scales(stages, *box) for box in boxes),
-        ),
-        (
-            _staged((WARPGROUPS, slots, ROWS, width), out_dtype, out_shape[2]),
-            None if add_to is None else _staged((WARPGROUPS, ROWS, width), add_to, n + -n % (LEAST // add_to.itemsize)),
-            None if add_to is None else plgpu.Barrier(num_barriers=WARPGROUPS),
-        ),
-        plgpu.Barrier(num_arrivals=2 + sum(box is not None for box in boxes), num_barriers=stages),
-        plgpu.Barrier(**arrivals)
-        if tiling.cluster == 1
-        else plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals),
-    ]
+    scratch = shared_memory(n, formats, out_dtype, tiling, scaling, add_to)
     in_place = add_to == out_dtype
     call = plgpu.kernel(
         body, out_type=() if in_place else jax.ShapeDtypeStruct(out_shape, out_dtype), scratch_types=scratch,
@@ -247,23 +229,6 @@ def kernel(
         return jax.freeze(result)
 
     return overwrite if in_place else call
-
-
-def _staged(shape: Axes, dtype: DType, along: int) -> Any:
-    """Tiles in shared memory as TMA writes and reads them, permuted.
-
-    No box goes beyond `along` values, a row of global memory or a tile of K: what is multiplied has whole boxes.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    inner = math.gcd(128 // itemsize, shape[-1], along)
-    transforms = (plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * itemsize))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _staged_scales(stages: int, shape: Axes, dtype: Any) -> Any:
-    """Scales of the steps in shared memory, each at a multiple of what TMA writes at."""
-    *lead, last = shape
-    return plgpu.SMEM((stages, *lead, max(last, ALIGNED // 4) if not lead else last), dtype)
 
 
 def _of_step(box: Axes, scaling: Scaling, step: Array, first: Array) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
