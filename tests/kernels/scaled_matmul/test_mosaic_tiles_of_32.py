@@ -45,6 +45,7 @@ def test_forms(form):
     assert distance(y, exact) <= CLOSE
 
 
+@pytest.mark.slow
 def test_formats_and_results():
     tiles = fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))
     lhs, rhs = tensor(0, (40, 200), tiles[0], "E8M0"), tensor(1, (200, 72), tiles[1], "E8M0", format=fp8.E5M2)
@@ -119,6 +120,7 @@ def test_a_wrong_scale_shows(side, axis):
     assert distance(run(*wrong), product(*operands)) > 0.1
 
 
+@pytest.mark.slow  # with E8M0 also in contracts/test_scaled_matmul_add_to.py
 def test_vmap():
     kinds = (((9, 150), fp8.PerBlock((1, 32))), ((150, 40), fp8.PerBlock((32, 32))))
     experts = [[tensor(2 * i + side, *kind, "E8M0") for side, kind in enumerate(kinds)] for i in range(2)]
