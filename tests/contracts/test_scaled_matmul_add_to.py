@@ -1,5 +1,7 @@
 """C + product: every backend adds in float32 and rounds once; Mosaic's is interpreted."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,10 +87,16 @@ def test_in_the_kernel(kind, fast, dtypes):
 @needs_mosaic
 def test_in_the_kernel_with_several_tiles_and_experts():
     """Ragged and in place; each warpgroup brings several parts of C for each of several tiles."""
-    shapes, numbers = ((2, 264, 130), (2, 130, 264)), (((2,), (1,)), ((0,), (0,)))
+    from jaxfp8.kernels.scaled_matmul import _mosaic
+    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling
+
+    shapes, numbers = ((2, 136, 130), (2, 130, 136)), (((2,), (1,)), ((0,), (0,)))
     lhs, rhs = operands("tiles of 128", shapes)
-    c = addend(jnp.float32, 2, 264, 264)
-    y = interpreted(lambda *all: multiply(*all, "mosaic", dimension_numbers=numbers), lhs, rhs, c)
+    c = addend(jnp.float32, 2, 136, 136)
+    options = {"dimension_numbers": numbers, "out_dtype": jnp.dtype(jnp.float32), "fast_accumulation": False}
+    tiling = Tiling(rows=128, columns=64, stages=2, blocks=3)
+    multiply = functools.partial(_mosaic.scaled_matmul, out_sharding=None, chip=None, tiling=tiling, **options)
+    y = interpreted(jax.jit(lambda lhs, rhs, c: multiply(lhs, rhs, add_to=c)), lhs, rhs, c)
     np.testing.assert_array_equal(y, exact(lhs, rhs, c, jnp.float32, numbers))
 
 
