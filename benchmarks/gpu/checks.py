@@ -66,7 +66,7 @@ def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
             yield from cast_checks(cast, shape, dtype, backends, reference)
     inputs = Inputs(reference)
     for operation in matmuls.DIMENSIONS:
-        for kind in matmuls.KINDS:
+        for kind in matmuls.kinds_of(operation):
             backends = [name for name in matmuls.matmul.BACKENDS if name not in left_out]
             shape = TINY_MATMUL_SHAPE if tiny else MATMUL_SHAPE
             yield from matmul_checks(kind, operation, shape, backends, target, inputs)
@@ -103,7 +103,7 @@ def matmul_checks(
     def wanted(number: int) -> Any:
         return product(operation, arguments(number))
 
-    fast_too = (False, True) if (kind.name, operation) == ("tensor", "fprop") else (False,)
+    fast_too = (False, True) if matmuls.has_fast(kind, operation) else (False,)
     for backend, dtype, fast in itertools.product(backends, (jnp.float32, jnp.bfloat16), fast_too):
         case = Case(
             section=SECTION, group=f"{casts.named(shape)} {jnp.dtype(dtype).name}", operation=operation,

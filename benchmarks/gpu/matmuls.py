@@ -7,6 +7,7 @@ Letters: M tokens, K and N the weight's axes.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class Kind:
       name: in tables.
       recipe: makes the recipe, for a chip or none.
       fprop: granularities of lhs [M, K] and rhs [N, K].
-      wgrad: of lhs [M, K] and rhs [M, N].
+      wgrad: of lhs [M, K] and rhs [M, N]; None where another kind has the same.
       gradient: format of rhs in wgrad.
       scales: how amaxes become scales.
     """
@@ -52,7 +53,7 @@ class Kind:
     name: str
     recipe: Callable[..., fp8.Recipe]
     fprop: tuple[Any, Any]
-    wgrad: tuple[Any, Any]
+    wgrad: tuple[Any, Any] | None
     gradient: fp8.Format
     scales: dict[str, Any]
 
@@ -60,7 +61,7 @@ class Kind:
         """Types of lhs and rhs."""
         shapes = ((m, k), (n, k)) if operation == "fprop" else ((m, k), (m, n))
         formats = (fp8.E4M3, fp8.E4M3 if operation == "fprop" else self.gradient)
-        granularities = self.fprop if operation == "fprop" else self.wgrad
+        granularities = self.fprop if operation == "fprop" or self.wgrad is None else self.wgrad
         lhs, rhs = (
             jax.eval_shape(
                 lambda x, format=format, granularity=granularity: fp8.quantize(x, format, granularity, **self.scales),
@@ -88,7 +89,15 @@ KINDS = (
         name="MXFP8", recipe=fp8.recipes.mxfp8, scales={"scale_format": fp8.E8M0}, gradient=fp8.E4M3,
         fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((1, 32))), wgrad=(fp8.PerBlock((32, 1)), fp8.PerBlock((32, 1))),
     ),
+    Kind(
+        name="MXFP8 32x32", recipe=functools.partial(fp8.recipes.mxfp8, w_tile_dim=2), scales={"scale_format": fp8.E8M0},
+        gradient=fp8.E4M3, fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))), wgrad=None,
+    ),
 )  # fmt: skip
+
+
+def kinds_of(operation: Operation) -> list[Kind]:
+    return [kind for kind in KINDS if operation == "fprop" or kind.wgrad is not None]
 
 
 def options(kind: Kind, chip: str) -> dict[str, bool]:
@@ -103,11 +112,11 @@ def bf16_options(chip: str) -> dict[str, bool]:
 def scaled(
     operation: Operation, backend: str, chip: str, *, fast: bool = False, dtype: Any = jnp.bfloat16
 ) -> Callable[..., jax.Array]:
-    """`fp8.scaled_matmul` of two operands by a backend."""
+    """`fp8.scaled_matmul` of two operands by a backend, and of what the product is added to, if anything."""
 
-    def run(lhs: Any, rhs: Any) -> jax.Array:
+    def run(lhs: Any, rhs: Any, add_to: Any = None) -> jax.Array:
         return fp8.scaled_matmul(
-            lhs, rhs, dimension_numbers=DIMENSIONS[operation], preferred_element_type=dtype,
+            lhs, rhs, dimension_numbers=DIMENSIONS[operation], preferred_element_type=dtype, add_to=add_to,
             fast_accumulation=fast, implementation=backend, chip=None if chip == "cpu" else chip,
         )  # fmt: skip
 
@@ -125,9 +134,10 @@ def cases(shapes: tuple[tuple[int, int, int], ...], target: Target) -> Iterator[
 
 
 def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Iterator[Case]:
-    written = 2 * (m * n if operation == "fprop" else k * n)
+    elements = m * n if operation == "fprop" else k * n
 
     def case(contender: str, function: Any, arguments: Any, **fields: Any) -> Case:
+        written = elements * (2 if len(arguments) == 2 else 4)
         return Case(
             section=SECTION, group=f"{m}x{n}x{k}", operation=operation, contender=contender, function=function,
             arguments=arguments, flops=2 * m * n * k, bytes=nbytes(arguments) + written, **fields,
@@ -138,16 +148,31 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
     yield case(BASELINE, bf16(operation), plain, options=bf16_options(chip))
     if m == n == k and operation == "fprop":
         yield case("bf16, Triton allowed", bf16(operation), plain)
-    for kind in KINDS:
+    for kind in kinds_of(operation):
         operands = kind.operands(operation, m, n, k)
         for backend in matmul.BACKENDS:
             if backend == REFERENCE:
                 continue
             fields = {"backend": named_backend(backend), "options": options(kind, chip)}
             yield case(f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields)
-            if (kind.name, backend, operation) == ("tensor", "xla", "fprop"):
+            if has_addend(kind, operation) and backend != "cudnn":
+                # As gradients of microbatches are added. C is an input of each repetition: what overwrites it copies it first.
+                summed = (*operands, jax.ShapeDtypeStruct((k, n), jnp.float32))
+                add = scaled(operation, backend, chip, dtype=jnp.float32)
+                yield case(f"{kind.name}, {backend}, added to float32", add, summed, **fields)
+            if has_fast(kind, operation) and backend != "cudnn":
                 fast = scaled(operation, backend, chip, fast=True)
                 yield case(f"{kind.name}, {backend}, fast accumulation", fast, operands, **fields)
+
+
+def has_fast(kind: Kind, operation: Operation) -> bool:
+    """Whether it is timed with fast accumulation, too."""
+    return kind.name in ("tensor", "rows") and operation == "fprop"
+
+
+def has_addend(kind: Kind, operation: Operation) -> bool:
+    """Whether it is timed with an array that the product is added to, too."""
+    return kind.name in ("tensor", "tiles of 128") and operation == "wgrad"
 
 
 def named_backend(backend: str) -> str | None:

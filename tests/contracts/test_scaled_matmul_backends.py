@@ -9,8 +9,8 @@ import pytest
 import jaxfp8 as fp8
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS, scaled_matmul
 
-# These take operands in tiles only: test_scaled_matmul_tiles.py, and for Mosaic's, which has to be interpreted,
-# kernels/scaled_matmul/test_mosaic_matmul.py.
+# cuDNN's takes operands in tiles only, test_scaled_matmul_tiles.py; Mosaic's has to be interpreted,
+# kernels/scaled_matmul/test_mosaic_rows.py.
 pytestmark = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("cudnn", "mosaic")])
 
 # The bound of the numerics page for CPUs, relative in Frobenius norm, before any rounding of the result.

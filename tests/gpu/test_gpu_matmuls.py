@@ -1,5 +1,7 @@
 """Matmuls on the chip: within the bounds of the numerics page, and in FP8 where FP8 was promised."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,13 @@ KINDS = {  # recipe, granularities of fprop and of wgrad, format of g, how scale
     ),
     "MXFP8": (
         fp8.recipes.mxfp8, (fp8.PerBlock((1, 32)),) * 2, (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {"scale_format": fp8.E8M0},
+    ),
+    "MXFP8, weights in 32x32": (
+        functools.partial(fp8.recipes.mxfp8, w_tile_dim=2), (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))),
+        (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {"scale_format": fp8.E8M0},
+    ),
+    "tiles of 32, float32 scales": (
+        fp8.recipes.mxfp8, (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))), (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {},
     ),
 }  # fmt: skip
 IN_FP8 = ("tensor", "rows")  # on every chip with FP8 units
@@ -84,6 +93,47 @@ def test_within_bounds(backend, kind, operation, fast, dtype, chip):
     distance = np.linalg.norm(np.asarray(compiled(lhs, rhs), np.float64) - exact) / np.linalg.norm(exact)
     bound = FAST if fast else CLOSE
     assert distance <= bound + (ROUNDING * (1 + bound) if dtype == jnp.bfloat16 else 0)
+
+
+@pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
+@pytest.mark.parametrize("given", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", matmul.BACKENDS)
+def test_is_added_to_what_was_there(backend, kind, given, donated, chip):
+    """Into float32, ragged; in place where it is that already. What is kept, stays."""
+    make, _, granularities, gradient, scales = KINDS[kind]
+    random = np.random.default_rng(0)
+    x, y = (random.standard_normal((K, side), np.float32) for side in (M - 8, N - 24))
+    lhs = fp8.quantize(jnp.asarray(x), fp8.E4M3, granularities[0], **scales)
+    rhs = fp8.quantize(jnp.asarray(y), gradient, granularities[1], **scales)
+    c = np.asarray(jnp.asarray(30 * random.standard_normal((M - 8, N - 24), np.float32)).astype(given))
+
+    def run(lhs, rhs, c):
+        return fp8.scaled_matmul(
+            lhs,
+            rhs,
+            dimension_numbers=WGRAD,
+            preferred_element_type=jnp.float32,
+            add_to=c,
+            implementation=backend,
+            chip=chip,
+        )
+
+    jitted = jax.jit(
+        run,
+        donate_argnums=2 if donated and given == jnp.float32 else (),
+        compiler_options=fp8.compiler_options(make(), chip),
+    )
+    before = jnp.asarray(c)
+    try:
+        result = np.asarray(jitted(lhs, rhs, before), np.float64)
+    except NotImplementedError as reason:
+        pytest.skip(f"{backend}: {reason}")
+    product = dequantized(lhs).T @ dequantized(rhs)
+    distance = np.linalg.norm(result - c.astype(np.float64) - product) / np.linalg.norm(product)
+    assert distance <= CLOSE
+    if not donated:
+        np.testing.assert_array_equal(np.asarray(before), c)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

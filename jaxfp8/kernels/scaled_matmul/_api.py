@@ -9,6 +9,8 @@ from jaxfp8._dimension_numbers import check
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import Chooser, dispatch, importing
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
+from jaxfp8.kernels.scaled_matmul._add_to import adding, check_add_to
+from jaxfp8.kernels.scaled_matmul._matrices import matrix_shape
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.numerics._granularity import PerTensor
@@ -24,7 +26,8 @@ def _mosaic(*args: Any, **kwargs: Any) -> Array:
 
 # What no GPU has timed yet is taken only by name.
 BACKENDS = {
-    "cudnn": _cudnn.scaled_matmul, "xla": _xla.scaled_matmul, "mosaic": _mosaic, "reference": _reference.scaled_matmul,
+    "cudnn": adding(_cudnn.scaled_matmul), "xla": adding(_xla.scaled_matmul), "mosaic": _mosaic,
+    "reference": adding(_reference.scaled_matmul),
 }  # fmt: skip
 
 
@@ -34,19 +37,23 @@ def scaled_matmul(
     *,
     dimension_numbers: DotDimensionNumbers | None = None,
     preferred_element_type: DType | None = None,
+    add_to: Array | None = None,
     fast_accumulation: bool = False,
     out_sharding: jax.sharding.NamedSharding | jax.P | None = None,
     chip: str | None = None,
     implementation: Implementation | Chooser = None,
 ) -> Array:
-    """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
+    """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32; with `add_to`, `add_to + dequantize(lhs) @ dequantize(rhs)`.
 
     Args:
       lhs: [..., M, K] or as `dimension_numbers` say; scaled per tensor, along axes that are not contracted, or in tiles, which
         run along a contracted axis. At most one operand has square tiles.
       rhs: [K, N] or as `dimension_numbers` say.
       dimension_numbers: as in `jax.lax.dot_general`; default: the last axis of lhs with the first of rhs.
-      preferred_element_type: dtype of the result; default: what the operands' dtypes promote to.
+      preferred_element_type: dtype of the result; default: that of `add_to`, or what the operands' dtypes promote to.
+      add_to: [..., M, N], any float: what the product is added to, in float32 and before it is rounded, as gradients of
+        microbatches are (cuBLAS: C with beta = 1). "mosaic" writes the result over it if it has its dtype; donate it then, or
+        XLA copies it first.
       fast_accumulation: let Hopper's tensor cores keep about 14 bits of each partial sum (cuBLASLt's fast mode).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
       chip: the chip that the program is compiled for, if its own block-scaled matmul shall be used ("b200"). An argument, never
@@ -57,9 +64,9 @@ def scaled_matmul(
       [..., M, N], batch axes first.
 
     Raises:
-      TypeError: for operands that are no QuantizedTensors, or a result that is no float.
-      ValueError: for shapes that do not fit; for E5M2 x E5M2, which no hardware multiplies; for a scale that varies along
-        a contracted axis other than in tiles; for tiles that do not match, or are square on both sides.
+      TypeError: for operands that are no QuantizedTensors, or a result or `add_to` that is no float.
+      ValueError: for shapes that do not fit, that of `add_to` too; for E5M2 x E5M2, which no hardware multiplies; for a scale
+        that varies along a contracted axis other than in tiles; for tiles that do not match, or are square on both sides.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,6 +75,9 @@ def scaled_matmul(
       >>> fp8.scaled_matmul(q, q)
       Array([[49.,  0.],
              [ 0., 49.]], dtype=float32)
+      >>> fp8.scaled_matmul(q, q, add_to=jnp.ones((2, 2), jnp.bfloat16))
+      Array([[50, 1],
+             [1, 50]], dtype=bfloat16)
     """
     validate(lhs, "lhs")
     validate(rhs, "rhs")
@@ -85,12 +95,17 @@ def scaled_matmul(
                 f"{name} is scaled by {operand.granularity!r}, which varies along its contracted axes {tuple(contracted)}: "
                 "such scales cannot leave the sum. Quantize it along the axes that are kept."
             )
+    if add_to is not None:
+        batch, kept, _ = matrix_shape(lhs.shape, dimension_numbers, 0)
+        check_add_to(add_to, batch + kept + matrix_shape(rhs.shape, dimension_numbers, 1)[1])
+    if preferred_element_type is None and add_to is not None:
+        preferred_element_type = add_to.dtype
     if preferred_element_type is None:
         preferred_element_type = jnp.promote_types(lhs.dtype, rhs.dtype)
     return dispatch(
         "scaled_matmul", BACKENDS, implementation, lhs, rhs,
         dimension_numbers=dimension_numbers, out_dtype=check_out_dtype(preferred_element_type),
-        fast_accumulation=fast_accumulation, out_sharding=out_sharding, chip=chip,
+        add_to=add_to, fast_accumulation=fast_accumulation, out_sharding=out_sharding, chip=chip,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def choices(operands: Operands, options: Options, chip: str) -> Iterator[Choice]
 def multiplied_by(choice: Choice, options: Options, chip: str) -> Callable[..., Array]:
     """The matmul of two operands, by a choice."""
     told: dict[str, Any] = {} if choice.tiling is None else {"tiling": choice.tiling}
-    return functools.partial(BACKENDS[choice.backend], **options, **told, out_sharding=None, chip=chip)
+    return functools.partial(BACKENDS[choice.backend], **options, **told, add_to=None, out_sharding=None, chip=chip)
 
 
 def measure(matmul: str, operands: Operands, options: Options, chip: str) -> tuple[Time, ...]:

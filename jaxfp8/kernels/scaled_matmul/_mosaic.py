@@ -1,4 +1,7 @@
-"""The block-scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU): operands in tiles of 128, float32 scales.
+"""The scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU).
+
+Operands are both in tiles of 128 or 32, whose products are scaled one by one, or both scaled per tensor or along kept axes:
+then the sum is scaled before it is written, without the second pass over the product that XLA's backend needs for rows.
 
 The kernel (`_mosaic_kernel.py`) reads both operands with K last, as Hopper multiplies FP8. Others are transposed before, by
 XLA: one pass over FP8 values, none where the quantizer wrote them so (a copy in tiles of 128x1 lies transposed already). An
@@ -15,23 +18,27 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
 from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
-from jaxfp8.kernels.scaled_matmul._mosaic_tiling import T, Tiling, choose
+from jaxfp8.kernels.scaled_matmul._mosaic_memory import whole_row
+from jaxfp8.kernels.scaled_matmul._mosaic_scales import inner_tile, is_square, laid, padded, scale_matrix
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling, choose
+from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
+_FEW = 128
+"""Rows of lhs for which each byte of rhs counts. With more of them operations do, and E8M0 takes five to become float32."""
 _BOX = 8  # rows of a permuted box in shared memory
 
 
@@ -44,43 +51,59 @@ def scaled_matmul(
     fast_accumulation: bool,
     out_sharding: Any,
     chip: str | None,
+    add_to: Array | None = None,
     tiling: Tiling | None = None,
 ) -> Array:
     """See `kernels.scaled_matmul._api.scaled_matmul`.
 
     Args:
-      lhs: in tiles, of which a multiple of 128 along a contracted axis.
-      rhs: likewise.
+      lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32 along a contracted axis.
+      rhs: likewise; in tiles if lhs is.
       dimension_numbers: any.
       out_dtype: bfloat16, float16 or float32.
-      fast_accumulation: not used: each 128 products are added in float32.
+      fast_accumulation: whether sums stay in the tensor cores, if the operands are not in tiles. Else each 128 products are
+        added in float32.
       out_sharding: None.
       chip: None or a Hopper chip.
+      add_to: bfloat16, float16 or float32, of the result's shape.
       tiling: how the product is cut; default: by its shape (`_mosaic_tiling.choose`).
 
     Raises:
       NotImplementedError: for other tiles and scales, an empty operand, another chip, a mesh outside of `jax.shard_map`, and
         jax before 0.11.
     """
-    del fast_accumulation
-    _check(lhs, rhs, out_dtype, out_sharding, chip)
-    inner = _inner(lhs, rhs, dimension_numbers)
+    if add_to is not None and add_to.dtype not in _WRITTEN:
+        raise NotImplementedError(f"add_to in {add_to.dtype}")
+    at_end = _check(lhs, rhs, dimension_numbers, out_dtype, out_sharding, chip)
     # The axis along which tiles run goes last.
-    pairs = list(zip(*dimension_numbers[0], strict=True))
-    pairs.append(pairs.pop(inner))
+    pairs, tile = list(zip(*dimension_numbers[0], strict=True)), T
+    if not at_end:
+        inner, tile = inner_tile(lhs, rhs, dimension_numbers)
+        pairs.append(pairs.pop(inner))
     dimension_numbers = (tuple(zip(*pairs, strict=True)), dimension_numbers[1])  # type: ignore[assignment]
-    square = _is_square(rhs, axes_of(rhs.ndim, dimension_numbers, 1))
-    values = [as_matrix(operand.values, dimension_numbers, i, tile=T) for i, operand in enumerate((lhs, rhs))]
-    scales = [
-        as_matrix(_scale(operand, pair, square=square and i == 1), dimension_numbers, i)
-        for i, (operand, pair) in enumerate(zip((lhs, rhs), pairs[-1], strict=True))
-    ]
-    product = _multiply(out_dtype, tiling, square)(*values, *scales)
+    square = not at_end and is_square(rhs, axes_of(rhs.ndim, dimension_numbers, 1), tile)
     (batch, m, _), (_, n, _) = (matrix_shape(x.shape, dimension_numbers, i) for i, x in enumerate((lhs, rhs)))
+    in_bytes = [tile != T and operand.scale.dtype == E8M0.dtype for operand in (lhs, rhs)]
+    in_bytes[1] &= not square and math.prod(m) <= _FEW
+    scaling = Scaling(
+        tile=tile, at_end=at_end, square=square, in_bytes=(in_bytes[0], in_bytes[1]), fast=at_end and fast_accumulation
+    )
+    values = [as_matrix(operand.values, dimension_numbers, i, tile=T) for i, operand in enumerate((lhs, rhs))]
+    scales = [scale_matrix(operand, dimension_numbers, i, scaling) for i, operand in enumerate((lhs, rhs))]
+    before = () if add_to is None else (add_to.reshape(values[0].shape[0], math.prod(m), math.prod(n)),)
+    product = _multiply(out_dtype, tiling, scaling)(*values, *scales, *before)
     return product.reshape(*batch, *m, *n)
 
 
-def _check(lhs: QuantizedTensor, rhs: QuantizedTensor, out_dtype: DType, out_sharding: Any, chip: str | None) -> None:
+def _check(
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    dimension_numbers: DotDimensionNumbers,
+    out_dtype: DType,
+    out_sharding: Any,
+    chip: str | None,
+) -> bool:
+    """Raise NotImplementedError for what the kernel cannot do. Whether all of K shares its scales."""
     if "idx" in inspect.signature(plgpu.load).parameters:
         raise NotImplementedError("jax before 0.11 cannot multiply a transposed FP8 tile")
     if chip is not None and (chip_named(chip).compute_capability or (0,))[0] != 9:
@@ -88,10 +111,8 @@ def _check(lhs: QuantizedTensor, rhs: QuantizedTensor, out_dtype: DType, out_sha
     if out_dtype not in _WRITTEN:
         raise NotImplementedError(f"a result in {out_dtype}")
     for operand in (lhs, rhs):
-        if not isinstance(operand.granularity, PerBlock):
-            raise NotImplementedError(f"{operand.granularity!r}; it takes tiles")
-        if operand.scale.dtype != jnp.float32:
-            raise NotImplementedError(f"scales in {operand.scale.dtype}; it takes float32")
+        if operand.scale.dtype != jnp.float32 and not isinstance(operand.granularity, PerBlock):
+            raise NotImplementedError(f"{operand.granularity!r} with scales in {operand.scale.dtype}; it takes float32")
         if 0 in operand.shape:
             raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
     mesh = mesh_of(lhs.values, rhs.values)
@@ -100,51 +121,22 @@ def _check(lhs: QuantizedTensor, rhs: QuantizedTensor, out_dtype: DType, out_sha
         raise NotImplementedError(f"{mesh}; on several devices call it inside jax.shard_map")
     if out_sharding is not None:
         raise NotImplementedError(f"out_sharding={out_sharding}; on several devices call it inside jax.shard_map")
+    if not dimension_numbers[0][0]:
+        raise NotImplementedError("no axis is contracted")
+    in_tiles = [isinstance(operand.granularity, PerBlock) for operand in (lhs, rhs)]
+    if len(set(in_tiles)) > 1:
+        raise NotImplementedError(f"{lhs.granularity!r} with {rhs.granularity!r}; it takes tiles with tiles")
+    return not in_tiles[0]
 
 
-def _inner(lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers) -> int:
-    """Which pair of contracted axes has tiles of 128, or of a multiple."""
-    tiles = []
-    for operand, axes in zip((lhs, rhs), dimension_numbers[0], strict=True):
-        assert isinstance(operand.granularity, PerBlock)
-        along = operand.granularity.along(operand.ndim)
-        tiles.append([along[axis] for axis in axes])
-    whole = [pair for pair, side in enumerate(tiles[0]) if side % T == 0]
-    if not whole:
-        raise NotImplementedError(f"tiles of {tiles[0]} along the contracted axes; it takes 128")
-    return whole[-1]
-
-
-def _is_square(rhs: QuantizedTensor, axes: tuple[Axes, Axes, Axes]) -> bool:
-    """Whether T columns of rhs have one scale for each step, so that it need not be repeated for each."""
-    assert isinstance(rhs.granularity, PerBlock)
-    tile = rhs.granularity.along(rhs.ndim)
-    _, kept, contracted = axes
-    alone = all(side == 1 for axis, side in enumerate(tile) if axis not in (*kept, contracted[-1]))
-    return len(kept) == 1 and tile[kept[0]] == T == tile[contracted[-1]] and alone
-
-
-def _scale(operand: QuantizedTensor, inner: int, *, square: bool) -> Array:
-    """Scales in the rank of the operand: one for each 128 along `inner`, and along other axes for each element."""
-    assert isinstance(operand.granularity, PerBlock)
-    if square:
-        return operand.scale
-    shape = tuple(-(-size // T) if axis == inner else size for axis, size in enumerate(operand.shape))
-    tile = operand.granularity.along(operand.ndim)
-    sides = tuple(side // T if axis == inner else side for axis, side in enumerate(tile))
-    if all(side == 1 for side in sides):
-        return operand.scale
-    return jnp.broadcast_to(PerBlock(sides).expand(operand.scale, shape), shape)
-
-
-def _multiply(out_dtype: DType, tiling: Tiling | None, square: bool) -> Any:
-    """The product [B, M, N] of values [B, M, K] and [B, N, K], scales [B, M, C] and [B, N or N/T, C]; under vmap B grows."""
+def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
+    """The product [B, M, N] of values [B, M, K], [B, N, K] with scales, added to C [B, M, N] if given; under vmap B grows."""
 
     @custom_vmap
     def product(*arguments: Array) -> Array:
         for argument in arguments:
             arguments = tuple(vary_as(x, argument) for x in arguments)
-        return vary_as(_padded_product(out_dtype, tiling, square, *arguments), arguments[0])
+        return vary_as(_padded_product(out_dtype, tiling, scaling, *arguments), arguments[0])
 
     @product.def_vmap
     def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
@@ -159,25 +151,27 @@ def _multiply(out_dtype: DType, tiling: Tiling | None, square: bool) -> Any:
 
 
 def _padded_product(
-    out_dtype: DType, tiling: Tiling | None, square: bool, lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array
+    out_dtype: DType,
+    tiling: Tiling | None,
+    scaling: Scaling,
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Array,
+    rhs_scale: Array,
+    add_to: Array | None = None,
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
-    tiling = choose(batch, m, n) if tiling is None else tiling
+    tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
     down, across = tiling.tile
     across *= tiling.cluster
-    lhs, rhs = (_padded(x, 1, _BOX) for x in (lhs, rhs))
-    lhs_scale = _padded(lhs_scale.mT, 2, down)
-    rhs_scale = _padded(rhs_scale, 1, math.ceil(across / T)) if square else _padded(rhs_scale.mT, 2, across)
-    formats = (lhs.dtype, rhs.dtype)
-    call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, square=square)
-    return call(lhs, rhs, lhs_scale, rhs_scale)[:, :m, :n]
-
-
-def _padded(x: Array, axis: int, multiple: int) -> Array:
-    """Zeros behind an axis, up to a multiple."""
-    missing = pl.cdiv(x.shape[axis], multiple) * multiple - x.shape[axis]
-    return (
-        lax.pad(x, jnp.zeros((), x.dtype), [(0, missing if i == axis else 0, 0) for i in range(x.ndim)])
-        if missing
-        else x
+    lhs, rhs = (padded(x, 1, _BOX) for x in (lhs, rhs))
+    lhs_scale, rhs_scale = (
+        laid(x, i, side, scaling) for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
     )
+    formats = (lhs.dtype, rhs.dtype)
+    before: tuple[Array, ...] = ()
+    dtype = None
+    if add_to is not None:
+        before, dtype = (padded(padded(add_to, 1, _BOX), 2, whole_row(1, add_to.dtype.itemsize)),), add_to.dtype
+    call = kernel(batch, lhs.shape[1], rhs.shape[1], k, formats, out_dtype, tiling, scaling, dtype)
+    return call(lhs, rhs, lhs_scale, rhs_scale, *before)[:, :m, :n]

@@ -2,13 +2,26 @@
 
 A block of threads has two warpgroups that multiply and one that copies. Each of the two has a tile of R x C of the product;
 they lie below each other, or beside each other where there are few rows. Every choice adds in the same order, K in steps of
-128, first to last. Budgets of the table, with a result in bfloat16 (float32) and tiles of 1x128 @ 1x128, the larger case:
+128, first to last. Budgets of the table, with a result in bfloat16 (float32) and tiles of 1x128 @ 1x128, the largest case; of
+`wide`, which is taken where the tensor cores keep the sum (fast accumulation), with scales of rows and columns:
 
   name      product     R x C     stages   cluster   shared memory KiB of 227   registers of 168
   decode     64 x 64    64 x 32      8        1            141 (149)                  64
   few       128 x 32    64 x 32      8        1            174 (182)                  64
   small     128 x 64    64 x 64      6        1            166 (182)                 104
   large     128 x 128   64 x 128     5        2            198 (198)                 168
+  wide      256 x 128  128 x 128     4        2            225 (225)                 168
+
+Tiles of 32 take four products a step, each its own scales. With 1x32 @ 1x32, E8M0 in bytes as far as they go (float32):
+
+  name      shared memory KiB    registers compiled: 1x32 @ 32x32, 1x32 @ 1x32
+  decode     141 (153)            102, 74 (107)
+  few        174 (189)            104, 78 (106)
+  small      170 (179)            157, 138 (146)
+  large      205 (213)            168, 168 (168)
+
+ptxas takes what there is, up to 168, for products that overlap; none spills. An array that the product is added to comes to
+shared memory in parts, one for each warpgroup, 16 KiB ("large": 214 KiB).
 
 Letters: M N K matmul; R C the tile of a warpgroup; T = 128.
 
@@ -20,8 +33,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-T = 128
-"""Values along K that share a scale, and that a step multiplies."""
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
+
 ROWS = 64
 """Rows of one `wgmma`."""
 WARPGROUPS = 2
@@ -78,40 +91,46 @@ class Tiling:
             return self.rows, WARPGROUPS * self.columns
         return WARPGROUPS * self.rows, self.columns
 
-    def width(self, itemsize: int) -> int:
+    def width(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
         """Columns of a part of the result, of 64 rows, that is scaled and goes out at once."""
-        return min(self.columns, _LINE // itemsize)
+        return min(self.columns, _LINE // max(itemsize, added), scaling.tile if scaling.square else _LINE)
 
-    def slots(self, *, square: bool, itemsize: int) -> int:
+    def slots(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
         """Parts of its result that a warpgroup has in shared memory: what there is room for that divides all of them."""
-        width = self.width(itemsize)
+        width = self.width(scaling=scaling, itemsize=itemsize, added=added)
         parts = (self.rows // ROWS) * (self.columns // width)
-        room = (_SHARED - _BARRIERS - self._steps(square)) // (WARPGROUPS * ROWS * width * itemsize)
+        part = WARPGROUPS * ROWS * width
+        room = (_SHARED - _BARRIERS - self._steps(scaling) - part * added) // (part * itemsize)
         return max(count for count in range(1, parts + 1) if parts % count == 0 and (count <= room or count == 1))
 
-    def shared_bytes(self, *, square: bool, itemsize: int) -> int:
-        """Shared memory of a block of threads; `square` as in the kernel, `itemsize` of the result."""
-        slots = self.slots(square=square, itemsize=itemsize)
-        return self._steps(square) + slots * WARPGROUPS * ROWS * self.width(itemsize) * itemsize + _BARRIERS
+    def shared_bytes(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
+        """Shared memory of a block of threads; `itemsize` of the result, `added` that of an array that it is added to."""
+        part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize, added=added)
+        slots = self.slots(scaling=scaling, itemsize=itemsize, added=added)
+        return self._steps(scaling) + part * (slots * itemsize + added) + _BARRIERS
 
-    def registers(self, *, square: bool, itemsize: int) -> int:
+    def registers(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
         """What a multiplying thread needs, about: sums, a product of 64 x C, scales of the columns of a part."""
-        sums, product = self.rows * self.columns // 128, ROWS * self.columns // 128
-        return sums + product + (0 if square else self.width(itemsize) // 4) + _OTHER_REGISTERS
+        sums, product = self.rows * self.columns // 128, 0 if scaling.fast else ROWS * self.columns // 128
+        width = self.width(scaling=scaling, itemsize=itemsize, added=added)
+        of_columns = 0 if scaling.square else width // 4
+        if scaling.at_end:  # when there is no product any more
+            return sums + max(product, of_columns + (ROWS * width // 128 if added else 0)) + _OTHER_REGISTERS
+        return sums + product + of_columns + _OTHER_REGISTERS
 
-    def check(self, *, square: bool, itemsize: int) -> None:
+    def check(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> None:
         """Raise ValueError for what a multiprocessor has no room for."""
-        if (needed := self.shared_bytes(square=square, itemsize=itemsize)) > _SHARED:
+        if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize, added=added)) > _SHARED:
             raise ValueError(f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages.")
-        if (registers := self.registers(square=square, itemsize=itemsize)) > _REGISTERS:
+        if (registers := self.registers(scaling=scaling, itemsize=itemsize, added=added)) > _REGISTERS:
             raise ValueError(
                 f"{self!r} needs about {registers} registers a thread, of {_REGISTERS}; take a smaller tile."
             )
 
-    def _steps(self, square: bool) -> int:
+    def _steps(self, scaling: Scaling) -> int:
         """Bytes of values and scales of all stages."""
         down, across = self.tile
-        return self.stages * ((down + across) * T + 4 * (down if square else down + across))
+        return self.stages * ((down + across) * T + scaling.bytes_of_step(self.tile))
 
 
 CHOICES = {
@@ -125,22 +144,25 @@ CHOICES = {
     # The largest whose sums and products fit in registers. Alone a block would read 64 bytes of L2 a cycle while its
     # tensor cores are busy, more than its share; in pairs that share rows it is 48.
     "large": Tiling(rows=64, columns=128, stages=5, cluster=2),
+    # Without a product beside the sums there are registers for twice as many of them, and a block reads 32 bytes a cycle.
+    "wide": Tiling(rows=128, columns=128, stages=4, cluster=2),
 }
 """None was timed yet: they follow from budgets and counts of bytes."""
 
 
-def choose(batch: int, m: int, n: int) -> Tiling:
-    """The tiling of B products [M, N], of `CHOICES`.
+def choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
+    """The tiling of B products [M, N], of `CHOICES`; `added`, to an array, for which the widest has no registers.
 
     Example:
-      >>> choose(1, 64, 4096) is CHOICES["decode"], choose(1, 8192, 4096) is CHOICES["large"]
+      >>> choose(1, 64, 4096, Scaling()) is CHOICES["decode"], choose(1, 8192, 4096, Scaling()) is CHOICES["large"]
       (True, True)
     """
     if m <= 64:
         return CHOICES["decode"]
     if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
         return CHOICES["few" if m <= 128 else "small"]
-    return CHOICES["large"]
+    enough = batch * -(-m // 256) * -(-n // 128) >= _MULTIPROCESSORS
+    return CHOICES["wide" if scaling.fast and enough and not added else "large"]
 
 
 def search_space() -> Iterator[Tiling]:

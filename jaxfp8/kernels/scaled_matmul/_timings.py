@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxfp8._typing import DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling
 from jaxfp8.numerics._per_block import PerBlock
@@ -88,9 +88,18 @@ class Timings:
         return min(times, key=lambda time: time.seconds).choice if times else None
 
     def choose(
-        self, lhs: QuantizedTensor, rhs: QuantizedTensor, *, chip: str | None, out_sharding: Any, **options: Any
+        self,
+        lhs: QuantizedTensor,
+        rhs: QuantizedTensor,
+        *,
+        chip: str | None,
+        out_sharding: Any,
+        add_to: Array | None,
+        **options: Any,
     ) -> list[tuple[str, dict[str, Any]]]:
-        """The backends that were timed for this matmul, fastest first, and how each is to be told.
+        """The backends that were timed for this matmul, fastest first, and what each is to be told.
+
+        A product that is added to an array takes the backend, and not the tiling, which may not leave room for the array.
 
         Raises:
           ValueError: where the call names another chip.
@@ -100,7 +109,10 @@ class Timings:
             raise ValueError(f"these timings are of chip {self.chip!r}, the call is for chip={chip!r}; measure there.")
         times = dict(self.times).get(describe(lhs, rhs, **options), ())
         choices = [time.choice for time in sorted(times, key=lambda time: time.seconds)]
-        return [(c.backend, {} if c.tiling is None else {"tiling": c.tiling}) for c in choices]
+        cut = [choice.tiling if add_to is None else None for choice in choices]
+        return [
+            (c.backend, {} if tiling is None else {"tiling": tiling}) for c, tiling in zip(choices, cut, strict=True)
+        ]
 
     def merged(self, other: "Timings") -> "Timings":
         """These and the others, which win where both have a matmul.

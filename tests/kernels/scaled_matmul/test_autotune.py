@@ -63,6 +63,10 @@ def test_the_fastest_that_can(called):
     multiply = lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, preferred_element_type=jnp.float32, implementation=timings)
     jax.eval_shape(multiply, *operands())
     assert called == [("mosaic", large), ("reference", None)]
+    called.clear()
+    c = jax.ShapeDtypeStruct((M, N), jnp.float32)  # for which that tiling may have no room
+    jax.eval_shape(lambda c: fp8.scaled_matmul(*operands(), add_to=c, implementation=timings), c)
+    assert called == [("mosaic", None), ("reference", None)]
     assert timings.fastest(describe(*operands(), **OPTIONS)) == Choice(backend="mosaic", tiling=large)
 
 

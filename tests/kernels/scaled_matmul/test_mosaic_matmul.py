@@ -1,4 +1,4 @@
-"""Hopper's block-scaled matmul, interpreted: a float64 product of what the operands stand for, and no races."""
+"""Hopper's block-scaled matmul of tiles of 128, interpreted: a float64 product of what the operands stand for, and no races."""
 
 import dataclasses
 import functools
@@ -84,13 +84,13 @@ def tilings():
     from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, Tiling
 
     few = {name: dataclasses.replace(choice, blocks=2, stages=2, group=2) for name, choice in CHOICES.items()}
-    wide = Tiling(rows=128, columns=32, beside=True, stages=3, blocks=2, cluster=2)
-    return few | {"high": Tiling(rows=128, columns=64, stages=2, blocks=3, group=1), "wide": wide}
+    broad = Tiling(rows=128, columns=32, beside=True, stages=3, blocks=2, cluster=2)
+    return few | {"high": Tiling(rows=128, columns=64, stages=2, blocks=3, group=1), "broad": broad}
 
 
 @needs_mosaic
 @pytest.mark.parametrize("rhs_tile", [(128, 128), (128, 1)], ids=["square", "columns"])
-@pytest.mark.parametrize("name", tilings())
+@pytest.mark.parametrize("name", [name for name in tilings() if name != "wide"])
 def test_every_tiling_has_the_exact_bits(name, rhs_tile):
     from jaxfp8.kernels.scaled_matmul import _mosaic
 
@@ -170,8 +170,12 @@ def columns(shape=(128, 16), tile=(128, 128), scales="float32"):
 
 
 CANNOT = {
-    "tiles of 32": ((tensor(0, (8, 64), fp8.PerBlock((1, 32)), "float32"), columns((64, 16), (32, 32))), {}, "[32]"),
-    "E8M0": ((rows(scales="E8M0"), columns(scales="E8M0")), {}, "float8_e8m0fnu"),
+    "tiles of 16": ((tensor(0, (8, 64), fp8.PerBlock((1, 16)), "float32"), columns((64, 16), (16, 16))), {}, "[16]"),
+    "rows in E8M0": (
+        (tensor(0, (8, 128), fp8.PerAxis(0), "E8M0"), tensor(1, (128, 16), fp8.PerAxis(1), "E8M0")),
+        {},
+        "float8_e8m0fnu",
+    ),
     "per tensor": ((rows(), tensor(1, (128, 16), fp8.PerTensor(), "float32")), {}, "PerTensor()"),
     "empty": ((rows((0, 128)), columns()), {}, "[0, 128]"),
     "another chip": ((rows(), columns()), {"chip": "b200"}, "'b200'"),
@@ -199,18 +203,41 @@ def test_a_mesh_is_refused(kind):
 
 @needs_mosaic
 def test_a_tiling_without_room_is_refused():
+    from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
     from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, Tiling
 
-    for choice in CHOICES.values():
-        for square in (True, False):
+    scalings = [Scaling(), Scaling(square=True), Scaling(at_end=True), Scaling(tile=32)]
+    scalings += [Scaling(tile=32, square=True), Scaling(at_end=True, fast=True)]
+    for name, choice in CHOICES.items():
+        for scaling in scalings[-1:] if name == "wide" else scalings:
             for itemsize in (2, 4):
-                choice.check(square=square, itemsize=itemsize)
+                for added in (0,) if name == "wide" else (0, 2, 4):
+                    choice.check(scaling=scaling, itemsize=itemsize, added=added)
     with pytest.raises(ValueError, match="bytes of shared memory"):
-        dataclasses.replace(CHOICES["large"], stages=7).check(square=True, itemsize=2)
+        dataclasses.replace(CHOICES["large"], stages=7).check(scaling=Scaling(), itemsize=2)
     with pytest.raises(ValueError, match="registers a thread"):
-        Tiling(rows=128, columns=128, stages=3).check(square=True, itemsize=2)
+        CHOICES["wide"].check(scaling=Scaling(at_end=True), itemsize=2)
+    with pytest.raises(ValueError, match="registers a thread"):
+        CHOICES["wide"].check(scaling=Scaling(at_end=True, fast=True), itemsize=4, added=4)
+    with pytest.raises(ValueError, match="is scaled at the end can be fast"):
+        Scaling(fast=True)
+    with pytest.raises(ValueError, match="bytes are scales of 1x32"):
+        Scaling(tile=32, square=True, in_bytes=(True, True))
     with pytest.raises(ValueError, match="rows are 64 or 128"):
         Tiling(rows=96, columns=128)
+
+
+@needs_mosaic
+def test_a_tiling_is_chosen_by_the_shape_and_by_what_has_registers():
+    from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
+    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, choose
+
+    fast = Scaling(at_end=True, fast=True)
+    shapes = {"decode": (1, 64, 4096), "few": (1, 128, 4096), "small": (1, 1024, 1024), "large": (8, 1024, 1024)}
+    for name, shape in shapes.items():
+        assert choose(*shape, Scaling()) is CHOICES[name]
+    assert choose(1, 8192, 8192, fast) is CHOICES["wide"]
+    assert choose(1, 8192, 8192, fast, added=True) is CHOICES["large"]
 
 
 @pytest.mark.skipif(LOADS_TRANSPOSED, reason="jax 0.11 and later have the kernel")
