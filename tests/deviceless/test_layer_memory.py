@@ -27,18 +27,19 @@ pytestmark = [
 M, K, N = 4096, 4096, 16384
 MIB = 2**20
 CASTS, BOTH = fp8.Implementations(casts="mosaic"), fp8.Implementations(casts="mosaic", matmuls="mosaic")
-# Of each recipe: its kernels, and the bytes at its peak over those of bfloat16, at most. Hopper wants a copy of x and w
-# for each matmul that reads them, so at the end of the forward pass there are two bytes a value, as in bfloat16; then one.
+# Of each recipe: its kernels, and the bytes at its peak over those of bfloat16, at most. Hopper wants a copy of x and w for each
+# matmul that reads them, so at the end of the forward pass there are two bytes a value, as in bfloat16; then one. cuBLASLt takes
+# a workspace of 4 MiB besides. Scales of 1x32 become float32 before the kernel that multiplies them.
 RECIPES = {
     "delayed": (fp8.recipes.delayed(), CASTS, 1.001),
-    "current": (fp8.recipes.current(), CASTS, 1.001),
+    "delayed, matmuls too": (fp8.recipes.delayed(), BOTH, 0.98),
+    "current, matmuls too": (fp8.recipes.current(), BOTH, 0.98),
     "rowwise": (fp8.recipes.rowwise(), CASTS, 1.001),
+    "rowwise, matmuls too": (fp8.recipes.rowwise(), BOTH, 0.98),
     "rowwise, wgrad in high precision": (fp8.recipes.rowwise(high_precision_wgrad=True), CASTS, 0.62),
     "blockwise": (fp8.recipes.blockwise(), BOTH, 0.99),
-    "blockwise, float32 scales": (fp8.recipes.blockwise(power_of_two=False), BOTH, 0.99),
     "mxfp8": (fp8.recipes.mxfp8(), BOTH, 1.05),
-    "mxfp8, 2D weights": (fp8.recipes.mxfp8(w_tile_dim=2), BOTH, 1.05),
-    "rowwise, matmuls too": (fp8.recipes.rowwise(), BOTH, 0.99),
+    "mxfp8, 2D weights": (fp8.recipes.mxfp8(w_tile_dim=2), BOTH, 0.999),
 }
 
 
@@ -82,5 +83,4 @@ def test_of_a_recipe(name):
     recipe, kernels, share = RECIPES[name]
     saved, most = peak(recipe, kernels)
     assert saved <= 0.61 * 160 * MIB
-    print(name, saved / MIB, most / MIB)
     assert most <= share * 164 * MIB
