@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxfp8._typing import Array, Implementation, ScaleRounding
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
 from jaxfp8.numerics._formats import E8M0, Format
@@ -74,7 +75,7 @@ class Current(AbstractQuantizer):
 
     def quantize(
         self,
-        x: Array,
+        x: Source,
         granularities: tuple[AbstractGranularity, ...],
         *,
         amax: Callable[[AbstractGranularity], Array],
