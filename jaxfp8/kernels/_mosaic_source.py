@@ -16,11 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, parts, place, shared_tile
+from jaxfp8.kernels._mosaic_tiles import PART, T, as_matrices, check_array, place, shared_tile
 from jaxfp8.kernels._prologue import AbstractPrologue, Produced, Source
 
 Kind: TypeAlias = Literal["tile", "rows", "columns"]
 """An operand [L, M, K], or a value for each row [L, M] or column [L, K] in float32."""
+# Columns of a part: with all T of them two operands and an exponential take all 255 registers of a thread.
+_COLUMNS = 64
 # Where the values of rows and of columns are, in the registers that hold a tile.
 ONE_A_ROW, _ONE_A_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
@@ -68,24 +70,34 @@ class Reader:
 
     def tile(self, staged: Sequence[Any]) -> Any:
         """The tile in shared memory, once all has arrived."""
-        tile, *others = staged
-        if self.prologue is None:
+        tile = staged[0]
+        prologue = self.prologue
+        if prologue is None:
             return tile
-        for taken, first in parts(tile, turned=False):
-            rest = []
-            for (kind, _), other in zip(self.operands[1:], others, strict=True):
-                if kind == "columns":
-                    each = plgpu.load(other.at[...], layout=_ONE_A_COLUMN)  # type: ignore[call-arg]  # of jax before 0.11
-                    rest.append(lax.broadcast_in_dim(each, first.shape, (1,)))
-                elif kind == "rows":
-                    each = plgpu.load(other.at[taken], layout=ONE_A_ROW)  # type: ignore[call-arg]
-                    rest.append(lax.broadcast_in_dim(each, first.shape, (0,)))
-                else:
-                    each = plgpu.load(other.at[taken], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]
-                    rest.append(each.astype(jnp.float32))
-            tile[taken] = self.prologue.elementwise(first, *rest).astype(tile.dtype)
+
+        def make(part: Array, carry: None) -> None:
+            rows = pl.ds(pl.multiple_of(part * PART, PART), PART)
+            for first in range(0, T, _COLUMNS):
+                columns = pl.ds(first, _COLUMNS)
+                loaded = (
+                    _loaded(kind, each, rows, columns) for (kind, _), each in zip(self.operands, staged, strict=True)
+                )
+                tile[rows, columns] = prologue.elementwise(*loaded).astype(tile.dtype)
+
+        # A loop in the program, too, or its addresses take registers from what follows.
+        lax.fori_loop(0, T // PART, make, None)
         plgpu.commit_smem()  # other threads read it, by columns too
         return tile
+
+
+def _loaded(kind: Kind, staged: Any, rows: Any, columns: Any) -> Array:
+    """Of what is staged for an operand, these rows and columns in float32 registers."""
+    index = {"tile": (rows, columns), "rows": (rows,), "columns": (columns,)}[kind]
+    layout = {"tile": plgpu.Layout.WGMMA, "rows": ONE_A_ROW, "columns": _ONE_A_COLUMN}[kind]
+    loaded = plgpu.load(staged.at[index], layout=layout).astype(jnp.float32)  # type: ignore[call-arg]  # of jax before 0.11
+    if kind == "tile":
+        return loaded
+    return lax.broadcast_in_dim(loaded, (PART, _COLUMNS), (0 if kind == "rows" else 1,))
 
 
 def reader(

@@ -82,8 +82,12 @@ def _apply(prologue: AbstractPrologue, *arrays: ArrayLike) -> Array:
 
 
 def _rounded(x: Array, dtype: DType) -> Array:
-    """x in a dtype. XLA may drop a conversion to bfloat16 and back, but not this rounding."""
-    return (lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x).astype(dtype)
+    """x in a dtype. XLA may drop a conversion to bfloat16 and back, but not this rounding.
+
+    Of the converted array: what XLA writes to memory, because it will not compute h twice, is then bfloat16, not float32.
+    """
+    x = x.astype(dtype)
+    return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
