@@ -25,7 +25,7 @@ pytestmark = [
 M, K, N = 1024, 512, 256
 PROLOGUES = {"swiglu": (fp8.SwiGLU(), ((M, K), (M, K))), "rms_norm": (fp8.RMSNorm(), ((M, K), (K,)))}
 # Passes over an array [M, K] in bfloat16 that the kernel's prologue saves in a training step: h is not written, nor read.
-# Scales of all of h need its amaxes first: of two arrays it is then written as before, of one it is made again where it is cast.
+# Scales of all of h need its amaxes first: of two arrays it is then written as before, of one it is made twice.
 SAVED = [
     (fp8.recipes.delayed(), "swiglu", 2),
     (fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1), "rms_norm", 2),

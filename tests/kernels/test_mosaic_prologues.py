@@ -39,11 +39,11 @@ def apart(name, *given, **how):
 @pytest.mark.parametrize(
     ("name", "shape", "dtype", "granularity", "how"),
     [
-        ("swiglu", RAGGED, jnp.bfloat16, (ROWS, COLUMNS, SQUARES), {}),
+        ("swiglu", RAGGED, jnp.bfloat16, (COLUMNS, SQUARES), {}),
         ("rms_norm", RAGGED, jnp.bfloat16, (MX_COLUMNS, MX_ROWS), MX),
         ("swiglu", RAGGED, jnp.float32, (OF_COLUMNS, TENSOR), {}),
-        ("rms_norm", WHOLE, jnp.bfloat16, (OF_ROWS, OF_COLUMNS), {}),
-        ("swiglu", WHOLE, jnp.float16, TENSOR, {"scale": 0.5}),
+        pytest.param("rms_norm", WHOLE, jnp.bfloat16, (OF_ROWS, OF_COLUMNS), {}, marks=pytest.mark.slow),
+        ("swiglu", (128, 64), jnp.float16, TENSOR, {"scale": 0.5}),
         pytest.param("rms_norm", WHOLE, jnp.float32, (SQUARES, ROWS), {}, marks=pytest.mark.slow),
         pytest.param("swiglu", WHOLE, jnp.bfloat16, (MX_COLUMNS, MX_ROWS), MX, marks=pytest.mark.slow),
         pytest.param(
@@ -58,7 +58,7 @@ def test_has_the_bits_of_two_steps(name, shape, dtype, granularity, how):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("mapped", [(0, 0), (None, 0)], ids=["experts", "gains"])
+@pytest.mark.parametrize("mapped", [(0, 0), pytest.param((None, 0), marks=pytest.mark.slow)], ids=["experts", "gains"])
 def test_a_gain_for_each_matrix(mapped):
     """Whole tiles of two matrices are one matrix to a kernel, unless each has columns of its own."""
     x, _ = arrays("rms_norm", (2, 128, 64), jnp.bfloat16)
