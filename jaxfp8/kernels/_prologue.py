@@ -82,9 +82,10 @@ def _apply(prologue: AbstractPrologue, *arrays: ArrayLike) -> Array:
 
 
 def _rounded(x: Array, dtype: DType) -> Array:
-    """x in a dtype. XLA may drop a conversion to bfloat16 and back, but not this rounding.
+    """x in a dtype. XLA drops a conversion to bfloat16 and back where it fuses both, but not around this rounding.
 
-    Of the converted array: what XLA writes to memory, because it will not compute h twice, is then bfloat16, not float32.
+    Of the converted array, which it does not change: what XLA writes to memory, because it will not compute h twice, is then
+    bfloat16 and not float32.
     """
     x = x.astype(dtype)
     return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import Program
-from targets import topology
+from targets import array, program_for, topology
 
 import jaxfp8 as fp8
 from jaxfp8.sharding import wire_report
@@ -55,7 +55,6 @@ def trained(recipe, prologue, shapes, *, fused):
     mesh, state = devices(), fp8.init_state(recipe)
     lie = NamedSharding(mesh, P())
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie)
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     arguments = ((tuple(array(*shape) for shape in shapes), array(K, N)), array(M, N), state)
     with jax.set_mesh(mesh):
         run = jax.jit(step, compiler_options=fp8.compiler_options(recipe, "h200"))
@@ -67,6 +66,20 @@ def test_bytes_of_a_training_step(recipe, name, passes):
     two, one = (trained(recipe, *PROLOGUES[name], fused=fused) for fused in (False, True))
     saved = two.traffic(two.parts()[0]) - one.traffic(one.parts()[0])
     assert saved == pytest.approx(passes * 2 * M * K, abs=0.1 * M * K)
+
+
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_xla_rounds_what_it_fuses(name):
+    """Else its casts would see another h than kernels: it drops conversions to bfloat16 and back."""
+    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
+    program = program_for(
+        "h200", lambda *a: function(*a, fp8.E4M3, scale=0.5), *(array(*s) for s in PROLOGUES[name][1])
+    )
+    written = [kernel for kernel in program.kernels(program.entry) if f"[{M},{K}]" in kernel.type]
+    assert [kernel.type.split("[")[0] for kernel in written] == ["f8e4m3fn"]
+    assert any(
+        i.op == "convert" and i.type.startswith(f"bf16[{M},{K}]") for i in program.inside(program.entry, written[0])
+    )
 
 
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
