@@ -49,8 +49,9 @@ def rms_norm_quantize(
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> rms_norm_quantize(jnp.array([[1.0, -7.0]]), jnp.array([5.0, 1.0]), fp8.E4M3).dequantize()
-      Array([[ 1.        , -1.3999999]], dtype=float32)
+      >>> q = rms_norm_quantize(jnp.ones((64, 256)), jnp.ones(256), fp8.E4M3, fp8.PerBlock((1, 128)))
+      >>> q.shape, q.scale.shape
+      ((64, 256), (64, 2))
 
     References:
       Zhang and Sennrich, arXiv:1910.07467, section 3.
