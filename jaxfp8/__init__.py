@@ -9,6 +9,8 @@ from jaxfp8 import sharding as sharding
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8.diagnostics._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
 from jaxfp8.kernels._dispatch import Implementations as Implementations
+from jaxfp8.kernels._prologue import RMSNorm as RMSNorm
+from jaxfp8.kernels._prologue import SwiGLU as SwiGLU
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul as scaled_matmul
 from jaxfp8.kernels.scaled_matmul._autotune import autotune as autotune
 from jaxfp8.kernels.scaled_matmul._timings import Timings as Timings
@@ -27,6 +29,8 @@ from jaxfp8.ops._commit import nothing_seen as nothing_seen
 from jaxfp8.ops._dot import dot as dot
 from jaxfp8.ops._dot_general import dot_general as dot_general
 from jaxfp8.ops._einsum import einsum as einsum
+from jaxfp8.ops._prologue_quantize import rms_norm_quantize as rms_norm_quantize
+from jaxfp8.ops._prologue_quantize import swiglu_quantize as swiglu_quantize
 from jaxfp8.ops._quantize import fake_quantize as fake_quantize
 from jaxfp8.ops._quantize import quantize as quantize
 from jaxfp8.ops._state import MatmulState as MatmulState

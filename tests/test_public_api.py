@@ -10,7 +10,7 @@ import pytest
 EXPECTED = {
     "jaxfp8": """
         E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock QuantizedTensor quantize fake_quantize scaled_matmul
-        dot_general dot einsum save_fp8_residuals
+        dot_general dot einsum save_fp8_residuals SwiGLU RMSNorm rms_norm_quantize swiglu_quantize
         init_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs MatmulState FP8StateError
         Recipe Operands Implementations Timings autotune compiler_options roofline assert_fp8_gemms
         recipes quantizers sharding comms linen nnx

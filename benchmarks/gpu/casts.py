@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from case import Case, nbytes
 
 import jaxfp8 as fp8
+from jaxfp8.kernels._prologue import produce
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.numerics import amax
@@ -38,15 +39,18 @@ class Cast:
       run: of (x, backend, *scalars) to a tuple of arrays.
       backends: of the kernel's door.
       scalars: how many float32 scalars it takes.
+      beside: of a shape, the types of arrays that it takes beside x.
     """
 
     name: str
     run: Callable[..., tuple[jax.Array, ...]]
     backends: Mapping[str, Any]
     scalars: int = 0
+    beside: Callable[[tuple[int, ...]], tuple[jax.ShapeDtypeStruct, ...]] = lambda shape: ()
 
     def arguments(self, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return jax.ShapeDtypeStruct(shape, dtype), *[jax.ShapeDtypeStruct((), jnp.float32)] * self.scalars
+        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * self.scalars
+        return jax.ShapeDtypeStruct(shape, dtype), *self.beside(shape), *scalars
 
     def by(self, backend: str) -> Callable[..., tuple[jax.Array, ...]]:
         return lambda x, *scalars: self.run(x, backend, *scalars)
@@ -71,6 +75,19 @@ def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
         return tuple(array for q in copies for array in as_read(q))
 
     return Cast(name=name, run=run, backends=quantize.BACKENDS)
+
+
+def produced(name: str, prologue: Any, beside: Callable[..., Any], *granularities: Any, rule: ScaleRule) -> Cast:
+    """The same of what a prologue makes of x and another array, which XLA fuses if it can, and kernels do themselves."""
+
+    def run(x: jax.Array, backend: str, other: jax.Array) -> tuple[jax.Array, ...]:
+        copies = quantize.quantize(produce(prologue, x, other), fp8.E4M3, granularities, rule, implementation=backend)
+        return tuple(array for q in copies for array in as_read(q))
+
+    backends = {
+        name: backend for name, backend in quantize.BACKENDS.items() if name != "triton"
+    }  # which reads one array
+    return Cast(name=name, run=run, backends=backends, beside=lambda shape: (beside(shape),))
 
 
 def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
@@ -103,6 +120,18 @@ CASTS = (
     quantized("MXFP8 32x32", fp8.PerBlock((32, 32)), rule=BYTES),
 )
 
+# Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's.
+PRODUCED = (
+    produced(
+        "SwiGLU, 1x128 and 128x1", fp8.SwiGLU(), lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS,
+    ),
+    produced(
+        "RMSNorm, 1x128 and 128x1", fp8.RMSNorm(), lambda shape: jax.ShapeDtypeStruct(shape[-1:], jnp.float32),
+        fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS,
+    ),
+)  # fmt: skip
+
 
 def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
     """The yardstick: the driver's copy on the device, and XLA's own kernel with as many bytes."""
@@ -117,7 +146,7 @@ def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
 def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     for shape in shapes:
         yield from copies(shape)
-        for cast_ in CASTS:
+        for cast_ in (*CASTS, *PRODUCED):
             arguments = cast_.arguments(shape)
             written = jax.eval_shape(cast_.by(REFERENCE), *arguments)
             for backend in cast_.backends:

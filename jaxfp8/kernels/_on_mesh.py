@@ -79,6 +79,11 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Ar
         if parts > 1 and x.shape[axis] % (parts * side):
             raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
     in_specs = (spec, *(_of_other(spec, each.shape) for each in others))
+    # What lies otherwise, a gain that is whole on every device for instance, is moved.
+    others = tuple(
+        jax.sharding.reshard(each, NamedSharding(sharding.mesh, lie))
+        for each, lie in zip(others, in_specs[1:], strict=True)
+    )
     mesh = None if jax.sharding.get_abstract_mesh().axis_names else sharding.mesh  # None takes the one that is set
     return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(x, *others)
 

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
+from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Array, Array]:
-    """lhs and rhs as arrays of a dtype that FP8 matmuls take.
+def check_operands(
+    lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe, prologue: AbstractPrologue | None = None
+) -> tuple[tuple[Array, ...], Array]:
+    """lhs, one array or those of a prologue, and rhs, as arrays of a dtype that FP8 matmuls take.
 
     Raises:
       TypeError: naming the argument, its dtype and the cure.
@@ -24,7 +27,20 @@ def check_operands(lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe) -> tuple[Arra
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     check_recipe(recipe)
-    return check_float("lhs", lhs), check_float("rhs", rhs)
+    if prologue is None:
+        return (check_float("lhs", lhs),), check_float("rhs", rhs)
+    if not isinstance(prologue, AbstractPrologue):
+        raise TypeError(
+            f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your function to lhs."
+        )
+    if not isinstance(lhs, tuple | list) or len(lhs) != len(prologue.names):
+        raise TypeError(f"lhs is {_described(lhs)}; with prologue={prologue!r} it is the tuple {prologue.names}.")
+    arrays = tuple(check_float(f"lhs, {name}", each) for name, each in zip(prologue.names, lhs, strict=True))
+    return arrays, check_float("rhs", rhs)
+
+
+def _described(lhs: ArrayLike) -> str:
+    return f"a {type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, tuple | list) else f"of type {type(lhs).__name__}"
 
 
 def check_recipe(recipe: object) -> None:
@@ -53,6 +69,10 @@ def check_float(name: str, x: ArrayLike) -> Array:
     """
     if isinstance(x, QuantizedTensor):
         raise TypeError(f"{name} is a QuantizedTensor already; pass the high-precision array, or {name}.dequantize().")
+    if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
+        raise TypeError(
+            f"{name} is a tuple of {len(x)} arrays; pass one, or to fp8.dot and fp8.dot_general those of a prologue=."
+        )
     if not isinstance(x, jax.Array):
         x = jnp.asarray(x)
     if x.dtype.name not in FLOAT_DTYPES:

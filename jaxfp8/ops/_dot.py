@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxfp8._typing import Array, DType, Implementation
 from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._state import MatmulState
@@ -12,7 +13,7 @@ from jaxfp8.sharding._shard import Shard
 
 
 def dot(
-    lhs: Array,
+    lhs: Array | tuple[Array, ...],
     rhs: Array,
     *,
     recipe: Recipe,
@@ -24,11 +25,12 @@ def dot(
     lhs_shard: Shard | None = None,
     rhs_shard: Shard | None = None,
     implementation: Implementation | Implementations = None,
+    prologue: AbstractPrologue | None = None,
 ) -> Array:
     """`lhs @ rhs` in FP8: [..., K] times [K, N].
 
     Args:
-      lhs: activations [..., K].
+      lhs: activations [..., K]; with `prologue=` the tuple of its arrays.
       rhs: weights [K, N].
       recipe: which quantizer for which operand.
       state: of this matmul, for recipes that have any.
@@ -39,6 +41,7 @@ def dot(
       lhs_shard: see `dot_general`.
       rhs_shard: see `dot_general`.
       implementation: see `dot_general`.
+      prologue: see `dot_general`.
 
     Returns:
       [..., N].
@@ -49,15 +52,20 @@ def dot(
       >>> fp8.dot(jnp.ones((2, 4)), jnp.ones((4, 1)), recipe=fp8.recipes.rowwise())
       Array([[4.],
              [4.]], dtype=float32)
+      >>> x, gain = 3 * jnp.ones((2, 4)), jnp.ones(4)
+      >>> fp8.dot((x, gain), jnp.ones((4, 1)), recipe=fp8.recipes.current(), prologue=fp8.RMSNorm())
+      Array([[4.],
+             [4.]], dtype=float32)
     """
-    lhs, rhs = check_operands(lhs, rhs, recipe)
-    if lhs.ndim < 1 or rhs.ndim != 2:
+    arrays, rhs = check_operands(lhs, rhs, recipe, prologue)
+    ndim = arrays[0].ndim
+    if ndim < 1 or rhs.ndim != 2:
         raise ValueError(
-            f"dot takes lhs [..., K] and rhs [K, N], got shapes {list(lhs.shape)} and {list(rhs.shape)}; "
+            f"dot takes lhs [..., K] and rhs [K, N], got shapes {list(arrays[0].shape)} and {list(rhs.shape)}; "
             "use fp8.dot_general."
         )
     return dot_general(
-        lhs, rhs, (((lhs.ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,
+        arrays if prologue else arrays[0], rhs, (((ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,
         recipe=recipe, state=state, out_sharding=out_sharding, reduce_axes=reduce_axes,
-        lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation,
+        lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation, prologue=prologue,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from jaxfp8._dimension_numbers import check
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.kernels._prologue import AbstractPrologue, produce
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, fp8_precision
@@ -26,7 +27,7 @@ from jaxfp8.sharding._shard import Shard, place
 
 
 def dot_general(
-    lhs: Array,
+    lhs: Array | tuple[Array, ...],
     rhs: Array,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
@@ -39,12 +40,13 @@ def dot_general(
     lhs_shard: Shard | None = None,
     rhs_shard: Shard | None = None,
     implementation: Implementation | Implementations = None,
+    prologue: AbstractPrologue | None = None,
 ) -> Array:
     """`jax.lax.dot_general` with FP8 operands, forward and backward, as the recipe says.
 
     Args:
       lhs: activations x, [..., M, K] or as `dimension_numbers` say; bfloat16, float16, float32 (or float64, computed in
-        float32).
+        float32). With `prologue=` the tuple of its arrays.
       rhs: weights w, [K, N] or as `dimension_numbers` say.
       dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`.
       precision: of fprop: None or DEFAULT lets Hopper accumulate fast, HIGH and HIGHEST do not; dgrad and wgrad never do.
@@ -65,6 +67,8 @@ def dot_general(
       rhs_shard: the same of w (fully sharded data parallelism).
       implementation: a kernel backend by name, for casts and matmuls; `Implementations(casts=, matmuls=)` names one for each;
         None takes the first that can. A cast by "mosaic" lays each copy as its matmul reads it on Hopper.
+      prologue: `fp8.SwiGLU()` of lhs (gate, up), or `fp8.RMSNorm()` of lhs (x, gain): the matmul of `prologue(*lhs)`, to the
+        bit, gradients too. A cast by "mosaic" makes it tile by tile, so that it is neither written nor saved in high precision.
 
     Returns:
       [batch, lhs kept, rhs kept].
@@ -84,9 +88,20 @@ def dot_general(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
-    lhs, rhs = check_operands(lhs, rhs, recipe)
+    arrays, rhs = check_operands(lhs, rhs, recipe, prologue)
+    made = None if prologue is None else produce(prologue, *arrays)
+    lhs = arrays[0] if made is None else made.value
     x_shard = None if lhs_shard is None else place("lhs", lhs, lhs_shard)
     w_shard = None if rhs_shard is None else place("rhs", rhs, rhs_shard)
+    if (
+        prologue is not None
+        and x_shard is not None
+        and x_shard.axis - lhs.ndim in prologue.whole
+        and x_shard.manual_axes
+    ):
+        raise ValueError(
+            f"prologue={prologue!r} needs all of axis {x_shard.axis - lhs.ndim} of lhs, {lhs_shard=} has a part; split another."
+        )
     shapes = (
         lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
         rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
@@ -125,8 +140,12 @@ def dot_general(
         types_tell=types_tell(),
         shards=(("x", x_shard), ("w", w_shard), ("g", None)),
         implementations=_implementations(implementation),
+        prologue=prologue,
     )
-    y = three_matmuls(call, x, w, state.scale if state else None, probe.ledger if probe else None)
+    operands = None if made is None else lax.stop_gradient(made.operands)
+    if view is not None and operands is not None:
+        operands = tuple(view.operand(each, lhs.shape) for each in operands)
+    y = three_matmuls(call, x, w, state.scale if state else None, probe.ledger if probe else None, operands)
     return y if view is None else view.result(y, out_sharding)
 
 

@@ -58,7 +58,7 @@ def einsum(
       >>> fp8.einsum("bd,dhk->bhk", jnp.ones((2, 4)), jnp.ones((4, 3, 5)), recipe=fp8.recipes.current()).shape
       (2, 3, 5)
     """
-    lhs, rhs = check_operands(lhs, rhs, recipe)
+    (lhs,), rhs = check_operands(lhs, rhs, recipe)
     if not isinstance(equation, str):
         raise TypeError(f"equation={equation!r} must be a string, for instance 'bd,dk->bk'.")
     if equation.count(",") != 1:

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.kernels._prologue import AbstractPrologue, Source, value_of
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
@@ -44,6 +45,7 @@ class Call:
     types_tell: bool  # over which manual axes a value varies
     shards: tuple[tuple[Tensor, PlacedShard | None], ...]  # operands that are gathered in FP8
     implementations: Implementations
+    prologue: AbstractPrologue | None  # what makes x, in the quantizer
 
     def shard(self, tensor: Tensor) -> PlacedShard | None:
         return dict(self.shards)[tensor]
@@ -70,7 +72,7 @@ Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 def quantize_operand(
     call: Call,
     tensor: Tensor,
-    value: Array,
+    source: Source,
     scale: Array | None,
     ledger: Array | None,
     apart: frozenset[str],
@@ -81,6 +83,7 @@ def quantize_operand(
     `apart`: the mesh axes along which it is several tensors and not parts of one. `contracted`: those over which a matmul
     contracts it across devices; its row amaxes span them.
     """
+    value = value_of(source)
     # One call of a quantizer for all the directions in which matmuls read its result.
     directions: dict[AbstractQuantizer, dict[tuple[AbstractGranularity, bool], frozenset[str]]] = {}
     kinds: dict[Matmul, tuple[AbstractQuantizer, tuple[AbstractGranularity, bool]]] = {}
@@ -108,7 +111,7 @@ def quantize_operand(
         granularities, transposed = zip(*copies, strict=True)
         spans = {granularity: across for (granularity, _), across in copies.items()}
         made, met_now = quantizer.quantize(
-            value, granularities, amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
+            source, granularities, amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
             all_set=call.all_set, transposed=transposed, implementation=call.implementations.casts,
         )  # fmt: skip
         operands += made

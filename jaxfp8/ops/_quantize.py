@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, ArrayLike, Implementation, Rounding, ScaleRounding
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import cast
 from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.numerics._formats import Format
@@ -95,7 +96,26 @@ def quantize(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (tiles); OCP Microscaling Formats (MX) v1.0 (E8M0 scales).
     """
-    x = once(check_float("x", x))
+    return quantize_source(
+        once(check_float("x", x)), format, granularity, power_of_two=power_of_two, scale_format=scale_format,
+        scale_rounding=scale_rounding, scale=scale, rounding=rounding, key=key, implementation=implementation,
+    )  # fmt: skip
+
+
+def quantize_source(
+    x: Source,
+    format: Format,
+    granularity: AbstractGranularity | tuple[AbstractGranularity, ...] | None,
+    *,
+    power_of_two: bool,
+    scale_format: Format | None,
+    scale_rounding: ScaleRounding,
+    scale: ArrayLike | None,
+    rounding: Rounding,
+    key: Array | None,
+    implementation: Implementation,
+) -> QuantizedTensor | tuple[QuantizedTensor, ...]:
+    """`quantize` of an array, or of what a prologue makes of arrays, whose dtypes are checked."""
     check_value_format(format)
     granularity = PerTensor() if granularity is None else granularity
     granularities = granularity if isinstance(granularity, tuple) else (granularity,)

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels._prologue import Produced, Source, value_of
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
 from jaxfp8.ops._dimension_numbers import inverse_permutation
 from jaxfp8.ops._ledger import encode
@@ -37,16 +38,23 @@ class _Primals:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def three_matmuls(call: Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None) -> Array:
+def three_matmuls(
+    call: Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None, operands: tuple[Array, ...] | None
+) -> Array:
+    """The product; `operands` are those of the prologue that makes lhs, which gets the gradient."""
     del ledger
-    return _fprop(call, lhs, rhs, scale, None)[0]
+    return _fprop(call, _source(call, lhs, operands), rhs, scale, None)[0]
+
+
+def _source(call: Call, lhs: Array, operands: tuple[Array, ...] | None) -> Source:
+    return lhs if call.prologue is None or operands is None else Produced(lhs, operands, call.prologue)
 
 
 def _fprop(
-    call: Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None
+    call: Call, lhs: Source, rhs: Array, scale: Array | None, ledger: Array | None
 ) -> tuple[Array, Operand, Operand, Seen]:
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
-    x_varies, w_varies = varying(lhs) - call.over("x"), varying(rhs) - call.over("w")
+    x_varies, w_varies = varying(value_of(lhs)) - call.over("x"), varying(rhs) - call.over("w")
     split, apart = call.split_or_apart(x_varies & w_varies)
     x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, apart, fprop=split, wgrad=x_varies - w_varies)
     w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, apart, fprop=split, dgrad=w_varies - x_varies)
@@ -55,7 +63,7 @@ def _fprop(
     return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
 
 
-def _forward_rule(call: Call, lhs: Any, rhs: Any, scale: Any, ledger: Any) -> tuple[Array, Any]:
+def _forward_rule(call: Call, lhs: Any, rhs: Any, scale: Any, ledger: Any, operands: Any) -> tuple[Array, Any]:
     if call.collected and (ledger is None or not ledger.perturbed):
         raise FP8StateError(
             "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
@@ -64,11 +72,12 @@ def _forward_rule(call: Call, lhs: Any, rhs: Any, scale: Any, ledger: Any) -> tu
         )
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
-    y, x, w, seen = _fprop(call, lhs, rhs, scale, ledger)
+    source = _source(call, lhs, operands and tuple(leaf.value for leaf in operands))
+    y, x, w, seen = _fprop(call, source, rhs, scale, ledger)
     return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
 
 
-def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Array, None, Array | None]:
+def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Array, None, Array | None, None]:
     x, w, seen, scale, ledger, primals = residuals
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         aval: Any = gradient.aval
@@ -87,10 +96,10 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Ar
     dx = _cotangent(dx, dx_axes, primals.lhs, call.shard("x"))
     dw = _cotangent(dw, dw_axes, primals.rhs, call.shard("w"))
     if not call.collected:
-        return dx, dw, None, None
+        return dx, dw, None, None, None
     seen = {**seen, **g_seen}
     rows = [vary_as(seen[row.tensor, r], ledger) for r, row in enumerate(call.recipe.rows)]
-    return dx, dw, None, encode(jnp.stack(rows))
+    return dx, dw, None, encode(jnp.stack(rows)), None
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -43,6 +43,14 @@ class TileView:
     def lhs(self, x: Array) -> Array:
         return _view(x, self.lhs_order, self.merged[0] + self.merged[1] + self.merged[2])
 
+    def operand(self, part: Array, shape: tuple[int, ...]) -> Array:
+        """The view of an array that has the axes of lhs, which has this shape, or 1; so has its view."""
+        whole = jax.eval_shape(self.lhs, jax.ShapeDtypeStruct(shape, part.dtype)).shape
+        view = self.lhs(part)
+        if all(size in (1, full) for size, full in zip(view.shape, whole, strict=True)):
+            return view
+        return self.lhs(jnp.broadcast_to(part, shape))  # 1 and more than 1 are merged
+
     def rhs(self, w: Array) -> Array:
         return _view(w, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.numerics._formats import VALUE_FORMATS, Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -37,7 +38,7 @@ class AbstractQuantizer(abc.ABC):
     @abc.abstractmethod
     def quantize(
         self,
-        x: Array,
+        x: Source,
         granularities: tuple[AbstractGranularity, ...],
         *,
         amax: Callable[[AbstractGranularity], Array],
@@ -49,7 +50,7 @@ class AbstractQuantizer(abc.ABC):
         """Choose the scale and cast, in one call for all the directions in which matmuls read x.
 
         Args:
-          x: [...] floating point.
+          x: [...] floating point, or what a prologue makes of arrays.
           granularities: this quantizer's own, resolved for the array, once for each direction.
           amax: gives the amax of the whole logical tensor, of shape `granularity.scale_shape(x.shape)`. Called only
             by those who need it, because it costs a read of x.

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxfp8._typing import Array, Implementation, ScaleRounding
+from jaxfp8.kernels._prologue import Source, value_of, wide_operands
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
 from jaxfp8.numerics._formats import E8M0, Format
@@ -74,7 +75,7 @@ class Current(AbstractQuantizer):
 
     def quantize(
         self,
-        x: Array,
+        x: Source,
         granularities: tuple[AbstractGranularity, ...],
         *,
         amax: Callable[[AbstractGranularity], Array],
@@ -89,6 +90,10 @@ class Current(AbstractQuantizer):
                 x, self.format, granularities, self.rule, transposed=transposed, implementation=implementation
             )
             return copies, None
+        if wide_operands(x) > 1:
+            x = value_of(
+                x
+            )  # its amaxes were taken before: to write x and read it again costs no more than to read two arrays
         known = {each: self.rule.apply(amax(each), self.format) for each in dict.fromkeys(granularities)}
         multipliers, scales = zip(*(known[each] for each in granularities), strict=True)
         return cast_copies(

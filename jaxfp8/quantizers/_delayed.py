@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
@@ -83,7 +84,7 @@ class Delayed(AbstractQuantizer):
 
     def quantize(
         self,
-        x: Array,
+        x: Source,
         granularities: tuple[AbstractGranularity, ...],
         *,
         amax: Callable[[AbstractGranularity], Array],

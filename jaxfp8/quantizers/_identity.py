@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.quantizers._base import AbstractQuantizer
 
@@ -33,7 +34,7 @@ class Identity(AbstractQuantizer):
 
     def quantize(
         self,
-        x: Array,
+        x: Source,
         granularities: tuple[AbstractGranularity, ...],
         *,
         amax: Callable[[AbstractGranularity], Array],
@@ -43,4 +44,4 @@ class Identity(AbstractQuantizer):
         implementation: Implementation,
     ) -> tuple[tuple[Array, ...], Array | None]:
         del amax, scale, all_set, transposed, implementation
-        return (x,) * len(granularities), None
+        return (value_of(x),) * len(granularities), None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
@@ -65,7 +66,7 @@ class Static(AbstractQuantizer):
 
     def quantize(
         self,
-        x: Array,
+        x: Source,
         granularities: tuple[AbstractGranularity, ...],
         *,
         amax: Callable[[AbstractGranularity], Array],

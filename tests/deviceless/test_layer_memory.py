@@ -27,9 +27,9 @@ pytestmark = [
 M, K, N = 4096, 4096, 16384
 MIB = 2**20
 CASTS, BOTH = fp8.Implementations(casts="mosaic"), fp8.Implementations(casts="mosaic", matmuls="mosaic")
-# Of each recipe: its kernels, and the bytes at its peak over those of bfloat16, at most. Hopper wants a copy of x and w for each
-# matmul that reads them, so at the end of the forward pass there are two bytes a value, as in bfloat16; then one. cuBLASLt takes
-# a workspace of 4 MiB besides. Scales of 1x32 become float32 before the kernel that multiplies them.
+# Of each recipe: its kernels, and the bytes at its peak over those of bfloat16, at most. Hopper wants a copy of x and w
+# for each matmul that reads them, so at the end of the forward pass there are two bytes a value, as in bfloat16; then one.
+# cuBLASLt takes a workspace of 4 MiB besides. Scales of 1x32 become float32 before the kernel that multiplies them.
 RECIPES = {
     "delayed": (fp8.recipes.delayed(), CASTS, 1.001),
     "delayed, matmuls too": (fp8.recipes.delayed(), BOTH, 0.98),

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
 from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast import _reference, _xla
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -23,7 +24,7 @@ BACKENDS: dict[str, Callable[..., Any]] = {"xla": _xla.cast, "mosaic": _mosaic, 
 
 
 def cast(
-    x: Array,
+    x: Source,
     multiplier: Array,
     format: Format,
     granularity: AbstractGranularity,
@@ -37,7 +38,7 @@ def cast(
     """`values = round(clip(x * multiplier))`, with `scale = 1 / multiplier`.
 
     Args:
-      x: [...] floating point.
+      x: [...] floating point, or what a prologue makes of arrays: XLA fuses it, Pallas kernels read the arrays.
       multiplier: float32 of shape `granularity.scale_shape(x.shape)`, in [2^-126, 2^126].
       format: E4M3 or E5M2.
       granularity: which values share a scale.
@@ -58,7 +59,7 @@ def cast(
 
 
 def cast_copies(
-    x: Array,
+    x: Source,
     multipliers: tuple[Array, ...],
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
@@ -73,7 +74,7 @@ def cast_copies(
     """x with each of these multipliers, in one call, so that a kernel can read x once for all copies and for its amax.
 
     Args:
-      x: [...] floating point.
+      x: [...] floating point, or what a prologue makes of arrays: XLA fuses it, Pallas kernels read the arrays.
       multipliers: of each copy, see `cast`.
       format: E4M3 or E5M2.
       granularities: of each copy.

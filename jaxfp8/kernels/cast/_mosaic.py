@@ -14,9 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._typing import Array, Axes, DType, Rounding
-from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, grid, parts, place, shared_tile
+from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._mosaic_source import ONE_A_ROW, Reader, lined, operands_of, reader
+from jaxfp8.kernels._mosaic_tiles import T, grid, parts, place, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
+from jaxfp8.kernels._prologue import Produced, Source
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -24,11 +26,9 @@ from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_ONE_A_ROW = plgpu.Layout.WGMMA.reduce(1)
-
 
 def cast(
-    x: Array,
+    x: Source,
     multipliers: tuple[Array, ...],
     scales: tuple[Array, ...],
     format: Format,
@@ -57,7 +57,7 @@ def cast(
 
 
 def copies(
-    x: Array, multipliers: tuple[Array, ...], format: Format, transposed: tuple[bool, ...]
+    x: Source, multipliers: tuple[Array, ...], format: Format, transposed: tuple[bool, ...]
 ) -> tuple[tuple[Array, ...], Array]:
     """Values of copies of x, each with multipliers of its own, and the amaxes of its tiles of T x T, in one read.
 
@@ -72,59 +72,50 @@ def copies(
       NotImplementedError: for float64; last two axes that are no multiples of 32; multipliers along rows of a transposed copy,
         along columns of another, or of single values; meshes that are manual in part; jax before 0.11.
     """
-    check_array(x)
+    operands, prologue = operands_of(x), x.prologue if isinstance(x, Produced) else None
     multipliers = tuple(each.reshape((1,) * x.ndim) if each.ndim == 0 else each for each in multipliers)
     for each, turned in zip(multipliers, transposed, strict=True):
         if each.shape[-1 if not turned else -2] > 1:
             raise NotImplementedError(f"multipliers {list(each.shape)} of x {list(x.shape)}, transposed={turned}")
 
-    def local(x: Array, *multipliers: Array) -> tuple[Array, ...]:
+    def local(*arrays: Array) -> tuple[Array, ...]:
+        x, multipliers = arrays[0], arrays[len(operands) :]
         # Matrices that share no multiplier stay apart; else tokens of all of them are rows of one.
         apart = any(each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers)
-        matrices = x.reshape(-1, *x.shape[-2:]) if apart else as_matrices(x)
-        lines = [_line(each, x.shape, len(matrices)) for each in multipliers]
-        along = tuple(line.ndim > 1 for line in lines)
-        *values, largest = _kernel(matrices.shape, x.dtype, format, transposed, along)(matrices, *lines)
+        source, read = reader(arrays[: len(operands)], prologue, apart=apart)
+        lines = [lined(each, x.shape, source.shape[0]) for each in multipliers]
+        along = tuple(each.ndim > 1 for each in lines)
+        *values, largest = _kernel(source, format, transposed, along)(*read, *lines)
         turned = [v.swapaxes(1, 2) if turn else v for v, turn in zip(values, transposed, strict=True)]
         tiles = *x.shape[:-2], pl.cdiv(x.shape[-2], T), pl.cdiv(x.shape[-1], T)
         return *(v.reshape(x.shape) for v in turned), largest.reshape(tiles)
 
-    *values, largest = on_mesh(local, (T, T), (*[(1, 1)] * len(transposed), (T, T)))(x, *multipliers)
+    *values, largest = on_mesh(local, (T, T), (*[(1, 1)] * len(transposed), (T, T)))(*operands, *multipliers)
     return tuple(values), largest
 
 
-def _line(multiplier: Array, shape: Axes, matrices: int) -> Array:
-    """Multipliers as the kernel reads them: [L], or [L, M] (of columns [L, K]) for whole tiles.
-
-    A copy in one dimension does not look where a row ends, so there is none that ends inside of a tile.
-    """
-    *lead, _, _ = shape
-    if multiplier.shape[-2] > 1 or matrices > 1:
-        multiplier = jnp.broadcast_to(multiplier, (*lead, *multiplier.shape[-2:]))
-    line = multiplier.reshape(matrices, -1)
-    return line[:, 0] if line.shape[1] == 1 else jnp.pad(line, ((0, 0), (0, -line.shape[1] % T)))
-
-
 def _kernel(
-    shape: Axes, dtype: DType, format: Format, transposed: Sequence[bool], along: Sequence[bool]
+    source: Reader, format: Format, transposed: Sequence[bool], along: Sequence[bool]
 ) -> Callable[..., Sequence[Array]]:
-    """The kernel for x [L, M, K] and the multipliers of each copy (`along`: `_line` of two axes).
+    """The kernel for what is read for x [L, M, K], and the multipliers of each copy (`along`: `lined` of two axes).
 
     It gives the copies, [L, M, K] or [L, K, M], and the amax of each tile.
     """
-    lead, m, k = shape
-    results = [jax.ShapeDtypeStruct((lead, k, m) if turned else shape, format.dtype) for turned in transposed]
+    lead, m, k = source.shape
+    results = [jax.ShapeDtypeStruct((lead, k, m) if turned else (lead, m, k), format.dtype) for turned in transposed]
     tiles = jax.ShapeDtypeStruct((lead, pl.cdiv(m, T), pl.cdiv(k, T)), jnp.float32)
 
-    def body(x: Any, *refs: Any) -> None:
+    def body(*refs: Any) -> None:
+        operands, refs = refs[: len(source.operands)], refs[len(source.operands) :]
         multipliers, refs = refs[: len(results)], refs[len(results) :]
-        values_out, (largest_out, tile, arrived, staged) = refs[: len(results)], refs[len(results) :]
-        at, i, j = place(shape)
-        plgpu.copy_gmem_to_smem(x.at[at, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
+        values_out, (largest_out, read, arrived, staged) = refs[: len(results)], refs[len(results) :]
+        at, i, j = place(source.shape)
+        source.start(operands, read, arrived)
         for turned, multiplier, (_, line) in zip(transposed, multipliers, staged, strict=True):
             if line is not None:
                 plgpu.copy_gmem_to_smem(multiplier.at[at, pl.ds((j if turned else i) * T, T)], line, arrived)
         plgpu.barrier_wait(arrived)
+        tile = source.tile(read)
         for n, (turned, multiplier, (values, line)) in enumerate(zip(transposed, multipliers, staged, strict=True)):
             one: Any = multiplier[at] if line is None else None
             largest = []
@@ -133,7 +124,7 @@ def _kernel(
                 if line is None:
                     wide = jnp.full(rows.shape, one)
                 else:
-                    each = plgpu.load(line.at[taken], layout=_ONE_A_ROW)  # type: ignore[call-arg]  # of jax before 0.11
+                    each = plgpu.load(line.at[taken], layout=ONE_A_ROW)  # type: ignore[call-arg]  # of jax before 0.11
                     wide = lax.broadcast_in_dim(each, rows.shape, (0,))
                 values[taken] = saturating_cast(rows, wide, format)
             if n == 0:
@@ -147,7 +138,8 @@ def _kernel(
         (shared_tile(format.dtype, copy.shape), plgpu.SMEM((T,), jnp.float32) if line else None)
         for copy, line in zip(results, along, strict=True)
     ]
+    arrivals = len(source.operands) + sum(along)
     return plgpu.kernel(
         body, out_type=[*results, tiles],
-        scratch_types=[shared_tile(dtype, shape), plgpu.Barrier(num_arrivals=1 + sum(along)), staged], **grid(shape),
+        scratch_types=[source.staged, plgpu.Barrier(num_arrivals=arrivals), staged], **grid(source.shape),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import jax
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._rounding import saturating_cast
@@ -10,7 +11,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
-    x: Array,
+    x: Source,
     multipliers: tuple[Array, ...],
     scales: tuple[Array, ...],
     format: Format,
@@ -23,10 +24,11 @@ def cast(
 ) -> tuple[tuple[QuantizedTensor, ...], None]:
     """See `kernels.cast._api.cast_copies`; here every step is cut off from the next, so that nothing is fused or rewritten."""
     del transposed  # XLA chooses layouts
+    array = value_of(x)
 
     def one(multiplier: Array, scale: Array, granularity: AbstractGranularity) -> QuantizedTensor:
         multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
-        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-        return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+        values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, array.dtype, power_of_two)
 
     return tuple(map(one, multipliers, scales, granularities)), None

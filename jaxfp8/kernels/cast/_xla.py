@@ -1,6 +1,7 @@
 """The cast for XLA: elementwise, so that it fuses into whatever produced x, and into the amax beside it."""
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._rounding import saturating_cast
@@ -8,7 +9,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast(
-    x: Array,
+    x: Source,
     multipliers: tuple[Array, ...],
     scales: tuple[Array, ...],
     format: Format,
@@ -21,9 +22,10 @@ def cast(
 ) -> tuple[tuple[QuantizedTensor, ...], None]:
     """See `kernels.cast._api.cast_copies`."""
     del transposed  # XLA chooses layouts
+    array = value_of(x)
 
     def one(multiplier: Array, scale: Array, granularity: AbstractGranularity) -> QuantizedTensor:
-        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-        return QuantizedTensor(values, scale, granularity, x.dtype, power_of_two)
+        values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, array.dtype, power_of_two)
 
     return tuple(map(one, multipliers, scales, granularities)), None

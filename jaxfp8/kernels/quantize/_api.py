@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
 from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.quantize import _reference, _xla
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -33,7 +34,7 @@ BACKENDS = {"xla": _xla.quantize, "mosaic": _mosaic, "triton": _triton, "referen
 
 
 def quantize(
-    x: Array,
+    x: Source,
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
@@ -46,7 +47,7 @@ def quantize(
     """x in each granularity, every copy from the high-precision x.
 
     Args:
-      x: [...] floating point.
+      x: [...] floating point, or what a prologue makes of arrays: XLA fuses it, Pallas kernels read the arrays.
       format: E4M3 or E5M2.
       granularities: which values share a scale, for each copy.
       rule: how an amax becomes a scale.

@@ -17,8 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType, Rounding
-from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, as_matrices, check_array, grid, parts, place, shared_tile
+from jaxfp8.kernels._mosaic_source import Reader, operands_of, reader
+from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, grid, parts, place, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
+from jaxfp8.kernels._prologue import Produced, Source
 from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
@@ -64,7 +66,7 @@ class _Direction:
 
 
 def quantize(
-    x: Array,
+    x: Source,
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
@@ -88,17 +90,17 @@ def quantize(
     directions = tuple(
         _direction(each, x.ndim, transposed=turn) for each, turn in zip(granularities, transposed, strict=True)
     )
-    check_array(x)
+    operands, prologue = operands_of(x), x.prologue if isinstance(x, Produced) else None
     if len({direction.side for direction in directions}) > 1:
         raise NotImplementedError(f"tiles of different sides, {[direction.tile for direction in directions]}")
 
-    def local(x: Array) -> tuple[Array, ...]:
-        matrices = as_matrices(x)
-        return _shaped(_kernel(matrices.shape, x.dtype, format, rule, directions)(matrices), x.shape, rule, directions)
+    def local(*arrays: Array) -> tuple[Array, ...]:
+        source, read = reader(arrays, prologue)
+        return _shaped(_kernel(source, format, rule, directions)(*read), arrays[0].shape, rule, directions)
 
     cells = tuple(cell for direction in directions for cell in ((1, 1), direction.tile))
     sides = tuple(max(RAGGED, *along) for along in zip(*cells, strict=True))
-    results = on_mesh(local, sides, cells)(x)
+    results = on_mesh(local, sides, cells)(*operands)
     return tuple(
         QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
         for values, scale, granularity in zip(results[::2], results[1::2], granularities, strict=True)
@@ -140,16 +142,18 @@ def _shaped(
 
 
 def _kernel(
-    shape: Axes, dtype: DType, format: Format, rule: ScaleRule, directions: Sequence[_Direction]
-) -> Callable[[Array], Sequence[Array]]:
-    """The kernel for x [L, M, K], which gives values and scales of each direction (`_Direction.results`)."""
-    out_type = [result for direction in directions for result in direction.results(shape, format, rule)]
+    source: Reader, format: Format, rule: ScaleRule, directions: Sequence[_Direction]
+) -> Callable[..., Sequence[Array]]:
+    """The kernel for what is read for x [L, M, K]; values and scales of each direction (`_Direction.results`)."""
+    out_type = [result for direction in directions for result in direction.results(source.shape, format, rule)]
 
-    def body(x: Any, *refs: Any) -> None:
-        results, (tile, arrived, staged) = refs[: len(out_type)], refs[len(out_type) :]
-        lead, i, j = place(shape)
-        plgpu.copy_gmem_to_smem(x.at[lead, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
+    def body(*refs: Any) -> None:
+        operands, refs = refs[: len(source.operands)], refs[len(source.operands) :]
+        results, (read, arrived, staged) = refs[: len(out_type)], refs[len(out_type) :]
+        lead, i, j = place(source.shape)
+        source.start(operands, read, arrived)
         plgpu.barrier_wait(arrived)
+        tile = source.tile(read)
         for n, direction in enumerate(directions):
             (values_out, scale_out), (values, scales) = results[2 * n : 2 * n + 2], staged[n]
             down, across = (j, i) if direction.turned else (i, j)
@@ -171,9 +175,8 @@ def _kernel(
     for direction, result in zip(directions, out_type[::2], strict=True):
         scales = None if direction.whole else plgpu.SMEM((T // direction.side, T), _scale_dtype(rule))
         staged.append((shared_tile(format.dtype, result.shape), scales))
-    return plgpu.kernel(
-        body, out_type=out_type, scratch_types=[shared_tile(dtype, shape), plgpu.Barrier(), staged], **grid(shape)
-    )
+    arrived = plgpu.Barrier(num_arrivals=len(source.operands))
+    return plgpu.kernel(body, out_type=out_type, scratch_types=[source.staged, arrived, staged], **grid(source.shape))
 
 
 def _encode(x: Array, format: Format, rule: ScaleRule, direction: _Direction) -> tuple[Array, list[Array]]:

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels._mosaic_tiles import T, as_matrices, check_array, grid, parts, place, shared_tile
+from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels._mosaic_source import Reader, operands_of, reader
+from jaxfp8.kernels._mosaic_tiles import T, grid, parts, place
 from jaxfp8.kernels._on_mesh import on_mesh
+from jaxfp8.kernels._prologue import Produced, Source
 from jaxfp8.kernels.cast._mosaic import copies
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._float32 import to_float32
@@ -30,7 +32,7 @@ CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
 
 
 def quantize(
-    x: Array,
+    x: Source,
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
@@ -41,7 +43,6 @@ def quantize(
     Raises:
       NotImplementedError: see `kernels.cast._mosaic.copies`.
     """
-    check_array(x)
     kinds = tuple(along(granularity, x.ndim) for granularity in granularities)
     largest = largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
     multipliers, scales = zip(
@@ -76,34 +77,40 @@ def along(granularity: AbstractGranularity, ndim: int) -> Along:
     raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
 
 
-def largest_of_tiles(x: Array, kinds: tuple[Along, ...]) -> dict[Along, Array]:
+def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
     """For each kind the largest of what a tile has of a scale cell, in one read: [.., M/T, K/T], [.., M, K/T], [.., M/T, K]."""
+    operands, prologue = operands_of(x), x.prologue if isinstance(x, Produced) else None
 
-    def local(x: Array) -> tuple[Array, ...]:
-        matrices = as_matrices(x)
-        *lead, m, k = x.shape
+    def local(*arrays: Array) -> tuple[Array, ...]:
+        source, read = reader(arrays, prologue)
+        *lead, m, k = arrays[0].shape
         results = []
-        for kind, largest in zip(kinds, _kernel(matrices.shape, x.dtype, kinds)(matrices), strict=True):
+        for kind, largest in zip(kinds, _kernel(source, kinds)(*read), strict=True):
             down, across = CELLS[kind]
             largest = largest.swapaxes(1, 2) if kind == "rows" else largest
-            largest = largest[:, : pl.cdiv(matrices.shape[1], down), : pl.cdiv(k, across)]
+            largest = largest[:, : pl.cdiv(source.shape[1], down), : pl.cdiv(k, across)]
             results.append(largest.reshape(*lead, pl.cdiv(m, down), pl.cdiv(k, across)))
         return tuple(results)
 
-    return dict(zip(kinds, on_mesh(local, (T, T), tuple(CELLS[kind] for kind in kinds))(x), strict=True))
+    return dict(zip(kinds, on_mesh(local, (T, T), tuple(CELLS[kind] for kind in kinds))(*operands), strict=True))
 
 
-def _kernel(shape: Axes, dtype: DType, kinds: Sequence[Along]) -> Callable[[Array], Sequence[Array]]:
-    """The kernel for x [L, M, K]: of rows [L, K/T, M], of columns [L, M/T, K] (whole tiles), of the tensor [L, M/T, K/T]."""
-    lead, m, k = shape
+def _kernel(source: Reader, kinds: Sequence[Along]) -> Callable[..., Sequence[Array]]:
+    """The kernel for what is read for x [L, M, K].
+
+    It gives amaxes, of rows [L, K/T, M], of columns [L, M/T, K] (whole tiles), of the tensor [L, M/T, K/T].
+    """
+    lead, m, k = source.shape
     tall, wide = pl.cdiv(m, T), pl.cdiv(k, T)
     shapes = {"tensor": (lead, tall, wide), "rows": (lead, wide, tall * T), "columns": (lead, tall, wide * T)}
 
-    def body(x: Any, *refs: Any) -> None:
-        results, (tile, arrived, lines) = refs[: len(kinds)], refs[len(kinds) :]
-        at, i, j = place(shape)
-        plgpu.copy_gmem_to_smem(x.at[at, pl.ds(i * T, T), pl.ds(j * T, T)], tile, arrived)
+    def body(*refs: Any) -> None:
+        operands, refs = refs[: len(source.operands)], refs[len(source.operands) :]
+        results, (read, arrived, lines) = refs[: len(kinds)], refs[len(kinds) :]
+        at, i, j = place(source.shape)
+        source.start(operands, read, arrived)
         plgpu.barrier_wait(arrived)
+        tile = source.tile(read)
         for kind, result, line in zip(kinds, results, lines, strict=True):
             of_parts = []
             for taken, rows in parts(tile, turned=kind == "columns"):
@@ -121,5 +128,5 @@ def _kernel(shape: Axes, dtype: DType, kinds: Sequence[Along]) -> Callable[[Arra
     lines = [None if kind == "tensor" else plgpu.SMEM((T,), jnp.float32) for kind in kinds]
     return plgpu.kernel(
         body, out_type=[jax.ShapeDtypeStruct(shapes[kind], jnp.float32) for kind in kinds],
-        scratch_types=[shared_tile(dtype, shape), plgpu.Barrier(), lines], **grid(shape),
+        scratch_types=[source.staged, plgpu.Barrier(num_arrivals=len(source.operands)), lines], **grid(source.shape),
     )  # fmt: skip

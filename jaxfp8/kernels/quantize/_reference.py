@@ -3,6 +3,7 @@
 import jax
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -12,7 +13,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def quantize(
-    x: Array,
+    x: Source,
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
@@ -23,11 +24,12 @@ def quantize(
 ) -> tuple[QuantizedTensor, ...]:
     """See `kernels.quantize._api.quantize`; here every step is cut off from the next, so that nothing is fused or rewritten."""
     del transposed  # XLA chooses layouts
+    array = value_of(x)
 
     def one(granularity: AbstractGranularity) -> QuantizedTensor:
-        largest = jax.lax.optimization_barrier(amax(x, granularity))
+        largest = jax.lax.optimization_barrier(amax(array, granularity))
         multiplier, scale = jax.lax.optimization_barrier(rule.apply(largest, format))
-        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-        return QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
+        values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, array.dtype, rule.exact)
 
     return tuple(map(one, granularities))

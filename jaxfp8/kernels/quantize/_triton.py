@@ -22,6 +22,7 @@ from jax import lax
 from jaxfp8._typing import Array, Rounding
 from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
 from jaxfp8.kernels._platform import compute_capability_of
+from jaxfp8.kernels._prologue import Produced, Source
 from jaxfp8.kernels._triton_call import triton_call
 from jaxfp8.kernels.quantize import _triton_kernels as kernels
 from jaxfp8.numerics._formats import Format
@@ -47,7 +48,7 @@ _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ad
 
 
 def quantize(
-    x: Array,
+    x: Source,
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
@@ -64,6 +65,8 @@ def quantize(
         meshes that are manual in part, or whose parts cut tiles or rows (an Auto mesh gathers those).
     """
     del key, transposed  # a layout: columns are transposed, squares are not
+    if isinstance(x, Produced):
+        raise NotImplementedError(f"prologue={x.prologue!r}: it reads one array; quantize prologue(*arrays)")
     if rounding != "nearest" or x.dtype.itemsize > 4 or not x.size:
         raise NotImplementedError(f"rounding={rounding!r}, {x.dtype}{list(x.shape)}")
     return _quantize(x, format, granularities, rule)

@@ -4,6 +4,7 @@ On a GPU that is one read of x for the amax and one for the cast, in each direct
 """
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -13,7 +14,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def quantize(
-    x: Array,
+    x: Source,
     format: Format,
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
@@ -24,10 +25,11 @@ def quantize(
 ) -> tuple[QuantizedTensor, ...]:
     """See `kernels.quantize._api.quantize`."""
     del transposed  # XLA chooses layouts
+    array = value_of(x)
 
     def one(granularity: AbstractGranularity) -> QuantizedTensor:
-        multiplier, scale = rule.apply(amax(x, granularity), format)
-        values = saturating_cast(x, granularity.expand(multiplier, x.shape), format, rounding=rounding, key=key)
-        return QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
+        multiplier, scale = rule.apply(amax(array, granularity), format)
+        values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
+        return QuantizedTensor(values, scale, granularity, array.dtype, rule.exact)
 
     return tuple(map(one, granularities))

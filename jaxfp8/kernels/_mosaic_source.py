@@ -1,0 +1,138 @@
+"""How a block of threads of a kernel in Pallas (Mosaic GPU) gets its tile: from memory, or through a prologue.
+
+A prologue is applied in place: the tile of its first operand becomes that of h, rounded to its dtype as if h had been written
+and read, before anything else looks at it. So a kernel does the same with both, and computes h once for all directions.
+
+Letters: L the leading axes as one, M, K the last two; T = 128.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels._mosaic_tiles import PART, T, as_matrices, check_array, place, shared_tile
+from jaxfp8.kernels._prologue import AbstractPrologue, Produced, Source
+
+Kind: TypeAlias = Literal["tile", "rows", "columns"]
+"""An operand [L, M, K], or a value for each row [L, M] or column [L, K] in float32."""
+# Columns of a part: with all T of them two operands and an exponential take all 255 registers of a thread.
+_COLUMNS = 64
+# Where the values of rows and of columns are, in the registers that hold a tile.
+ONE_A_ROW, _ONE_A_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+def operands_of(x: Source) -> tuple[Array, ...]:
+    """The arrays that a kernel reads for x, the first with its shape.
+
+    Raises:
+      NotImplementedError: see `check_array`.
+    """
+    operands = x.operands if isinstance(x, Produced) else (x,)
+    check_array(operands[0])
+    return operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What a kernel reads for an array [L, M, K].
+
+    Attributes:
+      shape: L, M, K.
+      prologue: what makes the array of its operands; None for one that lies in memory.
+      operands: of each its kind and dtype; those that are tiles have the shape of the array.
+    """
+
+    shape: Axes
+    prologue: AbstractPrologue | None
+    operands: tuple[tuple[Kind, DType], ...]
+
+    @property
+    def staged(self) -> list[Any]:
+        """Shared memory for what is read."""
+        return [
+            shared_tile(dtype, self.shape) if kind == "tile" else plgpu.SMEM((T,), dtype)
+            for kind, dtype in self.operands
+        ]
+
+    def start(self, operands: Sequence[Any], staged: Sequence[Any], arrived: Any) -> None:
+        """Start to bring in what the tile of this block of threads is made of: one arrival each."""
+        at, i, j = place(self.shape)
+        for (kind, _), operand, here in zip(self.operands, operands, staged, strict=True):
+            down, across = pl.ds(i * T, T), pl.ds(j * T, T)
+            where = {"tile": (at, down, across), "rows": (at, down), "columns": (at, across)}[kind]
+            plgpu.copy_gmem_to_smem(operand.at[where], here, arrived)
+
+    def tile(self, staged: Sequence[Any]) -> Any:
+        """The tile in shared memory, once all has arrived."""
+        tile = staged[0]
+        prologue = self.prologue
+        if prologue is None:
+            return tile
+
+        def make(part: Array, carry: None) -> None:
+            rows = pl.ds(pl.multiple_of(part * PART, PART), PART)
+            for first in range(0, T, _COLUMNS):
+                columns = pl.ds(first, _COLUMNS)
+                loaded = (
+                    _loaded(kind, each, rows, columns) for (kind, _), each in zip(self.operands, staged, strict=True)
+                )
+                tile[rows, columns] = prologue.elementwise(*loaded).astype(tile.dtype)
+
+        # A loop in the program, too, or its addresses take registers from what follows.
+        lax.fori_loop(0, T // PART, make, None)
+        plgpu.commit_smem()  # other threads read it, by columns too
+        return tile
+
+
+def _loaded(kind: Kind, staged: Any, rows: Any, columns: Any) -> Array:
+    """Of what is staged for an operand, these rows and columns in float32 registers."""
+    index = {"tile": (rows, columns), "rows": (rows,), "columns": (columns,)}[kind]
+    layout = {"tile": plgpu.Layout.WGMMA, "rows": ONE_A_ROW, "columns": _ONE_A_COLUMN}[kind]
+    loaded = plgpu.load(staged.at[index], layout=layout).astype(jnp.float32)  # type: ignore[call-arg]  # of jax before 0.11
+    if kind == "tile":
+        return loaded
+    return lax.broadcast_in_dim(loaded, (PART, _COLUMNS), (0 if kind == "rows" else 1,))
+
+
+def reader(
+    operands: Sequence[Array], prologue: AbstractPrologue | None, *, apart: bool = False
+) -> tuple[Reader, list[Array]]:
+    """The reader, and the operands as it reads them; `apart` keeps matrices of the array apart.
+
+    Args:
+      operands: the first [..., M, K], the others with its axes or 1.
+      prologue: see `Reader`.
+      apart: whether the matrices of the array stay apart; else they are one where that cuts no tile.
+    """
+    x, *others = operands
+    # Matrices that share no column stay apart, too; else tokens of all of them are rows of one.
+    apart = apart or any(each.shape[-2] == 1 and each.size > each.shape[-1] for each in others)
+    matrices = x.reshape(-1, *x.shape[-2:]) if apart else as_matrices(x)
+    described: list[tuple[Kind, DType]] = [("tile", x.dtype)]
+    arrays = [matrices]
+    for each in others:
+        if each.shape[-2:] == x.shape[-2:]:
+            described.append(("tile", each.dtype))
+            arrays.append(jnp.broadcast_to(each, x.shape).reshape(matrices.shape))
+        else:
+            described.append(("rows" if each.shape[-1] == 1 else "columns", each.dtype))
+            arrays.append(lined(each, x.shape, len(matrices)))
+    return Reader(matrices.shape, prologue, tuple(described)), arrays
+
+
+def lined(values: Array, shape: Axes, matrices: int) -> Array:
+    """Values of rows or columns as a kernel reads them: [L], or [L, M] (of columns [L, K]) for whole tiles.
+
+    A copy in one dimension does not look where a row ends, so there is none that ends inside of a tile.
+    """
+    *lead, _, _ = shape
+    if values.shape[-2] > 1 or matrices > 1:
+        values = jnp.broadcast_to(values, (*lead, *values.shape[-2:]))
+    flat = values.reshape(matrices, -1)
+    return flat[:, 0] if flat.shape[1] == 1 else jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % T)))

@@ -1,0 +1,152 @@
+"""A prologue in a kernel, compiled for an H200: each of its arrays is brought in once, and h is never written."""
+
+import inspect
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from program import Program
+from targets import array, program_for, topology
+
+import jaxfp8 as fp8
+from jaxfp8.sharding import wire_report
+
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+]
+
+M, K, N = 1024, 512, 256
+PROLOGUES = {"swiglu": (fp8.SwiGLU(), ((M, K), (M, K))), "rms_norm": (fp8.RMSNorm(), ((M, K), (K,)))}
+# Passes over an array [M, K] in bfloat16 that the kernel's prologue saves in a training step: h is not written, nor read.
+# Scales of all of h need its amaxes first: of two arrays it is then written as before, of one it is made twice.
+SAVED = [
+    (fp8.recipes.delayed(), "swiglu", 2),
+    (fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1), "rms_norm", 2),
+    (fp8.recipes.blockwise(), "swiglu", 2),
+    (fp8.recipes.current(), "rms_norm", 1),
+    pytest.param(fp8.recipes.rowwise(), "swiglu", 0, marks=pytest.mark.exhaustive),
+]
+
+
+def devices(shape="1x1x1", kind=AxisType.Auto):
+    found = np.array(topology("h200", shape).devices)
+    return Mesh(found.reshape(4, 2) if found.size == 8 else found[:, None], ("a", "b"), axis_types=(kind,) * 2)
+
+
+def trained(recipe, prologue, shapes, *, fused):
+    """A training step of one layer, whose gradient depends on its result, as in a model."""
+
+    def step(params, c, state):
+        def loss(params, state):
+            lhs, w = params
+            h, how = (lhs, {"prologue": prologue}) if fused else (prologue(*lhs), {})
+            y = fp8.dot(h, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts="mosaic"), **how)
+            return jnp.sum((y * c).astype(jnp.float32) ** 2)
+
+        return fp8.value_and_grad(loss)(params, state)
+
+    mesh, state = devices(), fp8.init_state(recipe)
+    lie = NamedSharding(mesh, P())
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie)
+    arguments = ((tuple(array(*shape) for shape in shapes), array(K, N)), array(M, N), state)
+    with jax.set_mesh(mesh):
+        run = jax.jit(step, compiler_options=fp8.compiler_options(recipe, "h200"))
+        return Program(run.lower(*jax.tree.map(place, arguments)).compile().as_text())
+
+
+@pytest.mark.parametrize(("recipe", "name", "passes"), SAVED, ids=lambda value: getattr(value, "name", str(value)))
+def test_bytes_of_a_training_step(recipe, name, passes):
+    two, one = (trained(recipe, *PROLOGUES[name], fused=fused) for fused in (False, True))
+    saved = two.traffic(two.parts()[0]) - one.traffic(one.parts()[0])
+    assert saved == pytest.approx(passes * 2 * M * K, abs=0.1 * M * K)
+
+
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_xla_rounds_what_it_fuses(name):
+    """Else its casts would see another h than kernels: it drops conversions to bfloat16 and back."""
+    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
+    program = program_for(
+        "h200", lambda *a: function(*a, fp8.E4M3, scale=0.5), *(array(*s) for s in PROLOGUES[name][1])
+    )
+    written = [kernel for kernel in program.kernels(program.entry) if f"[{M},{K}]" in kernel.type]
+    assert [kernel.type.split("[")[0] for kernel in written] == ["f8e4m3fn"]
+    assert any(
+        i.op == "convert" and i.type.startswith(f"bf16[{M},{K}]") for i in program.inside(program.entry, written[0])
+    )
+
+
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+BRINGS_A_TILE = re.compile(r"cp\.async\.bulk\.tensor\.[2-5]d\.shared::\w+\.global")
+ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
+
+
+@pytest.mark.parametrize("granularities", [(ROWS, COLUMNS), (SQUARES,)], ids=["both", "squares"])
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_each_tile_comes_once_and_h_is_made_once(name, granularities, tmp_path):
+    _, shapes = PROLOGUES[name]
+    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
+    run = lambda *arrays: function(*arrays, fp8.E4M3, granularities, implementation="mosaic")
+    mesh = devices()
+    rows = 256 if len(granularities) == 2 else 384  # a kernel that this process compiled before is not dumped
+    arrays = [
+        jax.ShapeDtypeStruct(
+            (rows, *shape[1:]) if len(shape) > 1 else shape, jnp.bfloat16, sharding=NamedSharding(mesh, P())
+        )
+        for shape in shapes
+    ]
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(tmp_path)
+    try:
+        with jax.set_mesh(mesh):
+            jax.jit(run).lower(*arrays).compile()
+    finally:
+        del os.environ["MOSAIC_GPU_DUMP_TO"]
+    (log,), (code,) = (list(tmp_path.glob(f"*.{kind}")) for kind in ("ptxas", "ptx"))
+    assert set(SPILLS.findall(log.read_text())) == {("0", "0")}
+    text = code.read_text()
+    assert len(BRINGS_A_TILE.findall(text)) == sum(len(shape) == 2 for shape in shapes)
+    assert "ld.global" not in text
+    # 128 threads make 128 x 128 values, half of them in each turn of a loop: 64 a thread, whatever the number of directions.
+    # One exponential and one reciprocal each, which are the instructions of XLA's own kernels.
+    for instruction in ("ex2.approx.ftz.f32", "rcp.approx.f32"):
+        assert len(re.findall(re.escape(instruction), text)) == (64 if name == "swiglu" else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("swiglu", AxisType.Explicit), *(("rms_norm", kind) for kind in (AxisType.Auto, AxisType.Explicit, "shard_map"))],
+    ids=str,
+)
+def test_nothing_is_gathered(name, kind):
+    mesh = devices("1x1x8", AxisType.Auto if kind == "shard_map" else kind)
+    # RMSNorm sums rows, so that a device has all of a row.
+    spec, gain = (P("a", "b"), None) if name == "swiglu" else (P(("a", "b")), P())
+    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
+    run = lambda *arrays: function(*arrays, fp8.E4M3, (ROWS, COLUMNS), implementation="mosaic")
+    specs = tuple(spec if len(shape) == 2 else gain for shape in PROLOGUES[name][1])
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, lie))
+        for shape, lie in zip(PROLOGUES[name][1], specs, strict=True)
+    ]
+    if kind == "shard_map":
+        run = jax.shard_map(run, in_specs=specs, out_specs=spec)
+    with jax.set_mesh(mesh):
+        assert not wire_report(jax.jit(run).lower(*arrays).compile()).transfers
+
+
+def test_a_row_on_two_devices_is_summed_over_them():
+    mesh = devices("1x1x8", AxisType.Explicit)
+    x, gain = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, lie))
+        for shape, lie in (((M, K), P("a", "b")), ((K,), P()))
+    )
+    run = lambda *arrays: fp8.rms_norm_quantize(*arrays, fp8.E4M3, (ROWS, COLUMNS), implementation="mosaic")
+    with jax.set_mesh(mesh):
+        (transfer,) = wire_report(jax.jit(run).lower(x, gain).compile()).transfers
+    assert (transfer.kind, transfer.bytes) == ("all-reduce", 4 * M // 4)
