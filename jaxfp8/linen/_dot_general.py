@@ -6,9 +6,11 @@ from typing import Any
 
 import flax.linen as nn
 
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.linen._kernel_part import shards
 from jaxfp8.linen._state import matmul_state
+from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
@@ -20,7 +22,7 @@ class FP8DotGeneral(nn.Module):
 
     Attributes:
       recipe: which quantizer for which operand.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -36,6 +38,7 @@ class FP8DotGeneral(nn.Module):
     reduce_axes: tuple[str, ...] | None = None
     lhs_shard: Shard | None = None
     rhs_shard: Shard | None = None
+    implementation: Implementation | Implementations = None
 
     @classmethod
     def using(
@@ -45,9 +48,10 @@ class FP8DotGeneral(nn.Module):
         reduce_axes: tuple[str, ...] | None = None,
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
+        implementation: Implementation | Implementations = None,
     ) -> Callable[..., "FP8DotGeneral"]:
         """What `dot_general_cls=`, `qkv_dot_general_cls=` and `out_dot_general_cls=` take: this class with its recipe."""
-        return Plug(recipe, reduce_axes, lhs_shard, rhs_shard)
+        return Plug(recipe, reduce_axes, lhs_shard, rhs_shard, implementation)
 
     @nn.compact
     def __call__(
@@ -64,7 +68,7 @@ class FP8DotGeneral(nn.Module):
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=matmul_state(self, self.recipe), out_sharding=out_sharding, reduce_axes=self.reduce_axes,
-            lhs_shard=lhs_shard, rhs_shard=rhs_shard,
+            lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
         )  # fmt: skip
 
 
@@ -74,7 +78,7 @@ class Plug:
 
     Attributes:
       recipe: which quantizer for which operand.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`.
       of_layer: made by a layer of ours from its own recipe, and not by a user.
     """
 
@@ -82,9 +86,11 @@ class Plug:
     reduce_axes: tuple[str, ...] | None
     lhs_shard: Shard | None
     rhs_shard: Shard | None
+    implementation: Implementation | Implementations
     of_layer: bool = False
 
     def __call__(self, **fields: Any) -> FP8DotGeneral:
         return FP8DotGeneral(
-            recipe=self.recipe, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, **fields
+            recipe=self.recipe, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
+            implementation=self.implementation, **fields,
         )  # fmt: skip

@@ -5,11 +5,12 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._kernel_part import KernelPart, shards
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.ops._arguments import check_recipe
+from jaxfp8.ops._arguments import check_recipe, kernels_of
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
@@ -26,7 +27,9 @@ def _plug(layer: Any) -> None:
             f"{type(layer).__name__} brings its own dot_general; drop dot_general= and dot_general_cls=, or use "
             f"nn.{type(layer).__name__.removeprefix('FP8')}."
         )
-    layer.dot_general_cls = Plug(layer.recipe, layer.reduce_axes, layer.lhs_shard, layer.rhs_shard, of_layer=True)
+    layer.dot_general_cls = Plug(
+        layer.recipe, layer.reduce_axes, layer.lhs_shard, layer.rhs_shard, layer.implementation, of_layer=True
+    )
 
 
 class FP8Dense(KernelPart, nn.Dense):
@@ -34,7 +37,7 @@ class FP8Dense(KernelPart, nn.Dense):
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       (the others): of `flax.linen.Dense`.
 
     Example:
@@ -49,6 +52,7 @@ class FP8Dense(KernelPart, nn.Dense):
     reduce_axes: tuple[str, ...] | None = None
     lhs_shard: Shard | None = None
     rhs_shard: Shard | None = None
+    implementation: Implementation | Implementations = None
 
     def __post_init__(self) -> None:
         _plug(self)
@@ -60,7 +64,7 @@ class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       (the others): of `flax.linen.DenseGeneral`.
 
     Example:
@@ -75,6 +79,7 @@ class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
     reduce_axes: tuple[str, ...] | None = None
     lhs_shard: Shard | None = None
     rhs_shard: Shard | None = None
+    implementation: Implementation | Implementations = None
 
     def __post_init__(self) -> None:
         _plug(self)
@@ -86,7 +91,7 @@ class FP8Einsum(KernelPart, nn.Einsum):
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       (the others): of `flax.linen.Einsum`.
 
     Example:
@@ -101,6 +106,7 @@ class FP8Einsum(KernelPart, nn.Einsum):
     reduce_axes: tuple[str, ...] | None = None
     lhs_shard: Shard | None = None
     rhs_shard: Shard | None = None
+    implementation: Implementation | Implementations = None
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
@@ -124,6 +130,6 @@ class FP8Einsum(KernelPart, nn.Einsum):
         y = einsum(
             equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
             preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes, lhs_shard=lhs_shard,
-            rhs_shard=rhs_shard,
+            rhs_shard=rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
         )  # fmt: skip
         return y if bias is None else y + jnp.reshape(bias, bias_shape)

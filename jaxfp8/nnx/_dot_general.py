@@ -4,8 +4,10 @@ from typing import Any
 
 from flax import nnx
 
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.nnx._state import new_state
+from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._state import MatmulState
@@ -24,11 +26,13 @@ class AbstractFP8Matmul(nnx.Module):
         reduce_axes: tuple[str, ...] | None = None,
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
+        implementation: Implementation | Implementations = None,
     ) -> None:
         self.recipe = delayed() if recipe is None else recipe
         self.reduce_axes = reduce_axes
         self.lhs_shard = lhs_shard
         self.rhs_shard = rhs_shard
+        self.implementation = implementation
         self.state = nnx.data(new_state(self.recipe))
 
     @property
@@ -41,7 +45,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
 
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -62,7 +66,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=self.matmul_state, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
-            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
+            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
         )  # fmt: skip
 
 
@@ -71,7 +75,7 @@ class FP8EinsumOp(AbstractFP8Matmul):
 
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -92,5 +96,5 @@ class FP8EinsumOp(AbstractFP8Matmul):
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
-            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
+            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
         )  # fmt: skip

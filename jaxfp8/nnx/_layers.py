@@ -4,6 +4,8 @@ from typing import Any
 
 from flax import nnx
 
+from jaxfp8._typing import Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
@@ -25,7 +27,7 @@ class FP8Linear(nnx.Linear):
       in_features: size of the contracted axis.
       out_features: size of the last output axis.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       **arguments: of `flax.nnx.Linear`.
 
     Example:
@@ -45,11 +47,12 @@ class FP8Linear(nnx.Linear):
         reduce_axes: tuple[str, ...] | None = None,
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
+        implementation: Implementation | Implementations = None,
         **arguments: Any,
     ) -> None:
         _refuse("FP8Linear", dot_general=arguments.get("dot_general"))
         arguments["dot_general"] = FP8DotGeneral(
-            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard
+            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
         )
         super().__init__(in_features, out_features, **arguments)
 
@@ -61,7 +64,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
       in_features: sizes of the contracted axes.
       out_features: sizes of the output axes.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       **arguments: of `flax.nnx.LinearGeneral`.
 
     Example:
@@ -81,6 +84,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         reduce_axes: tuple[str, ...] | None = None,
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
+        implementation: Implementation | Implementations = None,
         **arguments: Any,
     ) -> None:
         _refuse(
@@ -89,7 +93,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
             dot_general_cls=arguments.get("dot_general_cls"),
         )
         arguments["dot_general"] = FP8DotGeneral(
-            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard
+            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
         )
         super().__init__(in_features, out_features, **arguments)
 
@@ -102,7 +106,7 @@ class FP8Einsum(nnx.Einsum):
       kernel_shape: shape of the kernel.
       bias_shape: shape of the bias, None for none.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
       **arguments: of `flax.nnx.Einsum`.
 
     Example:
@@ -123,8 +127,11 @@ class FP8Einsum(nnx.Einsum):
         reduce_axes: tuple[str, ...] | None = None,
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
+        implementation: Implementation | Implementations = None,
         **arguments: Any,
     ) -> None:
         _refuse("FP8Einsum", einsum_op=arguments.get("einsum_op"))
-        arguments["einsum_op"] = FP8EinsumOp(recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard)
+        arguments["einsum_op"] = FP8EinsumOp(
+            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
+        )
         super().__init__(einsum_str, kernel_shape, bias_shape, **arguments)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, ArrayLike
+from jaxfp8._typing import Array, ArrayLike, Implementation
+from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.recipes._recipe import Recipe
@@ -54,6 +55,17 @@ def check_recipe(recipe: object) -> None:
         raise TypeError(
             f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
         )
+
+
+def kernels_of(recipe: Recipe, implementation: Implementation | Implementations) -> Implementation | Implementations:
+    """The kernels of a layer: none with a recipe that has no FP8, which rules may give to some layers of a model.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> kernels_of(fp8.recipes.current(), "xla"), kernels_of(fp8.recipes.identity(), "xla")
+      ('xla', None)
+    """
+    return None if recipe.is_identity else implementation
 
 
 def check_float(name: str, x: ArrayLike) -> Array:
