@@ -1,14 +1,31 @@
 """Running a Mosaic GPU kernel without a GPU: Pallas interprets it, and looks for races between threads and TMA."""
 
 import inspect
+from unittest import mock
 
 import jax
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from jaxfp8.kernels import _on_mesh
+from jaxfp8.kernels.scaled_matmul import _partitioned
+
 LOADS_TRANSPOSED = "idx" not in inspect.signature(plgpu.load).parameters  # jax 0.11 and later
 needs_mosaic = pytest.mark.skipif(not LOADS_TRANSPOSED, reason="the kernels need jax 0.11")
+
+
+class _OnOneDevice:
+    """In place of `custom_partitioning`, inside of which the interpreter's ordered callbacks cannot be."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def def_partition(self, *arguments, **options):
+        pass
+
+    def __call__(self, *arguments):
+        return self.function(*arguments)
 
 
 def interpreted(function, *arguments):
@@ -19,7 +36,12 @@ def interpreted(function, *arguments):
     # Fewer processors than tiles, so that each takes several.
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=2)
     parameters = plgpu.InterpretGPUParams(detect_races=True)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), plgpu.force_gpu_interpret_mode(parameters):
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+        plgpu.force_gpu_interpret_mode(parameters),
+        mock.patch.object(_on_mesh, "custom_partitioning", _OnOneDevice),
+        mock.patch.object(_partitioned, "custom_partitioning", _OnOneDevice),
+    ):
         results = jax.block_until_ready(function(*arguments))
     assert not interpret_pallas_call.get_races().races_found
     return results

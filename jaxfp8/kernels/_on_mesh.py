@@ -39,9 +39,10 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
     @custom_vmap
     def call(x: Array, *others: Array) -> tuple[Array, ...]:
         kinds = set(mesh_of(x, *others).axis_types)
-        if kinds <= {AxisType.Manual}:
+        if kinds == {AxisType.Manual}:
             x, *beside = (functools.reduce(vary_as, (x, *others), each) for each in (x, *others))
             return tuple(vary_as(result, x) for result in kernel(x, *beside))
+        # No kinds: no mesh is set, and what another kernel wrote has none in its type, but may lie on several devices.
         if len(kinds) > 1:
             raise NotImplementedError(f"a mesh with axes of the kinds {sorted(map(str, kinds))}")
         if kinds == {AxisType.Explicit}:

@@ -9,28 +9,20 @@ Letters: B batch, M N K matmul, T = K / 32 tiles.
 
 import functools
 import json
-import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array, DType
+from jaxfp8.kernels.scaled_matmul._partitioned import Cells, Dot, partitioned
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.sharding._specs import mesh_axes
 
 TILE = 32
 """Values along K that share a scale in the hardware."""
 
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-
-Dot: TypeAlias = Callable[..., Array]
-"""(values [B, M, K], values [B, N, K], scales [B, M, T], scales [B, N, T]) -> [B, M, N]"""
 
 
 @functools.cache
@@ -42,7 +34,7 @@ def block_scaled_dot(out_dtype: DType, turned: tuple[bool, bool]) -> Dot:
       turned: for lhs and rhs, whether values [B, M, K] were [B, K, M] before they were transposed for this.
     """
     local = functools.partial(_call, out_dtype, turned)
-    return mapped(local, partitioned(local))
+    return mapped(local, partitioned(local, Cells(step=TILE)))
 
 
 def _call(out_dtype: DType, turned: tuple[bool, bool], *arguments: Array) -> Array:
@@ -67,11 +59,6 @@ def _transposed_last(x: Array) -> Array:
     """
     before = x.mT
     return lax.optimization_barrier(before.reshape(-1)).reshape(before.shape).mT
-
-
-def takes_mesh(mesh: Any) -> bool:
-    """Whether the operation can be traced in this mesh: all axes Auto, or all Manual."""
-    return len(set(mesh.axis_types)) <= 1 and AxisType.Explicit not in mesh.axis_types
 
 
 def mapped(local: Dot, on_mesh: Dot) -> Dot:
@@ -105,63 +92,3 @@ def mapped(local: Dot, on_mesh: Dot) -> Dot:
         return jnp.moveaxis(product.reshape(split), axis, 0), True
 
     return dot
-
-
-def partitioned(local: Dot) -> Dot:
-    """`local` on the devices of an Auto mesh: tiles stay whole, and partial sums are added across devices."""
-
-    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
-        del result
-        lhs, rhs, out, summed = _specs(mesh, arguments[2].shape[2], *map(_spec, arguments[:2]))
-
-        def on_device(*arguments: Array) -> Array:
-            product = local(*arguments)
-            return lax.psum(product, summed) if summed else product
-
-        placed = tuple(NamedSharding(mesh, jax.P(*spec)) for spec in (lhs, rhs, lhs, rhs))
-        return mesh, on_device, NamedSharding(mesh, jax.P(*out)), placed
-
-    def infer(mesh: Any, arguments: Any, result: Any) -> Any:
-        del result
-        out = _specs(mesh, arguments[2].shape[2], *map(_spec, arguments[:2]))[2]
-        return NamedSharding(mesh, jax.P(*out))
-
-    def by(scales: str, values: str, **sizes: int) -> Dot:
-        dot = custom_partitioning(lambda *arguments: local(*arguments))
-        rule = f"b m {values}, b n {values}, b m {scales}, b n {scales} -> b m n"
-        dot.def_partition(
-            partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=("k",), **sizes
-        )
-        return dot
-
-    # The inside of a tile, k, is never split. A rule cannot have a factor of 1, hence another one for a single tile.
-    many, single = by("t", "(t k)", k=TILE), by("t", "k")
-    return lambda *arguments: (many if arguments[2].shape[2] > 1 else single)(*arguments)
-
-
-Spec: TypeAlias = tuple[tuple[str, ...], ...]
-"""Mesh axes along each axis."""
-
-
-def _spec(x: Any) -> Spec:
-    spec = (*x.sharding.spec, None, None, None)[:3]
-    return tuple(map(mesh_axes, spec))
-
-
-def _specs(mesh: Any, tiles: int, lhs: Spec, rhs: Spec) -> tuple[Spec, Spec, Spec, tuple[str, ...]]:
-    """How lhs [B, M, K], rhs [B, N, K] and the result have to lie, and over which mesh axes partial results are summed."""
-    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-    taken: set[str] = set()
-
-    def free(axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those mesh axes that no other axis took."""
-        left = tuple(axis for axis in axes if axis not in taken)
-        taken.update(left)
-        return left
-
-    batch = free(lhs[0] or rhs[0])
-    # K stays split if both sides agree and each device gets whole tiles.
-    agreed = lhs[2] if lhs[2] == rhs[2] else ()
-    contracted = free(agreed) if tiles % math.prod(sizes[axis] for axis in agreed) == 0 else ()
-    rows, columns = free(lhs[1]), free(rhs[1])
-    return (batch, rows, contracted), (batch, columns, contracted), (batch, rows, columns), contracted

@@ -20,8 +20,9 @@ from jax import lax
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
-from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, block_scaled_dot, takes_mesh
+from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, block_scaled_dot
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
+from jaxfp8.kernels.scaled_matmul._partitioned import takes_mesh
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor

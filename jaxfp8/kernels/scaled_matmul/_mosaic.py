@@ -13,6 +13,7 @@ References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3; numerics: `tensors/_scale_layout.py` (HopperLayout).
 """
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -31,6 +32,7 @@ from jaxfp8.kernels.scaled_matmul._mosaic_memory import whole_row
 from jaxfp8.kernels.scaled_matmul._mosaic_scales import inner_tile, is_square, laid, padded, scale_matrix
 from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling, choose
+from jaxfp8.kernels.scaled_matmul._partitioned import partitioned, takes_mesh
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.sharding._amax import vary_as
@@ -69,12 +71,12 @@ def scaled_matmul(
       tiling: how the product is cut; default: by its shape (`_mosaic_tiling.choose`).
 
     Raises:
-      NotImplementedError: for other tiles and scales, an empty operand, another chip, a mesh outside of `jax.shard_map`, and
-        jax before 0.11.
+      NotImplementedError: for other tiles and scales, an empty operand, another chip, an Explicit or partly manual mesh,
+        `add_to` in an Auto one, and jax before 0.11.
     """
     if add_to is not None and add_to.dtype not in _WRITTEN:
         raise NotImplementedError(f"add_to in {add_to.dtype}")
-    at_end = _check(lhs, rhs, dimension_numbers, out_dtype, out_sharding, chip)
+    at_end = _check(lhs, rhs, dimension_numbers, out_dtype, out_sharding, chip, add_to)
     # The axis along which tiles run goes last.
     pairs, tile = list(zip(*dimension_numbers[0], strict=True)), T
     if not at_end:
@@ -102,6 +104,7 @@ def _check(
     out_dtype: DType,
     out_sharding: Any,
     chip: str | None,
+    add_to: Array | None,
 ) -> bool:
     """Raise NotImplementedError for what the kernel cannot do. Whether all of K shares its scales."""
     if "idx" in inspect.signature(plgpu.load).parameters:
@@ -116,11 +119,14 @@ def _check(
         if 0 in operand.shape:
             raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
     mesh = mesh_of(lhs.values, rhs.values)
-    kinds = set(mesh.axis_types)
-    if AxisType.Explicit in kinds or (mesh.size > 1 and not kinds <= {AxisType.Manual}):
-        raise NotImplementedError(f"{mesh}; on several devices call it inside jax.shard_map")
+    if not takes_mesh(mesh):
+        raise NotImplementedError(
+            f"{mesh}; it takes meshes whose axes are all Auto, or inside jax.shard_map all Manual"
+        )
+    if add_to is not None and mesh.size > 1 and {*mesh.axis_types} == {AxisType.Auto}:
+        raise NotImplementedError(f"add_to in {mesh}; on several devices add inside jax.shard_map")
     if out_sharding is not None:
-        raise NotImplementedError(f"out_sharding={out_sharding}; on several devices call it inside jax.shard_map")
+        raise NotImplementedError(f"out_sharding={out_sharding}, which is for Explicit meshes")
     if not dimension_numbers[0][0]:
         raise NotImplementedError("no axis is contracted")
     in_tiles = [isinstance(operand.granularity, PerBlock) for operand in (lhs, rhs)]
@@ -134,9 +140,13 @@ def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
 
     @custom_vmap
     def product(*arguments: Array) -> Array:
+        local = functools.partial(_padded_product, out_dtype, tiling, scaling)
+        # Also where no mesh is known: what another kernel wrote has none in its type, and may lie on several devices.
+        if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
+            return partitioned(local, scaling.cells)(*arguments)
         for argument in arguments:
             arguments = tuple(vary_as(x, argument) for x in arguments)
-        return vary_as(_padded_product(out_dtype, tiling, scaling, *arguments), arguments[0])
+        return vary_as(local(*arguments), arguments[0])
 
     @product.def_vmap
     def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:

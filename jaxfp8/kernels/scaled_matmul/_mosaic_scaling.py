@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels.scaled_matmul._partitioned import Cells
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
@@ -76,6 +77,11 @@ class Scaling:
     def parts(self) -> int:
         """Of a step, each with scales of its own."""
         return T // self.tile
+
+    @property
+    def cells(self) -> Cells:
+        """For several devices."""
+        return Cells(step=T, parts=0 if self.at_end else self.parts, columns=self.tile if self.square else 1)
 
     def box(self, side: int, extent: int) -> tuple[Axes, Any] | None:
         """Shape and dtype of the scales that come with a step of `extent` rows of lhs (side 0) or columns of rhs, if any do."""

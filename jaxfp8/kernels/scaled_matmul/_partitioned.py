@@ -1,0 +1,137 @@
+"""A scaled matmul of matrices on the devices of an Auto mesh: what a device holds, and what is added up across devices.
+
+XLA does not know how a kernel's result depends on its operands, so that it would give every device all of them. Here rows,
+columns and batch stay split as they are, and K where both operands are split alike into whole steps; partial products are then
+added across devices.
+
+Letters: B batch, M N K matmul, C = K / step.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+
+from jaxfp8._typing import Array
+from jaxfp8.sharding._specs import mesh_axes
+
+Dot: TypeAlias = Callable[..., Array]
+"""(values [B, M, K], values [B, N, K], scales of lhs, scales of rhs) -> [B, M, N]"""
+_Spec: TypeAlias = tuple[tuple[str, ...], ...]  # mesh axes along each axis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cells:
+    """What values share a scale.
+
+    Attributes:
+      step: values along K that stay on one device; K is a multiple.
+      parts: scales of a row for each step, [B, M, parts C]; 0: one for all of K, [B, M, 1].
+      columns: columns of rhs that share a scale, [B, ceil(N / columns), parts C].
+
+    Example:
+      >>> Cells(step=128, columns=128).rule((2, 64, 256), (2, 512, 256))[0]
+      'b m (t k), b (c j) (t k), b m t, b c t -> b m (c j)'
+    """
+
+    step: int
+    parts: int = 1
+    columns: int = 1
+
+    def rule(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[str, dict[str, int], tuple[str, ...]]:
+        """Shardy's rule for operands of these shapes, the sizes that it has to be told, and the factors that are never split.
+
+        A factor in parentheses must not be 1: where there is one step only, or one tile of columns, it is inside as a whole.
+        """
+        steps, n = lhs[2] // self.step, rhs[1]
+        inner = "(t k)" if steps > 1 else "k"
+        cells = {0: "u", 1: "t"}.get(self.parts, "(t p)" if steps > 1 else "p")
+        kept, scaled = "n", "n"
+        whole = {"k": self.step, "p": self.parts}
+        if self.columns > 1:
+            tiled = n % self.columns == 0 and n > self.columns
+            kept, scaled = ("(c j)" if tiled else "j"), "c"
+            whole |= {"j": self.columns} if tiled else {"j": n, "c": -(-n // self.columns)}
+        rule = f"b m {inner}, b {kept} {inner}, b m {cells}, b {scaled} {cells} -> b m {kept}"
+        sizes = {"t": steps, **whole}
+        alone = {*re.findall(r"\w+", re.sub(r"\(.*?\)", "", rule))}  # their sizes are seen
+        told = {name: size for name, size in sizes.items() if name not in alone and re.search(rf"\b{name}\b", rule)}
+        in_order = dict.fromkeys(name for name in re.findall(r"\w+", rule) if name in whole)
+        return rule, told, tuple(in_order)
+
+
+def takes_mesh(mesh: Any) -> bool:
+    """Whether the operation can be traced in this mesh: all axes Auto, or all Manual."""
+    return len(set(mesh.axis_types)) <= 1 and AxisType.Explicit not in mesh.axis_types
+
+
+def partitioned(local: Dot, cells: Cells) -> Dot:
+    """`local` on the devices of an Auto mesh."""
+
+    def lie(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
+        lhs, rhs = arguments[:2]
+        return _specs(mesh, cells, lhs.shape[2], rhs.shape[1], *map(_spec, (lhs, rhs)))
+
+    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
+        del result
+        lhs, rhs, out, summed = lie(mesh, arguments)
+
+        def on_device(*arguments: Array) -> Array:
+            product = local(*arguments)
+            return lax.psum(product, summed) if summed else product
+
+        beside = [spec if cells.parts else (*spec[:2], ()) for spec in (lhs, rhs)]
+        placed = tuple(NamedSharding(mesh, jax.P(*spec)) for spec in (lhs, rhs, *beside))
+        return mesh, on_device, NamedSharding(mesh, jax.P(*out)), placed
+
+    def infer(mesh: Any, arguments: Any, result: Any) -> Any:
+        del result
+        return NamedSharding(mesh, jax.P(*lie(mesh, arguments)[2]))
+
+    def dot(*arguments: Array) -> Array:
+        rule, sizes, whole = cells.rule(*(x.shape for x in arguments[:2]))
+        call = custom_partitioning(lambda *arguments: local(*arguments))
+        call.def_partition(
+            partition,
+            infer_sharding_from_operands=infer,
+            sharding_rule=rule,
+            need_replication_factors=whole,
+            **sizes,
+        )
+        return call(*arguments)
+
+    return dot
+
+
+def _spec(x: Any) -> _Spec:
+    spec = (*x.sharding.spec, None, None, None)[:3]
+    return tuple(map(mesh_axes, spec))
+
+
+def _specs(
+    mesh: Any, cells: Cells, k: int, n: int, lhs: _Spec, rhs: _Spec
+) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
+    """How lhs [B, M, K], rhs [B, N, K] and the result have to lie, and over which mesh axes partial results are summed."""
+    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+    taken: set[str] = set()
+
+    def free(axes: tuple[str, ...], size: int, unit: int) -> tuple[str, ...]:
+        """Those mesh axes that no other axis took, if each device gets whole units."""
+        left = tuple(axis for axis in axes if axis not in taken)
+        if unit > 1 and size % (unit * math.prod(sizes[axis] for axis in left)):
+            return ()
+        taken.update(left)
+        return left
+
+    batch = free(lhs[0] or rhs[0], 0, 1)
+    # K stays split if both sides agree. Of axes that the batch took a part would be left, hence all or none.
+    agreed = lhs[2] if lhs[2] == rhs[2] and not taken & {*lhs[2]} else ()
+    contracted = free(agreed, k, cells.step)
+    rows, columns = free(lhs[1], 0, 1), free(rhs[1], n, cells.columns)
+    return (batch, rows, contracted), (batch, columns, contracted), (batch, rows, columns), contracted
