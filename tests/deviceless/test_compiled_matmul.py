@@ -5,6 +5,7 @@ import functools
 import inspect
 import os
 import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -111,6 +112,21 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     if not scaling.at_end:
         assert len(re.findall(r"ld\.global", code)) == (scaling.square and scaling.tile == T)
     assert ".ftz" not in code  # the smallest scale in bytes is a subnormal number
+
+
+@pytest.mark.parametrize("scaling", [SQUARE, PRECISE, OF_32], ids=["tiles of 128", "rows", "tiles of 32"])
+def test_the_machine_code_is_that_of_fp8_tensor_cores(scaling, tmp_path):
+    triton = pytest.importorskip("triton", reason="which brings a disassembler")
+    k = T * (60 + [SQUARE, PRECISE, OF_32].index(scaling))
+    _, code, _ = compiled_code(tmp_path, CHOICES["large"], PLAIN, BF16, scaling, k)
+    (tmp_path / "kernel.ptx").write_text(code)
+    run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    run(["ptxas", "-arch=sm_90a", "-O3", "kernel.ptx", "-o", "kernel.cubin"])
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    listing = run([disassembler, "-c", "kernel.cubin"]).stdout
+    found = Counter(re.findall(r"\b([A-Z])GMMA\.64x128x(\d+)", listing))
+    assert found == {("Q", "32"): 4}  # 128 of K
+    assert not re.search(r"\b(?:LDL|STL)\b", listing)  # nor does it spill
 
 
 # C's dtype; where it is that of the result, the result is written over it.
