@@ -91,9 +91,8 @@ class Current(AbstractQuantizer):
             )
             return copies, None
         if wide_operands(x) > 1:
-            x = value_of(
-                x
-            )  # its amaxes were taken before: to write x and read it again costs no more than to read two arrays
+            # Its amaxes were taken before: to write x and read it again costs no more than to read two arrays.
+            x = value_of(x)
         known = {each: self.rule.apply(amax(each), self.format) for each in dict.fromkeys(granularities)}
         multipliers, scales = zip(*(known[each] for each in granularities), strict=True)
         return cast_copies(
