@@ -22,6 +22,9 @@ class Implementations:
 
     `matmuls` may be `fp8.Timings` as well, which take what was fastest.
 
+    Raises:
+      TypeError: for what is neither.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
@@ -33,6 +36,25 @@ class Implementations:
 
     casts: Implementation = None
     matmuls: Implementation | Chooser = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.casts, str | None):
+            raise TypeError(
+                f"casts={_described(self.casts)} must be a backend by name, or None; timings are of matmuls: "
+                "fp8.Implementations(matmuls=timings)."
+            )
+        _check("matmuls", self.matmuls)
+
+
+def _described(chosen: object) -> str:
+    """Of timings the type alone, for they are long."""
+    return f"{type(chosen).__name__}(...)" if isinstance(chosen, Chooser) else repr(chosen)
+
+
+def _check(name: str, chosen: object) -> None:
+    """Raise TypeError unless a backend can be chosen by it."""
+    if isinstance(chosen, type) or not isinstance(chosen, str | None | Chooser):
+        raise TypeError(f"{name}={chosen!r} must be a backend by name, fp8.Timings for matmuls, or None.")
 
 
 def dispatch(
@@ -57,7 +79,8 @@ def dispatch(
       **kwargs: for the backend.
 
     Raises:
-      ValueError: for an unknown name.
+      TypeError: for an implementation that is neither.
+      ValueError: for an unknown name, the chooser's too.
       NotImplementedError: from the backend that was asked for by name.
       ExceptionGroup: of every reason, if no backend could.
 
@@ -71,8 +94,14 @@ def dispatch(
                 f"implementation={implementation!r} of {operation} is unknown; use None or one of {sorted(backends)}."
             )
         return backends[implementation](*args, **kwargs)
+    _check("implementation", implementation)
     reasons: list[Exception] = []
-    chosen = () if implementation is None else implementation.choose(*args, **kwargs)
+    chosen = () if implementation is None else tuple(implementation.choose(*args, **kwargs))
+    if unknown := {name for name, _ in chosen} - set(backends):
+        raise ValueError(
+            f"{_described(implementation)} has the backends {sorted(unknown)} of {operation}, which are unknown, of "
+            f"{sorted(backends)}; measure again."
+        )
     for name, told in (*chosen, *((name, {}) for name in backends)):
         try:
             return backends[name](*args, **kwargs, **told)

@@ -117,8 +117,10 @@ def test_vmap(backend):
     [
         (jnp.zeros((M, N + 1)), ValueError, r"add_to has shape \[70, 37\], but the product .* has \[70, 36\]: give it"),
         (jnp.zeros((M, N), jnp.int32), TypeError, r"add_to is of dtype int32; cast it to one of"),
+        (1.0, TypeError, r"add_to is of type float; pass an array of shape \[70, 36\]"),
+        (fp8.quantize(jnp.zeros((M, N)), fp8.E4M3), TypeError, r"add_to is of type QuantizedTensor; pass an array"),
     ],
-    ids=["shape", "dtype"],
+    ids=["shape", "dtype", "number", "quantized"],
 )
 def test_errors(add_to, error, message):
     with pytest.raises(error, match=message):

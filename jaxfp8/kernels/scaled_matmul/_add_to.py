@@ -7,22 +7,26 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 
 
 def check_add_to(add_to: Array, shape: Axes) -> None:
-    """Raise unless it has the shape of the product, [..., M, N], and a float dtype.
+    """Raise unless it is an array with the shape of the product, [..., M, N], and a float dtype.
 
     Raises:
       ValueError: for another shape.
-      TypeError: for another dtype.
+      TypeError: for another dtype, and for what is no array.
 
     Example:
       >>> check_add_to(jnp.zeros((2, 3)), (2, 3))
     """
+    if not isinstance(add_to, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}.")
     if add_to.shape != shape:
         raise ValueError(
             f"add_to has shape {list(add_to.shape)}, but the product that is added to it has {list(shape)}: give it that shape."

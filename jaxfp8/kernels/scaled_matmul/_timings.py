@@ -6,6 +6,7 @@ is given the same table compiles the same program.
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,17 @@ class Choice:
 
     Attributes:
       backend: by its name in the table of `scaled_matmul`.
-      tiling: how its kernel is cut; None: as it chooses by itself.
+      tiling: how the kernel of "mosaic" is cut; None: as it chooses by itself.
     """
 
     backend: str
     tiling: Tiling | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str):
+            raise TypeError(f"backend={self.backend!r} must be a name.")
+        if self.tiling is not None and self.backend != "mosaic":
+            raise ValueError(f'backend={self.backend!r} takes no tiling, only "mosaic" does; got {self.tiling!r}.')
 
     def __str__(self) -> str:
         fields = {} if self.tiling is None else dataclasses.asdict(self.tiling)
@@ -139,12 +146,19 @@ class Timings:
         Raises:
           ValueError: for a file of another kind.
         """
-        plain = json.loads(Path(path).read_text())
+        wrong = f"{os.fspath(path)!r} holds no timings of schema {_SCHEMA}; write it with Timings.save."
+        try:
+            plain = json.loads(Path(path).read_text())
+        except ValueError as error:  # of JSON, or of UTF-8
+            raise ValueError(f"{wrong} ({error})") from error
         if not isinstance(plain, dict) or plain.get("schema") != _SCHEMA:
-            raise ValueError(f"{os.fspath(path)!r} holds no timings of schema {_SCHEMA}; write it with Timings.save.")
-        times = tuple((row["matmul"], tuple(map(_time, row["times"]))) for row in plain["times"])
-        versions = tuple(plain["versions"].items())
-        return cls(chip=plain["chip"], device=plain["device"], versions=versions, times=times)
+            raise ValueError(wrong)
+        try:
+            times = tuple((row["matmul"], tuple(map(_time, row["times"]))) for row in plain["times"])
+            versions = tuple(plain["versions"].items())
+            return cls(chip=plain["chip"], device=plain["device"], versions=versions, times=times)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from error
 
     def __str__(self) -> str:
         versions = ", ".join(map(" ".join, self.versions))
@@ -202,4 +216,12 @@ def _plain(time: Time) -> dict[str, Any]:
 def _time(plain: dict[str, Any]) -> Time:
     low, high = plain["quartiles"]
     tiling = None if plain["tiling"] is None else Tiling(**plain["tiling"])
-    return Time(choice=Choice(backend=plain["backend"], tiling=tiling), seconds=plain["seconds"], quartiles=(low, high))
+    seconds, low, high = map(_finite, (plain["seconds"], low, high))
+    return Time(choice=Choice(backend=plain["backend"], tiling=tiling), seconds=seconds, quartiles=(low, high))
+
+
+def _finite(seconds: object) -> float:
+    """Raise ValueError for a time that cannot be compared."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        raise ValueError(f"a time of {seconds!r} s")
+    return float(seconds)

@@ -128,6 +128,67 @@ def test_another_file(tmp_path, text):
         fp8.Timings.load(tmp_path / "other.json")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chip", None),
+        ("chip", "h300"),
+        ("versions", []),
+        ("times", "fast"),
+        ("times", [{}]),
+        ("times", [{"matmul": 1}]),
+    ],
+)
+def test_a_file_that_was_edited(tmp_path, name, value):
+    path = tmp_path / "timings.json"
+    table(time("xla", 1.0)).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=mentions("timings.json", "Timings.save")):
+        fp8.Timings.load(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tiling": {"depth": 1}}, {"tiling": {"rows": 64, "columns": 64}}, {"seconds": None}, {"seconds": float("nan")},
+        {"quartiles": [1.0]}, {"backend": ["xla"]},
+    ],
+)  # fmt: skip
+def test_a_time_that_was_edited(tmp_path, wrong):
+    path = tmp_path / "timings.json"
+    table(time("xla", 1.0)).save(path)
+    plain = json.loads(path.read_text())
+    plain["times"][0]["times"][0] |= wrong
+    path.write_text(json.dumps(plain))
+    with pytest.raises(ValueError, match=mentions("timings.json", "Timings.save")):
+        fp8.Timings.load(path)
+
+
+@pytest.mark.parametrize("end", [0, 80])
+def test_a_file_that_was_cut(tmp_path, end):
+    path = tmp_path / "timings.json"
+    table(time("xla", 1.0)).save(path)
+    path.write_text(path.read_text()[:end])
+    with pytest.raises(ValueError, match=mentions("timings.json", "Timings.save")):
+        fp8.Timings.load(path)
+
+
+def test_a_backend_that_is_no_more():
+    with pytest.raises(ValueError, match=mentions("Timings(...)", "['fast']", "of scaled_matmul", "measure again")):
+        fp8.scaled_matmul(*operands(), implementation=table(time("xla", 1.0), time("fast", 2.0)))
+
+
+def test_timings_are_of_matmuls():
+    timings = table(time("xla", 1.0))
+    x = jnp.ones((2, 2))
+    with pytest.raises(TypeError, match=mentions("casts=Timings(...)", "fp8.Implementations(matmuls=timings)")):
+        fp8.dot(x, x, recipe=RECIPE, implementation=timings)
+    with pytest.raises(TypeError, match=mentions("matmuls=Implementations(", "fp8.Timings")):
+        fp8.Implementations(matmuls=fp8.Implementations())
+    with pytest.raises(TypeError, match=mentions("implementation={'xla': 1}", "fp8.Timings")):
+        fp8.scaled_matmul(*operands(), implementation={"xla": 1})
+
+
 def test_merged():
     first, second = table(time("xla", 1.0), matmul="a"), table(time("xla", 2.0), matmul="b")
     assert [name for name, _ in first.merged(second).times] == ["a", "b"]
