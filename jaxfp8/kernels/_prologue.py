@@ -14,6 +14,7 @@ from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -129,7 +130,7 @@ class RMSNorm(AbstractPrologue):
     `jax.shard_map` a device must have all of the last axis.
 
     Attributes:
-      epsilon: positive.
+      epsilon: positive, finite and no less than float32's smallest normal number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -146,8 +147,11 @@ class RMSNorm(AbstractPrologue):
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, int | float) or not self.epsilon > 0:
-            raise ValueError(f"epsilon={self.epsilon!r} must be a positive number, for instance 1e-6.")
+        given: object = self.epsilon
+        real = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
+        if not real or not np.finfo(np.float32).tiny <= self.epsilon < math.inf:
+            raise ValueError(f"epsilon={given!r} must be a positive number of float32, for instance 1e-6.")
+        object.__setattr__(self, "epsilon", float(self.epsilon))
 
     def _operands(self, *arrays: Array) -> tuple[Array, ...]:
         x, gain = arrays

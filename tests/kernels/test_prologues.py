@@ -126,6 +126,8 @@ MISTAKES = {
     "gain": (ValueError, lambda: RMS_NORM(X, jnp.ones(4)), "gain has shape [4], x [4, 8]"),
     "too few": (ValueError, lambda: RMS_NORM(X), "got 1"),
     "epsilon": (ValueError, lambda: fp8.RMSNorm(epsilon=0.0), "epsilon=0.0 must be a positive number"),
+    "epsilon that is 0 in float32": (ValueError, lambda: fp8.RMSNorm(epsilon=1e-60), "epsilon=1e-60"),
+    "infinite epsilon": (ValueError, lambda: fp8.RMSNorm(epsilon=float("inf")), "epsilon=inf"),
     "epsilon of quantize": (ValueError, lambda: fp8.rms_norm_quantize(X, X[0], fp8.E4M3, epsilon=-1), "epsilon=-1"),
     "format": (ValueError, lambda: fp8.swiglu_quantize(X, X, fp8.E8M0), "cannot hold values"),
     "scale": (ValueError, lambda: fp8.swiglu_quantize(X, X, fp8.E4M3, scale=jnp.ones(3)), "scale has shape [3]"),
@@ -148,4 +150,5 @@ def test_triton_reads_one_array():
 
 def test_they_are_values():
     assert fp8.RMSNorm(epsilon=1e-5) == RMS_NORM != fp8.RMSNorm()
+    assert fp8.RMSNorm(epsilon=np.float64(1e-5)) == RMS_NORM
     assert len({fp8.SwiGLU(), SWIGLU, fp8.RMSNorm()}) == 2
