@@ -28,16 +28,35 @@ def check_operands(
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     check_recipe(recipe)
+    return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
+
+
+def check_arrays(name: str, given: ArrayLike, prologue: AbstractPrologue | None) -> tuple[Array, ...]:
+    """What a prologue takes, or without one a single array, each of a dtype that can be quantized.
+
+    Args:
+      name: of the argument, for messages.
+      given: the array, or a tuple of those of the prologue.
+      prologue: or None.
+
+    Raises:
+      TypeError: naming the argument, what it is and the cure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> len(check_arrays("x", jnp.ones(2), None)), len(check_arrays("x", (jnp.ones(2), jnp.ones(2)), fp8.SwiGLU()))
+      (1, 2)
+    """
     if prologue is None:
-        return (check_float("lhs", lhs),), check_float("rhs", rhs)
+        return (check_float(name, given),)
     if not isinstance(prologue, AbstractPrologue):
         raise TypeError(
-            f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your function to lhs."
+            f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your function to {name}."
         )
-    if not isinstance(lhs, tuple | list) or len(lhs) != len(prologue.names):
-        raise TypeError(f"lhs is {_described(lhs)}; with prologue={prologue!r} it is the tuple {prologue.names}.")
-    arrays = tuple(check_float(f"lhs, {name}", each) for name, each in zip(prologue.names, lhs, strict=True))
-    return arrays, check_float("rhs", rhs)
+    if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
+        raise TypeError(f"{name} is {_described(given)}; with prologue={prologue!r} it is the tuple {prologue.names}.")
+    return tuple(check_float(f"{name}, {each}", array) for each, array in zip(prologue.names, given, strict=True))
 
 
 def _described(lhs: ArrayLike) -> str:
@@ -83,7 +102,7 @@ def check_float(name: str, x: ArrayLike) -> Array:
         raise TypeError(f"{name} is a QuantizedTensor already; pass the high-precision array, or {name}.dequantize().")
     if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
         raise TypeError(
-            f"{name} is a tuple of {len(x)} arrays; pass one, or to fp8.dot and fp8.dot_general those of a prologue=."
+            f"{name} is a tuple of {len(x)} arrays; pass one, or name the prologue= that makes one of them."
         )
     if not isinstance(x, jax.Array):
         x = jnp.asarray(x)

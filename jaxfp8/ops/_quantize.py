@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, ArrayLike, Implementation, Rounding, ScaleRounding
-from jaxfp8.kernels._prologue import Source
+from jaxfp8.kernels._prologue import AbstractPrologue, produce
 from jaxfp8.kernels.cast._api import cast
 from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.numerics._formats import Format
@@ -14,7 +14,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale import inverse
 from jaxfp8.numerics._scale_rule import ScaleRule
-from jaxfp8.ops._arguments import check_float
+from jaxfp8.ops._arguments import check_arrays, check_float
 from jaxfp8.ops._once import once
 from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -33,6 +33,7 @@ def quantize(
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
+    prologue: AbstractPrologue | None = None,
 ) -> QuantizedTensor: ...
 @overload
 def quantize(
@@ -47,6 +48,7 @@ def quantize(
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
+    prologue: AbstractPrologue | None = None,
 ) -> tuple[QuantizedTensor, ...]: ...
 def quantize(
     x: ArrayLike,
@@ -60,6 +62,7 @@ def quantize(
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
+    prologue: AbstractPrologue | None = None,
 ) -> QuantizedTensor | tuple[QuantizedTensor, ...]:
     """x in FP8: `values = round(x * m)`, `scale = 1 / m`, with `m = format.max / amax(x)` unless a scale is given.
 
@@ -67,7 +70,7 @@ def quantize(
     `fp8.fake_quantize` for a straight-through gradient.
 
     Args:
-      x: [...] bfloat16, float16, float32 or float64.
+      x: [...] bfloat16, float16, float32 or float64; with `prologue=` the tuple of its arrays.
       format: E4M3 or E5M2.
       granularity: which values share a scale; default PerTensor(). A tuple of them gives x in each, from the same x: both
         directions in which the matmuls of a training step read it.
@@ -78,6 +81,8 @@ def quantize(
       rounding: "nearest" (even) or "stochastic" (needs `key`).
       key: a jax PRNG key.
       implementation: of the cast; None takes the first that can.
+      prologue: `fp8.SwiGLU()` of x (gate, up), or `fp8.RMSNorm()` of x (x, gain): `quantize(prologue(*x), ...)`, to the bit.
+        "mosaic" makes it tile by tile, and writes FP8 alone; "triton" refuses.
 
     Raises:
       TypeError, ValueError: naming the argument, its value and the cure.
@@ -96,26 +101,8 @@ def quantize(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (tiles); OCP Microscaling Formats (MX) v1.0 (E8M0 scales).
     """
-    return quantize_source(
-        once(check_float("x", x)), format, granularity, power_of_two=power_of_two, scale_format=scale_format,
-        scale_rounding=scale_rounding, scale=scale, rounding=rounding, key=key, implementation=implementation,
-    )  # fmt: skip
-
-
-def quantize_source(
-    x: Source,
-    format: Format,
-    granularity: AbstractGranularity | tuple[AbstractGranularity, ...] | None,
-    *,
-    power_of_two: bool,
-    scale_format: Format | None,
-    scale_rounding: ScaleRounding,
-    scale: ArrayLike | None,
-    rounding: Rounding,
-    key: Array | None,
-    implementation: Implementation,
-) -> QuantizedTensor | tuple[QuantizedTensor, ...]:
-    """`quantize` of an array, or of what a prologue makes of arrays, whose dtypes are checked."""
+    arrays = once(check_arrays("x", x, prologue))
+    source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
     granularity = PerTensor() if granularity is None else granularity
     granularities = granularity if isinstance(granularity, tuple) else (granularity,)
@@ -125,7 +112,7 @@ def quantize_source(
         )
     rule = ScaleRule(power_of_two=power_of_two, scale_format=scale_format, scale_rounding=scale_rounding)
     for each in granularities:
-        each.scale_shape(x.shape)  # raises where it does not fit
+        each.scale_shape(source.shape)  # raises where it does not fit
         if scale_format is not None and not isinstance(each, PerBlock):
             raise ValueError(
                 f"scale_format={scale_format!r} needs tiles, got granularity={each!r}; use PerBlock((1, 32)) or float32 scales."
@@ -136,9 +123,9 @@ def quantize_source(
                 f"power_of_two={power_of_two}, scale_format={scale_format!r}, scale_rounding={scale_rounding!r} and a tuple of "
                 "granularities have no effect on a scale= that is given; pass the one or the other."
             )
-        scale = _checked(scale, granularity, x.shape)
+        scale = _checked(scale, granularity, source.shape)
         return cast(
-            x,
+            source,
             inverse(scale),
             format,
             granularity,
@@ -147,7 +134,9 @@ def quantize_source(
             key=key,
             implementation=implementation,
         )
-    copies = kernel.quantize(x, format, granularities, rule, rounding=rounding, key=key, implementation=implementation)
+    copies = kernel.quantize(
+        source, format, granularities, rule, rounding=rounding, key=key, implementation=implementation
+    )
     return copies if isinstance(granularity, tuple) else copies[0]
 
 
