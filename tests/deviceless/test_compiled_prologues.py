@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from program import Program
+from prologues import PROLOGUES, moved, shapes_of, trained
 from targets import array, program_for, topology
 
 import jaxfp8 as fp8
@@ -23,7 +23,6 @@ pytestmark = [
 ]
 
 M, K, N = 1024, 512, 256
-PROLOGUES = {"swiglu": (fp8.SwiGLU(), ((M, K), (M, K))), "rms_norm": (fp8.RMSNorm(), ((M, K), (K,)))}
 # Passes over an array [M, K] in bfloat16 that the kernel's prologue saves in a training step: h is not written, nor read.
 # Scales of all of h need its amaxes first: of two arrays it is then written as before, of one it is made twice.
 SAVED = [
@@ -40,32 +39,10 @@ def devices(shape="1x1x1", kind=AxisType.Auto):
     return Mesh(found.reshape(4, 2) if found.size == 8 else found[:, None], ("a", "b"), axis_types=(kind,) * 2)
 
 
-def trained(recipe, prologue, shapes, *, fused):
-    """A training step of one layer, whose gradient depends on its result, as in a model."""
-
-    def step(params, c, state):
-        def loss(params, state):
-            lhs, w = params
-            h, how = (lhs, {"prologue": prologue}) if fused else (prologue(*lhs), {})
-            y = fp8.dot(h, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts="mosaic"), **how)
-            return jnp.sum((y * c).astype(jnp.float32) ** 2)
-
-        return fp8.value_and_grad(loss)(params, state)
-
-    mesh, state = devices(), fp8.init_state(recipe)
-    lie = NamedSharding(mesh, P())
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lie)
-    arguments = ((tuple(array(*shape) for shape in shapes), array(K, N)), array(M, N), state)
-    with jax.set_mesh(mesh):
-        run = jax.jit(step, compiler_options=fp8.compiler_options(recipe, "h200"))
-        return Program(run.lower(*jax.tree.map(place, arguments)).compile().as_text())
-
-
 @pytest.mark.parametrize(("recipe", "name", "passes"), SAVED, ids=lambda value: getattr(value, "name", str(value)))
 def test_bytes_of_a_training_step(recipe, name, passes):
-    two, one = (trained(recipe, *PROLOGUES[name], fused=fused) for fused in (False, True))
-    saved = two.traffic(two.parts()[0]) - one.traffic(one.parts()[0])
-    assert saved == pytest.approx(passes * 2 * M * K, abs=0.1 * M * K)
+    two, one = (trained(recipe, name, "mosaic", fused=fused, sizes=(M, K, N)) for fused in (False, True))
+    assert moved(two) - moved(one) == pytest.approx(passes * 2 * M * K, abs=0.1 * M * K)
 
 
 @pytest.mark.parametrize("name", PROLOGUES)
@@ -73,7 +50,7 @@ def test_xla_rounds_what_it_fuses(name):
     """Else its casts would see another h than kernels: it drops conversions to bfloat16 and back."""
     function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
     program = program_for(
-        "h200", lambda *a: function(*a, fp8.E4M3, scale=0.5), *(array(*s) for s in PROLOGUES[name][1])
+        "h200", lambda *a: function(*a, fp8.E4M3, scale=0.5), *(array(*s) for s in shapes_of(name, M, K))
     )
     written = [kernel for kernel in program.kernels(program.entry) if f"[{M},{K}]" in kernel.type]
     assert [kernel.type.split("[")[0] for kernel in written] == ["f8e4m3fn"]
@@ -90,7 +67,7 @@ ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (1
 @pytest.mark.parametrize("granularities", [(ROWS, COLUMNS), (SQUARES,)], ids=["both", "squares"])
 @pytest.mark.parametrize("name", PROLOGUES)
 def test_each_tile_comes_once_and_h_is_made_once(name, granularities, tmp_path):
-    _, shapes = PROLOGUES[name]
+    shapes = shapes_of(name, M, K)
     function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
     run = lambda *arrays: function(*arrays, fp8.E4M3, granularities, implementation="mosaic")
     mesh = devices()
@@ -129,10 +106,10 @@ def test_nothing_is_gathered(name, kind):
     spec, gain = (P("a", "b"), None) if name == "swiglu" else (P(("a", "b")), P())
     function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
     run = lambda *arrays: function(*arrays, fp8.E4M3, (ROWS, COLUMNS), implementation="mosaic")
-    specs = tuple(spec if len(shape) == 2 else gain for shape in PROLOGUES[name][1])
+    specs = tuple(spec if len(shape) == 2 else gain for shape in shapes_of(name, M, K))
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, lie))
-        for shape, lie in zip(PROLOGUES[name][1], specs, strict=True)
+        for shape, lie in zip(shapes_of(name, M, K), specs, strict=True)
     ]
     if kind == "shard_map":
         run = jax.shard_map(run, in_specs=specs, out_specs=spec)

@@ -13,7 +13,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.kernels import _timer
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
-from jaxfp8.kernels.scaled_matmul._mosaic_tiling import search_space
+from jaxfp8.kernels.scaled_matmul._mosaic_tiling import NoRoomError, search_space
 from jaxfp8.kernels.scaled_matmul._timings import Choice, Time, Timings, describe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -98,7 +98,7 @@ def choices(operands: Operands, options: Options, chip: str) -> Iterator[Choice]
             choice = Choice(backend=backend, tiling=tiling)
             try:
                 jax.eval_shape(multiplied_by(choice, options, chip), *operands)
-            except (NotImplementedError, ValueError):  # it cannot, or the tiling does not fit
+            except (NotImplementedError, NoRoomError):
                 continue
             yield choice
 

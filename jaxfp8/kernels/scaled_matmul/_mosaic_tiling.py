@@ -52,6 +52,10 @@ _BARRIERS = 1024  # bytes: barriers, and what it takes to align arrays
 _MULTIPROCESSORS = 132
 
 
+class NoRoomError(ValueError):
+    """A tiling that a multiprocessor has no room for."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
     """How a product is cut.
@@ -119,11 +123,11 @@ class Tiling:
         return sums + product + of_columns + _OTHER_REGISTERS
 
     def check(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> None:
-        """Raise ValueError for what a multiprocessor has no room for."""
+        """Raise NoRoomError for what a multiprocessor has no room for."""
         if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize, added=added)) > _SHARED:
-            raise ValueError(f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages.")
+            raise NoRoomError(f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages.")
         if (registers := self.registers(scaling=scaling, itemsize=itemsize, added=added)) > _REGISTERS:
-            raise ValueError(
+            raise NoRoomError(
                 f"{self!r} needs about {registers} registers a thread, of {_REGISTERS}; take a smaller tile."
             )
 
