@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_inputs import mentions
+from interpreter import needs_mosaic
 
 import jaxfp8 as fp8
 from jaxfp8.kernels import _timer
@@ -247,6 +248,21 @@ def test_a_training_step_has_three_matmuls():
     assert [matmul.split(" -> ")[0].split("contracting ")[1] for matmul in recorder.matmuls] == [
         "1 with 0", "1 with 1", "0 with 0"
     ]  # fmt: skip
+
+
+@needs_mosaic
+def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
+    found = list(_autotune.choices(operands(), OPTIONS, "h200"))
+    assert Choice(backend="xla") in found
+    assert {Choice(backend="mosaic", tiling=CHOICES[name]) for name in ("decode", "few", "small", "large")} <= {*found}
+    assert Choice(backend="mosaic", tiling=CHOICES["wide"]) not in found  # its sums and products have no room together
+
+    def broken(*args, **kwargs):
+        raise ValueError("a bug")
+
+    monkeypatch.setitem(_api.BACKENDS, "mosaic", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        list(_autotune.choices(operands(), OPTIONS, "h200"))
 
 
 @pytest.mark.usefixtures("gpu")
