@@ -63,7 +63,7 @@ def known_scale(x: jax.Array, backend: str, multiplier: jax.Array, *, both: bool
         x, (multiplier,) * count, fp8.E4M3, (fp8.PerTensor(),) * count,
         scales=(multiplier,) * count, transposed=(False, True)[:count], implementation=backend,
     )  # fmt: skip
-    largest = amax(x if met is None else met, fp8.PerTensor())
+    largest = amax(x if met.largest is None else met.largest, fp8.PerTensor())
     return copies[0].values, *(copy.values.T for copy in copies[1:]), largest
 
 
@@ -71,7 +71,7 @@ def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
     """The scale from the array's own amaxes, in each granularity."""
 
     def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
-        copies = quantize.quantize(x, fp8.E4M3, granularities, rule, implementation=backend)
+        copies, _ = quantize.quantize(x, fp8.E4M3, granularities, rule, implementation=backend)
         return tuple(array for q in copies for array in as_read(q))
 
     return Cast(name=name, run=run, backends=quantize.BACKENDS)
@@ -81,13 +81,26 @@ def produced(name: str, prologue: Any, beside: Callable[..., Any], *granularitie
     """The same of what a prologue makes of x and another array, which XLA fuses if it can, and kernels do themselves."""
 
     def run(x: jax.Array, backend: str, other: jax.Array) -> tuple[jax.Array, ...]:
-        copies = quantize.quantize(produce(prologue, x, other), fp8.E4M3, granularities, rule, implementation=backend)
+        copies, _ = quantize.quantize(
+            produce(prologue, x, other), fp8.E4M3, granularities, rule, implementation=backend
+        )
         return tuple(array for q in copies for array in as_read(q))
 
     backends = {
         name: backend for name, backend in quantize.BACKENDS.items() if name != "triton"
     }  # which reads one array
     return Cast(name=name, run=run, backends=backends, beside=lambda shape: (beside(shape),))
+
+
+def summed(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
+    """The same as `quantized`, and the sums of columns: of a gradient, for that of a bias."""
+
+    def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
+        copies, met = quantize.quantize(x, fp8.E4M3, granularities, rule, column_sums=True, implementation=backend)
+        sums = jnp.sum(x if met.column_sums is None else met.column_sums, 0, jnp.float32)
+        return *(array for q in copies for array in as_read(q)), sums
+
+    return Cast(name=name, run=run, backends=quantize.BACKENDS)
 
 
 def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
@@ -120,8 +133,9 @@ CASTS = (
     quantized("MXFP8 32x32", fp8.PerBlock((32, 32)), rule=BYTES),
 )
 
-# Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's.
-PRODUCED = (
+# Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's, nor has a sum.
+BESIDES = (
+    summed("1x128 and 128x1, and sums", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
     produced(
         "SwiGLU, 1x128 and 128x1", fp8.SwiGLU(), lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS,
@@ -146,7 +160,7 @@ def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
 def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
     for shape in shapes:
         yield from copies(shape)
-        for cast_ in (*CASTS, *PRODUCED):
+        for cast_ in (*CASTS, *BESIDES):
             arguments = cast_.arguments(shape)
             written = jax.eval_shape(cast_.by(REFERENCE), *arguments)
             for backend in cast_.backends:

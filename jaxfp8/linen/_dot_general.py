@@ -62,6 +62,7 @@ class FP8DotGeneral(nn.Module):
         precision: Any = None,
         preferred_element_type: DType | None = None,
         out_sharding: Any = None,
+        bias: Array | None = None,
     ) -> Array:
         """See `fp8.dot_general`."""
         lhs_shard, rhs_shard = shards(self, self.lhs_shard, self.rhs_shard)
@@ -69,6 +70,7 @@ class FP8DotGeneral(nn.Module):
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=matmul_state(self, self.recipe), out_sharding=out_sharding, reduce_axes=self.reduce_axes,
             lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
+            bias=bias,
         )  # fmt: skip
 
 

@@ -58,6 +58,17 @@ class FP8Dense(KernelPart, nn.Dense):
         _plug(self)
         super().__post_init__()
 
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        """As in `flax.linen.Dense`, but the bias goes into the matmul, whose backward pass reads what its gradient sums."""
+        kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        assert x is not None
+        assert w is not None
+        dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        return self.dot_general_cls()(x, w, dimension_numbers, precision=self.precision, bias=bias)
+
 
 class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.

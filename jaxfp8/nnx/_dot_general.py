@@ -61,12 +61,14 @@ class FP8DotGeneral(AbstractFP8Matmul):
         precision: Any = None,
         preferred_element_type: DType | None = None,
         out_sharding: Any = None,
+        bias: Array | None = None,
     ) -> Array:
         """See `fp8.dot_general`."""
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=self.matmul_state, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
             lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
+            bias=bias,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxfp8._typing import Implementation
+from jaxfp8._typing import Array, Implementation
 from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.recipes._recipe import Recipe
@@ -55,6 +55,15 @@ class FP8Linear(nnx.Linear):
             recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
         )
         super().__init__(in_features, out_features, **arguments)
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """As in `flax.nnx.Linear`, but the bias goes into the matmul, whose backward pass reads what its gradient sums."""
+        bias = None if self.bias is None else self.bias[...]
+        x, w, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        return self.dot_general(
+            x, w, (((x.ndim - 1,), (0,)), ((), ())), self.precision, self.preferred_element_type,
+            out_sharding=out_sharding, bias=bias,
+        )  # fmt: skip
 
 
 class FP8LinearGeneral(nnx.LinearGeneral):

@@ -29,6 +29,12 @@ class Geometry:
     def batched(self) -> bool:
         return bool(self.dimension_numbers[0][1][0])
 
+    @property
+    def rhs_kept(self) -> Axes:
+        """The axes of rhs that fprop leaves to its product, but those of the batch."""
+        batch = self.dimension_numbers[0][1][1]
+        return tuple(axis for axis in self.kept("fprop", "w") if axis not in batch)
+
     def kept(self, matmul: Matmul, tensor: Tensor) -> Axes:
         return dict(self.kept_axes)[matmul, tensor]
 

@@ -26,8 +26,9 @@ def dot(
     rhs_shard: Shard | None = None,
     implementation: Implementation | Implementations = None,
     prologue: AbstractPrologue | None = None,
+    bias: Array | None = None,
 ) -> Array:
-    """`lhs @ rhs` in FP8: [..., K] times [K, N].
+    """`lhs @ rhs + bias` in FP8: [..., K] times [K, N].
 
     Args:
       lhs: activations [..., K]; with `prologue=` the tuple of its arrays.
@@ -42,6 +43,7 @@ def dot(
       rhs_shard: see `dot_general`.
       implementation: see `dot_general`.
       prologue: see `dot_general`.
+      bias: [N], see `dot_general`.
 
     Returns:
       [..., N].
@@ -67,5 +69,5 @@ def dot(
     return dot_general(
         arrays if prologue else arrays[0], rhs, (((ndim - 1,), (0,)), ((), ())), precision, preferred_element_type,
         recipe=recipe, state=state, out_sharding=out_sharding, reduce_axes=reduce_axes,
-        lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation, prologue=prologue,
+        lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation, prologue=prologue, bias=bias,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from jaxfp8.kernels._prologue import AbstractPrologue, produce
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, fp8_precision
+from jaxfp8.ops._bias import add_bias, check_bias
 from jaxfp8.ops._dimension_numbers import geometry
 from jaxfp8.ops._operands import Call
 from jaxfp8.ops._state import MatmulState
@@ -41,6 +42,7 @@ def dot_general(
     rhs_shard: Shard | None = None,
     implementation: Implementation | Implementations = None,
     prologue: AbstractPrologue | None = None,
+    bias: Array | None = None,
 ) -> Array:
     """`jax.lax.dot_general` with FP8 operands, forward and backward, as the recipe says.
 
@@ -69,6 +71,8 @@ def dot_general(
         None takes the first that can. A cast by "mosaic" lays each copy as its matmul reads it on Hopper.
       prologue: `fp8.SwiGLU()` of lhs (gate, up), or `fp8.RMSNorm()` of lhs (x, gain): the matmul of `prologue(*lhs)`, to the
         bit, gradients too. A cast by "mosaic" makes it tile by tile, so that it is neither written nor saved in high precision.
+      bias: [batch, rhs kept], added in the result's dtype. Its gradient is summed in float32; a cast by "mosaic" sums on its
+        way, where the gradient's last axis is all that rhs keeps, so that it is not read once more.
 
     Returns:
       [batch, lhs kept, rhs kept].
@@ -112,14 +116,16 @@ def dot_general(
         if lhs_shard is None and rhs_shard is None:
             raise
         raise ValueError(f"{error} (Shapes are of whole operands: {lhs_shard=}, {rhs_shard=}.)") from None
+    plain = geometry(dimension_numbers, lhs.ndim, rhs.ndim)
+    if bias is not None:
+        bias = check_bias(bias, tuple(shapes[1][axis] for axis in (*dimension_numbers[1][1], *plain.rhs_kept)))
     state = _check_state(state, recipe)
     if recipe.is_identity:
         if implementation is not None:
             raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
         lhs, rhs = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
-        return lax.dot_general(
-            lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-        )
+        y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+        return add_bias(y, bias, plain)
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     probe = state.probe if state else None
     view = None if recipe.tile is None else tile_view(*shapes, dimension_numbers, recipe.tile)
@@ -129,7 +135,7 @@ def dot_general(
         w_shard = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
     call = Call(
         recipe=recipe,
-        geometry=geometry(dimension_numbers if view is None else view.dimension_numbers, x.ndim, w.ndim),
+        geometry=plain if view is None else geometry(view.dimension_numbers, x.ndim, w.ndim),
         out_dtype=check_out_dtype(out_dtype),
         precision=precision,
         fast_accumulation=fp8_precision(precision),
@@ -145,7 +151,9 @@ def dot_general(
     operands = None if made is None else lax.stop_gradient(made.operands)
     if view is not None and operands is not None:
         operands = tuple(view.operand(each, lhs.shape) for each in operands)
-    y = three_matmuls(call, x, w, state.scale if state else None, probe.ledger if probe else None, operands)
+    if view is not None and bias is not None:
+        bias = view.bias(bias)
+    y = three_matmuls(call, x, w, bias, state.scale if state else None, probe.ledger if probe else None, operands)
     return y if view is None else view.result(y, out_sharding)
 
 

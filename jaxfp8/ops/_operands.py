@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import AbstractPrologue, Source, value_of
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
@@ -76,9 +77,13 @@ def quantize_operand(
     scale: Array | None,
     ledger: Array | None,
     apart: frozenset[str],
+    *,
+    column_sums: bool = False,
     **contracted: frozenset[str],
-) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen]:
+) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen, Array | None]:
     """A tensor as each matmul reads it, cast once for those that read the same; the same as residuals; its rows' amaxes.
+
+    Last what a kernel summed of its columns (`Met.column_sums`), if it was told to.
 
     `apart`: the mesh axes along which it is several tensors and not parts of one. `contracted`: those over which a matmul
     contracts it across devices; its row amaxes span them.
@@ -100,7 +105,7 @@ def quantize_operand(
         kinds[matmul] = quantizer, direction
     operands: list[Operand] = []
     order: list[tuple[AbstractQuantizer, tuple[AbstractGranularity, bool]]] = []
-    met: Array | None = None
+    met = Met()
     for quantizer, copies in directions.items():
         stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
         if stored is not None and (split := call.over(tensor) & varying(stored)):
@@ -112,13 +117,17 @@ def quantize_operand(
         spans = {granularity: across for (granularity, _), across in copies.items()}
         made, met_now = quantizer.quantize(
             source, granularities, amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
-            all_set=call.all_set, transposed=transposed, implementation=call.implementations.casts,
+            all_set=call.all_set, transposed=transposed, column_sums=column_sums and met.column_sums is None,
+            implementation=call.implementations.casts,
         )  # fmt: skip
         operands += made
         order += [(quantizer, direction) for direction in copies]
-        met = met_now if met is None else met
+        met = Met(
+            met_now.largest if met.largest is None else met.largest,
+            met_now.column_sums if met.column_sums is None else met.column_sums,
+        )
     reads = {matmul: order.index(kind) for matmul, kind in kinds.items()}
-    seen = _seen(call, tensor, value if met is None else met, ledger)
+    seen = _seen(call, tensor, value if met.largest is None else met.largest, ledger)
     if seen and call.all_set:
         # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
         operands = lax.optimization_barrier(operands)
@@ -127,7 +136,7 @@ def quantize_operand(
         # Named before any matmul reads them, so that a rematerialized fprop starts from what was saved and casts nothing.
         (operands, saved), (seen, _) = _named(operands), _named(seen)
     now, later = ({matmul: each[index] for matmul, index in reads.items()} for each in (operands, saved))
-    return now, later, seen
+    return now, later, seen, met.column_sums
 
 
 def _spanned(call: Call, tensor: Tensor, value: Array, granularity: AbstractGranularity) -> frozenset[str]:

@@ -134,7 +134,7 @@ def quantize(
             key=key,
             implementation=implementation,
         )
-    copies = kernel.quantize(
+    copies, _ = kernel.quantize(
         source, format, granularities, rule, rounding=rounding, key=key, implementation=implementation
     )
     return copies if isinstance(granularity, tuple) else copies[0]

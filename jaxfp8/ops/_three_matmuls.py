@@ -1,8 +1,8 @@
 """The custom gradient of `dot_general`: three matmuls, each operand cast once.
 
 The forward rule casts x and w for every matmul that will read them, multiplies, and saves the copy of x that wgrad reads
-and the copy of w that dgrad reads. The backward rule casts g, multiplies twice, and hands the amaxes of x, w and g to the
-state's probe as a ledger.
+and the copy of w that dgrad reads. The backward rule casts g, sums it for the bias, multiplies twice, and hands the amaxes of
+x, w and g to the state's probe as a ledger.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels._prologue import Produced, Source, value_of
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
+from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._dimension_numbers import inverse_permutation
 from jaxfp8.ops._ledger import encode
 from jaxfp8.ops._once import once
@@ -31,19 +32,26 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Primals:
-    """The types of lhs and rhs, which their cotangents must have; static, to ride among the residuals."""
+    """The types that cotangents must have; static, to ride among the residuals. None for a bias that wants none."""
 
     lhs: Any
     rhs: Any
+    bias: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def three_matmuls(
-    call: Call, lhs: Array, rhs: Array, scale: Array | None, ledger: Array | None, operands: tuple[Array, ...] | None
+    call: Call,
+    lhs: Array,
+    rhs: Array,
+    bias: Array | None,
+    scale: Array | None,
+    ledger: Array | None,
+    operands: tuple[Array, ...] | None,
 ) -> Array:
-    """The product; `operands` are those of the prologue that makes lhs, which gets the gradient."""
+    """The product and the bias; `operands` are those of the prologue that makes lhs, which gets the gradient."""
     del ledger
-    return _fprop(call, _source(call, lhs, operands), rhs, scale, None)[0]
+    return add_bias(_fprop(call, _source(call, lhs, operands), rhs, scale, None)[0], bias, call.geometry)
 
 
 def _source(call: Call, lhs: Array, operands: tuple[Array, ...] | None) -> Source:
@@ -56,14 +64,20 @@ def _fprop(
     """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
     x_varies, w_varies = varying(value_of(lhs)) - call.over("x"), varying(rhs) - call.over("w")
     split, apart = call.split_or_apart(x_varies & w_varies)
-    x, x_saved, x_seen = quantize_operand(call, "x", lhs, scale, ledger, apart, fprop=split, wgrad=x_varies - w_varies)
-    w, w_saved, w_seen = quantize_operand(call, "w", rhs, scale, ledger, apart, fprop=split, dgrad=w_varies - x_varies)
+    x, x_saved, x_seen, _ = quantize_operand(
+        call, "x", lhs, scale, ledger, apart, fprop=split, wgrad=x_varies - w_varies
+    )
+    w, w_saved, w_seen, _ = quantize_operand(
+        call, "w", rhs, scale, ledger, apart, fprop=split, dgrad=w_varies - x_varies
+    )
     x_whole, w_whole = whole(call, "x", x["fprop"]), whole(call, "w", w["fprop"])
     y = _matmul(call, "fprop", x_whole, w_whole, call.out_dtype, call.out_sharding)
     return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
 
 
-def _forward_rule(call: Call, lhs: Any, rhs: Any, scale: Any, ledger: Any, operands: Any) -> tuple[Array, Any]:
+def _forward_rule(
+    call: Call, lhs: Any, rhs: Any, bias: Any, scale: Any, ledger: Any, operands: Any
+) -> tuple[Array, Any]:
     if call.collected and (ledger is None or not ledger.perturbed):
         raise FP8StateError(
             "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
@@ -74,10 +88,14 @@ def _forward_rule(call: Call, lhs: Any, rhs: Any, scale: Any, ledger: Any, opera
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
     source = _source(call, lhs, operands and tuple(leaf.value for leaf in operands))
     y, x, w, seen = _fprop(call, source, rhs, scale, ledger)
-    return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs)))
+    learned = None if bias is None or not bias.perturbed else jax.typeof(bias.value)
+    y = add_bias(y, None if bias is None else once(bias.value), call.geometry)
+    return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs), learned))
 
 
-def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Array, None, Array | None, None]:
+def _backward_rule(
+    call: Call, residuals: Any, gradient: Any
+) -> tuple[Array, Array, Array | None, None, Array | None, None]:
     x, w, seen, scale, ledger, primals = residuals
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         aval: Any = gradient.aval
@@ -85,8 +103,9 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Ar
     gradient = once(gradient)
     x_varies = frozenset(primals.lhs.manual_axis_type.varying) - call.over("x")
     w_varies = frozenset(primals.rhs.manual_axis_type.varying) - call.over("w")
-    g, _, g_seen = quantize_operand(
+    g, _, g_seen, sums = quantize_operand(
         call, "g", gradient, scale, ledger, call.split_or_apart(x_varies & w_varies)[1],
+        column_sums=primals.bias is not None and sums_columns(call.geometry, gradient.ndim),
         dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
     )  # fmt: skip
     dx_axes, dw_axes = call.geometry.product_axes
@@ -95,11 +114,12 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Array, Ar
     dw = _matmul(call, "wgrad", x, g["wgrad"], primals.rhs.dtype, _product_sharding(primals.rhs, dw_axes))
     dx = _cotangent(dx, dx_axes, primals.lhs, call.shard("x"))
     dw = _cotangent(dw, dw_axes, primals.rhs, call.shard("w"))
+    db = None if primals.bias is None else bias_gradient(gradient, sums, primals.bias, call.geometry)
     if not call.collected:
-        return dx, dw, None, None, None
+        return dx, dw, db, None, None, None
     seen = {**seen, **g_seen}
     rows = [vary_as(seen[row.tensor, r], ledger) for r, row in enumerate(call.recipe.rows)]
-    return dx, dw, None, encode(jnp.stack(rows)), None
+    return dx, dw, db, None, encode(jnp.stack(rows)), None
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -54,6 +54,10 @@ class TileView:
     def rhs(self, w: Array) -> Array:
         return _view(w, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
 
+    def bias(self, b: Array) -> Array:
+        """[*batch, *n]."""
+        return _view(b, tuple(range(b.ndim)), self.merged[0] + self.merged[3])
+
     def lhs_axis(self, axis: int) -> int:
         """Where an axis of lhs, along which it is split, is in the view.
 

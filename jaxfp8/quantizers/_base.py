@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.numerics._formats import VALUE_FORMATS, Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -45,8 +46,9 @@ class AbstractQuantizer(abc.ABC):
         scale: Array | None,
         all_set: bool,
         transposed: tuple[bool, ...] = (),
+        column_sums: bool = False,
         implementation: Implementation,
-    ) -> tuple[tuple[Operand, ...], Array | None]:
+    ) -> tuple[tuple[Operand, ...], Met]:
         """Choose the scale and cast, in one call for all the directions in which matmuls read x.
 
         Args:
@@ -57,10 +59,11 @@ class AbstractQuantizer(abc.ABC):
           scale: [] float32, the stored scale of a stateful quantizer, 0 where unset; None for the others.
           all_set: the caller knows that the scale is set.
           transposed: of each direction, whether its copy shall lie in memory transposed (`kernels.cast._api.cast_copies`).
+          column_sums: whether to sum the columns of x, too, if that takes no read of its own.
           implementation: of the cast.
 
         Returns:
-          x in each granularity, and an array whose amax is that of x, if the cast met it on the way.
+          x in each granularity, and what the cast met of x on the way.
         """
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxfp8._typing import Array, Implementation, ScaleRounding
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source, value_of, wide_operands
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
@@ -82,14 +83,15 @@ class Current(AbstractQuantizer):
         scale: Array | None,
         all_set: bool,
         transposed: tuple[bool, ...] = (),
+        column_sums: bool = False,
         implementation: Implementation,
-    ) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
+    ) -> tuple[tuple[QuantizedTensor, ...], Met]:
         del scale, all_set
         if isinstance(self.granularity, PerBlock):  # a tile lies on one device: its amax is at hand
-            copies = quantize(
-                x, self.format, granularities, self.rule, transposed=transposed, implementation=implementation
-            )
-            return copies, None
+            return quantize(
+                x, self.format, granularities, self.rule,
+                transposed=transposed, column_sums=column_sums, implementation=implementation,
+            )  # fmt: skip
         if wide_operands(x) > 1:
             # Its amaxes were taken before: to write x and read it again costs no more than to read two arrays.
             x = value_of(x)
@@ -97,5 +99,6 @@ class Current(AbstractQuantizer):
         multipliers, scales = zip(*(known[each] for each in granularities), strict=True)
         return cast_copies(
             x, multipliers, self.format, granularities,
-            scales=scales, transposed=transposed, power_of_two=self.rule.exact, implementation=implementation,
+            scales=scales, transposed=transposed, column_sums=column_sums, power_of_two=self.rule.exact,
+            implementation=implementation,
         )  # fmt: skip

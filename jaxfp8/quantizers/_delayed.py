@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.numerics._formats import Format
@@ -91,8 +92,9 @@ class Delayed(AbstractQuantizer):
         scale: Array | None,
         all_set: bool,
         transposed: tuple[bool, ...] = (),
+        column_sums: bool = False,
         implementation: Implementation,
-    ) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
+    ) -> tuple[tuple[QuantizedTensor, ...], Met]:
         assert scale is not None
         multiplier = inverse(scale)
         (granularity,) = set(granularities)  # one scale for the whole tensor fits every direction
@@ -102,7 +104,7 @@ class Delayed(AbstractQuantizer):
             multiplier, scale = jnp.where(unset, current, multiplier), jnp.where(unset, inverse(current), scale)
         return cast_copies(
             x, (multiplier,) * count, self.format, granularities,
-            scales=(scale,) * count, transposed=transposed, implementation=implementation,
+            scales=(scale,) * count, transposed=transposed, column_sums=column_sums, implementation=implementation,
         )  # fmt: skip
 
     def update(self, row: DelayedRow, amax: Array) -> DelayedRow:

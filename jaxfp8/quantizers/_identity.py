@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.quantizers._base import AbstractQuantizer
@@ -41,7 +42,8 @@ class Identity(AbstractQuantizer):
         scale: Array | None,
         all_set: bool,
         transposed: tuple[bool, ...] = (),
+        column_sums: bool = False,
         implementation: Implementation,
-    ) -> tuple[tuple[Array, ...], Array | None]:
-        del amax, scale, all_set, transposed, implementation
-        return (value_of(x),) * len(granularities), None
+    ) -> tuple[tuple[Array, ...], Met]:
+        del amax, scale, all_set, transposed, column_sums, implementation
+        return (value_of(x),) * len(granularities), Met()

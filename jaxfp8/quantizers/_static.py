@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, Implementation
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.numerics._formats import Format
@@ -73,13 +74,14 @@ class Static(AbstractQuantizer):
         scale: Array | None,
         all_set: bool,
         transposed: tuple[bool, ...] = (),
+        column_sums: bool = False,
         implementation: Implementation,
-    ) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
+    ) -> tuple[tuple[QuantizedTensor, ...], Met]:
         del amax, scale, all_set
         constant = np.float32(self.scale)
         multiplier, fixed = jnp.asarray(np.float32(1) / constant), jnp.asarray(constant)
         count = len(granularities)
         return cast_copies(
             x, (multiplier,) * count, self.format, granularities,
-            scales=(fixed,) * count, transposed=transposed, implementation=implementation,
+            scales=(fixed,) * count, transposed=transposed, column_sums=column_sums, implementation=implementation,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def jitted(x, tiles, kinds, backend, dequantized=True):
     copies = {
         (rule, format): quantize(
             x, FORMATS[format], tuple(map(fp8.PerBlock, tiles)), RULES[rule], implementation=backend
-        )
+        )[0]
         for rule, format in kinds
     }
     return {kind: [(q, q.dequantize() if dequantized else None) for q in qs] for kind, qs in copies.items()}
@@ -134,7 +134,7 @@ def test_one_bad_element_spoils_its_tile_only(backend):
 @pytest.mark.parametrize("rule", RULES)
 def test_eager_equals_jit(backend, rule):
     x, tiles = jnp.asarray(hard_arrays(np.float32)["a_row_of_each"]), ((1, 128), (32, 32))
-    eager = quantize(x, fp8.E4M3, tuple(map(fp8.PerBlock, tiles)), RULES[rule], implementation=backend)
+    eager, _ = quantize(x, fp8.E4M3, tuple(map(fp8.PerBlock, tiles)), RULES[rule], implementation=backend)
     for one, (other, _), tile in zip(
         eager, jitted(x, tiles, ((rule, "E4M3"),), backend)[rule, "E4M3"], tiles, strict=True
     ):
@@ -205,8 +205,8 @@ def test_stochastic_rounding(backend):
 
     @jax.jit
     def both(x, key):
-        drawn = quantize(x, fp8.E4M3, tiles, RULES["rceil"], rounding="stochastic", key=key, implementation=backend)
-        nearest = quantize(x, fp8.E4M3, tiles, RULES["rceil"], implementation=backend)
+        drawn, _ = quantize(x, fp8.E4M3, tiles, RULES["rceil"], rounding="stochastic", key=key, implementation=backend)
+        nearest, _ = quantize(x, fp8.E4M3, tiles, RULES["rceil"], implementation=backend)
         return [(q, near, (q.dequantize() - x).mean()) for q, near in zip(drawn, nearest, strict=True)]
 
     for q, near, bias in both(x, key):

@@ -35,7 +35,7 @@ def all_kinds(x, granularities, kinds, backend):
     """For each kind, (rule, format), that the backend can do: the copies of x, and what they dequantize to. One program."""
 
     def one(x, rule, format):
-        copies = quantize.quantize(x, FORMATS[format], granularities, RULES[rule], implementation=backend)
+        copies, _ = quantize.quantize(x, FORMATS[format], granularities, RULES[rule], implementation=backend)
         return [(q, q.dequantize()) for q in copies]
 
     able, reasons = [], []
@@ -96,7 +96,7 @@ def test_current_scales(backend, kept, dtype):
 
     def run(x):
         return [
-            quantize.quantize(x, FORMATS[format], (granularity,), RULES[rule], implementation=backend)[0]
+            quantize.quantize(x, FORMATS[format], (granularity,), RULES[rule], implementation=backend)[0][0]
             for rule, format in kinds
         ]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
 from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast import _reference, _xla
 from jaxfp8.numerics._formats import Format
@@ -13,7 +14,7 @@ from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def _mosaic(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Array]:
+def _mosaic(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Met]:
     with importing("Pallas Mosaic GPU"):
         from jaxfp8.kernels.cast import _mosaic
     return _mosaic.cast(*args, **kwargs)
@@ -66,11 +67,12 @@ def cast_copies(
     *,
     scales: tuple[Array, ...],
     transposed: tuple[bool, ...] = (),
+    column_sums: bool = False,
     power_of_two: bool = False,
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
-) -> tuple[tuple[QuantizedTensor, ...], Array | None]:
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
     """x with each of these multipliers, in one call, so that a kernel can read x once for all copies and for its amax.
 
     Args:
@@ -81,16 +83,17 @@ def cast_copies(
       scales: of each copy.
       transposed: of each copy, whether it shall lie in memory with the last two axes swapped, as Hopper's matmuls read an
         operand that is contracted along the first of them. Only a layout: XLA's own backend leaves it to XLA. () is "none".
+      column_sums: whether to sum the columns, too, if that takes no read of its own.
       power_of_two: every scale is known to be a power of two.
       rounding: "nearest" or "stochastic".
       key: a jax PRNG key, for stochastic rounding; every copy gets the same random bits.
       implementation: a backend by name, or None for the first that can.
 
     Returns:
-      The copies, and an array [...] whose amax is that of x, if the kernel met it on the way; None where a reduction of x is
-      free, because XLA fuses it with the cast.
+      The copies, and what a kernel met of x on the way. XLA fuses an amax of x with the cast.
     """
     return dispatch(
         "cast", BACKENDS, implementation, x, multipliers, scales, format, granularities,
-        transposed=transposed or (False,) * len(granularities), power_of_two=power_of_two, rounding=rounding, key=key,
+        transposed=transposed or (False,) * len(granularities), column_sums=column_sums, power_of_two=power_of_two,
+        rounding=rounding, key=key,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import jax
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -18,12 +19,13 @@ def cast(
     granularities: tuple[AbstractGranularity, ...],
     *,
     transposed: tuple[bool, ...],
+    column_sums: bool,
     power_of_two: bool,
     rounding: Rounding,
     key: Array | None,
-) -> tuple[tuple[QuantizedTensor, ...], None]:
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
     """See `kernels.cast._api.cast_copies`; here every step is cut off from the next, so that nothing is fused or rewritten."""
-    del transposed  # XLA chooses layouts
+    del transposed, column_sums  # XLA chooses layouts, and reduces what it fuses
     array = value_of(x)
 
     def one(multiplier: Array, scale: Array, granularity: AbstractGranularity) -> QuantizedTensor:
@@ -31,4 +33,4 @@ def cast(
         values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
         return QuantizedTensor(values, scale, granularity, array.dtype, power_of_two)
 
-    return tuple(map(one, multipliers, scales, granularities)), None
+    return tuple(map(one, multipliers, scales, granularities)), Met()

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
 from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.quantize import _reference, _xla
 from jaxfp8.numerics._formats import Format
@@ -16,13 +17,13 @@ from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def _mosaic(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
+def _mosaic(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Met]:
     with importing("Pallas Mosaic GPU"):
         from jaxfp8.kernels.quantize import _mosaic
     return _mosaic.quantize(*args, **kwargs)
 
 
-def _triton(*args: Any, **kwargs: Any) -> tuple[QuantizedTensor, ...]:
+def _triton(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Met]:
     # jax-triton before 0.4 needs the CUDA wheels to be imported.
     with importing("Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)"):
         from jaxfp8.kernels.quantize import _triton
@@ -40,11 +41,12 @@ def quantize(
     rule: ScaleRule,
     *,
     transposed: tuple[bool, ...] = (),
+    column_sums: bool = False,
     rounding: Rounding = "nearest",
     key: Array | None = None,
     implementation: Implementation = None,
-) -> tuple[QuantizedTensor, ...]:
-    """x in each granularity, every copy from the high-precision x.
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
+    """x in each granularity, every copy from the high-precision x, and what a kernel met of x on the way.
 
     Args:
       x: [...] floating point, or what a prologue makes of arrays: XLA fuses it, Pallas kernels read the arrays.
@@ -52,11 +54,12 @@ def quantize(
       granularities: which values share a scale, for each copy.
       rule: how an amax becomes a scale.
       transposed: of each copy, as in `kernels.cast._api.cast_copies`.
+      column_sums: likewise.
       rounding: "nearest" or "stochastic".
       key: a jax PRNG key, for stochastic rounding; every copy gets the same random bits.
       implementation: a backend by name, or None for the first that can.
     """
     return dispatch(
         "quantize", BACKENDS, implementation, x, format, granularities, rule,
-        transposed=transposed or (False,) * len(granularities), rounding=rounding, key=key,
+        transposed=transposed or (False,) * len(granularities), column_sums=column_sums, rounding=rounding, key=key,
     )  # fmt: skip

@@ -17,7 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType, Rounding
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._mosaic_source import Reader, operands_of, reader
+from jaxfp8.kernels._mosaic_sums import ColumnSums
 from jaxfp8.kernels._mosaic_tiles import PART, RAGGED, T, grid, parts, place, shared_tile
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.kernels._prologue import Produced, Source
@@ -72,9 +74,10 @@ def quantize(
     rule: ScaleRule,
     *,
     transposed: tuple[bool, ...],
+    column_sums: bool,
     rounding: Rounding,
     key: Array | None,
-) -> tuple[QuantizedTensor, ...]:
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
     """See `kernels.quantize._api.quantize`.
 
     Raises:
@@ -86,7 +89,7 @@ def quantize(
     if rounding != "nearest":
         raise NotImplementedError(f"rounding={rounding!r}")
     if not any(isinstance(granularity, PerBlock) for granularity in granularities):
-        return _mosaic_axes.quantize(x, format, granularities, rule, transposed)
+        return _mosaic_axes.quantize(x, format, granularities, rule, transposed, column_sums=column_sums)
     directions = tuple(
         _direction(each, x.ndim, transposed=turn) for each, turn in zip(granularities, transposed, strict=True)
     )
@@ -96,15 +99,22 @@ def quantize(
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         source, read = reader(arrays, prologue)
-        return _shaped(_kernel(source, format, rule, directions)(*read), arrays[0].shape, rule, directions)
+        sums = ColumnSums(source.shape, directions[0].side) if column_sums else None
+        written = _kernel(source, format, rule, directions, sums)(*read)
+        copies, summed = written[: 2 * len(directions)], written[2 * len(directions) :]
+        shaped = [sums.shaped(each, arrays[0].shape) for each in summed] if sums else []
+        return *_shaped(copies, arrays[0].shape, rule, directions), *shaped
 
     cells = tuple(cell for direction in directions for cell in ((1, 1), direction.tile))
+    cells += ((directions[0].side, 1),) * column_sums
     sides = tuple(max(RAGGED, *along) for along in zip(*cells, strict=True))
     results = on_mesh(local, sides, cells)(*operands)
-    return tuple(
+    copies, summed = results[: 2 * len(directions)], results[2 * len(directions) :]
+    made = tuple(
         QuantizedTensor(values, scale, granularity, x.dtype, rule.exact)
-        for values, scale, granularity in zip(results[::2], results[1::2], granularities, strict=True)
+        for values, scale, granularity in zip(copies[::2], copies[1::2], granularities, strict=True)
     )
+    return made, Met(None, *summed)
 
 
 def _direction(granularity: AbstractGranularity, ndim: int, *, transposed: bool) -> _Direction:
@@ -142,14 +152,14 @@ def _shaped(
 
 
 def _kernel(
-    source: Reader, format: Format, rule: ScaleRule, directions: Sequence[_Direction]
+    source: Reader, format: Format, rule: ScaleRule, directions: Sequence[_Direction], sums: ColumnSums | None
 ) -> Callable[..., Sequence[Array]]:
-    """The kernel for what is read for x [L, M, K]; values and scales of each direction (`_Direction.results`)."""
+    """The kernel for what is read for x [L, M, K]; values and scales of each direction (`_Direction.results`), and sums."""
     out_type = [result for direction in directions for result in direction.results(source.shape, format, rule)]
 
     def body(*refs: Any) -> None:
         operands, refs = refs[: len(source.operands)], refs[len(source.operands) :]
-        results, (read, arrived, staged) = refs[: len(out_type)], refs[len(out_type) :]
+        results, (*sums_out, read, arrived, staged, line_of_sums) = refs[: len(out_type)], refs[len(out_type) :]
         lead, i, j = place(source.shape)
         source.start(operands, read, arrived)
         plgpu.barrier_wait(arrived)
@@ -159,6 +169,8 @@ def _kernel(
             down, across = (j, i) if direction.turned else (i, j)
             for taken, rows in parts(tile, turned=direction.turned, rows=T if direction.whole else PART):
                 values[taken], of_cells = _encode(rows, format, rule, direction)
+                if sums and n == by_columns:
+                    sums.take(line_of_sums, taken, rows)
                 for cell, scale in enumerate(of_cells):
                     if scales is None:
                         scale_out[lead, across, down] = jnp.max(scale)
@@ -169,14 +181,19 @@ def _kernel(
             if scales is not None:
                 cells = pl.ds(across * (T // direction.side), T // direction.side)
                 plgpu.copy_smem_to_gmem(scales, scale_out.at[lead, cells, pl.ds(down * T, T)])
+        if sums:
+            sums.write(line_of_sums, sums_out[0], tile if by_columns is None else None)
         plgpu.wait_smem_to_gmem(0)
 
     staged = []
     for direction, result in zip(directions, out_type[::2], strict=True):
         scales = None if direction.whole else plgpu.SMEM((T // direction.side, T), _scale_dtype(rule))
         staged.append((shared_tile(format.dtype, result.shape), scales))
+    by_columns = next((n for n, direction in enumerate(directions) if direction.turned), None)
     arrived = plgpu.Barrier(num_arrivals=len(source.operands))
-    return plgpu.kernel(body, out_type=out_type, scratch_types=[source.staged, arrived, staged], **grid(source.shape))
+    scratch = [source.staged, arrived, staged, sums.staged if sums else None]
+    results = [*out_type, sums.result] if sums else out_type
+    return plgpu.kernel(body, out_type=results, scratch_types=scratch, **grid(source.shape))
 
 
 def _encode(x: Array, format: Format, rule: ScaleRule, direction: _Direction) -> tuple[Array, list[Array]]:

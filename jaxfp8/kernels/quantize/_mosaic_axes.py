@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._mosaic_source import Reader, operands_of, reader
 from jaxfp8.kernels._mosaic_tiles import T, grid, parts, place
 from jaxfp8.kernels._on_mesh import on_mesh
@@ -37,7 +38,9 @@ def quantize(
     granularities: tuple[AbstractGranularity, ...],
     rule: ScaleRule,
     transposed: tuple[bool, ...],
-) -> tuple[QuantizedTensor, ...]:
+    *,
+    column_sums: bool,
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
     """See `kernels.quantize._api.quantize`, of granularities that `along` knows.
 
     Raises:
@@ -53,11 +56,12 @@ def quantize(
         strict=True,
     )
     turned = tuple(kind == "columns" or turn for kind, turn in zip(kinds, transposed, strict=True))
-    values, _ = copies(x, multipliers, format, turned)
-    return tuple(
+    values, met = copies(x, multipliers, format, turned, column_sums=column_sums)
+    made = tuple(
         QuantizedTensor(value, scale, granularity, x.dtype, rule.exact)
         for value, scale, granularity in zip(values, scales, granularities, strict=True)
     )
+    return made, met
 
 
 def along(granularity: AbstractGranularity, ndim: int) -> Along:

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
 from jaxfp8.kernels._platform import compute_capability_of
 from jaxfp8.kernels._prologue import Produced, Source
@@ -54,9 +55,10 @@ def quantize(
     rule: ScaleRule,
     *,
     transposed: tuple[bool, ...],
+    column_sums: bool,
     rounding: Rounding,
     key: Array | None,
-) -> tuple[QuantizedTensor, ...]:
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
     """See `kernels.quantize._api.quantize`.
 
     Raises:
@@ -64,12 +66,12 @@ def quantize(
         but the last, if that has no more than 32768 values; stochastic rounding, float64, empty arrays; GPUs without FP8;
         meshes that are manual in part, or whose parts cut tiles or rows (an Auto mesh gathers those).
     """
-    del key, transposed  # a layout: columns are transposed, squares are not
+    del key, transposed, column_sums  # a layout: columns are transposed, squares are not; nothing is summed
     if isinstance(x, Produced):
         raise NotImplementedError(f"prologue={x.prologue!r}: it reads one array; quantize prologue(*arrays)")
     if rounding != "nearest" or x.dtype.itemsize > 4 or not x.size:
         raise NotImplementedError(f"rounding={rounding!r}, {x.dtype}{list(x.shape)}")
-    return _quantize(x, format, granularities, rule)
+    return _quantize(x, format, granularities, rule), Met()
 
 
 # One program where there is none around it; op by op, jax 0.12 cannot run what jax-triton 0.4.1 makes.

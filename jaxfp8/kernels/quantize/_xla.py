@@ -4,6 +4,7 @@ On a GPU that is one read of x for the amax and one for the cast, in each direct
 """
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._formats import Format
@@ -20,11 +21,12 @@ def quantize(
     rule: ScaleRule,
     *,
     transposed: tuple[bool, ...],
+    column_sums: bool,
     rounding: Rounding,
     key: Array | None,
-) -> tuple[QuantizedTensor, ...]:
+) -> tuple[tuple[QuantizedTensor, ...], Met]:
     """See `kernels.quantize._api.quantize`."""
-    del transposed  # XLA chooses layouts
+    del transposed, column_sums  # XLA chooses layouts, and reduces what it fuses
     array = value_of(x)
 
     def one(granularity: AbstractGranularity) -> QuantizedTensor:
@@ -32,4 +34,4 @@ def quantize(
         values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
         return QuantizedTensor(values, scale, granularity, array.dtype, rule.exact)
 
-    return tuple(map(one, granularities))
+    return tuple(map(one, granularities)), Met()

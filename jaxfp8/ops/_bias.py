@@ -1,0 +1,82 @@
+"""The bias of a matmul: added to the product, and its gradient.
+
+Inside the matmul's own gradient, because what casts the product's gradient reads all of it, and can sum its columns.
+
+Letters: B, M, N the batch axes and those that lhs and rhs keep, in this order those of the product.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, ArrayLike, Axes
+from jaxfp8.ops._arguments import check_float
+from jaxfp8.ops._dimension_numbers import Geometry
+from jaxfp8.sharding._amax import varying
+
+
+def check_bias(bias: ArrayLike, shape: Axes) -> Array:
+    """The bias as an array of `shape`, [B, N].
+
+    Raises:
+      TypeError, ValueError: naming it, its shape and the cure.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_bias(jnp.ones(3), (3,)).shape
+      (3,)
+    """
+    bias = check_float("bias", bias)
+    if bias.shape != shape:
+        raise ValueError(
+            f"bias has shape {list(bias.shape)}, but the axes of the result that rhs has are {list(shape)}; reshape it."
+        )
+    return bias
+
+
+def add_bias(product: Array, bias: Array | None, geometry: Geometry) -> Array:
+    """[B, M, N] plus [B, N], in the dtype of the product."""
+    if bias is None:
+        return product
+    return product + jnp.expand_dims(bias.astype(product.dtype), _summed(geometry))
+
+
+def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometry: Geometry) -> Array:
+    """[B, N], the sums of a product's gradient [B, M, N] in float32, rounded to the dtype of the bias.
+
+    Args:
+      gradient: of the product.
+      column_sums: what a kernel made of it (`kernels._met.Met`), or None.
+      bias: its type.
+      geometry: of the matmul.
+    """
+    axes = _summed(geometry)
+    total = jnp.sum(gradient if column_sums is None else column_sums, axes, jnp.float32)
+    missing = varying(total) - frozenset(bias.manual_axis_type.varying)
+    if missing:
+        total = lax.psum(total, tuple(sorted(missing)))
+    total = total.astype(bias.dtype)
+    if jax.sharding.AxisType.Explicit in bias.sharding.mesh.axis_types:
+        total = jax.sharding.reshard(total, bias.sharding)
+    return total
+
+
+def sums_columns(geometry: Geometry, ndim: int) -> bool:
+    """Whether sums along the last but one axis of a gradient are on the way to those of the bias.
+
+    Example:
+      >>> from jaxfp8.ops._dimension_numbers import geometry
+      >>> sums_columns(geometry((((1,), (0,)), ((), ())), 2, 2), 2)
+      True
+    """
+    summed = _summed(geometry)
+    return ndim - 2 in summed and ndim - 1 not in summed
+
+
+def _summed(geometry: Geometry) -> Axes:
+    """The axes M of the product."""
+    batch = len(geometry.dimension_numbers[0][1][0])
+    kept = len(geometry.kept("dgrad", "g")) - batch
+    return tuple(range(batch, batch + kept))

@@ -1,0 +1,244 @@
+"""A matmul with a bias: that of the two steps, and a gradient that is summed in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from hard_inputs import mentions
+from interpreter import interpreted, needs_mosaic
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+
+RECIPES = {
+    "delayed": fp8.recipes.delayed(),
+    "current": fp8.recipes.current(),
+    "careful": fp8.recipes.rowwise(high_precision_wgrad=True),
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+    "static": fp8.recipes.static(x_scale=0.01, w_scale=0.01, g_scale=0.01),
+    "identity": fp8.recipes.identity(),
+}
+B, S, D, F = 2, 64, 160, 96
+
+
+def arrays(dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (B, S, D), (D, F), (F,), (B, S, F)
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def along_last(b, ndim):
+    return b.reshape((1,) * (ndim - 1) + b.shape)
+
+
+def matmul(recipe, x, w, b, state, *, inside, casts=None):
+    how = {"implementation": fp8.Implementations(casts=casts)} if casts else {}
+    if inside:
+        return fp8.dot(x, w, recipe=recipe, state=state, bias=b, **how)
+    return fp8.dot(x, w, recipe=recipe, state=state, **how) + along_last(b.astype(x.dtype), x.ndim)
+
+
+def step(recipe, x, w, b, c, state, *, dot=matmul, **how):
+    """Result, gradients and state; the gradient of the result is c."""
+
+    def loss(params, state):
+        y = dot(recipe, *params, state, **how)
+        return jnp.sum((y * c).astype(jnp.float32)), y
+
+    return fp8.value_and_grad(loss, has_aux=True)((x, w, b), state)
+
+
+def check(mine, theirs, g, dtype, parts=1):
+    """Everything but the gradient of the bias has the bits of the two steps; that is nearly the exact sum of g [B, S, F].
+
+    `parts`: how many gradients it is the sum of, each rounded to the dtype.
+    """
+    (_, y), (dx, dw, db), state = mine
+    (_, wanted), (wanted_dx, wanted_dw, _), wanted_state = theirs
+    assert_same_bits((y, dx, dw, state), (wanted, wanted_dx, wanted_dw, wanted_state))
+    g = np.asarray(g, np.float64).reshape(parts, -1, g.shape[-1])
+    added, rounded = np.abs(g).sum((0, 1)), np.abs(g.sum(1)).sum(0)
+    assert db.dtype == dtype
+    bound = 2.0**-24 * S * added + parts * float(jnp.finfo(dtype).eps) * rounded
+    np.testing.assert_array_less(np.abs(np.asarray(db, np.float64) - g.sum((0, 1))), bound)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_value_and_gradients(name):
+    recipe, (x, w, b, c) = RECIPES[name], arrays()
+    state = fp8.init_state(recipe)
+    for _ in range(2 if recipe.rows else 1):  # the second step finds its scales set
+        mine, theirs = (step(recipe, x, w, b, c, state, inside=inside) for inside in (True, False))
+        if recipe.is_identity:
+            assert_same_bits(mine, theirs)  # JAX's own gradient
+        else:
+            check(mine, theirs, c, b.dtype)
+        state = theirs[2]
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("delayed", "mxfp8") else pytest.mark.slow) for name in [*RECIPES][:-1]],
+)
+def test_kernels_sum_on_their_way(name):
+    recipe, (x, w, b, c) = RECIPES[name], arrays()
+    c = jnp.round(4 * c)  # integers have one sum, in any order
+    state = fp8.init_state(recipe)
+    mine = interpreted(lambda: step(recipe, x, w, b, c, state, inside=True, casts="mosaic"))
+    assert_same_bits(mine, step(recipe, x, w, b, c, state, inside=True))
+
+
+def test_a_float32_bias_of_a_bfloat16_matmul():
+    """Is added in bfloat16, but the sum of its gradient never is in it: of many ones no bit is lost."""
+    x, w, b, c = arrays()
+    c = jnp.ones((16, S, F), jnp.bfloat16).at[:, :, 0].set(1 + 2.0**-7)
+    x = jnp.concatenate([x] * 8)
+    b = b.astype(jnp.float32)
+    (_, y), (_, _, db), _ = step(RECIPES["current"], x, w, b, c, (), inside=True)
+    assert (y.dtype, db.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(db[:2], np.float32([16 * S * (1 + 2.0**-7), 16 * S]))
+
+
+def heads(recipe, x, w, b, state, *, inside):
+    """Several kept axes of w, between others."""
+    w, b = w.reshape(D, 8, F // 8).swapaxes(0, 1), b.reshape(8, F // 8)
+    dot = functools.partial(fp8.dot_general, x, w, (((2,), (1,)), ((), ())), recipe=recipe, state=state)
+    return (dot(bias=b) if inside else dot() + b[None, None]).reshape(B, S, F)
+
+
+def experts(recipe, x, w, b, state, *, inside):
+    """A batch axis: a bias for each matrix."""
+    w, b = jnp.stack([w, 2 * w]), jnp.stack([b, 2 * b])
+    dot = functools.partial(fp8.dot_general, x, w, (((2,), (1,)), ((0,), (0,))), recipe=recipe, state=state)
+    return dot(bias=b) if inside else dot() + b[:, None]
+
+
+def mapped(recipe, x, w, b, state, *, inside):
+    dot = functools.partial(matmul, recipe, inside=inside)
+    return jax.vmap(dot, in_axes=(0, None, None, None))(x, w, b, state)
+
+
+def layers(recipe, x, w, b, state, *, inside):
+    """scan over remat."""
+    dot = jax.checkpoint(functools.partial(matmul, recipe, inside=inside), policy=fp8.save_fp8_residuals())
+    return jax.lax.scan(lambda carry, x: (carry, dot(x, w, b, state)), None, x)[1]
+
+
+def vector(recipe, x, w, b, state, *, inside):
+    """No axis to sum along."""
+    y = matmul(recipe, x[0, 0], w, b, state, inside=inside)
+    return jnp.zeros((B, S, F), y.dtype).at[0, 0].set(y)
+
+
+@pytest.mark.parametrize("name", ["current", "blockwise"])
+@pytest.mark.parametrize("dot", [heads, experts, mapped, layers, vector])
+def test_shapes_and_transformations(dot, name):
+    recipe, (x, w, b, c) = RECIPES[name], arrays()
+    run = jax.jit(step, static_argnums=0, static_argnames=("dot", "inside"))
+    mine, theirs = (run(recipe, x, w, b, c, (), dot=dot, inside=inside) for inside in (True, False))
+    if dot is vector:
+        c = c.at[1:].set(0).at[0, 1:].set(0)
+    if dot is experts:
+        c = c * jnp.array([1, 2], c.dtype)[:, None, None]  # as b is used
+    check(mine, theirs, c, b.dtype, parts=B if dot in (experts, mapped, layers) else 1)
+
+
+# Spec of x, of w and of b.
+SPECS = {
+    "data": (P("a"), P(), P()),
+    "columns": (P(), P(None, "a"), P("a")),
+    "both": (P("a"), P(None, "b"), P("b")),
+    "kept whole": (P("a"), P(None, "b"), P()),  # of b
+}
+
+
+@pytest.mark.parametrize("name", ["delayed", "blockwise"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((kind, how) for kind in (AxisType.Auto, AxisType.Explicit) for how in SPECS),
+        *(("shard_map", how) for how in ("data", "columns", "both")),
+    ],
+    ids=str,
+)
+def test_on_meshes(kind, how, name):
+    recipe = RECIPES[name]
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (512, 128), (128, 256), (256,), (512, 256)
+    x, w, b, c = (jnp.round(3 * jax.random.normal(k, s)) for k, s in zip(keys, shapes, strict=True))
+    state = fp8.init_state(recipe)
+    wanted = step(recipe, x, w, b, c, state, inside=True)
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(AxisType.Auto if kind == "shard_map" else kind,) * 2, devices=jax.devices()[:4]
+    )
+    of_x, of_w, of_b = SPECS[how]
+    of_c = P(*(of_x[:1] or (None,)), *of_w[1:])
+
+    def dot(recipe, x, w, b, state, *, inside):
+        matmul_here = functools.partial(matmul, recipe, inside=inside)
+        if kind != "shard_map":
+            return matmul_here(x, w, b, state)
+        return jax.shard_map(matmul_here, in_specs=(of_x, of_w, of_b, P()), out_specs=of_c)(x, w, b, state)
+
+    with jax.set_mesh(mesh):
+        place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
+        arguments = [place(*each) for each in ((x, of_x), (w, of_w), (b, of_b), (c, of_c))]
+        run = jax.jit(step, static_argnums=0, static_argnames=("dot", "inside"))
+        mine = run(recipe, *arguments, jax.device_put(state, NamedSharding(mesh, P())), dot=dot, inside=True)
+    assert_same_bits(jax.tree.map(np.asarray, mine[1][2]), np.asarray(wanted[1][2]))
+    np.testing.assert_allclose(mine[0][1], wanted[0][1], rtol=1e-5, atol=1e-3)
+    if kind == AxisType.Explicit:
+        assert jax.typeof(mine[1][2]).sharding.spec == jax.typeof(arguments[2]).sharding.spec
+
+
+def test_layers_give_it_to_their_matmul():
+    """As flax's layers with the plug, which add it after the matmul."""
+    x, _, _, _ = arrays()
+    recipe = RECIPES["blockwise"]
+    how = {"dtype": jnp.bfloat16, "bias_init": linen.initializers.normal()}
+    ours = fp8.linen.FP8Dense(F, recipe=recipe, **how)
+    plug = linen.Dense(F, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe), **how)
+    variables = ours.init(jax.random.key(0), x)
+    assert_same_bits(variables, plug.init(jax.random.key(0), x))
+    assert_same_bits(ours.apply(variables, x), plug.apply(variables, x))
+    mine = fp8.nnx.FP8Linear(D, F, recipe=recipe, rngs=nnx.Rngs(0), **how)
+    theirs = nnx.Linear(D, F, dot_general=fp8.nnx.FP8DotGeneral(recipe), rngs=nnx.Rngs(0), **how)
+    assert_same_bits(mine(x), theirs(x))
+    for apply in (lambda x: ours.apply(variables, x), mine):
+        assert str(jax.make_jaxpr(jax.grad(lambda x, f=apply: f(x).astype(jnp.float32).sum()))(x)).count(
+            "reduce_sum"
+        ) == (
+            str(jax.make_jaxpr(lambda x: x.astype(jnp.float32).sum())(x)).count("reduce_sum")
+        )  # nobody wants the gradient of the bias
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "words"),
+    [
+        (jnp.ones(F + 1), ValueError, ("bias has shape [97]", "[96]")),
+        (jnp.ones((1, F)), ValueError, ("bias has shape [1, 96]", "reshape")),
+        (jnp.ones(()), ValueError, ("bias has shape []",)),
+        (jnp.ones(F, jnp.int32), TypeError, ("bias has dtype int32", "cast")),
+        (fp8.quantize(jnp.ones(F), fp8.E4M3), TypeError, ("bias is a QuantizedTensor",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@pytest.mark.parametrize("name", ["current", "identity"])
+def test_misuse(name, bias, error, words):
+    x, w, _, _ = arrays()
+    with pytest.raises(error, match=mentions(*words)):
+        fp8.dot(x, w, recipe=RECIPES[name], bias=bias)
+
+
+def test_no_second_derivative():
+    x, w, b, _ = arrays(jnp.float32)
+    loss = lambda b: jnp.sum(fp8.dot(x, w, recipe=RECIPES["current"], bias=b) ** 2)
+    with pytest.raises(fp8.FP8StateError, match="second derivative"):
+        jax.grad(lambda b: jax.grad(loss)(b).sum())(b)
