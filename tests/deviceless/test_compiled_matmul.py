@@ -114,11 +114,21 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     assert ".ftz" not in code  # the smallest scale in bytes is a subnormal number
 
 
-@pytest.mark.parametrize("scaling", [SQUARE, PRECISE, OF_32], ids=["tiles of 128", "rows", "tiles of 32"])
-def test_the_machine_code_is_that_of_fp8_tensor_cores(scaling, tmp_path):
+# Instructions of a thread for 128 of K, in a tile of 128 x 128 for two warpgroups: the table of `_mosaic_scaling.py`.
+COUNTS = {
+    "1x128 @ 128x128": (SQUARE, {"FFMA": 64, "FMUL": 2, "FMNMX": 2, "LDS": 2}),
+    "1x128 @ 1x128": (COLUMNS, {"FFMA": 64, "FMUL": 64, "FMNMX": 64, "LDS": 18}),
+    "1x32 @ 32x32": (SQUARE_OF_32, {"FFMA": 256, "FMUL": 32, "FMNMX": 32, "LDS": 24}),
+    "1x32 @ 1x32": (OF_32, {"FFMA": 256, "FMUL": 256, "FMNMX": 256, "LDS": 72}),
+    "rows": (PRECISE, None),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_machine_code_is_that_of_fp8_tensor_cores(name, tmp_path):
     triton = pytest.importorskip("triton", reason="which brings a disassembler")
-    k = T * (60 + [SQUARE, PRECISE, OF_32].index(scaling))
-    _, code, _ = compiled_code(tmp_path, CHOICES["large"], PLAIN, BF16, scaling, k)
+    scaling, counts = COUNTS[name]
+    _, code, _ = compiled_code(tmp_path, CHOICES["large"], PLAIN, BF16, scaling, T * (60 + [*COUNTS].index(name)))
     (tmp_path / "kernel.ptx").write_text(code)
     run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=True)
     run(["ptxas", "-arch=sm_90a", "-O3", "kernel.ptx", "-o", "kernel.cubin"])
@@ -127,6 +137,9 @@ def test_the_machine_code_is_that_of_fp8_tensor_cores(scaling, tmp_path):
     found = Counter(re.findall(r"\b([A-Z])GMMA\.64x128x(\d+)", listing))
     assert found == {("Q", "32"): 4}  # 128 of K
     assert not re.search(r"\b(?:LDL|STL)\b", listing)  # nor does it spill
+    seen = Counter(re.findall(r"\b(?:FFMA|FMUL|FMNMX|LDS)\b", listing))
+    seen["FMUL"] -= 2  # of quotients of indices, once a tile
+    assert counts is None or seen == counts
 
 
 # C's dtype; where it is that of the result, the result is written over it.

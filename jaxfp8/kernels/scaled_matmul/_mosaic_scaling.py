@@ -5,7 +5,8 @@ once: by the smaller of the two scales first, as XLA's backend does, so that a f
 
 **Tiles of 32 are scaled four times as often, and that bounds them.** A processor of an H100 multiplies 4096 pairs of FP8 in a
 cycle, or 2048 of bfloat16, and has 128 lanes for float32. A step of a product of 128 x 128 keeps its tensor cores busy for
-512 cycles in FP8, 1024 in bfloat16. Meanwhile each lane scales and adds; compiled for H200 ("large"; LDS reads scales):
+512 cycles in FP8, 1024 in bfloat16. Meanwhile each lane scales and adds; compiled for H200 ("large"; LDS reads scales;
+tests/deviceless/test_compiled_matmul.py counts):
 
   tiles            FFMA  FMUL  FMNMX  LDS   cycles of FFMA, FMUL and FMNMX, one at a time   next to bfloat16, at most
   1x128 @ 128x128    64     2      2    2     136                                             2.0
