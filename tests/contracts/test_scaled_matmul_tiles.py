@@ -304,9 +304,10 @@ def test_a_chip_without_a_block_scaled_matmul_is_refused_by_name(chip):
 SPLITS = {"kept": (jax.P("data", None), jax.P(None, "tp")), "contracted": (jax.P("data", "tp"), jax.P("tp", None))}
 
 
+@pytest.mark.parametrize("chip", [None, "b200"])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("scales", SCALES)
-def test_explicit_meshes(scales, split):
+def test_explicit_meshes(scales, split, chip):
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     given = tensors(((8, 256), (256, 64)), ((1, 32), (32, 32)), scales)
     out = jax.P("data", "tp" if split == "kept" else None)
@@ -315,7 +316,7 @@ def test_explicit_meshes(scales, split):
             jax.tree.map(lambda leaf, spec=spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec)), tensor)
             for tensor, spec in zip(given, SPLITS[split], strict=True)
         )
-        run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, out_sharding=out))
+        run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, out_sharding=out, chip=chip))
         if (scales, split) == ("float32", "contracted"):
             with pytest.raises(ValueError, match=r"an Explicit mesh splits over 'tp'.*Use power_of_two=True"):
                 run(lhs, rhs)

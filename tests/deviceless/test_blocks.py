@@ -156,11 +156,10 @@ def test_tiles_are_not_split_between_devices(name):
 
 
 @on_b200
-def test_explicit_mesh_multiplies_in_bfloat16(name):
-    compiled = compile_on(mesh(AxisType.Explicit), RECIPES[name](chip="b200"), "data")
-    program = Program(compiled.as_text())
-    assert not program.fp8_matmuls(program.entry)
-    assert len(program.other_matmuls(program.entry)) == 3
+@pytest.mark.parametrize("layout", ["data", "data and tensor"])
+def test_explicit_mesh(name, layout):
+    program = check(compile_on(mesh(AxisType.Explicit), RECIPES[name](chip="b200"), layout))
+    assert not [i for i in program.kernels(program.entry) if i.op.startswith("all-gather")]
 
 
 @on_b200

@@ -10,19 +10,22 @@ References:
   cuBLAS documentation, "1D block scaling"; XLA, gpu/transforms/block_scaling_rewriter.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
 from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, block_scaled_dot
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, axes_of, matrix_shape
-from jaxfp8.kernels.scaled_matmul._partitioned import takes_mesh
+from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, takes_mesh
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -38,8 +41,7 @@ def scaled_matmul(
     out_sharding: Any,
     chip: str | None,
 ) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`."""
-    del fast_accumulation  # float32 throughout
+    """See `kernels.scaled_matmul._api.scaled_matmul`; sums are in float32 throughout."""
     described = None if chip is None else chip_named(chip)
     if described is None or not described.block_scaled_matmul:
         raise NotImplementedError(
@@ -47,6 +49,12 @@ def scaled_matmul(
         )
     for operand, axes in zip((lhs, rhs), dimension_numbers[0], strict=True):
         _check(operand, axes)
+    if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
+        inside = functools.partial(
+            scaled_matmul, dimension_numbers=dimension_numbers, out_dtype=out_dtype, fast_accumulation=fast_accumulation,
+            out_sharding=None, chip=chip,
+        )  # fmt: skip
+        return in_auto_mesh(inside, lhs, rhs, dimension_numbers, out_sharding)
 
     def block_scaled(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
         written = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
@@ -85,9 +93,7 @@ def _check(operand: QuantizedTensor, contracted: Sequence[int]) -> None:
         raise NotImplementedError(f"a tile of {inner} along the contracted axis; it takes multiples of {TILE}")
     for mesh in (jax.typeof(operand.values).sharding.mesh, jax.sharding.get_abstract_mesh()):
         if not takes_mesh(mesh):
-            raise NotImplementedError(
-                f"{mesh}; it takes meshes whose axes are all Auto, or inside jax.shard_map all Manual"
-            )
+            raise NotImplementedError(f"{mesh}; inside jax.shard_map it takes meshes that are manual along all axes")
 
 
 def _is_turned(operand: QuantizedTensor, dimension_numbers: DotDimensionNumbers, side: int) -> bool:

@@ -32,7 +32,7 @@ from jaxfp8.kernels.scaled_matmul._mosaic_memory import whole_row
 from jaxfp8.kernels.scaled_matmul._mosaic_scales import inner_tile, is_square, laid, padded, scale_matrix
 from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling, choose
-from jaxfp8.kernels.scaled_matmul._partitioned import partitioned, takes_mesh
+from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.sharding._amax import vary_as
@@ -65,18 +65,26 @@ def scaled_matmul(
       out_dtype: bfloat16, float16 or float32.
       fast_accumulation: whether sums stay in the tensor cores, if the operands are not in tiles. Else each 128 products are
         added in float32.
-      out_sharding: None.
+      out_sharding: as in `jax.lax.dot_general`, in an Explicit mesh.
       chip: None or a Hopper chip.
       add_to: bfloat16, float16 or float32, of the result's shape.
       tiling: how the product is cut; default: by its shape (`_mosaic_tiling.choose`).
 
     Raises:
-      NotImplementedError: for other tiles and scales, an empty operand, another chip, an Explicit or partly manual mesh,
-        `add_to` in an Auto one, and jax before 0.11.
+      NotImplementedError: for other tiles and scales, an empty operand, another chip, a partly manual mesh, `add_to` on several
+        devices but inside `jax.shard_map`, and jax before 0.11.
     """
     if add_to is not None and add_to.dtype not in _WRITTEN:
         raise NotImplementedError(f"add_to in {add_to.dtype}")
-    at_end = _check(lhs, rhs, dimension_numbers, out_dtype, out_sharding, chip, add_to)
+    at_end = _check(lhs, rhs, dimension_numbers, out_dtype, chip, add_to)
+    if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
+        inside = functools.partial(
+            scaled_matmul, dimension_numbers=dimension_numbers, out_dtype=out_dtype, fast_accumulation=fast_accumulation,
+            out_sharding=None, chip=chip, add_to=add_to, tiling=tiling,
+        )  # fmt: skip
+        return in_auto_mesh(inside, lhs, rhs, dimension_numbers, out_sharding)
+    if out_sharding is not None:
+        raise NotImplementedError(f"out_sharding={out_sharding}, which is for Explicit meshes")
     # The axis along which tiles run goes last.
     pairs, tile = list(zip(*dimension_numbers[0], strict=True)), T
     if not at_end:
@@ -102,7 +110,6 @@ def _check(
     rhs: QuantizedTensor,
     dimension_numbers: DotDimensionNumbers,
     out_dtype: DType,
-    out_sharding: Any,
     chip: str | None,
     add_to: Array | None,
 ) -> bool:
@@ -120,13 +127,9 @@ def _check(
             raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
     mesh = mesh_of(lhs.values, rhs.values)
     if not takes_mesh(mesh):
-        raise NotImplementedError(
-            f"{mesh}; it takes meshes whose axes are all Auto, or inside jax.shard_map all Manual"
-        )
-    if add_to is not None and mesh.size > 1 and {*mesh.axis_types} == {AxisType.Auto}:
+        raise NotImplementedError(f"{mesh}; inside jax.shard_map it takes meshes that are manual along all axes")
+    if add_to is not None and mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
         raise NotImplementedError(f"add_to in {mesh}; on several devices add inside jax.shard_map")
-    if out_sharding is not None:
-        raise NotImplementedError(f"out_sharding={out_sharding}, which is for Explicit meshes")
     if not dimension_numbers[0][0]:
         raise NotImplementedError("no axis is contracted")
     in_tiles = [isinstance(operand.granularity, PerBlock) for operand in (lhs, rhs)]

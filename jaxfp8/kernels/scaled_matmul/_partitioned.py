@@ -1,13 +1,15 @@
-"""A scaled matmul of matrices on the devices of an Auto mesh: what a device holds, and what is added up across devices.
+"""A scaled matmul of matrices on the devices of a mesh: what a device holds, and what is added up across devices.
 
 XLA does not know how a kernel's result depends on its operands, so that it would give every device all of them. Here rows,
 columns and batch stay split as they are, and K where both operands are split alike into whole steps; partial products are then
-added across devices.
+added across devices. In an Explicit mesh that happens inside of an Auto one, around which types are those of
+`jax.lax.dot_general`.
 
 Letters: B batch, M N K matmul, C = K / step.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -18,8 +20,9 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, DotDimensionNumbers
 from jaxfp8.sharding._specs import mesh_axes
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Dot: TypeAlias = Callable[..., Array]
 """(values [B, M, K], values [B, N, K], scales of lhs, scales of rhs) -> [B, M, N]"""
@@ -67,8 +70,25 @@ class Cells:
 
 
 def takes_mesh(mesh: Any) -> bool:
-    """Whether the operation can be traced in this mesh: all axes Auto, or all Manual."""
-    return len(set(mesh.axis_types)) <= 1 and AxisType.Explicit not in mesh.axis_types
+    """Whether the operation can be traced in this mesh: all of it Manual, or none."""
+    return {*mesh.axis_types} == {AxisType.Manual} or AxisType.Manual not in mesh.axis_types
+
+
+def in_auto_mesh(
+    scaled_matmul: Callable[[QuantizedTensor, QuantizedTensor], Array],
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    dimension_numbers: DotDimensionNumbers,
+    out_sharding: Any,
+) -> Array:
+    """`scaled_matmul(lhs, rhs)`, of operands whose types say how they lie in an Explicit mesh, traced in an Auto one.
+
+    Raises:
+      ShardingTypeError: JAX's own, where the types leave open how the result lies, and `out_sharding` does not say it.
+    """
+    dot = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+    (result,) = jax.make_jaxpr(dot)(lhs.values, rhs.values).out_avals
+    return jax.sharding.auto_axes(scaled_matmul, out_sharding=result.sharding)(lhs, rhs)
 
 
 def partitioned(local: Dot, cells: Cells) -> Dot:
@@ -83,8 +103,10 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
         lhs, rhs, out, summed = lie(mesh, arguments)
 
         def on_device(*arguments: Array) -> Array:
-            product = local(*arguments)
-            return lax.psum(product, summed) if summed else product
+            # No types: those of an Explicit mesh would put constraints into the sum, which XLA then does not know for one.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                product = local(*arguments)
+                return lax.psum(product, summed) if summed else product
 
         beside = [spec if cells.parts else (*spec[:2], ()) for spec in (lhs, rhs)]
         placed = tuple(NamedSharding(mesh, jax.P(*spec)) for spec in (lhs, rhs, *beside))

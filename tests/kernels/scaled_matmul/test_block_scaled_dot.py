@@ -119,9 +119,10 @@ def test_vmap_twice():
     [
         ((AxisType.Auto, AxisType.Auto), True),
         ((AxisType.Manual, AxisType.Manual), True),
-        ((AxisType.Explicit, AxisType.Explicit), False),
+        ((AxisType.Explicit, AxisType.Explicit), True),
         ((AxisType.Manual, AxisType.Auto), False),
-        ((AxisType.Auto, AxisType.Explicit), False),
+        ((AxisType.Auto, AxisType.Explicit), True),
+        ((AxisType.Manual, AxisType.Explicit), False),
     ],
 )
 def test_meshes(types, taken):

@@ -192,15 +192,6 @@ def test_what_it_cannot_do_fails_loudly(case):
 
 
 @needs_mosaic
-def test_an_explicit_mesh_is_refused():
-    with (
-        jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))),
-        pytest.raises(NotImplementedError, match=r"inside jax\.shard_map"),
-    ):
-        jax.eval_shape(mosaic, rows(), columns())
-
-
-@needs_mosaic
 def test_a_tiling_without_room_is_refused():
     from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
     from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, Tiling
