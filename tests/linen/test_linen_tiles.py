@@ -31,7 +31,7 @@ def plus(y, bias):
 LAYERS = {
     "Dense": (
         nn.Dense(40), lambda r: FP8Dense(40, recipe=r),
-        lambda p, x, r: plus(fp8.dot(x, p["kernel"], recipe=r), p["bias"]),
+        lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r, bias=p["bias"]),
     ),
     "Dense, no bias": (
         nn.Dense(40, use_bias=False), lambda r: FP8Dense(40, use_bias=False, recipe=r),
@@ -39,7 +39,7 @@ LAYERS = {
     ),
     "Dense, bfloat16": (
         nn.Dense(40, dtype=jnp.bfloat16), lambda r: FP8Dense(40, dtype=jnp.bfloat16, recipe=r),
-        lambda p, x, r: plus(fp8.dot(bf16(x), bf16(p["kernel"]), recipe=r), bf16(p["bias"])),
+        lambda p, x, r: fp8.dot(bf16(x), bf16(p["kernel"]), recipe=r, bias=bf16(p["bias"])),
     ),
     "Dense, plugged": (
         nn.Dense(40), lambda r: nn.Dense(40, dot_general_cls=FP8DotGeneral.using(r)),
