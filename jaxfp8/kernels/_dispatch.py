@@ -38,12 +38,21 @@ class Implementations:
     matmuls: Implementation | Chooser = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.casts, str | None):
-            raise TypeError(
-                f"casts={_described(self.casts)} must be a backend by name, or None; timings are of matmuls: "
-                "fp8.Implementations(matmuls=timings)."
-            )
+        check_name("casts", self.casts)
         _check("matmuls", self.matmuls)
+
+
+def check_name(argument: str, chosen: object) -> None:
+    """Raise TypeError unless a backend of casts can be chosen by it.
+
+    Example:
+      >>> check_name("implementation", "xla")
+    """
+    if not isinstance(chosen, str | None):
+        raise TypeError(
+            f"{argument}={_described(chosen)} must be a backend by name, or None; timings are of matmuls: "
+            "fp8.Implementations(matmuls=timings)."
+        )
 
 
 def _described(chosen: object) -> str:

@@ -95,6 +95,18 @@ TILE = fp8.PerBlock((1, 32))
             {"implementation": "cuda"},
             ("implementation='cuda'", "quantize", "'mosaic', 'reference', 'triton', 'xla'"),
         ),
+        (
+            TypeError,
+            (X, fp8.E4M3),
+            {"implementation": fp8.Implementations(casts="xla")},
+            ("implementation=Implementations(", "a backend by name"),
+        ),
+        (
+            TypeError,
+            (X, fp8.E4M3),
+            {"implementation": fp8.Timings(chip="h200", device="", versions=(), times={})},
+            ("implementation=Timings(...)", "a backend by name", "matmuls=timings"),
+        ),
     ],
     ids=str,
 )
