@@ -135,7 +135,7 @@ CASTS = (
 
 # Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's, nor has a sum.
 BESIDES = (
-    summed("1x128 and 128x1, and sums", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
+    summed("sums of columns, 1x128 and 128x1", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
     produced(
         "SwiGLU, 1x128 and 128x1", fp8.SwiGLU(), lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS,

@@ -7,6 +7,7 @@ measured, and how, is in benchmarks/README.md. The exit status is 1 if a check f
 """
 
 import argparse
+import importlib.util
 import os
 import shlex
 import sys
@@ -46,8 +47,16 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def prefer_ptxas_of_wheels() -> None:
+    """jax-triton takes the first `ptxas` on PATH; an older one than that of the CUDA wheels does not know what Triton writes."""
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in wheels.submodule_search_locations or () if wheels else ():
+        os.environ["PATH"] = os.pathsep.join([f"{folder}/cu13/bin", os.environ["PATH"]])
+
+
 def main() -> int:
     arguments = parse()
+    prefer_ptxas_of_wheels()
     # Before jax is imported, or they have no effect.
     if arguments.dry_run or arguments.compile_only:
         os.environ["JAX_PLATFORMS"] = "cpu"
