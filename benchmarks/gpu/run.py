@@ -48,7 +48,7 @@ def parse() -> argparse.Namespace:
 
 
 def prefer_ptxas_of_wheels() -> None:
-    """jax-triton takes the first `ptxas` on PATH; an older one than that of the CUDA wheels does not know what Triton writes."""
+    """jax-triton takes the first on PATH, and one older than that of the CUDA wheels does not know what Triton writes."""
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
         os.environ["PATH"] = os.pathsep.join([f"{folder}/cu13/bin", os.environ["PATH"]])

@@ -100,6 +100,25 @@ def test_kernels_sum_on_their_way(name):
     assert_same_bits(mine, step(recipe, x, w, b, c, state, inside=True))
 
 
+@needs_mosaic
+def test_kernels_do_not_sum_over_an_axis_of_the_weight():
+    """Of w [D, heads, 32] the last axis but one of the gradient is no axis of tokens."""
+    recipe, (x, _, _, _) = RECIPES["current"], arrays()
+    w, b, c = (
+        jnp.round(3 * jax.random.normal(jax.random.key(n), s, x.dtype))
+        for n, s in enumerate(((D, 32, 32), (32, 32), (B, S, 32, 32)))
+    )
+
+    def dot(recipe, x, w, b, state, *, casts):
+        kernels = fp8.Implementations(casts=casts)
+        return fp8.dot_general(
+            x, w, (((2,), (0,)), ((), ())), recipe=recipe, state=state, bias=b, implementation=kernels
+        )
+
+    run = functools.partial(step, recipe, x, w, b, c, (), dot=dot)
+    assert_same_bits(interpreted(lambda: run(casts="mosaic")), run(casts="xla"))
+
+
 def test_a_float32_bias_of_a_bfloat16_matmul():
     """Is added in bfloat16, but the sum of its gradient never is in it: of many ones no bit is lost."""
     x, w, b, c = arrays()
