@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.sharding._specs import mesh_axes
+from jaxfp8.sharding._specs import mesh_axes, whole_mesh_axes
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
@@ -94,7 +94,7 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
     ndim = x.ndim
 
     def placed(mesh: Any, x: Any) -> NamedSharding:
-        spec = [mesh_axes(entry) for entry in (*x.sharding.spec, *[None] * ndim)[:ndim]]
+        spec = list(whole_mesh_axes(x, mesh))
         sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         for axis, side in zip(range(ndim - len(sides), ndim), sides, strict=True):
             if x.shape[axis] % (side * math.prod(sizes[name] for name in spec[axis])):
@@ -113,7 +113,10 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
 
     call = custom_partitioning(lambda x, *others: kernel(x, *others))
     call.def_partition(
-        partition, infer_sharding_from_operands=infer, **_rule(x.shape, cells, [each.shape for each in others])
+        partition,
+        infer_sharding_from_operands=infer,
+        decode_shardings=False,
+        **_rule(x.shape, cells, [each.shape for each in others]),
     )
     return call
 

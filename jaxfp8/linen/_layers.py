@@ -1,5 +1,6 @@
 """flax.linen's dense layers with FP8 matmuls: the same arguments, parameters and initial values, and a recipe."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._kernel_part import KernelPart, shards
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._arguments import check_recipe, kernels_of
+from jaxfp8.ops._bias import fits
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
@@ -60,14 +62,18 @@ class FP8Dense(KernelPart, nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        """As in `flax.linen.Dense`, but the bias goes into the matmul, whose backward pass reads what its gradient sums."""
+        """As in `flax.linen.Dense`, but a bias of the result's shape and dtype goes into the matmul, whose gradient sums it."""
         kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         assert x is not None
         assert w is not None
         dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
-        return self.dot_general_cls()(x, w, dimension_numbers, precision=self.precision, bias=bias)
+        dot_general = functools.partial(self.dot_general_cls(), x, w, dimension_numbers, precision=self.precision)
+        if bias is None or fits(bias, x, w):
+            return dot_general(bias=bias)
+        y = dot_general()
+        return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
 class FP8DenseGeneral(KernelPart, nn.DenseGeneral):

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxfp8._typing import Array, Implementation
 from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
+from jaxfp8.ops._bias import fits
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 
@@ -57,9 +58,12 @@ class FP8Linear(nnx.Linear):
         super().__init__(in_features, out_features, **arguments)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """As in `flax.nnx.Linear`, but the bias goes into the matmul, whose backward pass reads what its gradient sums."""
+        """As in `flax.nnx.Linear`, but a bias of the result's shape and dtype goes into the matmul, whose gradient sums it."""
         bias = None if self.bias is None else self.bias[...]
         x, w, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        inside = bias is None or fits(bias, x, w, self.preferred_element_type)
+        if not inside or not isinstance(self.dot_general, FP8DotGeneral):
+            return super().__call__(inputs, out_sharding)
         return self.dot_general(
             x, w, (((x.ndim - 1,), (0,)), ((), ())), self.precision, self.preferred_element_type,
             out_sharding=out_sharding, bias=bias,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, ArrayLike, Axes
+from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._dimension_numbers import Geometry
 from jaxfp8.sharding._amax import varying
@@ -40,11 +40,17 @@ def add_bias(product: Array, bias: Array | None, geometry: Geometry) -> Array:
     """[B, M, N] plus [B, N], in the dtype of the product."""
     if bias is None:
         return product
-    return product + jnp.expand_dims(bias.astype(product.dtype), _summed(geometry))
+    bias, summed = bias.astype(product.dtype), _summed(geometry)
+    lies = jax.typeof(product).sharding
+    if jax.sharding.AxisType.Explicit in lies.mesh.axis_types:
+        # Or the product, and with it the gradient that is to be cast, would lie as the bias does.
+        spec = jax.P(*(entry for axis, entry in enumerate(lies.spec) if axis not in summed))
+        bias = jax.sharding.reshard(bias, jax.NamedSharding(lies.mesh, spec))
+    return product + jnp.expand_dims(bias, summed)
 
 
 def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometry: Geometry) -> Array:
-    """[B, N], the sums of a product's gradient [B, M, N] in float32, rounded to the dtype of the bias.
+    """[B, N], the sums of a product's gradient [B, M, N] in float32 (of float64 in it), rounded to the dtype of the bias.
 
     Args:
       gradient: of the product.
@@ -53,7 +59,8 @@ def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometr
       geometry: of the matmul.
     """
     axes = _summed(geometry)
-    total = jnp.sum(gradient if column_sums is None else column_sums, axes, jnp.float32)
+    summed = gradient if column_sums is None else column_sums
+    total = jnp.sum(summed, axes, jnp.float64 if summed.dtype == jnp.float64 else jnp.float32)
     missing = varying(total) - frozenset(bias.manual_axis_type.varying)
     if missing:
         total = lax.psum(total, tuple(sorted(missing)))
@@ -61,6 +68,19 @@ def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometr
     if jax.sharding.AxisType.Explicit in bias.sharding.mesh.axis_types:
         total = jax.sharding.reshard(total, bias.sharding)
     return total
+
+
+def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None) -> bool:
+    """Whether a layer's bias can go into its matmul, lhs [..., K] times rhs [K, N]: flax broadcasts, and promotes the sum.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
+      >>> fits(jnp.ones(3, jnp.bfloat16), x, w), fits(jnp.ones(3), x, w)
+      (True, False)
+    """
+    product = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    return bias.shape == rhs.shape[-1:] and bias.dtype == product
 
 
 def sums_columns(geometry: Geometry, ndim: int) -> bool:

@@ -71,8 +71,8 @@ def dot_general(
         None takes the first that can. A cast by "mosaic" lays each copy as its matmul reads it on Hopper.
       prologue: `fp8.SwiGLU()` of lhs (gate, up), or `fp8.RMSNorm()` of lhs (x, gain): the matmul of `prologue(*lhs)`, to the
         bit, gradients too. A cast by "mosaic" makes it tile by tile, so that it is neither written nor saved in high precision.
-      bias: [batch, rhs kept], added in the result's dtype. Its gradient is summed in float32; a cast by "mosaic" sums on its
-        way, where the gradient's last axis is all that rhs keeps, so that it is not read once more.
+      bias: [batch, rhs kept], added in the result's dtype. Its gradient is summed in float32 (of `identity()` it is JAX's); a
+        cast by "mosaic" sums on its way, where the gradient's last axis is all that rhs keeps: it is not read once more.
 
     Returns:
       [batch, lhs kept, rhs kept].

@@ -78,7 +78,8 @@ def _fprop(
 def _forward_rule(
     call: Call, lhs: Any, rhs: Any, bias: Any, scale: Any, ledger: Any, operands: Any
 ) -> tuple[Array, Any]:
-    if call.collected and (ledger is None or not ledger.perturbed):
+    matmul = [lhs, rhs] if scale is None else [lhs, rhs, scale]  # and not only the bias
+    if call.collected and any(each.perturbed for each in matmul) and (ledger is None or not ledger.perturbed):
         raise FP8StateError(
             "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
             "(fp8.nnx.value_and_grad for nnx) in place of jax's, pass the state that it gives to the loss on to the layers, "
@@ -115,7 +116,7 @@ def _backward_rule(
     dx = _cotangent(dx, dx_axes, primals.lhs, call.shard("x"))
     dw = _cotangent(dw, dw_axes, primals.rhs, call.shard("w"))
     db = None if primals.bias is None else bias_gradient(gradient, sums, primals.bias, call.geometry)
-    if not call.collected:
+    if not call.collected or ledger is None:  # of a bias alone nobody collects
         return dx, dw, db, None, None, None
     seen = {**seen, **g_seen}
     rows = [vary_as(seen[row.tensor, r], ledger) for r, row in enumerate(call.recipe.rows)]

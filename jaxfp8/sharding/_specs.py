@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
@@ -18,6 +19,34 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
       ((), ('data',), ('data', 'fsdp'))
     """
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def whole_mesh_axes(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes along each axis of an array that lies somehow on a mesh, in the order of a `jax.P`.
+
+    Where XLA lets a part of a mesh axis split an axis, which no spec can say, it is as if nothing split it.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> x = jax.ShapeDtypeStruct((4, 2), "float32", sharding=jax.NamedSharding(mesh, jax.P("data")))
+      >>> whole_mesh_axes(x, mesh)
+      ((), ())
+    """
+    assert x.sharding is not None
+    places = x.sharding.devices_indices_map(x.shape)
+    first = np.array([[along.start or 0 for along in places[device]] for device in mesh.devices.flat])
+    first = first.reshape(*mesh.devices.shape, x.ndim)
+    origin = (0,) * mesh.devices.ndim
+    found = []
+    for axis in range(x.ndim):
+        steps = []
+        for n, name in enumerate(mesh.axis_names):
+            if mesh.devices.shape[n] > 1 and (step := first[*origin[:n], 1, *origin[n + 1 :], axis]):
+                steps.append((-step, name))
+        names = tuple(name for _, name in sorted(steps))
+        whole = math.prod(mesh.shape[name] for name in names) == np.unique(first[..., axis]).size
+        found.append(names if whole else ())
+    return tuple(found)
 
 
 def has_cells_along(granularity: AbstractGranularity, ndim: int, axis: int) -> bool:

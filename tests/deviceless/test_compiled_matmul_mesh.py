@@ -101,6 +101,19 @@ def test_a_split_contraction_in_an_explicit_mesh(name):
         compiled(dot, x, w)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "of_x", "of_w"), [((512, 256, 512), (None, "data"), ("data",)), ((512, 256, 160), (), (None, "data"))]
+)
+def test_fewer_tiles_than_devices(sizes, of_x, of_w):
+    """Two along K or N on four devices: put together again."""
+    mesh = mesh_of("auto")
+    m, k, n = sizes
+    x, w = placed(mesh, (m, k), *of_x), placed(mesh, (k, n), *of_w)
+    program = compiled(lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=KERNELS), x, w)
+    assert kernels(program) == 3
+    assert {t.kind for t in wire_report(program).transfers} == {"all-gather"}
+
+
 def test_what_it_refuses():
     auto = mesh_of("auto")
     x, w, c = placed(auto, (M, K), "data"), placed(auto, (K, N)), placed(auto, (M, N), "data")

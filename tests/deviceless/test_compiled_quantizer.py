@@ -194,6 +194,14 @@ def test_nothing_is_gathered_where_no_mesh_is_set(kind):
     assert not wire_report(run.lower(x).compile()).transfers
 
 
+@pytest.mark.parametrize(("m", "granularity"), [(256, COLUMNS), (768, SQUARES), (64, MX_BOTH[1])], ids=str)
+def test_fewer_tiles_than_devices(m, granularity):
+    """2 or 6 on 4 devices: XLA would split them by a part of a mesh axis, of which JAX's specs know nothing."""
+    mesh = Mesh(np.array(topology("h200", "1x1x8").devices).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    report = wire_report(compile_on(mesh, P("a"), (granularity,), shape=(m, 256)))
+    assert {t.kind for t in report.transfers} == {"all-gather"}
+
+
 def test_a_part_that_cuts_tiles_is_whole_in_an_auto_mesh_and_refused_by_an_explicit_one():
     shape = 8 * 128, 3 * 128
     auto, explicit = (

@@ -248,6 +248,70 @@ def test_layers_give_it_to_their_matmul():
         assert both.count("reduce_sum") == of_x.count("reduce_sum") + 1
 
 
+def test_a_layer_adds_another_bias_as_flax_does():
+    """Of another dtype or shape than the result's: promoted and broadcast, after the matmul."""
+    x, _, _, _ = arrays(jnp.float32)
+    recipe = RECIPES["current"]
+    how = {"preferred_element_type": jnp.bfloat16, "bias_init": nnx.initializers.normal()}
+    mine = fp8.nnx.FP8Linear(D, F, recipe=recipe, rngs=nnx.Rngs(0), **how)
+    theirs = nnx.Linear(D, F, dot_general=fp8.nnx.FP8DotGeneral(recipe), rngs=nnx.Rngs(0), **how)
+    with jax.numpy_dtype_promotion("standard"):
+        assert mine(x).dtype == jnp.float32
+        assert_same_bits(mine(x), theirs(x))
+    ours = fp8.linen.FP8Dense(F, recipe=recipe)
+    plug = linen.Dense(F, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe))
+    variables = {"params": {"kernel": jnp.ones((D, F)), "bias": jnp.ones(F, jnp.bfloat16)}}
+    with jax.numpy_dtype_promotion("standard"):
+        for layer, other in ((ours, plug), (ours.clone(promote_dtype=keep), plug.clone(promote_dtype=keep))):
+            assert_same_bits(layer.apply(variables, x), other.apply(variables, x))
+    mine.dot_general = jax.lax.dot_general  # flax's own, which takes no bias
+    with jax.numpy_dtype_promotion("standard"):
+        assert mine(x).shape == (B, S, F)
+
+
+def keep(*arrays, dtype=None):
+    """No promotion, for `promote_dtype=`."""
+    return list(arrays)
+
+
+def test_a_bias_alone_can_be_trained():
+    """No matmul is differentiated, so that no state has to be collected; by kernels, and by ours."""
+    x, w, b, c = arrays(jnp.float32)
+    recipe = RECIPES["delayed"]
+    state = fp8.init_state(recipe)
+    loss = lambda b, state: jnp.sum(fp8.dot(x, w, recipe=recipe, state=state, bias=b) * c)
+    wanted = np.asarray(c, np.float64).sum((0, 1))
+    np.testing.assert_allclose(jax.grad(loss)(b, state), wanted, atol=1e-4)
+    np.testing.assert_allclose(fp8.value_and_grad(loss)(b, state)[1], wanted, atol=1e-4)
+    with pytest.raises(fp8.FP8StateError, match="not collected"):
+        jax.grad(lambda w: jnp.sum(fp8.dot(x, w, recipe=recipe, state=state, bias=b)))(w)
+    with pytest.raises(fp8.FP8StateError, match="not collected"):
+        jax.grad(loss, 1)(b, state)
+
+
+def test_the_bias_does_not_decide_how_the_result_lies():
+    """In an Explicit mesh: else the gradient would be cut as the bias is, and its tiles with it."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    x, w, b = jnp.ones((256, 128)), jnp.ones((128, 128)), jnp.ones(128)
+    with jax.set_mesh(mesh):
+        x, w, b = (
+            jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((x, P("a")), (w, P()), (b, P(("a", "b"))))
+        )
+        run = jax.jit(
+            jax.grad(lambda b, x, w: jnp.sum(fp8.dot(x, w, recipe=RECIPES["blockwise"], bias=b)), argnums=(0, 1, 2))
+        )
+        db, _, _ = run(b, x, w)
+    assert jax.typeof(db).sharding.spec == P(("a", "b"))
+    np.testing.assert_array_equal(db, 256.0)
+
+
+def test_float64_is_summed_in_float64():
+    with jax.enable_x64(True):
+        c = np.array([[1e9], [1.0], [-1e9], [0.0]])
+        loss = lambda b: jnp.sum(c * fp8.dot(jnp.ones((4, 2)), jnp.ones((2, 1)), recipe=RECIPES["current"], bias=b))
+        assert jax.grad(loss)(jnp.zeros(1)) == 1.0
+
+
 @pytest.mark.parametrize(
     ("bias", "error", "words"),
     [

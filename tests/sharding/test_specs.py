@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AxisType, NamedSharding
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DotGeneral, FP8Einsum, state_specs
 from jaxfp8.sharding import quantized_specs
+from jaxfp8.sharding._specs import mesh_axes, whole_mesh_axes
 
 P = jax.P
 GRANULARITIES = {
@@ -25,6 +27,31 @@ GRANULARITIES = {
 
 def mesh():
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(("b", "a")), P(None, ("b", "a")), P(None, None, "a")],
+    ids=str,
+)
+def test_mesh_axes_are_found_again(spec):
+    """From where parts lie, whoever describes it: JAX's spec, or XLA's tiles of devices."""
+    x = jax.ShapeDtypeStruct((16, 8, 8), jnp.float32, sharding=NamedSharding(mesh(), spec))
+    wanted = tuple(mesh_axes(entry) for entry in (*spec, None, None, None)[:3])
+    assert whole_mesh_axes(x, mesh()) == wanted
+    tiles = GSPMDSharding(x.sharding._device_assignment, x.sharding._to_xla_hlo_sharding(3))
+    assert whole_mesh_axes(x.update(sharding=tiles), mesh()) == wanted
+
+
+def test_a_part_of_a_mesh_axis_is_none():
+    """2 x 2 x 2 devices see "a" of four as two axes, of which a spec on the mesh of 4 x 2 knows nothing."""
+    finer = jax.sharding.Mesh(mesh().devices.reshape(2, 2, 2), ("a0", "a1", "b"))
+    for spec, wanted in (
+        (P("a0", "b"), ((), ("b",))), (P("a1"), ((), ())), (P(("a0", "a1"), "b"), (("a",), ("b",))),
+        (P("b", "a1"), (("b",), ())),
+    ):  # fmt: skip
+        x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(finer, spec))
+        assert whole_mesh_axes(x, mesh()) == wanted, spec
 
 
 @pytest.mark.parametrize("name", GRANULARITIES)

@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array, DotDimensionNumbers
-from jaxfp8.sharding._specs import mesh_axes
+from jaxfp8.sharding._specs import whole_mesh_axes
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Dot: TypeAlias = Callable[..., Array]
@@ -96,7 +96,7 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
 
     def lie(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
         lhs, rhs = arguments[:2]
-        return _specs(mesh, cells, lhs.shape[2], rhs.shape[1], *map(_spec, (lhs, rhs)))
+        return _specs(mesh, cells, lhs.shape[2], rhs.shape[1], *(whole_mesh_axes(x, mesh) for x in (lhs, rhs)))
 
     def partition(mesh: Any, arguments: Any, result: Any) -> Any:
         del result
@@ -122,6 +122,7 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
         call.def_partition(
             partition,
             infer_sharding_from_operands=infer,
+            decode_shardings=False,  # JAX raises where XLA splits an axis by a part of a mesh axis
             sharding_rule=rule,
             need_replication_factors=whole,
             **sizes,
@@ -129,11 +130,6 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
         return call(*arguments)
 
     return dot
-
-
-def _spec(x: Any) -> _Spec:
-    spec = (*x.sharding.spec, None, None, None)[:3]
-    return tuple(map(mesh_axes, spec))
 
 
 def _specs(
