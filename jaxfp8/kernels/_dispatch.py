@@ -38,15 +38,15 @@ class Implementations:
     matmuls: Implementation | Chooser = None
 
     def __post_init__(self) -> None:
-        check_name("casts", self.casts)
+        check_backend_name("casts", self.casts)
         _check("matmuls", self.matmuls)
 
 
-def check_name(argument: str, chosen: object) -> None:
+def check_backend_name(argument: str, chosen: object) -> None:
     """Raise TypeError unless a backend of casts can be chosen by it.
 
     Example:
-      >>> check_name("implementation", "xla")
+      >>> check_backend_name("implementation", "xla")
     """
     if not isinstance(chosen, str | None):
         raise TypeError(

@@ -115,7 +115,7 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        decode_shardings=False,
+        decode_shardings=False,  # JAX raises where XLA splits an axis by a part of a mesh axis
         **_rule(x.shape, cells, [each.shape for each in others]),
     )
     return call

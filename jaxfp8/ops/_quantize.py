@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, ArrayLike, Implementation, Rounding, ScaleRounding
-from jaxfp8.kernels._dispatch import check_name
+from jaxfp8.kernels._dispatch import check_backend_name
 from jaxfp8.kernels._prologue import AbstractPrologue, produce
 from jaxfp8.kernels.cast._api import cast
 from jaxfp8.kernels.quantize import _api as kernel
@@ -105,7 +105,7 @@ def quantize(
     arrays = once(check_arrays("x", x, prologue))
     source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
-    check_name("implementation", implementation)
+    check_backend_name("implementation", implementation)
     granularity = PerTensor() if granularity is None else granularity
     granularities = granularity if isinstance(granularity, tuple) else (granularity,)
     if not granularities or not all(isinstance(each, AbstractGranularity) for each in granularities):

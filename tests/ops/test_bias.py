@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
 from hard_inputs import mentions
 from interpreter import interpreted, needs_mosaic
 from jax.sharding import AxisType, NamedSharding
@@ -219,59 +218,6 @@ def test_on_meshes(kind, how, name):
     np.testing.assert_allclose(mine[0][1], wanted[0][1], rtol=1e-5, atol=1e-3)
     if kind == AxisType.Explicit:
         assert jax.typeof(mine[1][2]).sharding.spec == jax.typeof(arguments[2]).sharding.spec
-
-
-def test_layers_give_it_to_their_matmul():
-    """As flax's layers with the plug, which add it after the matmul; and nobody sums what nobody asks for."""
-    x, _, _, _ = arrays()
-    recipe, how = RECIPES["blockwise"], {"dtype": jnp.bfloat16, "bias_init": linen.initializers.normal()}
-    ours = fp8.linen.FP8Dense(F, recipe=recipe, **how)
-    plug = linen.Dense(F, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe), **how)
-    mine = fp8.nnx.FP8Linear(D, F, recipe=recipe, rngs=nnx.Rngs(0), **how)
-    theirs = nnx.Linear(D, F, dot_general=fp8.nnx.FP8DotGeneral(recipe), rngs=nnx.Rngs(0), **how)
-
-    @jax.jit
-    def run(x):
-        variables = ours.init(jax.random.key(0), x)
-        return (ours.apply(variables, x), mine(x)), (plug.apply(plug.init(jax.random.key(0), x), x), theirs(x))
-
-    assert_same_bits(*run(x))
-    variables = jax.eval_shape(ours.init, jax.random.key(0), x)
-    for apply, learned in (
-        (ours.apply, variables),
-        (lambda b, x: fp8.dot(x, x[0].mT, recipe=recipe, bias=b), x[0, :, 0]),
-    ):
-        both, of_x = (
-            str(jax.make_jaxpr(jax.grad(lambda v, x, f=apply: f(v, x).astype(jnp.float32).sum(), which))(learned, x))
-            for which in ((0, 1), 1)
-        )
-        assert both.count("reduce_sum") == of_x.count("reduce_sum") + 1
-
-
-def test_a_layer_adds_another_bias_as_flax_does():
-    """Of another dtype or shape than the result's: promoted and broadcast, after the matmul."""
-    x, _, _, _ = arrays(jnp.float32)
-    recipe = RECIPES["current"]
-    how = {"preferred_element_type": jnp.bfloat16, "bias_init": nnx.initializers.normal()}
-    mine = fp8.nnx.FP8Linear(D, F, recipe=recipe, rngs=nnx.Rngs(0), **how)
-    theirs = nnx.Linear(D, F, dot_general=fp8.nnx.FP8DotGeneral(recipe), rngs=nnx.Rngs(0), **how)
-    with jax.numpy_dtype_promotion("standard"):
-        assert mine(x).dtype == jnp.float32
-        assert_same_bits(mine(x), theirs(x))
-    ours = fp8.linen.FP8Dense(F, recipe=recipe)
-    plug = linen.Dense(F, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe))
-    variables = {"params": {"kernel": jnp.ones((D, F)), "bias": jnp.ones(F, jnp.bfloat16)}}
-    with jax.numpy_dtype_promotion("standard"):
-        for layer, other in ((ours, plug), (ours.clone(promote_dtype=keep), plug.clone(promote_dtype=keep))):
-            assert_same_bits(layer.apply(variables, x), other.apply(variables, x))
-    mine.dot_general = jax.lax.dot_general  # flax's own, which takes no bias
-    with jax.numpy_dtype_promotion("standard"):
-        assert mine(x).shape == (B, S, F)
-
-
-def keep(*arrays, dtype=None):
-    """No promotion, for `promote_dtype=`."""
-    return list(arrays)
 
 
 def test_a_bias_alone_can_be_trained():
