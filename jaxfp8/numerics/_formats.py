@@ -10,6 +10,7 @@ import math
 
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 
 from jaxfp8._typing import DType
 
@@ -41,6 +42,11 @@ class Format:
     def max_exponent(self) -> int:
         """The exponent of the largest finite value."""
         return math.frexp(self.max)[1] - 1
+
+    @property
+    def nan_byte(self) -> int:
+        """The byte of the positive NaN that a cast gives; E4M3 has no other, E5M2 has several."""
+        return int(np.array(np.nan, self.dtype).view(np.uint8))
 
     def __repr__(self) -> str:
         return self.name

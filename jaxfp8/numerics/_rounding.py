@@ -1,4 +1,10 @@
-"""The saturating cast to FP8: nearest-even and stochastic rounding."""
+"""The saturating cast to FP8: nearest-even and stochastic rounding.
+
+The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on GPUs XLA's default
+`xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16, and the rounding is gone.
+A byte that is bitcast leaves nothing to fold, under any option. It is cheaper, too: on a CPU the cast takes 0.4 of the
+time, on an A100 0.4 of the instructions, on an H200 1.1 of them (docs: README, "When FP8 pays").
+"""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +14,9 @@ from jaxfp8._typing import Array, Rounding
 from jaxfp8.numerics._float32 import is_finite, to_float32
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._powers_of_two import power_of_two
+
+_FLOAT32_MANTISSA = 23  # stored bits
+_EXPONENT = 0x7F800000  # the exponent field of a float32
 
 
 def saturating_cast(
@@ -42,10 +51,40 @@ def saturating_cast(
             "'stochastic' needs a key=, 'nearest' takes none."
         )
     x = to_float32(x)
-    scaled = jnp.clip(x * multiplier, -format.max, format.max)
+    scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    return jnp.where(is_finite(x), scaled, jnp.nan).astype(format.dtype)
+    byte = jnp.where(is_finite(x), _nearest(scaled, format), format.nan_byte)
+    return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
+
+
+def kernel_cast(x: Array, multiplier: Array, format: Format) -> Array:
+    """`saturating_cast` to nearest inside a Pallas kernel.
+
+    No compiler folds conversions there, and the hardware converts two values in one instruction.
+    """
+    x = to_float32(x)
+    return jnp.where(is_finite(x), _saturated(x, multiplier, format), jnp.nan).astype(format.dtype)
+
+
+def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
+    return jnp.clip(x * multiplier, -format.max, format.max)
+
+
+def _nearest(v: Array, format: Format) -> Array:
+    """The byte, [...] int32, of the value of the format nearest to |v| <= max; ties to even."""
+    fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # bits that the format has not
+    bits = lax.bitcast_convert_type(v, jnp.int32)
+    # Subnormals of the format have the spacing of its smallest normal values.
+    smallest = (format.min_exponent + 127) << _FLOAT32_MANTISSA
+    exponent = jnp.maximum(bits & _EXPONENT, smallest)
+    # Where a float32 has the spacing that the format has at v: a sum there rounds |v| to a whole number of spacings,
+    # ties to even, and holds that number in its last bits. Nothing is subtracted again, so nothing can cancel.
+    base = lax.bitcast_convert_type(exponent + (fraction << _FLOAT32_MANTISSA), jnp.float32)
+    spacings = lax.bitcast_convert_type(base + jnp.abs(v), jnp.int32)
+    # The exponent of v counts from that of the smallest normal values; the leading bit of `spacings` makes it one more.
+    magnitude = spacings + ((exponent - smallest) >> fraction)
+    return (magnitude & 0x7F) | ((bits >> 24) & 0x80)
 
 
 def _stochastic(v: Array, format: Format, key: Array) -> Array:

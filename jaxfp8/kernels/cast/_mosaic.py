@@ -25,7 +25,7 @@ from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._rounding import kernel_cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -143,7 +143,7 @@ def _kernel(
                 else:
                     each = plgpu.load(line.at[taken], layout=ONE_A_ROW)  # type: ignore[call-arg]  # of jax before 0.11
                     wide = lax.broadcast_in_dim(each, rows.shape, (0,))
-                values[taken] = saturating_cast(rows, wide, format)
+                values[taken] = kernel_cast(rows, wide, format)
             if n == 0:
                 largest_out[at, i, j] = jnp.max(jnp.maximum(*largest))
             plgpu.commit_smem()  # so that TMA sees what threads stored

@@ -28,7 +28,7 @@ from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._rounding import kernel_cast
 from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -207,7 +207,7 @@ def _encode(x: Array, format: Format, rule: ScaleRule, direction: _Direction) ->
         multiplier, scale = rule.apply(largest, format)
         multipliers.append(lax.broadcast_in_dim(multiplier, cut.shape, (0,)))
         scales.append(scale if rule.scale_format is None else lax.bitcast_convert_type(scale, jnp.uint8))
-    return saturating_cast(x, jnp.concatenate(multipliers, axis=1), format), scales
+    return kernel_cast(x, jnp.concatenate(multipliers, axis=1), format), scales
 
 
 def _largest_of_squares(largest: Array, side: int) -> Array:

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
@@ -132,7 +131,7 @@ def _constants(format: Format, rule: ScaleRule) -> dict[str, Any]:
     return {
         "LARGEST": format.max,
         "EXPONENT": format.max_exponent,
-        "NAN": int(np.array(np.nan, format.dtype).view(np.uint8)),
+        "NAN": format.nan_byte,
         "E8M0": rule.scale_format is not None,
         "POWER_OF_TWO": rule.power_of_two,
         "CEIL": rule.scale_rounding == "rceil",
