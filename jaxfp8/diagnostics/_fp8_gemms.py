@@ -13,6 +13,9 @@ _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
 # What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# The scopes of `ops._three_matmuls`. Casts by Pallas kernels stand outside of them, matmuls by Pallas kernels inside.
+_ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
+_PALLAS = "mosaic_gpu"
 
 
 class Gemms(NamedTuple):
@@ -27,8 +30,8 @@ def find_gemms(compiled: Any) -> Gemms:
 
     Of the branches of a conditional, that with the most matmuls counts, and of several such that with the fewest in
     FP8: `fp8.value_and_grad` compiles a step with and one without unset scales, but a run takes one of them. FP8
-    matmuls are calls of cuBLASLt, and of cuDNN for block scales; a dot of FP8 operands in a Triton fusion counts as high
-    precision, for the program does not say how it is multiplied.
+    matmuls are calls of cuBLASLt, of cuDNN for block scales, and the Pallas kernels of layers and of `fp8.dot`. A dot of
+    FP8 operands in a Triton fusion counts as high precision, for the program does not say how it is multiplied.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
@@ -56,7 +59,8 @@ def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
                 continue
             found = _TARGET.search(instruction.attributes)
             target = found[1] if found else ""
-            if target in _FP8_TARGETS:
+            by_kernel = target.startswith(_PALLAS) and _ASKED.search(instruction.label)
+            if target in _FP8_TARGETS or by_kernel:
                 fp8.append(instruction.label)
             elif instruction.opcode == "dot" or target.startswith(_LIBRARY):
                 high.append(instruction.label)
@@ -71,14 +75,16 @@ def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
     return known[name]
 
 
-def assert_fp8_gemms(compiled: Any, expected: int) -> None:
-    """Raise unless a run of a compiled function meets this many FP8 matmuls.
+def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
+    """Raise unless every matmul that a recipe asks for in FP8 runs in FP8.
 
     A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch counts (`find_gemms`).
+    Matmuls of others, attention for instance, may run as they like.
 
     Args:
       compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)).lower(...).compile()` returns.
-      expected: FP8 matmuls; a dense layer that is trained has `recipe.fp8_matmuls` of them.
+      expected: how many FP8 matmuls there must be; a dense layer that is trained has `recipe.fp8_matmuls` of them. None
+        asks for all that the recipes ask for, and for one at least.
 
     Raises:
       AssertionError: with both lists, by jax operation name.
@@ -87,18 +93,31 @@ def assert_fp8_gemms(compiled: Any, expected: int) -> None:
       >>> import jax, jax.numpy as jnp
       >>> import jaxfp8 as fp8
       >>> fp8.assert_fp8_gemms(jax.jit(jnp.sin).lower(1.0).compile(), 0)
+      >>> step = jax.jit(lambda x: fp8.dot(x, x, recipe=fp8.recipes.current()))
+      >>> compiled = step.lower(jnp.ones((32, 32))).compile()  # for a CPU, which has no FP8 matmul
+      >>> try:
+      ...     fp8.assert_fp8_gemms(compiled)
+      ... except AssertionError as error:
+      ...     print(str(error).splitlines()[0])
+      expected every matmul of a recipe in FP8, found 0 in FP8 and 1 in high precision.
     """
     gemms = find_gemms(compiled)
-    if len(gemms.fp8) == expected:
+    missed = [name for name in gemms.high_precision if _ASKED.search(name)]
+    if len(gemms.fp8) == expected or (expected is None and gemms.fp8 and not missed):
         return
-    ours = [name for name in gemms.high_precision if "jaxfp8." in name]
-    lines = [f"expected {expected} FP8 matmuls, found {len(gemms.fp8)}."]
+    if expected is None:
+        lines = [
+            f"expected every matmul of a recipe in FP8, found {len(gemms.fp8)} in FP8 and {len(missed)} in high precision."
+        ]
+    else:
+        lines = [f"expected {expected} FP8 matmuls, found {len(gemms.fp8)}."]
     lines += [f"  in FP8: {name}" for name in gemms.fp8]
-    lines += [f"  asked for in FP8, but in high precision: {name}" for name in ours]
-    lines += [f"  in high precision: {name}" for name in gemms.high_precision if name not in ours]
+    lines += [f"  asked for in FP8, but in high precision: {name}" for name in missed]
+    lines += [f"  in high precision: {name}" for name in gemms.high_precision if name not in missed]
     if not gemms.fp8:
         lines.append(
             "None at all: compile with jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)) for a chip with "
-            "FP8 matmuls (compute capability 8.9 or later); CPUs emulate FP8 and have none."
+            "FP8 matmuls (compute capability 8.9 or later); CPUs emulate FP8 and have none. Tiles take kernels of their own: "
+            'implementation=fp8.Implementations(matmuls="mosaic") on Hopper, chip="b200" of the recipe on Blackwell.'
         )
     raise AssertionError("\n".join(lines))

@@ -129,13 +129,15 @@ three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 def _matmul(call: Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any) -> Array:
     """One of the three products; in FP8 if both operands are."""
     dimension_numbers = call.geometry.dimension_numbers[("fprop", "dgrad", "wgrad").index(matmul)]
-    with jax.named_scope(f"jaxfp8.{matmul}"):
-        if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+    # `assert_fp8_gemms` reads these names in compiled programs.
+    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+        with jax.named_scope(f"jaxfp8.{matmul}"):
             return scaled_matmul(
                 lhs, rhs, dimension_numbers=dimension_numbers, preferred_element_type=out_dtype,
                 fast_accumulation=call.fast_accumulation and matmul == "fprop", out_sharding=out_sharding,
                 chip=call.recipe.chip, implementation=call.implementations.matmuls,
             )  # fmt: skip
+    with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
         lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
         dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lax.dot_general(

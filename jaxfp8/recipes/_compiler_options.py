@@ -1,22 +1,31 @@
 """What XLA has to be told so that the matmuls of a recipe run in FP8."""
 
 from jaxfp8.kernels._platform import chip_named
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.numerics._granularity import PerTensor
+from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._current import Current
+from jaxfp8.quantizers._delayed import Delayed
+from jaxfp8.recipes._recipe import Operands, Recipe
 
 
 def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
     """Options for `jax.jit(..., compiler_options=)` under which XLA runs the recipe's matmuls in FP8.
 
-    By default XLA gives FP8 dots to its Triton emitter, which dequantizes them; without that emitter they become
-    `__cublas$lt$matmul$f8` calls. The option holds for the whole compiled function: its other matmuls go to cuBLASLt
-    as well.
+    `xla_gpu_enable_triton_gemm=False`: by default XLA gives FP8 dots to its Triton emitter, which dequantizes them;
+    without that emitter they become `__cublas$lt$matmul$f8` calls. The option holds for the whole compiled function: its
+    other matmuls go to cuBLASLt as well.
+
+    `xla_allow_excess_precision=False`: conversions to bfloat16 in the whole function round where they are written. FP8
+    casts round without it. It is left out where a matmul reads float32 scales of whole tensors, for it would round those
+    to bfloat16 on their way to cuBLASLt, by up to 0.4 %: XLA recognises a scale only in the dtype of the dequantized
+    operand.
 
     Args:
       recipe: a Recipe.
       chip: its name ("h200", "b200", "l40s", "cpu", ...). An argument, never detected.
 
     Returns:
-      A dict, empty where nothing has to be said (no FP8 hardware, or a recipe without matmuls for cuBLASLt: identity, tiles).
+      A dict, empty where nothing has to be said: not for an NVIDIA GPU, or a recipe without FP8 matmuls.
 
     Raises:
       ValueError: for an unknown chip, or another GPU than the recipe is made for.
@@ -25,6 +34,8 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
       >>> import jaxfp8 as fp8
       >>> fp8.compiler_options(fp8.recipes.delayed(), "h200")
       {'xla_gpu_enable_triton_gemm': False}
+      >>> fp8.compiler_options(fp8.recipes.blockwise(), "h200")
+      {'xla_allow_excess_precision': False}
       >>> fp8.compiler_options(fp8.recipes.delayed(), "cpu")
       {}
     """
@@ -38,10 +49,24 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
             f"chip={chip!r}, but recipe {recipe.name!r} is made for chip={recipe.chip!r}: its matmuls would not run well on "
             "another GPU; make a recipe for the chip, or without chip=."
         )
-    if (
-        described.platform == "cuda"
-        and described.fp8_matmul
-        and any(operands.in_fp8 and not operands.in_tiles for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad))
-    ):
-        return {"xla_gpu_enable_triton_gemm": False}
-    return {}
+    in_fp8 = [operands for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad) if operands.in_fp8]
+    if described.platform != "cuda" or not in_fp8:
+        return {}
+    options = {}
+    if described.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
+        options["xla_gpu_enable_triton_gemm"] = False
+    if not any(_reads_float32_scales(operands) for operands in in_fp8):
+        options["xla_allow_excess_precision"] = False
+    return options
+
+
+def _reads_float32_scales(operands: Operands) -> bool:
+    """Whether a matmul reads scales of whole tensors that bfloat16 may not hold."""
+    both = operands.lhs, operands.rhs
+    return all(isinstance(q.granularity, PerTensor) for q in both) and not all(map(_by_powers_of_two, both))
+
+
+def _by_powers_of_two(quantizer: AbstractQuantizer) -> bool:
+    if isinstance(quantizer, Current):
+        return quantizer.rule.exact
+    return isinstance(quantizer, Delayed) and quantizer.power_of_two

@@ -105,6 +105,38 @@ def test_error_names_the_options_when_nothing_is_in_fp8():
         fp8.assert_fp8_gemms(program(DOT), 1)
 
 
+KERNEL = call("custom-call", 'custom_call_target="mosaic_gpu_v2"')
+ALL_IN_FP8 = {
+    "cuBLASLt": program(FP8 + named("jvp(jaxfp8.fprop)")),
+    "beside a matmul of others": program(FP8 + named("jvp(jaxfp8.fprop)"), DOT + named("attention")),
+    "beside what a recipe leaves alone": program(
+        FP8 + named("jvp(jaxfp8.fprop)"), DOT + named("transpose(jvp(jaxfp8.wgrad.high_precision))")
+    ),
+    "a Pallas kernel": program(KERNEL + named("jvp(jaxfp8.fprop)/body")),
+}
+NOT_ALL = {
+    "none": program(DOT + named("attention")),
+    "nothing": program("bf16[64,64]{1,0} copy(%p.0)"),
+    "a cast by a Pallas kernel": program(KERNEL + named("jvp()/body")),
+    "one of two": program(FP8 + named("jvp(jaxfp8.fprop)"), DOT + named("transpose(jvp(jaxfp8.wgrad))")),
+    "a branch that fell back": program(
+        call("conditional", "branch_computations={%warm, %cold}"),
+        warm=FP8 + named("jaxfp8.fprop"), cold=DOT + named("jaxfp8.fprop"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ALL_IN_FP8)
+def test_every_matmul_of_a_recipe(row):
+    fp8.assert_fp8_gemms(ALL_IN_FP8[row])
+
+
+@pytest.mark.parametrize("row", NOT_ALL)
+def test_a_matmul_of_a_recipe_that_is_not_in_fp8(row):
+    with pytest.raises(AssertionError, match="expected every matmul of a recipe in FP8, found "):
+        fp8.assert_fp8_gemms(NOT_ALL[row])
+
+
 def test_names_fall_back_on_the_instruction():
     assert find_gemms(program(FP8)).fp8 == ("i.0",)
 
@@ -116,6 +148,8 @@ def test_compiled_for_cpu():
     )
     (name,) = find_gemms(compiled).high_precision
     assert "jaxfp8.fprop" in name
+    with pytest.raises(AssertionError, match="found 0 in FP8 and 1 in high precision"):
+        fp8.assert_fp8_gemms(compiled)
     with pytest.raises(AssertionError, match="asked for in FP8, but in high precision: "):
         fp8.assert_fp8_gemms(compiled, 1)
 

@@ -129,7 +129,7 @@ def test_chip(name):
     recipe = fp8.recipes.get(name, chip="b200")
     assert recipe.chip == "b200"
     assert dataclasses.replace(recipe, chip=None) == RECIPES[name]  # casts are the same
-    assert fp8.compiler_options(recipe, "b200") == fp8.compiler_options(recipe, "cpu") == {}
+    assert fp8.compiler_options(recipe, "b200") == fp8.compiler_options(RECIPES[name], "b200")
     with pytest.raises(ValueError, match=mentions("chip='h200'", "made for chip='b200'")):
         fp8.compiler_options(recipe, "h200")
     for chip in CHIPS:
@@ -147,10 +147,34 @@ def test_a_chip_takes_tiles_with_powers_of_two():
         fp8.Recipe(name="a", fprop=operands, dgrad=operands, wgrad=operands, chip="b200")
 
 
-def test_nothing_is_said_to_xla_for_tiles():
-    for chip in CHIPS:
-        for name in ("blockwise", "mxfp8"):
-            assert fp8.compiler_options(RECIPES[name], chip) == {}
+BY_CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+COMPILER_OPTIONS = {  # recipe -> for GPUs with FP8 matmuls, for those without
+    "identity": ({}, {}),
+    "delayed": (BY_CUBLASLT, {}),
+    "current": (BY_CUBLASLT, {}),
+    "static": (BY_CUBLASLT, {}),
+    "rowwise": (BY_CUBLASLT | AS_WRITTEN, AS_WRITTEN),
+    "blockwise": (AS_WRITTEN, AS_WRITTEN),
+    "mxfp8": (AS_WRITTEN, AS_WRITTEN),
+}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiler_options(chip):
+    for name, (with_units, without) in COMPILER_OPTIONS.items():
+        on_a_gpu = with_units if CHIPS[chip].fp8_matmul else without
+        expected = on_a_gpu if CHIPS[chip].platform == "cuda" else {}
+        assert fp8.compiler_options(RECIPES[name], chip) == expected
+
+
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_scales_that_bfloat16_holds_may_be_rounded(name):
+    """Excess precision is what keeps other scales of whole tensors in float32 on their way to cuBLASLt."""
+    exact = fp8.recipes.get(name, power_of_two=True)
+    assert fp8.compiler_options(exact, "h200") == BY_CUBLASLT | AS_WRITTEN
+    mixed = dataclasses.replace(exact, dgrad=fp8.recipes.get(name).dgrad)
+    assert fp8.compiler_options(mixed, "h200") == BY_CUBLASLT
 
 
 def test_high_precision_wgrad():
