@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_LINE = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
+_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r"[\w\-]+")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -81,6 +81,8 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     attributes: str
+    inside: str = ""  # as printed between the brackets of the opcode: a constant's literal, a parameter's number
+    is_root: bool = False
 
     @property
     def is_second_half(self) -> bool:
@@ -153,7 +155,7 @@ def read_program(compiled: Any) -> Program:
             current = computations[head[2]] = {}
             entries += [head[2]] if head[1] else []
         elif current is not None and (found := _LINE.match(line)):
-            current[found[1]] = _instruction(found[1], found[2])
+            current[found[2]] = _instruction(found[2], found[3], found[1] is not None)
     if len(entries) != 1:
         raise ValueError(
             f"compiled holds {len(entries)} ENTRY computations, not one program's text; pass what "
@@ -167,7 +169,7 @@ def _count(name: str, text: str) -> int:
     return int(found[1]) if found else 1
 
 
-def _instruction(name: str, rest: str) -> Instruction:
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     rest = _COMMENT.sub("", rest).strip()
     end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
     type, rest = rest[:end], rest[end:].strip()
@@ -179,7 +181,7 @@ def _instruction(name: str, rest: str) -> Instruction:
     end = _closing(rest, opcode.end())
     inside = rest[opcode.end() + 1 : end - 1]
     operands = re.findall(r"%([\w.\-]+)", inside) or [operand.strip() for operand in inside.split(",")]
-    return Instruction(name, type, opcode[0], tuple(filter(None, operands)), rest[end:])
+    return Instruction(name, type, opcode[0], tuple(filter(None, operands)), rest[end:], inside, is_root)
 
 
 def _closing(text: str, start: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 # From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house stands on the roof.
 FLOORS = (
     ("_typing", "_compat", "_errors", "_hlo"),
-    ("numerics", "_dimension_numbers"),
+    ("numerics", "programs", "_dimension_numbers"),
     ("tensors",),
     ("sharding",),
     ("kernels",),

@@ -22,6 +22,7 @@ EXPECTED = {
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get skip_slow",
     "jaxfp8.tensors": "MatmulReady matmul_ready HopperLayout BlackwellLayout",
     "jaxfp8.sharding": "MeshRoles Shard quantized_specs wire_report assert_wire_dtype WireReport Transfer",
+    "jaxfp8.programs": "run_on_cpu",
     "jaxfp8.comms": "all_gather all_to_all ppermute",
 }
 

@@ -1,0 +1,56 @@
+"""Running the text of a portable program on this machine's CPU.
+
+References:
+  jax, jax/_src/compiler.py (backend_compile_and_load) and jax/_src/interpreters/pxla.py (ExecuteReplicated).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.interpreters.mlir import make_ir_context
+from jaxlib import _hlo, _jax, xla_client
+from jaxlib.mlir import ir
+
+from jaxfp8.programs._taps import Taps
+
+# The CPU's compiler must not drop roundings either. At level 0 LLVM contracts no multiply-adds, and compiling is faster.
+_OPTIONS = [("xla_allow_excess_precision", False), ("xla_backend_optimization_level", 0)]
+
+
+def execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
+    """Compiles and runs the text; flat arrays in, flat arrays out.
+
+    Raises:
+      ValueError: for other arrays than the program takes.
+    """
+    device = jax.local_devices(backend="cpu")[0]
+    module = _hlo.hlo_module_from_text(text)
+    computation = _hlo.XlaComputation(module.as_serialized_hlo_module_proto())
+    _check(computation.program_shape().parameter_shapes(), arguments)
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.env_option_overrides = _OPTIONS
+    with make_ir_context():  # callbacks are taken with a parsed module only
+        mlir = ir.Module.parse(_jax.mlir.xla_computation_to_mlir_module(computation))
+        executable = device.client.compile_and_load(
+            mlir, xla_client.DeviceList((device,)), options, host_callbacks=taps.callbacks
+        )
+    try:
+        results = executable.execute_sharded([jax.device_put(x, device) for x in arguments])
+        arrays = [shards[0] for shards in results.disassemble_into_single_device_arrays()]
+        return jax.block_until_ready(arrays)
+    finally:
+        if taps.error is not None:
+            raise taps.error
+
+
+def _check(parameters: Sequence[Any], arguments: Sequence[Any]) -> None:
+    wanted = [f"{np.dtype(p.numpy_dtype()).name}{list(p.dimensions())}" for p in parameters]
+    given = [f"{np.asarray(x).dtype.name}{list(np.shape(x))}" for x in arguments]
+    if given != wanted:
+        raise ValueError(
+            f"the program takes {len(wanted)} arrays, {', '.join(wanted)}; given are {len(given)}, {', '.join(given)}; "
+            "pass the arrays of the program's parameters, in their order."
+        )

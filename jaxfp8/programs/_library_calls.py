@@ -1,0 +1,213 @@
+"""What NVIDIA's libraries compute, in HLO: the matmuls of cuBLAS and cuBLASLt, cuDNN's block-scaled one.
+
+Letters: A and B the operands, C a matrix that is added, D the result, all in the order of the program's dot dimensions.
+
+    D = epilogue(alpha * scale_A * scale_B * (A @ B) + beta * C), in float32, then rounded once
+
+References:
+  XLA, xla/service/gpu/transforms/gemm_rewriter.cc, xla/backends/gpu/runtime/gpublas_lt_matmul_thunk.cc,
+  xla/service/gpu/thunk_emitter.cc (the order of operands), xla/service/gpu/backend_configs.proto (GemmBackendConfig),
+  xla/service/gpu/transforms/block_scaling_rewriter.cc (how scales of tiles lie).
+  NVIDIA, cuBLAS documentation: cublasLtMatmul, cublasLtEpilogue_t, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER.
+"""
+
+import json
+import math
+from typing import Any
+
+from jaxfp8._hlo import Instruction
+from jaxfp8.programs._matmul import Dimensions, accumulated
+from jaxfp8.programs._taps import Taps
+from jaxfp8.programs._types import Array, array_type, parts_of, spelled, split, without_layouts
+from jaxfp8.programs._writer import Writer
+
+# cuDNN reads scales in tiles of 128 rows x 4 columns, rows r and r + 32 beside each other.
+_SCALE_ROWS, _SCALE_COLUMNS, _SCALE_INNER = 128, 4, 32
+
+# The tanh approximation of GELU: sqrt(2 / pi) and the coefficient of x^3.
+_GELU_FACTOR, _GELU_CUBIC = "0.797884583", "0.044715"
+
+_LARGEST = {"f8e4m3fn": "448", "f8e5m2": "57344"}
+_EPILOGUES = ("DEFAULT", "BIAS", "RELU", "BIAS_RELU", "GELU", "GELU_AUX", "BIAS_GELU", "BIAS_GELU_AUX")
+
+
+def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
+    """`__cublas$gemm`, `__cublas$lt$matmul` and `__cublas$lt$matmul$f8`."""
+    config = _config(instruction)
+    is_fp8 = 'custom_call_target="__cublas$lt$matmul$f8"' in instruction.attributes
+    results = [array_type(part) for part in parts_of(instruction.type)]
+    epilogue = config.get("epilogue", "DEFAULT")
+    _check(instruction, config, epilogue, is_fp8)
+
+    operands = list(instruction.operands)
+    lhs, rhs = operands.pop(0), operands.pop(0)
+    addend = operands.pop(0) if config.get("beta", 0) else None
+    scales = [operands.pop(0), operands.pop(0)] if is_fp8 else [None, None]
+    bias = operands.pop(0) if "BIAS" in epilogue else None
+    result_scale = operands.pop(-1) if is_fp8 and results[0].dtype in _LARGEST and operands else None
+    if operands:
+        raise ValueError(
+            f"cannot run on a CPU: {instruction.name} has {len(operands)} operands that are unknown here, "
+            f"{', '.join(operands)}; compile with another version of jax, or report the program."
+        )
+    taps.show(writer, instruction.label, lhs, rhs, *scales)
+
+    d = accumulated(writer, lhs, rhs, _dimensions(config), results[0].dtype)
+    for scale in filter(None, scales):
+        d = _times(writer, d, scale)
+    if config.get("alpha_real", 1) != 1:
+        d = _times(writer, d, writer.constant(writer.type_of(d).dtype, repr(float(config["alpha_real"]))))
+    if addend is not None:
+        added = writer.convert(addend, writer.type_of(d).dtype)
+        if config["beta"] != 1:
+            added = _times(writer, added, writer.constant(writer.type_of(d).dtype, repr(float(config["beta"]))))
+        d = writer.elementwise("add", d, added)
+    if bias is not None:
+        d = _plus_bias(writer, d, bias)
+    further = []
+    if "AUX" in epilogue:
+        further.append(writer.convert(d, results[1].dtype))  # for the backward pass: what GELU was taken of
+    if "RELU" in epilogue:
+        d = writer.elementwise("maximum", d, writer.filled(writer.type_of(d), "0"))
+    if "GELU" in epilogue:
+        d = _gelu(writer, d)
+    if config.get("damax_output"):
+        further.append(writer.convert(writer.largest(writer.elementwise("abs", d)), results[1].dtype))
+    if result_scale is not None:
+        d = _times(writer, d, result_scale)
+    return _tuple(writer, instruction, [_saturated(writer, d, results[0].dtype), *further])
+
+
+def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
+    """`__cudnn$blockScaledDot`: A [B, M, K], B [B, N, K], scales [B, M, K / tile] and [B, N, K / tile], swizzled."""
+    lhs, rhs, *scales = instruction.operands
+    result = array_type(parts_of(instruction.type)[0])
+    scales = [_unswizzled(writer, x, scale) for x, scale in zip((lhs, rhs), scales, strict=True)]
+    taps.show(writer, instruction.label, lhs, rhs, *scales)
+    d = scaled(writer, lhs, rhs, *scales)
+    return _tuple(writer, instruction, [writer.convert(d, result.dtype)])
+
+
+def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -> str:
+    """A @ B^T in float32, of operands [.., rows, K] with a scale for each tile along K."""
+    wide = [_dequantized(writer, x, scale) for x, scale in ((lhs, lhs_scale), (rhs, rhs_scale))]
+    rank = len(writer.type_of(lhs).shape)
+    batch = tuple(range(rank - 2))
+    return accumulated(writer, *wide, Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32")
+
+
+def _dequantized(writer: Writer, x: str, scale: str) -> str:
+    """Values [.., R, K] times scales [.., R, K / tile], exactly: both are products of few bits."""
+    shape = writer.type_of(x).shape
+    tiles = writer.type_of(scale).shape[-1]
+    split_shape = (*shape[:-1], tiles, shape[-1] // tiles)
+    wide = writer.reshape(writer.convert(x, "f32"), split_shape)
+    spread = writer.broadcast(writer.convert(scale, "f32"), split_shape, tuple(range(len(shape))))
+    return writer.reshape(writer.elementwise("multiply", wide, spread), shape)
+
+
+def _unswizzled(writer: Writer, x: str, scale: str) -> str:
+    """Scales [.., R, T] from the order in which cuDNN reads them; the padding is cut off."""
+    *_, rows, columns = writer.type_of(x).shape
+    *batch, padded_rows, padded_columns = writer.type_of(scale).shape
+    size = math.prod(batch)
+    lies = (
+        size,
+        padded_rows // _SCALE_ROWS,
+        padded_columns // _SCALE_COLUMNS,
+        _SCALE_INNER,
+        _SCALE_ROWS // _SCALE_INNER,
+        _SCALE_COLUMNS,
+    )
+    if padded_rows % _SCALE_ROWS or padded_columns % _SCALE_COLUMNS:
+        raise ValueError(
+            f"cannot run on a CPU: scales {writer.type_of(scale).text} of a block-scaled matmul do not lie in tiles of "
+            f"{_SCALE_ROWS} x {_SCALE_COLUMNS}; compile with the jax versions that jaxfp8 is tested with."
+        )
+    scale = writer.transpose(writer.reshape(scale, lies), (0, 1, 4, 3, 2, 5))
+    scale = writer.reshape(scale, (*batch, padded_rows, padded_columns))
+    tile = _tile(columns, padded_columns)
+    limits = (*batch, rows, columns // tile)
+    ranges = ", ".join(f"[0:{limit}]" for limit in limits)
+    dtype = writer.type_of(scale).dtype
+    return writer.emit(spelled(dtype, limits), "slice", scale, also=[f"slice={{{ranges}}}"])
+
+
+def _tile(columns: int, padded: int) -> int:
+    """How many values share a scale: 32 (MXFP8) or 16 (NVFP4), whichever explains the number of scales."""
+    for tile in (32, 16):
+        if columns % tile == 0 and -(-(columns // tile) // _SCALE_COLUMNS) * _SCALE_COLUMNS == padded:
+            return tile
+    raise ValueError(
+        f"cannot run on a CPU: {padded} columns of scales for {columns} values of a block-scaled matmul fit neither "
+        "tiles of 32 nor of 16; compile with the jax versions that jaxfp8 is tested with."
+    )
+
+
+def _config(instruction: Instruction) -> dict[str, Any]:
+    for attribute in split(instruction.attributes):
+        if attribute.startswith("backend_config="):
+            return json.loads(attribute.removeprefix("backend_config="))["gemm_backend_config"]
+    raise ValueError(f"cannot run on a CPU: {instruction.name} has no gemm_backend_config; pass the text unchanged.")
+
+
+def _check(instruction: Instruction, config: dict[str, Any], epilogue: str, is_fp8: bool) -> None:
+    wrong = ""
+    if epilogue not in _EPILOGUES:
+        wrong = f"epilogue {epilogue}"
+    elif config.get("alpha_imag", 0):
+        wrong = f"a complex alpha ({config['alpha_imag']} i)"
+    elif is_fp8 and config.get("scale_mode", 1) not in (0, 1):
+        wrong = f"scale_mode {config['scale_mode']}"
+    if wrong:
+        raise ValueError(
+            f"cannot run on a CPU: {instruction.name} has {wrong}, where only real factors, scales of whole tensors and "
+            f"the epilogues {', '.join(_EPILOGUES)} are known; compile the matmul by itself."
+        )
+
+
+def _dimensions(config: dict[str, Any]) -> Dimensions:
+    numbers = config["dot_dimension_numbers"]
+    return Dimensions(*(tuple(map(int, numbers.get(f"{side}_dimensions", ()))) for side in Dimensions._fields))
+
+
+def _times(writer: Writer, x: str, scalar: str) -> str:
+    type = writer.type_of(x)
+    scalar = writer.reshape(writer.convert(scalar, type.dtype), ())
+    return writer.elementwise("multiply", x, writer.broadcast(scalar, type.shape))
+
+
+def _plus_bias(writer: Writer, x: str, bias: str) -> str:
+    """The bias runs along the last dimensions."""
+    type, rank = writer.type_of(x), len(writer.type_of(bias).shape)
+    along = tuple(range(len(type.shape) - rank, len(type.shape)))
+    return writer.elementwise("add", x, writer.broadcast(writer.convert(bias, type.dtype), type.shape, along))
+
+
+def _gelu(writer: Writer, x: str) -> str:
+    """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    type = writer.type_of(x)
+    cube = writer.elementwise("multiply", writer.elementwise("multiply", x, x), x)
+    inner = writer.elementwise("add", x, writer.elementwise("multiply", cube, writer.filled(type, _GELU_CUBIC)))
+    tanh = writer.elementwise("tanh", writer.elementwise("multiply", inner, writer.filled(type, _GELU_FACTOR)))
+    half = writer.elementwise("multiply", x, writer.filled(type, "0.5"))
+    return writer.elementwise("multiply", half, writer.elementwise("add", tanh, writer.filled(type, "1")))
+
+
+def _saturated(writer: Writer, x: str, dtype: str) -> str:
+    """Rounded; cuBLASLt writes FP8 saturated, which is why XLA folds a clamp into the call."""
+    if dtype in _LARGEST:
+        type = writer.type_of(x)
+        low, high = (writer.filled(type, sign + _LARGEST[dtype]) for sign in ("-", ""))
+        x = writer.elementwise("clamp", low, x, high)
+    return writer.convert(x, dtype)
+
+
+def _tuple(writer: Writer, instruction: Instruction, results: list[str]) -> str:
+    """The results, as the call returns them, and zeros for its workspace."""
+    types: list[Array] = [array_type(part) for part in parts_of(instruction.type)]
+    if not instruction.type.startswith("("):
+        return writer.emit(types[0].text, "copy", writer.reshape(results[0], types[0].shape), name=instruction.name)
+    shaped = [writer.reshape(x, type.shape) for x, type in zip(results, types, strict=False)]
+    shaped += [writer.filled(type, "0") for type in types[len(results) :]]
+    return writer.emit(without_layouts(instruction.type), "tuple", *shaped, name=instruction.name)

@@ -1,0 +1,183 @@
+"""The text of an optimized GPU program, rewritten into HLO that every backend of XLA takes.
+
+Layouts are dropped: HLO means the same without them, but for `bitcast`, which is spelled out. Fusions become calls, calls
+of NVIDIA's libraries become HLO, matmuls sum in float32. What is left is what the GPU computes, operation by
+operation.
+
+References:
+  XLA, xla/hlo/ir/hlo_opcode.h (all opcodes), xla/hlo/parser/hlo_parser.cc (what of the text is read).
+"""
+
+import re
+from collections.abc import Iterator
+
+from jaxfp8._hlo import BRANCHES, CALLS, Instruction, Program, read_program
+from jaxfp8.programs._bitcast import bitcast
+from jaxfp8.programs._library_calls import block_scaled_dot, cublas_matmul
+from jaxfp8.programs._matmul import dot
+from jaxfp8.programs._taps import Taps
+from jaxfp8.programs._types import array_type, split, without_layouts
+from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Writer
+
+# What means the same on every backend, and is copied.
+_PORTABLE = frozenset(
+    """
+    abs add after-all and atan2 bitcast-convert broadcast call cbrt ceil clamp compare complex concatenate conditional
+    constant convert copy cosine count-leading-zeros divide dynamic-slice dynamic-update-slice erf exponential
+    exponential-minus-one fft floor gather get-dimension-size get-tuple-element imag iota is-finite log log-plus-one
+    logistic map maximum minimum multiply negate not opt-barrier or pad parameter popcnt power real reduce
+    reduce-precision reduce-window remainder reshape reverse rng-bit-generator round-nearest-afz round-nearest-even rsqrt
+    scatter select select-and-scatter shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt
+    stochastic-convert subtract tan tanh transpose tuple while xor
+    """.split()
+)
+
+_COLLECTIVES = (
+    "all-gather all-reduce all-to-all collective-broadcast collective-permute partition-id ragged-all-to-all "
+    "reduce-scatter replica-id send recv"
+).split()
+
+# Of a compiler's own affairs, or of where an instruction came from.
+_DROPPED = frozenset(
+    """
+    metadata backend_config frontend_attributes sharding control-predecessors origin original_value statistics
+    async_execution_thread result_accuracy parameter_replication is_scheduled
+    """.split()
+)
+
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+def portable_text(text: str, taps: Taps) -> str:
+    """Rewrites the text of a program for one GPU.
+
+    Raises:
+      ValueError: for what cannot be run on one CPU: several devices, kernels, unknown library calls and opcodes, elided
+        constants.
+    """
+    program = read_program(text)
+    _check_one_device(program)
+    written = {name: _computation(program, name, taps) for name in _reachable(program)}
+    # In the order of the text, where what is called comes before its callers.
+    bodies = [written[name] for name in program.computations if name in written]
+    if any(f"%{MAXIMUM}" in body for body in bodies):
+        bodies.insert(0, MAXIMUM_TEXT)
+    return "\n\n".join(["HloModule rewritten", *bodies]) + "\n"
+
+
+def _check_one_device(program: Program) -> None:
+    if program.replicas * program.partitions != 1:
+        raise ValueError(
+            f"cannot run on a CPU: the program is made for {program.partitions} partitions and {program.replicas} "
+            "replicas, and only programs for one device can; compile the function for one device."
+        )
+
+
+def _reachable(program: Program) -> set[str]:
+    found, waiting = set(), [program.entry]
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        found.add(name)
+        for instruction in program.computations[name].values():
+            waiting += instruction.computations("condition", "body", *BRANCHES, *CALLS)
+    return found
+
+
+def _computation(program: Program, name: str, taps: Taps) -> str:
+    source = program.computations[name]
+    writer = Writer(name, name == program.entry, source)
+    for instruction in source.values():
+        if not instruction.opcode.endswith(("-start", "-update")):
+            _write(writer, taps, _started(source, instruction))
+    writer.root(next(i.name for i in source.values() if i.is_root))
+    return writer.text
+
+
+def _started(source: dict[str, Instruction], instruction: Instruction) -> Instruction:
+    """The whole of an asynchronous instruction in place of its end."""
+    if not instruction.opcode.endswith("-done"):
+        return instruction
+    start = instruction
+    while not start.opcode.endswith("-start"):
+        start = source[start.operands[0]]
+    opcode = start.opcode.removesuffix("-start")
+    return start._replace(
+        name=instruction.name,
+        type=instruction.type,
+        opcode="fusion" if opcode == "async" else opcode,
+        is_root=instruction.is_root,
+    )
+
+
+def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
+    """Writes what computes the same as the instruction, under its name."""
+    name, opcode = instruction.name, instruction.opcode
+    if opcode == "dot":
+        dot(writer, taps, instruction)
+    elif opcode == "bitcast":
+        source, result = writer.source_type(instruction.operands[0]), array_type(instruction.type)
+        writer.emit(result.text, "copy", bitcast(writer, instruction.operands[0], source, result), name=name)
+    elif opcode == "fusion":
+        called = instruction.computations("calls")[0]
+        writer.emit(
+            without_layouts(instruction.type), "call", *instruction.operands, name=name, also=[f"to_apply=%{called}"]
+        )
+    elif opcode == "custom-call":
+        _custom_call(writer, taps, instruction)
+    elif opcode in _PORTABLE:
+        _copied(writer, instruction)
+    else:
+        raise ValueError(_unknown(instruction))
+
+
+def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
+    found = _TARGET.search(instruction.attributes)
+    target = found[1] if found else "?"
+    if target in _CUBLAS:
+        cublas_matmul(writer, taps, instruction)
+    elif target == "__cudnn$blockScaledDot":
+        block_scaled_dot(writer, taps, instruction)
+    else:
+        raise ValueError(
+            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of such calls the "
+            f"matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. Compile the function without it, for "
+            "instance with kernels that XLA makes (no Pallas, no Triton)."
+        )
+
+
+def _copied(writer: Writer, instruction: Instruction) -> None:
+    inside = instruction.inside if instruction.opcode in ("constant", "parameter") else None
+    if instruction.opcode == "constant" and "{...}" in instruction.inside:
+        raise ValueError(
+            f"cannot run on a CPU: the text leaves out the value of the constant {instruction.name}; pass the compiled "
+            "program itself, or a text with print_large_constants."
+        )
+    writer.emit(
+        without_layouts(instruction.type),
+        instruction.opcode,
+        *instruction.operands,
+        inside=inside,
+        name=instruction.name,
+        also=_attributes(instruction),
+    )
+
+
+def _attributes(instruction: Instruction) -> Iterator[str]:
+    for attribute in split(instruction.attributes.lstrip(", ")):
+        if attribute.partition("=")[0] not in _DROPPED:
+            yield attribute
+
+
+def _unknown(instruction: Instruction) -> str:
+    name, opcode = instruction.name, instruction.opcode
+    if opcode.startswith(tuple(_COLLECTIVES)):
+        return (
+            f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; compile the function for "
+            "one device, without a mesh."
+        )
+    return (
+        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here; compile the function without it, or "
+        "compare its text with the CPU's."
+    )
