@@ -79,7 +79,8 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     """Raise unless every matmul that a recipe asks for in FP8 runs in FP8.
 
     A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch counts (`find_gemms`).
-    Matmuls of others, attention for instance, may run as they like.
+    Matmuls of others, attention for instance, may run as they like. A product with a vector is no matmul to XLA, which makes
+    a sum of it, and does not count.
 
     Args:
       compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)).lower(...).compile()` returns.

@@ -17,7 +17,7 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
 
     `xla_allow_excess_precision=False`: conversions to bfloat16 in the whole function round where they are written. FP8
     casts round without it. It is left out where a matmul reads float32 scales of whole tensors, for it would round those
-    to bfloat16 on their way to cuBLASLt, by up to 0.4 %: XLA recognises a scale only in the dtype of the dequantized
+    to bfloat16 on their way to cuBLASLt, by up to 0.2 % each: XLA recognises a scale only in the dtype of the dequantized
     operand.
 
     Args:

@@ -1,0 +1,79 @@
+"""What a cast to FP8 costs in a program that XLA compiles: bytes of memory and instructions. Compiled, not run.
+
+    python benchmarks/cast_cost.py
+
+The cast that builds its payload as a byte, beside one that ends in a conversion, which XLA folds away where the payload
+is converted back (`jaxfp8/numerics/_rounding.py`). Instructions are those of the machine code of one thread, divided by
+the values that it casts; "and back" is the cast with its dequantization, in bfloat16, in one kernel.
+
+No GPU is needed, but the wheels of jax[cuda13] and triton, which brings a disassembler.
+"""
+
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before jax is imported, or they have no effect.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["XLA_FLAGS"] = f"--xla_dump_emitter_re=ptx --xla_dump_to={tempfile.mkdtemp()}"
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deviceless"))
+
+import jax
+import jax.numpy as jnp
+import triton
+from program import Program
+from targets import array, compile_for
+
+import jaxfp8 as fp8
+from jaxfp8.numerics._rounding import kernel_cast, saturating_cast
+
+DUMP = Path(os.environ["XLA_FLAGS"].rpartition("=")[2])
+ARCHITECTURES = {"h200": "sm_90a", "b200": "sm_100a", "a100": "sm_80"}
+CASTS = {"conversion": kernel_cast, "byte": saturating_cast}
+SIDE = 4096
+PTXAS = Path(next(iter(importlib.util.find_spec("nvidia").submodule_search_locations))) / "cu13/bin/ptxas"
+DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+LAUNCH = re.compile(r"grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\]")
+OPCODE = re.compile(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)")
+
+
+def cost(chip: str, cast: Callable[..., Any], *, back: bool) -> tuple[float, float]:
+    """Instructions and bytes of memory for each value."""
+
+    def function(x, m):
+        values = cast(x, m, fp8.E4M3)
+        return (values.astype(jnp.float32) * m).astype(jnp.bfloat16) if back else values
+
+    for old in DUMP.iterdir():
+        old.unlink()
+    compiled = compile_for(chip, function, array(SIDE, SIDE), array(dtype=jnp.float32))
+    program = Program(compiled.as_text())
+    (launch,) = (found for file in DUMP.glob("*thunk_sequence.txt") for found in LAUNCH.findall(file.read_text()))
+    (kernel,) = (file for file in DUMP.glob("*.ptx") if ".entry" in file.read_text())
+    cubin = DUMP / "kernel.cubin"
+    subprocess.run([PTXAS, f"-arch={ARCHITECTURES[chip]}", kernel, "-o", cubin], check=True)
+    listing = subprocess.run([DISASSEMBLER, "-c", cubin], check=True, capture_output=True, text=True).stdout
+    instructions = sum(opcode != "NOP" for opcode in OPCODE.findall(listing))
+    values = SIDE**2 / math.prod(map(int, launch))  # of one thread
+    return instructions / values, program.traffic(program.entry) / SIDE**2
+
+
+def main() -> None:
+    print(f"Of each value, bfloat16 [{SIDE}, {SIDE}] to E4M3, jax {jax.__version__}: instructions, bytes")
+    print("| | " + " | ".join(f"{cast}{end}" for end in ("", " and back") for cast in CASTS) + " |")
+    print("|---" * (1 + 2 * len(CASTS)) + "|")
+    for chip in ARCHITECTURES:
+        cells = [cost(chip, cast, back=back) for back in (False, True) for cast in CASTS.values()]
+        print(f"| {chip} | " + " | ".join(f"{count:.1f}, {size:.1f}" for count, size in cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
