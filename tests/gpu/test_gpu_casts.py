@@ -140,3 +140,15 @@ def test_every_bfloat16(backend, format):
     except NotImplementedError as reason:
         pytest.skip(f"{backend}: {reason}")
     np.testing.assert_array_equal(oracle.codes(q.values), oracle.cast(x, m, format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))], ids=repr)
+def test_fake_quantize(granularity, dtype, format, gpu, cpu):
+    """What is quantized and dequantized in one program, under XLA's default options, is rounded as on the CPU."""
+    x = np.random.default_rng(0).standard_normal((256, 384)).astype(DTYPES[dtype])
+    run = jax.jit(lambda x: fp8.fake_quantize(x, FORMATS[format], granularity, power_of_two=True))
+    on_gpu, on_cpu = (np.asarray(run(jax.device_put(x, device))) for device in (gpu, cpu))
+    np.testing.assert_array_equal(on_gpu, on_cpu)
+    assert (on_cpu != x).mean() > 0.5
