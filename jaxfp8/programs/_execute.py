@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src.interpreters.mlir import make_ir_context
-from jaxlib import _hlo, _jax, xla_client
+from jaxlib import _hlo, _jax, xla_client  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 
 from jaxfp8.programs._taps import Taps

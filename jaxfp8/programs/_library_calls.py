@@ -28,7 +28,16 @@ _SCALE_ROWS, _SCALE_COLUMNS, _SCALE_INNER = 128, 4, 32
 _GELU_FACTOR, _GELU_CUBIC = "0.797884583", "0.044715"
 
 _LARGEST = {"f8e4m3fn": "448", "f8e5m2": "57344"}
-_EPILOGUES = ("DEFAULT", "BIAS", "RELU", "BIAS_RELU", "GELU", "GELU_AUX", "BIAS_GELU", "BIAS_GELU_AUX")
+_EPILOGUES = (
+    "DEFAULT",
+    "BIAS",
+    "RELU",
+    "BIAS_RELU",
+    "GELU",
+    "GELU_AUX",
+    "BIAS_GELU",
+    "BIAS_GELU_AUX",
+)
 
 
 def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
@@ -90,10 +99,10 @@ def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> st
 
 def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -> str:
     """A @ B^T in float32, of operands [.., rows, K] with a scale for each tile along K."""
-    wide = [_dequantized(writer, x, scale) for x, scale in ((lhs, lhs_scale), (rhs, rhs_scale))]
+    lhs, rhs = _dequantized(writer, lhs, lhs_scale), _dequantized(writer, rhs, rhs_scale)
     rank = len(writer.type_of(lhs).shape)
     batch = tuple(range(rank - 2))
-    return accumulated(writer, *wide, Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32")
+    return accumulated(writer, lhs, rhs, Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32")
 
 
 def _dequantized(writer: Writer, x: str, scale: str) -> str:

@@ -73,7 +73,11 @@ def accumulated(writer: Writer, lhs: str, rhs: str, dimensions: Dimensions, dtyp
         dtype = "f64" if "f64" in (dtype, *(type.dtype for type in types)) else "f32"
         lhs, rhs = writer.convert(lhs, dtype), writer.convert(rhs, dtype)
     return writer.emit(
-        spelled(dtype, shape), "dot", lhs, rhs, also=[*dimensions.attributes, "operand_precision={highest,highest}"]
+        spelled(dtype, shape),
+        "dot",
+        lhs,
+        rhs,
+        also=[*dimensions.attributes, "operand_precision={highest,highest}"],
     )
 
 

@@ -20,29 +20,27 @@ from jaxfp8.programs._types import array_type, split, without_layouts
 from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Writer
 
 # What means the same on every backend, and is copied.
-_PORTABLE = frozenset(
-    """
-    abs add after-all and atan2 bitcast-convert broadcast call cbrt ceil clamp compare complex concatenate conditional
-    constant convert copy cosine count-leading-zeros divide dynamic-slice dynamic-update-slice erf exponential
-    exponential-minus-one fft floor gather get-dimension-size get-tuple-element imag iota is-finite log log-plus-one
-    logistic map maximum minimum multiply negate not opt-barrier or pad parameter popcnt power real reduce
-    reduce-precision reduce-window remainder reshape reverse rng-bit-generator round-nearest-afz round-nearest-even rsqrt
-    scatter select select-and-scatter shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt
-    stochastic-convert subtract tan tanh transpose tuple while xor
-    """.split()
+_PORTABLE = re.compile(
+    "abs|add|after-all|and|atan2|bitcast-convert|broadcast|call|cbrt|ceil|clamp|compare|complex|"
+    "concatenate|conditional|constant|convert|copy|cosine|count-leading-zeros|divide|dynamic-slice|"
+    "dynamic-update-slice|erf|exponential|exponential-minus-one|fft|floor|gather|"
+    "get-dimension-size|get-tuple-element|imag|iota|is-finite|log|log-plus-one|logistic|map|"
+    "maximum|minimum|multiply|negate|not|opt-barrier|or|pad|parameter|popcnt|power|real|reduce|"
+    "reduce-precision|reduce-window|remainder|reshape|reverse|rng-bit-generator|round-nearest-afz|"
+    "round-nearest-even|rsqrt|scatter|select|select-and-scatter|shift-left|shift-right-arithmetic|"
+    "shift-right-logical|sign|sine|slice|sort|sqrt|stochastic-convert|subtract|tan|tanh|transpose|"
+    "tuple|while|xor"
 )
 
-_COLLECTIVES = (
-    "all-gather all-reduce all-to-all collective-broadcast collective-permute partition-id ragged-all-to-all "
-    "reduce-scatter replica-id send recv"
-).split()
+_COLLECTIVE = re.compile(
+    "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|partition-id|"
+    "ragged-all-to-all|reduce-scatter|replica-id|send|recv"
+)
 
 # Of a compiler's own affairs, or of where an instruction came from.
-_DROPPED = frozenset(
-    """
-    metadata backend_config frontend_attributes sharding control-predecessors origin original_value statistics
-    async_execution_thread result_accuracy parameter_replication is_scheduled
-    """.split()
+_DROPPED = re.compile(
+    "metadata|backend_config|frontend_attributes|sharding|control-predecessors|origin|"
+    "original_value|statistics|async_execution_thread|result_accuracy|parameter_replication"
 )
 
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
@@ -122,11 +120,15 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
     elif opcode == "fusion":
         called = instruction.computations("calls")[0]
         writer.emit(
-            without_layouts(instruction.type), "call", *instruction.operands, name=name, also=[f"to_apply=%{called}"]
+            without_layouts(instruction.type),
+            "call",
+            *instruction.operands,
+            name=name,
+            also=[f"to_apply=%{called}"],
         )
     elif opcode == "custom-call":
         _custom_call(writer, taps, instruction)
-    elif opcode in _PORTABLE:
+    elif _PORTABLE.fullmatch(opcode):
         _copied(writer, instruction)
     else:
         raise ValueError(_unknown(instruction))
@@ -166,13 +168,13 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
 
 def _attributes(instruction: Instruction) -> Iterator[str]:
     for attribute in split(instruction.attributes.lstrip(", ")):
-        if attribute.partition("=")[0] not in _DROPPED:
+        if not _DROPPED.fullmatch(attribute.partition("=")[0]):
             yield attribute
 
 
 def _unknown(instruction: Instruction) -> str:
     name, opcode = instruction.name, instruction.opcode
-    if opcode.startswith(tuple(_COLLECTIVES)):
+    if _COLLECTIVE.match(opcode):
         return (
             f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; compile the function for "
             "one device, without a mesh."

@@ -37,6 +37,7 @@ def run_on_cpu(compiled: jax.stages.Compiled | str, *arguments: Any, seen: Seen 
         devices, with kernels (Pallas, Triton), library calls other than matmuls, or opcodes that are not known here.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> program = '''
       ... HloModule doubled_sum
       ... %fused_add (p.0: f32[2], p.1: f32[2]) -> f32[2] {
@@ -57,9 +58,7 @@ def run_on_cpu(compiled: jax.stages.Compiled | str, *arguments: Any, seen: Seen 
       xla_allow_excess_precision).
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(
-            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its text."
-        )
+        raise TypeError(f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its text.")
     taps = Taps(seen)
     if isinstance(compiled, str):
         return execute(portable_text(compiled, taps), arguments, taps)

@@ -37,7 +37,13 @@ class Taps:
         self.error: BaseException | None = None
 
     def show(
-        self, writer: Writer, label: str, lhs: str, rhs: str, lhs_scale: str | None = None, rhs_scale: str | None = None
+        self,
+        writer: Writer,
+        label: str,
+        lhs: str,
+        rhs: str,
+        lhs_scale: str | None = None,
+        rhs_scale: str | None = None,
     ) -> None:
         """Writes a call that shows these operands."""
         if self._seen is None:

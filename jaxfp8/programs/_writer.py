@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from jaxfp8._hlo import Instruction
 from jaxfp8.programs._types import Array, array_type, spelled
 
-
 # The one computation that rules add.
 MAXIMUM = "rewritten.maximum"
 MAXIMUM_TEXT = f"""%{MAXIMUM} {{
@@ -40,7 +39,13 @@ class Writer:
         return array_type(self._types[name])
 
     def emit(
-        self, type: str, opcode: str, *operands: str, inside: str | None = None, name: str = "", also: Iterable[str] = ()
+        self,
+        type: str,
+        opcode: str,
+        *operands: str,
+        inside: str | None = None,
+        name: str = "",
+        also: Iterable[str] = (),
     ) -> str:
         """Writes `%name = type opcode(operands), attributes` and returns the name."""
         name = name or f"rewritten.{len(self._lines)}"
