@@ -1,11 +1,11 @@
 """The text of an optimized GPU program, rewritten into HLO that every backend of XLA takes.
 
-Layouts are dropped: HLO means the same without them, but for `bitcast`, which is spelled out. Fusions become calls, calls
-of NVIDIA's libraries become HLO, matmuls sum in float32. What is left is what the GPU computes, operation by
-operation.
+Layouts are dropped: HLO means the same without them, but for `bitcast`, which is spelled out.
+Fusions become calls. Calls of NVIDIA's libraries become HLO. Matmuls sum in float32. Every other
+operation and conversion stays as it is.
 
 References:
-  XLA, xla/hlo/ir/hlo_opcode.h (all opcodes), xla/hlo/parser/hlo_parser.cc (what of the text is read).
+  XLA, xla/hlo/ir/hlo_opcode.h (all opcodes) and xla/hlo/parser/hlo_parser.cc (what the text says).
 """
 
 import re
@@ -51,8 +51,8 @@ def portable_text(text: str, taps: Taps) -> str:
     """Rewrites the text of a program for one GPU.
 
     Raises:
-      ValueError: for what cannot be run on one CPU: several devices, kernels, unknown library calls and opcodes, elided
-        constants.
+      ValueError: for what cannot be run on one CPU: several devices, kernels, unknown library calls
+        and opcodes, constants without their values.
     """
     program = read_program(text)
     _check_one_device(program)
@@ -67,8 +67,9 @@ def portable_text(text: str, taps: Taps) -> str:
 def _check_one_device(program: Program) -> None:
     if program.replicas * program.partitions != 1:
         raise ValueError(
-            f"cannot run on a CPU: the program is made for {program.partitions} partitions and {program.replicas} "
-            "replicas, and only programs for one device can; compile the function for one device."
+            f"cannot run on a CPU: the program has {program.partitions} partitions and "
+            f"{program.replicas} replicas, and only programs for one device can run; compile the "
+            "function for one device."
         )
 
 
@@ -116,7 +117,8 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
         dot(writer, taps, instruction)
     elif opcode == "bitcast":
         source, result = writer.source_type(instruction.operands[0]), array_type(instruction.type)
-        writer.emit(result.text, "copy", bitcast(writer, instruction.operands[0], source, result), name=name)
+        x = bitcast(writer, instruction.operands[0], source, result)
+        writer.emit(result.text, "copy", x, name=name)
     elif opcode == "fusion":
         called = instruction.computations("calls")[0]
         writer.emit(
@@ -143,9 +145,9 @@ def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
         block_scaled_dot(writer, taps, instruction)
     else:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of such calls the "
-            f"matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. Compile the function without it, for "
-            "instance with kernels that XLA makes (no Pallas, no Triton)."
+            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of such "
+            f"calls the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. Compile the "
+            "function without it, for instance with XLA's kernels in place of Pallas's or Triton's."
         )
 
 
@@ -153,8 +155,8 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
     inside = instruction.inside if instruction.opcode in ("constant", "parameter") else None
     if instruction.opcode == "constant" and "{...}" in instruction.inside:
         raise ValueError(
-            f"cannot run on a CPU: the text leaves out the value of the constant {instruction.name}; pass the compiled "
-            "program itself, or a text with print_large_constants."
+            f"cannot run on a CPU: the text leaves out the value of the constant {instruction.name}; "
+            "pass the compiled program itself, or a text with print_large_constants."
         )
     writer.emit(
         without_layouts(instruction.type),
@@ -176,10 +178,10 @@ def _unknown(instruction: Instruction) -> str:
     name, opcode = instruction.name, instruction.opcode
     if _COLLECTIVE.match(opcode):
         return (
-            f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; compile the function for "
-            "one device, without a mesh."
+            f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; "
+            "compile the function for one device, without a mesh."
         )
     return (
-        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here; compile the function without it, or "
-        "compare its text with the CPU's."
+        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here; compile the "
+        "function without the operation that it comes from."
     )

@@ -1,4 +1,4 @@
-"""Calls of NVIDIA's libraries: what cuBLASLt and cuDNN compute, by NumPy, against what is written in their place."""
+"""Calls of NVIDIA's libraries: what is written in their place, against NumPy."""
 
 import json
 import math
@@ -143,7 +143,7 @@ def test_fp8_result_is_scaled_and_saturated_and_its_amax_is_that_before():
 
 
 def swizzled(scale):
-    """[.., R, T] as cuDNN reads it: padded to 128 x 4, and in each such tile row r beside row r + 32."""
+    """[.., R, T] as cuDNN reads it: padded to 128 x 4, in each such tile row r beside row r + 32."""
     *batch, rows, tiles = scale.shape
     pad = [(0, 0)] * len(batch) + [(0, -rows % 128), (0, -tiles % 4)]
     padded = np.pad(scale.view(np.uint8), pad)

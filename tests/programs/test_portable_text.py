@@ -1,4 +1,4 @@
-"""Programs as GPUs get them, written by hand: fusions, loops, branches, asynchronous instructions; and what is refused."""
+"""GPU programs, written by hand: fusions, loops, branches, asynchronous instructions, refusals."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The door: trees of arguments and results, taps, and what is wrong with either. The programs are the CPU's own."""
+"""The door: trees of arguments and results, taps, errors. The programs are compiled for the CPU."""
 
 import jax
 import jax.numpy as jnp
