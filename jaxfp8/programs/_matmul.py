@@ -71,7 +71,7 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
 
 
 def accumulated(writer: Writer, lhs: str, rhs: str, dimensions: Dimensions, dtype: str) -> str:
-    """lhs @ rhs before it is rounded to `dtype`: floats in float32 (or float64), others as they are."""
+    """lhs @ rhs before the rounding to `dtype`: floats in float32 (or float64), others as is."""
     types = [writer.type_of(x) for x in (lhs, rhs)]
     shape = dimensions.result(types[0].shape, types[1].shape)
     if all(type.is_float for type in types):

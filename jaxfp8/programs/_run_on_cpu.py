@@ -17,10 +17,10 @@ def run_on_cpu(
 ) -> Any:
     """Runs an optimized GPU program on this machine's CPU, operation by operation as the GPU would.
 
-    XLA's passes for GPUs can change numbers: they drop a rounding to FP8, for instance. JAX compiles
-    for a GPU that is not there. This function runs such a program, and its numbers can be compared
-    with those that the CPU computes. It keeps every operation, conversion and branch that XLA made.
-    The matmuls of Triton, cuBLAS and cuDNN sum in float32 and round once.
+    XLA's passes for GPUs can change numbers: they drop a rounding to FP8, for instance. JAX
+    compiles for a GPU that is not there. This function runs such a program, and its numbers can be
+    compared with those that the CPU computes. It keeps every operation, conversion and branch that
+    XLA made. The matmuls of Triton, cuBLAS and cuDNN sum in float32 and round once.
 
     It does not imitate the order of sums, the short accumulator of Hopper's fast FP8 matmuls, TF32
     where no algorithm was asked for by name, approximations of transcendental functions, and a
@@ -32,17 +32,17 @@ def run_on_cpu(
       arguments: those of `f`, by position; for a text the flat arrays that its program takes.
       seen: is called with (label, lhs, rhs, lhs_scale, rhs_scale) each time a matmul runs, in loops
         and branches too. The label is jax's name of the operation. lhs and rhs are NumPy arrays as
-        the matmul gets them. The scales are those that the matmul applies itself, or None. Scales of
-        tiles are [.., rows, tiles]. The CPU may run matmuls in another order than the GPU.
+        the matmul gets them. The scales are those that the matmul applies itself, or None.
+        Scales of tiles are [.., rows, tiles]. A matmul may be shown after one that came later.
 
     Returns:
       What `f` returns; for a text the list of its results.
 
     Raises:
       TypeError: if compiled is neither.
-      ValueError: for arguments that the program does not take, and for a program that cannot run: for
-        several devices, with kernels of Pallas or Triton, with library calls other than matmuls, or
-        with opcodes that are not known here.
+      ValueError: for arguments that the program does not take, and for a program that cannot run:
+        for several devices, with kernels of Pallas or Triton, with library calls other than
+        matmuls, or with opcodes that are not known here.
 
     Example:
       >>> import jax.numpy as jnp
