@@ -138,15 +138,22 @@ ENTRY %main (p: {kind}[], x: f32[2,2]) -> f32[2,2] {{
     np.testing.assert_allclose(y, wanted, rtol=1e-6)
 
 
-def test_no_conversion_is_folded():
+@pytest.mark.parametrize(
+    ("type", "dtype"),
+    [("bf16", jnp.bfloat16), ("f16", jnp.float16), ("f8e4m3fn", jnp.float8_e4m3fn)],
+)
+def test_no_conversion_is_folded(type, dtype):
     lines = (
-        "%low = f8e4m3fn[4]{0} convert(%third)",
-        "%middle = bf16[4]{0} convert(%low)",
-        "ROOT %y = f32[4]{0} convert(%middle)",
+        "%c = f32[] constant(0.333333343)",
+        "%b = f32[4]{0} broadcast(%c), dimensions={}",
+        "%third = f32[4]{0} multiply(%x, %b)",
+        f"%low = {type}[4]{{0}} convert(%third)",
+        "%high = f32[4]{0} convert(%low)",
+        "ROOT %y = f32[4]{0} multiply(%high, %b)",
     )
-    third = ("%c = f32[] constant(0.333333343)", "%b = f32[4]{0} broadcast(%c), dimensions={}")
-    wanted = (X * jnp.float32(1 / 3)).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    assert run(*third, "%third = f32[4]{0} multiply(%x, %b)", *lines) == wanted.tolist()
+    third = np.float32(1 / 3)
+    wanted = (np.asarray(X) * third).astype(dtype).astype(np.float32) * third
+    assert run(*lines) == wanted.tolist()
 
 
 def test_matmuls_round_once():
