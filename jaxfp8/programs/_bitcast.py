@@ -1,7 +1,7 @@
 """A bitcast, spelled out: the same bytes in memory, read as another type.
 
-`bitcast` is the one instruction whose meaning depends on layouts. The rewritten program has none, so the bytes are put
-into the order that they have in memory, and out of it again.
+`bitcast` is the one instruction whose meaning depends on layouts. The rewritten program has none:
+the elements are transposed into the order that they have in memory, and back.
 
 References:
   XLA, xla/hlo/ir/hlo_opcode.h (kBitcast) and xla/shape_util.cc (ShapeUtil::DecomposeBitcast).
@@ -18,11 +18,14 @@ def bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
       ValueError: where elements are not whole bytes and change their type, or the sizes differ.
     """
     if source.size * source.bits != result.size * result.bits:
-        raise ValueError(f"cannot run on a CPU: a bitcast of {source} to {result} changes the number of bytes.")
+        raise ValueError(
+            f"cannot run on a CPU: a bitcast of {source} to {result} changes the number of bytes; "
+            "pass the text as XLA prints it."
+        )
     if source.dtype != result.dtype and (source.bits % 8 or result.bits % 8):
         raise ValueError(
-            f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements that are no whole "
-            "bytes; compile a program without packed elements."
+            f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements that "
+            "are no whole bytes; compile a program without packed elements."
         )
     x = writer.transpose(x, source.order)
     if source.bits == result.bits:
@@ -42,13 +45,15 @@ def _same_width(writer: Writer, x: str, dtype: str) -> str:
         x = writer.convert(x, "u8")
     if dtype == "pred":
         return writer.convert(_same_width(writer, x, "u8"), "pred")
-    return x if writer.type_of(x).dtype == dtype else writer.emit(spelled(dtype, type.shape), "bitcast-convert", x)
+    if writer.type_of(x).dtype == dtype:
+        return x
+    return writer.emit(spelled(dtype, type.shape), "bitcast-convert", x)
 
 
 def _other_width(writer: Writer, x: str, source: Array, result: Array) -> str:
     x = _same_width(writer, x, f"u{source.bits}")
     if source.bits > result.bits:
-        shape = (source.size, source.bits // result.bits)
+        shape: tuple[int, ...] = (source.size, source.bits // result.bits)
     else:
         x = writer.reshape(x, (result.size, result.bits // source.bits))
         shape = (result.size,)

@@ -1,7 +1,7 @@
 """The arguments and results of a jax.stages.Compiled, as the flat arrays of its program.
 
-The program takes the constants that jit moved out of the function, then the leaves of the arguments, without those
-that the function does not use. Keys of random numbers are the integers that they are made of.
+The program takes the constants that jit moved out of the function, then the leaves of the
+arguments, without those that the function does not use. Keys of random numbers are integers.
 
 References:
   jax, jax/_src/stages.py (Compiled.call) and jax/_src/interpreters/pxla.py (MeshExecutable).
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxlib import _hlo
+from jaxlib import _hlo  # type: ignore[attr-defined]
 
 
 def full_text(compiled: jax.stages.Compiled) -> str:
@@ -23,7 +24,7 @@ def full_text(compiled: jax.stages.Compiled) -> str:
     """
     modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
     if len(modules) != 1:
-        raise ValueError(f"compiled holds {len(modules)} programs; compile a function for one device.")
+        raise ValueError(f"compiled holds {len(modules)} programs, not one; compile a function for one device.")
     options = _hlo.HloPrintOptions()
     options.print_large_constants = True
     return modules[0].to_string(options)
@@ -36,15 +37,16 @@ def flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> l
       ValueError: for other trees, shapes or dtypes than the function was compiled for.
     """
     leaves, tree = jax.tree.flatten((tuple(arguments), {}))
-    if tree != compiled.in_tree:
+    if tree != compiled.in_tree:  # type: ignore[operator]
         raise ValueError(
-            f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}; pass the same, by "
-            "position."
+            f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}; "
+            "pass the same, by position."
         )
     infos = jax.tree.leaves(compiled.args_info)
-    given = [_argument(position, x, info) for position, (x, info) in enumerate(zip(leaves, infos, strict=True))]
-    every = [*compiled._params.const_args, *given]
-    return [x for position, x in enumerate(every) if position in compiled._executable._kept_var_idx]
+    pairs = enumerate(zip(leaves, infos, strict=True))
+    given = [_argument(position, x, info) for position, (x, info) in pairs]
+    kept = compiled._executable._kept_var_idx  # type: ignore[attr-defined]
+    return [x for n, x in enumerate([*compiled._params.const_args, *given]) if n in kept]
 
 
 def results_tree(compiled: jax.stages.Compiled, results: Sequence[jax.Array]) -> Any:
@@ -57,18 +59,20 @@ def results_tree(compiled: jax.stages.Compiled, results: Sequence[jax.Array]) ->
 def _argument(position: int, x: Any, info: Any) -> Any:
     # A Python number has no dtype of its own; everything else has to have the right one already.
     array = np.asarray(x, info.dtype) if isinstance(x, bool | int | float | complex) else x
-    dtype = array.dtype if isinstance(array, jax.Array) else jax.dtypes.canonicalize_dtype(np.asarray(array).dtype)
-    if dtype != info.dtype or np.shape(array) != info.shape:
+    if not isinstance(array, jax.Array):
+        array = np.asarray(array)
+        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if array.dtype != info.dtype or array.shape != info.shape:
         raise ValueError(
-            f"leaf {position} of the arguments is {dtype}{list(np.shape(array))}, but the function was compiled for "
-            f"{info.dtype}{list(info.shape)}; pass that, or compile for what you have."
+            f"leaf {position} of the arguments is {array.dtype}{list(array.shape)}, but the function "
+            f"was compiled for {info.dtype}{list(info.shape)}; pass that, or compile for what you have."
         )
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(array)
-    return array if isinstance(array, jax.Array) else np.asarray(array, dtype)
+    return jax.random.key_data(array) if _is_key(info.dtype) else array
 
 
 def _result(x: jax.Array, dtype: Any) -> jax.Array:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(x, impl=dtype._impl)
-    return x
+    return jax.random.wrap_key_data(x, impl=dtype._impl) if _is_key(dtype) else x
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,7 +1,8 @@
 """Running the text of a portable program on this machine's CPU.
 
 References:
-  jax, jax/_src/compiler.py (backend_compile_and_load) and jax/_src/interpreters/pxla.py (ExecuteReplicated).
+  jax, jax/_src/compiler.py (backend_compile_and_load) and jax/_src/interpreters/pxla.py
+  (ExecuteReplicated).
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src.interpreters.mlir import make_ir_context
-from jaxlib import _hlo, _jax, xla_client
+from jaxlib import _hlo, _jax, xla_client  # type: ignore[attr-defined]
 from jaxlib.mlir import ir
 
 from jaxfp8.programs._taps import Taps
 
-# The CPU's compiler must not drop roundings either. At level 0 LLVM contracts no multiply-adds, and compiling is faster.
+# The CPU's compiler must not drop roundings either. At level 0 LLVM fuses no multiply with an add,
+# and compiling takes less time.
 _OPTIONS = [("xla_allow_excess_precision", False), ("xla_backend_optimization_level", 0)]
 
 
@@ -51,6 +53,6 @@ def _check(parameters: Sequence[Any], arguments: Sequence[Any]) -> None:
     given = [f"{np.asarray(x).dtype.name}{list(np.shape(x))}" for x in arguments]
     if given != wanted:
         raise ValueError(
-            f"the program takes {len(wanted)} arrays, {', '.join(wanted)}; given are {len(given)}, {', '.join(given)}; "
-            "pass the arrays of the program's parameters, in their order."
+            f"the program takes {len(wanted)} arrays, {', '.join(wanted)}; given are {len(given)}, "
+            f"{', '.join(given)}; pass the arrays of the program's parameters, in their order."
         )

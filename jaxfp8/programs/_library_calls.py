@@ -1,14 +1,15 @@
-"""What NVIDIA's libraries compute, in HLO: the matmuls of cuBLAS and cuBLASLt, cuDNN's block-scaled one.
+"""What NVIDIA's libraries compute, in HLO: the matmuls of cuBLAS, cuBLASLt and cuDNN.
 
-Letters: A and B the operands, C a matrix that is added, D the result, all in the order of the program's dot dimensions.
+Letters: A and B the operands, C a matrix that is added, D the result.
 
     D = epilogue(alpha * scale_A * scale_B * (A @ B) + beta * C), in float32, then rounded once
 
 References:
-  XLA, xla/service/gpu/transforms/gemm_rewriter.cc, xla/backends/gpu/runtime/gpublas_lt_matmul_thunk.cc,
-  xla/service/gpu/thunk_emitter.cc (the order of operands), xla/service/gpu/backend_configs.proto (GemmBackendConfig),
-  xla/service/gpu/transforms/block_scaling_rewriter.cc (how scales of tiles lie).
-  NVIDIA, cuBLAS documentation: cublasLtMatmul, cublasLtEpilogue_t, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER.
+  XLA, xla/service/gpu/transforms/gemm_rewriter.cc, xla/service/gpu/thunk_emitter.cc (the order of
+  operands), xla/service/gpu/backend_configs.proto (GemmBackendConfig) and
+  xla/service/gpu/transforms/block_scaling_rewriter.cc (the order of the scales of tiles).
+  NVIDIA, cuBLAS documentation: cublasLtMatmul, cublasLtEpilogue_t,
+  CUBLASLT_MATMUL_DESC_D_SCALE_POINTER.
 """
 
 import json
@@ -28,7 +29,16 @@ _SCALE_ROWS, _SCALE_COLUMNS, _SCALE_INNER = 128, 4, 32
 _GELU_FACTOR, _GELU_CUBIC = "0.797884583", "0.044715"
 
 _LARGEST = {"f8e4m3fn": "448", "f8e5m2": "57344"}
-_EPILOGUES = ("DEFAULT", "BIAS", "RELU", "BIAS_RELU", "GELU", "GELU_AUX", "BIAS_GELU", "BIAS_GELU_AUX")
+_EPILOGUES = (
+    "DEFAULT",
+    "BIAS",
+    "RELU",
+    "BIAS_RELU",
+    "GELU",
+    "GELU_AUX",
+    "BIAS_GELU",
+    "BIAS_GELU_AUX",
+)
 
 
 def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
@@ -44,42 +54,41 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     addend = operands.pop(0) if config.get("beta", 0) else None
     scales = [operands.pop(0), operands.pop(0)] if is_fp8 else [None, None]
     bias = operands.pop(0) if "BIAS" in epilogue else None
-    result_scale = operands.pop(-1) if is_fp8 and results[0].dtype in _LARGEST and operands else None
+    result_scale = operands.pop() if results[0].dtype in _LARGEST and operands else None
     if operands:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} has {len(operands)} operands that are unknown here, "
-            f"{', '.join(operands)}; compile with another version of jax, or report the program."
+            f"cannot run on a CPU: {instruction.name} has {len(operands)} operands that are unknown "
+            f"here, {', '.join(operands)}; compile with a version of jax that jaxfp8 is tested with."
         )
     taps.show(writer, instruction.label, lhs, rhs, *scales)
 
     d = accumulated(writer, lhs, rhs, _dimensions(config), results[0].dtype)
     for scale in filter(None, scales):
         d = _times(writer, d, scale)
-    if config.get("alpha_real", 1) != 1:
-        d = _times(writer, d, writer.constant(writer.type_of(d).dtype, repr(float(config["alpha_real"]))))
+    d = _times_number(writer, d, config.get("alpha_real", 1))
     if addend is not None:
-        added = writer.convert(addend, writer.type_of(d).dtype)
-        if config["beta"] != 1:
-            added = _times(writer, added, writer.constant(writer.type_of(d).dtype, repr(float(config["beta"]))))
-        d = writer.elementwise("add", d, added)
+        addend = writer.convert(addend, writer.type_of(d).dtype)
+        d = writer.elementwise("add", d, _times_number(writer, addend, config["beta"]))
     if bias is not None:
         d = _plus_bias(writer, d, bias)
     further = []
     if "AUX" in epilogue:
-        further.append(writer.convert(d, results[1].dtype))  # for the backward pass: what GELU was taken of
+        # What GELU is taken of, for the backward pass.
+        further.append(writer.convert(d, results[1].dtype))
     if "RELU" in epilogue:
         d = writer.elementwise("maximum", d, writer.filled(writer.type_of(d), "0"))
     if "GELU" in epilogue:
         d = _gelu(writer, d)
     if config.get("damax_output"):
-        further.append(writer.convert(writer.largest(writer.elementwise("abs", d)), results[1].dtype))
+        amax = writer.largest(writer.elementwise("abs", d))
+        further.append(writer.convert(amax, results[1].dtype))
     if result_scale is not None:
         d = _times(writer, d, result_scale)
     return _tuple(writer, instruction, [_saturated(writer, d, results[0].dtype), *further])
 
 
 def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
-    """`__cudnn$blockScaledDot`: A [B, M, K], B [B, N, K], scales [B, M, K / tile] and [B, N, K / tile], swizzled."""
+    """`__cudnn$blockScaledDot`: A [.., M, K], B [.., N, K] and their scales, swizzled."""
     lhs, rhs, *scales = instruction.operands
     result = array_type(parts_of(instruction.type)[0])
     scales = [_unswizzled(writer, x, scale) for x, scale in zip((lhs, rhs), scales, strict=True)]
@@ -90,10 +99,10 @@ def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> st
 
 def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -> str:
     """A @ B^T in float32, of operands [.., rows, K] with a scale for each tile along K."""
-    wide = [_dequantized(writer, x, scale) for x, scale in ((lhs, lhs_scale), (rhs, rhs_scale))]
+    lhs, rhs = _dequantized(writer, lhs, lhs_scale), _dequantized(writer, rhs, rhs_scale)
     rank = len(writer.type_of(lhs).shape)
     batch = tuple(range(rank - 2))
-    return accumulated(writer, *wide, Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32")
+    return accumulated(writer, lhs, rhs, Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32")
 
 
 def _dequantized(writer: Writer, x: str, scale: str) -> str:
@@ -121,8 +130,9 @@ def _unswizzled(writer: Writer, x: str, scale: str) -> str:
     )
     if padded_rows % _SCALE_ROWS or padded_columns % _SCALE_COLUMNS:
         raise ValueError(
-            f"cannot run on a CPU: scales {writer.type_of(scale).text} of a block-scaled matmul do not lie in tiles of "
-            f"{_SCALE_ROWS} x {_SCALE_COLUMNS}; compile with the jax versions that jaxfp8 is tested with."
+            f"cannot run on a CPU: scales {writer.type_of(scale).text} of a block-scaled matmul are "
+            f"not in tiles of {_SCALE_ROWS} x {_SCALE_COLUMNS}; compile with a version of jax that "
+            "jaxfp8 is tested with."
         )
     scale = writer.transpose(writer.reshape(scale, lies), (0, 1, 4, 3, 2, 5))
     scale = writer.reshape(scale, (*batch, padded_rows, padded_columns))
@@ -134,13 +144,15 @@ def _unswizzled(writer: Writer, x: str, scale: str) -> str:
 
 
 def _tile(columns: int, padded: int) -> int:
-    """How many values share a scale: 32 (MXFP8) or 16 (NVFP4), whichever explains the number of scales."""
+    """How many values share a scale: 32 (MXFP8) or 16 (NVFP4), by the number of scales."""
     for tile in (32, 16):
-        if columns % tile == 0 and -(-(columns // tile) // _SCALE_COLUMNS) * _SCALE_COLUMNS == padded:
+        missing = padded - columns // tile
+        if columns % tile == 0 and 0 <= missing < _SCALE_COLUMNS:
             return tile
     raise ValueError(
-        f"cannot run on a CPU: {padded} columns of scales for {columns} values of a block-scaled matmul fit neither "
-        "tiles of 32 nor of 16; compile with the jax versions that jaxfp8 is tested with."
+        f"cannot run on a CPU: {padded} columns of scales for {columns} values of a block-scaled "
+        "matmul fit neither tiles of 32 nor of 16; compile with a version of jax that jaxfp8 is "
+        "tested with."
     )
 
 
@@ -161,14 +173,16 @@ def _check(instruction: Instruction, config: dict[str, Any], epilogue: str, is_f
         wrong = f"scale_mode {config['scale_mode']}"
     if wrong:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} has {wrong}, where only real factors, scales of whole tensors and "
-            f"the epilogues {', '.join(_EPILOGUES)} are known; compile the matmul by itself."
+            f"cannot run on a CPU: {instruction.name} has {wrong}, where only real factors, scales of "
+            f"whole tensors and the epilogues {', '.join(_EPILOGUES)} are known; compile the matmul "
+            "without what follows it."
         )
 
 
 def _dimensions(config: dict[str, Any]) -> Dimensions:
     numbers = config["dot_dimension_numbers"]
-    return Dimensions(*(tuple(map(int, numbers.get(f"{side}_dimensions", ()))) for side in Dimensions._fields))
+    given = (numbers.get(f"{side}_dimensions", ()) for side in Dimensions._fields)
+    return Dimensions(*(tuple(map(int, dimensions)) for dimensions in given))
 
 
 def _times(writer: Writer, x: str, scalar: str) -> str:
@@ -177,21 +191,30 @@ def _times(writer: Writer, x: str, scalar: str) -> str:
     return writer.elementwise("multiply", x, writer.broadcast(scalar, type.shape))
 
 
+def _times_number(writer: Writer, x: str, number: float) -> str:
+    if number == 1:
+        return x
+    return _times(writer, x, writer.constant(writer.type_of(x).dtype, repr(float(number))))
+
+
 def _plus_bias(writer: Writer, x: str, bias: str) -> str:
     """The bias runs along the last dimensions."""
     type, rank = writer.type_of(x), len(writer.type_of(bias).shape)
     along = tuple(range(len(type.shape) - rank, len(type.shape)))
-    return writer.elementwise("add", x, writer.broadcast(writer.convert(bias, type.dtype), type.shape, along))
+    bias = writer.broadcast(writer.convert(bias, type.dtype), type.shape, along)
+    return writer.elementwise("add", x, bias)
 
 
 def _gelu(writer: Writer, x: str) -> str:
     """x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
     type = writer.type_of(x)
     cube = writer.elementwise("multiply", writer.elementwise("multiply", x, x), x)
-    inner = writer.elementwise("add", x, writer.elementwise("multiply", cube, writer.filled(type, _GELU_CUBIC)))
-    tanh = writer.elementwise("tanh", writer.elementwise("multiply", inner, writer.filled(type, _GELU_FACTOR)))
+    cube = writer.elementwise("multiply", cube, writer.filled(type, _GELU_CUBIC))
+    inner = writer.elementwise("add", x, cube)
+    inner = writer.elementwise("multiply", inner, writer.filled(type, _GELU_FACTOR))
+    tanh = writer.elementwise("add", writer.elementwise("tanh", inner), writer.filled(type, "1"))
     half = writer.elementwise("multiply", x, writer.filled(type, "0.5"))
-    return writer.elementwise("multiply", half, writer.elementwise("add", tanh, writer.filled(type, "1")))
+    return writer.elementwise("multiply", half, tanh)
 
 
 def _saturated(writer: Writer, x: str, dtype: str) -> str:
@@ -207,7 +230,8 @@ def _tuple(writer: Writer, instruction: Instruction, results: list[str]) -> str:
     """The results, as the call returns them, and zeros for its workspace."""
     types: list[Array] = [array_type(part) for part in parts_of(instruction.type)]
     if not instruction.type.startswith("("):
-        return writer.emit(types[0].text, "copy", writer.reshape(results[0], types[0].shape), name=instruction.name)
+        result = writer.reshape(results[0], types[0].shape)
+        return writer.emit(types[0].text, "copy", result, name=instruction.name)
     shaped = [writer.reshape(x, type.shape) for x, type in zip(results, types, strict=False)]
     shaped += [writer.filled(type, "0") for type in types[len(results) :]]
     return writer.emit(without_layouts(instruction.type), "tuple", *shaped, name=instruction.name)

@@ -1,8 +1,8 @@
-"""A matmul as a GPU computes it: operands of up to 32 bits, sums in float32, one rounding at the end.
+"""A matmul as a GPU computes it: products summed in float32, one rounding at the end.
 
 References:
-  XLA, xla/service/gpu/matmul_utils.cc (the compute type of each operand type) and xla/xla_data.proto
-  (PrecisionConfig.Algorithm).
+  XLA, xla/service/gpu/matmul_utils.cc (the compute type of each operand type) and
+  xla/xla_data.proto (PrecisionConfig.Algorithm).
 """
 
 import re
@@ -36,9 +36,14 @@ class Dimensions(NamedTuple):
 
     def result(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the matmul: batch, what is left of lhs, what is left of rhs."""
-        left = [size for d, size in enumerate(lhs) if d not in self.lhs_contracting + self.lhs_batch]
-        right = [size for d, size in enumerate(rhs) if d not in self.rhs_contracting + self.rhs_batch]
-        return (*(lhs[d] for d in self.lhs_batch), *left, *right)
+        used = self.lhs_contracting + self.lhs_batch, self.rhs_contracting + self.rhs_batch
+        free = [
+            size
+            for shape, dimensions in zip((lhs, rhs), used, strict=True)
+            for d, size in enumerate(shape)
+            if d not in dimensions
+        ]
+        return (*(lhs[d] for d in self.lhs_batch), *free)
 
 
 def dimensions_of(attributes: str) -> Dimensions:
@@ -66,14 +71,18 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
 
 
 def accumulated(writer: Writer, lhs: str, rhs: str, dimensions: Dimensions, dtype: str) -> str:
-    """lhs @ rhs before it is rounded to `dtype`: in float32 for floats (float64 for those), as it is for others."""
+    """lhs @ rhs before the rounding to `dtype`: floats in float32 (or float64), others as is."""
     types = [writer.type_of(x) for x in (lhs, rhs)]
     shape = dimensions.result(types[0].shape, types[1].shape)
     if all(type.is_float for type in types):
         dtype = "f64" if "f64" in (dtype, *(type.dtype for type in types)) else "f32"
         lhs, rhs = writer.convert(lhs, dtype), writer.convert(rhs, dtype)
     return writer.emit(
-        spelled(dtype, shape), "dot", lhs, rhs, also=[*dimensions.attributes, "operand_precision={highest,highest}"]
+        spelled(dtype, shape),
+        "dot",
+        lhs,
+        rhs,
+        also=[*dimensions.attributes, "operand_precision={highest,highest}"],
     )
 
 
@@ -83,7 +92,8 @@ def _rounded(writer: Writer, x: str, algorithm: str) -> str:
     if type.dtype != "f32" or algorithm.endswith(("_x3", "_x6", "_x9")):
         return x
     if algorithm.startswith("tf32"):
-        return writer.emit(type.text, "reduce-precision", x, also=["exponent_bits=8", "mantissa_bits=10"])
+        bits = ["exponent_bits=8", "mantissa_bits=10"]
+        return writer.emit(type.text, "reduce-precision", x, also=bits)
     if algorithm.startswith(("bf16", "f16")):
         return writer.convert(x, algorithm.partition("_")[0])
     return x

@@ -1,11 +1,11 @@
 """The text of an optimized GPU program, rewritten into HLO that every backend of XLA takes.
 
-Layouts are dropped: HLO means the same without them, but for `bitcast`, which is spelled out. Fusions become calls, calls
-of NVIDIA's libraries become HLO, matmuls sum in float32. What is left is what the GPU computes, operation by
-operation.
+Layouts are dropped: HLO means the same without them, but for `bitcast`, which is spelled out.
+Fusions become calls. Calls of NVIDIA's libraries become HLO. Matmuls sum in float32. Every other
+operation and conversion stays as it is.
 
 References:
-  XLA, xla/hlo/ir/hlo_opcode.h (all opcodes), xla/hlo/parser/hlo_parser.cc (what of the text is read).
+  XLA, xla/hlo/ir/hlo_opcode.h (all opcodes) and xla/hlo/parser/hlo_parser.cc (what the text says).
 """
 
 import re
@@ -20,29 +20,27 @@ from jaxfp8.programs._types import array_type, split, without_layouts
 from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Writer
 
 # What means the same on every backend, and is copied.
-_PORTABLE = frozenset(
-    """
-    abs add after-all and atan2 bitcast-convert broadcast call cbrt ceil clamp compare complex concatenate conditional
-    constant convert copy cosine count-leading-zeros divide dynamic-slice dynamic-update-slice erf exponential
-    exponential-minus-one fft floor gather get-dimension-size get-tuple-element imag iota is-finite log log-plus-one
-    logistic map maximum minimum multiply negate not opt-barrier or pad parameter popcnt power real reduce
-    reduce-precision reduce-window remainder reshape reverse rng-bit-generator round-nearest-afz round-nearest-even rsqrt
-    scatter select select-and-scatter shift-left shift-right-arithmetic shift-right-logical sign sine slice sort sqrt
-    stochastic-convert subtract tan tanh transpose tuple while xor
-    """.split()
+_PORTABLE = re.compile(
+    "abs|add|after-all|and|atan2|bitcast-convert|broadcast|call|cbrt|ceil|clamp|compare|complex|"
+    "concatenate|conditional|constant|convert|copy|cosine|count-leading-zeros|divide|dynamic-slice|"
+    "dynamic-update-slice|erf|exponential|exponential-minus-one|fft|floor|gather|"
+    "get-dimension-size|get-tuple-element|imag|iota|is-finite|log|log-plus-one|logistic|map|"
+    "maximum|minimum|multiply|negate|not|opt-barrier|or|pad|parameter|popcnt|power|real|reduce|"
+    "reduce-precision|reduce-window|remainder|reshape|reverse|rng-bit-generator|round-nearest-afz|"
+    "round-nearest-even|rsqrt|scatter|select|select-and-scatter|shift-left|shift-right-arithmetic|"
+    "shift-right-logical|sign|sine|slice|sort|sqrt|stochastic-convert|subtract|tan|tanh|transpose|"
+    "tuple|while|xor"
 )
 
-_COLLECTIVES = (
-    "all-gather all-reduce all-to-all collective-broadcast collective-permute partition-id ragged-all-to-all "
-    "reduce-scatter replica-id send recv"
-).split()
+_COLLECTIVE = re.compile(
+    "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|partition-id|"
+    "ragged-all-to-all|reduce-scatter|replica-id|send|recv"
+)
 
 # Of a compiler's own affairs, or of where an instruction came from.
-_DROPPED = frozenset(
-    """
-    metadata backend_config frontend_attributes sharding control-predecessors origin original_value statistics
-    async_execution_thread result_accuracy parameter_replication is_scheduled
-    """.split()
+_DROPPED = re.compile(
+    "metadata|backend_config|frontend_attributes|sharding|control-predecessors|origin|"
+    "original_value|statistics|async_execution_thread|result_accuracy|parameter_replication"
 )
 
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
@@ -53,8 +51,8 @@ def portable_text(text: str, taps: Taps) -> str:
     """Rewrites the text of a program for one GPU.
 
     Raises:
-      ValueError: for what cannot be run on one CPU: several devices, kernels, unknown library calls and opcodes, elided
-        constants.
+      ValueError: for what cannot be run on one CPU: several devices, kernels, unknown library calls
+        and opcodes, constants without their values.
     """
     program = read_program(text)
     _check_one_device(program)
@@ -69,8 +67,9 @@ def portable_text(text: str, taps: Taps) -> str:
 def _check_one_device(program: Program) -> None:
     if program.replicas * program.partitions != 1:
         raise ValueError(
-            f"cannot run on a CPU: the program is made for {program.partitions} partitions and {program.replicas} "
-            "replicas, and only programs for one device can; compile the function for one device."
+            f"cannot run on a CPU: the program has {program.partitions} partitions and "
+            f"{program.replicas} replicas, and only programs for one device can run; compile the "
+            "function for one device."
         )
 
 
@@ -118,15 +117,20 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
         dot(writer, taps, instruction)
     elif opcode == "bitcast":
         source, result = writer.source_type(instruction.operands[0]), array_type(instruction.type)
-        writer.emit(result.text, "copy", bitcast(writer, instruction.operands[0], source, result), name=name)
+        x = bitcast(writer, instruction.operands[0], source, result)
+        writer.emit(result.text, "copy", x, name=name)
     elif opcode == "fusion":
         called = instruction.computations("calls")[0]
         writer.emit(
-            without_layouts(instruction.type), "call", *instruction.operands, name=name, also=[f"to_apply=%{called}"]
+            without_layouts(instruction.type),
+            "call",
+            *instruction.operands,
+            name=name,
+            also=[f"to_apply=%{called}"],
         )
     elif opcode == "custom-call":
         _custom_call(writer, taps, instruction)
-    elif opcode in _PORTABLE:
+    elif _PORTABLE.fullmatch(opcode):
         _copied(writer, instruction)
     else:
         raise ValueError(_unknown(instruction))
@@ -141,9 +145,9 @@ def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
         block_scaled_dot(writer, taps, instruction)
     else:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of such calls the "
-            f"matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. Compile the function without it, for "
-            "instance with kernels that XLA makes (no Pallas, no Triton)."
+            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of such "
+            f"calls the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. Compile the "
+            "function without it, for instance with XLA's kernels in place of Pallas's or Triton's."
         )
 
 
@@ -151,8 +155,8 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
     inside = instruction.inside if instruction.opcode in ("constant", "parameter") else None
     if instruction.opcode == "constant" and "{...}" in instruction.inside:
         raise ValueError(
-            f"cannot run on a CPU: the text leaves out the value of the constant {instruction.name}; pass the compiled "
-            "program itself, or a text with print_large_constants."
+            f"cannot run on a CPU: the text leaves out the value of the constant {instruction.name}; "
+            "pass the compiled program itself, or a text with print_large_constants."
         )
     writer.emit(
         without_layouts(instruction.type),
@@ -166,18 +170,18 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
 
 def _attributes(instruction: Instruction) -> Iterator[str]:
     for attribute in split(instruction.attributes.lstrip(", ")):
-        if attribute.partition("=")[0] not in _DROPPED:
+        if not _DROPPED.fullmatch(attribute.partition("=")[0]):
             yield attribute
 
 
 def _unknown(instruction: Instruction) -> str:
     name, opcode = instruction.name, instruction.opcode
-    if opcode.startswith(tuple(_COLLECTIVES)):
+    if _COLLECTIVE.match(opcode):
         return (
-            f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; compile the function for "
-            "one device, without a mesh."
+            f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; "
+            "compile the function for one device, without a mesh."
         )
     return (
-        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here; compile the function without it, or "
-        "compare its text with the CPU's."
+        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here; compile the "
+        "function without the operation that it comes from."
     )

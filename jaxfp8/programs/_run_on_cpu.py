@@ -10,33 +10,42 @@ from jaxfp8.programs._portable_text import portable_text
 from jaxfp8.programs._taps import Seen, Taps
 
 
-def run_on_cpu(compiled: jax.stages.Compiled | str, *arguments: Any, seen: Seen | None = None) -> Any:
+def run_on_cpu(
+    compiled: jax.stages.Compiled | str,
+    *arguments: Any,
+    seen: Seen | None = None,
+) -> Any:
     """Runs an optimized GPU program on this machine's CPU, operation by operation as the GPU would.
 
-    XLA's passes for GPUs can change numbers: they drop the rounding to a narrow dtype in between, for instance. A program
-    can be compiled for a GPU that is not there; this runs it, so that its numbers can be compared with those that the
-    function has on a CPU. What XLA made is kept: every operation, conversion and branch. Matmuls sum in float32 and
-    round once, be they Triton's, cuBLAS's or cuDNN's.
+    XLA's passes for GPUs can change numbers: they drop a rounding to FP8, for instance. JAX
+    compiles for a GPU that is not there. This function runs such a program, and its numbers can be
+    compared with those that the CPU computes. It keeps every operation, conversion and branch that
+    XLA made. The matmuls of Triton, cuBLAS and cuDNN sum in float32 and round once.
 
-    What is not imitated: the order of sums, the shorter accumulator of Hopper's fast FP8 matmuls, TF32 where no
-    algorithm was asked for by name, approximations of transcendental functions, multiply-adds rounded once.
+    It does not imitate the order of sums, the short accumulator of Hopper's fast FP8 matmuls, TF32
+    where no algorithm was asked for by name, approximations of transcendental functions, and a
+    multiply fused with an add. Nothing is cached: each call rewrites and compiles, about a second
+    for a layer.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU, or the text of such a program.
+      compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU, or the program's text.
       arguments: those of `f`, by position; for a text the flat arrays that its program takes.
-      seen: if given, is called with (label, lhs, rhs, lhs_scale, rhs_scale) each time a matmul runs, in loops and branches
-        too. The label is jax's name of the operation. lhs and rhs are NumPy arrays as the matmul gets them; the scales
-        are those that it applies itself, or None. The order is that of the CPU's scheduler.
+      seen: is called with (label, lhs, rhs, lhs_scale, rhs_scale) each time a matmul runs, in loops
+        and branches too. The label is jax's name of the operation. lhs and rhs are NumPy arrays as
+        the matmul gets them. The scales are those that the matmul applies itself, or None.
+        Scales of tiles are [.., rows, tiles]. A matmul may be shown after one that came later.
 
     Returns:
       What `f` returns; for a text the list of its results.
 
     Raises:
       TypeError: if compiled is neither.
-      ValueError: for arguments that the program does not take; for a program that no CPU can run: one for several
-        devices, with kernels (Pallas, Triton), library calls other than matmuls, or opcodes that are not known here.
+      ValueError: for arguments that the program does not take, and for a program that cannot run:
+        for several devices, with kernels of Pallas or Triton, with library calls other than
+        matmuls, or with opcodes that are not known here.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> program = '''
       ... HloModule doubled_sum
       ... %fused_add (p.0: f32[2], p.1: f32[2]) -> f32[2] {
@@ -57,9 +66,7 @@ def run_on_cpu(compiled: jax.stages.Compiled | str, *arguments: Any, seen: Seen 
       xla_allow_excess_precision).
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(
-            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its text."
-        )
+        raise TypeError(f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its text.")
     taps = Taps(seen)
     if isinstance(compiled, str):
         return execute(portable_text(compiled, taps), arguments, taps)

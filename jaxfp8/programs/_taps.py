@@ -1,7 +1,7 @@
 """Taps: a matmul's operands, shown to the caller each time that the matmul runs.
 
-A tap is a call of jax's own callback target. It returns nothing and has a side effect, so that the CPU's compiler keeps it
-in loops and branches and computes nothing of it.
+A tap is a call of jax's own callback target. It returns nothing and has a side effect. Without the
+side effect the compiler would drop it.
 
 References:
   jax, jax/_src/callback.py (emit_python_callback) and XLA, xla/python/ifrt/host_callback.h.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._hlo import tensors_of
-from jaxfp8.programs._types import spelled
+from jaxfp8.programs._types import array_type, spelled
 from jaxfp8.programs._writer import Writer
 
 TARGET = "xla_ffi_python_cpu_callback"
@@ -37,7 +37,13 @@ class Taps:
         self.error: BaseException | None = None
 
     def show(
-        self, writer: Writer, label: str, lhs: str, rhs: str, lhs_scale: str | None = None, rhs_scale: str | None = None
+        self,
+        writer: Writer,
+        label: str,
+        lhs: str,
+        rhs: str,
+        lhs_scale: str | None = None,
+        rhs_scale: str | None = None,
     ) -> None:
         """Writes a call that shows these operands."""
         if self._seen is None:
@@ -86,4 +92,4 @@ def _as_array(x: Any, dtype: str) -> np.ndarray:
     """A copy: XLA takes the memory back."""
     named = jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype)
     array = np.array(x)
-    return array.astype(named) if named.itemsize != array.dtype.itemsize else array.view(named).reshape(array.shape)
+    return array.astype(named) if array_type(f"{dtype}[]").bits < 8 else array.view(named)

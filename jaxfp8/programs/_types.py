@@ -1,4 +1,4 @@
-"""The types of a program's arrays: element type, logical shape, and the order of the dimensions in memory."""
+"""The types of a program's arrays: element type, logical shape, order of dimensions in memory."""
 
 import math
 import re
@@ -35,7 +35,8 @@ class Array(NamedTuple):
     @property
     def bits(self) -> int:
         """The width of one element; a boolean takes a byte."""
-        return 8 if self.dtype == "pred" else int(_WIDTH.match(self.dtype)[1])  # type: ignore[index]
+        found = _WIDTH.match(self.dtype)
+        return int(found[1]) if found else 8
 
     @property
     def size(self) -> int:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from jaxfp8._hlo import Instruction
 from jaxfp8.programs._types import Array, array_type, spelled
 
-
 # The one computation that rules add.
 MAXIMUM = "rewritten.maximum"
 MAXIMUM_TEXT = f"""%{MAXIMUM} {{
@@ -40,7 +39,13 @@ class Writer:
         return array_type(self._types[name])
 
     def emit(
-        self, type: str, opcode: str, *operands: str, inside: str | None = None, name: str = "", also: Iterable[str] = ()
+        self,
+        type: str,
+        opcode: str,
+        *operands: str,
+        inside: str | None = None,
+        name: str = "",
+        also: Iterable[str] = (),
     ) -> str:
         """Writes `%name = type opcode(operands), attributes` and returns the name."""
         name = name or f"rewritten.{len(self._lines)}"
@@ -51,7 +56,8 @@ class Writer:
 
     def root(self, name: str) -> None:
         """Makes the line of that name the result."""
-        line = self._lines.pop(next(n for n in range(len(self._lines)) if self._lines[n].startswith(f"  %{name} =")))
+        (line,) = (line for line in self._lines if line.startswith(f"  %{name} ="))
+        self._lines.remove(line)
         self._lines.append("  ROOT " + line.strip())
 
     # What several rules need.
@@ -72,7 +78,8 @@ class Writer:
             return x
         type = self.type_of(x)
         shape = tuple(type.shape[d] for d in permutation)
-        return self.emit(spelled(type.dtype, shape), "transpose", x, also=[_dimensions(permutation)])
+        also = [_dimensions(permutation)]
+        return self.emit(spelled(type.dtype, shape), "transpose", x, also=also)
 
     def broadcast(self, x: str, shape: tuple[int, ...], dimensions: tuple[int, ...] = ()) -> str:
         type = self.type_of(x)
