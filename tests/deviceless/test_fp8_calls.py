@@ -64,21 +64,6 @@ def test_scales_are_not_rounded_to_bfloat16():
             assert not any(i.type == "bf16[]" for i in program.inside(warm, program.source(warm, scale)))
 
 
-def test_without_excess_precision_they_would_be():
-    """Why `fp8.compiler_options` leaves that option out for these recipes."""
-    recipe = RECIPES["delayed"]
-    options = fp8.compiler_options(recipe, "h200")
-    assert "xla_allow_excess_precision" not in options
-    arguments = array(M, K), array(K, N), array(M, N), state_of(recipe)
-    program = program_for(
-        "h200", dense_step(recipe), *arguments, options=options | {"xla_allow_excess_precision": False}
-    )
-    warm = program.branches()[0]
-    for call in program.fp8_matmuls(warm):
-        for scale in call.operands[2:4]:
-            assert any(i.type == "bf16[]" for i in program.inside(warm, program.source(warm, scale)))
-
-
 EXACT = '"HIGHEST","HIGHEST"'
 
 
