@@ -2,11 +2,12 @@
 
     python benchmarks/cast_cost.py
 
-The cast that builds its payload as a byte, beside one that ends in a conversion, which XLA folds away where the payload
-is converted back (`jaxfp8/numerics/_rounding.py`). Instructions are those of the machine code of one thread, divided by
-the values that it casts; "and back" is the cast with its dequantization, in bfloat16, in one kernel.
+This compares the cast that builds its payload as a byte with one that ends in a conversion
+(`jaxfp8/numerics/_rounding.py`). XLA folds a conversion away where the payload is converted back. Instructions are those
+of one thread's machine code, divided by the values that it casts. "and back" is the cast and its dequantization to
+bfloat16 in one kernel.
 
-No GPU is needed, but the wheels of jax[cuda13] and triton, which brings a disassembler.
+It needs the wheels of jax[cuda13] and triton, which brings a disassembler, but no GPU.
 """
 
 import importlib.util

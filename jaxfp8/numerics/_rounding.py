@@ -2,8 +2,11 @@
 
 The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on GPUs XLA's default
 `xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16, and the rounding is gone.
-A byte that is bitcast leaves nothing to fold, under any option. It is cheaper, too: on a CPU the cast takes 0.4 of the
-time, on an A100 0.4 of the instructions, on an H200 1.1 of them (docs: README, "When FP8 pays").
+A byte that is bitcast leaves nothing to fold, under any option. Against a conversion the cast takes 0.4 of the
+instructions on an A100 and 1.1 of them on an H200 (compiled, not run: benchmarks/cast_cost.py).
+
+References:
+  XLA, xla/service/simplify_fp_conversions.cc (the pass that folds).
 """
 
 import jax
@@ -61,7 +64,8 @@ def saturating_cast(
 def kernel_cast(x: Array, multiplier: Array, format: Format) -> Array:
     """`saturating_cast` to nearest inside a Pallas kernel.
 
-    No compiler folds conversions there, and the hardware converts two values in one instruction.
+    XLA does not look into kernels, so nothing folds a conversion there, and Hopper and Blackwell convert two values in one
+    instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
     """
     x = to_float32(x)
     return jnp.where(is_finite(x), _saturated(x, multiplier, format), jnp.nan).astype(format.dtype)
@@ -72,17 +76,19 @@ def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
 
 
 def _nearest(v: Array, format: Format) -> Array:
-    """The byte, [...] int32, of the value of the format nearest to |v| <= max; ties to even."""
+    """The byte of the format's value nearest to v, [...] int32; ties to even. |v| must be at most `format.max`."""
     fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # bits that the format has not
     bits = lax.bitcast_convert_type(v, jnp.int32)
     # Subnormals of the format have the spacing of its smallest normal values.
     smallest = (format.min_exponent + 127) << _FLOAT32_MANTISSA
     exponent = jnp.maximum(bits & _EXPONENT, smallest)
-    # Where a float32 has the spacing that the format has at v: a sum there rounds |v| to a whole number of spacings,
-    # ties to even, and holds that number in its last bits. Nothing is subtracted again, so nothing can cancel.
+    # `base` is a power of two. Above it, float32 values have the spacing that the format has at v. So `base + |v|`
+    # rounds |v| to a whole number of spacings, ties to even, and holds that number in its last bits. Nothing is
+    # subtracted again, so no compiler can cancel the two.
     base = lax.bitcast_convert_type(exponent + (fraction << _FLOAT32_MANTISSA), jnp.float32)
     spacings = lax.bitcast_convert_type(base + jnp.abs(v), jnp.int32)
-    # The exponent of v counts from that of the smallest normal values; the leading bit of `spacings` makes it one more.
+    # A normal value has at least 2^mantissa_bits spacings: its leading bit adds the 1 that an exponent field of normal
+    # values begins with.
     magnitude = spacings + ((exponent - smallest) >> fraction)
     return (magnitude & 0x7F) | ((bits >> 24) & 0x80)
 

@@ -1,7 +1,7 @@
 """A bitcast, spelled out: the same bytes in memory, read as another type.
 
-`bitcast` is the one instruction whose meaning depends on layouts. The rewritten program has none:
-the elements are transposed into the order that they have in memory, and back.
+`bitcast` is the one instruction whose meaning depends on layouts, and the rewritten program has no
+layouts. So an array is transposed to its order in memory, reinterpreted, and transposed back.
 
 References:
   XLA, xla/hlo/ir/hlo_opcode.h (kBitcast) and xla/shape_util.cc (ShapeUtil::DecomposeBitcast).

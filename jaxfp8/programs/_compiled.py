@@ -40,7 +40,7 @@ def flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> l
     if tree != compiled.in_tree:  # type: ignore[operator]
         raise ValueError(
             f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}; "
-            "pass the same, by position."
+            "pass that tree, by position, and compile the function without keyword arguments."
         )
     infos = jax.tree.leaves(compiled.args_info)
     pairs = enumerate(zip(leaves, infos, strict=True))

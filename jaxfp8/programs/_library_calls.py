@@ -1,8 +1,10 @@
 """What NVIDIA's libraries compute, in HLO: the matmuls of cuBLAS, cuBLASLt and cuDNN.
 
-Letters: A and B the operands, C a matrix that is added, D the result.
+Letters: A and B the operands, C a matrix that is added, D the result; R rows, T tiles along K.
 
-    D = epilogue(alpha * scale_A * scale_B * (A @ B) + beta * C), in float32, then rounded once
+    D = round(scale_D * epilogue(alpha * scale_A * scale_B * (A @ B) + beta * C)), in float32
+
+scale_D exists if D is FP8, which is saturated.
 
 References:
   XLA, xla/service/gpu/transforms/gemm_rewriter.cc, xla/service/gpu/thunk_emitter.cc (the order of
@@ -73,7 +75,7 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
         d = _plus_bias(writer, d, bias)
     further = []
     if "AUX" in epilogue:
-        # What GELU is taken of, for the backward pass.
+        # The input of GELU, saved for the backward pass.
         further.append(writer.convert(d, results[1].dtype))
     if "RELU" in epilogue:
         d = writer.elementwise("maximum", d, writer.filled(writer.type_of(d), "0"))
@@ -106,7 +108,7 @@ def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -
 
 
 def _dequantized(writer: Writer, x: str, scale: str) -> str:
-    """Values [.., R, K] times scales [.., R, K / tile], exactly: both are products of few bits."""
+    """Values [.., R, K] times scales [.., R, T]. Exact in float32: both have few significant bits."""
     shape = writer.type_of(x).shape
     tiles = writer.type_of(scale).shape[-1]
     split_shape = (*shape[:-1], tiles, shape[-1] // tiles)

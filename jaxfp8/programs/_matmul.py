@@ -47,7 +47,7 @@ class Dimensions(NamedTuple):
 
 
 def dimensions_of(attributes: str) -> Dimensions:
-    """Those of a `dot`."""
+    """The dimensions of a `dot`."""
     return Dimensions(
         **{
             f"{side}_{kind}": tuple(int(d) for d in found.split(",") if d)

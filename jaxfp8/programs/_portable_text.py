@@ -37,7 +37,7 @@ _COLLECTIVE = re.compile(
     "ragged-all-to-all|reduce-scatter|replica-id|send|recv"
 )
 
-# Of a compiler's own affairs, or of where an instruction came from.
+# Attributes that do not change the result.
 _DROPPED = re.compile(
     "metadata|backend_config|frontend_attributes|sharding|control-predecessors|origin|"
     "original_value|statistics|async_execution_thread|result_accuracy|parameter_replication"
@@ -56,6 +56,7 @@ def portable_text(text: str, taps: Taps) -> str:
     """
     program = read_program(text)
     _check_one_device(program)
+    _check_parameters(program)
     written = {name: _computation(program, name, taps) for name in _reachable(program)}
     # In the order of the text, where what is called comes before its callers.
     bodies = [written[name] for name in program.computations if name in written]
@@ -71,6 +72,15 @@ def _check_one_device(program: Program) -> None:
             f"{program.replicas} replicas, and only programs for one device can run; compile the "
             "function for one device."
         )
+
+
+def _check_parameters(program: Program) -> None:
+    for instruction in program.computations[program.entry].values():
+        if instruction.opcode == "parameter" and instruction.type.startswith("("):
+            raise ValueError(
+                f"cannot run on a CPU: the parameter {instruction.name} is a tuple, "
+                f"{instruction.type}; pass a program whose parameters are arrays, as jax's are."
+            )
 
 
 def _reachable(program: Program) -> set[str]:
@@ -95,7 +105,7 @@ def _computation(program: Program, name: str, taps: Taps) -> str:
 
 
 def _started(source: dict[str, Instruction], instruction: Instruction) -> Instruction:
-    """The whole of an asynchronous instruction in place of its end."""
+    """The complete operation that a `-done` instruction ends."""
     if not instruction.opcode.endswith("-done"):
         return instruction
     start = instruction

@@ -15,25 +15,26 @@ def run_on_cpu(
     *arguments: Any,
     seen: Seen | None = None,
 ) -> Any:
-    """Runs an optimized GPU program on this machine's CPU, operation by operation as the GPU would.
+    """Runs an optimized GPU program on this machine's CPU.
 
     XLA's passes for GPUs can change numbers: they drop a rounding to FP8, for instance. JAX
     compiles for a GPU that is not there. This function runs such a program, and its numbers can be
-    compared with those that the CPU computes. It keeps every operation, conversion and branch that
-    XLA made. The matmuls of Triton, cuBLAS and cuDNN sum in float32 and round once.
+    compared with those that the CPU computes. It keeps the conversions and branches that XLA made.
+    Matmuls of cuBLAS, cuBLASLt, cuDNN and of XLA's Triton emitter become sums in float32 that are
+    rounded once.
 
     It does not imitate the order of sums, the short accumulator of Hopper's fast FP8 matmuls, TF32
-    where no algorithm was asked for by name, approximations of transcendental functions, and a
-    multiply fused with an add. Nothing is cached: each call rewrites and compiles, about a second
-    for a layer.
+    where no algorithm was asked for by name, the approximations of transcendental functions, or the
+    fusion of a multiply with an add. Nothing is cached: each call rewrites and compiles.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU, or the program's text.
-      arguments: those of `f`, by position; for a text the flat arrays that its program takes.
+      arguments: the arrays of `f` by position, without static arguments. Keyword arguments are
+        refused. For a text: the flat arrays that its program takes.
       seen: is called with (label, lhs, rhs, lhs_scale, rhs_scale) each time a matmul runs, in loops
         and branches too. The label is jax's name of the operation. lhs and rhs are NumPy arrays as
         the matmul gets them. The scales are those that the matmul applies itself, or None.
-        Scales of tiles are [.., rows, tiles]. A matmul may be shown after one that came later.
+        Scales of tiles are [.., rows, tiles]. The order of the calls is not that of the program.
 
     Returns:
       What `f` returns; for a text the list of its results.
@@ -41,8 +42,8 @@ def run_on_cpu(
     Raises:
       TypeError: if compiled is neither.
       ValueError: for arguments that the program does not take, and for a program that cannot run:
-        for several devices, with kernels of Pallas or Triton, with library calls other than
-        matmuls, or with opcodes that are not known here.
+        for several devices, with hand-written kernels (Pallas, Triton), with library calls other
+        than matmuls, or with opcodes that are not known here.
 
     Example:
       >>> import jax.numpy as jnp

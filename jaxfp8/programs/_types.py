@@ -66,8 +66,8 @@ def array_type(text: str) -> Array:
     layout, _, memory = (found[3] or "").partition(":") if found else ("", "", "")
     if not found or "<" in found[2] or "?" in found[2] or "T(" in memory:
         raise ValueError(
-            f"cannot run on a CPU: the type {text} is no array of known size in a plain layout; "
-            "compile without dynamic shapes."
+            f"cannot run on a CPU: the type {text} is not an array of known size in a plain layout; "
+            "compile for a GPU, without dynamic shapes."
         )
     shape = tuple(int(size) for size in found[2].split(",") if size)
     order = tuple(int(d) for d in reversed(layout.split(",")) if d) or tuple(range(len(shape)))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from jaxfp8._hlo import Instruction
 from jaxfp8.programs._types import Array, array_type, spelled
 
-# The one computation that rules add.
+# The one computation that the rewriting adds.
 MAXIMUM = "rewritten.maximum"
 MAXIMUM_TEXT = f"""%{MAXIMUM} {{
   %x = f32[] parameter(0)
@@ -88,7 +88,7 @@ class Writer:
         return self.emit(spelled(type.dtype, shape), "broadcast", x, also=[_dimensions(dimensions)])
 
     def elementwise(self, opcode: str, *operands: str, also: Iterable[str] = ()) -> str:
-        """Of arrays of one type."""
+        """An operation on operands of one type."""
         return self.emit(self.type_of(operands[0]).text, opcode, *operands, also=also)
 
     def largest(self, x: str) -> str:

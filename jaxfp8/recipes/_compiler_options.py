@@ -1,4 +1,4 @@
-"""What XLA has to be told so that the matmuls of a recipe run in FP8."""
+"""The options under which XLA compiles a recipe as it is meant."""
 
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.numerics._granularity import PerTensor
@@ -9,23 +9,23 @@ from jaxfp8.recipes._recipe import Operands, Recipe
 
 
 def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
-    """Options for `jax.jit(..., compiler_options=)` under which XLA runs the recipe's matmuls in FP8.
+    """The compiler options of a recipe on a chip, for `jax.jit(..., compiler_options=)`.
 
-    `xla_gpu_enable_triton_gemm=False`: by default XLA gives FP8 dots to its Triton emitter, which dequantizes them;
-    without that emitter they become `__cublas$lt$matmul$f8` calls. The option holds for the whole compiled function: its
-    other matmuls go to cuBLASLt as well.
+    `xla_gpu_enable_triton_gemm=False`: by default XLA gives FP8 dots to its Triton emitter, which dequantizes them.
+    Without that emitter they become `__cublas$lt$matmul$f8` calls. The option holds for the whole compiled function: its
+    other matmuls go to cuBLASLt as well. Tiles on Hopper multiply in bfloat16 all the same, unless a kernel is asked for.
 
-    `xla_allow_excess_precision=False`: conversions to bfloat16 in the whole function round where they are written. FP8
-    casts round without it. It is left out where a matmul reads float32 scales of whole tensors, for it would round those
-    to bfloat16 on their way to cuBLASLt, by up to 0.2 % each: XLA recognises a scale only in the dtype of the dequantized
-    operand.
+    `xla_allow_excess_precision=False`: every conversion to bfloat16 in the function rounds. FP8 casts do not need this
+    option. It is left out if a matmul reads float32 scales of whole tensors. With it, XLA would round those scales to
+    bfloat16 before cuBLASLt, by up to 0.2 % each, since it recognizes a scale only in the dtype of the dequantized operand.
 
     Args:
       recipe: a Recipe.
       chip: its name ("h200", "b200", "l40s", "cpu", ...). An argument, never detected.
 
     Returns:
-      A dict, empty where nothing has to be said: not for an NVIDIA GPU, or a recipe without FP8 matmuls.
+      A dict. It is empty if XLA needs no option: on other platforms than NVIDIA's, for recipes without FP8 matmuls, and for
+      float32 scales of whole tensors on GPUs without FP8 units.
 
     Raises:
       ValueError: for an unknown chip, or another GPU than the recipe is made for.

@@ -1,7 +1,7 @@
-"""What runs in FP8: functions of a recipe, and what a GPU's program of them must do.
+"""The table of the tests of GPU programs: recipes, functions of a recipe, and checks of what their matmuls read.
 
-Each is compiled for a GPU that is not there and run on the CPU (`jaxfp8.programs.run_on_cpu`), which shows the operands of
-every matmul.
+A cell is one function with one recipe, compiled for one chip and run on the CPU by `jaxfp8.programs.run_on_cpu`, which
+shows the operands of every matmul.
 """
 
 import dataclasses
@@ -131,7 +131,10 @@ def expected_operands(
 
 
 def differs(operand: np.ndarray, scale: np.ndarray | None, expected: fp8.QuantizedTensor) -> str | None:
-    """How an operand differs from a quantized tensor, if it does; None too for a part of one, which a loop over tiles reads."""
+    """How an operand differs from a quantized tensor; None if they agree.
+
+    An operand of another shape, a tile in a loop over tiles, is not compared.
+    """
     values, dequantized = (
         np.asarray(v).astype(np.float64) for v in (expected.values, expected.dequantize(jnp.float32))
     )

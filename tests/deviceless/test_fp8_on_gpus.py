@@ -1,4 +1,4 @@
-"""What runs in FP8, runs in FP8 on GPUs: their programs, run on the CPU, quantize and round as the CPU's own do."""
+"""GPU programs, run on the CPU: casts have the CPU's bits, and matmuls read FP8 values."""
 
 import functools
 from typing import Any
@@ -91,7 +91,7 @@ def check_operands(recipe, row, given, matmuls):
 
 
 def check_errors(function, recipe, found):
-    """That of FP8, against the function in float32: as large as on the CPU, and several times that of bfloat16."""
+    """That of FP8, against the function in float32: as large as on the CPU, and more than twice that of bfloat16."""
     identity = fp8.recipes.identity()
     truth, in_bfloat16, cpu = (
         measured(on_cpu(function, of, dtype))
@@ -101,7 +101,7 @@ def check_errors(function, recipe, found):
         error = functools.partial(relative_error, truth=truth[name])
         assert error(value) == pytest.approx(error(cpu[name]), rel=0.1), name
         if name != "dw" or recipe.wgrad.in_fp8:
-            assert error(value) > 3 * error(in_bfloat16[name]), name
+            assert error(value) > 2 * error(in_bfloat16[name]), name
 
 
 def measured(results: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""README's fast path, word for word, compiled for the GPUs that it names: FP8 matmuls, or an error."""
+"""README's fast path, word for word, compiles to FP8 matmuls on the GPUs that it names; without its options it raises."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Twenty steps of a small GPT: the program for an H200, run on the CPU, trains as the CPU's own does."""
+"""Twenty steps of a small GPT: the losses of an H200's program stay near the CPU's in FP8, away from those without FP8."""
 
 import functools
 import importlib.util

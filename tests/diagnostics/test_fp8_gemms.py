@@ -102,7 +102,13 @@ def test_error_lists_what_stayed_in_high_precision():
 
 def test_error_names_the_options_when_nothing_is_in_fp8():
     with pytest.raises(AssertionError, match=r"fp8\.compiler_options\(recipe, chip\)"):
-        fp8.assert_fp8_gemms(program(DOT), 1)
+        fp8.assert_fp8_gemms(program(DOT + named("jaxfp8.fprop")), 1)
+
+
+def test_error_says_that_there_is_no_recipe():
+    for expected in (None, 1):
+        with pytest.raises(AssertionError, match="No matmul of a recipe at all: compile a step whose layers"):
+            fp8.assert_fp8_gemms(program(DOT + named("attention")), expected)
 
 
 KERNEL = call("custom-call", 'custom_call_target="mosaic_gpu_v2"')
