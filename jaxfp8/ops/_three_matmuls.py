@@ -137,7 +137,10 @@ def _matmul(call: Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: D
                 chip=call.recipe.chip, implementation=call.implementations.matmuls,
             )  # fmt: skip
         lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
-        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        # g has y's dtype, which the caller may have chosen unlike that of x. Strict promotion would
+        # raise here, where no caller can write a cast.
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lax.dot_general(
             lhs.astype(dtype),
             rhs.astype(dtype),
