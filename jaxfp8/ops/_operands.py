@@ -215,5 +215,7 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
     if not call.collected or ledger is None:
         return {}
     likes = {(row.tensor, r): ledger[r, 0] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
-    untold = call.over(tensor) - (call.reduce_axes or frozenset())  # a part says so itself
+    # Without types only the shard says over which axes the amax of a gathered operand spans devices.
+    # With types value_and_grad knows, and reduces the amaxes of all matmuls at once.
+    untold = frozenset() if call.types_tell else call.over(tensor) - (call.reduce_axes or frozenset())
     return {key: pmax(observe(value, like), (varying(value) - varying(like)) | untold) for key, like in likes.items()}

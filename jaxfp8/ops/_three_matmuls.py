@@ -139,7 +139,10 @@ def _matmul(call: Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: D
             )  # fmt: skip
     with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
         lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
-        dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        # g has y's dtype, which the caller may have chosen unlike that of x. Strict promotion would
+        # raise here, where no caller can write a cast.
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
         return lax.dot_general(
             lhs.astype(dtype),
             rhs.astype(dtype),

@@ -16,23 +16,25 @@ DTYPE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 SEEN = np.float32([1.5, 3.25, 0.7])
 
 
-def cast(v, amax, form):
+def cast(v, amax, form, power_of_two=False):
     """v as FP8 sees it, by the scale that `amax` asks for."""
     multiplier = np.float32(LARGEST[form]) / np.float32(amax)
+    if power_of_two:
+        multiplier = np.ldexp(np.float32(0.5), np.frexp(multiplier)[1])
     values = np.clip(np.float32(v) * multiplier, -LARGEST[form], LARGEST[form]).astype(DTYPE[form])
     return values.astype(np.float64) / multiplier.astype(np.float64)
 
 
-def whole(form):
-    return lambda v, axis, seen: cast(v, np.max(np.abs(v)), form)
+def whole(form, **rule):
+    return lambda v, axis, seen: cast(v, np.max(np.abs(v)), form, **rule)
 
 
 def remembered(form):
     return lambda v, axis, seen: cast(v, seen, form)
 
 
-def rows(form):
-    return lambda v, axis, seen: cast(v, np.max(np.abs(v), axis=axis, keepdims=True), form)
+def rows(form, **rule):
+    return lambda v, axis, seen: cast(v, np.max(np.abs(v), axis=axis, keepdims=True), form, **rule)
 
 
 def constant(form, scale):
@@ -53,9 +55,18 @@ TABLE = {
     "delayed": (fp8.recipes.delayed(), True, *REMEMBERED),
     "current": (fp8.recipes.current(), False, *WHOLE),
     "rowwise": (fp8.recipes.rowwise(power_of_two=False), False, *[[rows("e4m3")] * 2] * 3),
+    "rowwise_power_of_two": (
+        fp8.recipes.rowwise(power_of_two=True), False, *[[rows("e4m3", power_of_two=True)] * 2] * 3,
+    ),
     "rowwise_hp_wgrad": (
         fp8.recipes.rowwise(power_of_two=False, high_precision_wgrad=True), False,
         [rows("e4m3")] * 2, [rows("e4m3"), whole("e4m3")], [alone, alone],
+    ),
+    "rowwise_hp_wgrad_power_of_two": (
+        fp8.recipes.rowwise(power_of_two=True, high_precision_wgrad=True), False,
+        [rows("e4m3", power_of_two=True)] * 2,
+        [rows("e4m3", power_of_two=True), whole("e4m3", power_of_two=True)],
+        [alone, alone],
     ),
     "static": (
         fp8.recipes.static(x_scale=0.004, w_scale=0.01, g_scale=2.0**-13), False,

@@ -177,11 +177,23 @@ def test_scales_that_bfloat16_holds_may_be_rounded(name):
     assert fp8.compiler_options(mixed, "h200") == BY_CUBLASLT
 
 
-def test_high_precision_wgrad():
-    recipe = fp8.recipes.rowwise(high_precision_wgrad=True)
+@pytest.mark.parametrize(
+    "fields", [{}, {"power_of_two": True}, {"power_of_two": False}, {"gradient": fp8.E5M2}], ids=str
+)
+def test_high_precision_wgrad(fields):
+    recipe = fp8.recipes.rowwise(high_precision_wgrad=True, **fields)
     assert recipe.fp8_matmuls == 2
+    x = Current(
+        format=fp8.E4M3,
+        granularity=fp8.PerRow(),
+        power_of_two=fields.get("power_of_two", True),
+    )
+    assert recipe.fprop == fp8.Operands(lhs=x, rhs=x)
+    # dgrad reads w with one scale, by the same rule as its rows.
+    g = dataclasses.replace(x, format=fields.get("gradient", fp8.E4M3))
+    w = dataclasses.replace(x, granularity=fp8.PerTensor())
+    assert recipe.dgrad == fp8.Operands(lhs=g, rhs=w)
     assert recipe.wgrad == OPERANDS
-    assert (recipe.dgrad.lhs.granularity, recipe.dgrad.rhs.granularity) == (fp8.PerRow(), fp8.PerTensor())
 
 
 def test_rows_of_unequal_quantizers():
