@@ -100,8 +100,10 @@ FUNCTIONS = {
         1e-6,
     ),
     "trigonometry": (
-        lambda x: [f(jnp.tanh(x)) for f in (jnp.sinh, jnp.cosh, jnp.tan, jnp.arcsin, jnp.arccos)]
-        + [jnp.arctanh(jnp.tanh(x) / 2), jnp.arcsinh(x), jnp.arccosh(1 + x**2)],
+        lambda x: (
+            [f(jnp.tanh(x)) for f in (jnp.sinh, jnp.cosh, jnp.tan, jnp.arcsin, jnp.arccos)]
+            + [jnp.arctanh(jnp.tanh(x) / 2), jnp.arcsinh(x), jnp.arccosh(1 + x**2)]
+        ),
         (X,),
         1e-5,
     ),
