@@ -3,7 +3,7 @@
 The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on GPUs XLA's default
 `xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16, and the rounding is gone.
 A byte that is bitcast leaves nothing to fold, under any option. Against a conversion the cast takes 0.4 of the
-instructions on an A100 and 1.1 of them on an H200 (compiled, not run: benchmarks/cast_cost.py).
+instructions on an A100 and 1.2 of them on an H200 (compiled, not run: benchmarks/cast_cost.py).
 
 References:
   XLA, xla/service/simplify_fp_conversions.cc (the pass that folds).
@@ -57,7 +57,8 @@ def saturating_cast(
     scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    byte = jnp.where(is_finite(x), _nearest(scaled, format), format.nan_byte)
+    # The sum in `_nearest` would make a number of a NaN, which a multiplier can bring.
+    byte = jnp.where(is_finite(x) & (scaled == scaled), _nearest(scaled, format), format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
 
 

@@ -21,15 +21,15 @@ from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Writer
 
 # What means the same on every backend, and is copied.
 _PORTABLE = re.compile(
-    "abs|add|after-all|and|atan2|bitcast-convert|broadcast|call|cbrt|ceil|clamp|compare|complex|"
-    "concatenate|conditional|constant|convert|copy|cosine|count-leading-zeros|divide|dynamic-slice|"
-    "dynamic-update-slice|erf|exponential|exponential-minus-one|fft|floor|gather|"
-    "get-dimension-size|get-tuple-element|imag|iota|is-finite|log|log-plus-one|logistic|map|"
-    "maximum|minimum|multiply|negate|not|opt-barrier|or|pad|parameter|popcnt|power|real|reduce|"
-    "reduce-precision|reduce-window|remainder|reshape|reverse|rng-bit-generator|round-nearest-afz|"
-    "round-nearest-even|rsqrt|scatter|select|select-and-scatter|shift-left|shift-right-arithmetic|"
-    "shift-right-logical|sign|sine|slice|sort|sqrt|stochastic-convert|subtract|tan|tanh|transpose|"
-    "tuple|while|xor"
+    "abs|acos|acosh|add|after-all|and|asin|asinh|atan2|atanh|bitcast-convert|broadcast|call|cbrt|"
+    "ceil|clamp|compare|complex|concatenate|conditional|constant|convert|copy|cosh|cosine|"
+    "count-leading-zeros|divide|dynamic-slice|dynamic-update-slice|erf|exponential|"
+    "exponential-minus-one|fft|floor|gather|get-dimension-size|get-tuple-element|imag|iota|"
+    "is-finite|log|log-plus-one|logistic|map|maximum|minimum|multiply|negate|not|opt-barrier|or|"
+    "pad|parameter|popcnt|power|real|reduce|reduce-precision|reduce-window|remainder|reshape|"
+    "reverse|rng-bit-generator|round-nearest-afz|round-nearest-even|rsqrt|scatter|select|"
+    "select-and-scatter|shift-left|shift-right-arithmetic|shift-right-logical|sign|sine|sinh|"
+    "slice|sort|sqrt|stochastic-convert|subtract|tan|tanh|transpose|tuple|while|xor"
 )
 
 _COLLECTIVE = re.compile(
@@ -100,7 +100,9 @@ def _computation(program: Program, name: str, taps: Taps) -> str:
     for instruction in source.values():
         if not instruction.opcode.endswith(("-start", "-update")):
             _write(writer, taps, _started(source, instruction))
-    writer.root(next(i.name for i in source.values() if i.is_root))
+    # HLO lets the last instruction be the result where none is marked.
+    marked = (i.name for i in source.values() if i.is_root)
+    writer.root(next(marked, list(source)[-1]))
     return writer.text
 
 

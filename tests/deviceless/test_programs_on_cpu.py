@@ -99,6 +99,14 @@ FUNCTIONS = {
         (X,),
         1e-6,
     ),
+    "trigonometry": (
+        lambda x: (
+            [f(jnp.tanh(x)) for f in (jnp.sinh, jnp.cosh, jnp.tan, jnp.arcsin, jnp.arccos)]
+            + [jnp.arctanh(jnp.tanh(x) / 2), jnp.arcsinh(x), jnp.arccosh(1 + x**2)]
+        ),
+        (X,),
+        1e-5,
+    ),
     "fft": (lambda x: jnp.fft.rfft(x), (X,), 1e-6),
     "unused arguments": (lambda a, x, tree: (x * 2, tree["b"]), (X, X, {"a": X, "b": W}), 0),
     "transposed": (lambda x: (x.T.reshape(32, -1).T, x.T.astype(jnp.bfloat16)), (X,), 0),

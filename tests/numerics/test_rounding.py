@@ -89,6 +89,16 @@ def test_what_is_not_finite(format, jit, rounding):
     np.testing.assert_array_equal(result, np.where(np.isfinite(x), x, np.nan))
 
 
+@FORMATS
+@EAGER_AND_JIT
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_product_that_is_not_a_number(format, jit, rounding):
+    key = jax.random.key(0) if rounding == "stochastic" else None
+    x, m = jnp.array([1.0, 0.0, -0.0, 3.0]), jnp.array([np.nan, np.inf, -np.inf, np.inf])
+    result = cast(jit, rounding=rounding, key=key)(x, m, format).astype(jnp.float32)
+    np.testing.assert_array_equal(result, [np.nan, np.nan, np.nan, format.max])
+
+
 # Stochastic rounding
 
 

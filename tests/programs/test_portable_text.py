@@ -45,6 +45,10 @@ def test_fusions_and_those_inside(kind):
     assert run(line, before=inner) == [0, 1, 2, 3]
 
 
+def test_without_a_root_the_last_instruction_is_the_result():
+    assert run("%y = f32[4]{0} add(%x, %x)", "%z = f32[4]{0} add(%y, %x)") == [0, 3, 6, 9]
+
+
 ASYNCHRONOUS = {
     "copy": (
         "%s = (f32[4]{0}, f32[4]{0}, u32[]) copy-start(%x)",

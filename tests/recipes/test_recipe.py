@@ -177,6 +177,13 @@ def test_scales_that_bfloat16_holds_may_be_rounded(name):
     assert fp8.compiler_options(mixed, "h200") == BY_CUBLASLT
 
 
+@pytest.mark.parametrize("matmul", ["fprop", "dgrad", "wgrad"])
+def test_one_matmul_with_scales_that_bfloat16_rounds(matmul):
+    by_float32 = getattr(RECIPES["current"], matmul)
+    recipe = dataclasses.replace(fp8.recipes.current(power_of_two=True), **{matmul: by_float32})
+    assert fp8.compiler_options(recipe, "h200") == BY_CUBLASLT
+
+
 @pytest.mark.parametrize(
     "fields", [{}, {"power_of_two": True}, {"power_of_two": False}, {"gradient": fp8.E5M2}], ids=str
 )
