@@ -28,7 +28,8 @@ def saturating_cast(
     """`round(clip(x * multiplier, -max, max))` in `format`.
 
     Finite in, finite out; an inf or NaN becomes the NaN of the format, so that guards against overflow see it.
-    JAX's own casts do not saturate, and whether XLA's do depends on the fusion: the clip decides.
+    JAX's own casts do not saturate, and whether XLA's do depends on the fusion: the clip decides. The derivative is zero;
+    `fp8.fake_quantize` has a straight-through one.
 
     Args:
       x: [...] floating point.
@@ -57,8 +58,11 @@ def saturating_cast(
     scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    # The sum in `_nearest` would make a number of a NaN, which a multiplier can bring.
-    byte = jnp.where(is_finite(x) & (scaled == scaled), _nearest(scaled, format), format.nan_byte)
+    # x - x is NaN for an inf and a NaN, else a zero that keeps the sign of what it is subtracted from. One test then finds
+    # these x, and a multiplier or a product that is no number: the sum in `_nearest` would make a number of it. Two tests
+    # would be as many instructions, but XLA then writes a mask of w in row-wise recipes.
+    scaled = scaled - (x - x)
+    byte = jnp.where(scaled == scaled, _nearest(scaled, format), format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
 
 

@@ -47,7 +47,14 @@ def program(recipe, policy):
 
 def casts(jaxpr):
     """The number of casts to FP8, in all subprograms."""
-    is_cast = lambda e: e.primitive.name == "convert_element_type" and e.params["new_dtype"].name in VALUES
+    makers = {var: e.primitive.name for e in jaxpr.eqns for var in e.outvars}
+
+    def is_cast(e):
+        """A byte of FP8 that is made here. What is saved has the same bitcast, of a byte that has a name."""
+        if e.primitive.name != "bitcast_convert_type" or e.params["new_dtype"].name not in VALUES:
+            return False
+        return makers.get(e.invars[0]) == "convert_element_type"
+
     parameters = [
         p for e in jaxpr.eqns for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))
     ]

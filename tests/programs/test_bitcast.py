@@ -103,7 +103,7 @@ def test_types_are_read():
         "(s8[4]{0}, token[])",
     ]
     assert split('a={1,2}, b="x,\\"y", c') == ["a={1,2}", 'b="x,\\"y"', "c"]
-    with pytest.raises(ValueError, match="no array of known size"):
+    with pytest.raises(ValueError, match="not an array of known size"):
         array_type("f32[<=4]{0}")
     with pytest.raises(ValueError, match="plain layout"):
         array_type("f32[8,128]{1,0:T(8,128)}")
