@@ -79,8 +79,10 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     """Raise if a matmul of a recipe is not in FP8.
 
     A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch counts (`find_gemms`).
-    Matmuls outside of recipes, those of attention for instance, are ignored. XLA makes a sum of a matmul with a vector, so a
-    layer with one output feature is not counted.
+    Matmuls outside of recipes, those of attention for instance, are ignored. Limits: XLA makes a sum of a matmul with a
+    vector or a constant, so a layer with one output feature is not counted. A matmul into which XLA folded an operation
+    around it, the transpose of `fp8.dot(x, w.T)` for instance, may have lost the name of its recipe, and is ignored unless
+    it is in FP8. `expected` finds both.
 
     Args:
       compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe, chip)).lower(...).compile()` returns.

@@ -147,43 +147,6 @@ def test_a_chip_takes_tiles_with_powers_of_two():
         fp8.Recipe(name="a", fprop=operands, dgrad=operands, wgrad=operands, chip="b200")
 
 
-BY_CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
-AS_WRITTEN = {"xla_allow_excess_precision": False}
-COMPILER_OPTIONS = {  # recipe -> for GPUs with FP8 matmuls, for those without
-    "identity": ({}, {}),
-    "delayed": (BY_CUBLASLT, {}),
-    "current": (BY_CUBLASLT, {}),
-    "static": (BY_CUBLASLT, {}),
-    "rowwise": (BY_CUBLASLT | AS_WRITTEN, AS_WRITTEN),
-    "blockwise": (AS_WRITTEN, AS_WRITTEN),
-    "mxfp8": (AS_WRITTEN, AS_WRITTEN),
-}
-
-
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compiler_options(chip):
-    for name, (with_units, without) in COMPILER_OPTIONS.items():
-        on_a_gpu = with_units if CHIPS[chip].fp8_matmul else without
-        expected = on_a_gpu if CHIPS[chip].platform == "cuda" else {}
-        assert fp8.compiler_options(RECIPES[name], chip) == expected
-
-
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_scales_that_bfloat16_holds_may_be_rounded(name):
-    """Excess precision is what keeps other scales of whole tensors in float32 on their way to cuBLASLt."""
-    exact = fp8.recipes.get(name, power_of_two=True)
-    assert fp8.compiler_options(exact, "h200") == BY_CUBLASLT | AS_WRITTEN
-    mixed = dataclasses.replace(exact, dgrad=fp8.recipes.get(name).dgrad)
-    assert fp8.compiler_options(mixed, "h200") == BY_CUBLASLT
-
-
-@pytest.mark.parametrize("matmul", ["fprop", "dgrad", "wgrad"])
-def test_one_matmul_with_scales_that_bfloat16_rounds(matmul):
-    by_float32 = getattr(RECIPES["current"], matmul)
-    recipe = dataclasses.replace(fp8.recipes.current(power_of_two=True), **{matmul: by_float32})
-    assert fp8.compiler_options(recipe, "h200") == BY_CUBLASLT
-
-
 @pytest.mark.parametrize(
     "fields", [{}, {"power_of_two": True}, {"power_of_two": False}, {"gradient": fp8.E5M2}], ids=str
 )
