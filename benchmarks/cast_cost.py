@@ -11,7 +11,6 @@ It needs the wheels of jax[cuda13] and triton, which brings a disassembler, but 
 """
 
 import importlib.util
-import math
 import os
 import re
 import subprocess
@@ -42,7 +41,7 @@ CASTS = {"conversion": kernel_cast, "byte": saturating_cast}
 SIDE = 4096
 PTXAS = Path(next(iter(importlib.util.find_spec("nvidia").submodule_search_locations))) / "cu13/bin/ptxas"
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-LAUNCH = re.compile(r"grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\]")
+LAUNCH = re.compile(r"(\w+) grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\]")
 OPCODE = re.compile(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)")
 
 
@@ -57,13 +56,15 @@ def cost(chip: str, cast: Callable[..., Any], *, back: bool) -> tuple[float, flo
         old.unlink()
     compiled = compile_for(chip, function, array(SIDE, SIDE), array(dtype=jnp.float32))
     program = Program(compiled.as_text())
-    (launch,) = (found for file in DUMP.glob("*thunk_sequence.txt") for found in LAUNCH.findall(file.read_text()))
-    (kernel,) = (file for file in DUMP.glob("*.ptx") if ".entry" in file.read_text())
+    launches = [found for file in DUMP.glob("*thunk_sequence.txt") for found in LAUNCH.findall(file.read_text())]
+    name, blocks, threads = max(launches, key=lambda launch: int(launch[1]))  # another may look at the multiplier
+    (kernel,) = (file for file in DUMP.glob("*.ptx") if f".entry {name}(" in file.read_text())
     cubin = DUMP / "kernel.cubin"
     subprocess.run([PTXAS, f"-arch={ARCHITECTURES[chip]}", kernel, "-o", cubin], check=True)
     listing = subprocess.run([DISASSEMBLER, "-c", cubin], check=True, capture_output=True, text=True).stdout
-    instructions = sum(opcode != "NOP" for opcode in OPCODE.findall(listing))
-    values = SIDE**2 / math.prod(map(int, launch))  # of one thread
+    body = listing.split(f".text.{name}:")[1].split(".text.")[0]
+    instructions = sum(opcode != "NOP" for opcode in OPCODE.findall(body))
+    values = SIDE**2 / (int(blocks) * int(threads))  # of one thread
     return instructions / values, program.traffic(program.entry) / SIDE**2
 
 

@@ -2,7 +2,7 @@
 
 The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on GPUs XLA's default
 `xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16, and the rounding is gone.
-A byte that is bitcast leaves nothing to fold, under any option. Against a conversion the cast takes 0.4 of the
+A byte that is bitcast leaves nothing to fold, under any option. Against a conversion the cast takes 0.45 of the
 instructions on an A100 and 1.2 of them on an H200 (compiled, not run: benchmarks/cast_cost.py).
 
 References:
@@ -27,7 +27,8 @@ def saturating_cast(
 ) -> Array:
     """`round(clip(x * multiplier, -max, max))` in `format`.
 
-    Finite in, finite out; an inf or NaN becomes the NaN of the format, so that guards against overflow see it.
+    Finite in, finite out; an inf or NaN, in x or its multiplier, becomes the NaN of the format, so that guards against
+    overflow see it.
     JAX's own casts do not saturate, and whether XLA's do depends on the fusion: the clip decides. The derivative is zero;
     `fp8.fake_quantize` has a straight-through one.
 
@@ -58,11 +59,10 @@ def saturating_cast(
     scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    # x - x is NaN for an inf and a NaN, else a zero that keeps the sign of what it is subtracted from. One test then finds
-    # these x, and a multiplier or a product that is no number: the sum in `_nearest` would make a number of it. Two tests
-    # would be as many instructions, but XLA then writes a mask of w in row-wise recipes.
-    scaled = scaled - (x - x)
-    byte = jnp.where(scaled == scaled, _nearest(scaled, format), format.nan_byte)
+    # A product that is no number must not reach the sum in `_nearest`, which would make a number of it. Tests of x and of
+    # the multiplier, not of the product: with those XLA fuses the casts of row-wise recipes otherwise, and moves more.
+    finite = is_finite(x) & is_finite(multiplier)
+    byte = jnp.where(finite, _nearest(scaled, format), format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
 
 
