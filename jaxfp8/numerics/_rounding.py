@@ -59,8 +59,8 @@ def saturating_cast(
     scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    # A product that is no number must not reach the sum in `_nearest`, which would make a number of it. Tests of x and of
-    # the multiplier, not of the product: with those XLA fuses the casts of row-wise recipes otherwise, and moves more.
+    # The sum in `_nearest` would make a number of a product that is none. x and the multiplier are tested, not the product:
+    # with a test of the product XLA fuses the casts of row-wise recipes in another way, which moves more bytes.
     finite = is_finite(x) & is_finite(multiplier)
     byte = jnp.where(finite, _nearest(scaled, format), format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
