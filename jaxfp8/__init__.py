@@ -22,6 +22,7 @@ from jaxfp8.numerics._granularity import PerAxis as PerAxis
 from jaxfp8.numerics._granularity import PerRow as PerRow
 from jaxfp8.numerics._granularity import PerTensor as PerTensor
 from jaxfp8.numerics._per_block import PerBlock as PerBlock
+from jaxfp8.ops._check_state import check_state as check_state
 from jaxfp8.ops._checkpoint_policies import save_fp8_residuals as save_fp8_residuals
 from jaxfp8.ops._commit import commit as commit
 from jaxfp8.ops._commit import merge_seen as merge_seen

@@ -11,7 +11,7 @@ EXPECTED = {
     "jaxfp8": """
         E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock QuantizedTensor quantize fake_quantize scaled_matmul
         dot_general dot einsum save_fp8_residuals SwiGLU RMSNorm rms_norm_quantize swiglu_quantize
-        init_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs MatmulState FP8StateError
+        init_state check_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs MatmulState FP8StateError
         Recipe Operands Implementations Timings autotune compiler_options roofline assert_fp8_gemms
         recipes quantizers sharding comms linen nnx
     """,

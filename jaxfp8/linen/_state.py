@@ -4,21 +4,19 @@ The collection has the name that `flax.training.train_state.TrainState` overwrit
 `apply_gradients` work unchanged: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
 """
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
 import flax.serialization
-import jax.numpy as jnp
 from flax.core import meta
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8.ops._state import MatmulState, init_state
+from jaxfp8.ops._check_state import check_state
+from jaxfp8.ops._state import LEAVES, MatmulState, init_state
 from jaxfp8.recipes._recipe import Recipe
 
 COLLECTION = "_overwrite_with_gradient"
 _NAME = "fp8"
-_LEAVES = ("scale", "amax_history", "nonfinite_steps")
 
 
 def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
@@ -42,26 +40,16 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
 
 
 def _to_state_dict(state: MatmulState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in _LEAVES}
+    return {name: getattr(state, name) for name in LEAVES}
 
 
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
-    missing = set(_LEAVES) ^ set(values)
-    if missing:
-        raise FP8StateError(
-            f"a saved quantizer state must have exactly the fields {list(_LEAVES)}; {sorted(missing)} differ."
-        )
-    for name in _LEAVES:
-        if values[name].shape != getattr(state, name).shape:
-            raise FP8StateError(
-                f"saved {name} has shape {list(values[name].shape)}, the model's has {list(getattr(state, name).shape)}; "
-                "it was saved with another recipe or another number of layers."
-            )
-        if values[name].dtype != jnp.float32:
-            raise FP8StateError(
-                f"saved {name} has dtype {values[name].dtype}, it must be float32; cast parameters only."
-            )
-    return dataclasses.replace(state, **values)
+    try:
+        restored: MatmulState = check_state(values, state)
+    except FP8StateError as error:
+        path = flax.serialization.current_path()
+        raise FP8StateError(f"{path}: {error}") from None
+    return restored
 
 
 flax.serialization.register_serialization_state(MatmulState, _to_state_dict, _from_state_dict)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
+from jaxfp8.ops._identity import check_layout
 from jaxfp8.ops._state import MatmulState, SeenAmax, is_node, map_states
 from jaxfp8.quantizers._delayed import DelayedRow
 
@@ -90,6 +91,7 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
                 f"seen has shape {list(observed.amax.shape)}, the state has {list(s.scale.shape)}; a state of stacked "
                 "layers is committed with what all of them saw."
             )
+        check_layout(s)
         if s.frozen:
             return s
         updated = []

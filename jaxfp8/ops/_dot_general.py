@@ -16,6 +16,8 @@ from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._arguments import check_operands, fp8_precision
 from jaxfp8.ops._bias import add_bias, check_bias
 from jaxfp8.ops._dimension_numbers import geometry
+from jaxfp8.ops._identity import STACKING, check_layout, known
+from jaxfp8.ops._ledger import BINS
 from jaxfp8.ops._operands import Call
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.ops._three_matmuls import three_matmuls
@@ -171,14 +173,18 @@ def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> Matmu
             f"state belongs to another recipe: it has rows {state.rows}, recipe {recipe.name!r} has {recipe.rows}. "
             "Start from fp8.init_state(recipe)."
         )
-    if dtypes := {leaf.dtype.name for leaf in (state.scale, state.amax_history)} - {"float32"}:
-        raise FP8StateError(
-            f"state has dtype {sorted(dtypes)}, it must be float32; cast parameters only, not the state."
-        )
-    if state.scale.shape != (len(recipe.rows),):
+    if state.scale.ndim != 1:
         raise FP8StateError(
             f"state.scale has shape {list(state.scale.shape)}, but one matmul has [{len(recipe.rows)}]: index stacked states "
             "(scan, vmap, or state of one layer) before the call."
+        )
+    check_layout(state)
+    if state.probe is None:
+        return known(state)  # `value_and_grad` did so for a state with a probe
+    if state.probe.ledger is not None and state.probe.ledger.shape != (BINS, len(recipe.rows)):
+        raise FP8StateError(
+            f"state.probe.ledger has shape {list(state.probe.ledger.shape)} in this call, not [{BINS}, {len(recipe.rows)}]: "
+            f"the states were mapped over an axis that is none of their layers. {STACKING}"
         )
     return state
 

@@ -5,6 +5,10 @@ state's probe is no amax but a vector of magnitude bins: the amax stands in its 
 never empties a bin, hence the highest bin is always right. Within a bin a single entry comes back exactly; a sum of several
 is cut off at the bin's upper edge, at most 1/8 above the true maximum and never below it. Edges lie at eighths of an octave,
 so that all amaxes of a bin ask for the same power-of-two multiplier (448 and 57344 are 1.75 times a power of two).
+
+Bins come before rows, [..., BINS, R]. A loss that maps or scans states over an axis behind their leading ones, which
+`commit` would take for rows, meets an axis of 1024 there, and JAX or the matmul refuses, even where layers and rows are
+equally many and no other shape can tell.
 """
 
 import functools
@@ -29,29 +33,31 @@ UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # inclusive
 
 
 def encode(amaxes: Array) -> Array:
-    """Ledgers [..., BINS] of amaxes [...]; not finite -> inf in the last bin, 0 -> nothing.
+    """Ledgers [..., BINS, R] of amaxes [..., R]; not finite -> inf in the last bin, 0 -> nothing.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> int(jnp.sum(encode(jnp.float32(3.0)) > 0))
-      1
+      >>> encode(jnp.float32([3.0, 0.5])).shape
+      (1024, 2)
     """
-    amaxes = jnp.where(jnp.isfinite(amaxes), amaxes, jnp.inf)
+    amaxes = jnp.where(jnp.isfinite(amaxes), amaxes, jnp.inf)[..., None, :]
     # Bin of an amax: its exponent and leading three bits, (lo, hi].
     bins = ((lax.bitcast_convert_type(amaxes, jnp.int32) - 1) >> _SHIFT) - _FIRST
-    here = lax.broadcasted_iota(jnp.int32, (*amaxes.shape, BINS), amaxes.ndim) == jnp.clip(bins, 0, BINS - 1)[..., None]
-    return jnp.where(here, amaxes[..., None], jnp.float32(0.0))
+    shape = (*amaxes.shape[:-2], BINS, amaxes.shape[-1])
+    here = lax.broadcasted_iota(jnp.int32, shape, amaxes.ndim - 2) == jnp.clip(bins, 0, BINS - 1)
+    return jnp.where(here, amaxes, jnp.float32(0.0))
 
 
 def decode(ledgers: Array) -> Array:
-    """Amaxes [...] of sums of ledgers [..., BINS]; 0 = nothing seen, inf = not finite.
+    """Amaxes [..., R] of sums of ledgers [..., BINS, R]; 0 = nothing seen, inf = not finite.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> decode(encode(jnp.float32(3.0)) + encode(jnp.float32(0.5)))
-      Array(3., dtype=float32)
+      >>> decode(encode(jnp.float32([3.0])) + encode(jnp.float32([0.5])))
+      Array([3.], dtype=float32)
     """
-    return jnp.max(jnp.minimum(ledgers, UPPER_EDGES.reshape((1,) * (ledgers.ndim - 1) + (-1,))), axis=-1)
+    edges = UPPER_EDGES.reshape((1,) * (ledgers.ndim - 2) + (-1, 1))
+    return jnp.max(jnp.minimum(ledgers, edges), axis=-2)
 
 
 def observe(x: Array, like: Array) -> Array:

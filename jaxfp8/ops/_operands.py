@@ -214,7 +214,7 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
     """The amax of each row of state that follows the tensor, as far as it can be combined here."""
     if not call.collected or ledger is None:
         return {}
-    likes = {(row.tensor, r): ledger[r, 0] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
+    likes = {(row.tensor, r): ledger[0, r] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
     # Without types only the shard says over which axes the amax of a gathered operand spans devices.
     # With types value_and_grad knows, and reduces the amaxes of all matmuls at once.
     untold = frozenset() if call.types_tell else call.over(tensor) - (call.reduce_axes or frozenset())

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
@@ -25,7 +26,7 @@ class Probe:
     """What a state carries while it is being differentiated.
 
     Attributes:
-      ledger: f32[..., R, BINS] zeros; its cotangent brings the amaxes back. None in a frozen state.
+      ledger: f32[..., BINS, R] zeros; its cotangent brings the amaxes back. None in a frozen state.
       all_set: no scale is unset, so no cast has to look at its own amax (static).
       reduce_axes: mesh axes that the caller named because types do not tell them (static).
     """
@@ -37,7 +38,7 @@ class Probe:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["scale", "amax_history", "nonfinite_steps", "probe"],
+    data_fields=["scale", "amax_history", "nonfinite_steps", "fingerprint", "probe"],
     meta_fields=["rows", "frozen"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,8 @@ class MatmulState:
       scale: f32[..., R], multiplies stored values back to real ones; 0 = unset.
       amax_history: f32[..., R, H]; slot 0 is the staging slot, slots 1 to H-1 run from oldest to newest.
       nonfinite_steps: f32[..., R], steps whose amax was inf or NaN.
+      fingerprint: f32[..., R], names the tensor and the quantizer of each row (`Row.fingerprint`): a saved state holds
+        arrays only, and this one says what the others belong to. Never 0, and no step changes it.
       probe: None except inside a differentiated loss.
       rows: what each of the R rows follows, and by which policy (static).
       frozen: scales are fixed and nothing is collected (static).
@@ -62,14 +65,19 @@ class MatmulState:
     scale: Array
     amax_history: Array
     nonfinite_steps: Array
+    fingerprint: Array
     probe: Probe | None
     rows: tuple[Row, ...]
     frozen: bool = False
 
     def __repr__(self) -> str:
         names = " ".join(row.tensor for row in self.rows)
-        leaves = (f"{name}={getattr(self, name)}" for name in ("scale", "amax_history", "nonfinite_steps"))
+        leaves = (f"{name}={getattr(self, name)}" for name in LEAVES if name != "fingerprint")
         return f"MatmulState of {names}{' (frozen)' if self.frozen else ''}: {', '.join(leaves)}"
+
+
+LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
+"""The arrays of a state between steps: what a checkpoint holds of it."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
@@ -117,10 +125,44 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
         )
     if not recipe.rows:
         return ()
-    n, length = len(recipe.rows), recipe.rows[0].quantizer.history_length
-    # Three separate arrays: a donated buffer must not appear twice.
-    scale, history, nonfinite_steps = (jnp.zeros(shape, jnp.float32) for shape in (n, (n, length), n))
-    return MatmulState(scale, history, nonfinite_steps, None, recipe.rows)
+    return unset_state(recipe.rows)
+
+
+def history_length(rows: tuple[Row, ...]) -> int:
+    """H, which all rows of a state have in common.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> history_length(fp8.recipes.delayed().rows)
+      16
+    """
+    return rows[0].quantizer.history_length
+
+
+def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulState:
+    """The state of matmuls before their first step; `stacked`: the leading axes, of layers or experts.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> unset_state(fp8.recipes.delayed().rows, (4,)).amax_history.shape
+      (4, 3, 16)
+    """
+    shape = *stacked, len(rows)
+    # Separate arrays: a donated buffer must not appear twice.
+    scale, nonfinite_steps = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    history = jnp.zeros((*shape, history_length(rows)), jnp.float32)
+    return MatmulState(scale, history, nonfinite_steps, jnp.asarray(fingerprints(rows, shape)), None, rows)
+
+
+def fingerprints(rows: tuple[Row, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """The fingerprints of rows, f32[..., R], as a state of this shape has them.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> fingerprints(fp8.recipes.delayed().rows, (4, 3)).shape
+      (4, 3)
+    """
+    return np.broadcast_to(np.array([row.fingerprint for row in rows], np.float32), shape)
 
 
 def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -189,7 +231,7 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def with_probes(state: PyTree, ledgers: PyTree | None, *, all_set: bool, reduce_axes: tuple[str, ...] | None) -> PyTree:
-    """The state as a differentiated loss sees it. `ledgers`: a tree of f32[..., R, BINS] as `zero_ledgers` gives."""
+    """The state as a differentiated loss sees it. `ledgers`: a tree of f32[..., BINS, R] as `zero_ledgers` gives."""
 
     def one(s: MatmulState, ledger: Array | None) -> MatmulState:
         return dataclasses.replace(s, probe=Probe(None if s.frozen else ledger, all_set, reduce_axes))
@@ -203,5 +245,10 @@ def without_probes(tree: PyTree) -> PyTree:
 
 
 def zero_ledgers(state: PyTree) -> PyTree:
-    """Zeros f32[..., R, BINS] that inherit stacking, sharding and variance of their state."""
-    return map_states(lambda s: jnp.broadcast_to(s.scale[..., None] * 0, (*s.scale.shape, BINS)), state)
+    """Zeros f32[..., BINS, R] that inherit stacking, sharding and variance of their state."""
+
+    def one(s: MatmulState) -> Array:
+        *stacked, rows = s.scale.shape
+        return jnp.broadcast_to(s.scale[..., None, :] * 0, (*stacked, BINS, rows))
+
+    return map_states(one, state)

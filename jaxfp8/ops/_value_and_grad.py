@@ -18,8 +18,9 @@ from jax.custom_batching import custom_vmap
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._commit import commit as commit_seen
+from jaxfp8.ops._identity import check_layout, explained, known
 from jaxfp8.ops._ledger import decode
-from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, with_probes, without_probes, zero_ledgers
+from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, map_states, with_probes, without_probes, zero_ledgers
 from jaxfp8.sharding._amax import check_axes, manual_axes, pmax, types_tell, varying
 
 
@@ -73,6 +74,7 @@ def value_and_grad(
                 f"reduce_axes={named} is not used here: types tell over which axes a value varies. Drop it."
             )
         check_axes(named or ())
+        state = map_states(_checked, state)
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
 
         def step(all_set: bool) -> tuple[Any, PyTree, PyTree]:
@@ -84,16 +86,22 @@ def value_and_grad(
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(params, ledgers)
             return value, grads, jax.tree.map(decode, cotangents)
 
-        value, grads, amaxes = _with_or_without_unset(step, state)
+        states = [s for s in jax.tree.leaves(state, is_leaf=is_state) if is_state(s)]
+        with explained(states):
+            value, grads, amaxes = _with_or_without_unset(step, states)
         seen = jax.tree.map(functools.partial(_seen, named), state, amaxes, is_leaf=is_state)
         return value, grads, commit_seen(state, seen) if commit else seen
 
     return wrapped
 
 
-def _with_or_without_unset(step: Callable[[bool], Any], state: PyTree) -> Any:
+def _checked(state: MatmulState) -> MatmulState:
+    check_layout(state)
+    return known(state)
+
+
+def _with_or_without_unset(step: Callable[[bool], Any], states: Sequence[MatmulState]) -> Any:
     """`step(all_set)`, chosen by whether any scale is unset."""
-    states = [s for s in jax.tree.leaves(state, is_leaf=is_state) if is_state(s)]
     if not states:
         return step(True)
     unset = functools.reduce(jnp.maximum, [_any_unset(s.scale) for s in states])

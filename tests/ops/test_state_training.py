@@ -176,10 +176,10 @@ def test_save_and_restore_in_mid_window(through, jit, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "match"), [
-    (lambda d: {**d, "scale": d["scale"][:2]}, r"scale has shape \[2\], the model's has \[3\]"),
+    (lambda d: {**d, "scale": d["scale"][:2]}, r"scale has shape \[2\]: its shape must be \[3\]"),
     (lambda d: {**d, "amax_history": np.zeros((3, 9))}, r"amax_history has shape \[3, 9\]"),
-    (lambda d: {"scale": d["scale"]}, r"exactly the fields.*'amax_history', 'nonfinite_steps'"),
-    (lambda d: {**d, "kernel": d["scale"]}, r"exactly the fields.*'kernel'"),
+    (lambda d: {"scale": d["scale"]}, r"amax_history: it is missing"),
+    (lambda d: {**d, "kernel": d["scale"]}, r"\['kernel'\] at the state"),
 ])  # fmt: skip
 def test_saved_state_of_another_shape(change, match):
     state = fp8.init_state(RECIPE)

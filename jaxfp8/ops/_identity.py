@@ -1,0 +1,121 @@
+"""Whether a state is what a matmul takes it for, where it is used.
+
+`check_layout` reads shapes and dtypes, while tracing. `known` compares fingerprints: of arrays at hand it raises; in a
+compiled step nothing can raise any more, and a row that is not known starts anew, as an unset one.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8.ops._ledger import BINS
+from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, history_length
+
+STACKING = (
+    "States of several layers or experts are stacked along leading axes, before their rows: in_axes=0, out_axes=0, "
+    "variable_axes={COLLECTION: 0}, nnx.StateAxes({FP8State: 0})."
+)
+
+
+def check_layout(state: MatmulState) -> None:
+    """Raise FP8StateError unless all arrays have the shapes and the dtype of a state, with rows last.
+
+    No shape tells 3 layers from 3 rows. There the ledger tells: see `_ledger.py`, and `explained` below.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_layout(fp8.init_state(fp8.recipes.delayed()))
+    """
+    for name in LEAVES:
+        leaf = getattr(state, name)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise FP8StateError(
+                f"{name} is {leaf}, which has no values; make the state with fp8.init_state or the model's init, or "
+                "restore it."
+            )
+        if leaf.dtype != jnp.float32:
+            raise FP8StateError(
+                f"{name} has dtype {leaf.dtype}, it must be float32; cast parameters only, not the state."
+            )
+    if state.scale.shape[-1:] != (len(state.rows),):
+        raise FP8StateError(
+            f"scale has shape {list(state.scale.shape)}, but its last axis must hold the {len(state.rows)} rows, "
+            f"{', '.join(row.tensor for row in state.rows)}. {STACKING}"
+        )
+    for name, want in layout(state).items():
+        if (shape := getattr(state, name).shape) != want:
+            raise FP8StateError(
+                f"{name} has shape {list(shape)}, but beside a scale of {list(state.scale.shape)} and with "
+                f"history_length={history_length(state.rows)} it must have {list(want)}. A state of another "
+                f"history_length starts from fp8.init_state(recipe). {STACKING}"
+            )
+
+
+@contextlib.contextmanager
+def explained(states: Iterable[MatmulState]) -> Iterator[None]:
+    """Says in a note what JAX's error about an axis of 1024 may mean, where layers and rows are equally many.
+
+    Example:
+      >>> with explained([]):
+      ...     pass
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
+            error.add_note(f"jaxfp8: the axis of {BINS} is that of a state's ledger. {STACKING}")
+        raise
+
+
+def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
+    """The shapes that the arrays of a state must have, by its scale's leading axes.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> layout(fp8.init_state(fp8.recipes.delayed()))["amax_history"]
+      (3, 16)
+    """
+    shape = *state.scale.shape[:-1], len(state.rows)
+    return {name: (*shape, history_length(state.rows)) if name == "amax_history" else shape for name in LEAVES}
+
+
+def known(state: MatmulState) -> MatmulState:
+    """The state, of which every row belongs to the tensor and the quantizer that its static fields name.
+
+    A row whose fingerprint is another one was saved with another recipe, or changed by arithmetic: by an optimizer
+    whose parameters held the state, for instance.
+
+    Raises:
+      FP8StateError: for such a row in an array at hand. Behind a tracer it becomes unset.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> known(state) is state
+      True
+    """
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    if not isinstance(state.fingerprint, jax.core.Tracer):
+        unknown = np.argwhere(np.asarray(state.fingerprint) != want)
+        if len(unknown):
+            row = state.rows[unknown[0][-1]]
+            raise FP8StateError(
+                f"fingerprint{unknown[0].tolist()}={np.asarray(state.fingerprint)[tuple(unknown[0])]} is not that of "
+                f"{row.tensor} by {row.quantizer}: the state was saved with another recipe, or an optimizer changed it. "
+                "Keep it out of optax's trees; fp8.check_state(state, like, repair=True) starts such rows anew."
+            )
+        return state
+    same = state.fingerprint == want
+    scale, nonfinite_steps = (jnp.where(same, leaf, 0) for leaf in (state.scale, state.nonfinite_steps))
+    return dataclasses.replace(
+        state,
+        scale=scale,
+        amax_history=jnp.where(same[..., None], state.amax_history, 0),
+        nonfinite_steps=nonfinite_steps,
+        fingerprint=jnp.where(same, state.fingerprint, want),
+    )

@@ -1,0 +1,84 @@
+"""What no run of delayed scaling leaves behind: faults of rows that come from a file.
+
+Steps keep these invariants (numerics of `Delayed.update`): an amax that enters the history is finite and at least
+2^-126; the staging slot is 0 between steps; entries fill the history from its newest end; a scale is unset exactly as
+long as the history is empty; and it is the one that the largest entry asks for, or the entry that was last rotated out.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._scale import inverse
+from jaxfp8.quantizers._delayed import Delayed
+
+LARGEST_FALL = 2.0**20
+"""How far all entries of a full history may lie below the one that left it last. Loss scales fall by 2^16 at once."""
+_ROUNDING = 1e-6
+
+
+class Fault(NamedTuple):
+    """Something wrong with some rows."""
+
+    leaf: str  # the array that shows it
+    rows: np.ndarray  # bool[...], where
+    what: str
+
+
+def faults(quantizer: Delayed, scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray) -> list[Fault]:
+    """All faults of a stack of rows.
+
+    Args:
+      quantizer: the policy that the rows follow.
+      scale: float32 [...].
+      history: float32 [..., H].
+      nonfinite_steps: float32 [...].
+
+    Example:
+      >>> import numpy as np, jaxfp8 as fp8
+      >>> scale, history, count = (np.zeros(s, np.float32) for s in (2, (2, 3), 2))
+      >>> scale[1] = np.nan
+      >>> [f.what for f in faults(Delayed(format=fp8.E4M3, history_length=3), scale, history, count)]
+      ['it must be 0 (unset) or between 2^-126 and 2^126']
+    """
+    found = _single(scale, history, nonfinite_steps)
+    if quantizer.history_length > 1:  # else the staging slot is all there is to compare with
+        sound = ~np.any([fault.rows for fault in found], axis=0)
+        found += _related(quantizer, scale, history, sound)
+    return [fault for fault in found if fault.rows.any()]
+
+
+def _single(scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray) -> list[Fault]:
+    """Values that no array may hold."""
+    in_range = (scale == 0) | ((scale >= TINY) & (scale <= 1 / TINY))  # False for NaN
+    amaxes = np.all((history == 0) | ((history >= TINY) & (history < np.inf)), axis=-1)
+    whole = nonfinite_steps == np.floor(nonfinite_steps)
+    counts = whole & (nonfinite_steps >= 0) & (nonfinite_steps < np.inf)
+    staged = amaxes & (history[..., 0] != 0)
+    return [
+        Fault("scale", ~in_range, "it must be 0 (unset) or between 2^-126 and 2^126"),
+        Fault("amax_history", ~amaxes, "every amax must be 0 or finite and at least 2^-126"),
+        Fault("amax_history", staged, "slot 0, the staging slot, must be 0 between steps"),
+        Fault("nonfinite_steps", ~counts, "it must be a count of steps, 0 or more"),
+    ]
+
+
+def _related(quantizer: Delayed, scale: np.ndarray, history: np.ndarray, sound: np.ndarray) -> list[Fault]:
+    """Scales and histories that do not fit each other, of rows whose values are sound by themselves."""
+    filled = history[..., 1:] > 0
+    gap = sound & np.any(filled[..., :-1] & ~filled[..., 1:], axis=-1)
+    empty = ~filled[..., -1]
+    unset = sound & ~gap & (empty != (scale == 0))
+    last = quantizer.algorithm == "most_recent"
+    reference = history[..., -1] if last else np.max(history, axis=-1)
+    asked = np.asarray(inverse(quantizer.multiplier(jnp.asarray(reference))), np.float64)
+    # In a full history the largest amax that made the scale may have been rotated out just now.
+    fall = np.where(filled[..., 0] & (not last), LARGEST_FALL, 1 + _ROUNDING)
+    far = sound & ~gap & ~empty & ~unset & ((scale < asked * (1 - _ROUNDING)) | (scale > asked * fall))
+    return [
+        Fault("amax_history", gap, "entries must follow each other up to the newest, the last slot"),
+        Fault("scale", unset, "it must be 0 (unset) exactly if the history is empty"),
+        Fault("scale", far, "it is not the scale that the amaxes of its history ask for"),
+    ]
