@@ -1,6 +1,6 @@
 """An optimizer whose parameters hold quantizer state cannot ruin the run: rows that it changed are unset.
 
-Without fingerprints the state took part in the descent: losses 2, 2.1, 183,806 in three steps of SGD.
+Without fingerprints the state took part in the descent: adam's losses were 10.8, 2,327,018, 38,994,264.
 """
 
 import jax
