@@ -100,7 +100,7 @@ def known(state: MatmulState) -> MatmulState:
       True
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
-    if not isinstance(state.fingerprint, jax.core.Tracer):
+    if _at_hand(state.fingerprint):
         unknown = np.argwhere(np.asarray(state.fingerprint) != want)
         if len(unknown):
             row = state.rows[unknown[0][-1]]
@@ -119,3 +119,10 @@ def known(state: MatmulState) -> MatmulState:
         nonfinite_steps=nonfinite_steps,
         fingerprint=jnp.where(same, state.fingerprint, want),
     )
+
+
+def _at_hand(leaf: jax.Array | np.ndarray) -> bool:
+    """Whether this process can read the values of an array."""
+    if isinstance(leaf, jax.core.Tracer):
+        return False
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated

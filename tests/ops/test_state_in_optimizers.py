@@ -3,6 +3,8 @@
 Without fingerprints the state took part in the descent: adam's losses were 10.8, 2,327,018, 38,994,264.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import optax
 import pytest
 
 import jaxfp8 as fp8
+from jaxfp8.recipes._recipe import Row
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 K, B, STEPS = 8, 16, 5
@@ -95,3 +98,32 @@ def test_a_row_that_is_not_known_starts_anew(frozen):
     got, want = (jax.jit(fp8.value_and_grad(loss_fn))(W, state, X, Y) for state in (mixed, unset))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert float(got[0]) != float(jax.jit(fp8.value_and_grad(loss_fn))(W, warm, X, Y)[0])
+
+
+@pytest.mark.parametrize("devices", range(1, 129))
+def test_a_mean_of_equal_states_keeps_the_fingerprint(devices):
+    """As `jax.lax.pmean` of all variables takes it, in any order of its sum."""
+    for row in RECIPE.rows:
+        total = functools.reduce(np.add, [np.float32(row.fingerprint)] * devices)
+        assert total / np.float32(devices) == np.float32(row.fingerprint)
+
+
+def test_fingerprints_differ():
+    """Of every tensor, format, algorithm, margin and rounding that a recipe can name."""
+    quantizers = [
+        fp8.quantizers.Delayed(format=format, margin=margin, algorithm=algorithm, power_of_two=power_of_two)
+        for format in (fp8.E4M3, fp8.E5M2) for margin in (0, 1, 2, 3) for algorithm in ("max", "most_recent")
+        for power_of_two in (False, True)
+    ]  # fmt: skip
+    names = {Row(tensor, quantizer).fingerprint for tensor in "xwg" for quantizer in quantizers}
+    assert len(names) == 3 * len(quantizers)
+    assert all(1 <= name < 2 for name in names)
+
+
+def test_fingerprints_do_not_change():
+    """Files hold them. A change here makes every saved state one of another recipe."""
+    assert [row.fingerprint for row in fp8.recipes.delayed().rows] == [
+        1.6960906982421875,
+        1.992767333984375,
+        1.7618255615234375,
+    ]
