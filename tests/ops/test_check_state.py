@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from ops.saved_states import EDITS, FILES, Flax, fresh, recipe, step, trained
 
 import jaxfp8 as fp8
@@ -203,3 +204,24 @@ def test_repaired_states_lie_where_they_lay(explicit):
     with pytest.warns(UserWarning, match=r"scale\[1, 2\] = nan"):
         repaired = fp8.check_state(placed, like, repair=True)
     assert jax.tree.map(lambda leaf: leaf.sharding, repaired) == shardings
+
+
+def test_collections_and_variables():
+    """The trees of flax's models: a collection of linen, a State of nnx."""
+    x = jnp.ones((2, 8))
+    collection = fp8.linen.FP8Dense(4, recipe=RECIPE).init(jax.random.key(0), x)[fp8.linen.COLLECTION]
+    model = fp8.nnx.FP8Linear(8, 4, recipe=RECIPE, rngs=nnx.Rngs(0))
+    fp8.nnx.value_and_grad(lambda model, x: model(x).sum())(model, x)
+    states = nnx.state(model, fp8.nnx.FP8State)
+    for like in (collection, states, nnx.to_pure_dict(states)):
+        checked = fp8.check_state(like, like)
+        assert jax.tree.structure(checked) == jax.tree.structure(like)
+        jax.tree.map(np.testing.assert_array_equal, checked, like)
+        bad = jax.tree.map(lambda leaf: -leaf, like)
+        with pytest.raises(fp8.FP8StateError, match=r"(?s)1 fault.*_?(DotGeneral_0|dot_general).*fingerprint\[0\] = -1.*2 more rows"):
+            fp8.check_state(bad, like)
+        with pytest.warns(UserWarning, match="These rows were unset"):
+            nnx.update(model, fp8.check_state(bad, like, repair=True)) if like is states else (
+                fp8.check_state(bad, like, repair=True)
+            )
+    assert not states["dot_general"]["state"].get_value().scale.any()
