@@ -117,10 +117,22 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
         )
     if not recipe.rows:
         return ()
-    n, length = len(recipe.rows), recipe.rows[0].quantizer.history_length
-    # Three separate arrays: a donated buffer must not appear twice.
-    scale, history, nonfinite_steps = (jnp.zeros(shape, jnp.float32) for shape in (n, (n, length), n))
-    return MatmulState(scale, history, nonfinite_steps, None, recipe.rows)
+    return unset_state(recipe.rows)
+
+
+def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulState:
+    """The state of matmuls before their first step; `stacked`: the leading axes, of layers or experts.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> unset_state(fp8.recipes.delayed().rows, (4,)).amax_history.shape
+      (4, 3, 16)
+    """
+    shape = *stacked, len(rows)
+    # Separate arrays: a donated buffer must not appear twice.
+    scale, nonfinite_steps = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+    history = jnp.zeros((*shape, rows[0].quantizer.history_length), jnp.float32)
+    return MatmulState(scale, history, nonfinite_steps, None, rows)
 
 
 def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
