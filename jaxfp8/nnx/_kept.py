@@ -1,9 +1,10 @@
 """An error for quantizer state that a compiled function computes and then drops.
 
-Modules of nnx are pytrees, so `jax.jit` takes a model and gives its body a copy. What the body writes into the copy is lost,
-unless the body returns it. A trace cannot know what its function will return. The program that comes out of it does:
-`kept` marks an update, jax asks each operation of the finished program whether its results are used, and an unused mark
-becomes an operation that cannot be compiled.
+Modules of nnx are pytrees, so `jax.jit` takes a model and gives its body a copy. What the body
+writes into the copy is lost, unless the body returns it. A trace cannot know what its function will
+return. The program that comes out of it does: `kept` marks an update, jax asks each operation of
+the finished program whether its results are used, and an unused mark becomes an operation that
+cannot be compiled.
 """
 
 from collections.abc import Sequence
@@ -47,9 +48,10 @@ def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool]
 
 def _refuse(*_: Any, call: str) -> Sequence[Any]:
     raise FP8StateError(
-        f"{call} updated the quantizer state of a model inside a function that jax compiles, and that function returns nothing "
-        "of the update: it would be lost. jax.jit and other transformations of jax give the function a copy of the model. Use "
-        "those of nnx (nnx.jit), or return the model or nnx.state(model); or take value_and_grad(..., commit=False), return "
+        f"{call} updated the quantizer state of a model inside a function that jax compiles, and "
+        "that function returns nothing of the update: it would be lost. jax.jit and other "
+        "transformations of jax give the function a copy of the model. Use those of nnx (nnx.jit), "
+        "or return the model or nnx.state(model); or take value_and_grad(..., commit=False), return "
         "what was seen, and call fp8.nnx.commit(model, seen) outside."
     )
 

@@ -16,7 +16,8 @@ from jaxfp8.recipes._recipe import Recipe
 class FP8State(nnx.Variable[MatmulState]):
     """The quantizer state of one matmul.
 
-    An abstract state, as `nnx.eval_shape` makes it, becomes a fresh one: a checkpoint of parameters says nothing about it.
+    An abstract state, as `nnx.eval_shape` makes it, becomes a fresh one: a checkpoint of parameters
+    says nothing about it.
 
     Example:
       >>> from flax import nnx
@@ -28,7 +29,8 @@ class FP8State(nnx.Variable[MatmulState]):
 
     @classmethod
     def _new(cls, value: Any, metadata: dict[str, Any]) -> Any:
-        # flax builds each Variable here that no constructor builds. nnx.jit would refuse an abstract one.
+        # flax builds each Variable here that no constructor builds. nnx.jit would refuse an
+        # abstract one.
         return super()._new(concrete(value), metadata)
 
 
@@ -41,7 +43,8 @@ def new_state(recipe: Recipe) -> FP8State | None:
 def holds_state(path: tuple[Any, ...], value: Any) -> bool:
     """A filter of nnx: Variables that hold the state of a matmul.
 
-    `nnx.bridge.ToNNX` gives the states of a linen model a Variable type that flax makes from the name of their collection.
+    `nnx.bridge.ToNNX` gives the states of a linen model a Variable type that flax makes from the
+    name of their collection.
     """
     del path
     return isinstance(value, nnx.Variable) and isinstance(value.get_raw_value(), MatmulState)

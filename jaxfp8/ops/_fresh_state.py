@@ -12,10 +12,10 @@ from jaxfp8.ops._state import MatmulState, is_state, unset_state
 
 
 def fresh_like(state: MatmulState) -> MatmulState:
-    """The state before the first step, stacked, frozen and placed as a given one, which may be abstract.
+    """The state before the first step, stacked, frozen and placed as a given one, or an abstract one.
 
-    A leaf without a sharding becomes a numpy array: it fits a mesh of any size, and a checkpoint library that takes it for
-    a target does not put what it restores on one device.
+    A leaf without a sharding becomes a numpy array: it fits a mesh of any size, and a checkpoint
+    library that takes it for a target does not put what it restores on one device.
 
     Example:
       >>> import jax
@@ -25,7 +25,8 @@ def fresh_like(state: MatmulState) -> MatmulState:
       array([0., 0., 0.], dtype=float32)
     """
     with jax.ensure_compile_time_eval():  # arrays, also while a function is traced
-        fresh = dataclasses.replace(unset_state(state.rows, state.scale.shape[:-1]), frozen=state.frozen)
+        fresh = unset_state(state.rows, state.scale.shape[:-1])
+        fresh = dataclasses.replace(fresh, frozen=state.frozen)
         return jax.tree.map(_placed, fresh, state)
 
 
@@ -43,14 +44,18 @@ def _of_an_abstract_mesh(sharding: jax.sharding.Sharding) -> bool:
 def concrete(tree: PyTree) -> PyTree:
     """The same tree, with a fresh state in place of each abstract one.
 
-    An abstract state, made by `jax.eval_shape`, has seen nothing yet: a fresh one is what it stands for. On devices that this
-    process can only compile for, it stays abstract.
+    An abstract state, made by `jax.eval_shape`, has seen nothing yet: a fresh one is what it stands
+    for. On devices that this process can only compile for, it stays abstract.
 
     Example:
       >>> concrete(())
       ()
     """
-    return jax.tree.map(lambda n: fresh_like(n) if is_state(n) and _can_be_made(n) else n, tree, is_leaf=is_state)
+
+    def one(node: Any) -> Any:
+        return fresh_like(node) if is_state(node) and _can_be_made(node) else node
+
+    return jax.tree.map(one, tree, is_leaf=is_state)
 
 
 def _can_be_made(state: MatmulState) -> bool:
@@ -59,7 +64,7 @@ def _can_be_made(state: MatmulState) -> bool:
 
 
 def _exists(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether its devices run programs: those of a topology that is only compiled for belong to no backend."""
+    """Whether its devices run programs. Those that are only compiled for belong to no backend."""
     if sharding is None or _of_an_abstract_mesh(sharding):
         return True
     backends = jax.extend.backend.backends().values()

@@ -1,6 +1,7 @@
 """Models of `nnx.eval_shape`: parameters come from a checkpoint, quantizer state starts fresh.
 
-Before, a forward pass raised "'ShapeDtypeStruct' object is not subscriptable", and nnx.jit "not a valid JAX type".
+Before, a forward pass raised "'ShapeDtypeStruct' object is not subscriptable", and nnx.jit "not a
+valid JAX type".
 """
 
 import types
@@ -79,7 +80,7 @@ def test_tree_mode():
 
 
 def test_a_bridged_model_starts_fresh_too():
-    """flax chooses the type of its Variables: they are fresh after the first step outside of nnx.jit."""
+    """flax chooses the type of its Variables, so the first step has to be outside of nnx.jit."""
 
     def abstract():
         model = Bridged()

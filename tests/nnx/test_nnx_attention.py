@@ -1,7 +1,7 @@
 """`nnx.MultiHeadAttention`: a plug by class is refused, and what the message names instead works.
 
-flax makes a new object of `dot_general_cls` at each call. Before, the error of a training step advised the call that was made:
-"Use ... fp8.nnx.value_and_grad".
+flax makes a new object of `dot_general_cls` at each call. Before, the error of a training step
+advised the call that was made: "Use ... fp8.nnx.value_and_grad".
 """
 
 import functools
@@ -89,7 +89,8 @@ def test_a_new_layer_inside_a_loss_is_refused_and_one_outside_is_not():
 
     with pytest.raises(fp8.FP8StateError, match="made while a loss was running"):
         fp8.nnx.value_and_grad(loss)(attention(), X)
-    # The error does not outlive its loss, and a layer without state keeps nothing that could be lost.
+    # The error does not outlive its loss, and a layer without state keeps nothing that could be
+    # lost.
     assert step(plugged(), X)[0] > 0
     stateless = attention(qkv_dot_general_cls=lambda: fp8.nnx.FP8DotGeneral(fp8.recipes.current()))
     assert step(stateless, X)[0] > 0

@@ -1,7 +1,9 @@
-"""`nnx.bridge`: linen layers in nnx models, and nnx layers in linen models, compute what the layers themselves compute.
+"""`nnx.bridge`: linen layers in nnx models, and nnx layers in linen models, compute what the layers
+themselves compute.
 
-Before, `fp8.nnx.value_and_grad` found no state in `nnx.bridge.ToNNX` and raised "Use ... fp8.nnx.value_and_grad": flax gives
-the states a Variable type of its own, made from the name of their collection.
+Before, `fp8.nnx.value_and_grad` found no state in `nnx.bridge.ToNNX` and raised "Use ...
+fp8.nnx.value_and_grad": flax gives the states a Variable type of its own, made from the name of
+their collection.
 """
 
 import jax

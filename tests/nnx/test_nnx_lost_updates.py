@@ -1,7 +1,8 @@
-"""Updates of quantizer state inside compiled functions: kept, or refused where the function drops them.
+"""Updates of quantizer state inside compiled functions: kept, or refused where the function drops
+them.
 
-jax.jit gives its function a copy of a model. Before, the states of the model outside stayed unset (scale [0, 0, 0]) for ever,
-and nothing said so.
+jax.jit gives its function a copy of a model. Before, the states of the model outside stayed unset
+(scale [0, 0, 0]) for ever, and nothing said so.
 """
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.interpreters import partial_eval
 
 import jaxfp8 as fp8
 
@@ -153,7 +155,8 @@ def test_shard_map_may_return_the_model(jit):
     want = layer()
     step(want, X)
     got = jit(on_mesh(lambda m, x: (step(m, x), m)[1], jax.P()))(layer(), X)
-    # Rows of x and w. Each device has a mean of its own, so gradients differ from those of the whole batch.
+    # Rows of x and w. Each device has a mean of its own, so gradients differ from those of the
+    # whole batch.
     np.testing.assert_array_equal(state_of(got).amax_history[:2], state_of(want).amax_history[:2])
     assert state_of(got).scale.all()
 
@@ -201,3 +204,10 @@ def test_a_transformation_of_jax_inside_the_loss(inner):
     nnx.jit(fp8.nnx.value_and_grad(transform))(model, X)
     step(want, X)
     np.testing.assert_array_equal(state_of(model).amax_history[:2], state_of(want).amax_history[:2])
+
+
+def test_a_lost_update_stays_one_when_dead_code_is_removed_again():
+    jaxpr = jax.make_jaxpr(lambda model: step(model, X)[0])(layer()).jaxpr
+    for _ in range(2):
+        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True])
+        assert "fp8_lost" in str(jaxpr)
