@@ -30,12 +30,12 @@ from jaxfp8.ops._commit import nothing_seen as nothing_seen
 from jaxfp8.ops._dot import dot as dot
 from jaxfp8.ops._dot_general import dot_general as dot_general
 from jaxfp8.ops._einsum import einsum as einsum
+from jaxfp8.ops._probes import fork as fork
 from jaxfp8.ops._prologue_quantize import rms_norm_quantize as rms_norm_quantize
 from jaxfp8.ops._prologue_quantize import swiglu_quantize as swiglu_quantize
 from jaxfp8.ops._quantize import fake_quantize as fake_quantize
 from jaxfp8.ops._quantize import quantize as quantize
 from jaxfp8.ops._state import MatmulState as MatmulState
-from jaxfp8.ops._state import fork as fork
 from jaxfp8.ops._state import freeze as freeze
 from jaxfp8.ops._state import init_state as init_state
 from jaxfp8.ops._state_specs import state_specs as state_specs

@@ -12,6 +12,7 @@ from flax.core import meta
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8.ops._check_state import check_state
+from jaxfp8.ops._fresh_state import concrete
 from jaxfp8.ops._state import LEAVES, MatmulState, init_state
 from jaxfp8.recipes._recipe import Recipe
 
@@ -36,7 +37,7 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
             f"returned; under nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
         )
     state = module.variable(COLLECTION, _NAME, init_state, recipe).value
-    return meta.unbox(state)
+    return concrete(meta.unbox(state))
 
 
 def _to_state_dict(state: MatmulState) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from typing import Any
 
 from flax import nnx
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import Implementations
-from jaxfp8.nnx._state import new_state
+from jaxfp8.nnx._state import in_a_loss, new_state
 from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
+from jaxfp8.ops._fresh_state import concrete
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.recipes._presets import delayed
 from jaxfp8.recipes._recipe import Recipe
@@ -17,7 +19,11 @@ from jaxfp8.sharding._shard import Shard
 
 
 class AbstractFP8Matmul(nnx.Module):
-    """A recipe, and the state of the one matmul that it is for: give each layer its own."""
+    """A recipe, and the state of the one matmul that it is for: give each layer its own.
+
+    Layers that share one object are tied: one state, whose amax is the largest of theirs, at most
+    1/8 above.
+    """
 
     def __init__(
         self,
@@ -34,10 +40,28 @@ class AbstractFP8Matmul(nnx.Module):
         self.rhs_shard = rhs_shard
         self.implementation = implementation
         self.state = nnx.data(new_state(self.recipe))
+        self.made_in_a_loss = in_a_loss()
 
     @property
     def matmul_state(self) -> MatmulState | tuple[()]:
-        return () if self.state is None else self.state.get_value()
+        """The state, for one matmul.
+
+        Raises:
+          FP8StateError: if it would be lost, because a layer made this object while a loss was
+            running.
+        """
+        if self.state is None:
+            return ()
+        if self.made_in_a_loss:
+            raise FP8StateError(
+                f"a {type(self).__name__} with the state of recipe {self.recipe.name!r} was made "
+                "while a loss was running, so its state would be lost after the call. flax does so "
+                "for dot_general_cls= (qkv_dot_general_cls=, out_dot_general_cls=) at every call. "
+                "Build the layer without it, then give it an object of its own: layer.dot_general = "
+                "nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For nnx.MultiHeadAttention do so for each "
+                "of its layers query, key, value and out."
+            )
+        return concrete(self.state.get_value())
 
 
 class FP8DotGeneral(AbstractFP8Matmul):

@@ -1,13 +1,23 @@
 """Where nnx layers keep quantizer state: Variables of a type of their own, which optimizers over Param leave alone."""
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
 from flax import nnx
 
+from jaxfp8._typing import PyTree
+from jaxfp8.ops._fresh_state import concrete
 from jaxfp8.ops._state import MatmulState, init_state
 from jaxfp8.recipes._recipe import Recipe
 
 
 class FP8State(nnx.Variable[MatmulState]):
     """The quantizer state of one matmul.
+
+    An abstract state, as `nnx.eval_shape` makes it, becomes a fresh one: a checkpoint of parameters
+    says nothing about it.
 
     Example:
       >>> from flax import nnx
@@ -17,8 +27,47 @@ class FP8State(nnx.Variable[MatmulState]):
       >>> states = nnx.state(layer, FP8State)
     """
 
+    @classmethod
+    def _new(cls, value: Any, metadata: dict[str, Any]) -> Any:
+        # flax builds each Variable here that no constructor builds. nnx.jit would refuse an
+        # abstract one.
+        return super()._new(concrete(value), metadata)
+
 
 def new_state(recipe: Recipe) -> FP8State | None:
     """A Variable with the unset state of one matmul; None for a recipe without state."""
     state = init_state(recipe)
     return FP8State(state) if isinstance(state, MatmulState) else None
+
+
+def holds_state(path: tuple[Any, ...], value: Any) -> bool:
+    """A filter of nnx: Variables that hold the state of a matmul.
+
+    `nnx.bridge.ToNNX` gives the states of a linen model a Variable type that flax makes from the
+    name of their collection.
+    """
+    del path
+    return isinstance(value, nnx.Variable) and isinstance(value.get_raw_value(), MatmulState)
+
+
+def states_of(model: Any) -> PyTree:
+    """The quantizer states of a model, none of them abstract."""
+    return concrete(nnx.state(model, holds_state))
+
+
+_differentiating = contextvars.ContextVar("_differentiating", default=False)
+
+
+@contextlib.contextmanager
+def differentiating() -> Iterator[None]:
+    """While a loss runs: a layer that is made in it keeps no state."""
+    token = _differentiating.set(True)
+    try:
+        yield
+    finally:
+        _differentiating.reset(token)
+
+
+def in_a_loss() -> bool:
+    """Whether a loss runs that `fp8.nnx.value_and_grad` differentiates."""
+    return _differentiating.get()

@@ -7,8 +7,10 @@ from typing import Any
 from flax import nnx
 
 from jaxfp8._typing import PyTree
-from jaxfp8.nnx._state import FP8State
+from jaxfp8.nnx._kept import kept
+from jaxfp8.nnx._state import differentiating, holds_state, states_of
 from jaxfp8.ops._commit import commit as commit_seen
+from jaxfp8.ops._fresh_state import concrete
 from jaxfp8.ops._value_and_grad import value_and_grad as functional_value_and_grad
 
 
@@ -35,6 +37,11 @@ def value_and_grad(
       that the loss changes (batch statistics, random streams, metrics), of the model or of other nnx objects among the
       arguments, is updated too. An object must not be part of both the model and an argument.
 
+    Raises:
+      FP8StateError: by jax, for a compiled function that updates a model and drops the update.
+        `jax.jit` gives its function a copy of a model: use `nnx.jit`, or return the model or
+        `nnx.state(model)`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -54,7 +61,8 @@ def value_and_grad(
             # copy: Variables of this trace, so that what the loss writes does not leak out of it.
             inner = nnx.merge(graphdef, params, states, rest, copy=True)
             inner_args, inner_kwargs = nnx.merge(given, objects, arrays, copy=True)
-            out = loss_fn(inner, *inner_args, **inner_kwargs)
+            with differentiating():
+                out = loss_fn(inner, *inner_args, **inner_kwargs)
             loss, aux = out if has_aux else (out, None)
             _, (changed_objects, _) = _split_arguments(inner_args, inner_kwargs)
             return loss, (aux, _split(inner, wrt)[1][2], changed_objects)
@@ -66,7 +74,7 @@ def value_and_grad(
         value = (loss, aux) if has_aux else loss
         if not commit:
             return value, grads, new
-        nnx.update(model, new)
+        nnx.update(model, kept(new, "fp8.nnx.value_and_grad"))
         return value, grads
 
     return wrapped
@@ -74,9 +82,9 @@ def value_and_grad(
 
 def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
     """The graph of a model; its parameters, quantizer states and the rest."""
-    graphdef, *parts = nnx.split(model, wrt, FP8State, ...)
-    params, states, rest = parts
-    return graphdef, (params, states, rest)
+    graphdef, *parts = nnx.split(model, holds_state, wrt, ...)
+    states, params, rest = parts
+    return graphdef, (params, concrete(states), rest)
 
 
 def _split_arguments(*arguments: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
@@ -93,6 +101,10 @@ def commit(model: Any, seen: PyTree) -> None:
       model: an nnx module.
       seen: from `fp8.nnx.value_and_grad(..., commit=False)`, merged with `fp8.merge_seen`.
 
+    Raises:
+      FP8StateError: by jax, for a compiled function that drops the update, as in
+        `fp8.nnx.value_and_grad`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
@@ -104,4 +116,4 @@ def commit(model: Any, seen: PyTree) -> None:
       >>> float(layer.dot_general.state.get_value().amax_history[0, -1])
       3.0
     """
-    nnx.update(model, commit_seen(nnx.state(model, FP8State), seen))
+    nnx.update(model, kept(commit_seen(states_of(model), seen), "fp8.nnx.commit"))

@@ -20,7 +20,8 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._identity import check_layout, explained, known
 from jaxfp8.ops._ledger import decode
-from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, map_states, with_probes, without_probes, zero_ledgers
+from jaxfp8.ops._probes import with_probes, without_probes, zero_ledgers
+from jaxfp8.ops._state import MatmulState, SeenAmax, is_state, map_states
 from jaxfp8.sharding._amax import check_axes, manual_axes, pmax, types_tell, varying
 
 

@@ -1,0 +1,68 @@
+"""An error for quantizer state that a compiled function computes and then drops.
+
+Modules of nnx are pytrees, so `jax.jit` takes a model and gives its body a copy. What the body
+writes into the copy is lost, unless the body returns it. A trace cannot know what its function will
+return. The program that comes out of it does: `kept` marks an update, jax asks each operation of
+the finished program whether its results are used, and an unused mark becomes an operation that
+cannot be compiled.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, partial_eval
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import PyTree
+
+_kept_p = Primitive("fp8_kept")  # the identity
+_kept_p.multiple_results = True
+_lost_p = Primitive("fp8_lost")  # what is left of a mark that nobody used
+_lost_p.multiple_results = True
+
+
+def kept(tree: PyTree, call: str) -> PyTree:
+    """The same arrays. A compiled function that drops all of them raises.
+
+    Args:
+      tree: arrays.
+      call: what made them, for the message.
+
+    Raises:
+      FP8StateError: when the function is compiled, by jax.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return tree
+    return jax.tree.unflatten(structure, _kept_p.bind(*leaves, call=call))
+
+
+def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    eqn = arguments[-1]  # newer jax has one more argument before it
+    if any(used):
+        return [True] * len(eqn.invars), eqn
+    return [False] * len(eqn.invars), eqn.replace(primitive=_lost_p, invars=[], outvars=[])
+
+
+def _refuse(*_: Any, call: str) -> Sequence[Any]:
+    raise FP8StateError(
+        f"{call} updated the quantizer state of a model inside a function that jax compiles, and "
+        "that function returns nothing of the update: it would be lost. jax.jit and other "
+        "transformations of jax give the function a copy of the model. Use those of nnx (nnx.jit), "
+        "or return the model or nnx.state(model); or take value_and_grad(..., commit=False), return "
+        "what was seen, and call fp8.nnx.commit(model, seen) outside."
+    )
+
+
+_kept_p.def_impl(lambda *leaves, call: list(leaves))
+_kept_p.def_abstract_eval(lambda *leaves, call: list(leaves))
+mlir.register_lowering(_kept_p, lambda ctx, *leaves, call: list(leaves))
+batching.primitive_batchers[_kept_p] = lambda leaves, axes, call: (_kept_p.bind(*leaves, call=call), axes)
+partial_eval.dce_rules[_kept_p] = _keep_or_mark_as_lost
+
+_lost_p.def_impl(_refuse)
+_lost_p.def_abstract_eval(lambda *, call: [])
+mlir.register_lowering(_lost_p, _refuse)
+partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])  # later passes leave it
