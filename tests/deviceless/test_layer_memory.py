@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from targets import topology
 
 import jaxfp8 as fp8
-from jaxfp8.ops._state import with_probes, zero_ledgers
+from jaxfp8.ops._probes import with_probes, zero_ledgers
 
 pytestmark = [
     pytest.mark.deviceless,

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,3 +123,12 @@ def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     np.testing.assert_allclose(result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING)
+
+
+def test_states_of_several_processes_are_checked(tmp_path):
+    """No process holds all values of a state that is split over a pipeline."""
+    script = Path(__file__).parent / "restored_by_processes.py"
+    for written in run_together(script, processes=2, cwd=tmp_path, seconds=180):
+        assert "refused True" in written
+        assert "warned 1 unset True in place True" in written
+        assert "checked (4, 3)" in written

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.ops._state import with_probes, zero_ledgers
+from jaxfp8.ops._probes import with_probes, zero_ledgers
 
 M, K, N = 64, 32, 16
 F8, BF16 = "float8_e4m3fn", "bfloat16"
