@@ -56,9 +56,18 @@ def test_an_edit_is_refused_or_repaired(file, edit, tmp_path):
         if not edit.startswith((f"{name}, ", f"{name} 1, ")):
             continue
         assert (~kept).sum() == 1, "one bad row, one reset"
+
+
+def test_a_repaired_state_trains():
+    """Its unset rows take the amaxes of their tensors; after the step all are set."""
+    saved, like = trained(RECIPE, STEPS), fresh(RECIPE)
+    bad = EDITS["stack 1, g: scale nan"](EDITS["one, x: slot 3 inf"](saved))
+    with pytest.warns(UserWarning, match="2 faults"):
+        repaired = fp8.check_state(bad, like, repair=True)
     value, grads, after = step(RECIPE)(repaired)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((value, grads)))
     assert all(s.scale.all() for s in after.values())
+    fp8.check_state(after, like)
 
 
 OTHERS = {
