@@ -35,6 +35,11 @@ def test_along_another_axis(way, layers, axis):
         train(way, layers, axis)
 
 
+def test_the_matmul_names_the_axis_that_was_mapped():
+    with pytest.raises(fp8.FP8StateError, match=r"ledger has shape \[3, 3\] in this call, not \[1024, 3\]"):
+        train("nn.scan", 3, 1)
+
+
 @pytest.mark.parametrize("axis", [2, -3])
 @pytest.mark.parametrize("way", WAYS)
 def test_along_an_axis_that_a_scale_has_not(way, axis):

@@ -113,6 +113,35 @@ def test_stacked_not_indexed(state):
         loss(W, stacked(state), X)
 
 
+LAYOUTS = {
+    "layers last": (
+        lambda s: jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), stacked(s, 5)),
+        "last axis must hold",
+    ),
+    "history of 16": (lambda s: dataclasses.replace(s, amax_history=jnp.zeros((3, 16))), r"must have \[3, 4\]"),
+    "5 rows of history": (lambda s: dataclasses.replace(s, amax_history=jnp.zeros((5, 4))), r"must have \[3, 4\]"),
+    "one count": (lambda s: dataclasses.replace(s, nonfinite_steps=jnp.zeros(())), "nonfinite_steps has shape"),
+    "bfloat16": (lambda s: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), s), "dtype bfloat16"),
+    "float16 history": (
+        lambda s: dataclasses.replace(s, amax_history=s.amax_history.astype(jnp.float16)),
+        "dtype float16",
+    ),
+    "types": (lambda s: jax.eval_shape(lambda: s), "has no values"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_arrays_that_are_no_state_s(state, layout):
+    """A history of 4 under a recipe of 16 was kept, and 5 rows lost 2 of them."""
+    change, match = LAYOUTS[layout]
+    bad, seen = change(state), fp8.nothing_seen(state)
+    seen = dataclasses.replace(seen, amax=jnp.zeros(bad.scale.shape))
+    uses = [lambda: fp8.value_and_grad(loss)(W, bad, X), lambda: fp8.commit(bad, seen)]
+    for use in (*uses, *([] if layout == "layers last" else [lambda: loss(W, bad, X)])):
+        with pytest.raises(fp8.FP8StateError, match=match):
+            use()
+
+
 def test_given_to_a_recipe_without_state(state):
     with pytest.raises(fp8.FP8StateError, match="'current' has no state, got MatmulState"):
         loss(W, state, X, fp8.recipes.current())
