@@ -11,9 +11,9 @@ EXPECTED = {
     "jaxfp8": """
         E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock QuantizedTensor quantize fake_quantize scaled_matmul
         dot_general dot einsum save_fp8_residuals SwiGLU RMSNorm rms_norm_quantize swiglu_quantize
-        init_state check_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs MatmulState FP8StateError
-        Recipe Operands Implementations Timings autotune compiler_options roofline assert_fp8_gemms
-        recipes quantizers sharding comms linen nnx
+        init_state check_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs
+        MatmulState FP8StateError Recipe Operands Implementations Timings autotune compiler_options
+        roofline assert_fp8_gemms recipes quantizers sharding comms linen nnx
     """,
     "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral COLLECTION state_specs",
     "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit",

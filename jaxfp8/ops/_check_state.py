@@ -20,31 +20,33 @@ _SHOWN = 10  # faults that a message lists
 
 
 def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
-    """The state, if it can be one of this model's: for what comes from Orbax, npz, msgpack or any other file.
+    """The state, if it can be one of this model's: for what Orbax, npz or any other file gave back.
 
-    Checked are tree, shapes and dtypes; the fingerprint of each row, so that a state of another format, margin,
-    algorithm or history length is found; and that its values are such as steps leave behind: scales that are unset or
-    those which the amaxes of their history ask for, histories without negative or non-finite entries.
+    Four things are checked: the tree; shapes and dtypes; the fingerprint of each row, which finds a
+    state of another format, margin, algorithm or tensor; and values. A scale must be unset, or the one
+    that the amaxes of its history ask for. A history must be finite and not negative.
 
-    Two edits of a file pass, because steps can leave the same: other amaxes with the scale that belongs to them, and,
-    where a history is full, a scale up to 2^20 above what its history asks for (an entry that large may have left
-    it just now). Both last until the next commit.
+    Two edits of a file pass, because a step can leave the same. The first is a history whose scale
+    was changed with it. The second is a scale up to 2^20 above what a full history asks for: an
+    entry that large may just have left it. Both last until the next commit.
 
     Args:
-      state: what was restored: a tree of states, or of dicts of their arrays as files without a target give them.
-      like: a fresh state tree of the model: what `fp8.init_state` or the model's `init` returned, or its types
+      state: what was restored: a tree of states, or of dicts of their arrays, as a file that is read
+        without a target gives them.
+      like: a fresh state tree of the model, from `fp8.init_state` or the model's `init`, or its types
         (`jax.eval_shape`). Its layers may have different recipes.
-      repair: unset the bad rows, and warn which. The next step takes the current amaxes of their tensors, as a first
-        step does. A state whose arrays have another shape is unset as a whole.
+      repair: unset the bad rows, and warn which. The next step takes the current amaxes of their
+        tensors, as a first step does. A state whose arrays have other shapes is unset as a whole.
 
     Returns:
       The tree of `like` with the arrays of `state`.
 
     Raises:
-      FP8StateError: naming each array, its value and the cure; for trees that differ, also with `repair=True`.
+      FP8StateError: naming each array, its value and the cure. For trees that differ, also with
+        `repair=True`.
 
     Warns:
-      UserWarning: with `repair=True`, listing what was reset.
+      UserWarning: with `repair=True`, listing what was unset.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -1,7 +1,8 @@
 """Whether a state is what a matmul takes it for, where it is used.
 
-`check_layout` reads shapes and dtypes, while tracing. `known` compares fingerprints: of arrays at hand it raises; in a
-compiled step nothing can raise any more, and a row that is not known starts anew, as an unset one.
+`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. If
+the values can be read, it raises. A compiled step cannot raise, so there a row with a wrong
+fingerprint becomes unset.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ STACKING = (
 def check_layout(state: MatmulState) -> None:
     """Raise FP8StateError unless all arrays have the shapes and the dtype of a state, with rows last.
 
-    No shape tells 3 layers from 3 rows. There the ledger tells: see `_ledger.py`, and `explained` below.
+    No shape tells 3 layers from 3 rows. There the ledger tells: see `_ledger.py`, and `explained`
+    below.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -87,8 +89,8 @@ def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
 def known(state: MatmulState) -> MatmulState:
     """The state, of which every row belongs to the tensor and the quantizer that its static fields name.
 
-    A row whose fingerprint is another one was saved with another recipe, or changed by arithmetic: by an optimizer
-    whose parameters held the state, for instance.
+    A row whose fingerprint is another one was saved with another recipe, or changed by arithmetic:
+    by an optimizer whose parameters held the state, for instance.
 
     Raises:
       FP8StateError: for such a row in an array at hand. Behind a tracer it becomes unset.

@@ -6,9 +6,10 @@ never empties a bin, hence the highest bin is always right. Within a bin a singl
 is cut off at the bin's upper edge, at most 1/8 above the true maximum and never below it. Edges lie at eighths of an octave,
 so that all amaxes of a bin ask for the same power-of-two multiplier (448 and 57344 are 1.75 times a power of two).
 
-Bins come before rows, [..., BINS, R]. A loss that maps or scans states over an axis behind their leading ones, which
-`commit` would take for rows, meets an axis of 1024 there, and JAX or the matmul refuses, even where layers and rows are
-equally many and no other shape can tell.
+Bins come before rows, [..., BINS, R]. States must be stacked along leading axes; `commit` would take
+another axis for rows. A loss that maps states over another axis meets the axis of 1024 bins instead
+of its layers, so JAX or the matmul refuses. This works even if layers and rows are equally many, where
+no shape of the state itself can tell.
 """
 
 import functools

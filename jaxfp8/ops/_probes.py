@@ -21,8 +21,8 @@ _split.defvjp(lambda ledger: ((ledger, ledger), None), lambda _, cotangents: (jn
 def fork(state: PyTree) -> tuple[PyTree, PyTree]:
     """Two handles on one state, for a layer that is used twice: their amaxes are joined by an exact maximum.
 
-    Without it amaxes of several uses meet in a sum of ledgers, whose maximum is never below the true one and at most 1/8
-    above. In a loop, carry one handle and use the other.
+    Without it amaxes of several uses meet in a sum of ledgers, whose maximum is never below the
+    true one and at most 1/8 above. In a loop, carry one handle and use the other.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -48,8 +48,8 @@ class MatmulState:
       scale: f32[..., R], multiplies stored values back to real ones; 0 = unset.
       amax_history: f32[..., R, H]; slot 0 is the staging slot, slots 1 to H-1 run from oldest to newest.
       nonfinite_steps: f32[..., R], steps whose amax was inf or NaN.
-      fingerprint: f32[..., R], names the tensor and the quantizer of each row (`Row.fingerprint`): a saved state holds
-        arrays only, and this one says what the others belong to. Never 0, and no step changes it.
+      fingerprint: f32[..., R], names the tensor and the quantizer of each row (`Row.fingerprint`).
+        A saved state holds arrays only; this one says what the others belong to. No step changes it.
       probe: None except inside a differentiated loss.
       rows: what each of the R rows follows, and by which policy (static).
       frozen: scales are fixed and nothing is collected (static).

@@ -1,8 +1,12 @@
-"""What no run of delayed scaling leaves behind: faults of rows that come from a file.
+"""Faults of rows that come from a file: what no run of delayed scaling leaves behind.
 
-Steps keep these invariants (numerics of `Delayed.update`): an amax that enters the history is finite and at least
-2^-126; the staging slot is 0 between steps; entries fill the history from its newest end; a scale is unset exactly as
-long as the history is empty; and it is the one that the largest entry asks for, or the entry that was last rotated out.
+Between steps `Delayed.update` keeps these invariants:
+
+- An amax in the history is finite and at least 2^-126.
+- The staging slot is 0.
+- Entries fill the history from its newest end, without gaps.
+- A scale is unset if and only if the history is empty.
+- A scale is the one that the largest entry asks for, or the entry that was last rotated out.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """Six ways to stack layers along an axis, and what their states must be: delayed scaling unrolled in NumPy.
 
-`scan` chains the layers, `vmap` runs them beside each other. Data are small integers and scales powers of two, so that no
-sum rounds and every state is exact.
+`scan` chains the layers, `vmap` runs them beside each other. Data are small integers and scales
+powers of two, so that no sum rounds and every state is exact.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """States of several layers lie along their first axis: exact there, refused along any other.
 
-Until there were fingerprints and ledgers [..., BINS, R], 3 layers stacked along axis 1 committed the rows of one layer for
-those of three: scales up to 128 times too large or too small, and no error.
+Until there were fingerprints and ledgers [..., BINS, R], 3 layers stacked along axis 1 committed
+the rows of one layer for those of three: scales up to 128 times too large or too small, and no
+error.
 """
 
 import jax

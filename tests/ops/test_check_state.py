@@ -1,7 +1,8 @@
 """No edit of a saved state trains on: it is refused, or its rows are unset and a warning says which.
 
-Before there was a check, one inf in a restored history set the scale to 1 for H steps, and every gradient below 2^-17
-became 0; a scale of 1e30 and a negative history trained on as well.
+Before there was a check, one inf in a restored history set the scale to 1 for H steps, and every
+gradient below 2^-17 became 0 (`jnp.abs(grads).max()` 3.8e-6, 0, 0, 0). A scale of 1e30 and a negative
+history trained on as well.
 """
 
 import jax

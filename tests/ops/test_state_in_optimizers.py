@@ -1,6 +1,7 @@
 """An optimizer whose parameters hold quantizer state cannot ruin the run: rows that it changed are unset.
 
-Without fingerprints the state took part in the descent: adam's losses were 10.8, 2,327,018, 38,994,264.
+Without fingerprints the state took part in the descent: adam's losses were 10.8, 2,327,018,
+38,994,264.
 """
 
 import functools
