@@ -120,19 +120,23 @@ def dot_general(
     if bias is not None:
         bias = check_bias(bias, tuple(shapes[1][axis] for axis in (*dimension_numbers[1][1], *plain.rhs_kept)))
     state = _check_state(state, recipe)
+
+    def high_precision() -> Array:
+        x, w = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
+        return lax.dot_general(x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+
     if recipe.is_identity:
         if implementation is not None:
             raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
-        lhs, rhs = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
-        y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-        return add_bias(y, bias, plain)
+        return add_bias(high_precision(), bias, plain)
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     probe = state.probe if state else None
     view = None if recipe.tile is None else tile_view(*shapes, dimension_numbers, recipe.tile)
     x, w = (lhs, rhs) if view is None else (view.lhs(lhs), view.rhs(rhs))
+    x_placed, w_placed = x_shard, w_shard
     if view is not None:
-        x_shard = x_shard and dataclasses.replace(x_shard, axis=view.lhs_axis(x_shard.axis))
-        w_shard = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
+        x_placed = x_shard and dataclasses.replace(x_shard, axis=view.lhs_axis(x_shard.axis))
+        w_placed = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
     call = Call(
         recipe=recipe,
         geometry=plain if view is None else geometry(view.dimension_numbers, x.ndim, w.ndim),
@@ -144,7 +148,7 @@ def dot_general(
         all_set=probe.all_set if probe else False,
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
         types_tell=types_tell(),
-        shards=(("x", x_shard), ("w", w_shard), ("g", None)),
+        shards=(("x", x_placed), ("w", w_placed), ("g", None)),
         implementations=_implementations(implementation),
         prologue=prologue,
     )
@@ -154,7 +158,7 @@ def dot_general(
     if view is not None and bias is not None:
         bias = view.bias(bias)
     y = three_matmuls(call, x, w, bias, state.scale if state else None, probe.ledger if probe else None, operands)
-    return y if view is None else view.result(y, out_sharding)
+    return y if view is None else view.result(y, out_sharding, high_precision)
 
 
 def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:
