@@ -168,7 +168,9 @@ def _concrete(given: ArrayLike) -> list[np.ndarray]:
 
     By NumPy. Inside of `jax.jit` or `jax.checkpoint` JAX traces what is done to an array, even to one that is known.
     """
-    if not isinstance(given, jax.Array) and hasattr(given, "__jax_array__"):  # a variable of nnx
+    if not isinstance(given, jax.Array) and hasattr(
+        given, "__jax_array__"
+    ):  # what holds an array, as nnx.Variable does
         given = given.__jax_array__()
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
         return []

@@ -49,6 +49,7 @@ MERGES = [
     ((4, 4, 3), P(None, "tensor", None), (2, 1, 1), (1, 2), P(None, "tensor")),
     ((4, 4, 3), P(None, "tensor", None), (2, 1, 1), (2, 1), P(None, None)),  # JAX's rule refuses it
     ((1, 4, 3), P("fsdp", "data", None), (2, 1, 1), (2, 1), P("data", None)),
+    ((1, 4, 3), P(None, "data", "tensor"), (2, 1, 1), (3,), P("data")),  # this, too
     ((2, 4, 4, 2), P("data", None, "fsdp", None), (2, 2, 1), (2, 2), P("data", "fsdp")),  # and two at once
     ((4, 4, 3), P("data", None, None), (2, 1, 1), (1, 2, 0), P("data", None, None)),
     ((2, 4, 3), P("data", "fsdp", None), (2, 2, 1), (2, 1), P(("data", "fsdp"), None)),  # by JAX's rule

@@ -100,10 +100,23 @@ def test_a_float64_that_float32_cannot_hold():
         jax.jit(cast(np.float64(1e300)))(X)
 
 
-def test_a_variable_of_nnx():
-    np.testing.assert_array_equal(jax.jit(cast(nnx.Variable(jnp.float32(0.25))))(X), cast(0.25)(X))
+class Calibrated:
+    """What JAX takes for an array, and NumPy does not."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __jax_array__(self):
+        return self.scale
+
+
+@pytest.mark.parametrize("holder", [nnx.Variable, Calibrated])
+def test_a_scale_in_an_object(holder):
+    np.testing.assert_array_equal(jax.jit(cast(holder(jnp.float32(0.25))))(X), cast(0.25)(X))
     with pytest.raises(ValueError, match=mentions("scale=-1.0", "must be positive")):
-        jax.jit(cast(nnx.Variable(jnp.float32(-1.0))))(X)
+        jax.jit(cast(holder(jnp.float32(-1.0))))(X)
+    traced = jax.jit(lambda x, scale: cast(holder(scale))(x))(X, jnp.float32(0.25))
+    np.testing.assert_array_equal(traced, cast(0.25)(X))
 
 
 def test_a_traced_scale_is_not_looked_at():
