@@ -4,7 +4,6 @@ Letters: T the values along one side of a tile.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._reshape import devices_of, is_explicit, merge_axes, split_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +81,14 @@ class PerBlock(AbstractGranularity):
     def _maximum(self, magnitude: Array) -> Array:
         # One axis after the other, the last first: splitting several at once loses the sharding of an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
-            before, size, after = magnitude.shape[:axis], magnitude.shape[axis], magnitude.shape[axis + 1 :]
+            size = magnitude.shape[axis]
             side = min(side, max(size, 1))  # one ragged tile needs no padding
             if side > 1:
                 _refuse_cut_tiles(magnitude, axis, side)
                 if size % side:
                     pads = [(0, -size % side if i == axis else 0) for i in range(magnitude.ndim)]
                     magnitude = jnp.pad(magnitude, pads)
-                magnitude = magnitude.reshape(*before, -(-size // side), side, *after)
+                magnitude = split_axis(magnitude, axis, -(-size // side))
                 magnitude = jnp.max(magnitude, axis=axis + 1, initial=0)
         return magnitude
 
@@ -98,7 +98,7 @@ class PerBlock(AbstractGranularity):
             before, cells, after = scale.shape[:axis], scale.shape[axis], scale.shape[axis + 1 :]
             if side > 1 and cells > 1:  # a single cell broadcasts by itself
                 scale = jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after))
-                scale = scale.reshape(*before, cells * side, *after)
+                scale = merge_axes(scale, (1,) * len(before) + (2,) + (1,) * len(after))
                 scale = scale if cells * side == size else lax.slice_in_dim(scale, 0, size, axis=axis)
         return scale
 
@@ -127,11 +127,11 @@ def _trailing(tile: tuple[int, ...]) -> PerBlock:
 
 def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
     """Raise ValueError if an Explicit mesh splits an axis so that a device holds a part of a tile."""
-    sharding = jax.typeof(x).sharding
-    if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types or sharding.spec[axis] is None:
+    if not is_explicit(x):
         return
+    sharding = jax.typeof(x).sharding
     split = sharding.spec[axis]
-    devices = math.prod(sharding.mesh.shape[name] for name in (split if isinstance(split, tuple) else (split,)))
+    devices = devices_of(sharding.mesh, split)
     if devices > 1 and x.shape[axis] // devices % side:
         raise ValueError(
             f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, {devices} devices, which cuts "

@@ -12,7 +12,7 @@ from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.kernels._prologue import AbstractPrologue, produce
 from jaxfp8.numerics._dtypes import check_out_dtype
-from jaxfp8.numerics._granularity import PerTensor
+from jaxfp8.numerics._granularity import PerAxis, PerRow, PerTensor
 from jaxfp8.ops._arguments import check_operands, fp8_precision
 from jaxfp8.ops._bias import add_bias, check_bias
 from jaxfp8.ops._dimension_numbers import geometry
@@ -22,11 +22,14 @@ from jaxfp8.ops._operands import Call
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import tile_view
+from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.recipes._recipe import Recipe, Tensor
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.sharding._shard import Shard, place
+
+_TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
 
 
 def dot_general(
@@ -59,12 +62,14 @@ def dot_general(
       recipe: which quantizer for which operand.
       state: of this matmul, for recipes that have any (`fp8.init_state`).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
-      reduce_axes: inside `jax.shard_map`, the mesh axes over which a tensor may be split, to combine its amax over: all but
-        pipeline. With `check_vma=False` it must be named for amaxes of tensors. With types it settles what they leave open,
-        axes along which x and w both vary: these are named if they split the contraction of this matmul, and left out if they
-        part stages, experts or anything else that has amaxes of its own. Unnamed, amaxes of tensors are combined over them
-        and rows are not. (Amaxes that a state follows: with types the state's type decides, without them
-        `fp8.value_and_grad(reduce_axes=)`.)
+      reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is combined over: all but pipeline.
+        With `check_vma=True` types tell nearly all of them. They leave open an axis along which x and w
+        both vary. Name it if it splits the contraction of this matmul. Leave it out if it parts stages,
+        experts or anything else that has amaxes of its own. By default an amax of a tensor is combined
+        over such an axis, and an amax of a row is not. An amax that a state follows obeys the state's type.
+        With `check_vma=False` types tell nothing. Recipes with amaxes of tensors need the axes: here, or
+        in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with amaxes of rows refuse
+        them, because an amax of a row stays on its device. Tiles ignore them, for no device cuts a tile.
       lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
@@ -81,7 +86,8 @@ def dot_general(
 
     Raises:
       TypeError, ValueError: for operands that are no float arrays, or do not fit.
-      FP8StateError: if the state is missing, of another recipe, or would be lost.
+      FP8StateError: if the state is missing, of another recipe, or would be lost; for `reduce_axes` that are missing, or
+        that rows would ignore.
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,19 +128,23 @@ def dot_general(
     if bias is not None:
         bias = check_bias(bias, tuple(shapes[1][axis] for axis in (*dimension_numbers[1][1], *plain.rhs_kept)))
     state = _check_state(state, recipe)
+
+    def high_precision() -> Array:
+        x, w = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
+        return lax.dot_general(x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
+
     if recipe.is_identity:
         if implementation is not None:
             raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
-        lhs, rhs = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
-        y = lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-        return add_bias(y, bias, plain)
+        return add_bias(high_precision(), bias, plain)
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     probe = state.probe if state else None
     view = None if recipe.tile is None else tile_view(*shapes, dimension_numbers, recipe.tile)
     x, w = (lhs, rhs) if view is None else (view.lhs(lhs), view.rhs(rhs))
+    x_placed, w_placed = x_shard, w_shard
     if view is not None:
-        x_shard = x_shard and dataclasses.replace(x_shard, axis=view.lhs_axis(x_shard.axis))
-        w_shard = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
+        x_placed = x_shard and dataclasses.replace(x_shard, axis=view.lhs_axis(x_shard.axis))
+        w_placed = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
     call = Call(
         recipe=recipe,
         geometry=plain if view is None else geometry(view.dimension_numbers, x.ndim, w.ndim),
@@ -146,7 +156,7 @@ def dot_general(
         all_set=probe.all_set if probe else False,
         reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
         types_tell=types_tell(),
-        shards=(("x", x_shard), ("w", w_shard), ("g", None)),
+        shards=(("x", x_placed), ("w", w_placed), ("g", None)),
         implementations=_implementations(implementation),
         prologue=prologue,
     )
@@ -156,7 +166,7 @@ def dot_general(
     if view is not None and bias is not None:
         bias = view.bias(bias)
     y = three_matmuls(call, x, w, bias, state.scale if state else None, probe.ledger if probe else None, operands)
-    return y if view is None else view.result(y, out_sharding)
+    return y if view is None else view.result(y, out_sharding, high_precision)
 
 
 def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:
@@ -195,7 +205,7 @@ def _reduce_axes(
     """The manual mesh axes that are named for amaxes; None where it is left to types.
 
     Raises:
-      FP8StateError: where nobody tells, rather than a local amax.
+      FP8StateError: where nobody tells, rather than a local amax; and for axes that amaxes of rows would ignore.
     """
     if isinstance(given, str):
         raise TypeError(f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},).")
@@ -205,7 +215,7 @@ def _reduce_axes(
     if named is None:
         per_tensor = any(
             isinstance(q, Current | Delayed) and isinstance(q.granularity, PerTensor)
-            for tensor in ("x", "w", "g")
+            for tensor in _TENSORS
             for _, q in recipe.uses(tensor)
         )
         if not per_tensor:
@@ -218,7 +228,20 @@ def _reduce_axes(
     check_axes(named)
     if not manual_axes():
         return None  # arrays are whole: a layer made for shard_map, as flax initializes it
-    return frozenset(named) & set(manual_axes())
+    manual = frozenset(named) & set(manual_axes())
+    rows = [tensor for tensor in _TENSORS if any(_by_row(q) for _, q in recipe.uses(tensor))]
+    if manual and rows and not types_tell():
+        raise FP8StateError(
+            f"reduce_axes={tuple(named)} is named for recipe {recipe.name!r}, which has a scale for each "
+            f"row of {', '.join(rows)}, inside shard_map(check_vma=False) over {manual_axes()}: only types "
+            "tell which matmul contracts a row across devices. Use check_vma=True. If no mesh axis "
+            "splits what a matmul contracts, leave reduce_axes= out."
+        )
+    return manual
+
+
+def _by_row(quantizer: AbstractQuantizer) -> bool:
+    return isinstance(quantizer.granularity, PerRow | PerAxis)
 
 
 def _implementations(chosen: Implementation | Implementations) -> Implementations:

@@ -4,6 +4,7 @@ from typing import overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, ArrayLike, Implementation, Rounding, ScaleRounding
 from jaxfp8.kernels._dispatch import check_backend_name
@@ -142,20 +143,41 @@ def quantize(
     return copies if isinstance(granularity, tuple) else copies[0]
 
 
-def _checked(scale: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[int, ...]) -> Array:
+def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[int, ...]) -> Array:
     """A scale that the user gives, float32."""
-    scale = jnp.asarray(scale, jnp.float32)
+    parts = _concrete(given)
+    # The range is what is checked, and inf is outside of it.
+    with np.errstate(over="ignore"):
+        scale = jnp.asarray(given, jnp.float32)
+        parts = [part.astype(np.float32) for part in parts]
     shape = granularity.scale_shape(x_shape)
     if scale.shape != shape:
         raise ValueError(
             f"scale has shape {list(scale.shape)}, but {granularity!r} of x {list(x_shape)} needs {list(shape)}."
         )
-    # A traced scale cannot be looked at.
-    if not isinstance(scale, jax.core.Tracer) and not jnp.all((scale >= 2.0**-126) & (scale <= 2.0**126)):
-        raise ValueError(
-            f"scale={scale} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x."
-        )
+    for part in parts:
+        if not np.all((part >= 2.0**-126) & (part <= 2.0**126)):
+            raise ValueError(
+                f"scale={part} must be positive, between 2**-126 and 2**126; leave it out for the scale that fits x."
+            )
     return scale
+
+
+def _concrete(given: ArrayLike) -> list[np.ndarray]:
+    """The numbers of an array, as far as they can be looked at here: none of a traced one.
+
+    By NumPy. Inside of `jax.jit` or `jax.checkpoint` JAX traces what is done to an array, even to one that is known.
+    """
+    if not isinstance(given, jax.Array) and hasattr(
+        given, "__jax_array__"
+    ):  # what holds an array, as nnx.Variable does
+        given = given.__jax_array__()
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
+        return []
+    if isinstance(given, jax.Array) and not given.is_fully_addressable:
+        # Other processes hold the rest, and look at it there.
+        return [np.asarray(shard.data) for shard in given.addressable_shards]
+    return [np.asarray(given)]
 
 
 def fake_quantize(

@@ -10,12 +10,14 @@ The view is made of transposes and reshapes outside the custom gradient, which J
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers
+from jaxfp8.numerics._reshape import is_explicit, merge_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +72,17 @@ class TileView:
         """The same of rhs."""
         return _moved(axis, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
 
-    def result(self, y: Array, out_sharding: jax.sharding.NamedSharding | jax.P | None) -> Array:
-        """y [*batch, *m, *n] with the axes that it has without tiles."""
+    def result(
+        self, y: Array, out_sharding: jax.sharding.NamedSharding | jax.P | None, high: Callable[[], Array]
+    ) -> Array:
+        """y [*batch, *m, *n] with the axes that it has without tiles; `high()` is the same in high precision."""
         shape = self.sizes[0] + self.sizes[1] + self.sizes[3]
-        return y if y.shape == shape else lax.reshape(y, shape, out_sharding=out_sharding)
+        if y.shape == shape:
+            return y
+        if out_sharding is None and is_explicit(y):
+            # JAX's rule for a reshape may give a mesh axis of size 1 to another axis than `lax.dot_general` does.
+            out_sharding = jax.eval_shape(high).sharding
+        return lax.reshape(y, shape, out_sharding=out_sharding)
 
     def out_sharding(
         self, given: jax.sharding.NamedSharding | jax.P | None
@@ -138,11 +147,7 @@ def _merge(sizes: Axes, tile: int) -> Axes:
 
 def _view(x: Array, order: Axes, counts: Axes) -> Array:
     x = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
-    shape, rest = [], x.shape
-    for count in counts:
-        shape.append(math.prod(rest[:count]))
-        rest = rest[count:]
-    return x if x.shape == tuple(shape) else x.reshape(shape)
+    return merge_axes(x, counts)
 
 
 def _moved(axis: int, order: Axes, counts: Axes) -> int:

@@ -159,10 +159,16 @@ def pipeline(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
     return loss
 
 
+def by_row(recipe: fp8.Recipe) -> bool:
+    quantizers = (q for tensor in ("x", "w", "g") for _, q in recipe.uses(tensor))
+    return any(q.granularity == fp8.PerRow() for q in quantizers)
+
+
 def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool, named: bool) -> Callable:
     """Of one device. The axes of amaxes may be named; without types they are, and the user sums the gradients."""
     axes = tuple(axis for axis in layout.mesh if axis != "pipe")
-    stateless = {"reduce_axes": axes} if named and not recipe.rows else {}
+    # Without types recipes with amaxes of rows refuse the axes, and keep each amax on its device.
+    stateless = {"reduce_axes": axes} if named and not recipe.rows and (types or not by_row(recipe)) else {}
     dot = functools.partial(fp8.dot, recipe=recipe, **stateless)
 
     def layers(params, states, c):

@@ -14,7 +14,7 @@ from contracts.faces import RECIPES
 from hard_inputs import mentions
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from meshes.layouts import LAYOUTS, MODES, N, make_mesh
+from meshes.layouts import LAYOUTS, MODES, N, by_row, make_mesh
 
 import jaxfp8 as fp8
 from jaxfp8.sharding._amax import vary_as
@@ -86,7 +86,8 @@ def on_mesh(recipe, mode, name):
     step = functools.partial(products, recipe, **({"out_sharding": y} if mode == "explicit" else {}))
     if "types" in mode:
         types = mode.startswith("types")
-        local = functools.partial(inside, recipe, sums, types=types, named=mode != "types")
+        named = mode != "types" and (types or not by_row(recipe))
+        local = functools.partial(inside, recipe, sums, types=types, named=named)
         step = jax.shard_map(
             lambda x, w, g: local(x=x, w=w, g=g), mesh=mesh, in_specs=specs, out_specs=(y, x, w), check_vma=types
         )

@@ -1,14 +1,18 @@
-"""Inside shard_map with types: what `reduce_axes=` settles that types leave open."""
+"""Inside shard_map: what `reduce_axes=` settles that types leave open, and where nothing can settle it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from hard_inputs import mentions
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
+from jaxfp8.linen import FP8Dense
+from jaxfp8.nnx import FP8Linear
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(8, 64)).astype(np.float32)
@@ -102,3 +106,115 @@ def test_wrong_names():
     with jax.set_mesh(mesh("data", "tensor")), pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"):
         fp8.value_and_grad(lambda w, s: jnp.sum(w), reduce_axes=("dat",))(W, fp8.init_state(fp8.recipes.delayed()))
     dot(reduce_axes=("data",))  # no mesh: a layer made for one, as flax initializes it
+
+
+ROWWISE = {
+    "rowwise": fp8.recipes.rowwise(),
+    "float32 scales": fp8.recipes.rowwise(power_of_two=False),
+    "high precision": fp8.recipes.rowwise(high_precision_wgrad=True),
+}
+ROWS = fp8.quantizers.Current(format=fp8.E4M3, granularity=fp8.PerRow())
+MIXED = fp8.Recipe(
+    name="rows and states",
+    fprop=fp8.Operands(lhs=fp8.quantizers.Delayed(format=fp8.E4M3), rhs=ROWS),
+    dgrad=fp8.Operands(lhs=ROWS, rhs=ROWS),
+    wgrad=fp8.Operands(lhs=ROWS, rhs=ROWS),
+)
+
+
+def split_contraction(recipe, named, *, vma):
+    """y, and dx and dw for a given gradient of y, of x split over rows and columns."""
+
+    def local(x, w, g):
+        y, pull = jax.vjp(lambda x, w: fp8.dot(x, w, recipe=recipe, reduce_axes=named), x, w)
+        dx, dw = pull(lax.pcast(g, ("tensor",), to="varying") if vma else g)
+        # With types `dw` is summed already.
+        return lax.psum(y, "tensor"), dx, dw if vma else lax.psum(dw, "data")
+
+    specs = P("data", "tensor"), P("tensor"), P("data")
+    return jax.shard_map(
+        local, mesh=mesh("data", "tensor"), in_specs=specs, out_specs=(P("data"), *specs[:2]), check_vma=vma
+    )
+
+
+@pytest.mark.parametrize(
+    ("named", "vma", "y_differs", "dw_differs"),
+    # (("data", "tensor"), False) raises now. It gave 2.7 % and 3.0 %, too: the axes were ignored.
+    [(("data", "tensor"), True, 0, 0), (None, False, 0.0273, 0.0299), ((), False, 0.0273, 0.0299)],
+)
+def test_how_far_local_amaxes_of_rows_are_from_one_device(named, vma, y_differs, dw_differs):
+    recipe, g = ROWWISE["float32 scales"], rng_gradient()
+    y, pull = jax.vjp(lambda x, w: fp8.dot(x, w, recipe=recipe), X, W)
+    got = jax.jit(split_contraction(recipe, named, vma=vma))(X, W, g)
+    differences = [float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(got, (y, *pull(g)), strict=True)]
+    np.testing.assert_allclose(differences, [y_differs, 0, dw_differs], atol=5e-4)
+
+
+def rng_gradient():
+    return np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("recipe", ROWWISE)
+@pytest.mark.parametrize("named", [("data", "tensor"), ("tensor",)], ids=str)
+def test_rows_ignore_no_axes(named, recipe):
+    """Before, the two axes were accepted, and y was 2.7 % off with float32 scales (see above)."""
+    step, recipe = split_contraction(ROWWISE[recipe], named, vma=False), ROWWISE[recipe]
+    parts = (
+        f"reduce_axes={named}",
+        f"recipe {recipe.name!r}",
+        "row of x, w, g",
+        "check_vma=True",
+        "leave reduce_axes= out",
+    )
+    with pytest.raises(fp8.FP8StateError, match=mentions(*parts)):
+        jax.eval_shape(step, X, W, rng_gradient())
+
+
+def test_rows_ignore_no_axes_of_value_and_grad():
+    """It names the axes for the amaxes of x that a state follows; those of rows would ignore them."""
+    state = fp8.init_state(MIXED)
+    loss = lambda w, state, x: jnp.sum(fp8.dot(x, w, recipe=MIXED, state=state))
+    share = lambda step, **how: jax.shard_map(
+        step, mesh=mesh("data", "tensor"), in_specs=(P(), P(), P("data")), out_specs=P(), **how
+    )
+    step = share(lambda *args: fp8.value_and_grad(loss, reduce_axes=("data",))(*args)[2], check_vma=False)
+    with pytest.raises(
+        fp8.FP8StateError, match=mentions("reduce_axes=('data',)", "'rows and states'", "check_vma=True")
+    ):
+        jax.eval_shape(step, W, state, X)
+    step = share(lambda *args: fp8.value_and_grad(loss)(*args)[2])
+    new = jax.jit(step)(W, state, X)
+    np.testing.assert_array_equal(new.amax_history[:, -1], np.max(np.abs(X)))
+
+
+@pytest.mark.parametrize("recipe", [fp8.recipes.blockwise(), fp8.recipes.mxfp8()], ids=lambda recipe: recipe.name)
+def test_tiles_need_no_axes_and_take_them(recipe):
+    """A tile lies on one device."""
+    x, w = np.tile(X, (1, 4)), np.tile(W, (4, 1))  # K = 256: 128 for each device
+    local = lambda x, w: lax.psum(fp8.dot(x, w, recipe=recipe, reduce_axes=("data", "tensor")), "tensor")
+    step = jax.shard_map(
+        local, mesh=mesh("data", "tensor"), in_specs=(P("data", "tensor"), P("tensor")), out_specs=P("data"),
+        check_vma=False,
+    )  # fmt: skip
+    want = jax.jit(lambda x, w: fp8.dot(x, w, recipe=recipe))(x, w)
+    np.testing.assert_allclose(jax.jit(step)(x, w), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_a_layer_for_shard_map_is_initialized_outside(library):
+    """There no axis is manual, and arrays are whole."""
+    how = {"recipe": fp8.recipes.rowwise(), "reduce_axes": ("data", "tensor")}
+    if library == "linen":
+        layer = FP8Dense(16, use_bias=False, **how)
+        run = lambda params, x: layer.apply(params, x)
+        params = layer.init(jax.random.key(0), X)
+    else:
+        graph, params = nnx.split(FP8Linear(64, 16, use_bias=False, rngs=nnx.Rngs(0), **how))
+        run = lambda params, x: nnx.merge(graph, params)(x)
+    want = jax.jit(run)(params, X)
+    share = lambda vma: jax.shard_map(
+        run, mesh=mesh("data", "tensor"), in_specs=(P(), P("data")), out_specs=P("data"), check_vma=vma
+    )
+    np.testing.assert_array_equal(jax.jit(share(True))(params, X), want)
+    with pytest.raises(fp8.FP8StateError, match=mentions("'rowwise'", "check_vma=True")):
+        jax.eval_shape(share(False), params, X)

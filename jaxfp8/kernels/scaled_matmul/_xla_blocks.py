@@ -23,6 +23,7 @@ from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._powers_of_two import factors_of
+from jaxfp8.numerics._reshape import devices_of, is_explicit
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -108,7 +109,7 @@ def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> t
 
 def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
     sharding = jax.typeof(operand.values).sharding
-    if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types and sharding.spec[axis] is not None:
+    if is_explicit(operand.values) and devices_of(sharding.mesh, sharding.spec[axis]) > 1:
         raise ValueError(
             f"float32 scales in tiles along axis {axis} of {list(operand.shape)}, which an Explicit mesh splits over "
             f"{sharding.spec[axis]!r}: tiles are multiplied one after the other, not on several devices. Use "

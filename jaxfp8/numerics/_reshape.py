@@ -1,0 +1,89 @@
+"""Reshapes that keep the sharding of an array on an Explicit mesh.
+
+JAX has a rule for the sharding of a reshape. It gives mesh axes to the new array axes from left to right, until
+each is fully split. A mesh axis of size 1 splits nothing, so the rule moves it to a neighbour, or drops it. The
+result then lies where it should, but its type is another one, and JAX refuses to multiply the two. Here the
+sharding of the result is written out. Arrays on other meshes are reshaped without one.
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+
+from jaxfp8._typing import Array, Axes
+
+
+def split_axis(x: Array, axis: int, cells: int) -> Array:
+    """x [.., cells * side, ..] as [.., cells, side, ..]. Devices split the cells, and never one cell.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> split_axis(jnp.ones((2, 6)), 1, 3).shape
+      (2, 3, 2)
+    """
+    shape = (*x.shape[:axis], cells, x.shape[axis] // cells, *x.shape[axis + 1 :])
+    if not is_explicit(x):
+        return x.reshape(shape)
+    spec = jax.typeof(x).sharding.spec
+    of_cells = spec[axis] if cells > 1 else None  # one cell broadcasts along values, whatever splits them
+    return _reshape(x, shape, [*spec[:axis], of_cells, None, *spec[axis + 1 :]])
+
+
+def merge_axes(x: Array, counts: Axes) -> Array:
+    """x with neighbouring axes merged: for each new axis, how many it is made of; 0 for a new axis of 1.
+
+    On an Explicit mesh the first axis of each group may be split. If devices split another one, JAX's rule decides.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> merge_axes(jnp.ones((2, 3, 4)), (1, 2, 0)).shape
+      (2, 12, 1)
+    """
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    groups = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    shape = tuple(math.prod(x.shape[axis] for axis in group) for group in groups)
+    if x.shape == shape:
+        return x
+    if not is_explicit(x):
+        return x.reshape(shape)
+    sharding = jax.typeof(x).sharding
+    entries = []
+    for group in groups:
+        longer = [axis for axis in group if x.shape[axis] != 1]
+        if any(devices_of(sharding.mesh, sharding.spec[axis]) > 1 for axis in longer[1:]):
+            return x.reshape(shape)
+        entries.append(sharding.spec[longer[0]] if longer else None)
+    return _reshape(x, shape, entries)
+
+
+def is_explicit(x: Array) -> bool:
+    """Whether the type of x says how it is split.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> is_explicit(jnp.ones(2))
+      False
+    """
+    return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
+
+
+def devices_of(mesh: Any, entry: Any) -> int:
+    """The number of parts that one entry of a `jax.P` makes of an array axis.
+
+    Example:
+      >>> import jax
+      >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
+      >>> devices_of(mesh, None), devices_of(mesh, "data"), devices_of(mesh, ("data", "tensor"))
+      (1, 4, 8)
+    """
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def _reshape(x: Array, shape: tuple[int, ...], entries: list[Any]) -> Array:
+    sharding = jax.typeof(x).sharding
+    spec = jax.P(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
+    return lax.reshape(x, shape, out_sharding=jax.NamedSharding(sharding.mesh, spec))
