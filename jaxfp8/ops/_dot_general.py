@@ -22,7 +22,6 @@ from jaxfp8.ops._operands import Call
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import tile_view
-from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.recipes._recipe import Recipe, Tensor
@@ -69,7 +68,8 @@ def dot_general(
         over such an axis, and an amax of a row is not. An amax that a state follows obeys the state's type.
         With `check_vma=False` types tell nothing. Recipes with amaxes of tensors need the axes: here, or
         in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with amaxes of rows refuse
-        them, because an amax of a row stays on its device. Tiles ignore them, for no device cuts a tile.
+        them, because an amax of a row stays on its device; recipes with both need types. Tiles ignore
+        them, for no device cuts a tile.
       lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
@@ -212,36 +212,32 @@ def _reduce_axes(
     named = given if given is not None else probed
     if named is None and types_tell():
         return None
+    quantizers = [(tensor, q) for tensor in _TENSORS for _, q in recipe.uses(tensor)]
+    rows = list(dict.fromkeys(tensor for tensor, q in quantizers if isinstance(q.granularity, PerRow | PerAxis)))
+    per_tensor = any(isinstance(q, Current | Delayed) and isinstance(q.granularity, PerTensor) for _, q in quantizers)
     if named is None:
-        per_tensor = any(
-            isinstance(q, Current | Delayed) and isinstance(q.granularity, PerTensor)
-            for tensor in _TENSORS
-            for _, q in recipe.uses(tensor)
-        )
         if not per_tensor:
             return None
         where = "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
+        cure = f"name those that an amax has to be combined over with reduce_axes= of {where}."
+        if rows:  # which refuse the names
+            cure = f"recipe {recipe.name!r} has amaxes of tensors and of rows, which needs check_vma=True."
         raise FP8StateError(
             f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
-            f"name those that an amax has to be combined over with reduce_axes= of {where}."
+            f"{cure}"
         )
     check_axes(named)
     if not manual_axes():
         return None  # arrays are whole: a layer made for shard_map, as flax initializes it
     manual = frozenset(named) & set(manual_axes())
-    rows = [tensor for tensor in _TENSORS if any(_by_row(q) for _, q in recipe.uses(tensor))]
     if manual and rows and not types_tell():
+        without = "" if per_tensor else " If no mesh axis splits what a matmul contracts, leave reduce_axes= out."
         raise FP8StateError(
             f"reduce_axes={tuple(named)} is named for recipe {recipe.name!r}, which has a scale for each "
             f"row of {', '.join(rows)}, inside shard_map(check_vma=False) over {manual_axes()}: only types "
-            "tell which matmul contracts a row across devices. Use check_vma=True. If no mesh axis "
-            "splits what a matmul contracts, leave reduce_axes= out."
+            f"tell which matmul contracts a row across devices. Use check_vma=True.{without}"
         )
     return manual
-
-
-def _by_row(quantizer: AbstractQuantizer) -> bool:
-    return isinstance(quantizer.granularity, PerRow | PerAxis)
 
 
 def _implementations(chosen: Implementation | Implementations) -> Implementations:

@@ -168,9 +168,8 @@ def _concrete(given: ArrayLike) -> list[np.ndarray]:
 
     By NumPy. Inside of `jax.jit` or `jax.checkpoint` JAX traces what is done to an array, even to one that is known.
     """
-    if not isinstance(given, jax.Array) and hasattr(
-        given, "__jax_array__"
-    ):  # what holds an array, as nnx.Variable does
+    # What holds an array, as a variable of nnx does.
+    if not isinstance(given, jax.Array) and hasattr(given, "__jax_array__"):
         given = given.__jax_array__()
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
         return []

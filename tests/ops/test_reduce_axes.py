@@ -159,15 +159,24 @@ def rng_gradient():
 def test_rows_ignore_no_axes(named, recipe):
     """Before, the two axes were accepted, and y was 2.7 % off with float32 scales (see above)."""
     step, recipe = split_contraction(ROWWISE[recipe], named, vma=False), ROWWISE[recipe]
-    parts = (
-        f"reduce_axes={named}",
-        f"recipe {recipe.name!r}",
-        "row of x, w, g",
-        "check_vma=True",
-        "leave reduce_axes= out",
-    )
+    parts = f"reduce_axes={named}", f"recipe {recipe.name!r}", "row of x, w, g", "check_vma=True"
     with pytest.raises(fp8.FP8StateError, match=mentions(*parts)):
         jax.eval_shape(step, X, W, rng_gradient())
+
+
+def test_which_cure_an_error_names():
+    """Without names a recipe that has amaxes of tensors, too, is refused as before: they need them."""
+    alone, both = ROWWISE["rowwise"], ROWWISE["high precision"]
+    shapes = lambda recipe, named: jax.eval_shape(split_contraction(recipe, named, vma=False), X, W, rng_gradient())
+    for recipe, named, parts in (
+        (alone, ("data",), ("row of x, w, g", "leave reduce_axes= out")),
+        (both, ("data",), ("row of x, w, g", "Use check_vma=True")),
+        (both, None, ("amaxes of tensors and of rows", "needs check_vma=True")),
+    ):
+        with pytest.raises(fp8.FP8StateError, match=mentions(*parts)) as error:
+            shapes(recipe, named)
+        assert ("leave reduce_axes= out" in str(error.value)) == (recipe == alone)
+    assert shapes(both, ())[0].shape == (8, 16)
 
 
 def test_rows_ignore_no_axes_of_value_and_grad():
