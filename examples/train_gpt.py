@@ -6,6 +6,8 @@
     python examples/train_gpt.py --recipe rowwise --set high_precision_wgrad=true
     python examples/train_gpt.py --recipe blockwise
     python examples/train_gpt.py --recipe mxfp8 --set w_tile_dim=2
+    python examples/train_gpt.py --checkpoint DIR           # saves every 50 steps, and at the end
+    python examples/train_gpt.py --checkpoint DIR --resume  # goes on, bit for bit, where DIR ends
 
 The text is Python's own standard library, which every machine has; a token is a byte. Both models start from the same
 parameters and see the same batches. They differ in one thing: the matmuls qkv, out, fc1 and fc2 of every block run in
@@ -21,6 +23,7 @@ import hashlib
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from checkpoints import CheckpointError, Checkpoints, open_directory
 from flax import nnx
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -189,8 +193,19 @@ class Run(NamedTuple):
     compile_seconds: float
 
 
-def train(name: str, model: Model, text: Text, steps: int, seed: int, options: dict[str, bool]) -> Run:
-    """AdamW with warm-up and cosine decay; the quantizer state is one more thing that a step takes and returns."""
+def train(
+    name: str,
+    model: Model,
+    text: Text,
+    steps: int,
+    seed: int,
+    options: dict[str, bool],
+    checkpoints: Checkpoints | None = None,
+) -> Run:
+    """AdamW with warm-up and cosine decay; continues from the newest checkpoint, if there is one.
+
+    The quantizer state is one more thing that a step takes and returns, and a checkpoint holds.
+    """
     warmup = min(WARMUP_STEPS, steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, warmup, steps, PEAK_LEARNING_RATE / 20)
     matrices = jax.tree.map(lambda leaf: leaf.ndim > 1, model.params)  # norms are not decayed
@@ -210,27 +225,43 @@ def train(name: str, model: Model, text: Text, steps: int, seed: int, options: d
     def evaluate(params, state, windows):
         return jax.lax.map(functools.partial(loss_fn, params, state), windows.reshape(-1, BATCH, CONTEXT + 1)).mean()
 
-    rng = np.random.default_rng(seed)
     params, state, opt_state = model.params, model.state, tx.init(model.params)
+    losses, seconds = [], 0.0  # of the steps that are done
+
+    def everything():  # what the next step takes, and what was measured
+        all_losses = np.array(losses + [np.nan] * (steps - len(losses)), np.float32)
+        measured = {"losses": all_losses, "seconds": np.array(seconds)}
+        return {"params": params, "state": state, "opt_state": opt_state} | measured
+
+    if checkpoints and checkpoints.steps():
+        done, saved = checkpoints.steps()[-1], checkpoints.restore(everything())
+        params, state, opt_state = saved["params"], saved["state"], saved["opt_state"]
+        losses, seconds = list(saved["losses"][:done]), float(saved["seconds"])
+        print(f"{name:>4} continues after step {done} of {checkpoints.directory}")
+    # The places of all batches, drawn at once: a resumed run reads the batches that come next.
+    places = np.random.default_rng(seed).integers(0, len(text.train) - CONTEXT, (steps, BATCH, 1))
     columns = f"{name:>4}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.description}"
     with Progress(*columns) as progress:
-        task = progress.add_task("compiling", total=steps)
+        task = progress.add_task("compiling", total=steps, completed=len(losses))
         start = time.perf_counter()  # compiled before the first step, so that tokens/s is the speed of the steps
         jitted = jax.jit(train_step, donate_argnums=(0, 1, 2), compiler_options=options)
         train_step = jitted.lower(params, state, opt_state, text.validation[:BATCH]).compile()
         evaluate = jax.jit(evaluate, compiler_options=options).lower(params, state, text.validation).compile()
         compile_seconds = time.perf_counter() - start
 
-        losses = []
-        start = time.perf_counter()
-        for i in range(1, steps + 1):
-            starts = rng.integers(0, len(text.train) - CONTEXT, (BATCH, 1))
-            windows = text.train[starts + np.arange(CONTEXT + 1)]
+        start = time.perf_counter() - seconds
+        for i in range(len(losses) + 1, steps + 1):
+            windows = text.train[places[i - 1] + np.arange(CONTEXT + 1)]
             params, state, opt_state, loss = train_step(params, state, opt_state, windows)
             losses.append(loss)
-            if i % 10 == 0 or i == steps:  # reading a loss waits for it: now and then is enough
+            save = checkpoints and (i % checkpoints.every == 0 or i == steps)
+            if i % 10 == 0 or i == steps or save:  # reading a loss waits for it: now and then
                 speed = f"loss {float(loss):.3f}  {i * BATCH * CONTEXT / (time.perf_counter() - start):,.0f} tokens/s"
                 progress.update(task, completed=i, description=speed)
+            if save:
+                seconds = time.perf_counter() - start
+                checkpoints.save(i, everything())
+                start = time.perf_counter() - seconds  # saving is not counted
         seconds = time.perf_counter() - start
     return Run(np.array(losses), float(evaluate(params, state, text.validation)), seconds, compile_seconds)
 
@@ -277,9 +308,15 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
     add("--chip", default="cpu", help="h200, b200, ...: what it runs on, for XLA's options (default: %(default)s)")
     add("--plot", metavar="FILE", default="train_gpt.png", help="where to draw the curves (default: %(default)s)")
     add("--json", metavar="FILE", help="where to write the results")
+    add("--checkpoint", metavar="DIR", help="where to save the run, so that it can be continued")
+    add("--save-every", type=int, default=50, metavar="N", help="steps (default: %(default)s)")
+    add("--resume", action="store_true", help="continue the run in DIR; repeat its arguments")
     given = parser.parse_args(arguments)
-    if given.steps < 1:
-        parser.error(f"--steps {given.steps}: give at least 1.")
+    for option, value in {"--steps": given.steps, "--save-every": given.save_every}.items():
+        if value < 1:
+            parser.error(f"{option} {value}: give at least 1.")
+    if given.resume and not given.checkpoint:
+        parser.error("--resume: it needs the directory of the run; add --checkpoint DIR.")
     for file in (given.json, given.plot):
         if file and not Path(file).absolute().parent.is_dir():
             parser.error(f"{file}: its folder does not exist; make it first.")
@@ -293,16 +330,46 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
         parser.error(str(error))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    given, recipe, text = parse(arguments)
-    options = fp8.compiler_options(recipe, given.chip)
+def checkpoints_of(given: argparse.Namespace, text: Text) -> dict[str, Checkpoints]:
+    """Of each run, in a folder of its own; described by arguments and by the numbers above."""
+    if not given.checkpoint:
+        return {}
+    described = {
+        **{key: getattr(given, key) for key in ("framework", "recipe", "steps", "seed", "chip")},
+        **{"set": dict(given.set), "data": text.sha256},
+        **{name: value for name, value in globals().items() if isinstance(value, int | float)},
+    }
+    parent, every = Path(given.checkpoint), given.save_every
+    found = {name: Checkpoints(parent / name, described, every) for name in ("bf16", "FP8")}
+    open_directory(given.checkpoint, list(found.values()), given.resume)
+    return found
+
+
+def train_all(
+    given: argparse.Namespace,
+    recipe: fp8.Recipe,
+    text: Text,
+) -> tuple[dict[str, Run], int]:
+    """The bf16 twin, if it is asked for, and the FP8 run; the number of parameters."""
+    options, checkpoints = fp8.compiler_options(recipe, given.chip), checkpoints_of(given, text)
     runs = {}
     for name, used in {"bf16": None, "FP8": recipe}.items():
         if name == "FP8" or given.compare:
             model = FRAMEWORKS[given.framework](used, given.seed)
             assert model.fp8_layers == (4 * LAYERS if used else 0), f"{model.fp8_layers} FP8 layers in the {name} model"
             parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-            runs[name] = train(name, model, text, given.steps, given.seed, options)
+            saved = checkpoints.get(name)
+            runs[name] = train(name, model, text, given.steps, given.seed, options, saved)
+    return runs, parameters
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given, recipe, text = parse(arguments)
+    try:
+        runs, parameters = train_all(given, recipe, text)
+    except CheckpointError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
     title = f"Byte-level GPT, {parameters:,} parameters, {given.steps} steps, {given.recipe} ({given.framework})"
     table = Table("", "validation loss", "seconds", "compile seconds", title=title)
@@ -318,6 +385,7 @@ def main(arguments: list[str] | None = None) -> None:
         for prefix, name in {"": "FP8", "bf16_": "bf16"}.items():
             for field in ("val_loss", "seconds", "compile_seconds"):
                 result[prefix + field] = getattr(runs.get(name), field, None)  # null without --compare
+            result[prefix + "losses"] = runs[name].losses.tolist() if name in runs else None
         result |= {"framework": given.framework, "parameters": parameters, "jax": jax.__version__}
         result |= {"data": given.data or "standard library", "sha256": text.sha256, "python": platform.python_version()}
         Path(given.json).write_text(json.dumps(result, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 
 import jax
@@ -23,9 +24,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 @functools.cache
 def example():
     """The model of the example, in float32 but for its FP8: in bfloat16 its losses move with the order of sums."""
+    sys.path.insert(0, str(EXAMPLE.parent))  # where it finds what it imports
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    sys.path.remove(str(EXAMPLE.parent))
     module.BF16 = jnp.float32
     return module
 

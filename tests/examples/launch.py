@@ -1,11 +1,15 @@
-"""Examples run as users run them: in processes of their own, with this checkout's package."""
+"""Examples with this checkout's package: as users run them, in processes; or as modules."""
 
+import importlib.util
 import os
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -20,6 +24,16 @@ def environment() -> dict[str, str]:
 
 def command(script: str, *arguments: object) -> list[str]:
     return [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+
+
+def load(script: str) -> ModuleType:
+    """A module of its own, so that a test may change its constants."""
+    spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))  # where it finds what it imports
+        spec.loader.exec_module(module)
+    return module
 
 
 def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:

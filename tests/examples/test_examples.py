@@ -1,6 +1,5 @@
 """The examples run as users run them, and tell users what is wrong with a command line."""
 
-import importlib.util
 import json
 import os
 import platform
@@ -10,23 +9,21 @@ import time
 import jax
 import numpy as np
 import pytest
-from launch import EXAMPLES, ROOT, run
+from launch import EXAMPLES, ROOT, load, run
 
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 FIELDS = [
-    "bf16_compile_seconds", "bf16_seconds", "bf16_val_loss", "compile_seconds", "data", "framework", "jax",
-    "parameters", "python", "recipe", "recipe_fields", "seconds", "seed", "sha256", "steps", "val_loss",
+    "bf16_compile_seconds", "bf16_losses", "bf16_seconds", "bf16_val_loss", "compile_seconds",
+    "data", "framework", "jax", "losses", "parameters", "python", "recipe", "recipe_fields", "seconds",
+    "seed", "sha256", "steps", "val_loss",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def train_gpt():
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("train_gpt.py")
 
 
 def test_train_gpt_compares_with_bf16_by_default(tmp_path):
@@ -38,6 +35,7 @@ def test_train_gpt_compares_with_bf16_by_default(tmp_path):
     assert (result["python"], result["jax"]) == (platform.python_version(), jax.__version__)
     assert result["parameters"] == pytest.approx(1e6, rel=0.1)
     assert len(result["sha256"]) == 64
+    assert len(result["losses"]) == len(result["bf16_losses"]) == 3
     # Not 0, or both would be the same model. In three steps without warm-up Adam divides rounding by rounding.
     assert 0 < abs(result["val_loss"] - result["bf16_val_loss"]) < 0.2
     assert min(result["seconds"], result["bf16_seconds"]) > 0
@@ -57,6 +55,7 @@ def test_train_gpt_in_nnx_alone_on_a_file(tmp_path):
     assert result["recipe_fields"] == {"high_precision_wgrad": True}
     assert result["bf16_val_loss"] is None
     assert result["bf16_seconds"] is None
+    assert result["bf16_losses"] is None
     assert "gap" not in finished.stdout
     assert (tmp_path / "curve.png").exists()
 
@@ -77,6 +76,8 @@ def test_train_gpt_names_a_missing_file(tmp_path):
         ("--recipe static", "x_scale"),
         ("--framework torch", "'torch'"),
         ("--steps 0", "--steps 0: give at least 1"),
+        ("--save-every 0", "--save-every 0: give at least 1"),
+        ("--resume", "--resume: it needs the directory of the run; add --checkpoint DIR"),
         ("--chip abacus", "abacus"),
         ("--json no/such/folder.json", "no/such/folder.json: its folder does not exist"),
         (

@@ -1,0 +1,200 @@
+"""Checkpoints of a training run: written by Orbax, restored bit for bit, refused if damaged.
+
+A checkpoint is a folder DIR/STEP/: the arrays as Orbax writes them, and description.json with a
+description of the run, the shapes of the arrays, and the SHA-256 of each file. It is written under
+another name and renamed at the end: an interrupted save leaves the one before it as it was.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import jaxfp8 as fp8
+
+KEPT = 2  # the newest checkpoints of a run; older ones are deleted once a new one is complete
+DESCRIPTION = "description.json"
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # of Orbax, which logs its progress
+
+
+class CheckpointError(Exception):
+    """What is wrong with a checkpoint, and the cure, in one line."""
+
+
+def shapes(arrays: Any) -> dict[str, str]:
+    """The name of each array in a tree, with its dtype and shape."""
+    leaves = jax.tree.leaves_with_path(arrays)
+    return {jax.tree_util.keystr(path): f"{a.dtype}{list(np.shape(a))}" for path, a in leaves}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file, by its path in the folder."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(folder).as_posix()] = digest
+    return found
+
+
+def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The names under which two dicts hold different values, or one of them none."""
+    return [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+
+
+def in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' ...')}"
+
+
+class Checkpoints:
+    """The checkpoints of one run, each every so many steps.
+
+    `run` describes the run, in what JSON has. A checkpoint with another description is refused.
+    """
+
+    def __init__(self, directory: Path, run: dict[str, Any], every: int) -> None:
+        self.directory, self.run, self.every = directory.absolute(), run, every
+
+    def steps(self) -> list[int]:
+        """The steps with a checkpoint, oldest first. Only names are read."""
+        if not self.directory.is_dir():
+            return []
+        try:
+            folders = [path.name for path in self.directory.iterdir() if path.is_dir()]
+        except OSError as error:
+            why = in_one_line(error)
+            raise CheckpointError(
+                f"{self.directory}: it cannot be read ({why}); give a directory that you may read."
+            ) from None
+        return sorted(int(name) for name in folders if name.isdecimal() and name == str(int(name)))
+
+    def save(self, step: int, arrays: dict[str, Any]) -> None:
+        """Save a tree of arrays; all is on disk when this returns, so a step may donate them."""
+        folder = self.directory / str(step)
+        unfinished = folder.with_suffix(".unfinished")
+        try:
+            for left in self.directory.glob("*.unfinished"):  # by an interrupted save
+                shutil.rmtree(left)
+            with ocp.StandardCheckpointer() as checkpointer:  # its end waits for the files
+                checkpointer.save(unfinished / "arrays", arrays)
+            description = {
+                "run": self.run,
+                "step": step,
+                "shapes": shapes(arrays),
+                "files": digests(unfinished),
+            }
+            (unfinished / DESCRIPTION).write_text(json.dumps(description, indent=1))
+            unfinished.rename(folder)
+            for old in self.steps()[:-KEPT]:
+                shutil.rmtree(self.directory / str(old))
+        except Exception as error:  # a full disk is an exception of whichever part was writing
+            why = in_one_line(error)
+            raise CheckpointError(
+                f"{folder}: it could not be saved ({why}). Make room or give access; --resume "
+                "continues from the checkpoint before it."
+            ) from None
+
+    def check(self) -> None:
+        """Raise if the newest checkpoint is damaged or of another run. Its arrays are not read."""
+        if not self.steps():
+            return
+        step = self.steps()[-1]
+        folder, description = self.directory / str(step), self._description(step)
+        run = description["run"]
+        if others := different(self.run, run):
+            pairs = (f"{key} {run.get(key)!r}, not {self.run.get(key)!r}" for key in others)
+            listed = ", ".join(pairs)
+            raise CheckpointError(
+                f"{folder}: it was saved with {listed}; a run is resumed with what it was started "
+                "with. Repeat that with --resume, or give another --checkpoint."
+            )
+        # Before Orbax reads them: it does not find all damage, and its threads write tracebacks.
+        files = digests(folder)
+        del files[DESCRIPTION]
+        if others := different(files, description["files"]):
+            what = "is missing" if others[0] not in files else "is not as it was saved"
+            raise self._damaged(step, f"{others[0]} {what}")
+
+    def restore(self, like: dict[str, Any]) -> dict[str, Any]:
+        """The newest checkpoint in the tree of `like`, with the quantizer state in "state"."""
+        self.check()
+        step = self.steps()[-1]
+        saved, wanted = self._description(step)["shapes"], shapes(like)
+        if others := different(saved, wanted):
+            was, due = (found.get(others[0], "absent") for found in (saved, wanted))
+            raise self._damaged(step, f"{others[0]} is {was}, in the model {due}")
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                arrays = checkpointer.restore(self.directory / str(step) / "arrays", like)
+            arrays["state"] = fp8.check_state(arrays["state"], like=like["state"])
+        except Exception as error:  # another version of Orbax may not read what this one wrote
+            raise self._damaged(step, in_one_line(error)) from None
+        return arrays
+
+    def _description(self, step: int) -> dict[str, Any]:
+        try:
+            description = json.loads((self.directory / str(step) / DESCRIPTION).read_text())
+            parts = {key: description[key] for key in ("run", "shapes", "files")}
+            of_step = description["step"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise self._damaged(step, f"{DESCRIPTION}: {in_one_line(error)}") from None
+        if not all(isinstance(part, dict) for part in parts.values()):
+            raise self._damaged(step, f"{DESCRIPTION} does not describe a run")
+        if of_step != step:
+            raise self._damaged(step, f"{DESCRIPTION} is that of step {of_step}")
+        return parts
+
+    def _damaged(self, step: int, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory / str(step)}: it cannot be resumed: {what}. Move it away to resume "
+            "from the checkpoint before it, or start again in another --checkpoint DIR."
+        )
+
+
+def open_directory(directory: str, runs: list[Checkpoints], resume: bool) -> None:
+    """Raise unless `directory` can take new runs or, to resume, holds runs."""
+    path = Path(directory)
+
+    def refused(what: str, cure: str) -> CheckpointError:
+        return CheckpointError(f"--checkpoint {directory}: {what}; {cure}.")
+
+    for file in (path, *(run.directory for run in runs)):
+        if file.exists() and not file.is_dir():
+            raise refused(f"{file} is a file", "give a directory")
+    if resume and not path.is_dir():
+        raise refused(
+            "there is no such directory",
+            "give that of a run, or leave out --resume",
+        )
+    if resume and not any(run.steps() for run in runs):
+        names = " or ".join(f"{run.directory.name}/STEP/" for run in runs)
+        raise refused(
+            f"it holds no checkpoint {names}",
+            "give the directory of a run, or a new one without --resume",
+        )
+    # By names alone: a damaged checkpoint is not written over either.
+    found = [entry for run in runs for entry in run.directory.glob("*") if entry.name.isdigit()]
+    if found and not resume:
+        raise refused(
+            f"it holds a run already ({found[0]})",
+            "add --resume to continue it, or give a new directory",
+        )
+    for run in runs:
+        run.check()
+    try:  # before training, not at the first checkpoint
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        what = f"it cannot be written to ({in_one_line(error)})"
+        raise refused(what, "give a directory that you may write to") from None
