@@ -248,6 +248,7 @@ def train(
         train_step = jitted.lower(params, state, opt_state, text.validation[:BATCH]).compile()
         evaluate = jax.jit(evaluate, compiler_options=options).lower(params, state, text.validation).compile()
         compile_seconds = time.perf_counter() - start
+        progress.update(task, description="")
 
         start = time.perf_counter() - seconds
         for i in range(len(losses) + 1, steps + 1):

@@ -16,8 +16,8 @@ pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[exampl
 
 FIELDS = [
     "bf16_compile_seconds", "bf16_losses", "bf16_seconds", "bf16_val_loss", "compile_seconds",
-    "data", "framework", "jax", "losses", "parameters", "python", "recipe", "recipe_fields", "seconds",
-    "seed", "sha256", "steps", "val_loss",
+    "data", "framework", "jax", "losses", "parameters", "python", "recipe", "recipe_fields",
+    "seconds", "seed", "sha256", "steps", "val_loss",
 ]  # fmt: skip
 
 
