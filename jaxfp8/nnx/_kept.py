@@ -7,6 +7,7 @@ the finished program whether its results are used, and an unused mark becomes an
 cannot be compiled.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.interpreters import batching, mlir, partial_eval
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
+from jaxfp8.ops._state import is_state
 
 _kept_p = Primitive("fp8_kept")  # the identity
 _kept_p.multiple_results = True
@@ -23,20 +25,27 @@ _lost_p = Primitive("fp8_lost")  # what is left of a mark that nobody used
 _lost_p.multiple_results = True
 
 
-def kept(tree: PyTree, call: str) -> PyTree:
-    """The same arrays. A compiled function that drops all of them raises.
+def kept(states: PyTree, call: str) -> PyTree:
+    """The same states. A compiled function that drops the histories of all of them raises.
+
+    Only histories count: an evaluation after the step reads scales. Frozen states do not count, for
+    no update changes them.
 
     Args:
-      tree: arrays.
-      call: what made them, for the message.
+      states: what a commit returned.
+      call: the function that committed, for the message.
 
     Raises:
       FP8StateError: when the function is compiled, by jax.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return tree
-    return jax.tree.unflatten(structure, _kept_p.bind(*leaves, call=call))
+    nodes, structure = jax.tree.flatten(states, is_leaf=is_state)
+    learning = [i for i, node in enumerate(nodes) if is_state(node) and not node.frozen]
+    histories = [nodes[i].amax_history for i in learning]
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in histories):
+        return states
+    for i, history in zip(learning, _kept_p.bind(*histories, call=call), strict=True):
+        nodes[i] = dataclasses.replace(nodes[i], amax_history=history)
+    return jax.tree.unflatten(structure, nodes)
 
 
 def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:

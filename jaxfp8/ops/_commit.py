@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
-from jaxfp8.ops._identity import check_layout
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.ops._identity import check_layout, known
 from jaxfp8.ops._state import MatmulState, SeenAmax, is_node, map_states
 from jaxfp8.quantizers._delayed import DelayedRow
 
@@ -80,7 +81,15 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
       >>> fp8.commit(state, fp8.nothing_seen(state)).scale
       Array([0., 0., 0.], dtype=float32)
     """
+    return _commit(state, seen, known)
 
+
+def commit_known(state: PyTree, seen: PyTree) -> PyTree:
+    """`commit` of states that have passed `known` in this step already."""
+    return _commit(state, seen, lambda s: s)
+
+
+def _commit(state: PyTree, seen: PyTree, checked: Callable[[MatmulState], MatmulState]) -> PyTree:
     def one(s: MatmulState, observed: SeenAmax) -> MatmulState:
         if not isinstance(observed, SeenAmax) or observed.rows != s.rows:
             raise FP8StateError(
@@ -92,19 +101,21 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
                 "layers is committed with what all of them saw."
             )
         check_layout(s)
-        if s.frozen:
-            return s
-        updated = []
-        for quantizer, run in itertools.groupby(range(len(s.rows)), key=lambda r: s.rows[r].quantizer):
-            indices = list(run)
-            these = slice(indices[0], indices[-1] + 1)  # neighbours of one policy together: fewer and larger operations
-            rows = DelayedRow(s.scale[..., these], s.amax_history[..., these, :], s.nonfinite_steps[..., these])
-            updated.append(quantizer.update(rows, observed.amax[..., these]))
-        parts = zip(zip(*updated, strict=True), (-1, -2, -1), strict=True)
-        scale, history, nonfinite = (jnp.concatenate(part, axis=axis) for part, axis in parts)
-        return dataclasses.replace(s, scale=scale, amax_history=history, nonfinite_steps=nonfinite)
+        return s if s.frozen else _updated(checked(s), observed.amax)
 
     return map_states(one, state, _aligned(state, seen))
+
+
+def _updated(s: MatmulState, amax: Array) -> MatmulState:
+    updated = []
+    for quantizer, run in itertools.groupby(range(len(s.rows)), key=lambda r: s.rows[r].quantizer):
+        indices = list(run)
+        these = slice(indices[0], indices[-1] + 1)  # neighbours of one policy together: fewer and larger operations
+        rows = DelayedRow(s.scale[..., these], s.amax_history[..., these, :], s.nonfinite_steps[..., these])
+        updated.append(quantizer.update(rows, amax[..., these]))
+    parts = zip(zip(*updated, strict=True), (-1, -2, -1), strict=True)
+    scale, history, nonfinite = (jnp.concatenate(part, axis=axis) for part, axis in parts)
+    return dataclasses.replace(s, scale=scale, amax_history=history, nonfinite_steps=nonfinite)
 
 
 def _aligned(state: PyTree, seen: PyTree) -> PyTree:

@@ -8,14 +8,20 @@ fingerprint becomes unset.
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import Array
+from jaxfp8.numerics._float32 import TINY
 from jaxfp8.ops._ledger import BINS
 from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, history_length
+
+MEAN_ROUNDING = 2.0**-21
+"""By how much a mean of equal fingerprints over devices may miss them: 4 units in the last place."""
 
 STACKING = (
     "States of several layers or experts are stacked along leading axes, before their rows: in_axes=0, out_axes=0, "
@@ -87,13 +93,15 @@ def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
 
 
 def known(state: MatmulState) -> MatmulState:
-    """The state, of which every row belongs to the tensor and the quantizer that its static fields name.
+    """The state, with every row that cannot be believed unset.
 
-    A row whose fingerprint is another one was saved with another recipe, or changed by arithmetic:
-    by an optimizer whose parameters held the state, for instance.
+    A row is believed if its fingerprint is that of its tensor and quantizer, and its scale is one
+    that a step can leave. Other rows were saved with another recipe, or changed by arithmetic: by an
+    optimizer whose parameters held the state, or by an average over steps. A state that is 0
+    everywhere is unset as a whole.
 
     Raises:
-      FP8StateError: for such a row in an array at hand. Behind a tracer it becomes unset.
+      FP8StateError: for a row that is not believed, if its values can be read. Tracers cannot.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -102,29 +110,51 @@ def known(state: MatmulState) -> MatmulState:
       True
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
-    if _at_hand(state.fingerprint):
-        unknown = np.argwhere(np.asarray(state.fingerprint) != want)
-        if len(unknown):
-            row = state.rows[unknown[0][-1]]
-            raise FP8StateError(
-                f"fingerprint{unknown[0].tolist()}={np.asarray(state.fingerprint)[tuple(unknown[0])]} is not that of "
-                f"{row.tensor} by {row.quantizer}: the state was saved with another recipe, or an optimizer changed it. "
-                "Keep it out of optax's trees; fp8.check_state(state, like, repair=True) starts such rows anew."
-            )
-        return state
-    same = state.fingerprint == want
-    scale, nonfinite_steps = (jnp.where(same, leaf, 0) for leaf in (state.scale, state.nonfinite_steps))
+    if _readable(state.fingerprint) and _readable(state.scale):
+        leaves = {name: np.asarray(getattr(state, name)) for name in LEAVES}
+        believed = _believed(leaves["fingerprint"], want, leaves["scale"])
+        if believed.all():
+            return state
+        if any(leaf.any() for leaf in leaves.values()):
+            _refuse(state, leaves, np.argwhere(~believed)[0])
+    believed = _believed(state.fingerprint, want, state.scale)
+    scale, nonfinite_steps = (jnp.where(believed, leaf, 0) for leaf in (state.scale, state.nonfinite_steps))
     return dataclasses.replace(
         state,
         scale=scale,
-        amax_history=jnp.where(same[..., None], state.amax_history, 0),
+        amax_history=jnp.where(believed[..., None], state.amax_history, 0),
         nonfinite_steps=nonfinite_steps,
-        fingerprint=jnp.where(same, state.fingerprint, want),
+        fingerprint=jnp.where(believed, state.fingerprint, want),
     )
 
 
-def _at_hand(leaf: jax.Array | np.ndarray) -> bool:
-    """Whether this process can read the values of an array."""
+def same_fingerprint(found: Array, want: np.ndarray) -> Array:
+    """Whether fingerprints are equal, but for the rounding of a mean over devices.
+
+    Example:
+      >>> import numpy as np
+      >>> same_fingerprint(np.float32([1.5, 1.75]), np.float32([1.5, 1.5]))
+      array([ True, False])
+    """
+    return abs(found - want) < MEAN_ROUNDING
+
+
+def _believed(fingerprint: Array, want: np.ndarray, scale: Array) -> Array:
+    return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
+
+
+def _refuse(state: MatmulState, leaves: dict[str, np.ndarray], index: np.ndarray) -> NoReturn:
+    row, at = state.rows[index[-1]], tuple(index)
+    raise FP8StateError(
+        f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
+        f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. The state was saved with another "
+        "recipe, or an optimizer or an average (EMA) changed it. Keep the state out of their trees and pass that of "
+        "the run; fp8.check_state(state, like, repair=True) unsets such rows."
+    )
+
+
+def _readable(leaf: Array | np.ndarray) -> bool:
+    """Whether this process can read all values of an array."""
     if isinstance(leaf, jax.core.Tracer):
         return False
     return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated

@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.ops._commit import commit as commit_seen
+from jaxfp8.ops._commit import commit_known
 from jaxfp8.ops._identity import check_layout, explained, known
 from jaxfp8.ops._ledger import decode
 from jaxfp8.ops._probes import with_probes, without_probes, zero_ledgers
@@ -91,7 +91,7 @@ def value_and_grad(
         with explained(states):
             value, grads, amaxes = _with_or_without_unset(step, states)
         seen = jax.tree.map(functools.partial(_seen, named), state, amaxes, is_leaf=is_state)
-        return value, grads, commit_seen(state, seen) if commit else seen
+        return value, grads, commit_known(state, seen) if commit else seen
 
     return wrapped
 

@@ -94,9 +94,8 @@ class Row(NamedTuple):
         """A float32 in [1, 2) that names tensor and quantizer: what a file keeps of them, which holds arrays only.
 
         Fields of the quantizer that have their default value do not count, so a field that a later
-        version adds does not make files of an earlier one unreadable. Any arithmetic that changes a
-        scale changes the fingerprint too, except a mean of equal states over devices: of 16 bits of
-        a checksum float32 adds 128 without rounding.
+        version adds does not make files of an earlier one unreadable. It has 16 bits of a checksum.
+        Float32 has room for the rounding of a mean of equal states over devices, which is no change.
 
         Example:
           >>> import jaxfp8 as fp8
