@@ -1,8 +1,8 @@
-"""Whether a state is what a matmul takes it for, where it is used.
+"""Checks at each use that a state belongs to its matmul.
 
-`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. If
-the values can be read, it raises. A compiled step cannot raise, so there a row with a wrong
-fingerprint becomes unset.
+`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. It
+raises an error if the values can be read. A compiled step cannot raise an error, so it unsets a row
+with a wrong fingerprint.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from jaxfp8.ops._ledger import BINS
 from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, history_length
 
 STACKING = (
-    "States of several layers or experts are stacked along leading axes, before their rows: in_axes=0, out_axes=0, "
-    "variable_axes={COLLECTION: 0}, nnx.StateAxes({FP8State: 0})."
+    "States of several layers or experts must be stacked along leading axes, before the axis of rows. Write "
+    "in_axes=0, out_axes=0, variable_axes={COLLECTION: 0} or nnx.StateAxes({FP8State: 0})."
 )
 
 
 def check_layout(state: MatmulState) -> None:
     """Raise FP8StateError unless all arrays have the shapes and the dtype of a state, with rows last.
 
-    No shape tells 3 layers from 3 rows. There the ledger tells: see `_ledger.py`, and `explained`
+    Shapes cannot distinguish 3 layers from 3 rows. The ledger does: see `_ledger.py`, and `explained`
     below.
 
     Example:
@@ -37,7 +37,7 @@ def check_layout(state: MatmulState) -> None:
         leaf = getattr(state, name)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise FP8StateError(
-                f"{name} is {leaf}, which has no values; make the state with fp8.init_state or the model's init, or "
+                f"{name} is {leaf}, which has no values. Make the state with fp8.init_state or the model's init, or "
                 "restore it."
             )
         if leaf.dtype != jnp.float32:
@@ -46,21 +46,21 @@ def check_layout(state: MatmulState) -> None:
             )
     if state.scale.shape[-1:] != (len(state.rows),):
         raise FP8StateError(
-            f"scale has shape {list(state.scale.shape)}, but its last axis must hold the {len(state.rows)} rows, "
+            f"scale has shape {list(state.scale.shape)}, but its last axis must hold the {len(state.rows)} rows "
             f"{', '.join(row.tensor for row in state.rows)}. {STACKING}"
         )
     for name, want in layout(state).items():
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
-                f"{name} has shape {list(shape)}, but beside a scale of {list(state.scale.shape)} and with "
-                f"history_length={history_length(state.rows)} it must have {list(want)}. A state of another "
-                f"history_length starts from fp8.init_state(recipe). {STACKING}"
+                f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has shape "
+                f"{list(state.scale.shape)} and history_length={history_length(state.rows)}. For another history_length "
+                f"start from fp8.init_state(recipe). {STACKING}"
             )
 
 
 @contextlib.contextmanager
 def explained(states: Iterable[MatmulState]) -> Iterator[None]:
-    """Says in a note what JAX's error about an axis of 1024 may mean, where layers and rows are equally many.
+    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
 
     Example:
       >>> with explained([]):
@@ -70,12 +70,12 @@ def explained(states: Iterable[MatmulState]) -> Iterator[None]:
         yield
     except ValueError as error:
         if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
-            error.add_note(f"jaxfp8: the axis of {BINS} is that of a state's ledger. {STACKING}")
+            error.add_note(f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. {STACKING}")
         raise
 
 
 def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
-    """The shapes that the arrays of a state must have, by its scale's leading axes.
+    """The shape that each array of a state must have, given the leading axes of its scale.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -87,13 +87,13 @@ def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
 
 
 def known(state: MatmulState) -> MatmulState:
-    """The state, of which every row belongs to the tensor and the quantizer that its static fields name.
+    """The state, after a check that each row belongs to the tensor and the quantizer of its static fields.
 
-    A row whose fingerprint is another one was saved with another recipe, or changed by arithmetic:
-    by an optimizer whose parameters held the state, for instance.
+    If a fingerprint differs, the row was saved with another recipe, or arithmetic changed it. An
+    optimizer whose parameters held the state does so. In a tracer such a row becomes unset.
 
     Raises:
-      FP8StateError: for such a row in an array at hand. Behind a tracer it becomes unset.
+      FP8StateError: if a fingerprint differs and its values can be read.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -107,9 +107,10 @@ def known(state: MatmulState) -> MatmulState:
         if len(unknown):
             row = state.rows[unknown[0][-1]]
             raise FP8StateError(
-                f"fingerprint{unknown[0].tolist()}={np.asarray(state.fingerprint)[tuple(unknown[0])]} is not that of "
-                f"{row.tensor} by {row.quantizer}: the state was saved with another recipe, or an optimizer changed it. "
-                "Keep it out of optax's trees; fp8.check_state(state, like, repair=True) starts such rows anew."
+                f"fingerprint{unknown[0].tolist()}={np.asarray(state.fingerprint)[tuple(unknown[0])]} is not the "
+                f"fingerprint of {row.tensor} by {row.quantizer}: the state was saved with another recipe, or an optimizer "
+                "changed it. Keep the state out of optax's trees. Unset such rows with fp8.check_state(state, like, "
+                "repair=True)."
             )
         return state
     same = state.fingerprint == want

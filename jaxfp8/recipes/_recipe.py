@@ -91,12 +91,12 @@ class Row(NamedTuple):
 
     @property
     def fingerprint(self) -> float:
-        """A float32 in [1, 2) that names tensor and quantizer: what a file keeps of them, which holds arrays only.
+        """A float32 in [1, 2) that identifies tensor and quantizer: a file holds arrays only.
 
-        Fields of the quantizer that have their default value do not count, so a field that a later
-        version adds does not make files of an earlier one unreadable. Any arithmetic that changes a
-        scale changes the fingerprint too, except a mean of equal states over devices: of 16 bits of
-        a checksum float32 adds 128 without rounding.
+        Fields of the quantizer with their default values do not count. So a later version may add a
+        field, and files of an earlier version stay readable. Arithmetic of an optimizer on a state
+        changes its fingerprints too. A mean of equal states over devices does not change them: the
+        checksum has 16 bits, so float32 adds 128 fingerprints without rounding.
 
         Example:
           >>> import jaxfp8 as fp8
