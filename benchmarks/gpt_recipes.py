@@ -47,7 +47,7 @@ RECIPES = {
 
 
 def load_example():
-    """examples/train_gpt.py as a module, which imports another beside it."""
+    """examples/train_gpt.py as a module. It imports another module of its folder."""
     sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
     module = importlib.util.module_from_spec(spec)

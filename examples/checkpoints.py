@@ -1,8 +1,9 @@
 """Checkpoints of a training run: written by Orbax, restored bit for bit, refused if damaged.
 
-A checkpoint is a folder DIR/STEP/: the arrays as Orbax writes them, and description.json with a
-description of the run, the shapes of the arrays, and the SHA-256 of each file. It is written under
-another name and renamed at the end: an interrupted save leaves the one before it as it was.
+A checkpoint is a folder DIR/STEP/. It holds the arrays as Orbax writes them, and description.json.
+That file has a description of the run, the shapes of the arrays, and the SHA-256 of each file. A save
+writes the folder under another name and renames it at the end. So an interrupted save leaves the
+checkpoint before it unchanged.
 """
 
 import hashlib
@@ -20,14 +21,14 @@ import orbax.checkpoint as ocp
 
 import jaxfp8 as fp8
 
-KEPT = 2  # the newest checkpoints of a run; older ones are deleted once a new one is complete
+KEPT = 2  # a run keeps this many checkpoints: a complete save deletes older ones
 DESCRIPTION = "description.json"
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # of Orbax, which logs its progress
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs its progress here
 
 
 class CheckpointError(Exception):
-    """What is wrong with a checkpoint, and the cure, in one line."""
+    """What is wrong with a checkpoint, and what to do, in one line."""
 
 
 def shapes(arrays: Any) -> dict[str, str]:
@@ -48,7 +49,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The names under which two dicts hold different values, or one of them none."""
+    """The keys whose values differ, or that only one of the dicts has."""
     return [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
 
 
@@ -57,9 +58,10 @@ def in_one_line(error: Exception) -> str:
 
 
 class Checkpoints:
-    """The checkpoints of one run, each every so many steps.
+    """The checkpoints of one run, saved every `every` steps.
 
-    `run` describes the run, in what JSON has. A checkpoint with another description is refused.
+    `run` describes the run, in types that JSON has. A checkpoint with another description raises
+    CheckpointError.
     """
 
     def __init__(self, directory: Path, run: dict[str, Any], every: int) -> None:
@@ -79,7 +81,7 @@ class Checkpoints:
         return sorted(int(name) for name in folders if name.isdecimal() and name == str(int(name)))
 
     def save(self, step: int, arrays: dict[str, Any]) -> None:
-        """Save a tree of arrays; all is on disk when this returns, so a step may donate them."""
+        """Save a tree of arrays. On return all are on disk, so the next step may donate them."""
         folder = self.directory / str(step)
         unfinished = folder.with_suffix(".unfinished")
         try:
@@ -97,11 +99,11 @@ class Checkpoints:
             unfinished.rename(folder)
             for old in self.steps()[:-KEPT]:
                 shutil.rmtree(self.directory / str(old))
-        except Exception as error:  # a full disk is an exception of whichever part was writing
+        except Exception as error:  # the type for a full disk depends on which part was writing
             why = in_one_line(error)
             raise CheckpointError(
-                f"{folder}: it could not be saved ({why}). Make room or give access; --resume "
-                "continues from the checkpoint before it."
+                f"{folder}: it could not be saved ({why}). Free space on the disk, or allow writing "
+                "there. Then --resume continues from the checkpoint before it."
             ) from None
 
     def check(self) -> None:
@@ -115,29 +117,30 @@ class Checkpoints:
             pairs = (f"{key} {run.get(key)!r}, not {self.run.get(key)!r}" for key in others)
             listed = ", ".join(pairs)
             raise CheckpointError(
-                f"{folder}: it was saved with {listed}; a run is resumed with what it was started "
-                "with. Repeat that with --resume, or give another --checkpoint."
+                f"{folder}: it was saved with {listed}; a resumed run needs the settings that it was "
+                "started with. Repeat them with --resume, or give another --checkpoint."
             )
-        # Before Orbax reads them: it does not find all damage, and its threads write tracebacks.
+        # Files are checked before Orbax reads them. Orbax misses some damage, and its threads print
+        # tracebacks.
         files = digests(folder)
         del files[DESCRIPTION]
         if others := different(files, description["files"]):
-            what = "is missing" if others[0] not in files else "is not as it was saved"
+            what = "is missing" if others[0] not in files else "has changed since it was saved"
             raise self._damaged(step, f"{others[0]} {what}")
 
     def restore(self, like: dict[str, Any]) -> dict[str, Any]:
-        """The newest checkpoint in the tree of `like`, with the quantizer state in "state"."""
+        """The newest checkpoint, in the tree of `like`. Its entry "state" is the quantizer state."""
         self.check()
         step = self.steps()[-1]
         saved, wanted = self._description(step)["shapes"], shapes(like)
         if others := different(saved, wanted):
             was, due = (found.get(others[0], "absent") for found in (saved, wanted))
-            raise self._damaged(step, f"{others[0]} is {was}, in the model {due}")
+            raise self._damaged(step, f"{others[0]} is {was}, in the model it is {due}")
         try:
             with ocp.StandardCheckpointer() as checkpointer:
                 arrays = checkpointer.restore(self.directory / str(step) / "arrays", like)
             arrays["state"] = fp8.check_state(arrays["state"], like=like["state"])
-        except Exception as error:  # another version of Orbax may not read what this one wrote
+        except Exception as error:  # the file may be of another version of Orbax
             raise self._damaged(step, in_one_line(error)) from None
         return arrays
 
@@ -151,7 +154,7 @@ class Checkpoints:
         if not all(isinstance(part, dict) for part in parts.values()):
             raise self._damaged(step, f"{DESCRIPTION} does not describe a run")
         if of_step != step:
-            raise self._damaged(step, f"{DESCRIPTION} is that of step {of_step}")
+            raise self._damaged(step, f"{DESCRIPTION} describes step {of_step}")
         return parts
 
     def _damaged(self, step: int, what: str) -> CheckpointError:
@@ -174,7 +177,7 @@ def open_directory(directory: str, runs: list[Checkpoints], resume: bool) -> Non
     if resume and not path.is_dir():
         raise refused(
             "there is no such directory",
-            "give that of a run, or leave out --resume",
+            "give the directory of a run, or leave out --resume",
         )
     if resume and not any(run.steps() for run in runs):
         names = " or ".join(f"{run.directory.name}/STEP/" for run in runs)
@@ -182,7 +185,7 @@ def open_directory(directory: str, runs: list[Checkpoints], resume: bool) -> Non
             f"it holds no checkpoint {names}",
             "give the directory of a run, or a new one without --resume",
         )
-    # By names alone: a damaged checkpoint is not written over either.
+    # Only names are read, so a damaged checkpoint is not overwritten either.
     found = [entry for run in runs for entry in run.directory.glob("*") if entry.name.isdigit()]
     if found and not resume:
         raise refused(
@@ -191,7 +194,7 @@ def open_directory(directory: str, runs: list[Checkpoints], resume: bool) -> Non
         )
     for run in runs:
         run.check()
-    try:  # before training, not at the first checkpoint
+    try:  # a test write here fails before training, not at the first save
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass

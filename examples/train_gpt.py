@@ -7,7 +7,7 @@
     python examples/train_gpt.py --recipe blockwise
     python examples/train_gpt.py --recipe mxfp8 --set w_tile_dim=2
     python examples/train_gpt.py --checkpoint DIR           # saves every 50 steps, and at the end
-    python examples/train_gpt.py --checkpoint DIR --resume  # goes on, bit for bit, where DIR ends
+    python examples/train_gpt.py --checkpoint DIR --resume  # continues DIR, bit for bit
 
 The text is Python's own standard library, which every machine has; a token is a byte. Both models start from the same
 parameters and see the same batches. They differ in one thing: the matmuls qkv, out, fc1 and fc2 of every block run in
@@ -204,7 +204,7 @@ def train(
 ) -> Run:
     """AdamW with warm-up and cosine decay; continues from the newest checkpoint, if there is one.
 
-    The quantizer state is one more thing that a step takes and returns, and a checkpoint holds.
+    A step takes and returns the quantizer state, and a checkpoint holds it.
     """
     warmup = min(WARMUP_STEPS, steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(0.0, PEAK_LEARNING_RATE, warmup, steps, PEAK_LEARNING_RATE / 20)
@@ -238,7 +238,7 @@ def train(
         params, state, opt_state = saved["params"], saved["state"], saved["opt_state"]
         losses, seconds = list(saved["losses"][:done]), float(saved["seconds"])
         print(f"{name:>4} continues after step {done} of {checkpoints.directory}")
-    # The places of all batches, drawn at once: a resumed run reads the batches that come next.
+    # All positions of batches are drawn at once, so a resumed run reads the batches that come next.
     places = np.random.default_rng(seed).integers(0, len(text.train) - CONTEXT, (steps, BATCH, 1))
     columns = f"{name:>4}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), "{task.description}"
     with Progress(*columns) as progress:
@@ -256,7 +256,7 @@ def train(
             params, state, opt_state, loss = train_step(params, state, opt_state, windows)
             losses.append(loss)
             save = checkpoints and (i % checkpoints.every == 0 or i == steps)
-            if i % 10 == 0 or i == steps or save:  # reading a loss waits for it: now and then
+            if i % 10 == 0 or i == steps or save:  # reading a loss waits for its step
                 speed = f"loss {float(loss):.3f}  {i * BATCH * CONTEXT / (time.perf_counter() - start):,.0f} tokens/s"
                 progress.update(task, completed=i, description=speed)
             if save:
@@ -310,7 +310,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
     add("--plot", metavar="FILE", default="train_gpt.png", help="where to draw the curves (default: %(default)s)")
     add("--json", metavar="FILE", help="where to write the results")
     add("--checkpoint", metavar="DIR", help="where to save the run, so that it can be continued")
-    add("--save-every", type=int, default=50, metavar="N", help="steps (default: %(default)s)")
+    add("--save-every", type=int, default=50, metavar="N", help="save after each N steps (default: %(default)s)")
     add("--resume", action="store_true", help="continue the run in DIR; repeat its arguments")
     given = parser.parse_args(arguments)
     for option, value in {"--steps": given.steps, "--save-every": given.save_every}.items():
@@ -332,7 +332,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
 
 
 def checkpoints_of(given: argparse.Namespace, text: Text) -> dict[str, Checkpoints]:
-    """Of each run, in a folder of its own; described by arguments and by the numbers above."""
+    """The checkpoints of each run, by name. Arguments and the constants above describe a run."""
     if not given.checkpoint:
         return {}
     described = {
@@ -351,7 +351,7 @@ def train_all(
     recipe: fp8.Recipe,
     text: Text,
 ) -> tuple[dict[str, Run], int]:
-    """The bf16 twin, if it is asked for, and the FP8 run; the number of parameters."""
+    """The FP8 run and, with --compare, the bf16 run, by name; then the number of parameters."""
     options, checkpoints = fp8.compiler_options(recipe, given.chip), checkpoints_of(given, text)
     runs = {}
     for name, used in {"bf16": None, "FP8": recipe}.items():

@@ -21,8 +21,8 @@ from jaxfp8.sharding._shard import Shard
 class AbstractFP8Matmul(nnx.Module):
     """A recipe, and the state of the one matmul that it is for: give each layer its own.
 
-    Layers that share one object are tied: one state, whose amax is the largest of theirs, at most
-    1/8 above.
+    Layers that share one object share one state. Its amax is the largest amax of these layers, or up
+    to 1/8 above it.
     """
 
     def __init__(
@@ -47,19 +47,18 @@ class AbstractFP8Matmul(nnx.Module):
         """The state, for one matmul.
 
         Raises:
-          FP8StateError: if it would be lost, because a layer made this object while a loss was
-            running.
+          FP8StateError: if a layer made this object while a loss was running. The state would be lost.
         """
         if self.state is None:
             return ()
         if self.made_in_a_loss:
             raise FP8StateError(
                 f"a {type(self).__name__} with the state of recipe {self.recipe.name!r} was made "
-                "while a loss was running, so its state would be lost after the call. flax does so "
-                "for dot_general_cls= (qkv_dot_general_cls=, out_dot_general_cls=) at every call. "
-                "Build the layer without it, then give it an object of its own: layer.dot_general = "
-                "nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For nnx.MultiHeadAttention do so for each "
-                "of its layers query, key, value and out."
+                "while a loss was running, so its state would be lost after the call. flax makes a "
+                "new object at every call for dot_general_cls= (qkv_dot_general_cls=, "
+                "out_dot_general_cls=). Build the layer without this argument, then give it its own "
+                "object: layer.dot_general = nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For "
+                "nnx.MultiHeadAttention do so for each of its layers query, key, value and out."
             )
         return concrete(self.state.get_value())
 

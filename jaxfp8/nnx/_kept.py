@@ -1,10 +1,12 @@
 """An error for quantizer state that a compiled function computes and then drops.
 
-Modules of nnx are pytrees, so `jax.jit` takes a model and gives its body a copy. What the body
-writes into the copy is lost, unless the body returns it. A trace cannot know what its function will
-return. The program that comes out of it does: `kept` marks an update, jax asks each operation of
-the finished program whether its results are used, and an unused mark becomes an operation that
-cannot be compiled.
+Modules of nnx are pytrees, so `jax.jit` takes a model and gives its function a copy. An update of the
+copy is lost, unless the function returns it. While jax traces the function, it does not know yet what
+the function will return. The finished program shows it:
+
+- `kept` marks an update with an operation of its own.
+- jax removes each operation of the finished program whose results are not used.
+- A mark that jax would remove becomes an operation that cannot be compiled.
 """
 
 import dataclasses
@@ -36,7 +38,7 @@ def kept(states: PyTree, call: str) -> PyTree:
       call: the function that committed, for the message.
 
     Raises:
-      FP8StateError: when the function is compiled, by jax.
+      FP8StateError: raised when jax compiles the function.
     """
     nodes, structure = jax.tree.flatten(states, is_leaf=is_state)
     learning = [i for i, node in enumerate(nodes) if is_state(node) and not node.frozen]
@@ -57,11 +59,12 @@ def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool]
 
 def _refuse(*_: Any, call: str) -> Sequence[Any]:
     raise FP8StateError(
-        f"{call} updated the quantizer state of a model inside a function that jax compiles, and "
-        "that function returns nothing of the update: it would be lost. jax.jit and other "
-        "transformations of jax give the function a copy of the model. Use those of nnx (nnx.jit), "
-        "or return the model or nnx.state(model); or take value_and_grad(..., commit=False), return "
-        "what was seen, and call fp8.nnx.commit(model, seen) outside."
+        f"{call} updated the quantizer state of a model inside a function that jax compiles. The "
+        "function does not return the update, so it would be lost. jax.jit and other "
+        "transformations of jax give the function a copy of the model. Use the transformations of "
+        "nnx (nnx.jit), or return the model or nnx.state(model). Or use "
+        "value_and_grad(..., commit=False), return the amaxes that were seen, and call "
+        "fp8.nnx.commit(model, seen) outside."
     )
 
 
@@ -74,4 +77,4 @@ partial_eval.dce_rules[_kept_p] = _keep_or_mark_as_lost
 _lost_p.def_impl(_refuse)
 _lost_p.def_abstract_eval(lambda *, call: [])
 mlir.register_lowering(_lost_p, _refuse)
-partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])  # later passes leave it
+partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])  # later passes keep it

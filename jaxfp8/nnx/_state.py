@@ -16,8 +16,8 @@ from jaxfp8.recipes._recipe import Recipe
 class FP8State(nnx.Variable[MatmulState]):
     """The quantizer state of one matmul.
 
-    An abstract state, as `nnx.eval_shape` makes it, becomes a fresh one: a checkpoint of parameters
-    says nothing about it.
+    `nnx.eval_shape` makes an abstract state, which becomes a fresh state here. A checkpoint of
+    parameters holds no state to restore.
 
     Example:
       >>> from flax import nnx
@@ -29,8 +29,8 @@ class FP8State(nnx.Variable[MatmulState]):
 
     @classmethod
     def _new(cls, value: Any, metadata: dict[str, Any]) -> Any:
-        # flax builds each Variable here that no constructor builds. nnx.jit would refuse an
-        # abstract one.
+        # flax calls this for each Variable that it makes without the constructor. nnx.jit would
+        # refuse an abstract state.
         return super()._new(concrete(value), metadata)
 
 
@@ -60,7 +60,7 @@ _differentiating = contextvars.ContextVar("_differentiating", default=False)
 
 @contextlib.contextmanager
 def differentiating() -> Iterator[None]:
-    """While a loss runs: a layer that is made in it keeps no state."""
+    """Marks that a loss is running. A layer that is made meanwhile would lose its state."""
     token = _differentiating.set(True)
     try:
         yield
@@ -69,5 +69,5 @@ def differentiating() -> Iterator[None]:
 
 
 def in_a_loss() -> bool:
-    """Whether a loss runs that `fp8.nnx.value_and_grad` differentiates."""
+    """Whether `fp8.nnx.value_and_grad` is running a loss now."""
     return _differentiating.get()

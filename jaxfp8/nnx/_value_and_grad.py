@@ -38,8 +38,8 @@ def value_and_grad(
       arguments, is updated too. An object must not be part of both the model and an argument.
 
     Raises:
-      FP8StateError: by jax, for a compiled function that updates a model and drops the update.
-        `jax.jit` gives its function a copy of a model: use `nnx.jit`, or return the model or
+      FP8StateError: if a compiled function updates a model and drops the update. jax raises it when it
+        compiles. `jax.jit` gives its function a copy of a model. Use `nnx.jit`, or return the model or
         `nnx.state(model)`.
 
     Example:
@@ -102,8 +102,7 @@ def commit(model: Any, seen: PyTree) -> None:
       seen: from `fp8.nnx.value_and_grad(..., commit=False)`, merged with `fp8.merge_seen`.
 
     Raises:
-      FP8StateError: by jax, for a compiled function that drops the update, as in
-        `fp8.nnx.value_and_grad`.
+      FP8StateError: if a compiled function drops the update, as in `fp8.nnx.value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,9 +1,10 @@
 """Reshapes that keep the sharding of an array on an Explicit mesh.
 
-JAX has a rule for the sharding of a reshape. It gives mesh axes to the new array axes from left to right, until
-each is fully split. A mesh axis of size 1 splits nothing, so the rule moves it to a neighbour, or drops it. The
-result then lies where it should, but its type is another one, and JAX refuses to multiply the two. Here the
-sharding of the result is written out. Arrays on other meshes are reshaped without one.
+JAX has a rule for the sharding of a reshape. It gives mesh axes to the new array axes from left to
+right, until each is fully split. A mesh axis of size 1 splits nothing, so the rule moves it to a
+neighbour, or drops it. The values are then on the right devices, but the type of the array differs.
+JAX refuses to multiply values by scales of another type. The functions here name the sharding of the
+result. On other meshes they name none.
 """
 
 import math
@@ -17,7 +18,7 @@ from jaxfp8._typing import Array, Axes
 
 
 def split_axis(x: Array, axis: int, cells: int) -> Array:
-    """x [.., cells * side, ..] as [.., cells, side, ..]. Devices split the cells, and never one cell.
+    """x [.., cells * side, ..] as [.., cells, side, ..]. Devices split only the axis of cells.
 
     Example:
       >>> import jax.numpy as jnp
@@ -28,14 +29,16 @@ def split_axis(x: Array, axis: int, cells: int) -> Array:
     if not is_explicit(x):
         return x.reshape(shape)
     spec = jax.typeof(x).sharding.spec
-    of_cells = spec[axis] if cells > 1 else None  # one cell broadcasts along values, whatever splits them
+    # A single cell is broadcast along its values, however these are split.
+    of_cells = spec[axis] if cells > 1 else None
     return _reshape(x, shape, [*spec[:axis], of_cells, None, *spec[axis + 1 :]])
 
 
 def merge_axes(x: Array, counts: Axes) -> Array:
-    """x with neighbouring axes merged: for each new axis, how many it is made of; 0 for a new axis of 1.
+    """x with neighbouring axes merged.
 
-    On an Explicit mesh the first axis of each group may be split. If devices split another one, JAX's rule decides.
+    `counts` says for each new axis how many axes it merges. 0 gives a new axis of size 1. On an Explicit
+    mesh the first axis of each group may be split. If devices split another one, JAX's rule decides.
 
     Example:
       >>> import jax.numpy as jnp
@@ -71,7 +74,7 @@ def is_explicit(x: Array) -> bool:
 
 
 def devices_of(mesh: Any, entry: Any) -> int:
-    """The number of parts that one entry of a `jax.P` makes of an array axis.
+    """The number of devices over which one entry of a `jax.P` splits an array axis.
 
     Example:
       >>> import jax

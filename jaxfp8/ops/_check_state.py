@@ -1,4 +1,4 @@
-"""`check_state`: a restored state is checked before a step believes it."""
+"""`check_state`: a restored state is checked before a step uses it."""
 
 import dataclasses
 import warnings
@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.ops._identity import layout, same_fingerprint
+from jaxfp8.ops._saved_tree import parts_of
 from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, is_state, unset_state
 from jaxfp8.quantizers._delayed_faults import Fault, faults
 
@@ -20,33 +21,40 @@ _SHOWN = 10  # faults that a message lists
 
 
 def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
-    """The state, if it can be one of this model's: for what Orbax, npz or any other file gave back.
+    """Checks a state that was restored from a file (Orbax, npz, ...), and returns it.
 
-    Four things are checked: the tree; shapes and dtypes; the fingerprint of each row, which finds a
-    state of another format, margin, algorithm or tensor; and values. A scale must be unset, or the one
-    that the amaxes of its history ask for. A history must be finite and not negative.
+    Four things are checked:
 
-    Two edits of a file pass, because a step can leave the same. The first is a history whose scale
-    was changed with it. The second is a scale up to 2^20 above what a full history asks for: an
-    entry that large may just have left it. Both last until the next commit.
+    - The tree.
+    - Shapes and dtypes.
+    - The fingerprint of each row. It differs for another format, margin, algorithm or tensor.
+    - Values. A history must be finite and not negative. A scale must be unset, or be the scale that the
+      amaxes of its history give.
+
+    Two edits of a file are not found, because a training step can produce the same values. The first
+    changes a history and its scale together. The second makes a scale up to 2^20 larger than a full
+    history gives, because the history may just have dropped an entry that large. Both edits have an
+    effect until the next commit. With `history_length=1` nothing is left to compare a scale with.
+    Conversely, a history whose newest entries fell by more than 2^20 below one that it just dropped is
+    refused; repair unsets its row.
 
     Args:
-      state: what was restored: a tree of states, or of dicts of their arrays, as a file that is read
-        without a target gives them.
+      state: the restored tree of states. Dicts of arrays may stand for states, as in a file that is
+        read without a target.
       like: a fresh state tree of the model, from `fp8.init_state` or the model's `init`, or its types
         (`jax.eval_shape`). Its layers may have different recipes.
-      repair: unset the bad rows, and warn which. The next step takes the current amaxes of their
-        tensors, as a first step does. A state whose arrays have other shapes is unset as a whole.
+      repair: unset the bad rows, and list them in a warning. The next step uses the current amaxes of
+        their tensors, as a first step does. If arrays have other shapes, the whole state is unset.
 
     Returns:
       The tree of `like` with the arrays of `state`.
 
     Raises:
-      FP8StateError: naming each array, its value and the cure. For trees that differ, also with
-        `repair=True`.
+      FP8StateError: if a check fails. It names each array, its value and what to do. If the trees
+        differ, it is raised with `repair=True` as well.
 
     Warns:
-      UserWarning: with `repair=True`, listing what was unset.
+      UserWarning: with `repair=True`, if a check fails. It lists the rows that were unset.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -58,25 +66,11 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
       ...
       jaxfp8._errors.FP8StateError: 1 fault in the quantizer state: ...
     """
-    structure: Any
-    places, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_state)
-    try:
-        parts = structure.flatten_up_to(state)
-    except ValueError as error:
-        raise FP8StateError(
-            f"state has another tree than like: {error}. Restore it into the tree of like, or pass the like of the "
-            "model that was saved."
-        ) from None
     checked, found = [], []
-    for (path, expected), part in zip(places, parts, strict=True):
-        if not is_state(expected):
-            raise FP8StateError(
-                f"like holds a {type(expected).__name__} at {_at(path)}, where quantizer state is due; pass the state "
-                "alone, without parameters."
-            )
-        arrays = _arrays(part, expected, path)
+    for place, expected, part in parts_of(state, like):
+        arrays = _arrays(part, place)
         wrong = list(_faults(part, arrays, expected))
-        found += [_described(_at(path), arrays, expected, fault) for fault in wrong]
+        found += [_described(place, arrays, expected, fault) for fault in wrong]
         frozen = part.frozen if isinstance(part, MatmulState) else expected.frozen
         checked.append(dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen))
     if found:
@@ -84,54 +78,53 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
         text += "\n..." if len(found) > _SHOWN else ""
         if not repair:
             raise FP8StateError(
-                f"{text}\nRestore another checkpoint; or call fp8.check_state(state, like, repair=True) on what was "
-                "read (flax: flax.serialization.msgpack_restore reads without a target), which unsets these rows."
+                f"{text}\nRestore another checkpoint, or unset these rows with fp8.check_state(state, like, "
+                "repair=True). With flax, read the file without a target first: flax.serialization.msgpack_restore."
             )
         warnings.warn(f"{text}\nThese rows were unset (repair=True).", stacklevel=2)
-    return jax.tree.unflatten(structure, checked)
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_state), checked)
 
 
-def _at(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path) or "the state"
-
-
-def _arrays(part: Any, expected: MatmulState, path: tuple[Any, ...]) -> dict[str, Any]:
-    """The arrays of what was restored in the place of a state."""
+def _arrays(part: Any, place: str) -> dict[str, Any]:
+    """The arrays of one restored state, by name."""
     if isinstance(part, MatmulState):
         arrays = {name: getattr(part, name) for name in LEAVES}
     elif isinstance(part, Mapping):
-        arrays = {name: leaf for name, leaf in part.items() if leaf is not None}  # Orbax keeps the absent probe
+        # Orbax restores the absent probe as None.
+        arrays = {name: leaf for name, leaf in part.items() if leaf is not None}
     else:
         raise FP8StateError(
-            f"state holds a {type(part).__name__} at {_at(path)}, where quantizer state is due: a MatmulState, or a "
-            f"dict of its arrays {list(LEAVES)}."
+            f"state holds a {type(part).__name__} at {place}, where a quantizer state is needed; pass a MatmulState, "
+            f"or a dict of its arrays {list(LEAVES)}."
         )
     if unknown := sorted(set(arrays) - set(LEAVES)):
-        raise FP8StateError(f"state holds {unknown} at {_at(path)}; a saved state has the arrays {list(LEAVES)}.")
+        raise FP8StateError(
+            f"state holds {unknown} at {place}; a saved state has only the arrays {list(LEAVES)}. Leave the others out."
+        )
     for name, leaf in arrays.items():
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise FP8StateError(
-                f"{_at(path)}.{name} is {leaf}, whose values cannot be read; call check_state on arrays, outside of "
+                f"{place}.{name} is {leaf}, whose values cannot be read; call check_state on arrays, outside of "
                 "jit, before the first step."
             )
     return {name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf, np.float32) for name, leaf in arrays.items()}
 
 
 def _host(leaf: Any) -> np.ndarray:
-    """The values of an array, which may lie on the devices of several processes."""
+    """The values of an array, which may be split over the devices of several processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
     return np.asarray(leaf)
 
 
 def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterator[Fault]:
-    """What is wrong with a state: with all its rows, or with those that are named."""
+    """The faults of one state. A wrong shape or dtype is a fault of all its rows."""
     everywhere = np.ones(expected.scale.shape, bool)
     for name, shape in layout(expected).items():
         if name not in arrays:
-            yield Fault(name, everywhere, "it is missing: the file has been written by another program or version")
+            yield Fault(name, everywhere, "it is missing: another program or version wrote the file")
         elif arrays[name].shape != shape:
-            why = f"its shape must be {list(shape)}: another number of layers, rows, or another history_length"
+            why = f"its shape must be {list(shape)}; the number of layers or rows, or history_length, differs"
             yield Fault(name, everywhere, why)
         elif arrays[name].dtype != jnp.float32:
             yield Fault(name, everywhere, f"its dtype is {arrays[name].dtype}, it must be float32")
@@ -139,7 +132,7 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
             continue
         return
     if isinstance(part, MatmulState) and part.rows != expected.rows:
-        yield Fault("rows", everywhere, f"its rows are {part.rows}")
+        yield Fault("rows", everywhere, f"its rows are {part.rows}, of another recipe")
         return
     host = {name: _host(leaf) for name, leaf in arrays.items()}
     foreign = ~same_fingerprint(host["fingerprint"], fingerprints(expected.rows, expected.scale.shape))
@@ -158,12 +151,11 @@ def _any(fault: Fault) -> Iterator[Fault]:
 
 
 def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault: Fault) -> str:
-    """A line of the message: where, which value, what is wrong with it, and whose it is."""
+    """A line of the message: the place, the value, what is wrong with it, and the row of the model."""
     indices = np.argwhere(fault.rows)
     row = expected.rows[indices[0][-1] if len(indices) else 0]
-    whose = f"the model has {row.tensor} by {row.quantizer}" + f", and {len(indices) - 1} more rows" * (
-        len(indices) > 1
-    )
+    whose = f"the model's row is {row.tensor} by {row.quantizer}"
+    whose += f"; {len(indices) - 1} more rows have this fault" * (len(indices) > 1)
     if fault.leaf not in arrays:
         return f"  {place}.{fault.leaf}: {fault.what} ({whose})"
     value = _host(arrays[fault.leaf])
@@ -174,7 +166,7 @@ def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault:
 
 
 def _mended(arrays: dict[str, Any], expected: MatmulState, wrong: list[Fault]) -> MatmulState:
-    """The state with its bad rows unset; as it is if there are none."""
+    """The state with its bad rows unset. Without bad rows no value changes."""
     if not wrong:
         return dataclasses.replace(expected, **arrays)
     bad = np.any([fault.rows for fault in wrong], axis=0)
@@ -191,6 +183,6 @@ def _mended(arrays: dict[str, Any], expected: MatmulState, wrong: list[Fault]) -
 
 
 def _placed(values: np.ndarray, like: Any) -> Any:
-    """The values where `like` lies."""
+    """The values, with the sharding of `like`."""
     sharding = getattr(like, "sharding", None)
     return jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)

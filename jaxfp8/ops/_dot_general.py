@@ -62,14 +62,15 @@ def dot_general(
       state: of this matmul, for recipes that have any (`fp8.init_state`).
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
       reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is combined over: all but pipeline.
-        With `check_vma=True` types tell nearly all of them. They leave open an axis along which x and w
-        both vary. Name it if it splits the contraction of this matmul. Leave it out if it parts stages,
-        experts or anything else that has amaxes of its own. By default an amax of a tensor is combined
-        over such an axis, and an amax of a row is not. An amax that a state follows obeys the state's type.
-        With `check_vma=False` types tell nothing. Recipes with amaxes of tensors need the axes: here, or
-        in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with amaxes of rows refuse
-        them, because an amax of a row stays on its device; recipes with both need types. Tiles ignore
-        them, for no device cuts a tile.
+        With `check_vma=True` JAX's types give nearly all of them. Types do not decide an axis over
+        which x and w both vary. Name it if it splits the contraction of this matmul. Leave it out if it
+        splits stages, experts or anything else that has its own amaxes. By default a per-tensor amax is
+        combined over such an axis, and a per-row amax is not. An amax that a state records follows the
+        type of the state.
+        With `check_vma=False` types give nothing. Recipes with per-tensor amaxes need the axes: here, or
+        in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with per-row amaxes raise
+        an error for them, because a per-row amax stays on its device. Recipes with both need
+        `check_vma=True`. Tiles ignore the axes, because no device cuts a tile.
       lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
         the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
         gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
@@ -86,8 +87,8 @@ def dot_general(
 
     Raises:
       TypeError, ValueError: for operands that are no float arrays, or do not fit.
-      FP8StateError: if the state is missing, of another recipe, or would be lost; for `reduce_axes` that are missing, or
-        that rows would ignore.
+      FP8StateError: if the state is missing, of another recipe, or would be lost. Also if `reduce_axes`
+        is missing, or if per-row amaxes would ignore it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -190,11 +191,11 @@ def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> Matmu
         )
     check_layout(state)
     if state.probe is None:
-        return known(state)  # `value_and_grad` did so for a state with a probe
+        return known(state)  # `value_and_grad` already checked a state that has a probe
     if state.probe.ledger is not None and state.probe.ledger.shape != (BINS, len(recipe.rows)):
         raise FP8StateError(
             f"state.probe.ledger has shape {list(state.probe.ledger.shape)} in this call, not [{BINS}, {len(recipe.rows)}]: "
-            f"the states were mapped over an axis that is none of their layers. {STACKING}"
+            f"the states were mapped over another axis than that of their layers. {STACKING}"
         )
     return state
 
@@ -205,7 +206,8 @@ def _reduce_axes(
     """The manual mesh axes that are named for amaxes; None where it is left to types.
 
     Raises:
-      FP8StateError: where nobody tells, rather than a local amax; and for axes that amaxes of rows would ignore.
+      FP8StateError: if the axes are unknown, instead of using a local amax. Also for axes that per-row
+        amaxes would ignore.
     """
     if isinstance(given, str):
         raise TypeError(f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},).")
@@ -219,11 +221,11 @@ def _reduce_axes(
         if not per_tensor:
             return None
         where = "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
-        cure = f"name those that an amax has to be combined over with reduce_axes= of {where}."
-        if rows:  # which refuse the names
-            cure = f"recipe {recipe.name!r} has amaxes of tensors and of rows, which needs check_vma=True."
+        cure = f"Name the axes that an amax is combined over with reduce_axes= of {where}."
+        if rows:  # per-row amaxes do not accept reduce_axes=
+            cure = f"Recipe {recipe.name!r} has amaxes of tensors and of rows, which needs check_vma=True."
         raise FP8StateError(
-            f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over: "
+            f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over. "
             f"{cure}"
         )
     check_axes(named)
@@ -233,8 +235,8 @@ def _reduce_axes(
     if manual and rows and not types_tell():
         without = "" if per_tensor else " If no mesh axis splits what a matmul contracts, leave reduce_axes= out."
         raise FP8StateError(
-            f"reduce_axes={tuple(named)} is named for recipe {recipe.name!r}, which has a scale for each "
-            f"row of {', '.join(rows)}, inside shard_map(check_vma=False) over {manual_axes()}: only types "
+            f"reduce_axes={tuple(named)} is given to recipe {recipe.name!r}, which has a scale for each "
+            f"row of {', '.join(rows)}, inside shard_map(check_vma=False) over {manual_axes()}. Only types "
             f"tell which matmul contracts a row across devices. Use check_vma=True.{without}"
         )
     return manual

@@ -1,4 +1,4 @@
-"""A fresh state in place of an abstract one, of which only shapes are known."""
+"""A fresh state in place of an abstract one, which has shapes but no values."""
 
 import dataclasses
 from typing import Any
@@ -12,10 +12,10 @@ from jaxfp8.ops._state import MatmulState, is_state, unset_state
 
 
 def fresh_like(state: MatmulState) -> MatmulState:
-    """The state before the first step, stacked, frozen and placed as a given one, or an abstract one.
+    """The state before the first step, stacked, frozen and sharded like `state`, which may be abstract.
 
-    A leaf without a sharding becomes a numpy array: it fits a mesh of any size, and a checkpoint
-    library that takes it for a target does not put what it restores on one device.
+    A leaf without a sharding becomes a numpy array, which fits a mesh of any size. A checkpoint library
+    may use it as a target. Then the library does not put the restored array on one device.
 
     Example:
       >>> import jax
@@ -24,7 +24,7 @@ def fresh_like(state: MatmulState) -> MatmulState:
       >>> fresh_like(abstract).scale
       array([0., 0., 0.], dtype=float32)
     """
-    with jax.ensure_compile_time_eval():  # arrays, also while a function is traced
+    with jax.ensure_compile_time_eval():  # makes arrays even while a function is traced
         fresh = unset_state(state.rows, state.scale.shape[:-1])
         fresh = dataclasses.replace(fresh, frozen=state.frozen)
         return jax.tree.map(_placed, fresh, state)
@@ -44,8 +44,8 @@ def _of_an_abstract_mesh(sharding: jax.sharding.Sharding) -> bool:
 def concrete(tree: PyTree) -> PyTree:
     """The same tree, with a fresh state in place of each abstract one.
 
-    An abstract state, made by `jax.eval_shape`, has seen nothing yet: a fresh one is what it stands
-    for. On devices that this process can only compile for, it stays abstract.
+    `jax.eval_shape` makes an abstract state, which no step has used yet. It stays abstract on devices
+    that this process can only compile for.
 
     Example:
       >>> concrete(())
@@ -64,7 +64,7 @@ def _can_be_made(state: MatmulState) -> bool:
 
 
 def _exists(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether its devices run programs. Those that are only compiled for belong to no backend."""
+    """Whether its devices can run programs. Compile-only devices belong to no backend."""
     if sharding is None or _of_an_abstract_mesh(sharding):
         return True
     backends = jax.extend.backend.backends().values()

@@ -1,14 +1,14 @@
-"""Whether a state is what a matmul takes it for, where it is used.
+"""Checks at each use that a state belongs to its matmul.
 
-`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. If
-the values can be read, it raises. A compiled step cannot raise, so there a row with a wrong
-fingerprint becomes unset.
+`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. It
+raises an error if the values can be read. A compiled step cannot raise an error, so it unsets a row
+with a wrong fingerprint.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,18 @@ from jaxfp8.ops._ledger import BINS
 from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, history_length
 
 MEAN_ROUNDING = 2.0**-21
-"""By how much a mean of equal fingerprints over devices may miss them: 4 units in the last place."""
+"""How far a mean of equal fingerprints over devices may be from them: 4 units in the last place."""
 
 STACKING = (
-    "States of several layers or experts are stacked along leading axes, before their rows: in_axes=0, out_axes=0, "
-    "variable_axes={COLLECTION: 0}, nnx.StateAxes({FP8State: 0})."
+    "States of several layers or experts must be stacked along leading axes, before the axis of rows. Write "
+    "in_axes=0, out_axes=0, variable_axes={COLLECTION: 0} or nnx.StateAxes({FP8State: 0})."
 )
 
 
 def check_layout(state: MatmulState) -> None:
     """Raise FP8StateError unless all arrays have the shapes and the dtype of a state, with rows last.
 
-    No shape tells 3 layers from 3 rows. There the ledger tells: see `_ledger.py`, and `explained`
+    Shapes cannot distinguish 3 layers from 3 rows. The ledger does: see `_ledger.py`, and `explained`
     below.
 
     Example:
@@ -43,7 +43,7 @@ def check_layout(state: MatmulState) -> None:
         leaf = getattr(state, name)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise FP8StateError(
-                f"{name} is {leaf}, which has no values; make the state with fp8.init_state or the model's init, or "
+                f"{name} is {leaf}, which has no values. Make the state with fp8.init_state or the model's init, or "
                 "restore it."
             )
         if leaf.dtype != jnp.float32:
@@ -52,21 +52,21 @@ def check_layout(state: MatmulState) -> None:
             )
     if state.scale.shape[-1:] != (len(state.rows),):
         raise FP8StateError(
-            f"scale has shape {list(state.scale.shape)}, but its last axis must hold the {len(state.rows)} rows, "
+            f"scale has shape {list(state.scale.shape)}, but its last axis must hold the {len(state.rows)} rows "
             f"{', '.join(row.tensor for row in state.rows)}. {STACKING}"
         )
     for name, want in layout(state).items():
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
-                f"{name} has shape {list(shape)}, but beside a scale of {list(state.scale.shape)} and with "
-                f"history_length={history_length(state.rows)} it must have {list(want)}. A state of another "
-                f"history_length starts from fp8.init_state(recipe). {STACKING}"
+                f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has shape "
+                f"{list(state.scale.shape)} and history_length={history_length(state.rows)}. For another history_length "
+                f"start from fp8.init_state(recipe). {STACKING}"
             )
 
 
 @contextlib.contextmanager
 def explained(states: Iterable[MatmulState]) -> Iterator[None]:
-    """Says in a note what JAX's error about an axis of 1024 may mean, where layers and rows are equally many.
+    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
 
     Example:
       >>> with explained([]):
@@ -76,12 +76,12 @@ def explained(states: Iterable[MatmulState]) -> Iterator[None]:
         yield
     except ValueError as error:
         if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
-            error.add_note(f"jaxfp8: the axis of {BINS} is that of a state's ledger. {STACKING}")
+            error.add_note(f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. {STACKING}")
         raise
 
 
 def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
-    """The shapes that the arrays of a state must have, by its scale's leading axes.
+    """The shape that each array of a state must have, given the leading axes of its scale.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -93,15 +93,15 @@ def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
 
 
 def known(state: MatmulState) -> MatmulState:
-    """The state, with every row that cannot be believed unset.
+    """The state, after a check of each row's fingerprint and scale.
 
-    A row is believed if its fingerprint is that of its tensor and quantizer, and its scale is one
-    that a step can leave. Other rows were saved with another recipe, or changed by arithmetic: by an
-    optimizer whose parameters held the state, or by an average over steps. A state that is 0
-    everywhere is unset as a whole.
+    A row passes if its fingerprint is that of its tensor and quantizer, and its scale is 0 or in the
+    range of scales. Another row was saved with another recipe, or arithmetic changed it: an optimizer
+    whose parameters held the state, or an average over steps. In a tracer such a row becomes unset. A
+    state that is 0 everywhere becomes unset too.
 
     Raises:
-      FP8StateError: for a row that is not believed, if its values can be read. Tracers cannot.
+      FP8StateError: for a row that does not pass, if its values can be read.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -112,23 +112,24 @@ def known(state: MatmulState) -> MatmulState:
     want = fingerprints(state.rows, state.fingerprint.shape)
     if _readable(state.fingerprint) and _readable(state.scale):
         leaves = {name: np.asarray(getattr(state, name)) for name in LEAVES}
-        believed = _believed(leaves["fingerprint"], want, leaves["scale"])
-        if believed.all():
+        passes = _passes(leaves["fingerprint"], want, leaves["scale"])
+        if passes.all():
             return state
         if any(leaf.any() for leaf in leaves.values()):
-            _refuse(state, leaves, np.argwhere(~believed)[0])
-    believed = _believed(state.fingerprint, want, state.scale)
-    scale, nonfinite_steps = (jnp.where(believed, leaf, 0) for leaf in (state.scale, state.nonfinite_steps))
+            _refuse(state, leaves, np.argwhere(~passes)[0])
+    passes = _passes(state.fingerprint, want, state.scale)
+    scale, nonfinite_steps = (jnp.where(passes, leaf, 0) for leaf in (state.scale, state.nonfinite_steps))
+    exact = jnp.round(state.fingerprint * 2**16) / 2**16  # or means over devices would add up their rounding
     return dataclasses.replace(
         state,
         scale=scale,
-        amax_history=jnp.where(believed[..., None], state.amax_history, 0),
+        amax_history=jnp.where(passes[..., None], state.amax_history, 0),
         nonfinite_steps=nonfinite_steps,
-        fingerprint=jnp.where(believed, state.fingerprint, want),
+        fingerprint=jnp.where(passes, exact, want),
     )
 
 
-def same_fingerprint(found: Array, want: np.ndarray) -> Array:
+def same_fingerprint(found: Any, want: np.ndarray) -> Any:
     """Whether fingerprints are equal, but for the rounding of a mean over devices.
 
     Example:
@@ -139,7 +140,7 @@ def same_fingerprint(found: Array, want: np.ndarray) -> Array:
     return abs(found - want) < MEAN_ROUNDING
 
 
-def _believed(fingerprint: Array, want: np.ndarray, scale: Array) -> Array:
+def _passes(fingerprint: Any, want: np.ndarray, scale: Any) -> Any:
     return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
 
 

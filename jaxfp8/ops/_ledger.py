@@ -6,10 +6,10 @@ never empties a bin, hence the highest bin is always right. Within a bin a singl
 is cut off at the bin's upper edge, at most 1/8 above the true maximum and never below it. Edges lie at eighths of an octave,
 so that all amaxes of a bin ask for the same power-of-two multiplier (448 and 57344 are 1.75 times a power of two).
 
-Bins come before rows, [..., BINS, R]. States must be stacked along leading axes; `commit` would take
-another axis for rows. A loss that maps states over another axis meets the axis of 1024 bins instead
-of its layers, so JAX or the matmul refuses. This works even if layers and rows are equally many, where
-no shape of the state itself can tell.
+A ledger has shape [..., BINS, R] for the R rows of a state: bins come before rows. States must be
+stacked along leading axes, because `commit` would read another axis as rows. A loss that maps states
+over another axis maps the 1024 bins instead of its layers, so JAX or the matmul raises an error. This
+works even if there are as many layers as rows, where the shapes of the state do not show the mistake.
 """
 
 import functools
@@ -34,7 +34,7 @@ UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # inclusive
 
 
 def encode(amaxes: Array) -> Array:
-    """Ledgers [..., BINS, R] of amaxes [..., R]; not finite -> inf in the last bin, 0 -> nothing.
+    """Ledgers [..., BINS, R] of amaxes [..., R]; not finite -> inf in the last bin, 0 -> all bins 0.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a state carries inside a differentiated loss: putting probes in, taking them out, two handles on one (`fork`)."""
+"""Probes, which a state carries inside a differentiated loss: add them, remove them, or `fork` a state."""
 
 import dataclasses
 
@@ -21,8 +21,8 @@ _split.defvjp(lambda ledger: ((ledger, ledger), None), lambda _, cotangents: (jn
 def fork(state: PyTree) -> tuple[PyTree, PyTree]:
     """Two handles on one state, for a layer that is used twice: their amaxes are joined by an exact maximum.
 
-    Without it amaxes of several uses meet in a sum of ledgers, whose maximum is never below the
-    true one and at most 1/8 above. In a loop, carry one handle and use the other.
+    Without `fork` the ledgers of several uses are added. The maximum of the sum is never below the true
+    one, and at most 1/8 above it. In a loop, carry one handle and use the other.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -52,7 +52,7 @@ def with_probes(state: PyTree, ledgers: PyTree | None, *, all_set: bool, reduce_
 
 
 def without_probes(tree: PyTree) -> PyTree:
-    """A tree whose states, if it has any, are as they are outside of a differentiated loss."""
+    """The tree without the probes of its states; other nodes do not change."""
     return jax.tree.map(lambda n: dataclasses.replace(n, probe=None) if is_state(n) else n, tree, is_leaf=is_state)
 
 

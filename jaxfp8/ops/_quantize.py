@@ -146,7 +146,7 @@ def quantize(
 def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[int, ...]) -> Array:
     """A scale that the user gives, float32."""
     parts = _concrete(given)
-    # The range is what is checked, and inf is outside of it.
+    # A number above float32's range becomes inf, and the check of the range below refuses inf.
     with np.errstate(over="ignore"):
         scale = jnp.asarray(given, jnp.float32)
         parts = [part.astype(np.float32) for part in parts]
@@ -164,17 +164,17 @@ def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[
 
 
 def _concrete(given: ArrayLike) -> list[np.ndarray]:
-    """The numbers of an array, as far as they can be looked at here: none of a traced one.
+    """The values of an array that this process can read; none for a traced array.
 
-    By NumPy. Inside of `jax.jit` or `jax.checkpoint` JAX traces what is done to an array, even to one that is known.
+    NumPy reads them. Inside `jax.jit` or `jax.checkpoint` JAX traces operations even on concrete arrays.
     """
-    # What holds an array, as a variable of nnx does.
+    # An object that holds an array, such as an nnx Variable.
     if not isinstance(given, jax.Array) and hasattr(given, "__jax_array__"):
         given = given.__jax_array__()
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
         return []
     if isinstance(given, jax.Array) and not given.is_fully_addressable:
-        # Other processes hold the rest, and look at it there.
+        # Each process checks the shards that it holds.
         return [np.asarray(shard.data) for shard in given.addressable_shards]
     return [np.asarray(given)]
 

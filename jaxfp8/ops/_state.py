@@ -48,8 +48,8 @@ class MatmulState:
       scale: f32[..., R], multiplies stored values back to real ones; 0 = unset.
       amax_history: f32[..., R, H]; slot 0 is the staging slot, slots 1 to H-1 run from oldest to newest.
       nonfinite_steps: f32[..., R], steps whose amax was inf or NaN.
-      fingerprint: f32[..., R], names the tensor and the quantizer of each row (`Row.fingerprint`).
-        A saved state holds arrays only; this one says what the others belong to. No step changes it.
+      fingerprint: f32[..., R], identifies the tensor and the quantizer of each row (`Row.fingerprint`).
+        A file holds arrays only, so it needs this one to identify the rows. No step changes it.
       probe: None except inside a differentiated loss.
       rows: what each of the R rows follows, and by which policy (static).
       frozen: scales are fixed and nothing is collected (static).
@@ -76,7 +76,7 @@ class MatmulState:
 
 
 LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
-"""The arrays of a state between steps: what a checkpoint holds of it."""
+"""The arrays of a state between steps. A checkpoint saves these."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
@@ -128,7 +128,7 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
 
 
 def history_length(rows: tuple[Row, ...]) -> int:
-    """H, which all rows of a state have in common.
+    """H, the history length, which is the same for all rows of a state.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -139,7 +139,9 @@ def history_length(rows: tuple[Row, ...]) -> int:
 
 
 def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulState:
-    """The state of matmuls before their first step; `stacked`: the leading axes, of layers or experts.
+    """The state of matmuls before their first step.
+
+    `stacked` has the sizes of the leading axes, of layers or experts.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -154,7 +156,7 @@ def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulS
 
 
 def fingerprints(rows: tuple[Row, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """The fingerprints of rows, f32[..., R], as a state of this shape has them.
+    """The fingerprints of rows, f32[..., R], for a state of this shape.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -75,7 +75,7 @@ class TileView:
     def result(
         self, y: Array, out_sharding: jax.sharding.NamedSharding | jax.P | None, high: Callable[[], Array]
     ) -> Array:
-        """y [*batch, *m, *n] with the axes that it has without tiles; `high()` is the same in high precision."""
+        """y [*batch, *m, *n] with the axes that it has without tiles; `high()` is the matmul in high precision."""
         shape = self.sizes[0] + self.sizes[1] + self.sizes[3]
         if y.shape == shape:
             return y

@@ -1,12 +1,12 @@
-"""Faults of rows that come from a file: what no run of delayed scaling leaves behind.
+"""Faults of rows that come from a file: values that no run of delayed scaling can produce.
 
 Between steps `Delayed.update` keeps these invariants:
 
-- An amax in the history is finite and at least 2^-126.
+- An amax in the history is finite and at least 2^-126. An empty slot is 0.
 - The staging slot is 0.
 - Entries fill the history from its newest end, without gaps.
 - A scale is unset if and only if the history is empty.
-- A scale is the one that the largest entry asks for, or the entry that was last rotated out.
+- A scale is computed from the largest entry, or from the entry that was last rotated out.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,10 @@ from jaxfp8.numerics._scale import inverse
 from jaxfp8.quantizers._delayed import Delayed
 
 LARGEST_FALL = 2.0**20
-"""How far all entries of a full history may lie below the one that left it last. Loss scales fall by 2^16 at once."""
+"""How many times larger the entry that was last rotated out may be than all entries of a full history.
+
+A loss scale can fall by 2^16 at once.
+"""
 _ROUNDING = 1e-6
 
 
@@ -48,7 +51,7 @@ def faults(quantizer: Delayed, scale: np.ndarray, history: np.ndarray, nonfinite
       ['it must be 0 (unset) or between 2^-126 and 2^126']
     """
     found = _single(scale, history, nonfinite_steps)
-    if quantizer.history_length > 1:  # else the staging slot is all there is to compare with
+    if quantizer.history_length > 1:  # else there is only the staging slot
         sound = ~np.any([fault.rows for fault in found], axis=0)
         found += _related(quantizer, scale, history, sound)
     return [fault for fault in found if fault.rows.any()]
@@ -70,7 +73,7 @@ def _single(scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray)
 
 
 def _related(quantizer: Delayed, scale: np.ndarray, history: np.ndarray, sound: np.ndarray) -> list[Fault]:
-    """Scales and histories that do not fit each other, of rows whose values are sound by themselves."""
+    """Scales that do not match their histories, in rows whose single values are allowed (`sound`)."""
     filled = history[..., 1:] > 0
     gap = sound & np.any(filled[..., :-1] & ~filled[..., 1:], axis=-1)
     empty = ~filled[..., -1]
@@ -82,7 +85,7 @@ def _related(quantizer: Delayed, scale: np.ndarray, history: np.ndarray, sound: 
     fall = np.where(filled[..., 0] & (not last), LARGEST_FALL, 1 + _ROUNDING)
     far = sound & ~gap & ~empty & ~unset & ((scale < asked * (1 - _ROUNDING)) | (scale > asked * fall))
     return [
-        Fault("amax_history", gap, "entries must follow each other up to the newest, the last slot"),
+        Fault("amax_history", gap, "entries must fill the slots up to the last one, the newest, without a gap"),
         Fault("scale", unset, "it must be 0 (unset) exactly if the history is empty"),
         Fault("scale", far, "it is not the scale that the amaxes of its history ask for"),
     ]

@@ -91,7 +91,7 @@ class Row(NamedTuple):
 
     @property
     def fingerprint(self) -> float:
-        """A float32 in [1, 2) that names tensor and quantizer: what a file keeps of them, which holds arrays only.
+        """A float32 in [1, 2) that identifies tensor and quantizer: a file holds arrays only.
 
         Fields of the quantizer that have their default value do not count, so a field that a later
         version adds does not make files of an earlier one unreadable. It has 16 bits of a checksum.

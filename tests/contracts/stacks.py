@@ -1,7 +1,8 @@
-"""Six ways to stack layers along an axis, and what their states must be: delayed scaling unrolled in NumPy.
+"""Six ways to stack layers along an axis, and the states that NumPy expects of them.
 
-`scan` chains the layers, `vmap` runs them beside each other. Data are small integers and scales
-powers of two, so that no sum rounds and every state is exact.
+`unrolled` computes delayed scaling in NumPy, layer by layer. `scan` chains the layers, `vmap` runs them
+beside each other. Data are small integers and scales are powers of two. So no sum rounds, and every
+state is exact.
 """
 
 import functools

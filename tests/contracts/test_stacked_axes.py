@@ -1,8 +1,7 @@
-"""States of several layers lie along their first axis: exact there, refused along any other.
+"""States of several layers are exact along their first axis. Any other axis raises an error.
 
-Until there were fingerprints and ledgers [..., BINS, R], 3 layers stacked along axis 1 committed
-the rows of one layer for those of three: scales up to 128 times too large or too small, and no
-error.
+Ledgers once had the shape [..., R, BINS]. Then 3 layers that were stacked along axis 1 committed layers
+as rows, without an error. Scales were up to 128 times too large or too small.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""One process of two, with two devices each: states of four stages are restored, checked, repaired and trained on."""
+"""One process of two, with two devices each. It restores, checks, repairs and trains states of four stages."""
 
 import argparse
 import dataclasses

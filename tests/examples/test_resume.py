@@ -1,4 +1,4 @@
-"""An interrupted run ends as if it had not been; what cannot be resumed is named in one line."""
+"""A resumed run ends like an uninterrupted one. A run that cannot be resumed gives one line."""
 
 import dataclasses
 import functools
@@ -286,7 +286,7 @@ def empty(path):
 
 # What is done to the directory, and what is said of it.
 DAMAGES = {
-    "missing": (shutil.rmtree, "there is no such directory; give that of a run, or leave out"),
+    "missing": (shutil.rmtree, "there is no such directory; give the directory of a run, or"),
     "empty": (empty, "it holds no checkpoint bf16/STEP/ or FP8/STEP/; give the directory of a"),
     "a file": (replace_by_file, "run is a file; give a directory"),
     "its folder is a file": (lambda run: replace_by_file(run / "FP8"), "FP8 is a file; give"),
@@ -296,16 +296,16 @@ DAMAGES = {
     "no description": (lambda run: description(run).unlink(), "description.json: FileNotFound"),
     "no arrays": (lambda run: shutil.rmtree(newest(run) / "arrays"), "arrays/.* is missing"),
     "arrays lost": (lambda run: largest(run).unlink(), "arrays/.* is missing"),
-    "arrays truncated": (lambda run: os.truncate(largest(run), 99), "/d/.* is not as it was saved"),
-    "a byte changed": (lambda run: flip(largest(run), 1), "/d/.* is not as it was saved"),
+    "arrays truncated": (lambda run: os.truncate(largest(run), 99), "/d/.* has changed since it was"),
+    "a byte changed": (lambda run: flip(largest(run), 1), "/d/.* has changed since it was saved"),
     "JSON truncated": (lambda run: os.truncate(description(run), 99), "json: JSONDecodeError"),
     "bytes in JSON": (lambda run: description(run).write_bytes(b"\xff"), "json: UnicodeDecode"),
     "a list in JSON": (lambda run: description(run).write_text("[1]"), "json: TypeError"),
     "no digests": (edit_description(files=[]), "description.json does not describe a run"),
-    "other digests": (edit_description(files={}), "arrays/.* is not as it was saved"),
-    "other shapes": (edit_description(shapes={}), "is absent, in the model float32"),
-    "another step": (edit_description(step=5), "description.json is that of step 5"),
-    "a renamed step": (lambda run: newest(run).rename(run / "FP8" / "9"), "json is that of step 6"),
+    "other digests": (edit_description(files={}), "arrays/.* has changed since it was saved"),
+    "other shapes": (edit_description(shapes={}), "is absent, in the model it is float32"),
+    "another step": (edit_description(step=5), "description.json describes step 5"),
+    "a renamed step": (lambda run: newest(run).rename(run / "FP8" / "9"), "json describes step 6"),
 }
 
 
@@ -397,7 +397,7 @@ def test_harm_to_any_file_is_found(example, saved, opened, tmp_path, harm):
 def test_another_run_is_refused(example, run, capsys, monkeypatch, arguments, message):
     line = refused(example, capsys, monkeypatch, run, "--resume", *arguments)
     assert f"FP8/6: it was saved with {message}" in line
-    assert line.endswith("Repeat that with --resume, or give another --checkpoint.")
+    assert line.endswith("Repeat them with --resume, or give another --checkpoint.")
 
 
 def test_other_data_is_refused(example, run, text, tmp_path, capsys, monkeypatch):

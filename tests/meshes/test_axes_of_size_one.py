@@ -1,7 +1,7 @@
 """Explicit meshes with axes of size 1: the answer of one device, and the types of `jax.lax.dot_general`.
 
-One model runs on every mesh, so that its specs name axes that a small mesh does not split. With integers every sum
-is exact, and values have to be those of one device to the bit.
+One model runs on every mesh, so its specs name axes that a small mesh does not split. Data are integers,
+so every sum is exact. Values must have the same bits as on one device.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""`nnx.MultiHeadAttention`: a plug by class is refused, and what the message names instead works.
+"""`nnx.MultiHeadAttention`: a class with state raises an error, and the advice of its message works.
 
-flax makes a new object of `dot_general_cls` at each call. Before, the error of a training step
-advised the call that was made: "Use ... fp8.nnx.value_and_grad".
+flax makes a new object of `dot_general_cls` at each call. Before, the error of a training step advised
+the call that had raised it: "Use ... fp8.nnx.value_and_grad".
 """
 
 import functools

@@ -1,9 +1,7 @@
-"""`nnx.bridge`: linen layers in nnx models, and nnx layers in linen models, compute what the layers
-themselves compute.
+"""`nnx.bridge` does not change results: linen layers in nnx models, and nnx layers in linen models.
 
 Before, `fp8.nnx.value_and_grad` found no state in `nnx.bridge.ToNNX` and raised "Use ...
-fp8.nnx.value_and_grad": flax gives the states a Variable type of its own, made from the name of
-their collection.
+fp8.nnx.value_and_grad". flax makes a Variable type for these states from the name of their collection.
 """
 
 import jax

@@ -1,8 +1,7 @@
-"""Updates of quantizer state inside compiled functions: kept, or refused where the function drops
-them.
+"""Updates of quantizer state inside compiled functions: a function that drops them raises an error.
 
-jax.jit gives its function a copy of a model. Before, the states of the model outside stayed unset
-(scale [0, 0, 0]) for ever, and nothing said so.
+jax.jit gives its function a copy of a model. Before, the states of the model outside always stayed unset
+(scale [0, 0, 0]), without an error.
 """
 
 import jax

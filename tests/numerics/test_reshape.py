@@ -1,4 +1,4 @@
-"""Reshapes on an Explicit mesh: the values of NumPy's, and the mesh axes stay where they are."""
+"""Reshapes on an Explicit mesh: values equal those of NumPy, and mesh axes stay on their array axes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A state in mid-run, ways to save it, and edits of what was saved that no step could have made."""
+"""A state in the middle of a run, ways to save it, and edits of the file that no step could make."""
 
 import dataclasses
 import functools

@@ -1,8 +1,8 @@
-"""No edit of a saved state trains on: it is refused, or its rows are unset and a warning says which.
+"""No edit of a saved state is trained on: it raises, or a warning lists the rows that were unset.
 
-Before there was a check, one inf in a restored history set the scale to 1 for H steps, and every
-gradient below 2^-17 became 0 (`jnp.abs(grads).max()` 3.8e-6, 0, 0, 0). A scale of 1e30 and a negative
-history trained on as well.
+Before there was a check, one inf in a restored history set the scale to 1 for H steps. Every gradient
+below 2^-17 became 0 (`jnp.abs(grads).max()` 3.8e-6, 0, 0, 0). A scale of 1e30 and a negative history
+raised no error either.
 """
 
 import jax
@@ -176,7 +176,7 @@ def test_layers_of_several_recipes():
 @pytest.mark.parametrize(("given", "match"), [
     (lambda s: {"one": s["one"]}, "another tree than like"),
     (lambda s: {**s, "more": s["one"]}, "another tree than like"),
-    (lambda s: {**s, "one": 3.0}, "float at .*'one'.*where quantizer state is due"),
+    (lambda s: {**s, "one": 3.0}, "float at .*'one'.*where a quantizer state is needed"),
     (lambda s: {**s, "one": {**trained(RECIPE, 1)["one"], "kernel": 0}}, r"\['kernel'\] at .*'one'"),
 ], ids=["a state less", "a state more", "a number", "an array more"])  # fmt: skip
 @pytest.mark.parametrize("repair", [False, True])

@@ -1,4 +1,4 @@
-"""`fp8.quantize(x, format, scale=)` with a scale that is known while JAX traces: a calibrated one, closed over."""
+"""`fp8.quantize(x, format, scale=)` with a concrete scale while JAX traces: a calibrated one, closed over."""
 
 import jax
 import jax.numpy as jnp

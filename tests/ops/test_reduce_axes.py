@@ -1,4 +1,4 @@
-"""Inside shard_map: what `reduce_axes=` settles that types leave open, and where nothing can settle it."""
+"""Inside shard_map: `reduce_axes=` where types do not decide, and cases where it cannot decide either."""
 
 import jax
 import jax.numpy as jnp

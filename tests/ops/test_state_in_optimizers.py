@@ -1,7 +1,6 @@
-"""An optimizer whose parameters hold quantizer state cannot ruin the run: rows that it changed are unset.
+"""An optimizer whose parameters hold quantizer state cannot ruin the run: changed rows are unset.
 
-Without fingerprints the state took part in the descent: adam's losses were 10.8, 2,327,018,
-38,994,264.
+Without fingerprints the optimizer trained the state too: adam's losses were 10.8, 2,327,018, 38,994,264.
 """
 
 import functools
