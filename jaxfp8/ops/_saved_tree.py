@@ -38,9 +38,11 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
             )
         wanted[_names(path)] = place, node
     found, others = {}, []
-    leaves, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda path, node: is_state(node) or _names(path) in wanted, is_leaf_takes_path=True
-    )
+
+    def is_part(path: tuple[Any, ...], node: Any) -> bool:
+        return is_state(node) or (isinstance(node, Mapping) and _names(path) in wanted)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_part, is_leaf_takes_path=True)
     for path, node in leaves:
         if _names(path) in wanted:
             found[_names(path)] = _without_value(node)

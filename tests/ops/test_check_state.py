@@ -5,6 +5,7 @@ below 2^-17 became 0 (`jnp.abs(grads).max()` 3.8e-6, 0, 0, 0). A scale of 1e30 a
 raised no error either.
 """
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +237,37 @@ def test_collections_and_variables():
                 fp8.check_state(bad, like, repair=True)
             )
     assert not states["dot_general"]["state"].get_value().scale.any()
+
+
+def raw(tree):
+    """As a file gives it back that is read without a target."""
+    return flax.serialization.msgpack_restore(flax.serialization.to_bytes(tree))
+
+
+def test_containers_of_another_kind():
+    """FrozenDict for dict, dicts with the keys "0" and "1" for lists and tuples, and Orbax's of Variables."""
+    one, two = (fp8.init_state(RECIPE) for _ in range(2))
+    model = fp8.nnx.FP8Linear(8, 4, recipe=RECIPE, rngs=nnx.Rngs(0))
+    states = nnx.state(model, fp8.nnx.FP8State)
+    of_orbax = {"dot_general": {"state": {"value": {leaf: getattr(one, leaf) for leaf in LEAVES} | {"probe": None}}}}
+    for given, like in [
+        (flax.core.freeze({"a": one}), {"a": two}),
+        ({"a": one}, flax.core.freeze({"a": two})),
+        (raw([one, two]), [one, two]),
+        (raw({"a": (one, [two])}), {"a": (one, [two])}),
+        (of_orbax, states),
+        (of_orbax, nnx.to_pure_dict(states)),
+        (nnx.to_pure_dict(states), states),
+    ]:
+        checked = fp8.check_state(given, like)
+        assert jax.tree.structure(checked) == jax.tree.structure(like)
+        assert all(
+            s.fingerprint.all() for s in jax.tree.leaves(checked, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+        )
+
+
+def test_the_message_about_another_tree_names_places():
+    like = [fp8.init_state(RECIPE)] * 2
+    with pytest.raises(fp8.FP8StateError, match=r"it lacks \['\[1\]'\] and holds \[\"\['a'\]\"\] besides") as caught:
+        fp8.check_state({"0": like[0], "a": like[1]}, like)
+    assert len(str(caught.value)) < 300  # and no values
