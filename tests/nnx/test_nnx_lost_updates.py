@@ -69,6 +69,28 @@ DROPPED = {
 }  # fmt: skip
 
 
+def then_evaluated(model, x):
+    """An evaluation with the updated model reads scales, and drops the histories."""
+    return step(model, x)[0], square(model, x)
+
+
+def then_logged(model, x):
+    return step(model, x)[0], state_of(model).nonfinite_steps
+
+
+@pytest.mark.parametrize("function", [then_evaluated, then_logged])
+def test_a_part_of_an_update_is_not_enough(function):
+    with pytest.raises(fp8.FP8StateError, match=LOST):
+        jax.jit(function)(layer(), X)
+
+
+def test_a_frozen_model_loses_nothing():
+    model = layer()
+    step(model, X)
+    model.dot_general.state.set_value(fp8.freeze(state_of(model)))
+    assert jax.jit(step)(model, X)[0] > 0
+
+
 @pytest.mark.parametrize("name", DROPPED)
 def test_an_update_that_is_dropped_is_refused(name):
     with pytest.raises(fp8.FP8StateError, match=LOST):

@@ -148,7 +148,7 @@ SCALES = {
 }  # fmt: skip
 AMAXES = {"nan": NAN, "inf": INF, "-inf": -INF, "negative": by(-1), "subnormal": 1e-40}
 COUNTS = {"nan": NAN, "inf": INF, "negative": -1.0, "half a step": 0.5}
-NAMES = {"nan": NAN, "zero": 0.0, "half": by(0.5), "next": lambda value: np.nextafter(value, INF)}
+NAMES = {"nan": NAN, "zero": 0.0, "half": by(0.5), "2^-18 more": by(1 + 2.0**-18)}
 
 EDITS = {
     **{f"{place}: scale {what}": put(name, "scale", at, change)
