@@ -59,9 +59,10 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """A place by the names on its way, whatever kinds of containers these are names in."""
-    names = tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-    return names[:-1] if names[-1:] == ("value",) else names
+    """A place by the names on its way, whatever the containers. The attribute of a Variable is no name."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return tuple(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
 
 
 def _without_value(node: Any) -> Any:

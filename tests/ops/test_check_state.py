@@ -258,6 +258,8 @@ def test_containers_of_another_kind():
         (of_orbax, states),
         (of_orbax, nnx.to_pure_dict(states)),
         (nnx.to_pure_dict(states), states),
+        ({"query": one, "value": two}, {"query": one, "value": two}),  # a name as any other
+        (raw({"attention": {"value": one}}), {"attention": {"value": one}}),
     ]:
         checked = fp8.check_state(given, like)
         assert jax.tree.structure(checked) == jax.tree.structure(like)
