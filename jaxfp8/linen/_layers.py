@@ -11,10 +11,10 @@ from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._kernel_part import KernelPart, shards
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.ops._arguments import check_recipe, kernels_of
+from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._bias import fits
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.recipes._presets import delayed
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 

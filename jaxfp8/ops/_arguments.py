@@ -10,6 +10,7 @@ from jaxfp8._typing import Array, ArrayLike, Implementation
 from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -28,6 +29,8 @@ def check_operands(
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     check_recipe(recipe)
+    if recipe.is_identity and prologue is None:  # nothing is quantized: what lax.dot_general takes
+        return (as_array("lhs", lhs),), as_array("rhs", rhs)
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
 
@@ -55,25 +58,8 @@ def check_arrays(name: str, given: ArrayLike, prologue: AbstractPrologue | None)
             f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your function to {name}."
         )
     if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
-        raise TypeError(f"{name} is {_described(given)}; with prologue={prologue!r} it is the tuple {prologue.names}.")
+        raise TypeError(f"{name} is {_named(given)}; with prologue={prologue!r} it is the tuple {prologue.names}.")
     return tuple(check_float(f"{name}, {each}", array) for each, array in zip(prologue.names, given, strict=True))
-
-
-def _described(lhs: ArrayLike) -> str:
-    return f"a {type(lhs).__name__} of {len(lhs)}" if isinstance(lhs, tuple | list) else f"of type {type(lhs).__name__}"
-
-
-def check_recipe(recipe: object) -> None:
-    """Raise TypeError unless it is a Recipe.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_recipe(fp8.recipes.current())
-    """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
-        )
 
 
 def kernels_of(recipe: Recipe, implementation: Implementation | Implementations) -> Implementation | Implementations:
@@ -98,19 +84,63 @@ def check_float(name: str, x: ArrayLike) -> Array:
       >>> check_float("x", jnp.ones(2)).shape
       (2,)
     """
-    if isinstance(x, QuantizedTensor):
-        raise TypeError(f"{name} is a QuantizedTensor already; pass the high-precision array, or {name}.dequantize().")
-    if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
-        raise TypeError(
-            f"{name} is a tuple of {len(x)} arrays; pass one, or name the prologue= that makes one of them."
-        )
-    if not isinstance(x, jax.Array):
-        x = jnp.asarray(x)
+    x = as_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(FLOAT_DTYPES)}."
         )
     return x
+
+
+def as_array(name: str, x: ArrayLike) -> Array:
+    """x as an array.
+
+    Raises:
+      TypeError: naming the argument, what it is and the cure.
+
+    Example:
+      >>> as_array("x", [1.0, 2.0]).shape
+      (2,)
+    """
+    if isinstance(x, jax.Array):
+        return x
+    if (cure := _no_array(name, x)) is not None:
+        raise TypeError(f"{name} is {_named(x)}, but one array is needed; {cure}")
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is {_named(x)}, but one array is needed; pass an array of numbers. ({error})"
+        ) from None
+
+
+def _no_array(name: str, x: object) -> str | None:
+    """What to write instead of something that is no array; None where only jax can tell."""
+    if x is None:
+        return "pass it. A layer or a checkpoint may lack this parameter."
+    if isinstance(x, QuantizedTensor):
+        return f"pass the high-precision array, or {name}.dequantize()."
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "it has a shape but no values. Call the function under jax.eval_shape, or pass an array."
+    if hasattr(x, "unbox"):
+        return "take the array out of its box: flax.linen.meta.unbox(variables)."
+    if isinstance(x, dict):
+        return f"pass one of its values. Its keys are {list(x)[:6]}."
+    if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
+        return "pass one, or name the prologue= that makes one of them."
+    if callable(x) and not hasattr(x, "__jax_array__"):
+        return "call it first."
+    return None
+
+
+def _named(x: object) -> str:
+    if x is None:
+        return "None"
+    if isinstance(x, tuple | list):
+        return f"a {type(x).__name__} of {len(x)}"
+    if isinstance(x, jax.ShapeDtypeStruct | str | type):
+        return repr(x)
+    return f"of type {type(x).__name__}"
 
 
 def fp8_precision(precision: Any) -> bool:

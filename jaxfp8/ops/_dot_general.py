@@ -135,8 +135,7 @@ def dot_general(
         return lax.dot_general(x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
 
     if recipe.is_identity:
-        if implementation is not None:
-            raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
+        check_unused(recipe, state, implementation)
         return add_bias(high_precision(), bias, plain)
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     probe = state.probe if state else None
@@ -168,6 +167,13 @@ def dot_general(
         bias = view.bias(bias)
     y = three_matmuls(call, x, w, bias, state.scale if state else None, probe.ledger if probe else None, operands)
     return y if view is None else view.result(y, out_sharding, high_precision)
+
+
+def check_unused(recipe: Recipe, state: MatmulState | tuple[()] | None, implementation: Any) -> None:
+    """Raise if a recipe without quantizers is given what only quantizers use."""
+    _check_state(state, recipe)
+    if implementation is not None:
+        raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
 
 
 def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:

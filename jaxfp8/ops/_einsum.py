@@ -1,17 +1,19 @@
 """`einsum` of two operands, on top of `dot_general`."""
 
+import dataclasses
 from typing import Any
 
 import jax
-import opt_einsum
+import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Axes, DType, Implementation
 from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.ops._arguments import check_operands
-from jaxfp8.ops._dot_general import dot_general
+from jaxfp8.ops._dot_general import check_unused, dot_general
+from jaxfp8.ops._equation import parse
 from jaxfp8.ops._state import MatmulState
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._shard import Shard
+from jaxfp8.sharding._shard import Shard, place
 
 
 def einsum(
@@ -32,8 +34,8 @@ def einsum(
     """`jnp.einsum(equation, lhs, rhs)` in FP8. lhs is the activation and rhs the weight, whatever the equation's order.
 
     Args:
-      equation: two operands, with or without `->`, ellipses allowed. No index twice in one operand, and none in a single
-        operand that is missing from the output (sum it before).
+      equation: two operands, with or without `->`, as `jnp.einsum` takes them. An index of one operand alone that is
+        missing from the output is summed in float32 before the cast; an index twice in one operand takes its diagonal.
       lhs: activations.
       rhs: weights.
       recipe: which quantizer for which operand.
@@ -50,7 +52,7 @@ def einsum(
       The axes that the equation names.
 
     Raises:
-      ValueError: for an equation that is not one `dot_general`.
+      TypeError, ValueError: for an equation that does not fit the operands. The message names its indices.
 
     Example:
       >>> import jax.numpy as jnp
@@ -59,32 +61,58 @@ def einsum(
       (2, 3, 5)
     """
     (lhs,), rhs = check_operands(lhs, rhs, recipe)
-    if not isinstance(equation, str):
-        raise TypeError(f"equation={equation!r} must be a string, for instance 'bd,dk->bk'.")
-    if equation.count(",") != 1:
-        raise ValueError(f"equation {equation!r} must have exactly two operands; split it into einsums of two.")
-    inputs, output, _ = opt_einsum.parser.parse_einsum_input((equation, lhs.shape, rhs.shape), shapes=True)
-    x, w = inputs.split(",")
-    for name, letters in (("lhs", x), ("rhs", w), ("the output", output)):
-        if len(set(letters)) != len(letters):
-            raise ValueError(f"equation {equation!r} names an index of {name} twice; take the diagonal before.")
-    for name, letters, other in (("lhs", x, w), ("rhs", w, x)):
-        if alone := set(letters) - set(other) - set(output):
-            raise ValueError(f"equation {equation!r} sums index {sorted(alone)} of {name} alone; sum it before.")
-    batch = [c for c in output if c in x and c in w]
-    contracted = [c for c in x if c in w and c not in output]
-    product = "".join(batch) + "".join(c for c in x + w if c in output and c not in batch)
-    order: Axes = tuple(product.index(c) for c in output)
-    dimension_numbers = (
-        (tuple(map(x.index, contracted)), tuple(map(w.index, contracted))),
-        (tuple(map(x.index, batch)), tuple(map(w.index, batch))),
+    x_shard = None if lhs_shard is None else place("lhs", lhs, lhs_shard)
+    w_shard = None if rhs_shard is None else place("rhs", rhs, rhs_shard)
+    parsed = parse(
+        equation,
+        lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
+        rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
     )
+    if recipe.is_identity:
+        check_unused(recipe, state, implementation)
+        x, w = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
+        return jnp.einsum(
+            equation,
+            x,
+            w,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+    dimension_numbers, order = parsed.matmul()
+    lhs_shard = _shard_of_kept("lhs", lhs_shard, lhs.ndim, parsed.lhs, parsed.lhs_kept, equation)
+    rhs_shard = _shard_of_kept("rhs", rhs_shard, rhs.ndim, parsed.rhs, parsed.rhs_kept, equation)
     y = dot_general(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type,
+        _alone(lhs, parsed.lhs, parsed.lhs_kept), _alone(rhs, parsed.rhs, parsed.rhs_kept), dimension_numbers, precision,
+        preferred_element_type,
         recipe=recipe, state=state, out_sharding=_before_transpose(out_sharding, order), reduce_axes=reduce_axes,
         lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation,
     )  # fmt: skip
     return y.transpose(order)
+
+
+def _alone(x: Array, names: str, kept: str) -> Array:
+    """What an operand does before the matmul: diagonals, and sums over axes that it has alone.
+
+    A sum is computed in float32, because the matmul rounds it once more. An axis of size 1 is summed, too.
+    """
+    if names == kept:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.einsum(f"{names}->{kept}", wide).astype(x.dtype)
+
+
+def _shard_of_kept(name: str, shard: Shard | None, ndim: int, names: str, kept: str, equation: str) -> Shard | None:
+    """The shard of an operand after `_alone`."""
+    if shard is None or names == kept:
+        return shard
+    letter = names[shard.axis % ndim]
+    if letter not in kept or names.count(letter) > 1:
+        raise ValueError(
+            f"{name}_shard={shard!r}: equation {equation!r} reduces axis {shard.axis} of {name} before the matmul, so it "
+            f"cannot be split. Reduce it yourself over mesh axis {shard.axis_name!r}, and pass the result."
+        )
+    return dataclasses.replace(shard, axis=kept.index(letter))
 
 
 def _before_transpose(sharding: Any, order: Axes) -> Any:

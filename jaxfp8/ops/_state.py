@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
+from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe, Row
 
 
@@ -118,10 +119,7 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
       >>> fp8.init_state(fp8.recipes.current())
       ()
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
-        )
+    check_recipe(recipe)
     if not recipe.rows:
         return ()
     return unset_state(recipe.rows)

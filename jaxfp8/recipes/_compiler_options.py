@@ -5,6 +5,7 @@ from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
+from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
 
 
@@ -39,10 +40,7 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
       >>> fp8.compiler_options(fp8.recipes.delayed(), "cpu")
       {}
     """
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
-        )
+    check_recipe(recipe)
     described = chip_named(chip)
     if recipe.chip not in (None, chip) and described.platform == "cuda":
         raise ValueError(

@@ -278,3 +278,19 @@ def get(name: str, **fields: Any) -> Recipe:
     if unknown := sorted(set(fields) - set(known)):
         raise TypeError(f"recipe {name!r} has no fields {unknown}; it has {known}.")
     return PRESETS[name](**fields)
+
+
+def check_recipe(recipe: object) -> None:
+    """Raise TypeError unless it is a Recipe.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_recipe(fp8.recipes.current())
+    """
+    if isinstance(recipe, Recipe):
+        return
+    name = recipe if isinstance(recipe, str) else getattr(recipe, "__name__", None)
+    meant = name if name in PRESETS else "delayed"
+    raise TypeError(
+        f"recipe={recipe!r} is of type {type(recipe).__name__}, but a Recipe is needed; write recipe=fp8.recipes.{meant}()."
+    )

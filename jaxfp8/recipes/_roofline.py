@@ -18,6 +18,7 @@ from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
 from jaxfp8.quantizers._identity import Identity
 from jaxfp8.quantizers._static import Static
+from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Matmul, Operands, Recipe, Tensor
 
 Shape: TypeAlias = tuple[int, int, int]
@@ -155,10 +156,7 @@ def roofline(shape: Shape, *, recipe: Recipe, chip: str) -> Roofline:
       TransformerEngine, GEMM profiling: measured on an H200 NVL over a 5B model's layers, delayed 1.69x and current 1.58x.
     """
     shape = _check_shape(shape)
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"recipe={recipe!r} is no Recipe; make one with fp8.recipes, for instance fp8.recipes.delayed()."
-        )
+    check_recipe(recipe)
     described = estimable(chip)
     if recipe.chip not in (None, chip):
         raise ValueError(
