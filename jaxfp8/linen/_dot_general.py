@@ -12,7 +12,8 @@ from jaxfp8.linen._kernel_part import shards
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._dot_general import dot_general
-from jaxfp8.recipes._presets import delayed
+from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 
@@ -53,7 +54,16 @@ class FP8DotGeneral(nn.Module):
         """What `dot_general_cls=`, `qkv_dot_general_cls=` and `out_dot_general_cls=` take: this class with its recipe."""
         return Plug(recipe, reduce_axes, lhs_shard, rhs_shard, implementation)
 
+    def __new__(cls, *arguments: Any, **fields: Any) -> "FP8DotGeneral":
+        refuse_class(cls, arguments, "dot_general_cls=FP8DotGeneral.using(recipe)")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_recipe(self.recipe)
+        super().__post_init__()
+
     @nn.compact
+    @needs_operands("dot_general_cls=FP8DotGeneral.using(recipe)")
     def __call__(
         self,
         lhs: Array,
@@ -91,7 +101,15 @@ class Plug:
     implementation: Implementation | Implementations
     of_layer: bool = False
 
-    def __call__(self, **fields: Any) -> FP8DotGeneral:
+    def __post_init__(self) -> None:
+        check_recipe(self.recipe)
+
+    def __call__(self, *operands: Any, **fields: Any) -> FP8DotGeneral:
+        if operands:
+            raise TypeError(
+                "dot_general=FP8DotGeneral.using(...) makes a module, it is no matmul; write "
+                "dot_general_cls=FP8DotGeneral.using(recipe)."
+            )
         return FP8DotGeneral(
             recipe=self.recipe, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard,
             implementation=self.implementation, **fields,

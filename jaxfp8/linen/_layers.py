@@ -11,7 +11,7 @@ from jaxfp8.kernels._dispatch import Implementations
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._kernel_part import KernelPart, shards
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.ops._arguments import kernels_of
+from jaxfp8.ops._arguments import as_array, kernels_of
 from jaxfp8.ops._bias import fits
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.recipes._presets import check_recipe, delayed
@@ -63,7 +63,8 @@ class FP8Dense(KernelPart, nn.Dense):
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
         """As in `flax.linen.Dense`, but a bias of the result's shape and dtype goes into the matmul, whose gradient sums it."""
-        kernel = self.param("kernel", self.kernel_init, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
+        inputs = as_array("inputs", inputs)
+        kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         assert x is not None
@@ -102,6 +103,10 @@ class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
         _plug(self)
         super().__post_init__()
 
+    def __call__(self, inputs: Array) -> Array:
+        """As in `flax.linen.DenseGeneral`."""
+        return super().__call__(as_array("inputs", inputs))
+
 
 class FP8Einsum(KernelPart, nn.Einsum):
     """`flax.linen.Einsum` in FP8. flax's own has no `dot_general_cls=` to plug into.
@@ -132,6 +137,7 @@ class FP8Einsum(KernelPart, nn.Einsum):
     @nn.compact
     def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
         """Apply the einsum; as in `flax.linen.Einsum`, the equation is given here or as an attribute, not both."""
+        inputs = as_array("inputs", inputs)
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         if "->" not in equation or equation.count(",") != 1:
             raise ValueError(f"einsum_str={equation!r} must have two operands and an explicit '->'.")

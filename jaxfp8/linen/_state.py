@@ -4,11 +4,15 @@ The collection has the name that `flax.training.train_state.TrainState` overwrit
 `apply_gradients` work unchanged: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
 """
 
+import sys
+import types
 from typing import Any
 
+import flax.core.lift
 import flax.linen as nn
 import flax.serialization
 from flax.core import meta
+from flax.core.scope import in_filter
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8.ops._check_state import check_state
@@ -28,6 +32,7 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     """
     if not recipe.rows:
         return ()
+    _refuse_carry()
     creates = module.is_initializing() and module.is_mutable_collection(COLLECTION)
     if not creates and not module.has_variable(COLLECTION, _NAME):
         path = "/".join(module.path) or type(module).__name__
@@ -38,6 +43,30 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
         )
     state = module.variable(COLLECTION, _NAME, init_state, recipe).value
     return concrete(meta.unbox(state))
+
+
+def _refuse_carry() -> None:
+    """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
+
+    jax would find, after the loop body, that the carry has another tree than before. Its message names
+    neither flax's argument nor the collection. No object that a module can reach says what a scan
+    carries, so this looks for flax's frame of the scan. If flax changes it, jax's message is left.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
+            carried = frame.f_locals["in_variable_filters"][1]  # after variable_broadcast
+            if in_filter(carried, COLLECTION):
+                raise FP8StateError(
+                    f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r} from layer to layer, but flax carries only "
+                    "variables that exist before the scan and that every call writes; write "
+                    f"variable_axes={{{COLLECTION!r}: 0}} (a state for each layer) or variable_broadcast={COLLECTION!r} (one "
+                    "state for all layers)."
+                )
+        frame = frame.f_back
+
+
+_pack_code = next(code for code in flax.core.lift.pack.__code__.co_consts if getattr(code, "co_name", "") == "wrapper")
 
 
 def _to_state_dict(state: MatmulState) -> dict[str, Any]:

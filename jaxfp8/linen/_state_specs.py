@@ -1,11 +1,14 @@
 """The partition specs of a linen model's quantizer state."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
-from jaxfp8.ops._state import is_state
+from jaxfp8.linen._state import COLLECTION
+from jaxfp8.ops._state import check_tree, is_state, shown
 from jaxfp8.ops._state_specs import state_specs as specs_of_states
 
 
@@ -17,6 +20,7 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
       param_specs: a `jax.P` for each parameter, `flax.linen.get_partition_spec(variables)["params"]` for instance.
 
     Raises:
+      FP8StateError: if `state` holds something else than states.
       ValueError: if a layer with state has no kernel among the specs.
 
     Example:
@@ -27,15 +31,23 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
       >>> set(jax.tree.leaves(specs))
       {P()}
     """
+    if isinstance(state, Mapping) and COLLECTION in state:
+        raise FP8StateError(
+            f"state holds the whole variables {list(state)}, but only the states are needed; pass variables[{COLLECTION!r}]."
+        )
+    check_tree(state)
 
     def kernel_spec(path: tuple[Any, ...]) -> jax.P:
         node = param_specs
         for key in path:
-            if not (isinstance(node, dict) and key.key in node):
+            if not (isinstance(node, Mapping) and key.key in node):
                 break  # below the layer are the modules of its matmul
             node = node[key.key]
-        if not (isinstance(node, dict) and "kernel" in node):
-            raise ValueError(f"param_specs has no kernel for the state at {jax.tree_util.keystr(path)}.")
+        if not (isinstance(node, Mapping) and "kernel" in node):
+            raise ValueError(
+                f"param_specs is {shown(param_specs)}, which has no kernel for the state at {jax.tree_util.keystr(path)}; "
+                'give a jax.P for each parameter, flax.linen.get_partition_spec(variables)["params"] for instance.'
+            )
         return node["kernel"]
 
     specs = jax.tree_util.tree_map_with_path(lambda path, _: kernel_spec(path), state, is_leaf=is_state)

@@ -1,6 +1,8 @@
 """The callables that nnx layers take for their matmul, with the state that goes with it."""
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -12,8 +14,9 @@ from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._fresh_state import concrete
+from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
 from jaxfp8.ops._state import MatmulState
-from jaxfp8.recipes._presets import delayed
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 
@@ -25,6 +28,13 @@ class AbstractFP8Matmul(nnx.Module):
     to 1/8 above it.
     """
 
+    def __new__(cls, *arguments: Any, **fields: Any) -> Any:
+        refuse_class(cls, arguments, f"{cls.argument}={cls.__name__}(recipe)")
+        return super().__new__(cls)
+
+    argument: ClassVar[str]
+    """The argument of flax's layers that takes an instance."""
+
     def __init__(
         self,
         recipe: Recipe | None = None,
@@ -35,12 +45,19 @@ class AbstractFP8Matmul(nnx.Module):
         implementation: Implementation | Implementations = None,
     ) -> None:
         self.recipe = delayed() if recipe is None else recipe
+        check_recipe(self.recipe)
         self.reduce_axes = reduce_axes
         self.lhs_shard = lhs_shard
         self.rhs_shard = rhs_shard
         self.implementation = implementation
         self.state = nnx.data(new_state(self.recipe))
         self.made_in_a_loss = in_a_loss()
+
+    def __hash__(self) -> int:
+        raise TypeError(
+            f"a {type(self).__name__} is no static argument, as jnp.einsum(_dot_general=) would make it: jax would keep the "
+            "state of the first call; pass FP8EinsumOp(recipe).dot_general there, or call the FP8EinsumOp itself."
+        )
 
     @property
     def matmul_state(self) -> MatmulState | tuple[()]:
@@ -76,6 +93,9 @@ class FP8DotGeneral(AbstractFP8Matmul):
       >>> layer = nnx.Linear(8, 4, dot_general=FP8DotGeneral(), rngs=nnx.Rngs(0))
     """
 
+    argument: ClassVar[str] = "dot_general"
+
+    @needs_operands("dot_general=FP8DotGeneral(recipe)")
     def __call__(
         self,
         lhs: Array,
@@ -108,6 +128,8 @@ class FP8EinsumOp(AbstractFP8Matmul):
       >>> layer = nnx.Einsum("bd,dk->bk", (8, 4), einsum_op=FP8EinsumOp(), rngs=nnx.Rngs(0))
     """
 
+    argument: ClassVar[str] = "einsum_op"
+
     def __call__(
         self,
         equation: str,
@@ -122,4 +144,15 @@ class FP8EinsumOp(AbstractFP8Matmul):
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
             lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
+        )  # fmt: skip
+
+    @property
+    def dot_general(self) -> Callable[..., Array]:
+        """The matmul alone, for `jnp.einsum(equation, lhs, rhs, _dot_general=op.dot_general)`.
+
+        See `fp8.linen.FP8EinsumOp.dot_general`.
+        """
+        return functools.partial(
+            dot_general, recipe=self.recipe, state=self.matmul_state, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard,
+            rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
         )  # fmt: skip

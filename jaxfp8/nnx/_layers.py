@@ -1,20 +1,24 @@
 """flax.nnx's dense layers with FP8 matmuls: the same arguments, parameters and initial values, and a recipe."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 from flax import nnx
 
 from jaxfp8._typing import Array, Implementation
 from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.nnx._arguments import EinsumArguments, LinearArguments, LinearGeneralArguments
 from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
+from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._bias import fits
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 
 
-def _refuse(layer: str, **given: Any) -> None:
-    """Raise if the caller brings another matmul."""
-    for name, value in given.items():
+def _refuse(layer: str, arguments: Any, *names: str) -> None:
+    """Raise if the caller brings another matmul. None stands for flax's default."""
+    for name in names:
+        value = arguments.pop(name, None)
         if value is not None:
             raise ValueError(
                 f"{layer} brings its own matmul; drop {name}={value!r}, or use nnx.{layer.removeprefix('FP8')}."
@@ -49,16 +53,17 @@ class FP8Linear(nnx.Linear):
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
         implementation: Implementation | Implementations = None,
-        **arguments: Any,
+        **arguments: Unpack[LinearArguments],
     ) -> None:
-        _refuse("FP8Linear", dot_general=arguments.get("dot_general"))
-        arguments["dot_general"] = FP8DotGeneral(
+        _refuse("FP8Linear", arguments, "dot_general")
+        matmul = FP8DotGeneral(
             recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
         )
-        super().__init__(in_features, out_features, **arguments)
+        super().__init__(in_features, out_features, dot_general=matmul, **arguments)
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """As in `flax.nnx.Linear`, but a bias of the result's shape and dtype goes into the matmul, whose gradient sums it."""
+        inputs = as_array("inputs", inputs)
         bias = None if self.bias is None else self.bias[...]
         x, w, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         inside = bias is None or fits(bias, x, w, self.preferred_element_type)
@@ -90,25 +95,25 @@ class FP8LinearGeneral(nnx.LinearGeneral):
 
     def __init__(
         self,
-        in_features: Any,
-        out_features: Any,
+        in_features: int | Sequence[int],
+        out_features: int | Sequence[int],
         *,
         recipe: Recipe | None = None,
         reduce_axes: tuple[str, ...] | None = None,
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
         implementation: Implementation | Implementations = None,
-        **arguments: Any,
+        **arguments: Unpack[LinearGeneralArguments],
     ) -> None:
-        _refuse(
-            "FP8LinearGeneral",
-            dot_general=arguments.get("dot_general"),
-            dot_general_cls=arguments.get("dot_general_cls"),
-        )
-        arguments["dot_general"] = FP8DotGeneral(
+        _refuse("FP8LinearGeneral", arguments, "dot_general", "dot_general_cls")
+        matmul = FP8DotGeneral(
             recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
         )
-        super().__init__(in_features, out_features, **arguments)
+        super().__init__(in_features, out_features, dot_general=matmul, **arguments)
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """As in `flax.nnx.LinearGeneral`."""
+        return super().__call__(as_array("inputs", inputs), out_sharding)
 
 
 class FP8Einsum(nnx.Einsum):
@@ -141,10 +146,14 @@ class FP8Einsum(nnx.Einsum):
         lhs_shard: Shard | None = None,
         rhs_shard: Shard | None = None,
         implementation: Implementation | Implementations = None,
-        **arguments: Any,
+        **arguments: Unpack[EinsumArguments],
     ) -> None:
-        _refuse("FP8Einsum", einsum_op=arguments.get("einsum_op"))
-        arguments["einsum_op"] = FP8EinsumOp(
+        _refuse("FP8Einsum", arguments, "einsum_op")
+        matmul = FP8EinsumOp(
             recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
         )
-        super().__init__(einsum_str, kernel_shape, bias_shape, **arguments)
+        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=matmul, **arguments)
+
+    def __call__(self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None) -> Array:
+        """As in `flax.nnx.Einsum`."""
+        return super().__call__(as_array("inputs", inputs), einsum_str, out_sharding)

@@ -3,14 +3,17 @@
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import nnx
 
 from jaxfp8._typing import PyTree
 from jaxfp8.ops._fresh_state import concrete
 from jaxfp8.ops._state import MatmulState, init_state
+from jaxfp8.ops._state import freeze as freeze_states
 from jaxfp8.recipes._recipe import Recipe
+
+M = TypeVar("M")
 
 
 class FP8State(nnx.Variable[MatmulState]):
@@ -53,6 +56,36 @@ def holds_state(path: tuple[Any, ...], value: Any) -> bool:
 def states_of(model: Any) -> PyTree:
     """The quantizer states of a model, none of them abstract."""
     return concrete(nnx.state(model, holds_state))
+
+
+def freeze(model: M) -> M:
+    """The same model with fixed scales: its uses collect nothing, and no step changes them.
+
+    For a network that a loss is differentiated through but does not train, such as the
+    discriminator in the loss of a GAN's generator. A row that is still unset quantizes with the
+    current amax of its tensor.
+
+    Args:
+      model: an nnx module. It does not change.
+
+    Returns:
+      A model that shares all Variables with `model`, except for the quantizer states. They are copies.
+      Call `freeze` inside the train step, so that they are copies of the newest states.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> generator, critic = fp8.nnx.FP8Linear(8, 8, rngs=nnx.Rngs(0)), fp8.nnx.FP8Linear(8, 1, rngs=nnx.Rngs(1))
+      >>> run = fp8.nnx.value_and_grad(lambda generator, critic, x: critic(generator(x)).sum())
+      >>> loss, grads = run(generator, fp8.nnx.freeze(critic), jnp.ones((2, 8)))
+      >>> critic.dot_general.state.get_value().frozen
+      False
+    """
+    graphdef, *parts = nnx.split(model, holds_state, ...)
+    states, rest = parts
+    frozen: M = nnx.merge(graphdef, freeze_states(concrete(states)), rest)
+    return frozen
 
 
 _differentiating = contextvars.ContextVar("_differentiating", default=False)

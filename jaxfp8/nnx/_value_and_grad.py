@@ -4,13 +4,16 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
+from jaxfp8._errors import UncollectedStateError
 from jaxfp8._typing import PyTree
 from jaxfp8.nnx._kept import kept
 from jaxfp8.nnx._state import differentiating, holds_state, states_of
 from jaxfp8.ops._commit import commit as commit_seen
 from jaxfp8.ops._fresh_state import concrete
+from jaxfp8.ops._state import is_state
 from jaxfp8.ops._value_and_grad import value_and_grad as functional_value_and_grad
 
 
@@ -38,7 +41,10 @@ def value_and_grad(
       arguments, is updated too. An object must not be part of both the model and an argument.
 
     Raises:
-      FP8StateError: if a compiled function updates a model and drops the update. jax raises it when it
+      ValueError: if `wrt` matches quantizer states.
+      FP8StateError: if the loss is differentiated through another network with quantizer states, as in a
+        GAN: pass `fp8.nnx.freeze(network)`. Also if a compiled function updates a model and drops the
+        update. jax raises it when it
         compiles. `jax.jit` gives its function a copy of a model. Use `nnx.jit`, or return the model or
         `nnx.state(model)`.
 
@@ -54,6 +60,7 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_wrt(model, wrt)
         graphdef, (params, states, rest) = _split(model, wrt)
         given, (objects, arrays) = _split_arguments(args, kwargs)
 
@@ -68,7 +75,10 @@ def value_and_grad(
             return loss, (aux, _split(inner, wrt)[1][2], changed_objects)
 
         run = functional_value_and_grad(pure, has_aux=True, commit=commit, reduce_axes=reduce_axes)
-        (loss, (aux, changed, changed_objects)), grads, new = run(params, states)
+        try:
+            (loss, (aux, changed, changed_objects)), grads, new = run(params, states)
+        except UncollectedStateError as error:
+            raise UncollectedStateError(f"{_whose(args, kwargs)} {error}") from error
         nnx.update(model, changed)
         nnx.update((args, kwargs), changed_objects)
         value = (loss, aux) if has_aux else loss
@@ -78,6 +88,33 @@ def value_and_grad(
         return value, grads
 
     return wrapped
+
+
+def _check_wrt(model: Any, wrt: Any) -> None:
+    """Raise ValueError if `wrt` matches quantizer states. An optimizer with this `wrt` would want their gradients."""
+    if caught := nnx.to_flat_state(nnx.state(model, nnx.All(holds_state, wrt))):
+        place = ".".join(map(str, next(iter(caught))[0]))
+        raise ValueError(
+            f"wrt={wrt!r} matches {len(caught)} quantizer states, {place} for instance, which have no gradient; write "
+            "wrt=nnx.Param, or another filter that leaves them out. Give nnx.Optimizer the same wrt."
+        )
+
+
+def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Which network of a loss is differentiated but not trained."""
+    named = {f"argument {i} of the loss": each for i, each in enumerate(args, start=1)} | kwargs
+    held = {
+        name: each
+        for name, each in named.items()
+        if any(not node.frozen for node in jax.tree.leaves(states_of((each,)), is_leaf=is_state) if is_state(node))
+    }
+    if not held:
+        return "The network is no argument of the loss, so the loss closes over it: pass it as fp8.nnx.freeze(network)."
+    name, network = next(iter(held.items()))
+    return (
+        f"{name} is a {type(network).__name__} with quantizer states. The loss trains its first argument only; pass "
+        "fp8.nnx.freeze(network) in its place."
+    )
 
 
 def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:

@@ -17,9 +17,13 @@ def check_out_dtype(preferred_element_type: DType) -> DType:
       >>> check_out_dtype(jnp.bfloat16)
       dtype(bfloat16)
     """
-    dtype = jnp.dtype(preferred_element_type)
-    if dtype.name not in FLOAT_DTYPES:
+    try:
+        dtype = jnp.dtype(preferred_element_type)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in FLOAT_DTYPES:
         raise TypeError(
-            f"preferred_element_type={dtype.name} is no result of a matmul; use one of {list(FLOAT_DTYPES)}."
+            f"preferred_element_type={preferred_element_type!r} is no dtype that a matmul can return; use one of "
+            f"{list(FLOAT_DTYPES)}."
         )
     return dtype

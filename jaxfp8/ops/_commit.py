@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._identity import check_layout, known
-from jaxfp8.ops._state import MatmulState, SeenAmax, is_node, map_states
+from jaxfp8.ops._state import MatmulState, SeenAmax, check_tree, is_node, map_states
 from jaxfp8.quantizers._delayed import DelayedRow
 
 
@@ -24,7 +24,12 @@ def nothing_seen(state: PyTree) -> PyTree:
       >>> fp8.nothing_seen(fp8.init_state(fp8.recipes.delayed())).amax
       Array([0., 0., 0.], dtype=float32)
     """
-    return map_states(lambda s: SeenAmax(s.scale * 0, s.rows), state)
+
+    def one(s: MatmulState) -> SeenAmax:
+        check_layout(s)
+        return SeenAmax(s.scale * 0, s.rows)
+
+    return map_states(one, state)
 
 
 def merge_seen(first: PyTree, *others: PyTree) -> PyTree:
@@ -120,6 +125,7 @@ def _updated(s: MatmulState, amax: Array) -> MatmulState:
 
 def _aligned(state: PyTree, seen: PyTree) -> PyTree:
     """`seen` if it has a node for each state, else a clear error."""
+    check_tree(state)
     trees: list[Any] = [jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=is_node)) for tree in (state, seen)]
     if trees[0] != trees[1]:
         raise FP8StateError(

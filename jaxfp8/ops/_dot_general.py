@@ -9,7 +9,7 @@ from jax import lax
 from jaxfp8._dimension_numbers import check
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.kernels._dispatch import Implementations, check_backend_name
 from jaxfp8.kernels._prologue import AbstractPrologue, produce
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._granularity import PerAxis, PerRow, PerTensor
@@ -19,7 +19,7 @@ from jaxfp8.ops._dimension_numbers import geometry
 from jaxfp8.ops._identity import STACKING, check_layout, known
 from jaxfp8.ops._ledger import BINS
 from jaxfp8.ops._operands import Call
-from jaxfp8.ops._state import MatmulState
+from jaxfp8.ops._state import RESTORED, MatmulState, shown
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import tile_view
 from jaxfp8.quantizers._current import Current
@@ -135,7 +135,7 @@ def dot_general(
         return lax.dot_general(x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
 
     if recipe.is_identity:
-        check_unused(recipe, state, implementation)
+        check_unused(recipe, state, implementation, preferred_element_type)
         return add_bias(high_precision(), bias, plain)
     out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
     probe = state.probe if state else None
@@ -169,9 +169,14 @@ def dot_general(
     return y if view is None else view.result(y, out_sharding, high_precision)
 
 
-def check_unused(recipe: Recipe, state: MatmulState | tuple[()] | None, implementation: Any) -> None:
-    """Raise if a recipe without quantizers is given what only quantizers use."""
+def check_unused(recipe: Recipe, state: Any, implementation: Any, preferred_element_type: DType | None) -> None:
+    """Checks for a recipe without quantizers: it uses no state and no kernel, and the dtype must be one."""
     _check_state(state, recipe)
+    if preferred_element_type is not None:
+        try:
+            jnp.dtype(preferred_element_type)
+        except TypeError:
+            check_out_dtype(preferred_element_type)
     if implementation is not None:
         raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
 
@@ -183,19 +188,20 @@ def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> Matmu
         raise FP8StateError(f"recipe {recipe.name!r} has no state, got {type(state).__name__}; pass state=None.")
     if not isinstance(state, MatmulState):
         raise FP8StateError(
-            f"recipe {recipe.name!r} needs the state of this matmul, got state={state!r}; make it with fp8.init_state(recipe)."
+            f"recipe {recipe.name!r} needs the state of this matmul, got state={shown(state)}; make it with "
+            f"fp8.init_state(recipe). {RESTORED}"
         )
     if state.rows != recipe.rows:
         raise FP8StateError(
             f"state belongs to another recipe: it has rows {state.rows}, recipe {recipe.name!r} has {recipe.rows}. "
             "Start from fp8.init_state(recipe)."
         )
+    check_layout(state)
     if state.scale.ndim != 1:
         raise FP8StateError(
             f"state.scale has shape {list(state.scale.shape)}, but one matmul has [{len(recipe.rows)}]: index stacked states "
             "(scan, vmap, or state of one layer) before the call."
         )
-    check_layout(state)
     if state.probe is None:
         return known(state)  # `value_and_grad` already checked a state that has a probe
     if state.probe.ledger is not None and state.probe.ledger.shape != (BINS, len(recipe.rows)):
@@ -249,4 +255,7 @@ def _reduce_axes(
 
 
 def _implementations(chosen: Implementation | Implementations) -> Implementations:
-    return chosen if isinstance(chosen, Implementations) else Implementations(casts=chosen, matmuls=chosen)
+    if isinstance(chosen, Implementations):
+        return chosen
+    check_backend_name("implementation", chosen)
+    return Implementations(casts=chosen, matmuls=chosen)

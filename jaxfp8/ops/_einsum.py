@@ -69,7 +69,7 @@ def einsum(
         rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
     )
     if recipe.is_identity:
-        check_unused(recipe, state, implementation)
+        check_unused(recipe, state, implementation, preferred_element_type)
         x, w = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
         return jnp.einsum(
             equation,

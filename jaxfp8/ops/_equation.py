@@ -98,15 +98,14 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
                     f"{given}: {found.called(letter)} of {name} has the sizes {sizes[name][letter]} and {size}; "
                     "axes with one index need one size."
                 )
-    ones = {name: "" for name in shapes}
-    for letter in sizes["lhs"].keys() & sizes["rhs"].keys():
+    ones = dict.fromkeys(shapes, "")
+    for letter in [each for each in sizes["lhs"] if each in sizes["rhs"]]:
         pair = sizes["lhs"][letter], sizes["rhs"][letter]
         if pair[0] != pair[1] and 1 not in pair:
             raise ValueError(
                 f"{given}: {found.called(letter)} has size {pair[0]} in lhs and {pair[1]} in rhs; axes with one index need "
                 "one size."
             )
-        for name, own, other in (("lhs", *pair), ("rhs", *reversed(pair))):
-            if own == 1 != other:
-                ones[name] += letter
+        if pair[0] != pair[1]:
+            ones["lhs" if pair[0] == 1 else "rhs"] += letter
     return dataclasses.replace(found, lhs_ones=ones["lhs"], rhs_ones=ones["rhs"])

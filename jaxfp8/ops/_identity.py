@@ -18,7 +18,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array
 from jaxfp8.numerics._float32 import TINY
 from jaxfp8.ops._ledger import BINS
-from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, history_length
+from jaxfp8.ops._state import LEAVES, MatmulState, fingerprints, history_length, shown
 
 MEAN_ROUNDING = 2.0**-21
 """How far a mean of equal fingerprints over devices may be from them: 4 units in the last place."""
@@ -45,6 +45,11 @@ def check_layout(state: MatmulState) -> None:
             raise FP8StateError(
                 f"{name} is {leaf}, which has no values. Make the state with fp8.init_state or the model's init, or "
                 "restore it."
+            )
+        if not hasattr(leaf, "dtype"):
+            raise FP8StateError(
+                f"{name} is {shown(leaf)}, it must be an array of float32. Pass lists, as JSON holds them, through "
+                "fp8.check_state(state, like=fresh_state) first."
             )
         if leaf.dtype != jnp.float32:
             raise FP8StateError(

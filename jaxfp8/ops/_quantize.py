@@ -17,7 +17,7 @@ from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale import inverse
 from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.ops._arguments import check_arrays, check_float
-from jaxfp8.ops._once import once
+from jaxfp8.ops._once import constant
 from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -103,7 +103,7 @@ def quantize(
     References:
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (tiles); OCP Microscaling Formats (MX) v1.0 (E8M0 scales).
     """
-    arrays = once(check_arrays("x", x, prologue))
+    arrays = constant(check_arrays("x", x, prologue))
     source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
     check_backend_name("implementation", implementation)
@@ -111,7 +111,8 @@ def quantize(
     granularities = granularity if isinstance(granularity, tuple) else (granularity,)
     if not granularities or not all(isinstance(each, AbstractGranularity) for each in granularities):
         raise TypeError(
-            f"granularity={granularity!r} is none; use fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock(tile)."
+            f"granularity={granularity!r} is no granularity, or not an instance; write fp8.PerTensor(), "
+            "fp8.PerAxis(axes to keep), fp8.PerBlock((1, 128)), or a tuple of them."
         )
     rule = ScaleRule(power_of_two=power_of_two, scale_format=scale_format, scale_rounding=scale_rounding)
     for each in granularities:

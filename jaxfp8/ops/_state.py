@@ -172,16 +172,44 @@ def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyT
       >>> map_states(lambda state: state.scale.shape, {"layer": fp8.init_state(fp8.recipes.delayed())})
       {'layer': (3,)}
     """
+    check_tree(tree)
+    return jax.tree.map(function, tree, *rest, is_leaf=is_node)
 
-    def checked(node: Any, *others: Any) -> Any:
+
+RESTORED = (
+    "If it was restored from a file without a target (Orbax, msgpack), it is a tree of dicts: pass it through "
+    "fp8.check_state(restored, like=fresh_state) first."
+)
+
+
+def check_tree(tree: PyTree) -> None:
+    """Raise FP8StateError unless the tree holds states and nothing else.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_tree({"layer": fp8.init_state(fp8.recipes.delayed())})
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
         if not is_state(node):
             raise FP8StateError(
-                f"expected quantizer state, found {type(node).__name__} in its tree; pass what fp8.init_state, the layer's "
-                "collection or the last step returned, and nothing else."
+                f"expected quantizer state, found {shown(node)} at {jax.tree_util.keystr(path) or 'its place'}; pass what "
+                f"fp8.init_state, the layer's collection or the last step returned, and nothing else. {RESTORED}"
             )
-        return function(node, *others)
 
-    return jax.tree.map(checked, tree, *rest, is_leaf=is_node)
+
+def shown(node: object) -> str:
+    """What a message shows of something that is no state.
+
+    Example:
+      >>> shown({"scale": 0.0})
+      "a dict with the keys ['scale']"
+    """
+    if node is None or isinstance(node, str | int | float):
+        return repr(node)
+    if isinstance(node, dict):
+        return f"a dict with the keys {list(node)[:6]}"
+    shape = getattr(node, "shape", None)
+    return f"an object of type {type(node).__name__}" + (f" of shape {list(shape)}" if shape is not None else "")
 
 
 def freeze(state: PyTree) -> PyTree:

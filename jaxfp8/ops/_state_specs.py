@@ -3,7 +3,7 @@
 import jax
 
 from jaxfp8._typing import PyTree
-from jaxfp8.ops._state import MatmulState, is_state
+from jaxfp8.ops._state import MatmulState, check_tree, is_state
 
 
 def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
@@ -20,6 +20,7 @@ def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
       The tree of states with a `jax.P` in the place of each array: for `in_specs`, shardings, checkpoints.
 
     Raises:
+      FP8StateError: if `state` holds something else than states.
       ValueError: for trees that differ.
 
     Example:
@@ -28,6 +29,16 @@ def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
       >>> state_specs({"up": stages}, {"up": jax.P("pipe", "fsdp", "tensor")})["up"].scale
       P('pipe',)
     """
+    check_tree(state)
+    places, specs = (
+        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=leaf)]
+        for tree, leaf in ((state, is_state), (weight_specs, lambda node: node is None or isinstance(node, jax.P)))
+    )
+    if places != specs:
+        raise ValueError(
+            f"weight_specs has specs at {specs[:6]}, the state has states at {places[:6]}; give one jax.P in the place of "
+            "each state."
+        )
 
     def one(state: MatmulState, spec: jax.P) -> MatmulState:
         if not isinstance(spec, jax.P):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._errors import FP8StateError
+from jaxfp8._errors import UncollectedStateError
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels._prologue import Produced, Source, value_of
 from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
@@ -80,10 +80,11 @@ def _forward_rule(
 ) -> tuple[Array, Any]:
     matmul = [lhs, rhs] if scale is None else [lhs, rhs, scale]  # and not only the bias
     if call.collected and any(each.perturbed for each in matmul) and (ledger is None or not ledger.perturbed):
-        raise FP8StateError(
+        raise UncollectedStateError(
             "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
             "(fp8.nnx.value_and_grad for nnx) in place of jax's, pass the state that it gives to the loss on to the layers, "
-            "without stop_gradient, or fix the scales with fp8.freeze."
+            "without stop_gradient, or fix the scales of a network that this loss does not train: "
+            "fp8.freeze(state), fp8.nnx.freeze(model)."
         )
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))

@@ -1,0 +1,106 @@
+"""flax's `TrainState`, with quantizer state beside the parameters."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import flax.training.train_state
+import optax
+from flax import struct
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import PyTree
+from jaxfp8.linen._state import COLLECTION
+from jaxfp8.ops._state import check_tree
+
+
+class TrainState(flax.training.train_state.TrainState):
+    """`flax.training.train_state.TrainState` with the quantizer state of a linen model as a field.
+
+    The optimizer, averages of `params` and weight decay never see the field. One train step serves all
+    recipes. For a recipe without state the field is an empty dict.
+
+    Attributes:
+      fp8_state: the collection `fp8.linen.COLLECTION` of the model.
+      (the others): of flax's class. `params` are the parameters alone.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jaxfp8.linen import COLLECTION, FP8Dense, TrainState
+      >>> import jaxfp8 as fp8
+      >>> model, x = FP8Dense(4), jnp.ones((2, 8))
+      >>> variables = model.init(jax.random.key(0), x)
+      >>> ts = TrainState.create(apply_fn=model.apply, params=variables["params"],
+      ...                        fp8_state=variables.get(COLLECTION, {}), tx=optax.adam(1e-3))
+      >>> def loss_fn(params, fp8_state, x):
+      ...     return jnp.mean(ts.apply_fn({"params": params, COLLECTION: fp8_state}, x) ** 2)
+      >>> @jax.jit
+      ... def train_step(ts, x):
+      ...     loss, grads, fp8_state = fp8.value_and_grad(loss_fn)(ts.params, ts.fp8_state, x)
+      ...     return ts.apply_gradients(grads=grads, fp8_state=fp8_state), loss
+      >>> ts, loss = train_step(ts, x)
+      >>> int(ts.step)
+      1
+    """
+
+    fp8_state: PyTree = struct.field(pytree_node=True, default_factory=dict)
+
+    @classmethod
+    def create(  # type: ignore[override]  # a forgotten fp8_state would be lost
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: PyTree,
+        fp8_state: PyTree,
+        tx: optax.GradientTransformation,
+        **fields: Any,
+    ) -> Self:
+        """A state with `step=0` and a fresh optimizer state.
+
+        Args:
+          apply_fn: usually `model.apply`.
+          params: the parameters, `variables["params"]`.
+          fp8_state: `variables.get(fp8.linen.COLLECTION, {})`.
+          tx: an optax transformation.
+          **fields: of a subclass.
+
+        Raises:
+          FP8StateError: if `params` hold the collection, or `fp8_state` holds something else than states.
+        """
+        _check_params("params", params)
+        _check_state(fp8_state)
+        created: Self = super().create(apply_fn=apply_fn, params=params, tx=tx, fp8_state=fp8_state, **fields)
+        return created
+
+    def apply_gradients(self, *, grads: PyTree, fp8_state: PyTree, **fields: Any) -> Self:  # type: ignore[override]
+        """The state after an optimizer step.
+
+        Args:
+          grads: of `params`.
+          fp8_state: the new quantizer state, as `fp8.value_and_grad` returned it; after gradient accumulation
+            `fp8.commit(ts.fp8_state, seen)`.
+          **fields: of a subclass, to replace.
+
+        Raises:
+          FP8StateError: if `grads` hold the collection, or `fp8_state` holds something else than states.
+        """
+        _check_params("grads", grads)
+        _check_state(fp8_state)
+        applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
+        return applied
+
+
+def _check_params(name: str, tree: PyTree) -> None:
+    if hasattr(tree, "keys") and COLLECTION in tree:
+        raise FP8StateError(
+            f"{name} holds the keys {list(tree.keys())}, but here it must be the part 'params' alone; pass the quantizer state "
+            f"as fp8_state=variables.get({COLLECTION!r}, {{}})."
+        )
+
+
+def _check_state(fp8_state: PyTree) -> None:
+    if hasattr(fp8_state, "keys") and COLLECTION in fp8_state:
+        raise FP8StateError(
+            f"fp8_state holds the keys {list(fp8_state.keys())}, but only the states are needed; pass "
+            f"variables.get({COLLECTION!r}, {{}})."
+        )
+    check_tree(fp8_state)

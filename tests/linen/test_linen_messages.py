@@ -1,0 +1,211 @@
+"""Mistakes with linen layers, plugs and train states: the three parts of their messages."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import messages
+import optax
+import pytest
+from flax.training.train_state import TrainState as FlaxTrainState
+from messages import Message
+
+import jaxfp8 as fp8
+from jaxfp8 import linen
+from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum, FP8EinsumOp, TrainState
+
+DELAYED = fp8.recipes.delayed()
+X, KEY = jnp.ones((2, 8)), jax.random.key(0)
+DENSE = FP8Dense(8, recipe=DELAYED)
+VARIABLES = DENSE.init(KEY, X)
+LAYERS = {
+    "FP8Dense": lambda: FP8Dense(4),
+    "FP8DenseGeneral": lambda: FP8DenseGeneral(4),
+    "FP8Einsum": lambda: FP8Einsum((8, 4), "bd,dk->bk"),
+}
+INPUTS = {
+    "None": (None, "is None", "pass it"),
+    "dict": ({"x": X}, "is of type dict", "['x']"),
+    "ShapeDtypeStruct": (jax.ShapeDtypeStruct((2, 8), jnp.float32), "is ShapeDtypeStruct", "jax.eval_shape"),
+    "Partitioned": (nn.Partitioned(X, ("a", "b")), "is of type Partitioned", "flax.linen.meta.unbox"),
+}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return DENSE.copy(name="up")(x), None
+
+
+def scanned(**lifted):
+    return nn.scan(Block, split_rngs={"params": True}, length=3, **lifted)()
+
+
+def init(layer):
+    return layer.init(KEY, X)
+
+
+def created(**fields):
+    given = {"apply_fn": DENSE.apply, "params": VARIABLES["params"], "fp8_state": VARIABLES[COLLECTION]}
+    return TrainState.create(tx=optax.sgd(0.1), **(given | fields))
+
+
+CARRIED = (
+    "carries '_overwrite_with_gradient'",
+    "exist before the scan",
+    "variable_axes={'_overwrite_with_gradient': 0}",
+)
+MESSAGES = {
+    "using a name": Message(
+        TypeError,
+        lambda: FP8DotGeneral.using("delayed"),
+        "recipe='delayed'",
+        "a Recipe is needed",
+        "fp8.recipes.delayed()",
+    ),
+    "plug with a name": Message(
+        TypeError, lambda: FP8DotGeneral("mxfp8"), "recipe='mxfp8'", "a Recipe is needed", "fp8.recipes.mxfp8()"
+    ),
+    "op with a function": Message(
+        TypeError, lambda: FP8EinsumOp(fp8.recipes.current), "recipe=<function", "a Recipe", "fp8.recipes.current()"
+    ),
+    "layer with a name": Message(
+        TypeError, lambda: init(FP8Dense(4, recipe="current")), "recipe='current'", "a Recipe", "fp8.recipes.current()"
+    ),
+    "dot_general=class": Message(
+        TypeError,
+        lambda: init(nn.Dense(4, dot_general=FP8DotGeneral)),
+        "given the class FP8DotGeneral",
+        "an instance is needed",
+        "dot_general_cls=FP8DotGeneral.using(recipe)",
+    ),
+    "dot_general=using": Message(
+        TypeError,
+        lambda: init(nn.Dense(4, dot_general=FP8DotGeneral.using(DELAYED))),
+        "dot_general=FP8DotGeneral.using(...)",
+        "it is no matmul",
+        "dot_general_cls=FP8DotGeneral.using(recipe)",
+    ),
+    "dot_general_cls=instance": Message(
+        TypeError,
+        lambda: init(nn.Dense(4, dot_general_cls=FP8DotGeneral(DELAYED))),
+        "an instance of FP8DotGeneral was called without operands",
+        "where it makes one itself",
+        "dot_general_cls=FP8DotGeneral.using(recipe)",
+    ),
+    "class of ops": Message(
+        TypeError, lambda: FP8EinsumOp("bd,dk->bk", X, X), "the class FP8EinsumOp", "an instance", "FP8EinsumOp(recipe)"
+    ),
+    "scan carries the collection": Message(
+        fp8.FP8StateError,
+        lambda: scanned(variable_axes={"params": 0}, variable_carry=COLLECTION).init(KEY, X, None),
+        *CARRIED,
+    ),
+    "scan carries all": Message(
+        fp8.FP8StateError,
+        lambda: scanned(variable_axes={"params": 0}, variable_carry=True).init(KEY, X, None),
+        *CARRIED,
+    ),
+    "scan carries a state that is there": Message(
+        fp8.FP8StateError,
+        lambda: scanned(variable_axes={"params": 0}, variable_carry=COLLECTION).apply(
+            scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(KEY, X, None), X, None
+        ),
+        *CARRIED,
+    ),
+    "state_specs of variables": Message(
+        fp8.FP8StateError,
+        lambda: linen.state_specs(VARIABLES, {"kernel": jax.P()}),
+        "the whole variables ['params', '_overwrite_with_gradient']",
+        "only the states are needed",
+        "variables['_overwrite_with_gradient']",
+    ),
+    "state_specs of an array": Message(
+        fp8.FP8StateError,
+        lambda: linen.state_specs(X, {"kernel": jax.P()}),
+        "of shape [2, 8] at its place",
+        "expected quantizer state",
+        "fp8.init_state",
+    ),
+    "state_specs for an array": Message(
+        ValueError,
+        lambda: linen.state_specs(VARIABLES[COLLECTION], X),
+        "param_specs is an object of type ArrayImpl of shape [2, 8]",
+        "a jax.P for each parameter",
+        "flax.linen.get_partition_spec",
+    ),
+    "TrainState of variables": Message(
+        fp8.FP8StateError,
+        lambda: created(params=VARIABLES),
+        "params holds the keys ['params', '_overwrite_with_gradient']",
+        "the part 'params' alone",
+        "fp8_state=variables.get('_overwrite_with_gradient', {})",
+    ),
+    "TrainState, variables as state": Message(
+        fp8.FP8StateError,
+        lambda: created(fp8_state=VARIABLES),
+        "fp8_state holds the keys",
+        "only the states are needed",
+        "variables.get('_overwrite_with_gradient', {})",
+    ),
+    "TrainState, parameters as state": Message(
+        fp8.FP8StateError,
+        lambda: created(fp8_state=VARIABLES["params"]),
+        "of shape [8] at ['bias']",
+        "expected quantizer state",
+        "the layer's collection",
+    ),
+    "TrainState, joined gradients": Message(
+        fp8.FP8StateError,
+        lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
+        "grads holds the keys",
+        "the part 'params' alone",
+        "fp8_state=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_has_three_parts(name):
+    messages.check(MESSAGES[name])
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_input_that_is_no_array_is_named(layer, given):
+    value, what, cure = INPUTS[given]
+    call = lambda: LAYERS[layer]().init(KEY, value)
+    messages.check(Message(TypeError, call, f"inputs {what}", "one array is needed", cure))
+
+
+def test_a_forgotten_state_is_an_error():
+    for call in (
+        lambda: TrainState.create(apply_fn=DENSE.apply, params=VARIABLES["params"], tx=optax.sgd(0.1)),
+        lambda: created().apply_gradients(grads=VARIABLES["params"]),
+    ):
+        with pytest.raises(TypeError, match="fp8_state"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "lifted", [{"variable_axes": {"params": 0, COLLECTION: 0}}, {"variable_broadcast": COLLECTION}]
+)
+def test_the_cures_for_a_carried_collection(lifted):
+    model = scanned(**({"variable_axes": {"params": 0}} | lifted))
+    variables = model.init(KEY, X, None)
+    state = variables[COLLECTION]
+    loss_fn = lambda params, state: jnp.sum(model.apply({"params": params, COLLECTION: state}, X, None)[0])
+    loss, _, new = fp8.value_and_grad(loss_fn)(variables["params"], state)
+    assert jnp.isfinite(loss)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
+
+
+def test_stock_train_state_takes_a_recipe_without_state():
+    """The form that stock flax needs: the collection is there, empty if need be."""
+    model = FP8Dense(4, recipe=fp8.recipes.current())
+    variables = {COLLECTION: {}} | model.init(KEY, X)
+    ts = FlaxTrainState.create(apply_fn=model.apply, params=variables, tx=optax.sgd(0.1))
+    loss_fn = lambda params, state: jnp.sum(model.apply({"params": params, COLLECTION: state}, X))
+    _, grads, state = fp8.value_and_grad(loss_fn)(ts.params["params"], ts.params[COLLECTION])
+    ts = ts.apply_gradients(grads={"params": grads, COLLECTION: state})
+    assert int(ts.step) == 1
+    assert ts.params[COLLECTION] == {}

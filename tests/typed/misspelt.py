@@ -1,0 +1,27 @@
+"""Calls that type checkers must refuse. mypy reports a `type: ignore` that is not needed."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfp8 import linen
+from jaxfp8.nnx import FP8Einsum, FP8Linear, FP8LinearGeneral
+
+rngs = nnx.Rngs(0)
+
+FP8Linear(8, 4, use_bias=False, dtype=jnp.bfloat16, precision="highest", rngs=rngs)
+FP8Linear(8, 4, use_bais=False, rngs=rngs)  # type: ignore[call-arg]
+FP8Linear(8, 4, use_bias="no", rngs=rngs)  # type: ignore[arg-type]
+FP8Linear(8, 4)  # type: ignore[call-arg]
+FP8Linear(8, 4, dot_general=jnp.dot, rngs=rngs)  # type: ignore[call-arg]
+
+FP8LinearGeneral(8, (2, 3), axis=-1, batch_axis={0: 2}, rngs=rngs)
+FP8LinearGeneral(8, (2, 3), axes=-1, rngs=rngs)  # type: ignore[call-arg]
+FP8LinearGeneral(8, "4", rngs=rngs)  # type: ignore[arg-type]
+
+FP8Einsum("bd,dk->bk", (8, 4), (4,), kernel_init=nnx.initializers.ones, rngs=rngs)
+FP8Einsum("bd,dk->bk", (8, 4), use_bias=True, rngs=rngs)  # type: ignore[call-arg]
+
+linen.FP8Dense(4, use_bias=False)
+linen.FP8Dense(4, use_bais=False)  # type: ignore[call-arg]
+linen.FP8Dense(4, recipe="delayed")  # type: ignore[arg-type]
+linen.FP8EinsumOp(recipe="delayed")  # type: ignore[arg-type]
