@@ -98,7 +98,7 @@ def _alone(x: Array, names: str, kept: str) -> Array:
     """
     if names == kept:
         return x
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     return jnp.einsum(f"{names}->{kept}", wide).astype(x.dtype)
 
 

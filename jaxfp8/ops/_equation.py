@@ -88,8 +88,6 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
         raise ValueError(f"{given}: {error} Write for instance 'bd,dk->bk'.") from None
     lhs, rhs = inputs.split(",")
     found = Equation(text, lhs, rhs, output)
-    if twice := sorted({name for name in output if output.count(name) > 1}):
-        raise ValueError(f"{given} names {found.called(twice[0])} twice in the output; write each index once.")
     sizes: dict[str, dict[str, int]] = {name: {} for name in shapes}
     for name, letters in (("lhs", lhs), ("rhs", rhs)):
         for letter, size in zip(letters, shapes[name], strict=True):
