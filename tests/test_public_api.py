@@ -15,8 +15,8 @@ EXPECTED = {
         MatmulState FP8StateError Recipe Operands Implementations Timings autotune compiler_options
         roofline assert_fp8_gemms recipes quantizers sharding comms linen nnx
     """,
-    "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral COLLECTION state_specs",
-    "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit",
+    "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION state_specs",
+    "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit freeze",
     "jaxfp8.numerics": "amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock",
     "jaxfp8.quantizers": "AbstractQuantizer Current Delayed Static Identity",
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get skip_slow",

@@ -23,7 +23,7 @@ def check_out_dtype(preferred_element_type: DType) -> DType:
         dtype = None
     if dtype is None or dtype.name not in FLOAT_DTYPES:
         raise TypeError(
-            f"preferred_element_type={preferred_element_type!r} is no dtype that a matmul can return; use one of "
+            f"preferred_element_type={repr(preferred_element_type) if dtype is None else dtype.name} is no dtype that a matmul can return; use one of "
             f"{list(FLOAT_DTYPES)}."
         )
     return dtype

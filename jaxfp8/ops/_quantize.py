@@ -111,8 +111,8 @@ def quantize(
     granularities = granularity if isinstance(granularity, tuple) else (granularity,)
     if not granularities or not all(isinstance(each, AbstractGranularity) for each in granularities):
         raise TypeError(
-            f"granularity={granularity!r} is no granularity, or not an instance; write fp8.PerTensor(), "
-            "fp8.PerAxis(axes to keep), fp8.PerBlock((1, 128)), or a tuple of them."
+            f"granularity={granularity!r} is no granularity, or not an instance; use fp8.PerTensor(), "
+            "fp8.PerAxis(the axes to keep) or fp8.PerBlock((1, 128))."
         )
     rule = ScaleRule(power_of_two=power_of_two, scale_format=scale_format, scale_rounding=scale_rounding)
     for each in granularities:

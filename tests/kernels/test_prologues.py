@@ -115,7 +115,7 @@ CURRENT = fp8.recipes.current()
 MISTAKES = {
     "one array": (TypeError, lambda: fp8.dot(X, W, recipe=CURRENT, prologue=SWIGLU), "of type ArrayImpl|('gate', 'up')"),
     "three": (TypeError, lambda: fp8.dot((X, X, X), W, recipe=CURRENT, prologue=SWIGLU), "a tuple of 3"),
-    "no prologue": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT), "lhs is a tuple of 2 arrays"),
+    "no prologue": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT), "lhs is a tuple of 2"),
     "einsum": (TypeError, lambda: fp8.einsum("mk,kn->mn", (X, X), W, recipe=CURRENT), "prologue="),
     "no such": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=jax.nn.silu), "use fp8.SwiGLU()"),
     "the class": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=fp8.SwiGLU), "use fp8.SwiGLU()"),
@@ -131,7 +131,7 @@ MISTAKES = {
     "epsilon of quantize": (ValueError, lambda: fp8.rms_norm_quantize(X, X[0], fp8.E4M3, epsilon=-1), "epsilon=-1"),
     "format": (ValueError, lambda: fp8.swiglu_quantize(X, X, fp8.E8M0), "cannot hold values"),
     "scale": (ValueError, lambda: fp8.swiglu_quantize(X, X, fp8.E4M3, scale=jnp.ones(3)), "scale has shape [3]"),
-    "gradient": (fp8.FP8StateError, lambda: jax.grad(lambda x: fp8.swiglu_quantize(x, x, fp8.E4M3).scale)(X), "derivative"),
+    "gradient": (TypeError, lambda: jax.grad(lambda x: fp8.swiglu_quantize(x, x, fp8.E4M3).scale)(X), "no gradient"),
 }  # fmt: skip
 
 

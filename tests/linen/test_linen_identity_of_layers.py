@@ -50,5 +50,5 @@ def test_a_second_plug_is_refused(layer):
     "make", [LAYERS["Dense"], LAYERS["DenseGeneral"], LAYERS["Einsum"]], ids=["Dense", "DenseGeneral", "Einsum"]
 )
 def test_a_recipe_by_name_is_refused(make):
-    with pytest.raises(TypeError, match=r"recipe=.delayed. is no Recipe; make one with fp8\.recipes"):
+    with pytest.raises(TypeError, match=r"recipe=.delayed. .* a Recipe is needed; write recipe=fp8\.recipes\.delayed"):
         make(recipe="delayed")

@@ -38,5 +38,5 @@ def test_fake_quantize_in_tiles():
 
 
 def test_quantize_has_no_silent_gradient():
-    with pytest.raises(fp8.FP8StateError):
+    with pytest.raises(TypeError, match="no gradient"):
         jax.grad(lambda x: fp8.quantize(x, fp8.E4M3).dequantize().sum())(jnp.ones(3))

@@ -186,7 +186,7 @@ MESSAGES = {
         DTYPES,
     ),
     "preferred_element_type, object": Message(
-        TypeError, lambda: dot(preferred_element_type=dict), "preferred_element_type=<class 'dict'>", "dtype", DTYPES
+        TypeError, lambda: dot(preferred_element_type=dict), "preferred_element_type=object", "dtype", DTYPES
     ),
     "preferred_element_type of identity": Message(
         TypeError,

@@ -21,7 +21,7 @@ TILE = fp8.PerBlock((1, 32))
         (TypeError, (jnp.ones(3, bool), fp8.E4M3), {}, ("x has dtype bool", "cast it to one of")),
         (TypeError, (jnp.ones(3, jnp.complex64), fp8.E4M3), {}, ("x has dtype complex64", "cast it to one of")),
         (TypeError, (jnp.ones(3, jnp.float8_e5m2), fp8.E4M3), {}, ("x has dtype float8_e5m2", "cast it to one of")),
-        (TypeError, (fp8.quantize(X, fp8.E4M3), fp8.E4M3), {}, ("x is a QuantizedTensor already", "x.dequantize()")),
+        (TypeError, (fp8.quantize(X, fp8.E4M3), fp8.E4M3), {}, ("x is of type QuantizedTensor", "x.dequantize()")),
         (ValueError, (X, fp8.E8M0), {}, ("format=E8M0", "use one of [E4M3, E5M2]")),
         (ValueError, (X, "e4m3"), {}, ("format='e4m3'", "use one of [E4M3, E5M2]")),
         (ValueError, (X, jnp.float8_e4m3fn), {}, ("format=", "float8_e4m3fn", "use one of [E4M3, E5M2]")),

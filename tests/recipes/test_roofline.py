@@ -258,7 +258,7 @@ def test_a_recipe_for_another_chip():
 
 
 def test_what_is_no_recipe():
-    with pytest.raises(TypeError, match=mentions("delayed", "no Recipe", "fp8.recipes")):
+    with pytest.raises(TypeError, match=mentions("delayed", "a Recipe is needed", "fp8.recipes")):
         fp8.roofline(SHAPE, recipe="delayed", chip="h200")
 
 
