@@ -1,7 +1,9 @@
-"""An FP8 train step with gradient accumulation: quantizer state rides beside parameters and optimizer state.
+"""An FP8 train step with gradient accumulation: one text for every recipe, with and without state.
 
-python examples/train_step.py
+python examples/train_step.py [RECIPE]   # delayed (the default), current, rowwise, blockwise, mxfp8 or identity
 """
+
+import sys
 
 import flax.linen as nn
 import jax
@@ -9,52 +11,53 @@ import jax.numpy as jnp
 import optax
 
 import jaxfp8 as fp8
-from jaxfp8.linen import COLLECTION, FP8Dense
+from jaxfp8.linen import COLLECTION, FP8Dense, TrainState
 
 MICROBATCHES, BATCH, FEATURES = 4, 64, 32
-tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 class MLP(nn.Module):
+    recipe: fp8.Recipe
+
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(FP8Dense(256, dtype=jnp.bfloat16)(x))  # delayed scaling, the default recipe
+        x = nn.relu(FP8Dense(256, recipe=self.recipe, dtype=jnp.bfloat16)(x))
         return nn.Dense(1)(x)[..., 0].astype(jnp.float32)
 
 
-def loss_fn(params, state, batch):
-    predicted = MLP().apply({"params": params, COLLECTION: state}, batch["x"])
-    return jnp.mean((predicted - batch["y"]) ** 2)
-
-
 @jax.jit
-def train_step(params, state, opt_state, batch):  # leaves of batch: [MICROBATCHES, BATCH, ...]
-    run = fp8.value_and_grad(loss_fn, commit=False)  # tells what it saw and leaves the state alone
+def train_step(ts, batch):  # leaves of batch: [MICROBATCHES, BATCH, ...]
+    def loss_fn(params, fp8_state, batch):
+        predicted = ts.apply_fn({"params": params, COLLECTION: fp8_state}, batch["x"])
+        return jnp.mean((predicted - batch["y"]) ** 2)
+
+    run = fp8.value_and_grad(loss_fn, commit=False)  # returns the amaxes that it saw
 
     def microbatch(total, batch):
-        loss, grads, seen = run(params, state, batch)
-        losses, sums, before = total
-        return (losses + loss, jax.tree.map(jnp.add, sums, grads), fp8.merge_seen(before, seen)), None
+        *found, seen = run(ts.params, ts.fp8_state, batch)
+        return (jax.tree.map(jnp.add, total[0], found), fp8.merge_seen(total[1], seen)), None
 
-    nothing = (0.0, jax.tree.map(jnp.zeros_like, params), fp8.nothing_seen(state))
-    (loss, grads, seen), _ = jax.lax.scan(microbatch, nothing, batch)
-    loss, grads = jax.tree.map(lambda total: total / MICROBATCHES, (loss, grads))  # means; amaxes are a maximum
-    updates, opt_state = tx.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), fp8.commit(state, seen), opt_state, loss  # one commit per update
+    nothing = [0.0, jax.tree.map(jnp.zeros_like, ts.params)], fp8.nothing_seen(ts.fp8_state)
+    (sums, seen), _ = jax.lax.scan(microbatch, nothing, batch)
+    loss, grads = jax.tree.map(lambda total: total / MICROBATCHES, sums)  # means; amaxes are a maximum
+    # One commit for each optimizer step:
+    return ts.apply_gradients(grads=grads, fp8_state=fp8.commit(ts.fp8_state, seen)), loss
 
 
-def main(steps=200):
+def main(recipe="delayed", steps=200):
+    model, tx = MLP(fp8.recipes.get(recipe)), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     x = jax.random.normal(jax.random.key(1), (steps, MICROBATCHES, BATCH, FEATURES))
     y = jnp.sin(x[..., 0]) + x[..., 1] * x[..., 2]
-    variables = MLP().init(jax.random.key(0), x[0, 0])
-    params, state, opt_state = variables["params"], variables[COLLECTION], tx.init(variables["params"])
+    variables = model.init(jax.random.key(0), x[0, 0])
+    fp8_state = variables.get(COLLECTION, {})
+    ts = TrainState.create(apply_fn=model.apply, params=variables["params"], fp8_state=fp8_state, tx=tx)
     for step in range(steps):
-        batch = {"x": x[step], "y": y[step]}
-        params, state, opt_state, loss = train_step(params, state, opt_state, batch)
+        ts, loss = train_step(ts, {"x": x[step], "y": y[step]})
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step:3d}  loss {loss:.4f}")
-    print("scales of x, w and g:", state["FP8Dense_0"]["FP8DotGeneral_0"]["fp8"].scale)
+    for state in jax.tree.leaves(ts.fp8_state, is_leaf=lambda node: isinstance(node, fp8.MatmulState)):
+        print("scales of x, w and g:", state.scale)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
