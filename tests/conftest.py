@@ -55,6 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of each parametrized test about one row in N, at least one, always the same: where another run has them all",
     )
+    parser.addoption("--flax-sdist", metavar="FILE", help="flax's source distribution, for tests/guests")
 
 
 @pytest.hookimpl(trylast=True)  # of the rows that -m and -k leave

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
+from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._dimension_numbers import Geometry
 from jaxfp8.sharding._amax import varying
@@ -73,6 +74,8 @@ def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometr
 def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None) -> bool:
     """Whether a layer's bias can go into its matmul, lhs [..., K] times rhs [K, N]: flax broadcasts, and promotes the sum.
 
+    A bias that no matmul of ours takes, a complex one, flax adds: with a recipe that quantizes nothing the layer has a result.
+
     Example:
       >>> import jax.numpy as jnp
       >>> x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
@@ -80,7 +83,7 @@ def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | No
       (True, False)
     """
     product = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    return bias.shape == rhs.shape[-1:] and bias.dtype == product
+    return bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
 
 
 def sums_columns(geometry: Geometry, ndim: int) -> bool:
