@@ -1,7 +1,7 @@
 """Where linen layers keep quantizer state: a collection that flax's own TrainState knows.
 
-The collection has the name that `flax.training.train_state.TrainState` overwrites instead of optimizing, so `create` and
-`apply_gradients` work unchanged: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
+`fp8.linen.TrainState` has a field for it. flax's own TrainState overwrites the collection of this name instead of optimizing
+it: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
 """
 
 import sys
