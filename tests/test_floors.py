@@ -12,7 +12,7 @@ import pytest
 
 # From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house stands on the roof.
 FLOORS = (
-    ("_typing", "_compat", "_errors", "_hlo"),
+    ("_typing", "_compat", "_errors", "_hlo", "_version"),
     ("numerics", "programs", "_dimension_numbers"),
     ("tensors",),
     ("sharding",),
