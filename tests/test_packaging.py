@@ -120,7 +120,7 @@ def test_types_are_for_users_too():
 
 
 def test_the_sdist_holds_what_its_tests_read():
-    inside = {*HATCH["build"]["targets"]["sdist"]["only-include"], "pyproject.toml", "README.md", "LICENSE"}
+    inside = {*HATCH["build"]["targets"]["sdist"]["only-include"], "pyproject.toml", "LICENSE"}
     assert all((ROOT / name).exists() for name in inside)
     here = {path.name for path in ROOT.iterdir()}
     nodes = (node for source in sources("tests") for node in ast.walk(ast.parse(source)))
