@@ -184,6 +184,7 @@ def test_readme_s_code_stays_on_an_index():
         ("![](a.png) [b](b)", f"![]({PICTURES}a.png) [b]({FILES}b)"),
         ("[![a](a.png)](b.md)", f"[![a]({PICTURES}a.png)]({FILES}b.md)"),
         ("[a](https://b.org/c.md)", "[a](https://b.org/c.md)"),
+        ("![a](https://b.org/c.png)", "![a](https://b.org/c.png)"),
         ("[a](mailto:a@b.org)", "[a](mailto:a@b.org)"),
     ],
 )
