@@ -7,6 +7,7 @@ from jaxfp8 import quantizers as quantizers
 from jaxfp8 import recipes as recipes
 from jaxfp8 import sharding as sharding
 from jaxfp8._errors import FP8StateError as FP8StateError
+from jaxfp8._version import __version__ as __version__
 from jaxfp8.diagnostics._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
 from jaxfp8.kernels._dispatch import Implementations as Implementations
 from jaxfp8.kernels._prologue import RMSNorm as RMSNorm

@@ -1,4 +1,7 @@
-"""The house stands: imports run down only, rooms on one floor are strangers, and nobody inside imports a face."""
+"""The house stands: imports run down only, rooms on one floor are strangers, and nobody inside imports a face.
+
+Pallas and Triton wait until a kernel is asked for.
+"""
 
 import ast
 import graphlib
@@ -9,7 +12,7 @@ import pytest
 
 # From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house stands on the roof.
 FLOORS = (
-    ("_typing", "_compat", "_errors", "_hlo"),
+    ("_typing", "_compat", "_errors", "_hlo", "_version"),
     ("numerics", "programs", "_dimension_numbers"),
     ("tensors",),
     ("sharding",),
@@ -23,6 +26,8 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 
 HOUSE = "jaxfp8"
+# What takes long to import, or is not always installed. Files that import it are reached through a `Backend` alone.
+HEAVY = ("jax.experimental.pallas", "jax.experimental.mosaic", "jax_triton", "triton")
 ROOT = Path(__file__).parent.parent / HOUSE
 
 # A house is {path inside jaxfp8/: source}, so that a test can build a crooked one.
@@ -45,21 +50,58 @@ def room_of(path: str) -> str:
     return path.removesuffix(".py").split("/")[0]
 
 
-def imports_of(path: str, house: House) -> Iterator[tuple[int, str]]:
-    """Yields (line, module) of each import from the house, also of those inside functions."""
+def imported_by(path: str, house: House) -> Iterator[tuple[int, str]]:
+    """Yields (line, module) of each import of a file, also of those inside functions."""
     modules = {module_of(other) for other in house}
     folder = module_of(path).split(".") if is_face(path) else module_of(path).split(".")[:-1]
     for node in ast.walk(ast.parse(house[path], path)):
         if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = folder[: len(folder) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            # `from folder import _file` imports the file; `from folder import name` imports the face of the folder.
-            found = [name if (name := f"{source}.{alias.name}") in modules else source for alias in node.names]
-        else:
+            for alias in node.names:
+                name = f"{source}.{alias.name}"
+                # `from folder import _file` imports the file; `from folder import name` imports the face of the folder.
+                yield node.lineno, name if name in modules or is_heavy(name) else source
+
+
+def backends_of(path: str, house: House) -> Iterator[tuple[int, str]]:
+    """Yields (line, module) of each `Backend("module", ...)`: what the first call of it imports."""
+    for node in ast.walk(ast.parse(house[path], path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Backend":
+            module = node.args[0] if node.args else None
+            yield node.lineno, module.value if isinstance(module, ast.Constant) else "an unknown module"
+
+
+def is_heavy(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{heavy}.") for heavy in HEAVY)
+
+
+def is_of_the_house(module: str) -> bool:
+    return module.split(".")[0] == HOUSE
+
+
+def imports_of(path: str, house: House) -> Iterator[tuple[int, str]]:
+    """Yields (line, module) of each import from the house, now or through a `Backend`."""
+    yield from ((line, module) for line, module in imported_by(path, house) if is_of_the_house(module))
+    yield from backends_of(path, house)
+
+
+def imported_at_once(house: House) -> list[str]:
+    """Lists the files that `import jaxfp8` runs."""
+    path_of = {module_of(path): path for path in house}
+    waiting, found = ["__init__.py"], []
+    while waiting:
+        path = waiting.pop()
+        if path in found:
             continue
-        yield from ((node.lineno, name) for name in found if name.split(".")[0] == HOUSE)
+        found.append(path)
+        for _, module in imported_by(path, house):
+            parts = module.split(".")  # a file is imported after the faces of its folders
+            parents = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            waiting += [path_of[parent] for parent in parents if parent in path_of]
+    return found
 
 
 def fault(importer: str, imported: str) -> str | None:
@@ -92,6 +134,9 @@ def faults(house: House) -> list[str]:
             graph.add(path, path_of[module])
             if what := fault(path, path_of[module]):
                 found.append(f"{path}:{line}: {module} {what}")
+    for path in imported_at_once(house):
+        heavy = [(line, module) for line, module in imported_by(path, house) if is_heavy(module)]
+        found += [f"{path}:{line}: {module} is heavy, and `import {HOUSE}` reaches it" for line, module in heavy]
     try:
         graph.prepare()
     except graphlib.CycleError as error:
@@ -114,7 +159,9 @@ STRAIGHT: House = {
     "numerics/_scale.py": "from jaxfp8.numerics import _formats\nfrom . import _formats",
     "kernels/__init__.py": "from jaxfp8.kernels.cast import cast as cast",
     "kernels/cast/__init__.py": "from jaxfp8.kernels.cast._api import cast as cast",
-    "kernels/cast/_api.py": "from ...numerics._scale import scale_of",
+    "kernels/_dispatch.py": "class Backend: pass",
+    "kernels/cast/_api.py": "from ...numerics._scale import scale_of\nB = Backend('jaxfp8.kernels.cast._mosaic', 'cast')",
+    "kernels/cast/_mosaic.py": "from jax.experimental.pallas import mosaic_gpu\nimport jax_triton",
     "recipes/_recipe.py": "import jaxfp8.kernels.cast._api",
     "linen/__init__.py": "from jaxfp8.linen._layers import FP8Dense as FP8Dense",
     "linen/_layers.py": "from jaxfp8.recipes._recipe import Recipe",
@@ -142,6 +189,15 @@ def test_a_straight_house_has_no_faults():
         pytest.param("optim/__init__.py", "from jaxfp8.numerics import E4M3", "is a face", id="face-of-a-face"),
         pytest.param("_typing.py", "import jaxfp8.nothing", "does not exist", id="missing"),
         pytest.param("numerics/_formats.py", "from jaxfp8.numerics._scale import x", "in a circle", id="circle"),
+        pytest.param(
+            "kernels/cast/_tile.py", "Backend('jaxfp8.kernels.cast._gone', 'f')", "does not exist", id="backend"
+        ),
+        pytest.param("kernels/cast/_tile.py", "Backend(name, 'f')", "does not exist", id="backend-without-a-name"),
+        pytest.param("kernels/_tile.py", "Backend('jaxfp8.linen._layers', 'f')", "is above", id="backend-upward"),
+        pytest.param("_typing.py", "from jax.experimental import pallas as pl", "is heavy", id="heavy"),
+        pytest.param("numerics/_formats.py", "import jax.experimental.pallas.triton", "is heavy", id="heavy-plain"),
+        pytest.param("linen/__init__.py", "from jax_triton import triton_call", "is heavy", id="heavy-in-a-face"),
+        pytest.param("_typing.py", "def f():\n  import triton.language as tl", "is heavy", id="heavy-in-function"),
         pytest.param("utils/_misc.py", "", "is on no floor", id="unknown-room"),
     ],
 )

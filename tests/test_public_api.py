@@ -14,6 +14,7 @@ EXPECTED = {
         init_state check_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs
         MatmulState FP8StateError Recipe Operands Implementations Timings autotune compiler_options
         roofline assert_fp8_gemms recipes quantizers sharding comms linen nnx
+        __version__
     """,
     "jaxfp8.linen": "FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION state_specs",
     "jaxfp8.nnx": "FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad commit freeze",

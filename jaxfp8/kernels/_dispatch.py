@@ -1,8 +1,8 @@
 """The dispatch loop: the one place that picks a backend for an operation."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from jaxfp8._typing import Implementation
@@ -119,20 +119,37 @@ def dispatch(
     raise ExceptionGroup(f"no backend of {operation} can do this case", reasons)
 
 
-@contextlib.contextmanager
-def importing(what: str) -> Iterator[None]:
-    """Around the import of a backend when it is asked for: what cannot be imported cannot do the case.
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """A backend that is known by name, and imported by the first call of it.
 
-    Backends that need more than jax wait until then: Pallas takes a while to import, and in jax 0.10 needs absl, which jax
-    does not install.
+    `import jaxfp8` costs what its users need: Pallas alone takes longer to import than the rest of jaxfp8, and in jax 0.10 it
+    needs absl, which jax does not install. A file that stands behind a `Backend` imports what it needs at its top.
+    `tests/test_floors.py` reads `module` as an import of the file that names it.
+
+    Attributes:
+      module: the file, "jaxfp8.kernels.cast._mosaic" for instance.
+      function: its name in there.
+      needs: what has to be installed for it, for the message.
+
+    Raises:
+      NotImplementedError: when called, if something that it needs cannot be imported: such a backend cannot do the case.
 
     Example:
-      >>> with importing("the future"):
-      ...     import tomorrow
-      Traceback (most recent call last):
-      NotImplementedError: the future cannot be imported: No module named 'tomorrow'
+      >>> Backend("jaxfp8.kernels.cast._tomorrow", "cast", needs="The future")
+      Backend(module='jaxfp8.kernels.cast._tomorrow', function='cast', needs='The future')
     """
-    try:
-        yield
-    except ImportError as error:
-        raise NotImplementedError(f"{what} cannot be imported: {error}") from error
+
+    module: str
+    function: str
+    needs: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            # A fault of jaxfp8's own imports is a bug, and no reason to try the next backend.
+            if (error.name or "").partition(".")[0] == __name__.partition(".")[0]:
+                raise
+            raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error
+        return getattr(module, self.function)(*args, **kwargs)

@@ -1,10 +1,12 @@
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._dispatch import dispatch
+from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._platform import CHIPS, chip_named
 
 
@@ -41,6 +43,35 @@ def test_a_bug_is_not_a_reason_to_try_the_next():
 def test_an_unknown_name():
     with pytest.raises(ValueError, match=mentions("implementation='triton'", "of op", "use None or one of ['a']")):
         dispatch("op", {"a": cannot}, "triton")
+
+
+def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
+    (tmp_path / "waiting_backend.py").write_text("def double(x, *, plus):\n  return 2 * x + plus\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = Backend("waiting_backend", "double", needs="a file")
+    assert "waiting_backend" not in sys.modules
+    assert dispatch("op", {"a": backend}, None, 3, plus=1) == 7
+    del sys.modules["waiting_backend"]
+
+
+@pytest.mark.parametrize(
+    "source", ["import nothing_of_this_name", "from math import nothing", "raise ImportError('no ptxas')"]
+)
+def test_a_backend_that_cannot_be_imported_cannot_do_the_case(tmp_path, monkeypatch, source):
+    (tmp_path / "lacking_backend.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = Backend("lacking_backend", "f", needs="Triton (pip install it)")
+    with pytest.raises(NotImplementedError, match=mentions("Triton (pip install it) cannot be imported: ")):
+        dispatch("op", {"a": backend, "b": lambda: 1}, "a")
+    assert dispatch("op", {"a": backend, "b": lambda: 1}, None) == 1
+
+
+@pytest.mark.parametrize("source", ["import jaxfp8.nothing", "from jaxfp8._typing import Nothing"])
+def test_a_wrong_import_of_our_own_is_a_bug(tmp_path, monkeypatch, source):
+    (tmp_path / "wrong_backend.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"(?i)nothing"):
+        dispatch("op", {"a": Backend("wrong_backend", "f", needs="Pallas"), "b": lambda: 1}, None)
 
 
 @pytest.mark.parametrize("name", CHIPS)

@@ -1,5 +1,6 @@
 """Layers are values: equal arguments make equal layers, so jit traces them once; conflicting arguments are refused."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,15 @@ def test_equal_layers_are_traced_once(make):
     assert make() == make()
     assert hash(make()) == hash(make())
     assert make() != make(recipe=fp8.recipes.delayed(margin=1))
-    traces = []
+    chex.clear_trace_counter()
 
+    @chex.assert_max_traces(n=1)
     def apply(layer, variables):
-        traces.append(None)
         return layer.apply(variables, X)
 
     variables = make().init(jax.random.key(0), X)
     for _ in range(3):
         jax.jit(apply, static_argnums=0)(make(), variables)
-    assert len(traces) == 1
 
 
 def test_clone_takes_another_recipe():

@@ -1,5 +1,6 @@
 """linen layers: flax's own parameters and values, with a recipe; and state through flax's own transformations."""
 
+import chex
 import flax.linen as nn
 import flax.serialization
 import jax
@@ -47,8 +48,7 @@ LAYERS = {
 
 
 def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b, strict=True)
 
 
 def square(model, extra=lambda state: {COLLECTION: state}):

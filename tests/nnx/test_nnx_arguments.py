@@ -1,6 +1,6 @@
 """Other nnx objects among the arguments of `fp8.nnx.value_and_grad`: what the loss changes in them is kept."""
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,4 +38,4 @@ def test_random_streams_and_metrics(jit, recipe):
     assert rngs.dropout.count.get_value() == 2
     assert metric.compute() == 1
     assert metric.count.get_value() == 2
-    assert all(jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+    chex.assert_tree_all_finite(grads)

@@ -1,5 +1,6 @@
 """nnx layers: flax's own parameters and values, with a recipe; and state through flax's own transformations."""
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -57,9 +58,7 @@ def states_of(model):
 
 
 def assert_same(a, b):
-    assert len(jax.tree.leaves(a)) == len(jax.tree.leaves(b))
-    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(left, right)
+    chex.assert_trees_all_equal(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
 
 
 def params(model):

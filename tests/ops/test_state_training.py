@@ -1,5 +1,6 @@
 """State over many steps: what changes it, what does not, and what a checkpoint has to hold."""
 
+import chex
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,7 @@ def train(params, states, steps):
 
 
 def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
+    chex.assert_trees_all_equal(a, b, strict=True)
 
 
 def warm(states, amax=(3, 5, 7)):
@@ -91,28 +91,21 @@ def test_treedef_shapes_and_dtypes_never_change():
         new = STEP(params, states, *batch(i))[2]
         assert signature(new) == signature(states)
         states = new
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(states))
+    chex.assert_type(jax.tree.leaves(states), jnp.float32)
 
 
 def test_one_trace_serves_every_step_and_buffers_can_be_donated():
-    traces = []
-
-    def loss(*args):
-        traces.append(None)
-        return two_layers(*args)
+    chex.clear_trace_counter()
 
     @jax.jit
     def update(params, grads):
         return jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads)
 
-    step = jax.jit(fp8.value_and_grad(loss), donate_argnums=1)
+    step = jax.jit(chex.assert_max_traces(fp8.value_and_grad(two_layers), n=1), donate_argnums=1)
     params, states = fresh()
-    traced = []
     for i in range(4):
         _, grads, states = step(params, states, *batch(i))
         params = update(params, grads)
-        traced.append(len(traces))
-    assert traced == traced[:1] * 4
     assert_same((params, states), train(*fresh(), range(4)))
 
 
@@ -239,7 +232,7 @@ def test_steps_that_are_not_finite_are_counted_and_dropped(bad, start):
     np.testing.assert_array_equal(up.scale[0], was.scale[0])
     np.testing.assert_array_equal(up.amax_history[0], was.amax_history[0])
     assert up.scale[1] != was.scale[1]  # w was finite
-    assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+    chex.assert_tree_all_finite(new)
     # The next step goes on as if it had not happened.
     after = STEP(params, new, x, c)[2]["up"]
     want = STEP(params, states, x, c)[2]["up"]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
-from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast import _reference, _xla
@@ -13,15 +13,12 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._scale import inverse
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-
-def _mosaic(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Met]:
-    with importing("Pallas Mosaic GPU"):
-        from jaxfp8.kernels.cast import _mosaic
-    return _mosaic.cast(*args, **kwargs)
-
-
 # What no GPU has timed yet is taken only by name.
-BACKENDS: dict[str, Callable[..., Any]] = {"xla": _xla.cast, "mosaic": _mosaic, "reference": _reference.cast}
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "xla": _xla.cast,
+    "mosaic": Backend("jaxfp8.kernels.cast._mosaic", "cast", needs="Pallas Mosaic GPU"),
+    "reference": _reference.cast,
+}
 
 
 def cast(

@@ -4,10 +4,11 @@ In one call, so that a kernel can do all of it in one read of x. Amaxes are thos
 devices, or steps, goes through `kernels.cast`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxfp8._typing import Array, Implementation, Rounding
-from jaxfp8.kernels._dispatch import dispatch, importing
+from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._met import Met
 from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.quantize import _reference, _xla
@@ -16,22 +17,18 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-
-def _mosaic(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Met]:
-    with importing("Pallas Mosaic GPU"):
-        from jaxfp8.kernels.quantize import _mosaic
-    return _mosaic.quantize(*args, **kwargs)
-
-
-def _triton(*args: Any, **kwargs: Any) -> tuple[tuple[QuantizedTensor, ...], Met]:
-    # jax-triton before 0.4 needs the CUDA wheels to be imported.
-    with importing("Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)"):
-        from jaxfp8.kernels.quantize import _triton
-    return _triton.quantize(*args, **kwargs)
-
-
 # What no GPU has timed yet is taken only by name.
-BACKENDS = {"xla": _xla.quantize, "mosaic": _mosaic, "triton": _triton, "reference": _reference.quantize}
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "xla": _xla.quantize,
+    "mosaic": Backend("jaxfp8.kernels.quantize._mosaic", "quantize", needs="Pallas Mosaic GPU"),
+    # jax-triton before 0.4 needs the CUDA wheels to be imported.
+    "triton": Backend(
+        "jaxfp8.kernels.quantize._triton",
+        "quantize",
+        needs="Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)",
+    ),
+    "reference": _reference.quantize,
+}
 
 
 def quantize(

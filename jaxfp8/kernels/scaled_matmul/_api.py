@@ -1,5 +1,6 @@
 """The door of the scaled matmul: two QuantizedTensors in, high precision out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxfp8._dimension_numbers import check
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.kernels._dispatch import Chooser, dispatch, importing
+from jaxfp8.kernels._dispatch import Backend, Chooser, dispatch
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
 from jaxfp8.kernels.scaled_matmul._add_to import adding, check_add_to
 from jaxfp8.kernels.scaled_matmul._matrices import matrix_shape
@@ -17,18 +18,13 @@ from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
 
-
-def _mosaic(*args: Any, **kwargs: Any) -> Array:
-    with importing("Pallas Mosaic GPU"):
-        from jaxfp8.kernels.scaled_matmul import _mosaic
-    return _mosaic.scaled_matmul(*args, **kwargs)
-
-
 # What no GPU has timed yet is taken only by name.
-BACKENDS = {
-    "cudnn": adding(_cudnn.scaled_matmul), "xla": adding(_xla.scaled_matmul), "mosaic": _mosaic,
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "cudnn": adding(_cudnn.scaled_matmul),
+    "xla": adding(_xla.scaled_matmul),
+    "mosaic": Backend("jaxfp8.kernels.scaled_matmul._mosaic", "scaled_matmul", needs="Pallas Mosaic GPU"),
     "reference": adding(_reference.scaled_matmul),
-}  # fmt: skip
+}
 
 
 def scaled_matmul(

@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels.scaled_matmul._mosaic_memory import shared_memory, whole_row
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T, load, of_step, scaled_sum
+from jaxfp8.kernels.scaled_matmul._mosaic_memory import load, shared_memory, whole_row
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T, of_step, scaled_sum
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import (
     COPYING_REGISTERS,
     MULTIPLYING_REGISTERS,

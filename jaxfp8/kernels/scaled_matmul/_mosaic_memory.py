@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._typing import Axes, DType
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import ALIGNED, Scaling, T
+from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels.scaled_matmul._mosaic_scaling import ALIGNED, Scaling, T, of_bytes
 from jaxfp8.kernels.scaled_matmul._mosaic_tiling import ROWS, WARPGROUPS, Tiling
 
 _LEAST = 32  # bytes of a permuted row in shared memory
@@ -70,3 +70,9 @@ def _staged_scales(stages: int, shape: Axes, dtype: Any) -> Any:
     """Scales of the steps in shared memory, each at a multiple of what TMA writes at."""
     *lead, last = shape
     return plgpu.SMEM((stages, *lead, max(last, ALIGNED // 4) if not lead else last), dtype)
+
+
+def load(scales: Any, across: int) -> Array:
+    """Scales in the registers of the threads that hold what they scale; `across`, the axis that they do not run along."""
+    found = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(across))  # type: ignore[call-arg]  # of jax before 0.11
+    return of_bytes(found) if found.dtype == jnp.uint8 else found

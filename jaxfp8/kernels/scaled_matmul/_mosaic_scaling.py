@@ -30,7 +30,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.kernels.scaled_matmul._partitioned import Cells
@@ -96,12 +95,6 @@ class Scaling:
         """Of the scales that go to shared memory with a step of a tile (M, N)."""
         boxes = [box for box in map(self.box, (0, 1), tile) if box is not None]
         return sum(max(math.prod(shape) * jnp.dtype(dtype).itemsize, ALIGNED) for shape, dtype in boxes)
-
-
-def load(scales: Any, across: int) -> Array:
-    """Scales in the registers of the threads that hold what they scale; `across`, the axis that they do not run along."""
-    found = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(across))  # type: ignore[call-arg]  # of jax before 0.11
-    return of_bytes(found) if found.dtype == jnp.uint8 else found
 
 
 def of_bytes(scales: Array) -> Array:
