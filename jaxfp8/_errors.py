@@ -6,4 +6,4 @@ class FP8StateError(ValueError):
 
 
 class UncollectedStateError(FP8StateError):
-    """A matmul is differentiated, and its state belongs to no `value_and_grad` of this library."""
+    """A matmul with quantizer state is differentiated outside of `fp8.value_and_grad`."""

@@ -121,11 +121,11 @@ def dispatch(
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend that is known by name, and imported by the first call of it.
+    """A backend that is known by name. The first call imports it.
 
-    `import jaxfp8` costs what its users need: Pallas alone takes longer to import than the rest of jaxfp8, and in jax 0.10 it
-    needs absl, which jax does not install. A file that stands behind a `Backend` imports what it needs at its top.
-    `tests/test_floors.py` reads `module` as an import of the file that names it.
+    `import jaxfp8` does not import Pallas, which would take most of the time (`benchmarks/import_time.py`).
+    In jax 0.10 Pallas needs absl, which jax does not install. The module of a `Backend` imports Pallas or
+    Triton at its top. `tests/test_floors.py` reads `module` as an import of the file that names it.
 
     Attributes:
       module: the file, "jaxfp8.kernels.cast._mosaic" for instance.
@@ -148,7 +148,7 @@ class Backend:
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
-            # A fault of jaxfp8's own imports is a bug, and no reason to try the next backend.
+            # An import error inside jaxfp8 is a bug. Do not try the next backend.
             if (error.name or "").partition(".")[0] == __name__.partition(".")[0]:
                 raise
             raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error

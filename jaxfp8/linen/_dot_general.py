@@ -107,7 +107,7 @@ class Plug:
     def __call__(self, *operands: Any, **fields: Any) -> FP8DotGeneral:
         if operands:
             raise TypeError(
-                "dot_general=FP8DotGeneral.using(...) makes a module, it is no matmul; write "
+                "dot_general=FP8DotGeneral.using(...) was given, but dot_general= needs a function like lax.dot_general; write "
                 "dot_general_cls=FP8DotGeneral.using(recipe)."
             )
         return FP8DotGeneral(

@@ -77,10 +77,9 @@ class FP8EinsumOp(nn.Module):
     def dot_general(self) -> Callable[..., Array]:
         """The matmul alone, for code that has `jnp.einsum(equation, lhs, rhs, _dot_general=op.dot_general)`.
 
-        Take it anew for each call: jax keeps what it compiled for such a function, with its state.
-        `jnp.einsum` chooses the order of the operands. It calls `rhs` the first operand where the output
-        begins with the axes of rhs ("bd,dk->kb"): rhs is then quantized as the recipe quantizes x. A call
-        of the op keeps x and w apart for every equation.
+        Read this property again for each call. JAX caches the compiled function together with its state.
+        `jnp.einsum` can exchange the operands ("bd,dk->kb"). Then rhs is quantized as x, and lhs as w.
+        `op(equation, lhs, rhs)` never exchanges them.
         """
         lhs_shard, rhs_shard = shards(self, self.lhs_shard, self.rhs_shard)
         return functools.partial(

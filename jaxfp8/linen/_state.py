@@ -48,20 +48,19 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
 def _refuse_carry() -> None:
     """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
 
-    jax would find, after the loop body, that the carry has another tree than before. Its message names
-    neither flax's argument nor the collection. No object that a module can reach says what a scan
-    carries, so this looks for flax's frame of the scan. If flax changes it, jax's message is left.
+    Without this check jax raises an error that names neither flax's argument nor the collection. A
+    module cannot ask what a scan carries, so this reads flax's stack frame. If flax renames it, users
+    see jax's error.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
-            carried = frame.f_locals["in_variable_filters"][1]  # after variable_broadcast
+            carried = frame.f_locals["in_variable_filters"][1]  # 0 is variable_broadcast, 1 variable_carry
             if in_filter(carried, COLLECTION):
                 raise FP8StateError(
-                    f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r} from layer to layer, but flax carries only "
-                    "variables that exist before the scan and that every call writes; write "
-                    f"variable_axes={{{COLLECTION!r}: 0}} (a state for each layer) or variable_broadcast={COLLECTION!r} (one "
-                    "state for all layers)."
+                    f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry only variables that exist "
+                    f"before the scan. Write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
+                    f"variable_broadcast={COLLECTION!r} for one shared state."
                 )
         frame = frame.f_back
 

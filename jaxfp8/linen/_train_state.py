@@ -21,7 +21,7 @@ class TrainState(flax.training.train_state.TrainState):
 
     Attributes:
       fp8_state: the collection `fp8.linen.COLLECTION` of the model.
-      (the others): of flax's class. `params` are the parameters alone.
+      (the others): as in flax's class. `params` holds the parameters only.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -61,12 +61,12 @@ class TrainState(flax.training.train_state.TrainState):
           params: the parameters, `variables["params"]`.
           fp8_state: `variables.get(fp8.linen.COLLECTION, {})`.
           tx: an optax transformation.
-          **fields: of a subclass.
+          **fields: fields of a subclass.
 
         Raises:
           FP8StateError: if `params` hold the collection, or `fp8_state` holds something else than states.
         """
-        _check_params("params", params)
+        _check_params("params", params, "params=variables['params']")
         _check_state(fp8_state)
         created: Self = super().create(apply_fn=apply_fn, params=params, tx=tx, fp8_state=fp8_state, **fields)
         return created
@@ -75,32 +75,31 @@ class TrainState(flax.training.train_state.TrainState):
         """The state after an optimizer step.
 
         Args:
-          grads: of `params`.
+          grads: gradients of `params`.
           fp8_state: the new quantizer state, as `fp8.value_and_grad` returned it; after gradient accumulation
             `fp8.commit(ts.fp8_state, seen)`.
-          **fields: of a subclass, to replace.
+          **fields: new values of fields of a subclass.
 
         Raises:
           FP8StateError: if `grads` hold the collection, or `fp8_state` holds something else than states.
         """
-        _check_params("grads", grads)
+        _check_params(
+            "grads", grads, "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned"
+        )
         _check_state(fp8_state)
         applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
         return applied
 
 
-def _check_params(name: str, tree: PyTree) -> None:
+def _check_params(name: str, tree: PyTree, cure: str) -> None:
     if hasattr(tree, "keys") and COLLECTION in tree:
-        raise FP8StateError(
-            f"{name} holds the keys {list(tree.keys())}, but here it must be the part 'params' alone; pass the quantizer state "
-            f"as fp8_state=variables.get({COLLECTION!r}, {{}})."
-        )
+        raise FP8StateError(f"{name} holds {list(tree.keys())}, but only the parameters are needed; write {cure}.")
 
 
 def _check_state(fp8_state: PyTree) -> None:
     if hasattr(fp8_state, "keys") and COLLECTION in fp8_state:
         raise FP8StateError(
-            f"fp8_state holds the keys {list(fp8_state.keys())}, but only the states are needed; pass "
-            f"variables.get({COLLECTION!r}, {{}})."
+            f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed; write "
+            f"fp8_state=variables[{COLLECTION!r}]."
         )
     check_tree(fp8_state)

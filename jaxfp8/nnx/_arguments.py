@@ -1,4 +1,4 @@
-"""The arguments of flax's layers that ours take as they are, with their types."""
+"""Types of the arguments that our layers pass on to flax's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypedDict
@@ -8,7 +8,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 
 class EinsumArguments(TypedDict, total=False):
-    """Of `flax.nnx.Einsum`, and of all layers."""
+    """Arguments that `flax.nnx.Einsum` and all other layers take."""
 
     rngs: Required[nnx.Rngs]
     dtype: Dtype | None
@@ -23,13 +23,13 @@ class EinsumArguments(TypedDict, total=False):
 
 
 class LinearArguments(EinsumArguments, total=False):
-    """Of `flax.nnx.Linear`."""
+    """Arguments of `flax.nnx.Linear`."""
 
     use_bias: bool
 
 
 class LinearGeneralArguments(LinearArguments, total=False):
-    """Of `flax.nnx.LinearGeneral`."""
+    """Arguments of `flax.nnx.LinearGeneral`."""
 
     axis: int | Sequence[int]
     batch_axis: Mapping[int, int]

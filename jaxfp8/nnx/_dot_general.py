@@ -55,8 +55,8 @@ class AbstractFP8Matmul(nnx.Module):
 
     def __hash__(self) -> int:
         raise TypeError(
-            f"a {type(self).__name__} is no static argument, as jnp.einsum(_dot_general=) would make it: jax would keep the "
-            "state of the first call; pass FP8EinsumOp(recipe).dot_general there, or call the FP8EinsumOp itself."
+            f"{type(self).__name__} cannot be hashed: as a static argument, jax would keep the state of the first call. In "
+            "jnp.einsum write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp itself."
         )
 
     @property

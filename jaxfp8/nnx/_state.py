@@ -63,7 +63,7 @@ def freeze(model: M) -> M:
 
     For a network that a loss is differentiated through but does not train, such as the
     discriminator in the loss of a GAN's generator. A row that is still unset quantizes with the
-    current amax of its tensor.
+    current amax of its tensor. (A row is the state of one tensor.)
 
     Args:
       model: an nnx module. It does not change.

@@ -102,18 +102,21 @@ def _check_wrt(model: Any, wrt: Any) -> None:
 
 def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Which network of a loss is differentiated but not trained."""
-    named = {f"argument {i} of the loss": each for i, each in enumerate(args, start=1)} | kwargs
+    named = {f"positional argument {i} of the loss": each for i, each in enumerate(args, start=2)} | kwargs
     held = {
         name: each
         for name, each in named.items()
         if any(not node.frozen for node in jax.tree.leaves(states_of((each,)), is_leaf=is_state) if is_state(node))
     }
     if not held:
-        return "The network is no argument of the loss, so the loss closes over it: pass it as fp8.nnx.freeze(network)."
+        return (
+            "No other argument of the loss holds quantizer states. If the loss uses a network from outside, pass that network "
+            "as an argument: fp8.nnx.freeze(network). Otherwise:"
+        )
     name, network = next(iter(held.items()))
     return (
-        f"{name} is a {type(network).__name__} with quantizer states. The loss trains its first argument only; pass "
-        "fp8.nnx.freeze(network) in its place."
+        f"{name} is a {type(network).__name__} with quantizer states, but the loss trains only its first argument; pass "
+        "fp8.nnx.freeze(network) in its place. In detail:"
     )
 
 

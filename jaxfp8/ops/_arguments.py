@@ -117,7 +117,7 @@ def as_array(name: str, x: ArrayLike) -> Array:
 def _no_array(name: str, x: object) -> str | None:
     """What to write instead of something that is no array; None where only jax can tell."""
     if x is None:
-        return "pass it. A layer or a checkpoint may lack this parameter."
+        return "pass an array. If it is a parameter, the layer or the checkpoint may lack it."
     if isinstance(x, QuantizedTensor):
         return f"pass the high-precision array, or {name}.dequantize()."
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -129,7 +129,7 @@ def _no_array(name: str, x: object) -> str | None:
     if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
         return "pass one, or name the prologue= that makes one of them."
     if callable(x) and not hasattr(x, "__jax_array__"):
-        return "call it first."
+        return "pass what it returns."
     return None
 
 

@@ -74,7 +74,7 @@ def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometr
 def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None) -> bool:
     """Whether a layer's bias can go into its matmul, lhs [..., K] times rhs [K, N]: flax broadcasts, and promotes the sum.
 
-    A bias that no matmul of ours takes, a complex one, flax adds: with a recipe that quantizes nothing the layer has a result.
+    Our matmuls do not take a complex bias. flax adds it after the matmul, so a layer with `identity()` works.
 
     Example:
       >>> import jax.numpy as jnp

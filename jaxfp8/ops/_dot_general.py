@@ -170,7 +170,7 @@ def dot_general(
 
 
 def check_unused(recipe: Recipe, state: Any, implementation: Any, preferred_element_type: DType | None) -> None:
-    """Checks for a recipe without quantizers: it uses no state and no kernel, and the dtype must be one."""
+    """Checks arguments that a recipe without quantizers does not use, and the dtype of its result."""
     _check_state(state, recipe)
     if preferred_element_type is not None:
         try:

@@ -34,8 +34,8 @@ def einsum(
     """`jnp.einsum(equation, lhs, rhs)` in FP8. lhs is the activation and rhs the weight, whatever the equation's order.
 
     Args:
-      equation: two operands, with or without `->`, as `jnp.einsum` takes them. An index of one operand alone that is
-        missing from the output is summed in float32 before the cast; an index twice in one operand takes its diagonal.
+      equation: two operands, with or without `->`, as `jnp.einsum` takes them. If an index occurs in one operand
+        only and not in the output, it is summed in float32 before the cast. An index twice in one operand takes its diagonal.
       lhs: activations.
       rhs: weights.
       recipe: which quantizer for which operand.
@@ -94,7 +94,7 @@ def einsum(
 def _alone(x: Array, names: str, kept: str) -> Array:
     """What an operand does before the matmul: diagonals, and sums over axes that it has alone.
 
-    A sum is computed in float32, because the matmul rounds it once more. An axis of size 1 is summed, too.
+    A sum is computed in float32, then rounded once to the dtype of x. An axis of size 1 is summed, too.
     """
     if names == kept:
         return x

@@ -9,7 +9,7 @@ from jaxfp8._typing import Axes, DotDimensionNumbers
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """An equation whose ellipses are letters.
+    """A parsed equation. Each axis has one letter; '...' is replaced by letters.
 
     Attributes:
       text: as the user wrote it, for messages.
@@ -94,15 +94,15 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
             if sizes[name].setdefault(letter, size) != size:
                 raise ValueError(
                     f"{given}: {found.called(letter)} of {name} has the sizes {sizes[name][letter]} and {size}; "
-                    "axes with one index need one size."
+                    "axes with the same index must have the same size. Use another index."
                 )
     ones = dict.fromkeys(shapes, "")
     for letter in [each for each in sizes["lhs"] if each in sizes["rhs"]]:
         pair = sizes["lhs"][letter], sizes["rhs"][letter]
         if pair[0] != pair[1] and 1 not in pair:
             raise ValueError(
-                f"{given}: {found.called(letter)} has size {pair[0]} in lhs and {pair[1]} in rhs; axes with one index need "
-                "one size."
+                f"{given}: {found.called(letter)} has size {pair[0]} in lhs and {pair[1]} in rhs; axes with the same "
+                "index must have the same size. Use another index."
             )
         if pair[0] != pair[1]:
             ones["lhs" if pair[0] == 1 else "rhs"] += letter

@@ -46,8 +46,8 @@ def needs_operands(cure: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if len(arguments) == 1 and not options:
                 name = type(arguments[0]).__name__
                 raise TypeError(
-                    f"an instance of {name} was called without operands, so flax was given an instance where it makes one "
-                    f"itself; write {cure}."
+                    f"an instance of {name} was called without operands, so flax was given an instance, but this "
+                    f"argument needs a class; write {cure}."
                 )
             return call(*arguments, **options)
 

@@ -192,8 +192,8 @@ def check_tree(tree: PyTree) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
         if not is_state(node):
             raise FP8StateError(
-                f"expected quantizer state, found {shown(node)} at {jax.tree_util.keystr(path) or 'its place'}; pass what "
-                f"fp8.init_state, the layer's collection or the last step returned, and nothing else. {RESTORED}"
+                f"expected quantizer state, found {shown(node)} at {jax.tree_util.keystr(path) or 'the top of the tree'}; pass "
+                f"the state from fp8.init_state, from variables[COLLECTION] or from the last step, and nothing else. {RESTORED}"
             )
 
 

@@ -36,8 +36,7 @@ def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
     )
     if places != specs:
         raise ValueError(
-            f"weight_specs has specs at {specs[:6]}, the state has states at {places[:6]}; give one jax.P in the place of "
-            "each state."
+            f"weight_specs has leaves at {specs[:6]}, but the states are at {places[:6]}; give one jax.P for each state."
         )
 
     def one(state: MatmulState, spec: jax.P) -> MatmulState:

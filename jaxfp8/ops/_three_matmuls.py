@@ -82,9 +82,8 @@ def _forward_rule(
     if call.collected and any(each.perturbed for each in matmul) and (ledger is None or not ledger.perturbed):
         raise UncollectedStateError(
             "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
-            "(fp8.nnx.value_and_grad for nnx) in place of jax's, pass the state that it gives to the loss on to the layers, "
-            "without stop_gradient, or fix the scales of a network that this loss does not train: "
-            "fp8.freeze(state), fp8.nnx.freeze(model)."
+            "(nnx: fp8.nnx.value_and_grad) in place of jax's. Pass the state that it gives to the loss to the layers, without "
+            "stop_gradient. If this loss does not train the network, use fp8.freeze(state) or fp8.nnx.freeze(model)."
         )
     lhs, rhs = once((lhs.value, rhs.value))
     scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))

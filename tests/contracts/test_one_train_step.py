@@ -176,9 +176,7 @@ def test_an_average_of_parameters_is_evaluated_with_the_state_of_the_run(recipe)
         training.step()
         average = optax.incremental_update(training.params, average, 0.1)
     ts = training.names["ts"]
-    evaluated, last = (
-        float(training.names["loss_fn"](params, ts.fp8_state, X, Y)) for params in (average, ts.params)
-    )
+    evaluated, last = (float(training.names["loss_fn"](params, ts.fp8_state, X, Y)) for params in (average, ts.params))
     assert np.isfinite(evaluated)
     assert evaluated != last
     assert set(ts.params) & {COLLECTION} == set()

@@ -1,6 +1,6 @@
 """Where our layers differ from flax's on purpose: the tests of flax's that must fail, with which error and why.
 
-A test here that passes fails the suite, as does one that fails and is not here.
+Each test that is listed here must fail. Every other test must pass.
 """
 
 from typing import NamedTuple

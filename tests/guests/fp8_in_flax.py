@@ -1,4 +1,4 @@
-"""A plugin for a pytest of its own: flax's dense layers are ours, with `recipes.identity()`, before its tests are imported.
+"""A pytest plugin. It replaces flax's dense layers by ours, with `recipes.identity()`, before flax's tests are imported.
 
 `--face linen` replaces the layers of flax.linen, `--face nnx` those of flax.nnx. Each test's report holds how often it called
 which class of ours.

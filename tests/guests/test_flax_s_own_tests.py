@@ -1,7 +1,8 @@
 """flax's own tests of dense layers and attention, with our layers in place of flax's.
 
-flax's wheel holds no tests, its sdist does: `--flax-sdist` says where it is. Each of flax's files runs in a pytest of its own,
-under flax's configuration, and only one face is ours at a time: where flax compares linen with nnx, one of the two is its own.
+Only flax's sdist contains its tests: `--flax-sdist` says where it is. Each of flax's files runs in a pytest process of its own,
+under flax's configuration. Each run replaces the layers of linen or of nnx, never both. So a test that compares linen with nnx
+compares our layers with flax's.
 """
 
 import os

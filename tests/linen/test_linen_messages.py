@@ -23,7 +23,7 @@ LAYERS = {
     "FP8Einsum": lambda: FP8Einsum((8, 4), "bd,dk->bk"),
 }
 INPUTS = {
-    "None": (None, "is None", "pass it"),
+    "None": (None, "is None", "pass an array"),
     "dict": ({"x": X}, "is of type dict", "['x']"),
     "ShapeDtypeStruct": (jax.ShapeDtypeStruct((2, 8), jnp.float32), "is ShapeDtypeStruct", "jax.eval_shape"),
     "Partitioned": (nn.Partitioned(X, ("a", "b")), "is of type Partitioned", "flax.linen.meta.unbox"),
@@ -51,7 +51,7 @@ def created(**fields):
 
 CARRIED = (
     "carries '_overwrite_with_gradient'",
-    "exist before the scan",
+    "can carry only variables that exist before the scan",
     "variable_axes={'_overwrite_with_gradient': 0}",
 )
 MESSAGES = {
@@ -82,14 +82,14 @@ MESSAGES = {
         TypeError,
         lambda: init(nn.Dense(4, dot_general=FP8DotGeneral.using(DELAYED))),
         "dot_general=FP8DotGeneral.using(...)",
-        "it is no matmul",
+        "needs a function like lax.dot_general",
         "dot_general_cls=FP8DotGeneral.using(recipe)",
     ),
     "dot_general_cls=instance": Message(
         TypeError,
         lambda: init(nn.Dense(4, dot_general_cls=FP8DotGeneral(DELAYED))),
         "an instance of FP8DotGeneral was called without operands",
-        "where it makes one itself",
+        "needs a class",
         "dot_general_cls=FP8DotGeneral.using(recipe)",
     ),
     "class of ops": Message(
@@ -122,7 +122,7 @@ MESSAGES = {
     "state_specs of an array": Message(
         fp8.FP8StateError,
         lambda: linen.state_specs(X, {"kernel": jax.P()}),
-        "of shape [2, 8] at its place",
+        "of shape [2, 8] at the top of the tree",
         "expected quantizer state",
         "fp8.init_state",
     ),
@@ -136,30 +136,30 @@ MESSAGES = {
     "TrainState of variables": Message(
         fp8.FP8StateError,
         lambda: created(params=VARIABLES),
-        "params holds the keys ['params', '_overwrite_with_gradient']",
-        "the part 'params' alone",
-        "fp8_state=variables.get('_overwrite_with_gradient', {})",
+        "params holds ['params', '_overwrite_with_gradient']",
+        "only the parameters are needed",
+        "params=variables['params']",
     ),
     "TrainState, variables as state": Message(
         fp8.FP8StateError,
         lambda: created(fp8_state=VARIABLES),
-        "fp8_state holds the keys",
-        "only the states are needed",
-        "variables.get('_overwrite_with_gradient', {})",
+        "fp8_state holds ['params', '_overwrite_with_gradient']",
+        "only the quantizer states are needed",
+        "fp8_state=variables['_overwrite_with_gradient']",
     ),
     "TrainState, parameters as state": Message(
         fp8.FP8StateError,
         lambda: created(fp8_state=VARIABLES["params"]),
         "of shape [8] at ['bias']",
         "expected quantizer state",
-        "the layer's collection",
+        "variables[COLLECTION]",
     ),
     "TrainState, joined gradients": Message(
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
-        "grads holds the keys",
-        "the part 'params' alone",
-        "fp8_state=",
+        "grads holds ['params', '_overwrite_with_gradient']",
+        "only the parameters are needed",
+        "the state that fp8.value_and_grad returned",
     ),
 }
 

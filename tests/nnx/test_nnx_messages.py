@@ -20,7 +20,7 @@ LAYERS = {
     "FP8Einsum": lambda: FP8Einsum("bd,dk->bk", (8, 4), rngs=nnx.Rngs(0)),
 }
 INPUTS = {
-    "None": (None, "is None", "pass it"),
+    "None": (None, "is None", "pass an array"),
     "dict": ({"x": X}, "is of type dict", "['x']"),
     "ShapeDtypeStruct": (jax.ShapeDtypeStruct((2, 8), jnp.float32), "is ShapeDtypeStruct", "jax.eval_shape"),
     "Partitioned": (nn.Partitioned(X, ("a", "b")), "is of type Partitioned", "flax.linen.meta.unbox"),
@@ -98,7 +98,7 @@ MESSAGES = {
         TypeError,
         lambda: nnx.LinearGeneral(8, 4, dot_general_cls=FP8DotGeneral(DELAYED), rngs=nnx.Rngs(0))(X),
         "an instance of FP8DotGeneral was called without operands",
-        "makes one itself",
+        "needs a class",
         "dot_general=FP8DotGeneral(recipe)",
     ),
     "wrt=nnx.Variable": Message(ValueError, lambda: updated(nnx.Variable), *NO_GRADIENT),
@@ -108,18 +108,22 @@ MESSAGES = {
     "a GAN's critic, argument": Message(
         fp8.FP8StateError,
         through_an_argument,
-        "argument 2 of the loss is a Critic with quantizer states",
-        "trains its first argument only",
+        "positional argument 3 of the loss is a Critic with quantizer states",
+        "trains only its first argument",
         FROZEN,
     ),
     "a GAN's critic, keyword": Message(
-        fp8.FP8StateError, through_a_keyword, "critic is a Critic with quantizer states", "first argument only", FROZEN
+        fp8.FP8StateError,
+        through_a_keyword,
+        "critic is a Critic with quantizer states",
+        "only its first argument",
+        FROZEN,
     ),
     "a GAN's critic, under jit": Message(
-        fp8.FP8StateError, under_jit, "argument 1 of the loss is a Critic", "first argument only", FROZEN
+        fp8.FP8StateError, under_jit, "positional argument 2 of the loss is a Critic", "only its first argument", FROZEN
     ),
     "a GAN's critic, closure": Message(
-        fp8.FP8StateError, through_a_closure, "is no argument of the loss", "the loss closes over it", FROZEN
+        fp8.FP8StateError, through_a_closure, "No other argument of the loss holds", "a network from outside", FROZEN
     ),
 }
 
@@ -140,7 +144,7 @@ def test_an_input_that_is_no_array_is_named(layer, given):
 def test_a_plug_is_no_static_argument():
     """jax compiles `jnp.einsum` once for equal static arguments, and would keep the state of the first call."""
     with pytest.raises(
-        ValueError, match=r"(?s)Non-hashable.*no static argument.*FP8EinsumOp\(recipe\)\.dot_general"
+        ValueError, match=r"(?s)Non-hashable.*cannot be hashed.*FP8EinsumOp\(recipe\)\.dot_general"
     ) as raised:
         jnp.einsum("bd,kd->bk", X, X, _dot_general=FP8DotGeneral(DELAYED))
     assert "keep the state of the first call" in str(raised.value)

@@ -140,16 +140,24 @@ X, W = jnp.ones((2, 4)), jnp.ones((5, 3))
 call = lambda *arguments: lambda: fp8.einsum(*arguments, recipe=CURRENT)
 MESSAGES = {
     "sizes": Message(
-        ValueError, call("bd,dk->bk", X, W), "index 'd' has size 4 in lhs and 5 in rhs", "need one size", "lhs [2, 4]"
+        ValueError,
+        call("bd,dk->bk", X, W),
+        "index 'd' has size 4 in lhs and 5 in rhs",
+        "must have the same size",
+        "lhs [2, 4]",
     ),
     "sizes of a diagonal": Message(
-        ValueError, call("dd,dk->k", X, W), "index 'd' of lhs has the sizes 2 and 4", "need one size", "'dd,dk->k'"
+        ValueError,
+        call("dd,dk->k", X, W),
+        "index 'd' of lhs has the sizes 2 and 4",
+        "must have the same size",
+        "'dd,dk->k'",
     ),
     "sizes of an ellipsis": Message(
         ValueError,
         call("...d,...dk->...k", jnp.ones((2, 4)), jnp.ones((3, 4, 5))),
         "an index of '...' has size 2 in lhs and 3 in rhs",
-        "need one size",
+        "must have the same size",
         "'...d,...dk->...k'",
     ),
     "too few indices": Message(
@@ -165,7 +173,11 @@ MESSAGES = {
         ValueError, call("bd,dk->bz", X, jnp.ones((4, 3))), "'bd,dk->bz'", "z", "Write for instance 'bd,dk->bk'"
     ),
     "twice in the output": Message(
-        ValueError, call("bd,dk->bb", X, jnp.ones((4, 3))), "'bd,dk->bb'", "'b' appeared more than once", "Write for instance"
+        ValueError,
+        call("bd,dk->bb", X, jnp.ones((4, 3))),
+        "'bd,dk->bb'",
+        "'b' appeared more than once",
+        "Write for instance",
     ),
     "three operands": Message(
         ValueError, call("ab,bc,cd->ad", X, W), "has 3 operands", "takes two", "split it into einsums of two"

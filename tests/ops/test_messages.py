@@ -205,7 +205,7 @@ MESSAGES = {
     "state_specs of an array": Message(
         fp8.FP8StateError,
         lambda: fp8.state_specs(X, jax.P()),
-        "of shape [2, 8] at its place",
+        "of shape [2, 8] at the top of the tree",
         "expected quantizer state",
         "fp8.init_state",
     ),
@@ -219,14 +219,14 @@ MESSAGES = {
     "state_specs of another tree": Message(
         ValueError,
         lambda: fp8.state_specs({"up": STATE}, {"down": jax.P()}),
-        "weight_specs has specs at [\"['down']\"]",
-        "states at [\"['up']\"]",
-        "one jax.P in the place of each state",
+        "weight_specs has leaves at [\"['down']\"]",
+        "states are at [\"['up']\"]",
+        "one jax.P for each state",
     ),
 }
 
 NO_OPERANDS = {
-    "None": (None, "is None", "pass it"),
+    "None": (None, "is None", "pass an array"),
     "dict": ({"kernel": W}, "is of type dict", "['kernel']"),
     "ShapeDtypeStruct": (
         jax.ShapeDtypeStruct((8, 4), jnp.float32),
@@ -237,7 +237,7 @@ NO_OPERANDS = {
     "string": ("foo", "is 'foo'", "an array of numbers"),
     "ragged list": ([[1.0, 2.0], [3.0]], "is a list of 2", "an array of numbers"),
     "tuple": ((X, X), "is a tuple of 2", "prologue="),
-    "function": (jnp.ones, "is of type function", "call it"),
+    "function": (jnp.ones, "is of type function", "pass what it returns"),
     "QuantizedTensor": (fp8.quantize(W, fp8.E4M3), "is of type QuantizedTensor", ".dequantize()"),
     "state": (STATE, "is of type MatmulState", "an array of numbers"),
 }

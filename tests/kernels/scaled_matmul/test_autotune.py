@@ -182,7 +182,9 @@ def test_a_backend_that_is_no_more():
 def test_timings_are_of_matmuls():
     timings = table(time("xla", 1.0))
     x = jnp.ones((2, 2))
-    with pytest.raises(TypeError, match=mentions("casts=Timings(...)", "fp8.Implementations(matmuls=timings)")):
+    with pytest.raises(
+        TypeError, match=mentions("implementation=Timings(...)", "fp8.Implementations(matmuls=timings)")
+    ):
         fp8.dot(x, x, recipe=RECIPE, implementation=timings)
     with pytest.raises(TypeError, match=mentions("matmuls=Implementations(", "fp8.Timings")):
         fp8.Implementations(matmuls=fp8.Implementations())
