@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import jaxfp8 as fp8
 
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}  # JSON has no word for them
-# Calibrated on the default run of train_gpt.py: the median scale of delayed scaling at its end.
-STATIC_SCALES = {"x_scale": 0.02, "w_scale": 0.001, "g_scale": 1e-8}
+# For the default run of train_gpt.py. After 60 steps the scales of delayed scaling are at most 0.012, 0.0005 and 5e-8;
+# those of w grow.
+STATIC_SCALES = {"x_scale": 0.015, "w_scale": 0.001, "g_scale": 5e-8}
 
 
 class Parser(argparse.ArgumentParser):

@@ -120,19 +120,24 @@ def train(
     return Run(np.array(losses), val_loss, seconds, compile_seconds, params, state)
 
 
-def sample(model: Model, run: Run, context: int, count: int, seed: int, temperature: float) -> bytes:
+def sample(
+    model: Model, run: Run, context: int, count: int, seed: int, temperature: float, options: dict[str, bool]
+) -> bytes:
     """`count` bytes that follow a line break. Each reads the window of T tokens before it, again as a whole."""
 
-    def step(carry, key):
-        window, length = carry  # int32[T], of which `length` tokens are text; what follows them no token reads
-        logits = model.apply(run.params, run.state, window[None])[0, length - 1]
-        token = jax.random.categorical(key, logits / temperature)
-        full = length == context
-        window = jnp.where(full, jnp.roll(window, -1), window)
-        place = jnp.where(full, context - 1, length)
-        return (window.at[place].set(token), place + 1), token
+    def write(params, state, window, keys):
+        def step(carry, key):
+            window, length = carry  # int32[T], of which `length` tokens are text; no token reads what follows it
+            logits = model.apply(params, state, window[None])[0, length - 1]
+            token = jax.random.categorical(key, logits / temperature)
+            window = jnp.where(length == context, jnp.roll(window, -1), window)
+            length = jnp.minimum(length + 1, context)
+            return (window.at[length - 1].set(token), length), token
 
-    start = jnp.zeros(context, jnp.int32).at[0].set(ord("\n")), jnp.int32(1)
+        return jax.lax.scan(step, (window, jnp.int32(1)), keys)[1]
+
+    window = jnp.zeros(context, jnp.int32).at[0].set(ord("\n"))
     keys = jax.random.split(jax.random.key(seed), count)
-    _, tokens = jax.jit(lambda start, keys: jax.lax.scan(step, start, keys))(start, keys)
+    # Parameters are arguments: XLA would compute at compile time with constants.
+    tokens = jax.jit(write, compiler_options=options)(run.params, run.state, window, keys)
     return np.asarray(tokens, np.uint8).tobytes()

@@ -8,7 +8,7 @@
     python examples/train_gpt.py --recipe rowwise --set high_precision_wgrad=true
     python examples/train_gpt.py --recipe blockwise
     python examples/train_gpt.py --recipe mxfp8 --set w_tile_dim=2
-    python examples/train_gpt.py --recipe static --set x_scale=0.02 --set w_scale=0.001 --set g_scale=1e-8
+    python examples/train_gpt.py --recipe static --set x_scale=0.015 --set w_scale=0.001 --set g_scale=5e-8
     python examples/train_gpt.py --checkpoint DIR           # saves every 50 steps, and at the end
     python examples/train_gpt.py --checkpoint DIR --resume  # continues DIR, bit for bit
 
@@ -176,7 +176,8 @@ def main(arguments: list[str] | None = None) -> None:
     Console().print(table(runs, title))
     sampled = None
     if given.sample is not None:
-        written = sample(models["FP8"], runs["FP8"], text.context, given.sample, given.seed, given.temperature)
+        ends, options = (given.sample, given.seed, given.temperature), fp8.compiler_options(recipe, given.chip)
+        written = sample(models["FP8"], runs["FP8"], text.context, *ends, options)
         sampled = printable(written, sys.stdout.encoding)
         print(f"\nThe FP8 model writes (temperature {given.temperature}, seed {given.seed}):\n{sampled}")
     plot(runs, title, given.plot)

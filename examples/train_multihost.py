@@ -9,9 +9,8 @@ Model, train step and mesh are those of one process: every process compiles and 
 has to be sent. Two things are new: the processes find each other (`jax.distributed.initialize`), and each of them reads
 only its rows of the batch (`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
 
-SIGTERM ends a process at once, with exit code 143. If only one process gets it, the others end too: within seconds on
-CPUs, where a collective without its peer fails. On GPUs a collective may wait for its peer; then the others end when
-JAX has missed its heartbeat for half a minute.
+SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others with an error: within
+a second if that one is process 0, else within half a minute, when JAX has missed its heartbeat.
 """
 
 import argparse

@@ -27,12 +27,17 @@ def command(script: str, *arguments: object) -> list[str]:
 
 
 def load(script: str) -> ModuleType:
-    """A module of its own, so that a test may change its constants."""
+    """A module of its own, and those that it imports of its folder, so that a test may change what is in them."""
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
     module = importlib.util.module_from_spec(spec)
+    names = [path.stem for path in EXAMPLES.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))  # where it finds what it imports
         spec.loader.exec_module(module)
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
     return module
 
 

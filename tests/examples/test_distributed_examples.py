@@ -1,13 +1,12 @@
 """The examples of a mesh, a pipeline and many processes show the losses of a run without them."""
 
-import importlib
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import EXAMPLES, run, run_together
+from launch import run, run_together
 
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
@@ -63,44 +62,6 @@ def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
     assert np.all(of_gradients[:-1] > 1.3 * of_gradients[1:]), of_gradients
     for stage in range(4):
         assert re.search(rf"^ +{stage}( +\d\.\d+e-\d\d){{6}}$", finished.stdout, re.MULTILINE), finished.stdout
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        ("train_sharded", "--mesh data=2", "--mesh data=2 has 2 devices, there are 8; the product of the sizes"),
-        ("train_sharded", "--mesh model=8", "--mesh model=8: there is no axis 'model'; use data, fsdp, tensor."),
-        ("train_sharded", "--mesh data", "--mesh data: data needs a size of at least 1, as in data=2."),
-        ("train_sharded", "--mesh data=0", "--mesh data=0: data needs a size of at least 1"),
-        ("train_sharded", "--batch 6", "--batch 6 cannot be split evenly over 4 devices; give a multiple of 4."),
-        ("train_sharded", "--steps 0", "--steps 0: give at least 1."),
-        ("train_sharded", "--recipe fp4", "recipe 'fp4' is unknown"),
-        ("train_pipeline", "--mesh pipe=3", "--mesh pipe=3 has 3 devices, there are 8"),
-        ("train_pipeline", "--mesh fsdp=8", "--mesh fsdp=8: there is no axis 'fsdp'; use pipe, data."),
-        ("train_pipeline", "--mesh pipe=2,data=4", "--batch 2: give a multiple of data=4, over which it is split."),
-        ("train_pipeline", "--microbatches 0", "--microbatches 0: give at least 1"),
-    ],
-)
-def test_a_bad_argument_is_named_in_one_line(script, arguments, message, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(script).parse(arguments.split())
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert message in last, last
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--num-processes 2", "Where JAX knows no cluster, give --coordinator, --num-processes and --process-id."),
-        ("--coordinator here", "--coordinator here: give HOST:PORT, a free port on the host of process 0."),
-    ],
-)
-def test_a_process_without_others_says_what_it_lacks(arguments, message, tmp_path):
-    finished = run("train_multihost.py", *arguments.split(), cwd=tmp_path)
-    assert finished.returncode == 2
-    assert message in finished.stderr
-    assert "Traceback" not in finished.stderr
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path):
