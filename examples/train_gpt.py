@@ -96,7 +96,7 @@ def check_files(given: argparse.Namespace) -> None:
         check_file("--json", given.json)
     drawn = FigureCanvasBase.get_supported_filetypes()
     if (suffix := Path(given.plot).suffix[1:]).lower() not in drawn and not Path(given.plot).is_dir():
-        kind = f"pictures in .{suffix}" if suffix else "a picture without a suffix"
+        kind = f".{suffix} pictures" if suffix else "pictures without a suffix"
         raise ValueError(f"--plot {given.plot}: matplotlib draws no {kind}; give a name in .png, .pdf or .svg.")
     if given.plot == PLOT:
         try:

@@ -133,12 +133,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 check_file("--json", given.json)
             except ValueError as error:
                 parser.error(str(error))
-        losses, _ = train(mesh, recipe, batches(mesh, text, given.batch, given.steps))
-    if jax.process_index() == 0:  # all of them know the losses; one tells
-        print(f"{jax.process_count()} processes, {jax.device_count()} devices")
-        for step, loss in enumerate(losses):
-            print(f"step {step:3d}  loss {loss:.4f}")
-        if given.json is not None:
+        first = jax.process_index() == 0  # all of them know the losses; one tells
+
+        def show(step: int, loss: float) -> None:
+            if first:
+                print(f"step {step:3d}  loss {loss:.4f}", flush=True)
+
+        if first:
+            print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+        losses, _ = train(mesh, recipe, batches(mesh, text, given.batch, given.steps), show)
+        if first and given.json is not None:
             Path(given.json).write_text(json.dumps({"mesh": dict(mesh.shape), "losses": losses}, indent=2) + "\n")
 
 

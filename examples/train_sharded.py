@@ -120,8 +120,10 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
     return (jax.device_put(sample(text, rng, (batch,)), sharding) for _ in range(steps))
 
 
-def train(mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array]) -> tuple[list[float], jax.stages.Compiled]:
-    """The loss of each batch, and the compiled train step."""
+def train(
+    mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array], show: Callable[[int, float], None] | None = None
+) -> tuple[list[float], jax.stages.Compiled]:
+    """The loss of each batch, each shown when it is known, and the compiled train step."""
     model, losses, compiled = GPT(recipe), [], None
     with jax.set_mesh(mesh):
         carry = init(model)
@@ -129,6 +131,8 @@ def train(mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array]) -> tuple
             compiled = compiled or train_step(model).lower(*carry, windows).compile()
             *carry, loss = compiled(*carry, windows)
             losses.append(float(loss))
+            if show:
+                show(len(losses) - 1, losses[-1])
     return losses, compiled
 
 

@@ -98,7 +98,7 @@ def test_any_text_is_split_into_two_parts(train_gpt, tmp_path, size):
         assert not any(window.tobytes()[:32] in training for window in windows)
     else:
         assert training == whole[: len(training)]
-        assert held_out in whole[len(training) :]
+        assert all(window.tobytes() in whole[len(training) :] for window in windows)
         assert len(training) >= size * 0.95 - 65
 
 
@@ -150,7 +150,7 @@ def test_a_sample_follows_its_model_window_by_window(train_gpt):
 
 
 def test_samples_are_drawn_by_seed_and_temperature(train_gpt):
-    model = train_gpt.Model(0.0, 0.0, lambda params, state, tokens: jnp.zeros((*tokens.shape, 256)) + params, 0)
+    model = train_gpt.Model(0.0, 0.0, lambda params, state, tokens: jnp.broadcast_to(params, (*tokens.shape, 256)), 0)
     run = train_gpt.Run(np.zeros(1), 0.0, 0.0, 0.0, jnp.zeros(256).at[65].set(8.0), {})
     draw = lambda seed, temperature: train_gpt.sample(model, run, 4, 300, seed, temperature, {})
     assert draw(0, 1.0) == draw(0, 1.0) != draw(1, 1.0)
@@ -161,13 +161,14 @@ def test_samples_are_drawn_by_seed_and_temperature(train_gpt):
 @pytest.mark.parametrize("framework", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_a_poem_is_enough(tmp_path, framework):
     (tmp_path / "poem").write_bytes(b"\xff an owl and a pussycat went to sea\n" * 2)
-    arguments = "--data poem --steps 3 --width 64 --layers 1 --learning-rate 1e-3 --no-compare --sample 40".split()
+    numbers = {"--steps": 3, "--width": 64, "--layers": 1, "--learning-rate": 1e-3, "--sample": 40}
+    arguments = ["--data", "poem", "--no-compare", *(word for pair in numbers.items() for word in pair)]
     finished = run("train_gpt.py", *arguments, "--framework", framework, "--json", "result.json", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["width"], result["layers"], result["learning_rate"], result["context"]) == (64, 1, 1e-3, 37)
+    assert (result["width"], result["layers"], result["learning_rate"], result["context"]) == (64, 1, 1e-3, 35)
     assert finished.stdout.startswith(
-        "poem: 38 bytes to train on, 1 windows of 37 tokens to validate on; windows are shortened from 64 tokens\n"
+        "poem: 36 bytes to train on, 1 windows of 35 tokens to validate on; windows are shortened from 64 tokens\n"
     )
     assert finished.stdout.endswith(f"\nThe FP8 model writes (temperature 0.8, seed 0):\n{result['sample']}\n")
     assert len(result["sample"]) >= 40 / 2
