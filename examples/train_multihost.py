@@ -8,18 +8,31 @@
 Model, train step and mesh are those of one process: every process compiles and runs the same program, and JAX sends what
 has to be sent. Two things are new: the processes find each other (`jax.distributed.initialize`), and each of them reads
 only its rows of the batch (`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
+
+SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others with an error: within
+a second if that one is process 0, else within half a minute, when JAX has missed its heartbeat.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import signal
+import sys
+import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+from command_line import Parser, at_least_one, check_file, recipe_of
+from devices import force_cpu_devices
+from gpt_text import load_text
 from jax.sharding import Mesh, NamedSharding
-from train_gpt import load_text
-from train_sharded import BATCH_AXES, CONTEXT, ROLES, add_arguments, check, force_cpu_devices, sample, train
+from train_sharded import BATCH_AXES, CONTEXT, ROLES, add_arguments, check, sample, train
+
+HEARTBEAT_SECONDS = 30  # without a sign of life of a process; JAX's default is 100
 
 
 def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[jax.Array]:
@@ -33,39 +46,103 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
         yield jax.make_array_from_process_local_data(sharding, local, (batch, CONTEXT + 1))
 
 
-def initialize(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Join the other processes. What is not given, JAX asks of the cluster."""
-    if given.coordinator and ":" not in given.coordinator:
-        parser.error(f"--coordinator {given.coordinator}: give HOST:PORT, a free port on the host of process 0.")
-    force_cpu_devices(given.cpu_devices or 8 // (given.num_processes or 1))
+# -------------------------------------------------------------------------------------------- start and end
+def end_at_sigterm() -> None:
+    """End this process at once when SIGTERM comes, whatever its threads wait for.
+
+    A Python handler runs in the main thread, which waits for collectives most of the time. So the signal's number goes
+    through a pipe to a thread of its own. The handler must be there all the same: without one, the first process of a
+    container never gets the signal.
+    """
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(writes)
+
+    def wait() -> None:
+        while os.read(reads, 1)[0] != signal.SIGTERM:
+            pass
+        os._exit(128 + signal.SIGTERM)  # as a shell reports it; no exit handler, because JAX's waits for the others
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def initialize(given: argparse.Namespace) -> None:
+    """Join the other processes. What is not given, JAX asks of the cluster.
+
+    Raises:
+      ValueError: for a wrong argument, or if one is missing and JAX knows no cluster.
+    """
+    if given.coordinator is not None and not given.coordinator.rpartition(":")[2].isdecimal():
+        raise ValueError(f"--coordinator {given.coordinator}: give HOST:PORT, a free port on the host of process 0.")
+    for option, count in {"--num-processes": given.num_processes, "--cpu-devices": given.cpu_devices}.items():
+        if count is not None:
+            at_least_one(option, count)
+    count = given.num_processes or 1
+    if given.process_id is not None and not 0 <= given.process_id < (given.num_processes or sys.maxsize):
+        raise ValueError(f"--process-id {given.process_id}: give a number from 0 to --num-processes - 1.")
+    force_cpu_devices(given.cpu_devices or max(1, 8 // count))
+    # The preemption service takes SIGTERM for itself, and leaves it to the program to ask for it and to end.
+    jax.config.update("jax_enable_preemption_service", False)
+    address = given.coordinator, given.num_processes, given.process_id
     try:
-        jax.distributed.initialize(given.coordinator, given.num_processes, given.process_id)
+        jax.distributed.initialize(*address, heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
     except ValueError as error:
-        parser.error(f"{error} Where JAX knows no cluster, give --coordinator, --num-processes and --process-id.")
+        cure = "Where JAX knows no cluster, give --coordinator, --num-processes and --process-id."
+        raise ValueError(f"{error} {cure}") from None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+@contextlib.contextmanager
+def fail_alone() -> Iterator[None]:
+    """An error or a mistake of this process ends it at once. JAX's exit handler would wait for the others, and they for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) else 1)
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
+    parser = Parser(__file__, __doc__)
     add = parser.add_argument
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: what the cluster says)")
     add("--num-processes", type=int, metavar="N", help="(default: what the cluster says)")
     add("--process-id", type=int, metavar="I", help="0 to N - 1 (default: what the cluster says)")
-    add(
-        "--cpu-devices",
-        type=int,
-        metavar="N",
-        help="of this process where there is no GPU or TPU (default: its part of 8)",
-    )
+    of_process = "of this process where there is no GPU or TPU (default: its part of 8)"
+    add("--cpu-devices", type=int, metavar="N", help=of_process)
     add_arguments(parser)
-    given = parser.parse_args(arguments)
-    initialize(parser, given)
-    mesh, recipe = check(parser, given)
-    losses, _ = train(mesh, recipe, batches(mesh, load_text(None).train, given.batch, given.steps))
-    if jax.process_index() == 0:  # all of them know the losses; one tells
-        print(f"{jax.process_count()} processes, {jax.device_count()} devices")
-        for step, loss in enumerate(losses):
-            print(f"step {step:3d}  loss {loss:.4f}")
-        if given.json:
+    return parser, parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    end_at_sigterm()
+    parser, given = parse(arguments)
+    try:
+        recipe_of(given)  # a mistake in it is seen without the others
+        initialize(given)
+        mesh, recipe = check(given)  # all processes see the same mistakes
+        text = load_text(None).train
+    except ValueError as error:
+        parser.error(str(error))
+    with fail_alone():
+        if jax.process_index() == 0 and given.json is not None:
+            try:
+                check_file("--json", given.json)
+            except ValueError as error:
+                parser.error(str(error))
+        first = jax.process_index() == 0  # all of them know the losses; one tells
+
+        def show(step: int, loss: float) -> None:
+            if first:
+                print(f"step {step:3d}  loss {loss:.4f}", flush=True)
+
+        if first:
+            print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
+        losses, _ = train(mesh, recipe, batches(mesh, text, given.batch, given.steps), show)
+        if first and given.json is not None:
             Path(given.json).write_text(json.dumps({"mesh": dict(mesh.shape), "losses": losses}, indent=2) + "\n")
 
 

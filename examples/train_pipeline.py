@@ -25,16 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from command_line import Parser, add_recipe, at_least_one, check_file, recipe_of
+from devices import force_cpu_devices, make_mesh, one_device
+from gpt_models import BF16, VOCABULARY, Size, attention
+from gpt_text import CONTEXT, load_text
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from train_gpt import BF16, CONTEXT, VOCABULARY, WIDTH, attention, load_text
-from train_sharded import force_cpu_devices, make_mesh, one_device, sample, tx
+from train_sharded import sample, tx
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
 
-LAYERS, AXES = 8, ("pipe", "data")
+LAYERS, WIDTH, HEADS = 8, Size.width, Size().heads
+AXES = ("pipe", "data")
 ROLES = fp8.sharding.MeshRoles(pipeline="pipe", data="data")
 
 
@@ -49,7 +53,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of train_gpt.py: [..., T, D] -> [..., T, D]."""
+    """A block of gpt_models.py: [..., T, D] -> [..., T, D]."""
 
     recipe: fp8.Recipe
 
@@ -58,7 +62,7 @@ class Block(nn.Module):
         dense = functools.partial(FP8Dense, recipe=self.recipe, reduce_axes=ROLES.reduce_axes)  # every axis but pipe
         dense = functools.partial(dense, use_bias=False, dtype=BF16)
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
-        x = x + dense(WIDTH, name="out")(attention(dense(3 * WIDTH, name="qkv")(norm(name="norm1")(x))))
+        x = x + dense(WIDTH, name="out")(attention(dense(3 * WIDTH, name="qkv")(norm(name="norm1")(x)), HEADS))
         return x + dense(WIDTH, name="fc2")(nn.gelu(dense(4 * WIDTH, name="fc1")(norm(name="norm2")(x))))
 
 
@@ -164,35 +168,44 @@ def train(mesh: Mesh, block: Block, batches: Iterable[np.ndarray], *, pipeline: 
     return losses, state
 
 
-def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe]:
-    """The command line; a mistake in it ends the program with its name, its value and the cure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
+    """The command line and the text; a mistake ends the program with its name, its value and the cure."""
+    parser = Parser(__file__, __doc__)
     add = parser.add_argument
     add("--mesh", default="pipe=4,data=2", help="(default: %(default)s)")
     add("--microbatches", type=int, default=4, help="of a step (default: %(default)s)")
     add("--batch", type=int, default=2, help="windows of a microbatch (default: %(default)s)")
-    add("--recipe", default="delayed", help="delayed, current, rowwise, blockwise, mxfp8, ... (default: %(default)s)")
+    add_recipe(parser)
     add("--steps", type=int, default=10, help="(default: %(default)s)")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train on one device too (the default)")
     add("--json", metavar="FILE", help="where to write losses and scales")
     given = parser.parse_args(arguments)
     try:
-        mesh, recipe = make_mesh(given.mesh, AXES), fp8.recipes.get(given.recipe)
-    except (ValueError, TypeError) as error:
+        if given.json is not None:
+            check_file("--json", given.json)
+        recipe, mesh = recipe_of(given), make_mesh(given.mesh, AXES)
+        check(given, mesh)
+        return given, mesh, recipe, load_text(None).train
+    except ValueError as error:
         parser.error(str(error))
-    if LAYERS % mesh.shape["pipe"]:
-        parser.error(f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {mesh.shape['pipe']} stages.")
-    if given.batch < 1 or given.batch % mesh.shape["data"]:
-        parser.error(f"--batch {given.batch}: give a multiple of data={mesh.shape['data']}, over which it is split.")
-    if min(given.steps, given.microbatches) < 1:
-        parser.error(f"--steps {given.steps} --microbatches {given.microbatches}: give at least 1 of each.")
-    return given, mesh, recipe
+
+
+def check(given: argparse.Namespace, mesh: Mesh) -> None:
+    """Raise ValueError for numbers that do not suit the mesh. It cuts no tiles: each device tiles what it holds."""
+    pipe, data = (mesh.shape[axis] for axis in AXES)
+    if LAYERS % pipe:
+        raise ValueError(
+            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give a pipe that divides them."
+        )
+    if given.batch < 1 or given.batch % data:
+        raise ValueError(f"--batch {given.batch}: give a multiple of data={data}, over which it is split.")
+    at_least_one("--steps", given.steps)
+    at_least_one("--microbatches", given.microbatches)
 
 
 def main(arguments: list[str] | None = None) -> None:
     force_cpu_devices(8)
-    given, mesh, recipe = parse(arguments)
-    text = load_text(None).train
+    given, mesh, recipe, text = parse(arguments)
 
     def run(mesh, pipeline):
         rng = np.random.default_rng(0)
@@ -213,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
         stages = mesh.shape["pipe"]
         for stage, rows in enumerate(zip(*(scales[:: LAYERS // stages] for _, scales in runs.values()), strict=True)):
             print(f"{stage:5d}", *("".join(f"{scale:11.3e}" for scale in row)[1:] for row in rows))
-    if given.json:
+    if given.json is not None:
         result = {name: {"losses": losses, "scales": scales.tolist()} for name, (losses, scales) in runs.items()}
         Path(given.json).write_text(json.dumps({"mesh": dict(mesh.shape)} | result, indent=2) + "\n")
 

@@ -23,9 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from command_line import Parser, add_recipe, at_least_one, check_file, recipe_of
+from devices import force_cpu_devices, make_mesh, one_device
+from gpt_text import load_text
 from jax.lax import with_sharding_constraint
-from jax.sharding import AxisType, Mesh, NamedSharding
-from train_gpt import load_text
+from jax.sharding import Mesh, NamedSharding
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
@@ -118,8 +120,10 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
     return (jax.device_put(sample(text, rng, (batch,)), sharding) for _ in range(steps))
 
 
-def train(mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array]) -> tuple[list[float], jax.stages.Compiled]:
-    """The loss of each batch, and the compiled train step."""
+def train(
+    mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array], show: Callable[[int, float], None] | None = None
+) -> tuple[list[float], jax.stages.Compiled]:
+    """The loss of each batch, each shown when it is known, and the compiled train step."""
     model, losses, compiled = GPT(recipe), [], None
     with jax.set_mesh(mesh):
         carry = init(model)
@@ -127,76 +131,63 @@ def train(mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array]) -> tuple
             compiled = compiled or train_step(model).lower(*carry, windows).compile()
             *carry, loss = compiled(*carry, windows)
             losses.append(float(loss))
+            if show:
+                show(len(losses) - 1, losses[-1])
     return losses, compiled
-
-
-# ------------------------------------------------------------------------------------------------------------- devices
-def force_cpu_devices(count: int) -> None:
-    """So many devices where there is no GPU or TPU, else without effect. Call it before jax looks for devices."""
-    jax.config.update("jax_num_cpu_devices", count)
-
-
-def make_mesh(sizes: str, axes: tuple[str, ...]) -> Mesh:
-    """A mesh over all devices of all processes from `axis=size,...`; an axis that is not mentioned has size 1."""
-    given = dict.fromkeys(axes, 1)
-    for part in sizes.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in axes:
-            raise ValueError(f"--mesh {sizes}: there is no axis {axis!r}; use {', '.join(axes)}.")
-        if not size.isdecimal() or int(size) == 0:
-            raise ValueError(f"--mesh {sizes}: {axis} needs a size of at least 1, as in {axis}=2.")
-        given[axis] = int(size)
-    if math.prod(given.values()) != jax.device_count():
-        raise ValueError(
-            f"--mesh {sizes} has {math.prod(given.values())} devices, there are {jax.device_count()}; the product of the "
-            "sizes must be the number of devices."
-        )
-    return jax.make_mesh(tuple(given.values()), axes, axis_types=(AxisType.Auto,) * len(axes))
-
-
-def one_device(axes: tuple[str, ...]) -> Mesh:
-    """The smallest mesh: the same program without anything to send."""
-    return jax.make_mesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:1])
 
 
 # -------------------------------------------------------------------------------------------------------- command line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mesh", default="data=2,fsdp=2,tensor=2", help="sizes of its axes (default: %(default)s)")
-    add("--recipe", default="delayed", help="delayed, current, rowwise, blockwise, mxfp8, ... (default: %(default)s)")
+    add_recipe(parser)
     add("--batch", type=int, default=16, help="windows of a step on all devices together (default: %(default)s)")
     add("--steps", type=int, default=20, help="(default: %(default)s)")
     add("--json", metavar="FILE", help="where to write the losses")
 
 
-def check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
-    """Mesh and recipe; a mistake in the arguments ends the program with its name, its value and the cure."""
-    try:
-        mesh, recipe = make_mesh(given.mesh, AXES), fp8.recipes.get(given.recipe)
-    except (ValueError, TypeError) as error:
-        parser.error(str(error))
+def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
+    """Mesh and recipe.
+
+    Raises:
+      ValueError: for a mistake in the arguments, with its name, its value and the cure.
+    """
+    recipe, mesh = recipe_of(given), make_mesh(given.mesh, AXES)
     if HEADS % mesh.shape["tensor"] or WIDTH % mesh.shape["fsdp"]:
-        parser.error(f"--mesh {given.mesh}: tensor must divide {HEADS} heads, and fsdp a width of {WIDTH}.")
+        raise ValueError(f"--mesh {given.mesh}: tensor must divide {HEADS} heads, and fsdp a width of {WIDTH}.")
+    # Weights are quantized shard by shard, and a tile has one scale. (Over `tensor` XLA gathers what cuts tiles.)
+    if recipe.tile is not None and mesh.shape["fsdp"] > 1 and WIDTH // mesh.shape["fsdp"] % recipe.tile:
+        raise ValueError(
+            f"--mesh {given.mesh}: fsdp={mesh.shape['fsdp']} splits a width of {WIDTH} into shards of "
+            f"{WIDTH // mesh.shape['fsdp']}, which cut the tiles of {recipe.tile} of --recipe {given.recipe}; "
+            f"give fsdp={WIDTH // recipe.tile} or less, or a recipe with smaller tiles."
+        )
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if given.batch < 1 or given.batch % parts:
-        parser.error(f"--batch {given.batch} cannot be split evenly over {parts} devices; give a multiple of {parts}.")
-    if given.steps < 1:
-        parser.error(f"--steps {given.steps}: give at least 1.")
+        raise ValueError(
+            f"--batch {given.batch} cannot be split evenly over {parts} devices; give a multiple of {parts}."
+        )
+    at_least_one("--steps", given.steps)
     return mesh, recipe
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
+    """The command line and the text; a mistake ends the program with one line."""
+    parser = Parser(__file__, __doc__)
     add_arguments(parser)
     parser.add_argument("--compare", action="store_true", help="do the same run on one device too")
     given = parser.parse_args(arguments)
-    return given, *check(parser, given)
+    try:
+        if given.json is not None:
+            check_file("--json", given.json)
+        return given, *check(given), load_text(None).train
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     force_cpu_devices(8)
-    given, mesh, recipe = parse(arguments)
-    text = load_text(None).train
+    given, mesh, recipe, text = parse(arguments)
     losses, compiled = train(mesh, recipe, batches(mesh, text, given.batch, given.steps))
     runs = {"mesh": losses}
     if given.compare:
@@ -208,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{step:4d}", *(f"{loss:12.4f}" for loss in row))
     print("\nwhat a device sends in one step:")
     print(fp8.sharding.wire_report(compiled))
-    if given.json:
+    if given.json is not None:
         result = {"mesh": dict(mesh.shape), "recipe": given.recipe, "losses": losses}
         result["one_device_losses"] = runs.get("one device")  # null without --compare
         Path(given.json).write_text(json.dumps(result, indent=2) + "\n")

@@ -18,31 +18,34 @@ from jaxfp8.programs import run_on_cpu
 pytestmark = [pytest.mark.deviceless, pytest.mark.usefixtures("standard_promotion")]
 
 STEPS, BATCH = 20, 8
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@functools.cache
-def example():
-    """The model of the example, in float32 but for its FP8: in bfloat16 its losses move with the order of sums."""
-    sys.path.insert(0, str(EXAMPLE.parent))  # where it finds what it imports
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    sys.path.remove(str(EXAMPLE.parent))
-    module.BF16 = jnp.float32
-    return module
+def module(name):
+    """A module of the examples that imports none of the others."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[name] = loaded  # dataclasses look there
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+models, text = (functools.cache(functools.partial(module, name)) for name in ("gpt_models", "gpt_text"))
 
 
 @functools.cache
 def windows():
-    text = example().load_text(None).train
-    starts = np.random.default_rng(0).integers(0, len(text) - example().CONTEXT, (STEPS, BATCH))
-    return jnp.asarray(text[starts[..., None] + np.arange(example().CONTEXT + 1)], jnp.int32)
+    train, context = text().load_text(None).train, text().CONTEXT
+    starts = np.random.default_rng(0).integers(0, len(train) - context, (STEPS, BATCH))
+    return jnp.asarray(train[starts[..., None] + np.arange(context + 1)], jnp.int32)
 
 
 def training(recipe):
-    """The losses of all steps, as one function, and the parameters that it starts from."""
-    model, optimizer = example().linen_gpt(recipe, 0), optax.adamw(1e-3)
+    """The losses of all steps, as one function, and the parameters that it starts from.
+
+    The example's model, in float32 but for its FP8: in bfloat16 its losses move with the order of sums.
+    """
+    model, optimizer = models().linen_gpt(recipe, 0, models().Size(dtype=jnp.float32)), optax.adamw(1e-3)
 
     def loss(params, windows):
         logits = model.apply(params, {}, windows[:, :-1])

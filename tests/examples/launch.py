@@ -27,12 +27,17 @@ def command(script: str, *arguments: object) -> list[str]:
 
 
 def load(script: str) -> ModuleType:
-    """A module of its own, so that a test may change its constants."""
+    """A module of its own, and those that it imports of its folder, so that a test may change what is in them."""
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
     module = importlib.util.module_from_spec(spec)
+    names = [path.stem for path in EXAMPLES.glob("*.py")]
+    others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))  # where it finds what it imports
         spec.loader.exec_module(module)
+    for name in names:
+        sys.modules.pop(name, None)
+    sys.modules.update(others)
     return module
 
 
@@ -43,36 +48,45 @@ def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProce
     )
 
 
-def run_together(script: str, *arguments: object, processes: int, cwd: Path, seconds: float) -> list[str]:
-    """Processes that find each other on a free port: what each of them wrote, once all are well done.
-
-    Raises:
-      AssertionError: if one fails or time is over, with what they wrote; none of them is left running.
-    """
+def start_together(script: str, *arguments: object, processes: int, cwd: Path) -> list[subprocess.Popen]:
+    """Processes that find each other on a free port. Process I writes to processI.log."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    started, logs = [], [cwd / f"process{i}.log" for i in range(processes)]
+    started = []
+    for i in range(processes):
+        ours = "--coordinator", f"localhost:{port}", "--num-processes", processes, "--process-id", i
+        with (cwd / f"process{i}.log").open("w") as file:
+            options = {"cwd": cwd, "env": environment(), "stdout": file, "stderr": file}
+            started.append(subprocess.Popen(command(script, *ours, *arguments), **options))
+    return started
+
+
+def kill(started: list[subprocess.Popen]) -> list[int | None]:
+    """Their exit codes until now; none of them is left running."""
+    codes = [process.poll() for process in started]
+    for process in started:
+        process.kill()
+        process.wait()
+    return codes
+
+
+def run_together(script: str, *arguments: object, processes: int, cwd: Path, seconds: float) -> list[str]:
+    """What each process wrote, once all are well done.
+
+    Raises:
+      AssertionError: if one fails or time is over, with what they wrote.
+    """
     deadline = time.monotonic() + seconds
+    started = start_together(script, *arguments, processes=processes, cwd=cwd)
     try:
-        for i, log in enumerate(logs):
-            ours = "--coordinator", f"localhost:{port}", "--num-processes", processes, "--process-id", i
-            with log.open("w") as file:
-                started.append(
-                    subprocess.Popen(
-                        command(script, *ours, *arguments), cwd=cwd, env=environment(), stdout=file, stderr=file
-                    )
-                )
         # One that fails leaves the others waiting for it.
         while any(process.poll() is None for process in started) and time.monotonic() < deadline:
             if any(process.poll() not in (None, 0) for process in started):
                 break
             time.sleep(0.1)
     finally:
-        codes = [process.poll() for process in started]
-        for process in started:
-            process.kill()
-            process.wait()
-    written = [log.read_text() for log in logs]
+        codes = kill(started)
+    written = [(cwd / f"process{i}.log").read_text() for i in range(processes)]
     assert codes == [0] * processes, f"exit codes {codes} (None: killed after {seconds} s)\n" + "\n".join(written)
     return written

@@ -1,13 +1,14 @@
 """The examples of a mesh, a pipeline and many processes show the losses of a run without them."""
 
-import importlib
 import json
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import EXAMPLES, run, run_together
+from launch import kill, run, run_together, start_together
 
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
@@ -65,47 +66,61 @@ def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
         assert re.search(rf"^ +{stage}( +\d\.\d+e-\d\d){{6}}$", finished.stdout, re.MULTILINE), finished.stdout
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "message"),
-    [
-        ("train_sharded", "--mesh data=2", "--mesh data=2 has 2 devices, there are 8; the product of the sizes"),
-        ("train_sharded", "--mesh model=8", "--mesh model=8: there is no axis 'model'; use data, fsdp, tensor."),
-        ("train_sharded", "--mesh data", "--mesh data: data needs a size of at least 1, as in data=2."),
-        ("train_sharded", "--mesh data=0", "--mesh data=0: data needs a size of at least 1"),
-        ("train_sharded", "--batch 6", "--batch 6 cannot be split evenly over 4 devices; give a multiple of 4."),
-        ("train_sharded", "--steps 0", "--steps 0: give at least 1."),
-        ("train_sharded", "--recipe fp4", "recipe 'fp4' is unknown"),
-        ("train_pipeline", "--mesh pipe=3", "--mesh pipe=3 has 3 devices, there are 8"),
-        ("train_pipeline", "--mesh fsdp=8", "--mesh fsdp=8: there is no axis 'fsdp'; use pipe, data."),
-        ("train_pipeline", "--mesh pipe=2,data=4", "--batch 2: give a multiple of data=4, over which it is split."),
-        ("train_pipeline", "--microbatches 0", "--microbatches 0: give at least 1"),
-    ],
-)
-def test_a_bad_argument_is_named_in_one_line(script, arguments, message, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(script).parse(arguments.split())
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert message in last, last
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--num-processes 2", "Where JAX knows no cluster, give --coordinator, --num-processes and --process-id."),
-        ("--coordinator here", "--coordinator here: give HOST:PORT, a free port on the host of process 0."),
-    ],
-)
-def test_a_process_without_others_says_what_it_lacks(arguments, message, tmp_path):
-    finished = run("train_multihost.py", *arguments.split(), cwd=tmp_path)
-    assert finished.returncode == 2
-    assert message in finished.stderr
-    assert "Traceback" not in finished.stderr
-
-
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(AssertionError, match="--mesh data=3 has 3 devices, there are 8"):
         run_together("train_multihost.py", "--mesh", "data=3", processes=2, cwd=tmp_path, seconds=60)
+
+
+@pytest.mark.parametrize(
+    ("signalled", "seconds"),
+    [
+        ([0, 1], 10),
+        pytest.param([0], 10, marks=pytest.mark.slow),
+        pytest.param([1], 60, marks=pytest.mark.slow),  # a heartbeat is missed first
+    ],
+)
+def test_sigterm_ends_all_processes(tmp_path, signalled, seconds):
+    """While they train: the first step is done, and there are enough of them for hours."""
+    started = start_together("train_multihost.py", "--steps", 10**6, processes=2, cwd=tmp_path)
+    log, deadline = tmp_path / "process0.log", time.monotonic() + 180
+    try:
+        while "step   2" not in log.read_text():
+            assert time.monotonic() < deadline, "no step within three minutes"
+            assert [process.poll() for process in started] == [None, None], log.read_text()
+            time.sleep(0.1)
+        for i in signalled:
+            started[i].send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        codes = kill(started)
+    for i, code in enumerate(codes):
+        assert code == 143 if i in signalled else code not in (None, 0), codes
+
+
+def test_sigterm_ends_a_process_that_waits_for_others(tmp_path):
+    started = start_together("train_multihost.py", "--num-processes", 3, processes=2, cwd=tmp_path)  # the last counts
+    try:
+        for process in started:
+            handler = 1 << signal.SIGTERM - 1  # of those that the process catches
+            deadline = time.monotonic() + 60
+            while not handler & caught(process.pid):
+                assert time.monotonic() < deadline, "no handler within a minute"
+                time.sleep(0.1)
+        time.sleep(2)  # they wait for the third
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(timeout=10) for process in started]
+    finally:
+        kill(started)
+    assert codes == [143, 143]
+
+
+def caught(pid):
+    """The signals that a process has handlers for, as Linux tells it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
-"""The examples run as users run them, and tell users what is wrong with a command line."""
+"""The examples run as users run them: what they print, draw and write, and which text they train on."""
 
+import io
 import json
-import os
 import platform
 import re
+import subprocess
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from launch import EXAMPLES, ROOT, load, run
 
@@ -15,9 +18,9 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 FIELDS = [
-    "bf16_compile_seconds", "bf16_losses", "bf16_seconds", "bf16_val_loss", "compile_seconds",
-    "data", "framework", "jax", "losses", "parameters", "python", "recipe", "recipe_fields",
-    "seconds", "seed", "sha256", "steps", "val_loss",
+    "bf16_compile_seconds", "bf16_losses", "bf16_seconds", "bf16_val_loss", "compile_seconds", "context",
+    "data", "framework", "jax", "layers", "learning_rate", "losses", "parameters", "python", "recipe",
+    "recipe_fields", "sample", "seconds", "seed", "sha256", "steps", "val_loss", "width",
 ]  # fmt: skip
 
 
@@ -39,7 +42,13 @@ def test_train_gpt_compares_with_bf16_by_default(tmp_path):
     # Not 0, or both would be the same model. In three steps without warm-up Adam divides rounding by rounding.
     assert 0 < abs(result["val_loss"] - result["bf16_val_loss"]) < 0.2
     assert min(result["seconds"], result["bf16_seconds"]) > 0
-    assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs" / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+    # Losses come as they are known, also where standard output is no terminal.
+    for prefix, name in {"": "FP8", "bf16_": "bf16"}.items():
+        shown = re.findall(
+            rf"^ *{name} step \d/3  loss (\d\.\d{{3}})  +[\d,]+ tokens/s$", finished.stdout, re.MULTILINE
+        )
+        assert shown == [f"{loss:.3f}" for loss in result[prefix + "losses"]]
     for shown in ("tokens/s", "validation loss", "gap", f"{result['val_loss']:.4f}", f"{result['bf16_val_loss']:.4f}"):
         assert shown in finished.stdout
 
@@ -60,54 +69,118 @@ def test_train_gpt_in_nnx_alone_on_a_file(tmp_path):
     assert (tmp_path / "curve.png").exists()
 
 
-def test_train_gpt_names_a_missing_file(tmp_path):
-    finished = run("train_gpt.py", "--data", "missing.txt", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert "--data missing.txt: there is no such file" in finished.stderr
-    assert "Traceback" not in finished.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--recipe fp4", r"recipe 'fp4' is unknown; use one of \['blockwise', 'current', 'delayed'"),
-        ("--set marginn=1", "marginn"),
-        ("--set margin", "invalid recipe_field value: 'margin'"),
-        ("--recipe static", "x_scale"),
-        ("--framework torch", "'torch'"),
-        ("--steps 0", "--steps 0: give at least 1"),
-        ("--save-every 0", "--save-every 0: give at least 1"),
-        ("--resume", "--resume: it needs the directory of the run; add --checkpoint DIR"),
-        ("--chip abacus", "abacus"),
-        ("--json no/such/folder.json", "no/such/folder.json: its folder does not exist"),
-        (
-            "--data pyproject.toml",
-            r"pyproject.toml: [\d,]+ bytes of text, [\d,]+ are needed; give a larger --data FILE",
-        ),
-    ],
-)
-def test_a_bad_argument_is_named(train_gpt, arguments, message, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit, match="2"):
-        train_gpt.parse(arguments.split())
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
-
-
-def test_without_sources_data_is_the_cure(train_gpt, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.pyc"))
-    with pytest.raises(SystemExit, match="2"):
-        train_gpt.parse([])
-    assert f"standard library in {tmp_path}: 0 bytes of text" in capsys.readouterr().err
-
-
+# ----------------------------------------------------------------------------------------------- text
 def test_validation_text_is_fixed_and_apart(train_gpt):
     text, again = train_gpt.load_text(None), train_gpt.load_text(None)
     np.testing.assert_array_equal(text.validation, again.validation)
-    assert text.validation[:, 1:].size >= 64 * 1024
+    assert text.validation[:, 1:].shape == (1024, 64)
     training = text.train.tobytes()
     # A window may stand in two modules (licences do); most must not.
     assert sum(window.tobytes() in training for window in text.validation) < 0.1 * len(text.validation)
+
+
+@pytest.mark.parametrize("size", [4, 5, 7, 33, 129, 130, 131, 1300, 3000, 81919, 81920, 1_100_000])
+def test_any_text_is_split_into_two_parts(train_gpt, tmp_path, size):
+    """Of random bytes no window is in the text twice."""
+    file = tmp_path / "text"
+    whole = np.random.default_rng(0).bytes(size)
+    file.write_bytes(whole)
+    text = train_gpt.load_text(str(file))
+    windows, context = text.validation, text.context
+    assert context == min(64, size // 2 - 1)
+    assert len(text.train) > context  # at least one window
+    assert len(windows) <= 16 or len(windows) % 16 == 0
+    training = text.train.tobytes()
+    held_out = b"".join(window.tobytes() for window in windows)
+    assert len(training) + len(held_out) <= size
+    if size >= 81920:
+        assert len(windows) == min(1024, size // 4096 // 20 * 63 // 16 * 16)
+        assert not any(window.tobytes()[:32] in training for window in windows)
+    else:
+        assert training == whole[: len(training)]
+        assert all(window.tobytes() in whole[len(training) :] for window in windows)
+        assert len(training) >= size * 0.95 - 65
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8", "rowwise"])
+@pytest.mark.parametrize(("width", "context"), [(32, 1), (96, 49), (160, 64)])
+@pytest.mark.usefixtures("standard_promotion")
+def test_every_recipe_takes_every_width_and_window(train_gpt, recipe, width, context):
+    size = train_gpt.Size(layers=1, width=width, context=context)
+    model = train_gpt.FRAMEWORKS["linen"](train_gpt.fp8.recipes.get(recipe), 0, size)
+
+    def loss(params, state, tokens):
+        logits = model.apply(params, state, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    arguments = model.params, model.state, jnp.zeros((16, context + 1), jnp.int32)
+    value, grads, _ = jax.eval_shape(train_gpt.fp8.value_and_grad(loss), *arguments)
+    assert value.shape == ()
+    assert jax.tree.structure(grads) == jax.tree.structure(model.params)
+
+
+# --------------------------------------------------------------------------------------------- sampling
+def test_bytes_of_any_kind_can_be_printed(train_gpt):
+    everything = bytes(range(256)) + "ü€".encode()
+    for encoding in ("utf-8", "ascii", "latin-1"):
+        shown = train_gpt.printable(everything, encoding)
+        io.TextIOWrapper(io.BytesIO(), encoding=encoding).write(shown)
+        assert not set(shown) & {chr(i) for i in range(32) if chr(i) not in "\n\t"}
+        assert r"\x1b" in shown
+        assert r"\x80" in shown
+        assert ("ü" in shown) == (encoding != "ascii")
+    assert train_gpt.printable("größer\n".encode(), "utf-8") == "größer\n"
+
+
+def test_a_sample_follows_its_model_window_by_window(train_gpt):
+    """A model that counts on from the last of its tokens, once it is told so by parameters and state."""
+    context, seen = 5, []
+
+    def apply(params, state, tokens):
+        jax.debug.callback(lambda window: seen.append(window[0].tolist()), tokens, ordered=True)
+        return jax.nn.one_hot(tokens + params + state, 256) * 1e4
+
+    model = train_gpt.Model(jnp.int32(0), jnp.int32(0), apply, 0)
+    run = train_gpt.Run(np.zeros(1), 0.0, 0.0, 0.0, jnp.int32(1), jnp.int32(1))
+    written = train_gpt.sample(model, run, context, 9, 0, 1.0, {})
+    jax.effects_barrier()
+    assert list(written) == [12, 14, 16, 18, 20, 22, 24, 26, 28]  # after a line break, 10
+    assert seen[3] == [10, 12, 14, 16, 0]
+    assert seen[-1] == [18, 20, 22, 24, 26]
+
+
+def test_samples_are_drawn_by_seed_and_temperature(train_gpt):
+    model = train_gpt.Model(0.0, 0.0, lambda params, state, tokens: jnp.broadcast_to(params, (*tokens.shape, 256)), 0)
+    run = train_gpt.Run(np.zeros(1), 0.0, 0.0, 0.0, jnp.zeros(256).at[65].set(8.0), {})
+    draw = lambda seed, temperature: train_gpt.sample(model, run, 4, 300, seed, temperature, {})
+    assert draw(0, 1.0) == draw(0, 1.0) != draw(1, 1.0)
+    assert draw(0, 0.1) == b"A" * 300
+    assert draw(0, 100.0).count(b"A") < 30
+
+
+@pytest.mark.parametrize("framework", ["linen", pytest.param("nnx", marks=pytest.mark.slow)])
+def test_a_poem_is_enough(tmp_path, framework):
+    (tmp_path / "poem").write_bytes(b"\xff an owl and a pussycat went to sea\n" * 2)
+    numbers = {"--steps": 3, "--width": 64, "--layers": 1, "--learning-rate": 1e-3, "--sample": 40}
+    arguments = ["--data", "poem", "--no-compare", *(word for pair in numbers.items() for word in pair)]
+    finished = run("train_gpt.py", *arguments, "--framework", framework, "--json", "result.json", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["width"], result["layers"], result["learning_rate"], result["context"]) == (64, 1, 1e-3, 35)
+    assert finished.stdout.startswith(
+        "poem: 36 bytes to train on, 1 windows of 35 tokens to validate on; windows are shortened from 64 tokens\n"
+    )
+    assert finished.stdout.endswith(f"\nThe FP8 model writes (temperature 0.8, seed 0):\n{result['sample']}\n")
+    assert len(result["sample"]) >= 40 / 2
+
+
+def test_git_ignores_the_default_picture():
+    train_gpt = load("train_gpt.py")
+    for folder in (ROOT, EXAMPLES):
+        ignored = subprocess.run(["git", "check-ignore", train_gpt.PLOT], cwd=folder, capture_output=True, check=False)
+        if ignored.returncode == 128:
+            pytest.skip("this is no git repository")
+        assert ignored.returncode == 0
 
 
 @pytest.mark.usefixtures("standard_promotion")  # flax.linen.LayerNorm promotes
@@ -115,7 +188,7 @@ def test_validation_text_is_fixed_and_apart(train_gpt):
 def test_twins_start_from_the_same_parameters(train_gpt, framework, standard_promotion):
     recipe = train_gpt.fp8.recipes.delayed()
     ours, theirs = (train_gpt.FRAMEWORKS[framework](used, seed=3) for used in (recipe, None))
-    assert (ours.fp8_layers, theirs.fp8_layers) == (4 * train_gpt.LAYERS, 0)
+    assert (ours.fp8_layers, theirs.fp8_layers) == (8, 0)
     assert jax.tree.structure(ours.params) == jax.tree.structure(theirs.params)
     jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
 

@@ -25,10 +25,7 @@ pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[exampl
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # flax's norms and optax promote
 
 STEPS, HALF = 6, 3  # the run saves at both
-SMALL = {
-    **{"LAYERS": 1, "WIDTH": 32, "HEADS": 1, "VOCABULARY": 256},
-    **{"BATCH": 2, "CONTEXT": 32, "VALIDATION_WINDOWS": 8},
-}
+SMALL = ["--width", 32, "--layers", 1]
 RECIPES = {
     "delayed": [],
     "current": ["--recipe", "current"],
@@ -53,11 +50,9 @@ def text():
 @pytest.fixture(scope="module")
 def example(text, tmp_path_factory):
     module = load("train_gpt.py")
-    for name, value in SMALL.items():
-        setattr(module, name, value)
     file = tmp_path_factory.mktemp("text") / "text"
     file.write_bytes(text)
-    module.main = _with(module.main, "--data", file, "--steps", STEPS, "--save-every", HALF)
+    module.main = _with(module.main, *SMALL, "--data", file, "--steps", STEPS, "--save-every", HALF)
     return module
 
 
@@ -178,7 +173,6 @@ def test_killed_while_it_renames(example, text, tmp_path):
 import os, sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import train_gpt
-vars(train_gpt).update({SMALL!r})
 rename = os.rename
 def deadly(source, target, **more):
     if str(target).endswith("FP8/{STEPS}"):
@@ -187,7 +181,7 @@ def deadly(source, target, **more):
 os.rename = deadly
 train_gpt.main(sys.argv[1:])
 """
-    given = ["--data", tmp_path / "text", "--steps", STEPS, "--save-every", HALF, "--no-compare"]
+    given = [*SMALL, "--data", tmp_path / "text", "--steps", STEPS, "--save-every", HALF, "--no-compare"]
     given += ["--checkpoint", tmp_path / "run"]
     killed = subprocess.run(
         [sys.executable, "-c", script, *map(str, given)],
@@ -391,6 +385,9 @@ def test_harm_to_any_file_is_found(example, saved, opened, tmp_path, harm):
         (["--framework", "nnx"], "framework 'linen', not 'nnx';"),
         (["--seed", 1], "seed 0, not 1;"),
         (["--chip", "h200"], "chip 'cpu', not 'h200';"),
+        (["--width", 64], "width 32, not 64;"),
+        (["--layers", 2], "layers 1, not 2;"),
+        (["--learning-rate", 1e-3], "learning_rate 0.002, not 0.001;"),
         (["--steps", 7, "--seed", 2], "steps 6, not 7, seed 0, not 2;"),
     ],
 )
@@ -407,12 +404,16 @@ def test_other_data_is_refused(example, run, text, tmp_path, capsys, monkeypatch
     assert f"data '{ours}', not '{theirs}'" in line
 
 
-@pytest.mark.parametrize(("name", "other"), [("WIDTH", 64), ("LAYERS", 2), ("CLIP_NORM", 2.0)])
-def test_another_model_is_refused(example, run, capsys, monkeypatch, name, other):
-    was = getattr(example, name)
-    monkeypatch.setattr(example, name, other)
+def test_other_settings_are_refused(example, run, capsys, monkeypatch):
+    """Those that are no arguments too."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Other(example.Settings):
+        clip_norm: float = 2.0
+
+    monkeypatch.setattr(example, "Settings", Other)
     line = refused(example, capsys, monkeypatch, run, "--resume")
-    assert f"it was saved with {name} {was}, not {other};" in line
+    assert "it was saved with clip_norm 1.0, not 2.0;" in line
 
 
 def test_a_model_of_other_shapes_is_refused(example, run, opened):

@@ -1,0 +1,108 @@
+"""What the command lines of the examples share. A mistake is one line: what was given, what to write."""
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jaxfp8 as fp8
+
+FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}  # JSON has no word for them
+# For the default run of train_gpt.py. After 60 steps the scales of delayed scaling are at most 0.012, 0.0005 and 5e-8;
+# those of w grow.
+STATIC_SCALES = {"x_scale": 0.015, "w_scale": 0.001, "g_scale": 5e-8}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that knows its script. Its errors are one line; --help shows all arguments."""
+
+    def __init__(self, script: str, description: str | None) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(Path(script).name, description=description, formatter_class=formatter)
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {' '.join(str(message).split())}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def at_least_one(option: str, value: int) -> None:
+    """Raise ValueError for a count below 1."""
+    if value < 1:
+        raise ValueError(f"{option} {value}: give at least 1.")
+
+
+def positive(option: str, value: float) -> None:
+    """Raise ValueError for 0, what is below it, inf and nan."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{option} {value}: give a number above 0, as in {option} 0.001.")
+
+
+# -------------------------------------------------------------------------------------------------- recipe
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """--recipe and --set; `recipe_of` reads them."""
+    names = "delayed, current, rowwise, blockwise, mxfp8, ..."
+    parser.add_argument("--recipe", default="delayed", help=f"{names} (default: %(default)s)")
+    field = {"type": recipe_field, "action": "append", "default": [], "metavar": "FIELD=VALUE"}
+    parser.add_argument("--set", **field, help="a field of the recipe, its value in JSON; may be repeated")
+
+
+def recipe_field(text: str) -> tuple[str, Any]:
+    """FIELD=VALUE, the value as in JSON."""
+    field, equals, value = text.partition("=")
+    if not (field and equals):
+        raise argparse.ArgumentTypeError(f"{text}: give FIELD=VALUE, as in --set margin=1.")
+    try:
+        return field, json.loads(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: {value!r} is no JSON; give a number, true, false, or a word in double quotes, as in "
+            "--set 'algorithm=\"most_recent\"'."
+        ) from None
+
+
+def recipe_of(given: argparse.Namespace) -> fp8.Recipe:
+    """The recipe of --recipe and --set.
+
+    Raises:
+      ValueError: for an unknown recipe or field, and for a field that is missing, doubled or wrong.
+    """
+    fields = dict(given.set)
+    if len(fields) < len(given.set):
+        twice = next(field for field in fields if [name for name, _ in given.set].count(field) > 1)
+        raise ValueError(f"--set {twice}: it is given more than once; give it once.")
+    written = "".join(f" --set {field}={json.dumps(value)}" for field, value in given.set)
+    if given.recipe == "static" and (missing := [name for name in STATIC_SCALES if name not in fields]):
+        cure = " ".join(f"--set {name}={STATIC_SCALES[name]}" for name in missing)
+        raise ValueError(f"--recipe static{written}: it needs {', '.join(missing)}; add, for example, {cure}.")
+    for field, value in fields.items():
+        if field in ("forward", "gradient") and isinstance(value, str):
+            fields[field] = FORMATS.get(value, value)
+    try:
+        return fp8.recipes.get(given.recipe, **fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--recipe {given.recipe}{written}: {error}") from None
+
+
+# --------------------------------------------------------------------------------------------------- files
+def check_file(option: str, file: str) -> None:
+    """Raise ValueError unless `file` can be written. What it holds stays as it is."""
+    path = Path(os.path.realpath(file))
+
+    def refused(what: str, cure: str) -> ValueError:
+        return ValueError(f"{option} {file or repr(file)}: {what}; {cure}.")
+
+    try:
+        if path.is_dir():
+            raise refused("it is a directory", f"give a file, as in {option} {Path(file) / 'result'}")
+        if not path.parent.is_dir():
+            raise refused("its folder does not exist", f"make it first: mkdir -p {Path(file).parent}")
+        new = not path.exists()
+        if new or path.is_file():  # a test now fails before training; a pipe or a device is left alone
+            path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise refused(f"it cannot be written ({error.strerror})", "give a file that you may write") from None

@@ -1,0 +1,88 @@
+"""Text of train_gpt.py: bytes as tokens, some of them held out for validation; and bytes that can be printed.
+
+Letters in shapes: N bytes to train on, V windows to validate on, T tokens of a window.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+CONTEXT, BATCH = 64, 16  # tokens of a window, windows of a step
+BLOCK_BYTES, VALIDATION_EVERY, VALIDATION_WINDOWS = 4096, 20, 1024  # 1024 windows of 64 tokens: 64 Ki tokens
+SMALLEST = 4  # bytes: two to train on and two to validate on, each a window of one token and the next
+
+
+class Text(NamedTuple):
+    """Bytes as tokens. No byte of the file is in both parts."""
+
+    train: np.ndarray  # uint8[N], at least one window
+    validation: np.ndarray  # uint8[V, T + 1], the same in every run; V <= 16, or a multiple of 16
+    sha256: str
+
+    @property
+    def context(self) -> int:
+        """T: 64, or less where the text is shorter than two windows."""
+        return self.validation.shape[1] - 1
+
+    def __str__(self) -> str:
+        windows = f"{len(self.validation):,} windows of {self.context} tokens to validate on"
+        shortened = f"; windows are shortened from {CONTEXT} tokens" if self.context < CONTEXT else ""
+        return f"{len(self.train):,} bytes to train on, {windows}{shortened}"
+
+
+def load_text(file: str | None) -> Text:
+    """A file, or the sorted top-level modules of Python's standard library.
+
+    Raises:
+      ValueError: if the file is missing, cannot be read, or is too short.
+    """
+    if file is not None and not Path(file).is_file():
+        raise ValueError(
+            f"--data {file or repr(file)}: there is no such file; give one, or none for the standard library."
+        )
+    library = Path(os.__file__).parent
+    paths = sorted(library.glob("*.py")) if file is None else [Path(file)]
+    try:
+        text = b"".join(path.read_bytes() for path in paths)
+    except OSError as error:
+        raise ValueError(f"--data {error.filename}: it cannot be read ({error.strerror}); give another file.") from None
+    if len(text) < SMALLEST:
+        origin = f"the standard library in {library}" if file is None else f"--data {file}"
+        size = f"{len(text)} bytes of text, at least {SMALLEST} are needed"
+        raise ValueError(f"{origin}: {size}; give a larger --data FILE.")
+    tokens = np.frombuffer(text, np.uint8)
+    train, windows = split_blocks(tokens) if len(text) >= VALIDATION_EVERY * BLOCK_BYTES else split_end(tokens)
+    count = min(VALIDATION_WINDOWS, len(windows))
+    count -= count % BATCH if count > BATCH else 0  # evaluated in batches of one size
+    spread = np.linspace(0, len(windows) - 1, count).astype(int)
+    return Text(train, windows[spread], hashlib.sha256(text).hexdigest())
+
+
+def split_blocks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Every 20th block of 4 KiB is held out. To train on: uint8[N], to validate on: uint8[V, T + 1]."""
+    blocks = tokens[: len(tokens) // BLOCK_BYTES * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
+    held_out = np.arange(len(blocks)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
+    return blocks[~held_out].ravel(), cut(blocks[held_out], CONTEXT)
+
+
+def split_end(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of less than 20 blocks the last twentieth is held out, and at least a window; windows fit into each half."""
+    context = min(CONTEXT, len(tokens) // 2 - 1)
+    held_out = max(len(tokens) // VALIDATION_EVERY, context + 1)
+    return tokens[:-held_out], cut(tokens[None, -held_out:], context)
+
+
+def cut(blocks: np.ndarray, context: int) -> np.ndarray:
+    """Windows beside each other: uint8[blocks, bytes] -> uint8[V, T + 1]."""
+    whole = blocks.shape[1] // (context + 1) * (context + 1)
+    return blocks[:, :whole].reshape(-1, context + 1)
+
+
+def printable(text: bytes, encoding: str) -> str:
+    """Text for a terminal of that encoding. Control characters and what is no text are written as escapes."""
+    decoded = text.decode("utf-8", "backslashreplace")
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in decoded)
+    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
