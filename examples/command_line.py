@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import jaxfp8 as fp8
 
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}  # JSON has no word for them
-# For the default run of train_gpt.py. After 60 steps the scales of delayed scaling are at most 0.012, 0.0005 and 5e-8;
-# those of w grow.
+# Scales for the default run of train_gpt.py. Its delayed scales after 60 steps (2 CPU cores, jax 0.10.2) are at most 0.012,
+# 0.0005 and 5e-8. Those of w grow, so w_scale leaves a margin.
 STATIC_SCALES = {"x_scale": 0.015, "w_scale": 0.001, "g_scale": 5e-8}
 
 
@@ -37,7 +37,7 @@ def at_least_one(option: str, value: int) -> None:
 def positive(option: str, value: float) -> None:
     """Raise ValueError for 0, what is below it, inf and nan."""
     if not 0 < value < math.inf:
-        raise ValueError(f"{option} {value}: give a number above 0, as in {option} 0.001.")
+        raise ValueError(f"{option} {value}: give a finite number above 0, as in {option} 0.001.")
 
 
 # -------------------------------------------------------------------------------------------------- recipe

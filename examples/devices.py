@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh
 
 
 def force_cpu_devices(count: int) -> None:
-    """So many devices where there is no GPU or TPU, else without effect. Call it before jax looks for devices."""
+    """Force `count` CPU devices. It has no effect on a GPU or TPU. Call it before jax looks for devices."""
     jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -21,7 +21,7 @@ def make_mesh(sizes: str, axes: tuple[str, ...]) -> Mesh:
     for part in sizes.split(","):
         axis, _, size = part.partition("=")
         if not part:
-            raise ValueError(f"--mesh {sizes}: there is an empty part; write AXIS=SIZE,AXIS=SIZE, as in {axes[0]}=8.")
+            raise ValueError(f"--mesh {sizes}: an axis is empty; drop the extra comma, as in --mesh {axes[0]}=8.")
         if axis not in axes:
             raise ValueError(f"--mesh {sizes}: there is no axis {axis!r}; use {', '.join(axes)}.")
         if axis in given:
@@ -32,8 +32,8 @@ def make_mesh(sizes: str, axes: tuple[str, ...]) -> Mesh:
     shape = tuple(given.get(axis, 1) for axis in axes)
     if math.prod(shape) != jax.device_count():
         raise ValueError(
-            f"--mesh {sizes} has {math.prod(shape)} devices, there are {jax.device_count()}; the product of the "
-            "sizes must be the number of devices."
+            f"--mesh {sizes} has {math.prod(shape)} devices, there are {jax.device_count()}; the product of "
+            f"the sizes must be the number of devices; write for instance --mesh {axes[0]}={jax.device_count()}."
         )
     return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
 

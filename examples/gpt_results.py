@@ -50,7 +50,7 @@ def plot(runs: dict[str, Run], title: str, file: str) -> None:
 def write_json(
     file: str, given: argparse.Namespace, runs: dict[str, Run], text: Text, parameters: int, sample: str | None
 ) -> None:
-    """Arguments, results and versions. Null: what was not asked for."""
+    """Arguments, results and versions. A field is null if it was not requested."""
     result = {key: getattr(given, key) for key in ("recipe", "framework", "width", "layers", "steps", "seed")}
     result |= {"recipe_fields": dict(given.set), "learning_rate": given.learning_rate, "context": text.context}
     for prefix, name in {"": "FP8", "bf16_": "bf16"}.items():

@@ -16,7 +16,7 @@ SMALLEST = 4  # bytes: two to train on and two to validate on, each a window of 
 
 
 class Text(NamedTuple):
-    """Bytes as tokens. No byte of the file is in both parts."""
+    """Bytes as tokens. No byte of the file is in both splits."""
 
     train: np.ndarray  # uint8[N], at least one window
     validation: np.ndarray  # uint8[V, T + 1], the same in every run; V <= 16, or a multiple of 16
@@ -41,7 +41,8 @@ def load_text(file: str | None) -> Text:
     """
     if file is not None and not Path(file).is_file():
         raise ValueError(
-            f"--data {file or repr(file)}: there is no such file; give one, or none for the standard library."
+            f"--data {file or repr(file)}: this is not a file; give the path of a text file, or leave --data out to train on "
+            "Python's standard library."
         )
     library = Path(os.__file__).parent
     paths = sorted(library.glob("*.py")) if file is None else [Path(file)]
@@ -69,20 +70,23 @@ def split_blocks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_end(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of less than 20 blocks the last twentieth is held out, and at least a window; windows fit into each half."""
+    """For a text below 20 blocks, hold out the last 5 %, but at least one window.
+
+    The window is shortened so that each half of the text can hold one.
+    """
     context = min(CONTEXT, len(tokens) // 2 - 1)
     held_out = max(len(tokens) // VALIDATION_EVERY, context + 1)
     return tokens[:-held_out], cut(tokens[None, -held_out:], context)
 
 
 def cut(blocks: np.ndarray, context: int) -> np.ndarray:
-    """Windows beside each other: uint8[blocks, bytes] -> uint8[V, T + 1]."""
+    """Adjacent windows: uint8[blocks, bytes] -> uint8[V, T + 1]."""
     whole = blocks.shape[1] // (context + 1) * (context + 1)
     return blocks[:, :whole].reshape(-1, context + 1)
 
 
 def printable(text: bytes, encoding: str) -> str:
-    """Text for a terminal of that encoding. Control characters and what is no text are written as escapes."""
+    """Text for a terminal of that encoding. Control characters and bytes that are not text become escapes."""
     decoded = text.decode("utf-8", "backslashreplace")
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in decoded)
     return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)

@@ -21,7 +21,7 @@ import jaxfp8 as fp8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of AdamW and its schedule."""
+    """Settings of AdamW and of its schedule."""
 
     learning_rate: float = 2e-3  # the peak, after warm-up; a twentieth of it at the end
     warmup_steps: int = 30
@@ -93,7 +93,7 @@ def train(
         print(f"{name:>4} continues after step {done} of {checkpoints.directory}")
     # All positions of batches are drawn at once, so a resumed run reads the batches that come next.
     places = np.random.default_rng(seed).integers(0, len(text.train) - context, (steps, BATCH, 1))
-    print(f"{name:>4} is compiled", flush=True)
+    print(f"{name:>4} compiling ...", flush=True)
     start = time.perf_counter()  # compiled before the first step, so that tokens/s is the speed of the steps
     windows = jax.ShapeDtypeStruct((BATCH, context + 1), np.uint8)
     jitted = jax.jit(train_step, donate_argnums=(0, 1, 2), compiler_options=options)
@@ -123,7 +123,7 @@ def train(
 def sample(
     model: Model, run: Run, context: int, count: int, seed: int, temperature: float, options: dict[str, bool]
 ) -> bytes:
-    """`count` bytes that follow a line break. Each reads the window of T tokens before it, again as a whole."""
+    """`count` bytes that follow a line break. Each is computed from the last T tokens, without a cache."""
 
     def write(params, state, window, keys):
         def step(carry, key):
@@ -138,6 +138,6 @@ def sample(
 
     window = jnp.zeros(context, jnp.int32).at[0].set(ord("\n"))
     keys = jax.random.split(jax.random.key(seed), count)
-    # Parameters are arguments: XLA would compute at compile time with constants.
+    # Parameters are arguments. XLA would fold closed-over parameters at compile time, which is slow.
     tokens = jax.jit(write, compiler_options=options)(run.params, run.state, window, keys)
     return np.asarray(tokens, np.uint8).tobytes()

@@ -44,12 +44,10 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser)
     add("--framework", choices=FRAMEWORKS, default="linen", help="(default: %(default)s)")
-    add(
-        "--width", type=int, default=Size.width, help=f"of the model, a multiple of {HEAD_WIDTH} (default: %(default)s)"
-    )
-    add("--layers", type=int, default=Size.layers, help="blocks of the model (default: %(default)s)")
+    add("--width", type=int, default=Size.width, help=f"model width, a multiple of {HEAD_WIDTH} (default: %(default)s)")
+    add("--layers", type=int, default=Size.layers, help="number of blocks (default: %(default)s)")
     add("--steps", type=int, default=300, help="(default: %(default)s)")
-    add("--learning-rate", type=float, default=Settings.learning_rate, help="its peak (default: %(default)s)")
+    add("--learning-rate", type=float, default=Settings.learning_rate, help="peak learning rate (default: %(default)s)")
     add("--seed", type=int, default=0, help="of parameters, batches and samples (default: %(default)s)")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train the bf16 twin too (the default)")
     add("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
@@ -60,9 +58,9 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=400,
         metavar="BYTES",
-        help="print text by the FP8 model (%(const)s bytes)",
+        help="at the end print BYTES (%(const)s) that the FP8 model samples",
     )
-    add("--temperature", type=float, default=0.8, help="of that text (default: %(default)s)")
+    add("--temperature", type=float, default=0.8, help="sampling temperature (default: %(default)s)")
     add("--plot", metavar="FILE", default=PLOT, help="where to draw the curves (default: %(default)s)")
     add("--json", metavar="FILE", help="where to write the results")
     add("--checkpoint", metavar="DIR", help="where to save the run, so that it can be continued")
@@ -71,7 +69,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
 
 
 def check_numbers(given: argparse.Namespace) -> None:
-    """Raise ValueError for one that no run can have."""
+    """Raise ValueError for a number that is out of range."""
     counts = {"--layers": given.layers, "--steps": given.steps, "--save-every": given.save_every}
     for option, count in (counts if given.sample is None else counts | {"--sample": given.sample}).items():
         at_least_one(option, count)
@@ -87,7 +85,7 @@ def check_numbers(given: argparse.Namespace) -> None:
 
 
 def check_files(given: argparse.Namespace) -> None:
-    """Raise ValueError for one that cannot be written."""
+    """Raise ValueError for a file that cannot be written."""
     if given.resume and not given.checkpoint:
         raise ValueError("--resume: it needs the directory of the run; add --checkpoint DIR.")
     if given.checkpoint == "":
@@ -102,12 +100,14 @@ def check_files(given: argparse.Namespace) -> None:
         try:
             Path(PLOT).parent.mkdir(exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--plot {PLOT}: no folder runs/ here ({error.strerror}); give another --plot.") from None
+            raise ValueError(
+                f"--plot {PLOT}: the folder runs/ cannot be made ({error.strerror}); give another --plot."
+            ) from None
     check_file("--plot", given.plot)
 
 
 def on_chip(recipe: fp8.Recipe, chip: str) -> fp8.Recipe:
-    """The recipe as that chip runs it: tiles have matmuls of their own on Blackwell."""
+    """The recipe for that chip. Blackwell has matmuls of its own for tiles, which `chip="b200"` selects."""
     try:
         fp8.compiler_options(recipe, chip)
         return dataclasses.replace(recipe, chip=chip) if chip == "b200" and recipe.tile is not None else recipe
@@ -130,7 +130,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
 
 
 def checkpoints_of(given: argparse.Namespace, text: Text, settings: Settings) -> dict[str, Checkpoints]:
-    """The checkpoints of each run, by name. All that its numbers depend on describes a run."""
+    """The checkpoints of each run, by name. A run is described by everything that changes its numbers."""
     if not given.checkpoint:
         return {}
     described = {

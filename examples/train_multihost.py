@@ -9,8 +9,8 @@ Model, train step and mesh are those of one process: every process compiles and 
 has to be sent. Two things are new: the processes find each other (`jax.distributed.initialize`), and each of them reads
 only its rows of the batch (`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
 
-SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others with an error: within
-a second if that one is process 0, else within half a minute, when JAX has missed its heartbeat.
+SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others with an error. This takes
+up to 10 s if process 0 got it, else up to 60 s (tests/examples/test_distributed_examples.py).
 """
 
 import argparse
@@ -68,7 +68,7 @@ def end_at_sigterm() -> None:
 
 
 def initialize(given: argparse.Namespace) -> None:
-    """Join the other processes. What is not given, JAX asks of the cluster.
+    """Join the other processes. JAX reads missing arguments from the cluster.
 
     Raises:
       ValueError: for a wrong argument, or if one is missing and JAX knows no cluster.
@@ -80,9 +80,10 @@ def initialize(given: argparse.Namespace) -> None:
             at_least_one(option, count)
     count = given.num_processes or 1
     if given.process_id is not None and not 0 <= given.process_id < (given.num_processes or sys.maxsize):
-        raise ValueError(f"--process-id {given.process_id}: give a number from 0 to --num-processes - 1.")
+        last = "the number of processes - 1" if given.num_processes is None else given.num_processes - 1
+        raise ValueError(f"--process-id {given.process_id}: give a number from 0 to {last}.")
     force_cpu_devices(given.cpu_devices or max(1, 8 // count))
-    # The preemption service takes SIGTERM for itself, and leaves it to the program to ask for it and to end.
+    # JAX's preemption service catches SIGTERM and does not end the program.
     jax.config.update("jax_enable_preemption_service", False)
     address = given.coordinator, given.num_processes, given.process_id
     try:
@@ -94,7 +95,7 @@ def initialize(given: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def fail_alone() -> Iterator[None]:
-    """An error or a mistake of this process ends it at once. JAX's exit handler would wait for the others, and they for it."""
+    """If this process fails, it ends at once. JAX's exit handler waits for the other processes, which wait for this one."""
     try:
         yield
     except BaseException as error:
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end_at_sigterm()
     parser, given = parse(arguments)
     try:
-        recipe_of(given)  # a mistake in it is seen without the others
+        recipe_of(given)  # reports a bad recipe before the processes connect
         initialize(given)
         mesh, recipe = check(given)  # all processes see the same mistakes
         text = load_text(None).train
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 check_file("--json", given.json)
             except ValueError as error:
                 parser.error(str(error))
-        first = jax.process_index() == 0  # all of them know the losses; one tells
+        first = jax.process_index() == 0  # all processes know the losses, process 0 prints them
 
         def show(step: int, loss: float) -> None:
             if first:

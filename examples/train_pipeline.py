@@ -173,7 +173,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Re
     parser = Parser(__file__, __doc__)
     add = parser.add_argument
     add("--mesh", default="pipe=4,data=2", help="(default: %(default)s)")
-    add("--microbatches", type=int, default=4, help="of a step (default: %(default)s)")
+    add("--microbatches", type=int, default=4, help="microbatches in one step (default: %(default)s)")
     add("--batch", type=int, default=2, help="windows of a microbatch (default: %(default)s)")
     add_recipe(parser)
     add("--steps", type=int, default=10, help="(default: %(default)s)")
@@ -191,11 +191,11 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Re
 
 
 def check(given: argparse.Namespace, mesh: Mesh) -> None:
-    """Raise ValueError for numbers that do not suit the mesh. It cuts no tiles: each device tiles what it holds."""
+    """Raise ValueError for numbers that do not suit the mesh. The mesh cannot cut a tile: each device quantizes what it holds."""
     pipe, data = (mesh.shape[axis] for axis in AXES)
     if LAYERS % pipe:
         raise ValueError(
-            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give a pipe that divides them."
+            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give a number of stages that divides {LAYERS}."
         )
     if given.batch < 1 or given.batch % data:
         raise ValueError(f"--batch {given.batch}: give a multiple of data={data}, over which it is split.")

@@ -153,9 +153,12 @@ def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
       ValueError: for a mistake in the arguments, with its name, its value and the cure.
     """
     recipe, mesh = recipe_of(given), make_mesh(given.mesh, AXES)
-    if HEADS % mesh.shape["tensor"] or WIDTH % mesh.shape["fsdp"]:
-        raise ValueError(f"--mesh {given.mesh}: tensor must divide {HEADS} heads, and fsdp a width of {WIDTH}.")
-    # Weights are quantized shard by shard, and a tile has one scale. (Over `tensor` XLA gathers what cuts tiles.)
+    for axis, count, what in (("tensor", HEADS, "heads"), ("fsdp", WIDTH, "columns")):
+        if count % mesh.shape[axis]:
+            raise ValueError(
+                f"--mesh {given.mesh}: {axis}={mesh.shape[axis]} does not divide the {count} {what}; give a divisor of {count}."
+            )
+    # Weights are quantized shard by shard, and a tile has one scale. If a split over `tensor` cuts a tile, XLA gathers the weight first.
     if recipe.tile is not None and mesh.shape["fsdp"] > 1 and WIDTH // mesh.shape["fsdp"] % recipe.tile:
         raise ValueError(
             f"--mesh {given.mesh}: fsdp={mesh.shape['fsdp']} splits a width of {WIDTH} into shards of "

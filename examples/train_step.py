@@ -1,4 +1,4 @@
-"""An FP8 train step with gradient accumulation: one text for every recipe, with and without state.
+"""An FP8 train step with gradient accumulation: the same code for every recipe, with and without state.
 
 python examples/train_step.py [RECIPE]   # delayed (the default), current, rowwise, blockwise, mxfp8 or identity
 """

@@ -87,9 +87,9 @@ def test_in_every_script(mistake, script, arguments, message):
         ("--width 100", "--width 100: a head of attention is 32 wide; give a multiple of it, as in --width 96"),
         ("--width 0", "--width 0: .* as in --width 32"),
         ("--width -64", "--width -64: .* as in --width 32"),
-        ("--learning-rate 0", "--learning-rate 0.0: give a number above 0"),
-        ("--learning-rate nan", "--learning-rate nan: give a number above 0"),
-        ("--temperature inf", "--temperature inf: give a number above 0"),
+        ("--learning-rate 0", "--learning-rate 0.0: give a finite number above 0"),
+        ("--learning-rate nan", "--learning-rate nan: give a finite number above 0"),
+        ("--temperature inf", "--temperature inf: give a finite number above 0"),
         ("--seed -1", "--seed -1: give a number from 0 to 2147483647"),
         ("--resume", "--resume: it needs the directory of the run; add --checkpoint DIR"),
         ("--chip abacus", "--chip abacus: chip='abacus' is unknown; use one of"),
@@ -97,7 +97,7 @@ def test_in_every_script(mistake, script, arguments, message):
         ("--plot no/such.png", "--plot no/such.png: its folder does not exist"),
         ("--plot curve.xyz", "--plot curve.xyz: matplotlib draws no .xyz pictures; give a name in .png"),
         ("--plot curve", "--plot curve: matplotlib draws no pictures without a suffix"),
-        ("--data missing.txt", "--data missing.txt: there is no such file"),
+        ("--data missing.txt", "--data missing.txt: this is not a file"),
         ("--data short", "--data short: 3 bytes of text, at least 4 are needed; give a larger --data FILE"),
     ],
 )
@@ -108,7 +108,9 @@ def test_in_train_gpt(mistake, arguments, message):
 
 def test_a_file_in_the_place_of_the_default_folder(mistake, tmp_path):
     (tmp_path / "runs").write_text("words")
-    assert "--plot runs/train_gpt.png: no folder runs/ here (File exists); give another --plot." in mistake("train_gpt")
+    assert "--plot runs/train_gpt.png: the folder runs/ cannot be made (File exists); give another --plot." in mistake(
+        "train_gpt"
+    )
 
 
 @pytest.mark.parametrize("empty", ["--json", "--plot", "--checkpoint", "--data"])
@@ -128,7 +130,7 @@ def test_without_sources_data_is_the_cure(mistake, tmp_path, monkeypatch):
         ("train_sharded", "--mesh data=2", "--mesh data=2 has 2 devices, there are 8; the product of the sizes"),
         ("train_sharded", "--mesh data=16", "--mesh data=16 has 16 devices, there are 8"),
         ("train_sharded", "--mesh data=2,data=4", "--mesh data=2,data=4: data is given more than once"),
-        ("train_sharded", "--mesh data=8,", "--mesh data=8,: there is an empty part; write AXIS=SIZE,AXIS=SIZE"),
+        ("train_sharded", "--mesh data=8,", "--mesh data=8,: an axis is empty; drop the extra comma"),
         ("train_sharded", "--mesh model=8", "--mesh model=8: there is no axis 'model'; use data, fsdp, tensor."),
         ("train_sharded", "--mesh data", "--mesh data: data needs a size of at least 1, as in data=2."),
         ("train_sharded", "--mesh data=x", "--mesh data=x: data needs a size of at least 1"),
@@ -189,7 +191,7 @@ def test_those_meshes_are_refused_whose_shards_cut_tiles(monkeypatch, capsys, re
         ("--coordinator here", "--coordinator here: give HOST:PORT, a free port on the host of process 0."),
         ("--coordinator here:there", "--coordinator here:there: give HOST:PORT"),
         ("--num-processes 0", "--num-processes 0: give at least 1."),
-        ("--num-processes 2 --process-id 2", "--process-id 2: give a number from 0 to --num-processes - 1."),
+        ("--num-processes 2 --process-id 2", "--process-id 2: give a number from 0 to 1."),
         ("--recipe static", "--recipe static: it needs x_scale, w_scale, g_scale"),
     ],
 )
