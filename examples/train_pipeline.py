@@ -191,11 +191,15 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Re
 
 
 def check(given: argparse.Namespace, mesh: Mesh) -> None:
-    """Raise ValueError for numbers that do not suit the mesh. The mesh cannot cut a tile: each device quantizes what it holds."""
+    """Raise ValueError for numbers that do not suit the mesh.
+
+    The mesh cannot cut a tile: each device quantizes what it holds.
+    """
     pipe, data = (mesh.shape[axis] for axis in AXES)
     if LAYERS % pipe:
         raise ValueError(
-            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give a number of stages that divides {LAYERS}."
+            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give a number of stages "
+            f"that divides {LAYERS}."
         )
     if given.batch < 1 or given.batch % data:
         raise ValueError(f"--batch {given.batch}: give a multiple of data={data}, over which it is split.")

@@ -158,7 +158,8 @@ def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
             raise ValueError(
                 f"--mesh {given.mesh}: {axis}={mesh.shape[axis]} does not divide the {count} {what}; give a divisor of {count}."
             )
-    # Weights are quantized shard by shard, and a tile has one scale. If a split over `tensor` cuts a tile, XLA gathers the weight first.
+    # Weights are quantized shard by shard, and a tile has one scale.
+    # If a split over `tensor` cuts a tile, XLA gathers the weight first.
     if recipe.tile is not None and mesh.shape["fsdp"] > 1 and WIDTH // mesh.shape["fsdp"] % recipe.tile:
         raise ValueError(
             f"--mesh {given.mesh}: fsdp={mesh.shape['fsdp']} splits a width of {WIDTH} into shards of "
