@@ -32,7 +32,7 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     """
     if not recipe.rows:
         return ()
-    _refuse_carry()
+    _refuse_carry(module)
     creates = module.is_initializing() and module.is_mutable_collection(COLLECTION)
     if not creates and not module.has_variable(COLLECTION, _NAME):
         path = "/".join(module.path) or type(module).__name__
@@ -41,31 +41,40 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
             f"parameters, model.apply({{'params': params, {COLLECTION!r}: state}}, ...), with what model.init or the last step "
             f"returned; under nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
         )
-    state = module.variable(COLLECTION, _NAME, init_state, recipe).value
-    return concrete(meta.unbox(state))
+    module.variable(COLLECTION, _NAME, init_state, recipe)
+    return stored_state(module, recipe)
 
 
-def _refuse_carry() -> None:
+def stored_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
+    """The state that `matmul_state` created or found."""
+    return concrete(meta.unbox(module.get_variable(COLLECTION, _NAME))) if recipe.rows else ()
+
+
+def _refuse_carry(module: nn.Module) -> None:
     """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
 
     Without this check jax raises an error that names neither flax's argument nor the collection. A
     module cannot ask what a scan carries, so this reads flax's stack frame. If flax renames it, users
     see jax's error.
     """
+    if module.has_variable(COLLECTION, _NAME) and module.is_mutable_collection(COLLECTION):
+        return  # flax can carry a variable that exists and that every call returns
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
-            carried = frame.f_locals["in_variable_filters"][1]  # 0 is variable_broadcast, 1 variable_carry
-            if in_filter(carried, COLLECTION):
+            filters: tuple[Any, ...] = frame.f_locals.get("in_variable_filters", (False, False))
+            broadcast, carried = filters[:2]
+            if in_filter(carried, COLLECTION) and not in_filter(broadcast, COLLECTION):
                 raise FP8StateError(
                     f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry only variables that exist "
-                    f"before the scan. Write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
-                    f"variable_broadcast={COLLECTION!r} for one shared state."
+                    f"before the scan. Leave it out of variable_carry, and write variable_axes={{{COLLECTION!r}: 0}} for one "
+                    f"state per layer, or variable_broadcast={COLLECTION!r} for one shared state."
                 )
         frame = frame.f_back
 
 
-_pack_code = next(code for code in flax.core.lift.pack.__code__.co_consts if getattr(code, "co_name", "") == "wrapper")
+_codes = (code for code in flax.core.lift.pack.__code__.co_consts if getattr(code, "co_name", "") == "wrapper")
+_pack_code = next(_codes, None)
 
 
 def _to_state_dict(state: MatmulState) -> dict[str, Any]:
@@ -73,6 +82,8 @@ def _to_state_dict(state: MatmulState) -> dict[str, Any]:
 
 
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
+    if all(values.get(name) is getattr(state, name) for name in LEAVES):
+        return state  # flax does so with attributes of modules, also while it traces
     try:
         restored: MatmulState = check_state(values, state)
     except FP8StateError as error:

@@ -46,7 +46,8 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
         if not (isinstance(node, Mapping) and "kernel" in node):
             raise ValueError(
                 f"param_specs is {shown(param_specs)}, which has no kernel for the state at {jax.tree_util.keystr(path)}; "
-                'give a jax.P for each parameter, flax.linen.get_partition_spec(variables)["params"] for instance.'
+                'give a jax.P for each parameter, flax.linen.get_partition_spec(variables)["params"] for instance. '
+                "For matmuls without a kernel of their own (FP8EinsumOp) use fp8.state_specs."
             )
         return node["kernel"]
 

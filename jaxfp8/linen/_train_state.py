@@ -1,9 +1,10 @@
 """flax's `TrainState`, with quantizer state beside the parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import flax.training.train_state
+import jax
 import optax
 from flax import struct
 
@@ -42,7 +43,7 @@ class TrainState(flax.training.train_state.TrainState):
       1
     """
 
-    fp8_state: PyTree = struct.field(pytree_node=True, default_factory=dict)
+    fp8_state: PyTree = struct.field(pytree_node=True)
 
     @classmethod
     def create(  # type: ignore[override]  # a forgotten fp8_state would be lost
@@ -87,19 +88,30 @@ class TrainState(flax.training.train_state.TrainState):
             "grads", grads, "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned"
         )
         _check_state(fp8_state)
+        new, old = (str(jax.tree.structure(tree)) for tree in (fp8_state, self.fp8_state))
+        if new != old:
+            counts = [len(jax.tree.leaves(tree)) for tree in (fp8_state, self.fp8_state)]
+            raise FP8StateError(
+                f"fp8_state has {counts[0]} arrays in another tree than the {counts[1]} of this TrainState; pass the "
+                "state that fp8.value_and_grad returned for ts.fp8_state. To change it on purpose (fp8.freeze), use ts.replace."
+            )
         applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
         return applied
 
 
 def _check_params(name: str, tree: PyTree, cure: str) -> None:
-    if hasattr(tree, "keys") and COLLECTION in tree:
+    if isinstance(tree, Mapping) and COLLECTION in tree:
         raise FP8StateError(f"{name} holds {list(tree.keys())}, but only the parameters are needed; write {cure}.")
 
 
 def _check_state(fp8_state: PyTree) -> None:
-    if hasattr(fp8_state, "keys") and COLLECTION in fp8_state:
+    if isinstance(fp8_state, Mapping) and COLLECTION in fp8_state:
         raise FP8StateError(
             f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed; write "
             f"fp8_state=variables[{COLLECTION!r}]."
+        )
+    if fp8_state is None:
+        raise FP8StateError(
+            f"fp8_state is None, but a dict is needed; write fp8_state=variables.get({COLLECTION!r}, {{}})."
         )
     check_tree(fp8_state)

@@ -1,9 +1,12 @@
 """The callables that nnx layers take for their matmul, with the state that goes with it."""
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._errors import FP8StateError
@@ -53,12 +56,6 @@ class AbstractFP8Matmul(nnx.Module):
         self.state = nnx.data(new_state(self.recipe))
         self.made_in_a_loss = in_a_loss()
 
-    def __hash__(self) -> int:
-        raise TypeError(
-            f"{type(self).__name__} cannot be hashed: as a static argument, jax would keep the state of the first call. In "
-            "jnp.einsum write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp itself."
-        )
-
     @property
     def matmul_state(self) -> MatmulState | tuple[()]:
         """The state, for one matmul.
@@ -107,12 +104,25 @@ class FP8DotGeneral(AbstractFP8Matmul):
         bias: Array | None = None,
     ) -> Array:
         """See `fp8.dot_general`."""
+        if self.state is not None and _called_by_einsum():
+            raise FP8StateError(
+                "this FP8DotGeneral has quantizer state and was passed as jnp.einsum(_dot_general=), where jax would keep the "
+                "state of the first call; write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp itself."
+            )
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type,
             recipe=self.recipe, state=self.matmul_state, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
             lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
             bias=bias,
         )  # fmt: skip
+
+
+_EINSUM = inspect.unwrap(jnp.einsum).__globals__["__name__"]
+
+
+def _called_by_einsum() -> bool:
+    """Whether `jnp.einsum` called the plug: it compiles once for each plug, with the state as a constant."""
+    return sys._getframe(3).f_globals.get("__name__") == _EINSUM  # above `__call__` and `needs_operands`
 
 
 class FP8EinsumOp(AbstractFP8Matmul):
@@ -130,6 +140,7 @@ class FP8EinsumOp(AbstractFP8Matmul):
 
     argument: ClassVar[str] = "einsum_op"
 
+    @needs_operands("einsum_op=FP8EinsumOp(recipe)", equation=True)
     def __call__(
         self,
         equation: str,

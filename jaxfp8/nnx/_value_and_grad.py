@@ -111,12 +111,13 @@ def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if not held:
         return (
             "No other argument of the loss holds quantizer states. If the loss uses a network from outside, pass that network "
-            "as an argument: fp8.nnx.freeze(network). Otherwise:"
+            "as an argument: fp8.nnx.freeze(network). If the loss takes a gradient inside (a gradient penalty), use "
+            "recipes.identity(): FP8 matmuls have no second derivative. Otherwise:"
         )
     name, network = next(iter(held.items()))
     return (
         f"{name} is a {type(network).__name__} with quantizer states, but the loss trains only its first argument; pass "
-        "fp8.nnx.freeze(network) in its place. In detail:"
+        "fp8.nnx.freeze(network) in its place, and for any other network that the loss uses. In detail:"
     )
 
 

@@ -30,7 +30,7 @@ def check_operands(
     """
     check_recipe(recipe)
     if recipe.is_identity and prologue is None:  # nothing is quantized: what lax.dot_general takes
-        return (as_array("lhs", lhs),), as_array("rhs", rhs)
+        return (_one_array("lhs", lhs),), _one_array("rhs", rhs)
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
 
@@ -84,12 +84,21 @@ def check_float(name: str, x: ArrayLike) -> Array:
       >>> check_float("x", jnp.ones(2)).shape
       (2,)
     """
-    x = as_array(name, x)
+    x = _one_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(FLOAT_DTYPES)}."
         )
     return x
+
+
+def _one_array(name: str, x: ArrayLike) -> Array:
+    """`as_array`, but a tuple of arrays is taken for the arrays of a prologue."""
+    if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
+        raise TypeError(
+            f"{name} is {_named(x)}, but one array is needed; pass one, or name the prologue= that makes one of them."
+        )
+    return as_array(name, x)
 
 
 def as_array(name: str, x: ArrayLike) -> Array:
@@ -126,8 +135,6 @@ def _no_array(name: str, x: object) -> str | None:
         return "take the array out of its box: flax.linen.meta.unbox(variables)."
     if isinstance(x, dict):
         return f"pass one of its values. Its keys are {list(x)[:6]}."
-    if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
-        return "pass one, or name the prologue= that makes one of them."
     if callable(x) and not hasattr(x, "__jax_array__"):
         return "pass what it returns."
     return None

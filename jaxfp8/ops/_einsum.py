@@ -35,7 +35,8 @@ def einsum(
 
     Args:
       equation: two operands, with or without `->`, as `jnp.einsum` takes them. If an index occurs in one operand
-        only and not in the output, it is summed in float32 before the cast. An index twice in one operand takes its diagonal.
+        only and not in the output, it is summed in float32 before the cast. An index twice in one operand takes its diagonal,
+        of axes of one size.
       lhs: activations.
       rhs: weights.
       recipe: which quantizer for which operand.
@@ -63,11 +64,6 @@ def einsum(
     (lhs,), rhs = check_operands(lhs, rhs, recipe)
     x_shard = None if lhs_shard is None else place("lhs", lhs, lhs_shard)
     w_shard = None if rhs_shard is None else place("rhs", rhs, rhs_shard)
-    parsed = parse(
-        equation,
-        lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
-        rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
-    )
     if recipe.is_identity:
         check_unused(recipe, state, implementation, preferred_element_type)
         x, w = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
@@ -79,6 +75,11 @@ def einsum(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
+    parsed = parse(
+        equation,
+        lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
+        rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
+    )
     dimension_numbers, order = parsed.matmul()
     lhs_shard = _shard_of_kept("lhs", lhs_shard, lhs.ndim, parsed.lhs, parsed.lhs_kept, equation)
     rhs_shard = _shard_of_kept("rhs", rhs_shard, rhs.ndim, parsed.rhs, parsed.rhs_kept, equation)
@@ -110,7 +111,7 @@ def _shard_of_kept(name: str, shard: Shard | None, ndim: int, names: str, kept: 
     if letter not in kept or names.count(letter) > 1:
         raise ValueError(
             f"{name}_shard={shard!r}: equation {equation!r} reduces axis {shard.axis} of {name} before the matmul, so it "
-            f"cannot be split. Reduce it yourself over mesh axis {shard.axis_name!r}, and pass the result."
+            f"cannot be split. Reduce it yourself (in shard_map also over mesh axis {shard.axis_name!r}), and pass the result."
         )
     return dataclasses.replace(shard, axis=kept.index(letter))
 

@@ -1,4 +1,4 @@
-"""Checks of how flax was given a plug: a class where an instance is needed, or the reverse."""
+"""Checks of how flax was given a plug: a class where an instance is needed, the reverse, or the other kind of plug."""
 
 import functools
 from collections.abc import Callable
@@ -22,15 +22,20 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
     Example:
       >>> refuse_class(dict, (), "")
     """
-    if len(arguments) > 1 and any(hasattr(each, "shape") for each in arguments[:3]):
+    called_as_matmul = len(arguments) > 2 and (isinstance(arguments[0], str) or isinstance(arguments[2], tuple))
+    if called_as_matmul and hasattr(arguments[1], "shape"):
         raise TypeError(
             f"{plug.__name__} was called with the operands of a matmul, so flax was given the class {plug.__name__} where "
             f"an instance is needed; write {cure}."
         )
 
 
-def needs_operands(cure: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates `__call__` of a plug: raise TypeError if flax calls an instance as it calls a class.
+def needs_operands(cure: str, *, equation: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates `__call__` of a plug: raise TypeError if flax calls it as it calls another kind of plug.
+
+    Args:
+      cure: what to write for an instance where a class is needed.
+      equation: the first argument is the equation of an einsum.
 
     Example:
       >>> class Plug:
@@ -43,11 +48,17 @@ def needs_operands(cure: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorated(call: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(call)
         def checked(*arguments: P.args, **options: P.kwargs) -> R:
+            name = type(arguments[0]).__name__
             if len(arguments) == 1 and not options:
-                name = type(arguments[0]).__name__
                 raise TypeError(
                     f"an instance of {name} was called without operands, so flax was given an instance, but this "
                     f"argument needs a class; write {cure}."
+                )
+            if len(arguments) > 1 and isinstance(arguments[1], str) != equation:
+                given, needed = ("an array", "an equation") if equation else ("an equation", "an array")
+                other = "dot_general=FP8DotGeneral(recipe)" if equation else "einsum_op=FP8EinsumOp(recipe)"
+                raise TypeError(
+                    f"the first argument of {name} is {given}, but {needed} is needed; write {other} if flax calls it."
                 )
             return call(*arguments, **options)
 

@@ -190,6 +190,11 @@ def check_tree(tree: PyTree) -> None:
       >>> check_tree({"layer": fp8.init_state(fp8.recipes.delayed())})
     """
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
+        if isinstance(node, SeenAmax):
+            raise FP8StateError(
+                f"expected quantizer state, found what a step saw at {jax.tree_util.keystr(path) or 'the top of the tree'}; "
+                "pass fp8.commit(state, seen)."
+            )
         if not is_state(node):
             raise FP8StateError(
                 f"expected quantizer state, found {shown(node)} at {jax.tree_util.keystr(path) or 'the top of the tree'}; pass "

@@ -1,5 +1,7 @@
 """Where quantizer state lies: its partition specs, from those of the weights."""
 
+from typing import Any
+
 import jax
 
 from jaxfp8._typing import PyTree
@@ -30,20 +32,23 @@ def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
       P('pipe',)
     """
     check_tree(state)
-    places, specs = (
-        [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=leaf)]
-        for tree, leaf in ((state, is_state), (weight_specs, lambda node: node is None or isinstance(node, jax.P)))
+    places = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)]
+    leaves = jax.tree_util.tree_leaves_with_path(
+        weight_specs, is_leaf=lambda node: node is None or isinstance(node, jax.P)
     )
-    if places != specs:
+    specs = {jax.tree_util.keystr(path): spec for path, spec in leaves}
+    specs = {place: spec for place, spec in specs.items() if spec is not None or place in places}
+    if set(places) != set(specs):
         raise ValueError(
-            f"weight_specs has leaves at {specs[:6]}, but the states are at {places[:6]}; give one jax.P for each state."
+            f"weight_specs has leaves at {list(specs)[:6]}, but the states are at {places[:6]}; give one jax.P for each state."
         )
 
-    def one(state: MatmulState, spec: jax.P) -> MatmulState:
+    def one(path: tuple[Any, ...], state: MatmulState) -> MatmulState:
+        spec = specs[jax.tree_util.keystr(path)]
         if not isinstance(spec, jax.P):
             raise ValueError(
                 f"weight_specs has {spec!r} where the state of a matmul is; it must be the jax.P of its weight."
             )
         return jax.tree.map(lambda _: jax.P(*spec[: state.scale.ndim - 1]), state)
 
-    return jax.tree.map(one, state, weight_specs, is_leaf=is_state)
+    return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_state)

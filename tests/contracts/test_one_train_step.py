@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jaxfp8 as fp8
-from jaxfp8.linen import COLLECTION
+from jaxfp8.linen import COLLECTION, TrainState
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax.adam raises a float to its int32 step count
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -180,3 +180,19 @@ def test_an_average_of_parameters_is_evaluated_with_the_state_of_the_run(recipe)
     assert np.isfinite(evaluated)
     assert evaluated != last
     assert set(ts.params) & {COLLECTION} == set()
+
+
+def test_train_state_with_fields_of_a_subclass():
+    """As flax's documentation extends its class, with and without defaults."""
+
+    class Extended(TrainState):
+        batch_stats: dict
+        epoch: int = 0
+
+    training = Training("TrainState", RECIPES["delayed"], OPTIMIZERS["adam"]())
+    ts = training.names["ts"]
+    fields = {"apply_fn": ts.apply_fn, "params": ts.params, "fp8_state": ts.fp8_state, "tx": ts.tx}
+    extended = Extended.create(batch_stats={"mean": 1.0}, **fields)
+    grads = jax.tree.map(jnp.ones_like, ts.params)
+    extended = extended.apply_gradients(grads=grads, fp8_state=extended.fp8_state, batch_stats={"mean": 2.0})
+    assert (extended.batch_stats["mean"], extended.epoch, extended.step) == (2.0, 0, 1)

@@ -154,6 +154,58 @@ MESSAGES = {
         "expected quantizer state",
         "variables[COLLECTION]",
     ),
+    "TrainState, a state that is lost": Message(
+        fp8.FP8StateError,
+        lambda: created().apply_gradients(grads=VARIABLES["params"], fp8_state={}),
+        "fp8_state has 0 arrays",
+        "another tree than the 4 of this TrainState",
+        "the state that fp8.value_and_grad returned",
+    ),
+    "TrainState, a state of another recipe": Message(
+        fp8.FP8StateError,
+        lambda: created().apply_gradients(
+            grads=VARIABLES["params"],
+            fp8_state=FP8Dense(8, recipe=fp8.recipes.delayed(margin=1)).init(KEY, X)[COLLECTION],
+        ),
+        "fp8_state has 4 arrays",
+        "another tree",
+        "ts.replace",
+    ),
+    "TrainState, no state": Message(
+        fp8.FP8StateError,
+        lambda: created(fp8_state=None),
+        "fp8_state is None",
+        "a dict is needed",
+        "variables.get('_overwrite_with_gradient', {})",
+    ),
+    "TrainState, what was seen": Message(
+        fp8.FP8StateError,
+        lambda: created().apply_gradients(grads=VARIABLES["params"], fp8_state=fp8.nothing_seen(VARIABLES[COLLECTION])),
+        "found what a step saw at ['FP8DotGeneral_0']['fp8']",
+        "expected quantizer state",
+        "fp8.commit(state, seen)",
+    ),
+    "op outside of a module": Message(
+        fp8.FP8StateError,
+        lambda: FP8EinsumOp(DELAYED)("bd,dk->bk", X, X),
+        "used outside of a module",
+        "it has no state",
+        "fp8.einsum(equation, lhs, rhs, recipe=recipe, state=state)",
+    ),
+    "op in the place of a dot_general": Message(
+        TypeError,
+        lambda: init(nn.Dense(4, dot_general_cls=FP8EinsumOp)),
+        "the first argument of FP8EinsumOp is an array",
+        "an equation is needed",
+        "dot_general=FP8DotGeneral(recipe)",
+    ),
+    "state_specs of a matmul without a kernel": Message(
+        ValueError,
+        lambda: linen.state_specs(VARIABLES[COLLECTION], {"w": jax.P()}),
+        "param_specs is a dict with the keys ['w']",
+        "no kernel for the state",
+        "use fp8.state_specs",
+    ),
     "TrainState, joined gradients": Message(
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
@@ -175,6 +227,23 @@ def test_an_input_that_is_no_array_is_named(layer, given):
     value, what, cure = INPUTS[given]
     call = lambda: LAYERS[layer]().init(KEY, value)
     messages.check(Message(TypeError, call, f"inputs {what}", "one array is needed", cure))
+
+
+def test_a_scan_may_carry_a_state_that_every_call_returns():
+    variables = scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(KEY, X, None)
+    carrying = scanned(variable_axes={"params": 0}, variable_carry=COLLECTION)
+    _, changed = carrying.apply(variables, X, None, mutable=[COLLECTION])
+    assert jax.tree.structure(changed[COLLECTION]) == jax.tree.structure(variables[COLLECTION])
+
+
+def test_broadcast_comes_before_carry():
+    model = nn.scan(
+        Block, variable_broadcast=("params", COLLECTION), variable_carry=True, split_rngs={"params": False}, length=3
+    )()
+    variables = model.init(KEY, X, None)
+    loss_fn = lambda params, state: jnp.sum(model.apply({"params": params, COLLECTION: state}, X, None)[0])
+    _, _, state = fp8.value_and_grad(loss_fn)(variables["params"], variables[COLLECTION])
+    assert all(leaf.scale.all() for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState)))
 
 
 def test_a_forgotten_state_is_an_error():

@@ -141,13 +141,70 @@ def test_an_input_that_is_no_array_is_named(layer, given):
     messages.check(Message(TypeError, call, f"inputs {what}", "one array is needed", cure))
 
 
-def test_a_plug_is_no_static_argument():
+def penalized():
+    """A gradient penalty, which takes a gradient inside the loss."""
+    penalty = lambda critic, x: jnp.sum(jax.grad(lambda x: jnp.sum(critic(x)))(x) ** 2)
+    return fp8.nnx.value_and_grad(penalty)(linear(), X)
+
+
+def test_a_gradient_inside_the_loss():
+    messages.check(
+        Message(
+            fp8.FP8StateError,
+            penalized,
+            "If the loss takes a gradient inside",
+            "no second derivative",
+            "recipes.identity()",
+        )
+    )
+
+
+def test_plugs_can_be_hashed():
+    layers = [linear() for _ in range(2)]
+    assert len({layer.dot_general for layer in layers}) == 2
+    hash(nn.Dense(4, dot_general=layers[0].dot_general))
+
+
+OTHER_PLUGS = {
+    "dot_general=op": Message(
+        TypeError,
+        lambda: nnx.Linear(8, 4, dot_general=FP8EinsumOp(DELAYED), rngs=nnx.Rngs(0))(X),
+        "the first argument of FP8EinsumOp is an array",
+        "an equation is needed",
+        "dot_general=FP8DotGeneral(recipe)",
+    ),
+    "einsum_op=plug": Message(
+        TypeError,
+        lambda: nnx.Einsum("bd,dk->bk", (8, 4), einsum_op=FP8DotGeneral(DELAYED), rngs=nnx.Rngs(0))(X),
+        "the first argument of FP8DotGeneral is an equation",
+        "an array is needed",
+        "einsum_op=FP8EinsumOp(recipe)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLUGS)
+def test_the_other_kind_of_plug(name):
+    messages.check(OTHER_PLUGS[name])
+
+
+def test_a_plug_without_state_goes_into_jnp_einsum():
+    plug = FP8DotGeneral(fp8.recipes.current())
+    y = jnp.einsum("bd,kd->bk", X, X, _dot_general=plug)
+    assert jnp.array_equal(y, fp8.einsum("bd,kd->bk", X, X, recipe=plug.recipe))
+
+
+def test_a_plug_with_state_does_not():
     """jax compiles `jnp.einsum` once for equal static arguments, and would keep the state of the first call."""
-    with pytest.raises(
-        ValueError, match=r"(?s)Non-hashable.*cannot be hashed.*FP8EinsumOp\(recipe\)\.dot_general"
-    ) as raised:
-        jnp.einsum("bd,kd->bk", X, X, _dot_general=FP8DotGeneral(DELAYED))
-    assert "keep the state of the first call" in str(raised.value)
+    messages.check(
+        Message(
+            fp8.FP8StateError,
+            lambda: jnp.einsum("bd,kd->bk", X, X, _dot_general=FP8DotGeneral(DELAYED)),
+            "was passed as jnp.einsum(_dot_general=)",
+            "would keep the state of the first call",
+            "FP8EinsumOp(recipe).dot_general",
+        )
+    )
 
 
 def test_a_gan_trains_with_a_frozen_critic(standard_promotion):

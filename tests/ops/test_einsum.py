@@ -189,7 +189,7 @@ MESSAGES = {
         lambda: sharded("bd,cdk->bk", Shard(0, "fsdp"), (2, 6, 2)),
         "rhs_shard=Shard(axis=0, axis_name='fsdp')",
         "cannot be split",
-        "Reduce it yourself over mesh axis 'fsdp'",
+        "Reduce it yourself (in shard_map also over mesh axis 'fsdp')",
     ),
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.core
 import flax.linen as nn
 import flax.serialization
 import jax
@@ -143,6 +144,13 @@ MESSAGES = {
         "must have [3, 16]",
         "fp8.init_state(recipe)",
     ),
+    "what a step saw as state": Message(
+        fp8.FP8StateError,
+        lambda: fp8.freeze({"up": fp8.nothing_seen(STATE)}),
+        "found what a step saw at ['up']",
+        "expected quantizer state",
+        "fp8.commit(state, seen)",
+    ),
     "scale of rank 0": Message(
         fp8.FP8StateError,
         lambda: dot(recipe=DELAYED, state=with_state(scale=jnp.zeros(()))),
@@ -265,6 +273,14 @@ def test_an_operand_that_is_no_array_is_named(given, taking):
         pytest.skip("None is no bias")
     name, call = TAKING[taking]
     messages.check(Message(TypeError, lambda: call(value), f"{name} {what}", "one array is needed", cure))
+
+
+def test_state_specs_of_trees_with_gaps():
+    """A layer without state may be None, and containers may be of other types."""
+    state = {"a": None, "b": STATE}
+    for specs in ({"a": None, "b": jax.P()}, {"b": jax.P()}, flax.core.freeze({"b": jax.P()})):
+        assert fp8.state_specs(state, specs)["b"].scale == jax.P()
+    assert fp8.state_specs(flax.core.freeze(state), {"b": jax.P()})["a"] is None
 
 
 def test_lists_that_jax_can_read_are_operands():
