@@ -82,17 +82,17 @@ class TrainState(flax.training.train_state.TrainState):
           **fields: new values of fields of a subclass.
 
         Raises:
-          FP8StateError: if `grads` hold the collection, or `fp8_state` holds something else than states.
+          FP8StateError: if `grads` hold the collection, or `fp8_state` is no successor of `ts.fp8_state`.
         """
         _check_params(
             "grads", grads, "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned"
         )
         _check_state(fp8_state)
-        new, old = (str(jax.tree.structure(tree)) for tree in (fp8_state, self.fp8_state))
+        new: Any = jax.tree.structure(fp8_state)
+        old: Any = jax.tree.structure(self.fp8_state)
         if new != old:
-            counts = [len(jax.tree.leaves(tree)) for tree in (fp8_state, self.fp8_state)]
             raise FP8StateError(
-                f"fp8_state has {counts[0]} arrays in another tree than the {counts[1]} of this TrainState; pass the "
+                f"fp8_state has {new.num_leaves} arrays in another tree than the {old.num_leaves} of this TrainState; pass the "
                 "state that fp8.value_and_grad returned for ts.fp8_state. To change it on purpose (fp8.freeze), use ts.replace."
             )
         applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
