@@ -82,7 +82,7 @@ def _to_state_dict(state: MatmulState) -> dict[str, Any]:
 
 
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
-    if all(values.get(name) is getattr(state, name) for name in LEAVES):
+    if set(values) == set(LEAVES) and all(values[name] is getattr(state, name) for name in LEAVES):
         return state  # flax does so with attributes of modules, also while it traces
     try:
         restored: MatmulState = check_state(values, state)

@@ -192,8 +192,8 @@ def check_tree(tree: PyTree) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
         if isinstance(node, SeenAmax):
             raise FP8StateError(
-                f"expected quantizer state, found what a step saw at {jax.tree_util.keystr(path) or 'the top of the tree'}; "
-                "pass fp8.commit(state, seen)."
+                "expected quantizer state, found SeenAmax, what a step saw, at "
+                f"{jax.tree_util.keystr(path) or 'the top of the tree'}; pass fp8.commit(state, seen)."
             )
         if not is_state(node):
             raise FP8StateError(

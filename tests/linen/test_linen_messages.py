@@ -181,7 +181,7 @@ MESSAGES = {
     "TrainState, what was seen": Message(
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES["params"], fp8_state=fp8.nothing_seen(VARIABLES[COLLECTION])),
-        "found what a step saw at ['FP8DotGeneral_0']['fp8']",
+        "found SeenAmax, what a step saw, at ['FP8DotGeneral_0']['fp8']",
         "expected quantizer state",
         "fp8.commit(state, seen)",
     ),

@@ -66,7 +66,7 @@ def test_stop_gradient_on_state(state):
 
 
 def test_state_from_outside_the_loss(state):
-    with pytest.raises(fp8.FP8StateError, match="pass the state that it gives to the loss"):
+    with pytest.raises(fp8.FP8StateError, match="Pass the state that it gives to the loss"):
         fp8.value_and_grad(lambda w, s, x: loss(w, state, x))(W, state, X)
 
 
