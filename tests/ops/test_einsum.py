@@ -92,9 +92,10 @@ def test_any_equation(case):
     equation, *shapes = case
     x, w = (small_integers(seed, shape) for seed, shape in enumerate(shapes))
     got = jax.jit(lambda x, w: fp8.einsum(equation, x, w, recipe=EXACT))(x, w)
-    # A sum over three axes of size 3 may be an integer that E4M3 does not hold: then it is rounded.
-    np.testing.assert_allclose(got, jnp.einsum(equation, x, w), rtol=0.07, atol=0.07 * 4 * x.size * w.size)
-    assert got.shape == jnp.einsum(equation, x, w).shape
+    want = jnp.einsum(equation, x, w)
+    assert got.shape == want.shape
+    # A sum may be an integer that E4M3 does not hold. Each operand is then rounded, by at most 2^-4 of its magnitude.
+    assert (jnp.abs(got - want) <= 0.13 * jnp.einsum(equation, jnp.abs(x), jnp.abs(w))).all()
 
 
 def test_an_operand_is_summed_in_float32():
