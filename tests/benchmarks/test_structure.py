@@ -1,0 +1,246 @@
+"""The counter of the structure counts right, in a tiny package and in jaxfp8."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import jaxfp8 as fp8
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(fp8.__file__).parent
+
+TINY = {
+    "__init__.py": "from tiny import linen as linen\nfrom tiny._door import door as door\n",
+    "_door.py": """
+from typing import overload
+from tiny.numerics._far import far  # comes back
+
+@overload
+def door(a, /, b, *rest, c, d, e): ...
+
+def door(a, /, b, *rest, c=1, **more):
+    def nested(x, y=2): return [far(each) for each in (x, y)]
+    near(0)
+    near(0)
+    return nested(a)
+
+def near(x): return (lambda: x)()
+""",
+    "linen/__init__.py": "from tiny.linen._layer import Layer as Layer\n",
+    "linen/_base.py": "class Base:\n    def inherited(self, a, b): pass\n",
+    "linen/_layer.py": """
+from tiny.linen._base import Base
+from tiny._door import door
+
+class Layer(Base):
+    def __call__(self, x): return door(x, 1)
+    @staticmethod
+    def static(a, b, c): pass
+    @classmethod
+    def using(cls, a): return isinstance(a, (int, Base.PerTensor)), isinstance(a, Person)
+    def _private(self): pass
+""",
+    "numerics/__init__.py": "",
+    "numerics/_far.py": "def far(x): return isinstance(x, PerAxis)\nPerAxis = int\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def counters(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    for path, text in TINY.items():
+        (tmp_path / "tiny" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tiny" / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "tiny"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tiny"]:
+        del sys.modules[name]
+
+
+def test_parameters(tiny):
+    import _structure_source as counter
+
+    rows = [*counter.functions(counter.read(tiny))]
+    assert {row["function"]: row["parameters"] for row in rows} == {
+        "door": 3, "door.nested": 2, "near": 1, "far": 1, "Base.inherited": 2,
+        "Layer.__call__": 1, "Layer.static": 3, "Layer.using": 1, "Layer._private": 0,
+    }  # fmt: skip
+    assert len(rows) == 9
+    assert {row["function"]: row["line"] for row in rows}["door.nested"] == 9
+
+
+def test_doors(tiny):
+    import _structure_doors as counter
+    from _structure_source import read
+
+    assert counter.doors(read(tiny)) == {
+        ("tiny/_door.py", "door"),
+        ("tiny/linen/_base.py", "Base.inherited"),
+        ("tiny/linen/_layer.py", "Layer.__call__"),
+        ("tiny/linen/_layer.py", "Layer.static"),
+        ("tiny/linen/_layer.py", "Layer.using"),
+    }
+
+
+def test_lines(tiny):
+    import _structure_source as counter
+
+    asked = counter.questions(counter.read(tiny), outside="numerics")
+    assert asked == [{"file": "tiny/linen/_layer.py", "line": 10}]
+    size = counter.lengths(counter.read(tiny))
+    assert (size["files"], size["longest"], size["longest_file"]) == (7, 14, "tiny/_door.py")
+    assert size["lines"] == 2 + 14 + 1 + 2 + 11 + 0 + 2
+    assert size["median"] == 6.5  # of 14, 2, 11 and 2
+    assert size["comments"] == round(100 / 32, 1)
+    assert counter.long_lines(tiny) == []
+    (tiny / "_door.py").write_text(f"{'é' * 100}\n\n{'x' * 101}\n")
+    assert counter.long_lines(tiny) == [{"file": "tiny/_door.py", "line": 3}]
+    with pytest.raises(ValueError, match=r"has no __init__\.py; pass the folder of a package"):
+        counter.read(tiny.parent)
+
+
+def test_calls_and_moves(tiny):
+    import _structure_trace as counter
+
+    layer = importlib.import_module("tiny.linen._layer").Layer()
+    before = sys.getprofile()
+    calls = counter.record(tiny, lambda: layer(1), outside=("dumps",))
+    # __call__ | door, near, near, nested | far, far: neither the lambda nor the comprehension.
+    names = " ".join(call.stack[-1][1] for call in calls)
+    assert names == "__call__ door near near nested far far"
+    assert counter.traffic(calls) == {"calls": 7, "files": 3, "moves": 2}
+    assert sys.getprofile() is before
+
+    def to_far(call):
+        return call.stack[-1][1] == "far"
+
+    assert counter.frames(calls, "linen", to_far, "far") == [4]
+    with pytest.raises(LookupError, match="no call of far was seen below a `__call__` in nnx/"):
+        counter.frames(calls, "nnx", to_far, "far")
+
+
+def test_calls_outside(tiny):
+    import _structure_trace as counter
+
+    door = importlib.import_module("tiny._door")
+    door.far = lambda each: None
+    calls = counter.record(tiny, lambda: (json.dumps(1), door.door(1, 2)), outside=("dumps",))
+    assert [call.outside for call in calls if call.outside] == ["dumps"]
+    assert counter.traffic(calls) == {"calls": 4, "files": 1, "moves": 0}
+
+
+def codes(code: types.CodeType):
+    """All functions of a file that Python compiled, lambdas and comprehensions left out."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            if each.co_flags & inspect.CO_OPTIMIZED and not each.co_name.startswith("<"):
+                yield each
+            yield from codes(each)
+
+
+def test_parameters_of_jaxfp8():
+    """Python's compiler is the oracle."""
+    import _structure_source as counter
+
+    source = counter.read(ROOT)
+    ours = {(row["file"], row["function"], row["parameters"]) for row in counter.functions(source)}
+    oracle = set()
+    for path in source.trees:
+        for code in codes(compile((ROOT / path).read_text(), path, "exec")):
+            taken = code.co_varnames[: code.co_argcount]
+            count = len(taken) + code.co_kwonlyargcount - (taken[:1] in (("self",), ("cls",)))
+            oracle.add((f"jaxfp8/{path}", code.co_qualname.replace(".<locals>", ""), count))
+    assert len(ours) > 500
+    assert ours <= oracle
+    left_out = {(file, name) for file, name, _ in oracle - ours}
+    overloads = {("jaxfp8/ops/_quantize.py", "quantize")}
+    device_code = {each for each in left_out if each[0].endswith("/_triton_kernels.py")}
+    assert left_out <= overloads | device_code
+    assert len(device_code) == 5  # the functions that Triton compiles
+
+
+def test_doors_of_jaxfp8():
+    """The imported face is the oracle."""
+    from _structure_doors import doors
+    from _structure_source import read
+
+    found = doors(read(ROOT))
+    for face in (fp8, fp8.linen, fp8.nnx, fp8.recipes, fp8.sharding, fp8.comms):
+        for name, thing in vars(face).items():
+            if inspect.isfunction(thing):
+                file = Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(ROOT.parent)
+                assert (file.as_posix(), name) in found
+    assert {name for _, name in found} >= {"FP8Dense.__call__", "FP8Linear.__init__", "dot_general"}
+    assert not any(file.startswith("jaxfp8/quantizers") for file, _ in found)
+
+
+def test_lines_of_jaxfp8():
+    import _structure_source as counter
+
+    asked = counter.questions(counter.read(ROOT), outside="numerics")
+    lines = {(row["file"], row["line"]) for row in asked}
+    for path in ROOT.rglob("*.py"):
+        file = path.relative_to(ROOT.parent).as_posix()
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if (file, number) in lines:
+                assert "isinstance(" in line or "case Per" in line, f"{file}:{number}"
+            one_line = "isinstance(" in line and ", Per" in line.partition("isinstance(")[2]
+            if one_line and "/numerics/" not in file:
+                assert (file, number) in lines, f"{file}:{number}"
+    for row in counter.long_lines(ROOT):
+        line = (ROOT.parent / row["file"]).read_text().splitlines()[row["line"] - 1]
+        assert len(line) > 100
+
+
+def run(*words):
+    names = {"XLA_FLAGS", "JAX_PLATFORMS"}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment["PYTHONPATH"] = str(ROOT.parent)
+    command = [sys.executable, FOLDER / "structure.py", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow  # traces fifteen train steps
+def test_writes_and_compares(tmp_path):
+    path = tmp_path / "now.json"
+    first = run("--json", path)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(path.read_text())
+    assert str(tmp_path) not in path.read_text()
+    assert str(ROOT.parent) not in path.read_text()
+    figures = result["figures"]
+    assert all(f"{name} " in first.stdout for name in figures)
+    for recipe in ("current", "delayed", "blockwise", "mxfp8", "rowwise"):
+        assert figures[f"{recipe}: calls"] > figures[f"{recipe}: moves"] > 0
+        assert figures[f"{recipe}: frames to the matmul backend"] > 1
+        assert figures[f"{recipe}: frames to the cast"] > 1
+    kept = json.loads((FOLDER / "results" / "structure_before.json").read_text())
+    assert {*kept["figures"]} == {*figures}  # or nothing can be compared with it
+
+    # Doubled figures: every ratio is a half, so the second run counts what the first one did.
+    result["figures"] = {name: 2 * value for name, value in figures.items()}
+    path.write_text(json.dumps(result))
+    second = run("--compare", path)
+    assert second.returncode == 0, second.stderr
+    for name in figures:
+        (line,) = [each for each in second.stdout.splitlines() if each.startswith(f"{name:55} ")]
+        assert line.endswith(" 0.50" if figures[name] else " -"), line
+
+
+def test_another_file_is_refused(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text("[]")
+    refused = run("--compare", path)
+    assert refused.returncode == 2
+    assert "it has no figures and versions; give a file that --json wrote" in refused.stderr
