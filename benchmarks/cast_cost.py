@@ -1,11 +1,13 @@
-"""What a cast to FP8 costs in a program that XLA compiles: bytes of memory and instructions. Compiled, not run.
+"""What a cast to FP8 costs in a program that XLA compiles: bytes of memory and instructions.
+
+Compiled, not run.
 
     python benchmarks/cast_cost.py
 
 This compares the cast that builds its payload as a byte with one that ends in a conversion
-(`jaxfp8/numerics/_rounding.py`). XLA folds a conversion away where the payload is converted back. Instructions are those
-of one thread's machine code, divided by the values that it casts. "and back" is the cast and its dequantization to
-bfloat16 in one kernel.
+(`jaxfp8/numerics/_rounding.py`). XLA folds a conversion away where the payload is converted back.
+Instructions are those of one thread's machine code, divided by the values that it casts. "and back"
+is the cast and its dequantization to bfloat16 in one kernel.
 
 It needs the wheels of jax[cuda13] and triton, which brings a disassembler, but no GPU.
 """
@@ -39,7 +41,10 @@ DUMP = Path(os.environ["XLA_FLAGS"].rpartition("=")[2])
 ARCHITECTURES = {"h200": "sm_90a", "b200": "sm_100a", "a100": "sm_80"}
 CASTS = {"conversion": kernel_cast, "byte": saturating_cast}
 SIDE = 4096
-PTXAS = Path(next(iter(importlib.util.find_spec("nvidia").submodule_search_locations))) / "cu13/bin/ptxas"
+PTXAS = (
+    Path(next(iter(importlib.util.find_spec("nvidia").submodule_search_locations)))
+    / "cu13/bin/ptxas"
+)
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 LAUNCH = re.compile(r"(\w+) grid: \[(\d+), 1, 1\] threads: \[(\d+), 1, 1\]")
 OPCODE = re.compile(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)")
@@ -56,12 +61,19 @@ def cost(chip: str, cast: Callable[..., Any], *, back: bool) -> tuple[float, flo
         old.unlink()
     compiled = compile_for(chip, function, array(SIDE, SIDE), array(dtype=jnp.float32))
     program = Program(compiled.as_text())
-    launches = [found for file in DUMP.glob("*thunk_sequence.txt") for found in LAUNCH.findall(file.read_text())]
-    name, blocks, threads = max(launches, key=lambda launch: int(launch[1]))  # another may look at the multiplier
+    launches = [
+        found
+        for file in DUMP.glob("*thunk_sequence.txt")
+        for found in LAUNCH.findall(file.read_text())
+    ]
+    # another may look at the multiplier
+    name, blocks, threads = max(launches, key=lambda launch: int(launch[1]))
     (kernel,) = (file for file in DUMP.glob("*.ptx") if f".entry {name}(" in file.read_text())
     cubin = DUMP / "kernel.cubin"
     subprocess.run([PTXAS, f"-arch={ARCHITECTURES[chip]}", kernel, "-o", cubin], check=True)
-    listing = subprocess.run([DISASSEMBLER, "-c", cubin], check=True, capture_output=True, text=True).stdout
+    listing = subprocess.run(
+        [DISASSEMBLER, "-c", cubin], check=True, capture_output=True, text=True
+    ).stdout
     body = listing.split(f".text.{name}:")[1].split(".text.")[0]
     instructions = sum(opcode != "NOP" for opcode in OPCODE.findall(body))
     values = SIDE**2 / (int(blocks) * int(threads))  # of one thread
@@ -69,12 +81,18 @@ def cost(chip: str, cast: Callable[..., Any], *, back: bool) -> tuple[float, flo
 
 
 def main() -> None:
-    print(f"Of each value, bfloat16 [{SIDE}, {SIDE}] to E4M3, jax {jax.__version__}: instructions, bytes")
+    print(
+        f"Of each value, bfloat16 [{SIDE}, {SIDE}] to E4M3, jax {jax.__version__}: instructions, "
+        "bytes"
+    )
     print("| | " + " | ".join(f"{cast}{end}" for end in ("", " and back") for cast in CASTS) + " |")
     print("|---" * (1 + 2 * len(CASTS)) + "|")
     for chip in ARCHITECTURES:
         cells = [cost(chip, cast, back=back) for back in (False, True) for cast in CASTS.values()]
-        print(f"| {chip} | " + " | ".join(f"{count:.1f}, {size:.1f}" for count, size in cells) + " |", flush=True)
+        print(
+            f"| {chip} | " + " | ".join(f"{count:.1f}, {size:.1f}" for count, size in cells) + " |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """How long a train step takes on a CPU, in FP8 and beside others.
 
-A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step each in every
-round and in a new order each round, so that whatever else the machine does falls on all of them. Ratios are
-taken within each round, one step by another; the table has their median and quartiles.
+A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step
+each in every round and in a new order each round, so that whatever else the machine does falls on
+all of them. Ratios are taken within each round, one step by another; the table has their median and
+quartiles.
 
     python benchmarks/cpu_train_step.py --repeats 40 --json result.json
 
@@ -55,7 +56,8 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        # Named, because initial values depend on names and a layer without one is named by its class.
+        # Named, because initial values depend on names and a layer without one is named by its
+        # class.
         h = nn.relu(self.dense(self.hidden, name="up")(x))
         return self.dense(x.shape[-1], name="down")(h)
 
@@ -63,7 +65,9 @@ class Mlp(nn.Module):
 class NnxMlp(nnx.Module):
     """The same with nnx layers."""
 
-    def __init__(self, linear: Callable[..., nnx.Module], features: int, hidden: int, rngs: nnx.Rngs):
+    def __init__(
+        self, linear: Callable[..., nnx.Module], features: int, hidden: int, rngs: nnx.Rngs
+    ):
         self.up = linear(features, hidden, rngs=rngs)
         self.down = linear(hidden, features, rngs=rngs)
 
@@ -75,7 +79,8 @@ def mean_squared_error(y, target):
     return jnp.mean(jnp.square(y.astype(jnp.float32) - target))
 
 
-# Contenders. Each is a function (batch, hidden) -> step, and step() trains on the batch once and returns the loss.
+# Contenders. Each is a function (batch, hidden) -> step, and step() trains on the batch once and
+# returns the loss.
 
 
 def linen(
@@ -88,8 +93,9 @@ def linen(
 
     Args:
       dense: makes a layer.
-      gradients: what differentiates the model and carries its FP8 state. "jax": no state, `jax.value_and_grad`;
-        "overwrite": flax's FP8 state, whose new value arrives as its gradient; "jaxfp8": `fp8.value_and_grad`.
+      gradients: what differentiates the model and carries its FP8 state. "jax": no state,
+        `jax.value_and_grad`; "overwrite": flax's FP8 state, whose new value arrives as its
+        gradient; "jaxfp8": `fp8.value_and_grad`.
       convert: changes the whole model.
     """
 
@@ -100,7 +106,9 @@ def linen(
         @functools.partial(jax.jit, donate_argnums=0)
         def train_step(state, x, target):
             def loss_fn(params, *collections):
-                variables = {"params": params, COLLECTION: collections[0]} if collections else params
+                variables = (
+                    {"params": params, COLLECTION: collections[0]} if collections else params
+                )
                 return mean_squared_error(state.apply_fn(variables, x), target)
 
             if gradients == "jaxfp8":
@@ -139,7 +147,9 @@ def nnx_linear(linear: Callable[..., nnx.Module]) -> Callable[..., Callable[[], 
 
         @functools.partial(nnx.jit, donate_argnums=(0, 1))
         def train_step(model, optimizer, x, target):
-            loss, grads = fp8.nnx.value_and_grad(lambda model: mean_squared_error(model(x), target))(model)
+            loss, grads = fp8.nnx.value_and_grad(
+                lambda model: mean_squared_error(model(x), target)
+            )(model)
             optimizer.update(model, grads)
             return loss
 
@@ -149,13 +159,17 @@ def nnx_linear(linear: Callable[..., nnx.Module]) -> Callable[..., Callable[[], 
 
 
 def qwix(batch, hidden: int):
-    """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT rules."""
+    """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT
+    rules.
+    """
     from qwix import QtProvider, QtRule, quantize_model
 
     e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
     rule = QtRule(module_path=".*", weight_qtype=e4m3, act_qtype=e4m3, bwd_qtype=e5m2)
 
-    return linen(bf16_dense, convert=lambda model: quantize_model(model, QtProvider([rule])))(batch, hidden)
+    return linen(bf16_dense, convert=lambda model: quantize_model(model, QtProvider([rule])))(
+        batch, hidden
+    )
 
 
 def bf16_dense(features: int, **arguments: Any) -> nn.Module:
@@ -163,14 +177,19 @@ def bf16_dense(features: int, **arguments: Any) -> nn.Module:
 
 
 def accumulate_float32(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
-    """bf16 operands, float32 accumulation, rounded at the end. Its gradients are jax's own: float32 times bf16."""
+    """bf16 operands, float32 accumulation, rounded at the end.
+
+    Its gradients are jax's own: float32 times bf16.
+    """
     del preferred_element_type
     return lax.dot_general(lhs, rhs, dimension_numbers, precision, jnp.float32).astype(lhs.dtype)
 
 
 @jax.custom_vjp
 def accumulate_float32_thrice(x, w):
-    """x [B, K] times w [K, N] with bf16 operands and float32 accumulation, in the gradients as well."""
+    """x [B, K] times w [K, N] with bf16 operands and float32 accumulation, in the gradients as
+    well.
+    """
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -181,7 +200,9 @@ def _accumulate_backward(operands, g):
     return dx, dw
 
 
-accumulate_float32_thrice.defvjp(lambda x, w: (accumulate_float32_thrice(x, w), (x, w)), _accumulate_backward)
+accumulate_float32_thrice.defvjp(
+    lambda x, w: (accumulate_float32_thrice(x, w), (x, w)), _accumulate_backward
+)
 
 
 def fp8_dense(recipe: fp8.Recipe) -> Callable[..., Callable[[], jax.Array]]:
@@ -190,13 +211,18 @@ def fp8_dense(recipe: fp8.Recipe) -> Callable[..., Callable[[], jax.Array]]:
 
 CONTENDERS: dict[str, Callable[..., Callable[[], jax.Array]]] = {
     BASELINE: linen(bf16_dense),
-    "bf16, float32 accumulation (forward)": linen(functools.partial(bf16_dense, dot_general=accumulate_float32)),
+    "bf16, float32 accumulation (forward)": linen(
+        functools.partial(bf16_dense, dot_general=accumulate_float32)
+    ),
     "bf16, float32 accumulation (all three)": linen(
-        functools.partial(bf16_dense, dot_general=lambda x, w, *_, **__: accumulate_float32_thrice(x, w))
+        functools.partial(
+            bf16_dense, dot_general=lambda x, w, *_, **__: accumulate_float32_thrice(x, w)
+        )
     ),
     "nn.Dense, float32": linen(nn.Dense),
     "flax Fp8DirectDotGeneralOp": linen(
-        functools.partial(bf16_dense, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp), gradients="overwrite"
+        functools.partial(bf16_dense, dot_general_cls=nn.fp8_ops.Fp8DirectDotGeneralOp),
+        gradients="overwrite",
     ),
     "qwix fp8 rule": qwix,
     "jaxfp8 FP8Dense, delayed": fp8_dense(fp8.recipes.delayed()),
@@ -204,7 +230,9 @@ CONTENDERS: dict[str, Callable[..., Callable[[], jax.Array]]] = {
     "jaxfp8 FP8Dense, rowwise": fp8_dense(fp8.recipes.rowwise()),
     "jaxfp8 FP8Dense, rowwise hp-wgrad": fp8_dense(fp8.recipes.rowwise(high_precision_wgrad=True)),
     "jaxfp8 FP8Dense, blockwise": fp8_dense(fp8.recipes.blockwise()),
-    "jaxfp8 FP8Dense, blockwise, float32 scales": fp8_dense(fp8.recipes.blockwise(power_of_two=False)),
+    "jaxfp8 FP8Dense, blockwise, float32 scales": fp8_dense(
+        fp8.recipes.blockwise(power_of_two=False)
+    ),
     "jaxfp8 FP8Dense, mxfp8": fp8_dense(fp8.recipes.mxfp8()),
     "jaxfp8 FP8Dense, mxfp8, 32x32 weights": fp8_dense(fp8.recipes.mxfp8(w_tile_dim=2)),
     "jaxfp8 FP8Linear (nnx), delayed": nnx_linear(functools.partial(FP8Linear, dtype=jnp.bfloat16)),
@@ -262,38 +290,57 @@ def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the code. The load average, of 1, 5 and 15 minutes, is that before the run."""
+    """What the numbers depend on besides the code.
+
+    The load average, of 1, 5 and 15 minutes, is that before the run.
+    """
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     flags = fields.get("flags", "").split()
     packages = ("jax", "jaxlib", "flax", "optax", "qwix")
     return {
         "cpu": fields.get("model name", platform.processor() or platform.machine()),
-        "load_average": [round(load, 1) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": [round(load, 1) for load in os.getloadavg()]
+        if hasattr(os, "getloadavg")
+        else None,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "bf16_instructions": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags],
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)},
+        | {
+            name: importlib.metadata.version(name)
+            for name in packages
+            if importlib.util.find_spec(name)
+        },
     }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':40} {'median':>9}  {'quartiles':>15}  {'ratio':>6}  {'quartiles':>13}  {'loss':>7}"]
+    lines = [
+        f"{'':40} {'median':>9}  {'quartiles':>15}  {'ratio':>6}  {'quartiles':>13}  {'loss':>7}"
+    ]
     for row in rows:
         low, high = row["quartiles_ms"]
         low_ratio, high_ratio = row["quartiles_ratio"]
         lines.append(
-            f"{row['contender']:40} {row['median_ms']:6.1f} ms  {low:6.1f} - {high:6.1f}  {row['ratio']:6.3f}"
-            f"  {low_ratio:5.3f} - {high_ratio:5.3f}  {row['loss']:7.4f}"
+            f"{row['contender']:40} {row['median_ms']:6.1f} ms  {low:6.1f} - {high:6.1f}  "
+            f"{row['ratio']:6.3f}  {low_ratio:5.3f} - {high_ratio:5.3f}  {row['loss']:7.4f}"
         )
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the numbers there")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds, one step a contender each (default 20)")
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="also write the numbers there"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="rounds, one step a contender each (default 20)"
+    )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -302,20 +349,37 @@ def main() -> None:
         parser.error("--repeats must be at least 1")
 
     sizes = {name: getattr(arguments, name) for name in ("batch", "features", "hidden", "repeats")}
-    command = " ".join(["python benchmarks/cpu_train_step.py", *(f"--{name} {value}" for name, value in sizes.items())])
+    command = " ".join(
+        [
+            "python benchmarks/cpu_train_step.py",
+            *(f"--{name} {value}" for name, value in sizes.items()),
+        ]
+    )
     where = machine()
     bf16_instructions = ", ".join(where["bf16_instructions"]) or "none"
     print(f"{where['cpu']}, {where['cores']} cores, bf16 instructions: {bf16_instructions}")
     print(", ".join(f"{name} {version}" for name, version in where["versions"].items()))
-    print("MLP {features}-{hidden}-{features}, batch {batch}, AdamW, {repeats} rounds".format(**sizes))
+    print(
+        "MLP {features}-{hidden}-{features}, batch {batch}, AdamW, {repeats} rounds".format(**sizes)
+    )
     print(command, flush=True)
-    rows = summarize(*measure(arguments.batch, arguments.features, arguments.hidden, arguments.repeats))
+    rows = summarize(
+        *measure(arguments.batch, arguments.features, arguments.hidden, arguments.repeats)
+    )
     print(table(rows))
     print(
-        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch, nnx from other weights."
+        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch, "
+        "nnx from other weights."
     )
     if arguments.json:
-        result = {"command": command, **where, "sizes": sizes, "warm_up": WARM_UP, "baseline": BASELINE, "rows": rows}
+        result = {
+            "command": command,
+            **where,
+            "sizes": sizes,
+            "warm_up": WARM_UP,
+            "baseline": BASELINE,
+            "rows": rows,
+        }
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 

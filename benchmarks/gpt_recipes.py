@@ -1,9 +1,12 @@
-"""Does FP8 train like bf16? Validation losses of examples/train_gpt.py: every recipe, three seeds, and a control.
+"""Does FP8 train like bf16? Validation losses of examples/train_gpt.py.
+
+Every recipe, three seeds, and a control.
 
     python benchmarks/gpt_recipes.py --json benchmarks/results/gpt_recipes.json
 
-The marks, for delayed scaling: |FP8 - bf16| at most 0.005 nats per byte in the mean of the seeds and 0.01 for each. The
-control casts gradients with the constant scale 1 and must miss them: it shows that the marks can see a broken recipe.
+The marks, for delayed scaling: |FP8 - bf16| at most 0.005 nats per byte in the mean of the seeds
+and 0.01 for each. The control casts gradients with the constant scale 1 and must miss them: it
+shows that the marks can see a broken recipe.
 """
 
 import argparse
@@ -26,10 +29,16 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 
 
 def unscaled_gradients() -> fp8.Recipe:
-    """Delayed scaling with gradients at scale 1: what does not underflow in E5M2 is left of them."""
+    """Delayed scaling with gradients at scale 1.
+
+    What does not underflow in E5M2 is left of them.
+    """
     x, g = Delayed(format=fp8.E4M3), Static(format=fp8.E5M2, scale=1.0)
     operands = {"fprop": (x, x), "dgrad": (g, x), "wgrad": (x, g)}
-    return fp8.Recipe(name="control", **{name: fp8.Operands(lhs=lhs, rhs=rhs) for name, (lhs, rhs) in operands.items()})
+    return fp8.Recipe(
+        name="control",
+        **{name: fp8.Operands(lhs=lhs, rhs=rhs) for name, (lhs, rhs) in operands.items()},
+    )
 
 
 RECIPES = {
@@ -62,7 +71,11 @@ def summary(name: str, runs: list, baseline: list) -> dict[str, object]:
     row = {"recipe": name, "val_loss": [round(run.val_loss, 4) for run in runs]}
     if name != "bf16":
         meets = abs(mean) <= MEAN_MARK and max(map(abs, gaps)) <= SEED_MARK
-        row |= {"gap": [round(gap, 4) for gap in gaps], "mean_gap": round(mean, 4), "meets_marks": meets}
+        row |= {
+            "gap": [round(gap, 4) for gap in gaps],
+            "mean_gap": round(mean, 4),
+            "meets_marks": meets,
+        }
     return row | {
         "seconds": [round(run.seconds, 1) for run in runs],
         "compile_seconds": round(runs[0].compile_seconds, 1),
@@ -70,10 +83,14 @@ def summary(name: str, runs: list, baseline: list) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300, help="(default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: %(default)s)")
-    parser.add_argument("--framework", choices=("linen", "nnx"), default="linen", help="(default: %(default)s)")
+    parser.add_argument(
+        "--framework", choices=("linen", "nnx"), default="linen", help="(default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 
@@ -87,12 +104,16 @@ def main() -> None:
             runs = []
             for seed in range(given.seeds):
                 model = example.FRAMEWORKS[given.framework](recipe, seed)
-                runs.append(example.train(f"{name}, seed {seed}", model, text, given.steps, seed, {}))
+                runs.append(
+                    example.train(f"{name}, seed {seed}", model, text, given.steps, seed, {})
+                )
             baseline = baseline or runs
             rows.append(summary(name, runs, baseline))
             print(json.dumps(rows[-1]), flush=True)
 
-    versions = {package: importlib.metadata.version(package) for package in ("jax", "flax", "optax")}
+    versions = {
+        package: importlib.metadata.version(package) for package in ("jax", "flax", "optax")
+    }
     result = {
         "command": " ".join(["python benchmarks/gpt_recipes.py", *sys.argv[1:]]),
         "steps": given.steps,

@@ -1,9 +1,9 @@
 """What `import jaxfp8` costs above flax and optax, in fresh interpreters.
 
-Each interpreter imports `flax.linen`, `flax.nnx` and `optax` first, then jaxfp8, then the file of a Pallas kernel, and times
-each of the three: by the clock, and in time of the processor, which depends less on what else the machine does. All modules
-have bytecode, as after `pip install`: a first interpreter, which is not counted, writes it to a folder that is removed at the
-end.
+Each interpreter imports `flax.linen`, `flax.nnx` and `optax` first, then jaxfp8, then the file of a
+Pallas kernel, and times each of the three: by the clock, and in time of the processor, which
+depends less on what else the machine does. All modules have bytecode, as after `pip install`: a
+first interpreter, which is not counted, writes it to a folder that is removed at the end.
 
     python benchmarks/import_time.py --repeats 20 --json result.json
 """
@@ -24,7 +24,7 @@ import numpy as np
 STEPS = {
     "flax.linen, flax.nnx, optax": "import flax.linen, flax.nnx, optax",
     "jaxfp8": "import jaxfp8",
-    "a Pallas kernel": "import jaxfp8.kernels.scaled_matmul._mosaic",
+    "a Pallas kernel": "import jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul",
 }
 """What is imported, one after another in one interpreter."""
 PROGRAM = """\
@@ -40,14 +40,20 @@ PACKAGES = ("jax", "flax", "optax", "jaxfp8")
 
 
 def measure(repeats: int) -> tuple[str, np.ndarray]:
-    """The jaxfp8 that is measured, and seconds [interpreter, step, 2]: by the clock, and of the processor."""
+    """The jaxfp8 that is measured, and seconds [interpreter, step, 2].
+
+    By the clock, and of the processor.
+    """
     with tempfile.TemporaryDirectory() as bytecode:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": bytecode}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # with it Python compiles every module anew
+        # with it Python compiles every module anew
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         rounds = []
         for _ in range(1 + repeats):
             command = [sys.executable, "-c", PROGRAM, json.dumps([*STEPS.values()])]
-            run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            run = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+            )
             file, seconds = json.loads(run.stdout)
             rounds.append(seconds)
     return file, np.array(rounds[1:])
@@ -77,11 +83,18 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also write the numbers there")
-    parser.add_argument("--repeats", type=int, default=20, help="interpreters that are timed (default 20)")
+    parser.add_argument(
+        "--json", type=pathlib.Path, metavar="FILE", help="also write the numbers there"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="interpreters that are timed (default 20)"
+    )
     arguments = parser.parse_args()
     if arguments.repeats < 1:
-        parser.error(f"--repeats {arguments.repeats}: at least one interpreter is timed; use --repeats 1 or more")
+        parser.error(
+            f"--repeats {arguments.repeats}: at least one interpreter is timed; use --repeats 1 or "
+            "more"
+        )
     load = [round(each, 1) for each in os.getloadavg()] if hasattr(os, "getloadavg") else None
     file, seconds = measure(arguments.repeats)
     rows = [row_of(name, 1e3 * seconds[:, step]) for step, name in enumerate(STEPS)]
@@ -91,7 +104,9 @@ def main() -> None:
         versions = {name: importlib.metadata.version(name) for name in PACKAGES}
         written = {
             "command": f"python benchmarks/import_time.py --repeats {arguments.repeats}",
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
             "load_average": load,
             "versions": {"python": platform.python_version()} | versions,
             "rows": rows,

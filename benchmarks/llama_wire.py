@@ -1,8 +1,10 @@
-"""What a train step of the layers of a Llama-3-70B sends between 8, 64 and 512 H200, in each recipe. Compiled, not run.
+"""What a train step of the layers of a Llama-3-70B sends between 8, 64 and 512 H200, in each
+recipe. Compiled, not run.
 
     python benchmarks/llama_wire.py --json benchmarks/results/llama_wire.json
 
-No GPU is needed, but the wheels of jax[cuda13]. The model is tests/deviceless/llama.py, where tests assert these figures.
+No GPU is needed, but the wheels of jax[cuda13]. The model is tests/deviceless/llama.py, where tests
+assert these figures.
 """
 
 import argparse
@@ -24,12 +26,16 @@ import llama
 from program import Program
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import WireReport, wire_report
+from jaxfp8.programs import WireReport, wire_report
 
 MESHES = {8: (2, 4), 64: (8, 8), 512: (64, 8)}  # fsdp x tensor
 GIB = 2**30
 # What the backward pass finds: FP8 residuals, the results of matmuls, both.
-KEPT = {"both": llama.KEEP_RESIDUALS, "residuals": fp8.save_fp8_residuals(), "products": llama.KEEP_PRODUCTS}
+KEPT = {
+    "both": llama.KEEP_RESIDUALS,
+    "residuals": fp8.save_fp8_residuals(),
+    "products": llama.KEEP_PRODUCTS,
+}
 
 
 def by_dtype(report: WireReport) -> dict[str, int]:
@@ -50,7 +56,9 @@ def figures(name: str, fsdp: int, tensor: int, layers: int, remat: str) -> dict[
     return {
         "gpus": fsdp * tensor,
         "recipe": name,
-        "gathered_bytes": {kind: by_dtype(of) for kind, of in llama.gathers(report, fsdp, tensor).items()},
+        "gathered_bytes": {
+            kind: by_dtype(of) for kind, of in llama.gathers(report, fsdp, tensor).items()
+        },
         "reduce_scatter_bytes": round(report.only(kind="reduce-scatter").wire_bytes),
         "all_reduce_bytes": round(report.only(kind="all-reduce").wire_bytes),
         "max_all_reduces": sum(maximum.times for maximum in maxima),
@@ -84,17 +92,28 @@ def table(rows: list[dict]) -> str:
     for name in dict.fromkeys(row["recipe"] for row in rows):
         of = {row["gpus"]: row for row in rows if row["recipe"] == name}
         cells = [[cell(of[gpus]) for gpus in meshes] for cell in columns.values()]
-        lines.append([name, *(same[0] if len(set(same)) == 1 else " / ".join(same) for same in cells)])
+        lines.append(
+            [name, *(same[0] if len(set(same)) == 1 else " / ".join(same) for same in cells)]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--gpus", type=int, nargs="+", choices=MESHES, default=list(MESHES), help="(default: %(default)s)"
+        "--gpus",
+        type=int,
+        nargs="+",
+        choices=MESHES,
+        default=list(MESHES),
+        help="(default: %(default)s)",
     )
     parser.add_argument("--layers", type=int, default=llama.LAYERS, help="(default: %(default)s)")
-    parser.add_argument("--remat", choices=KEPT, default="both", help="what it keeps (default: %(default)s)")
+    parser.add_argument(
+        "--remat", choices=KEPT, default="both", help="what it keeps (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 
@@ -109,7 +128,9 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/llama_wire.py", *sys.argv[1:]]),
         "chip": "h200",
-        "meshes": {gpus: dict(zip(("fsdp", "tensor"), MESHES[gpus], strict=True)) for gpus in given.gpus},
+        "meshes": {
+            gpus: dict(zip(("fsdp", "tensor"), MESHES[gpus], strict=True)) for gpus in given.gpus
+        },
         "layers": given.layers,
         "remat": given.remat,
         "tokens_per_fsdp_shard": llama.TOKENS,

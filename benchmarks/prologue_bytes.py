@@ -1,9 +1,10 @@
-"""What the kernels of a training step read and write where SwiGLU or RMSNorm stands before a matmul. Compiled, not run.
+"""What the kernels of a training step read and write where SwiGLU or RMSNorm stands before a
+matmul. Compiled, not run.
 
     python benchmarks/prologue_bytes.py
 
-No GPU is needed, but the wheels of jax[cuda13] and jax 0.11 or later. The step is tests/deviceless/prologues.py, of which
-tests assert the differences.
+No GPU is needed, but the wheels of jax[cuda13] and jax 0.11 or later. The step is
+tests/deviceless/prologues.py, of which tests assert the differences.
 """
 
 import os
@@ -32,7 +33,9 @@ def main() -> None:
         row = []
         for name, way in columns:
             casts, fused = prologues.WAYS[way]
-            program = prologues.trained(fp8.recipes.get(recipe), name, casts, fused=fused, sizes=SIZES)
+            program = prologues.trained(
+                fp8.recipes.get(recipe), name, casts, fused=fused, sizes=SIZES
+            )
             row.append(f"{prologues.moved(program) / 2**20:.0f}")
         print(f"| `{recipe}()` | " + " | ".join(row) + " |", flush=True)
 

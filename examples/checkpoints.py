@@ -1,9 +1,9 @@
 """Checkpoints of a training run: written by Orbax, restored bit for bit, refused if damaged.
 
 A checkpoint is a folder DIR/STEP/. It holds the arrays as Orbax writes them, and description.json.
-That file has a description of the run, the shapes of the arrays, and the SHA-256 of each file. A save
-writes the folder under another name and renames it at the end. So an interrupted save leaves the
-checkpoint before it unchanged.
+That file has a description of the run, the shapes of the arrays, and the SHA-256 of each file. A
+save writes the folder under another name and renames it at the end. So an interrupted save leaves
+the checkpoint before it unchanged.
 """
 
 import hashlib
@@ -102,8 +102,8 @@ class Checkpoints:
         except Exception as error:  # the type for a full disk depends on which part was writing
             why = in_one_line(error)
             raise CheckpointError(
-                f"{folder}: it could not be saved ({why}). Free space on the disk, or allow writing "
-                "there. Then --resume continues from the checkpoint before it."
+                f"{folder}: it could not be saved ({why}). Free space on the disk, or allow "
+                "writing there. Then --resume continues from the checkpoint before it."
             ) from None
 
     def check(self) -> None:
@@ -117,8 +117,8 @@ class Checkpoints:
             pairs = (f"{key} {run.get(key)!r}, not {self.run.get(key)!r}" for key in others)
             listed = ", ".join(pairs)
             raise CheckpointError(
-                f"{folder}: it was saved with {listed}; a resumed run needs the settings that it was "
-                "started with. Repeat them with --resume, or give another --checkpoint."
+                f"{folder}: it was saved with {listed}; a resumed run needs the settings that it "
+                "was started with. Repeat them with --resume, or give another --checkpoint."
             )
         # Files are checked before Orbax reads them. Orbax misses some damage, and its threads print
         # tracebacks.
@@ -129,7 +129,10 @@ class Checkpoints:
             raise self._damaged(step, f"{others[0]} {what}")
 
     def restore(self, like: dict[str, Any]) -> dict[str, Any]:
-        """The newest checkpoint, in the tree of `like`. Its entry "state" is the quantizer state."""
+        """The newest checkpoint, in the tree of `like`.
+
+        Its entry "state" is the quantizer state.
+        """
         self.check()
         step = self.steps()[-1]
         saved, wanted = self._description(step)["shapes"], shapes(like)

@@ -1,4 +1,7 @@
-"""What the command lines of the examples share. A mistake is one line: what was given, what to write."""
+"""What the command lines of the examples share.
+
+A mistake is one line: what was given, what to write.
+"""
 
 import argparse
 import json
@@ -11,8 +14,8 @@ from typing import Any, NoReturn
 import jaxfp8 as fp8
 
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}  # JSON has no word for them
-# Scales for the default run of train_gpt.py. Its delayed scales after 60 steps (2 CPU cores, jax 0.10.2) are at most 0.012,
-# 0.0005 and 5e-8. Those of w grow, so w_scale leaves a margin.
+# Scales for the default run of train_gpt.py. Its delayed scales after 60 steps (2 CPU cores, jax
+# 0.10.2) are at most 0.012, 0.0005 and 5e-8. Those of w grow, so w_scale leaves a margin.
 STATIC_SCALES = {"x_scale": 0.015, "w_scale": 0.001, "g_scale": 5e-8}
 
 
@@ -40,13 +43,15 @@ def positive(option: str, value: float) -> None:
         raise ValueError(f"{option} {value}: give a finite number above 0, as in {option} 0.001.")
 
 
-# -------------------------------------------------------------------------------------------------- recipe
+# ------------------------------------------------------------------------------------------- recipe
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """--recipe and --set; `recipe_of` reads them."""
     names = "delayed, current, rowwise, blockwise, mxfp8, ..."
     parser.add_argument("--recipe", default="delayed", help=f"{names} (default: %(default)s)")
     field = {"type": recipe_field, "action": "append", "default": [], "metavar": "FIELD=VALUE"}
-    parser.add_argument("--set", **field, help="a field of the recipe, its value in JSON; may be repeated")
+    parser.add_argument(
+        "--set", **field, help="a field of the recipe, its value in JSON; may be repeated"
+    )
 
 
 def recipe_field(text: str) -> tuple[str, Any]:
@@ -58,8 +63,8 @@ def recipe_field(text: str) -> tuple[str, Any]:
         return field, json.loads(value)
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text}: {value!r} is no JSON; give a number, true, false, or a word in double quotes, as in "
-            "--set 'algorithm=\"most_recent\"'."
+            f"{text}: {value!r} is no JSON; give a number, true, false, or a word in double "
+            "quotes, as in --set 'algorithm=\"most_recent\"'."
         ) from None
 
 
@@ -74,9 +79,13 @@ def recipe_of(given: argparse.Namespace) -> fp8.Recipe:
         twice = next(field for field in fields if [name for name, _ in given.set].count(field) > 1)
         raise ValueError(f"--set {twice}: it is given more than once; give it once.")
     written = "".join(f" --set {field}={json.dumps(value)}" for field, value in given.set)
-    if given.recipe == "static" and (missing := [name for name in STATIC_SCALES if name not in fields]):
+    if given.recipe == "static" and (
+        missing := [name for name in STATIC_SCALES if name not in fields]
+    ):
         cure = " ".join(f"--set {name}={STATIC_SCALES[name]}" for name in missing)
-        raise ValueError(f"--recipe static{written}: it needs {', '.join(missing)}; add, for example, {cure}.")
+        raise ValueError(
+            f"--recipe static{written}: it needs {', '.join(missing)}; add, for example, {cure}."
+        )
     for field, value in fields.items():
         if field in ("forward", "gradient") and isinstance(value, str):
             fields[field] = FORMATS.get(value, value)
@@ -86,7 +95,7 @@ def recipe_of(given: argparse.Namespace) -> fp8.Recipe:
         raise ValueError(f"--recipe {given.recipe}{written}: {error}") from None
 
 
-# --------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 def check_file(option: str, file: str) -> None:
     """Raise ValueError unless `file` can be written. What it holds stays as it is."""
     path = Path(os.path.realpath(file))
@@ -96,13 +105,20 @@ def check_file(option: str, file: str) -> None:
 
     try:
         if path.is_dir():
-            raise refused("it is a directory", f"give a file, as in {option} {Path(file) / 'result'}")
+            raise refused(
+                "it is a directory", f"give a file, as in {option} {Path(file) / 'result'}"
+            )
         if not path.parent.is_dir():
-            raise refused("its folder does not exist", f"make it first: mkdir -p {Path(file).parent}")
+            raise refused(
+                "its folder does not exist", f"make it first: mkdir -p {Path(file).parent}"
+            )
         new = not path.exists()
-        if new or path.is_file():  # a test now fails before training; a pipe or a device is left alone
+        # a test now fails before training; a pipe or a device is left alone
+        if new or path.is_file():
             path.open("ab").close()
         if new:
             path.unlink()
     except OSError as error:
-        raise refused(f"it cannot be written ({error.strerror})", "give a file that you may write") from None
+        raise refused(
+            f"it cannot be written ({error.strerror})", "give a file that you may write"
+        ) from None

@@ -40,7 +40,8 @@ class Model(NamedTuple):
 
     params: Any
     state: Any  # of the quantizers; empty for bf16 and for recipes without state
-    apply: Callable[[Any, Any, jax.Array], jax.Array]  # params, state, tokens [B, T] -> logits f32[B, T, 256]
+    # params, state, tokens [B, T] -> logits f32[B, T, 256]
+    apply: Callable[[Any, Any, jax.Array], jax.Array]
     fp8_layers: int
 
 
@@ -50,7 +51,7 @@ def attention(qkv: jax.Array, heads: int) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(*qkv.shape[:2], -1)
 
 
-# ---------------------------------------------------------------------------------------------- flax.linen
+# --------------------------------------------------------------------------------------- flax.linen
 class Block(nn.Module):
     """One block in flax.linen; `recipe=None` is the bf16 twin."""
 
@@ -60,12 +61,15 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width, dtype = self.size.width, self.size.dtype
-        dense = functools.partial(FP8Dense, recipe=self.recipe) if self.recipe else nn.Dense  # the whole difference
+        # the whole difference
+        dense = functools.partial(FP8Dense, recipe=self.recipe) if self.recipe else nn.Dense
         dense = functools.partial(dense, use_bias=False, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=dtype)
         qkv = dense(3 * width, name="qkv")(norm(name="norm1")(x))
         x = x + dense(width, name="out")(attention(qkv, self.size.heads))
-        return x + dense(width, name="fc2")(nn.gelu(dense(4 * width, name="fc1")(norm(name="norm2")(x))))
+        return x + dense(width, name="fc2")(
+            nn.gelu(dense(4 * width, name="fc1")(norm(name="norm2")(x)))
+        )
 
 
 class GPT(nn.Module):
@@ -79,32 +83,43 @@ class GPT(nn.Module):
         size = self.size
         embed = functools.partial(nn.Embed, features=size.width, dtype=size.dtype)
         positions = jnp.arange(tokens.shape[1])[None]
-        x = embed(VOCABULARY, name="token")(tokens) + embed(size.context, name="position")(positions)
+        x = embed(VOCABULARY, name="token")(tokens) + embed(size.context, name="position")(
+            positions
+        )
         for i in range(size.layers):
             x = Block(self.recipe, size, name=f"block{i}")(x)
         x = nn.LayerNorm(use_bias=False, dtype=size.dtype, name="norm")(x)
-        return nn.Dense(VOCABULARY, use_bias=False, dtype=size.dtype, name="head")(x).astype(jnp.float32)
+        return nn.Dense(VOCABULARY, use_bias=False, dtype=size.dtype, name="head")(x).astype(
+            jnp.float32
+        )
 
 
 def linen_gpt(recipe: fp8.Recipe | None, seed: int, size: Size = Size()) -> Model:
     """Parameters and quantizer state are two collections of the variables."""
-    model, key, tokens = GPT(recipe, size), jax.random.key(seed), jnp.zeros((1, size.context), jnp.int32)
+    model, key, tokens = (
+        GPT(recipe, size),
+        jax.random.key(seed),
+        jnp.zeros((1, size.context), jnp.int32),
+    )
     variables = jax.jit(model.init)(key, tokens)
 
     def apply(params: Any, state: Any, tokens: jax.Array) -> jax.Array:
         return model.apply({"params": params, COLLECTION: state}, tokens)
 
-    fp8_layers = sum(isinstance(module, FP8Dense) for module in model.module_paths(key, tokens).values())
+    fp8_layers = sum(
+        isinstance(module, FP8Dense) for module in model.module_paths(key, tokens).values()
+    )
     return Model(variables["params"], variables.get(COLLECTION, {}), apply, fp8_layers)
 
 
-# ------------------------------------------------------------------------------------------------ flax.nnx
+# ----------------------------------------------------------------------------------------- flax.nnx
 class NnxBlock(nnx.Module):
     """One block in flax.nnx."""
 
     def __init__(self, recipe: fp8.Recipe | None, size: Size, rngs: nnx.Rngs) -> None:
         width, self.heads = size.width, size.heads
-        linear = functools.partial(FP8Linear, recipe=recipe) if recipe else nnx.Linear  # the whole difference
+        # the whole difference
+        linear = functools.partial(FP8Linear, recipe=recipe) if recipe else nnx.Linear
         linear = functools.partial(linear, use_bias=False, dtype=size.dtype, rngs=rngs)
         norm = functools.partial(nnx.LayerNorm, width, use_bias=False, dtype=size.dtype, rngs=rngs)
         self.norm1, self.qkv, self.out = norm(), linear(width, 3 * width), linear(width, width)
@@ -134,14 +149,22 @@ class NnxGPT(nnx.Module):
 
 
 def nnx_gpt(recipe: fp8.Recipe | None, seed: int, size: Size = Size()) -> Model:
-    """Parameters and quantizer state are Variables of two types; `fp8.nnx.value_and_grad` takes the whole model."""
+    """Parameters and quantizer state are Variables of two types.
+
+    `fp8.nnx.value_and_grad` takes the whole model.
+    """
     model = NnxGPT(recipe, size, nnx.Rngs(seed))
     graph, params, state = nnx.split(model, nnx.Param, FP8State)
 
     def apply(params: Any, state: Any, tokens: jax.Array) -> jax.Array:
         return nnx.merge(graph, params, state)(tokens)
 
-    return Model(params, state, apply, sum(isinstance(module, FP8Linear) for _, module in nnx.iter_modules(model)))
+    return Model(
+        params,
+        state,
+        apply,
+        sum(isinstance(module, FP8Linear) for _, module in nnx.iter_modules(model)),
+    )
 
 
 FRAMEWORKS = {"linen": linen_gpt, "nnx": nnx_gpt}

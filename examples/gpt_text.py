@@ -1,4 +1,6 @@
-"""Text of train_gpt.py: bytes as tokens, some of them held out for validation; and bytes that can be printed.
+"""Text of train_gpt.py: bytes as tokens, some of them held out for validation.
+
+And bytes that can be printed.
 
 Letters in shapes: N bytes to train on, V windows to validate on, T tokens of a window.
 """
@@ -11,8 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 CONTEXT, BATCH = 64, 16  # tokens of a window, windows of a step
-BLOCK_BYTES, VALIDATION_EVERY, VALIDATION_WINDOWS = 4096, 20, 1024  # 1024 windows of 64 tokens: 64 Ki tokens
-SMALLEST = 4  # bytes: two to train on and two to validate on, each a window of one token and the next
+# 1024 windows of 64 tokens: 64 Ki tokens
+BLOCK_BYTES, VALIDATION_EVERY, VALIDATION_WINDOWS = 4096, 20, 1024
+# bytes: two to train on and two to validate on, each a window of one token and the next
+SMALLEST = 4
 
 
 class Text(NamedTuple):
@@ -29,7 +33,9 @@ class Text(NamedTuple):
 
     def __str__(self) -> str:
         windows = f"{len(self.validation):,} windows of {self.context} tokens to validate on"
-        shortened = f"; windows are shortened from {CONTEXT} tokens" if self.context < CONTEXT else ""
+        shortened = (
+            f"; windows are shortened from {CONTEXT} tokens" if self.context < CONTEXT else ""
+        )
         return f"{len(self.train):,} bytes to train on, {windows}{shortened}"
 
 
@@ -41,21 +47,25 @@ def load_text(file: str | None) -> Text:
     """
     if file is not None and not Path(file).is_file():
         raise ValueError(
-            f"--data {file or repr(file)}: this is not a file; give the path of a text file, or leave --data out to train on "
-            "Python's standard library."
+            f"--data {file or repr(file)}: this is not a file; give the path of a text file, or "
+            "leave --data out to train on Python's standard library."
         )
     library = Path(os.__file__).parent
     paths = sorted(library.glob("*.py")) if file is None else [Path(file)]
     try:
         text = b"".join(path.read_bytes() for path in paths)
     except OSError as error:
-        raise ValueError(f"--data {error.filename}: it cannot be read ({error.strerror}); give another file.") from None
+        raise ValueError(
+            f"--data {error.filename}: it cannot be read ({error.strerror}); give another file."
+        ) from None
     if len(text) < SMALLEST:
         origin = f"the standard library in {library}" if file is None else f"--data {file}"
         size = f"{len(text)} bytes of text, at least {SMALLEST} are needed"
         raise ValueError(f"{origin}: {size}; give a larger --data FILE.")
     tokens = np.frombuffer(text, np.uint8)
-    train, windows = split_blocks(tokens) if len(text) >= VALIDATION_EVERY * BLOCK_BYTES else split_end(tokens)
+    train, windows = (
+        split_blocks(tokens) if len(text) >= VALIDATION_EVERY * BLOCK_BYTES else split_end(tokens)
+    )
     count = min(VALIDATION_WINDOWS, len(windows))
     count -= count % BATCH if count > BATCH else 0  # evaluated in batches of one size
     spread = np.linspace(0, len(windows) - 1, count).astype(int)
@@ -63,7 +73,10 @@ def load_text(file: str | None) -> Text:
 
 
 def split_blocks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every 20th block of 4 KiB is held out. To train on: uint8[N], to validate on: uint8[V, T + 1]."""
+    """Every 20th block of 4 KiB is held out.
+
+    To train on: uint8[N], to validate on: uint8[V, T + 1].
+    """
     blocks = tokens[: len(tokens) // BLOCK_BYTES * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
     held_out = np.arange(len(blocks)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
     return blocks[~held_out].ravel(), cut(blocks[held_out], CONTEXT)
@@ -86,7 +99,13 @@ def cut(blocks: np.ndarray, context: int) -> np.ndarray:
 
 
 def printable(text: bytes, encoding: str) -> str:
-    """Text for a terminal of that encoding. Control characters and bytes that are not text become escapes."""
+    """Text for a terminal of that encoding.
+
+    Control characters and bytes that are not text become escapes.
+    """
     decoded = text.decode("utf-8", "backslashreplace")
-    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in decoded)
+    shown = (
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in decoded
+    )
     return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,5 @@
-"""The training loop of train_gpt.py, the same for FP8 and bf16, and text that a trained model samples.
+"""The training loop of train_gpt.py, the same for FP8 and bf16, and text that a trained model
+samples.
 
 Letters in shapes: B batch, T tokens of a window.
 """
@@ -70,7 +71,8 @@ def train(
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def train_step(params, state, opt_state, windows):
-        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, windows)  # grads hold no quantizer state
+        # grads hold no quantizer state
+        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, windows)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state, opt_state, loss
 
@@ -94,11 +96,14 @@ def train(
     # All positions of batches are drawn at once, so a resumed run reads the batches that come next.
     places = np.random.default_rng(seed).integers(0, len(text.train) - context, (steps, BATCH, 1))
     print(f"{name:>4} compiling ...", flush=True)
-    start = time.perf_counter()  # compiled before the first step, so that tokens/s is the speed of the steps
+    # compiled before the first step, so that tokens/s is the speed of the steps
+    start = time.perf_counter()
     windows = jax.ShapeDtypeStruct((BATCH, context + 1), np.uint8)
     jitted = jax.jit(train_step, donate_argnums=(0, 1, 2), compiler_options=options)
     train_step = jitted.lower(params, state, opt_state, windows).compile()
-    evaluate = jax.jit(evaluate, compiler_options=options).lower(params, state, text.validation).compile()
+    evaluate = (
+        jax.jit(evaluate, compiler_options=options).lower(params, state, text.validation).compile()
+    )
     compile_seconds = time.perf_counter() - start
 
     start = time.perf_counter() - seconds
@@ -108,9 +113,13 @@ def train(
         params, state, opt_state, loss = train_step(params, state, opt_state, windows)
         losses.append(loss)
         save = checkpoints and (i % checkpoints.every == 0 or i == steps)
-        if i % print_every == 0 or i == steps or save:  # only here: reading a loss waits for its step
+        # only here: reading a loss waits for its step
+        if i % print_every == 0 or i == steps or save:
             shown = f"{name:>4} step {i:{len(str(steps))}}/{steps}  loss {float(loss):.3f}"
-            print(f"{shown}  {i * BATCH * context / (time.perf_counter() - start):9,.0f} tokens/s", flush=True)
+            print(
+                f"{shown}  {i * BATCH * context / (time.perf_counter() - start):9,.0f} tokens/s",
+                flush=True,
+            )
         if save:
             seconds = time.perf_counter() - start
             checkpoints.save(i, everything())
@@ -121,13 +130,23 @@ def train(
 
 
 def sample(
-    model: Model, run: Run, context: int, count: int, seed: int, temperature: float, options: dict[str, bool]
+    model: Model,
+    run: Run,
+    context: int,
+    count: int,
+    seed: int,
+    temperature: float,
+    options: dict[str, bool],
 ) -> bytes:
-    """`count` bytes that follow a line break. Each is computed from the last T tokens, without a cache."""
+    """`count` bytes that follow a line break.
+
+    Each is computed from the last T tokens, without a cache.
+    """
 
     def write(params, state, window, keys):
         def step(carry, key):
-            window, length = carry  # int32[T], of which `length` tokens are text; no token reads what follows it
+            # int32[T], of which `length` tokens are text; no token reads what follows it
+            window, length = carry
             logits = model.apply(params, state, window[None])[0, length - 1]
             token = jax.random.categorical(key, logits / temperature)
             window = jnp.where(length == context, jnp.roll(window, -1), window)
@@ -138,6 +157,7 @@ def sample(
 
     window = jnp.zeros(context, jnp.int32).at[0].set(ord("\n"))
     keys = jax.random.split(jax.random.key(seed), count)
-    # Parameters are arguments. XLA would fold closed-over parameters at compile time, which is slow.
+    # Parameters are arguments. XLA would fold closed-over parameters at compile time, which is
+    # slow.
     tokens = jax.jit(write, compiler_options=options)(run.params, run.state, window, keys)
     return np.asarray(tokens, np.uint8).tobytes()

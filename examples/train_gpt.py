@@ -1,20 +1,22 @@
-"""Train a small GPT in FP8 beside its bf16 twin, and see that the two loss curves agree.
+r"""Train a small GPT in FP8 beside its bf16 twin, and see that the two loss curves agree.
 
     pip install "jaxfp8[examples]"
-    python examples/train_gpt.py                        # delayed scaling, flax.linen; about a minute on two cores
-    python examples/train_gpt.py --data FILE --sample       # any text; then text that the FP8 model writes
+    python examples/train_gpt.py                            # delayed; about a minute on two cores
+    python examples/train_gpt.py --data FILE --sample       # any text; then text of the FP8 model
     python examples/train_gpt.py --width 384 --layers 4 --steps 1000 --learning-rate 1e-3
     python examples/train_gpt.py --framework nnx --recipe current
     python examples/train_gpt.py --recipe rowwise --set high_precision_wgrad=true
     python examples/train_gpt.py --recipe blockwise
     python examples/train_gpt.py --recipe mxfp8 --set w_tile_dim=2
-    python examples/train_gpt.py --recipe static --set x_scale=0.015 --set w_scale=0.001 --set g_scale=5e-8
+    python examples/train_gpt.py --recipe static \
+        --set x_scale=0.015 --set w_scale=0.001 --set g_scale=5e-8
     python examples/train_gpt.py --checkpoint DIR           # saves every 50 steps, and at the end
     python examples/train_gpt.py --checkpoint DIR --resume  # continues DIR, bit for bit
 
-The text is Python's own standard library, which every machine has; a token is a byte. Both models start from the same
-parameters and see the same batches. They differ in one thing: the matmuls qkv, out, fc1 and fc2 of every block run in
-FP8, forward and backward. Embedding, attention, norms and head stay in bf16, parameters and optimizer in float32.
+The text is Python's own standard library, which every machine has; a token is a byte. Both models
+start from the same parameters and see the same batches. They differ in one thing: the matmuls qkv,
+out, fc1 and fc2 of every block run in FP8, forward and backward. Embedding, attention, norms and
+head stay in bf16, parameters and optimizer in float32.
 
 The models are in gpt_models.py, the training loop in gpt_training.py, the text in gpt_text.py.
 """
@@ -39,19 +41,43 @@ import jaxfp8 as fp8
 PLOT = "runs/train_gpt.png"  # git ignores runs/
 
 
-# -------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 def arguments_of(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_recipe(parser)
     add("--framework", choices=FRAMEWORKS, default="linen", help="(default: %(default)s)")
-    add("--width", type=int, default=Size.width, help=f"model width, a multiple of {HEAD_WIDTH} (default: %(default)s)")
+    add(
+        "--width",
+        type=int,
+        default=Size.width,
+        help=f"model width, a multiple of {HEAD_WIDTH} (default: %(default)s)",
+    )
     add("--layers", type=int, default=Size.layers, help="number of blocks (default: %(default)s)")
     add("--steps", type=int, default=300, help="(default: %(default)s)")
-    add("--learning-rate", type=float, default=Settings.learning_rate, help="peak learning rate (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of parameters, batches and samples (default: %(default)s)")
-    add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train the bf16 twin too (the default)")
+    add(
+        "--learning-rate",
+        type=float,
+        default=Settings.learning_rate,
+        help="peak learning rate (default: %(default)s)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of parameters, batches and samples (default: %(default)s)",
+    )
+    add(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train the bf16 twin too (the default)",
+    )
     add("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
-    add("--chip", default="cpu", help="h200, b200, ...: what it runs on, for XLA's options (default: %(default)s)")
+    add(
+        "--chip",
+        default="cpu",
+        help="h200, b200, ...: what it runs on, for XLA's options (default: %(default)s)",
+    )
     add(
         "--sample",
         type=int,
@@ -60,18 +86,33 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="at the end print BYTES (%(const)s) that the FP8 model samples",
     )
-    add("--temperature", type=float, default=0.8, help="sampling temperature (default: %(default)s)")
-    add("--plot", metavar="FILE", default=PLOT, help="where to draw the curves (default: %(default)s)")
+    add(
+        "--temperature", type=float, default=0.8, help="sampling temperature (default: %(default)s)"
+    )
+    add(
+        "--plot",
+        metavar="FILE",
+        default=PLOT,
+        help="where to draw the curves (default: %(default)s)",
+    )
     add("--json", metavar="FILE", help="where to write the results")
     add("--checkpoint", metavar="DIR", help="where to save the run, so that it can be continued")
-    add("--save-every", type=int, default=50, metavar="N", help="save after each N steps (default: %(default)s)")
+    add(
+        "--save-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="save after each N steps (default: %(default)s)",
+    )
     add("--resume", action="store_true", help="continue the run in DIR; repeat its arguments")
 
 
 def check_numbers(given: argparse.Namespace) -> None:
     """Raise ValueError for a number that is out of range."""
     counts = {"--layers": given.layers, "--steps": given.steps, "--save-every": given.save_every}
-    for option, count in (counts if given.sample is None else counts | {"--sample": given.sample}).items():
+    for option, count in (
+        counts if given.sample is None else counts | {"--sample": given.sample}
+    ).items():
         at_least_one(option, count)
     positive("--learning-rate", given.learning_rate)
     positive("--temperature", given.temperature)
@@ -80,7 +121,8 @@ def check_numbers(given: argparse.Namespace) -> None:
     if given.width < 1 or given.width % HEAD_WIDTH:
         nearest = max(HEAD_WIDTH, round(given.width / HEAD_WIDTH) * HEAD_WIDTH)
         raise ValueError(
-            f"--width {given.width}: a head of attention is {HEAD_WIDTH} wide; give a multiple of it, as in --width {nearest}."
+            f"--width {given.width}: a head of attention is {HEAD_WIDTH} wide; give a multiple of "
+            f"it, as in --width {nearest}."
         )
 
 
@@ -93,24 +135,36 @@ def check_files(given: argparse.Namespace) -> None:
     if given.json is not None:
         check_file("--json", given.json)
     drawn = FigureCanvasBase.get_supported_filetypes()
-    if (suffix := Path(given.plot).suffix[1:]).lower() not in drawn and not Path(given.plot).is_dir():
+    if (suffix := Path(given.plot).suffix[1:]).lower() not in drawn and not Path(
+        given.plot
+    ).is_dir():
         kind = f".{suffix} pictures" if suffix else "pictures without a suffix"
-        raise ValueError(f"--plot {given.plot}: matplotlib draws no {kind}; give a name in .png, .pdf or .svg.")
+        raise ValueError(
+            f"--plot {given.plot}: matplotlib draws no {kind}; give a name in .png, .pdf or .svg."
+        )
     if given.plot == PLOT:
         try:
             Path(PLOT).parent.mkdir(exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"--plot {PLOT}: the folder runs/ cannot be made ({error.strerror}); give another --plot."
+                f"--plot {PLOT}: the folder runs/ cannot be made ({error.strerror}); give another "
+                "--plot."
             ) from None
     check_file("--plot", given.plot)
 
 
 def on_chip(recipe: fp8.Recipe, chip: str) -> fp8.Recipe:
-    """The recipe for that chip. Blackwell has matmuls of its own for tiles, which `chip="b200"` selects."""
+    """The recipe for that chip.
+
+    Blackwell has matmuls of its own for tiles, which `chip="b200"` selects.
+    """
     try:
         fp8.compiler_options(recipe, chip)
-        return dataclasses.replace(recipe, chip=chip) if chip == "b200" and recipe.tile is not None else recipe
+        return (
+            dataclasses.replace(recipe, chip=chip)
+            if chip == "b200" and recipe.tile is not None
+            else recipe
+        )
     except ValueError as error:
         raise ValueError(f"--chip {chip}: {error}") from None
 
@@ -129,12 +183,20 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
         parser.error(str(error))
 
 
-def checkpoints_of(given: argparse.Namespace, text: Text, settings: Settings) -> dict[str, Checkpoints]:
-    """The checkpoints of each run, by name. A run is described by everything that changes its numbers."""
+def checkpoints_of(
+    given: argparse.Namespace, text: Text, settings: Settings
+) -> dict[str, Checkpoints]:
+    """The checkpoints of each run, by name.
+
+    A run is described by everything that changes its numbers.
+    """
     if not given.checkpoint:
         return {}
     described = {
-        **{key: getattr(given, key) for key in ("framework", "recipe", "width", "layers", "steps", "seed", "chip")},
+        **{
+            key: getattr(given, key)
+            for key in ("framework", "recipe", "width", "layers", "steps", "seed", "chip")
+        },
         **{"set": dict(given.set), "data": text.sha256, "batch": BATCH, "context": text.context},
         **dataclasses.asdict(settings),
     }
@@ -144,15 +206,20 @@ def checkpoints_of(given: argparse.Namespace, text: Text, settings: Settings) ->
     return found
 
 
-# ----------------------------------------------------------------------------------------------------- run
+# ---------------------------------------------------------------------------------------------- run
 def train_all(
     given: argparse.Namespace, recipe: fp8.Recipe, text: Text, settings: Settings
 ) -> tuple[dict[str, Run], dict[str, Model]]:
     """The FP8 run and, with --compare, the bf16 run, by name, and their models."""
-    options, checkpoints = fp8.compiler_options(recipe, given.chip), checkpoints_of(given, text, settings)
+    options, checkpoints = (
+        fp8.compiler_options(recipe, given.chip),
+        checkpoints_of(given, text, settings),
+    )
     size = Size(layers=given.layers, width=given.width, context=text.context)
     recipes = {"bf16": None, "FP8": recipe} if given.compare else {"FP8": recipe}
-    models = {name: FRAMEWORKS[given.framework](used, given.seed, size) for name, used in recipes.items()}
+    models = {
+        name: FRAMEWORKS[given.framework](used, given.seed, size) for name, used in recipes.items()
+    }
     runs = {}
     for name, model in models.items():
         expected = 4 * given.layers if recipes[name] else 0
@@ -172,14 +239,23 @@ def main(arguments: list[str] | None = None) -> None:
         Parser(__file__, None).error(str(error))
 
     parameters = sum(leaf.size for leaf in jax.tree.leaves(models["FP8"].params))
-    title = f"Byte-level GPT, {parameters:,} parameters, {given.steps} steps, {given.recipe} ({given.framework})"
+    title = (
+        f"Byte-level GPT, {parameters:,} parameters, {given.steps} steps, {given.recipe} "
+        f"({given.framework})"
+    )
     Console().print(table(runs, title))
     sampled = None
     if given.sample is not None:
-        ends, options = (given.sample, given.seed, given.temperature), fp8.compiler_options(recipe, given.chip)
+        ends, options = (
+            (given.sample, given.seed, given.temperature),
+            fp8.compiler_options(recipe, given.chip),
+        )
         written = sample(models["FP8"], runs["FP8"], text.context, *ends, options)
         sampled = printable(written, sys.stdout.encoding)
-        print(f"\nThe FP8 model writes (temperature {given.temperature}, seed {given.seed}):\n{sampled}")
+        print(
+            f"\nThe FP8 model writes (temperature {given.temperature}, seed "
+            f"{given.seed}):\n{sampled}"
+        )
     plot(runs, title, given.plot)
     if given.json is not None:
         write_json(given.json, given, runs, text, parameters, sampled)

@@ -1,16 +1,22 @@
-"""Train the GPT of train_sharded.py with many processes: each has its own devices, all of them together one mesh.
+r"""Train the GPT of train_sharded.py with many processes.
 
-    python examples/train_multihost.py                 # in each process, under Slurm, Open MPI, on TPU pods, ...
+Each has its own devices, all of them together one mesh.
 
-    python examples/train_multihost.py --coordinator localhost:12345 --num-processes 2 --process-id 0 &
-    python examples/train_multihost.py --coordinator localhost:12345 --num-processes 2 --process-id 1
+    python examples/train_multihost.py  # in each process, under Slurm, Open MPI, on TPU pods, ...
 
-Model, train step and mesh are those of one process: every process compiles and runs the same program, and JAX sends what
-has to be sent. Two things are new: the processes find each other (`jax.distributed.initialize`), and each of them reads
-only its rows of the batch (`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
+    python examples/train_multihost.py \
+        --coordinator localhost:12345 --num-processes 2 --process-id 0 &
+    python examples/train_multihost.py \
+        --coordinator localhost:12345 --num-processes 2 --process-id 1
 
-SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others with an error. This takes
-up to 10 s if process 0 got it, else up to 60 s (tests/examples/test_distributed_examples.py).
+Model, train step and mesh are those of one process: every process compiles and runs the same
+program, and JAX sends what has to be sent. Two things are new: the processes find each other
+(`jax.distributed.initialize`), and each of them reads only its rows of the batch
+(`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
+
+SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others
+with an error. This takes up to 10 s if process 0 got it, else up to 60 s
+(tests/examples/test_distributed_examples.py).
 """
 
 import argparse
@@ -46,13 +52,13 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
         yield jax.make_array_from_process_local_data(sharding, local, (batch, CONTEXT + 1))
 
 
-# -------------------------------------------------------------------------------------------- start and end
+# ------------------------------------------------------------------------------------ start and end
 def end_at_sigterm() -> None:
     """End this process at once when SIGTERM comes, whatever its threads wait for.
 
-    A Python handler runs in the main thread, which waits for collectives most of the time. So the signal's number goes
-    through a pipe to a thread of its own. The handler must be there all the same: without one, the first process of a
-    container never gets the signal.
+    A Python handler runs in the main thread, which waits for collectives most of the time. So the
+    signal's number goes through a pipe to a thread of its own. The handler must be there all the
+    same: without one, the first process of a container never gets the signal.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -62,7 +68,8 @@ def end_at_sigterm() -> None:
     def wait() -> None:
         while os.read(reads, 1)[0] != signal.SIGTERM:
             pass
-        os._exit(128 + signal.SIGTERM)  # as a shell reports it; no exit handler, because JAX's waits for the others
+        # as a shell reports it; no exit handler, because JAX's waits for the others
+        os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -74,13 +81,25 @@ def initialize(given: argparse.Namespace) -> None:
       ValueError: for a wrong argument, or if one is missing and JAX knows no cluster.
     """
     if given.coordinator is not None and not given.coordinator.rpartition(":")[2].isdecimal():
-        raise ValueError(f"--coordinator {given.coordinator}: give HOST:PORT, a free port on the host of process 0.")
-    for option, count in {"--num-processes": given.num_processes, "--cpu-devices": given.cpu_devices}.items():
+        raise ValueError(
+            f"--coordinator {given.coordinator}: give HOST:PORT, a free port on the host of "
+            "process 0."
+        )
+    for option, count in {
+        "--num-processes": given.num_processes,
+        "--cpu-devices": given.cpu_devices,
+    }.items():
         if count is not None:
             at_least_one(option, count)
     count = given.num_processes or 1
-    if given.process_id is not None and not 0 <= given.process_id < (given.num_processes or sys.maxsize):
-        last = "the number of processes - 1" if given.num_processes is None else given.num_processes - 1
+    if given.process_id is not None and not 0 <= given.process_id < (
+        given.num_processes or sys.maxsize
+    ):
+        last = (
+            "the number of processes - 1"
+            if given.num_processes is None
+            else given.num_processes - 1
+        )
         raise ValueError(f"--process-id {given.process_id}: give a number from 0 to {last}.")
     force_cpu_devices(given.cpu_devices or max(1, 8 // count))
     # JAX's preemption service catches SIGTERM and does not end the program.
@@ -95,7 +114,10 @@ def initialize(given: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def fail_alone() -> Iterator[None]:
-    """If this process fails, it ends at once. JAX's exit handler waits for the other processes, which wait for this one."""
+    """If this process fails, it ends at once.
+
+    JAX's exit handler waits for the other processes, which wait for this one.
+    """
     try:
         yield
     except BaseException as error:
@@ -109,7 +131,11 @@ def fail_alone() -> Iterator[None]:
 def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     parser = Parser(__file__, __doc__)
     add = parser.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens (default: what the cluster says)")
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where process 0 listens (default: what the cluster says)",
+    )
     add("--num-processes", type=int, metavar="N", help="(default: what the cluster says)")
     add("--process-id", type=int, metavar="I", help="0 to N - 1 (default: what the cluster says)")
     of_process = "of this process where there is no GPU or TPU (default: its part of 8)"
@@ -144,7 +170,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{jax.process_count()} processes, {jax.device_count()} devices", flush=True)
         losses, _ = train(mesh, recipe, batches(mesh, text, given.batch, given.steps), show)
         if first and given.json is not None:
-            Path(given.json).write_text(json.dumps({"mesh": dict(mesh.shape), "losses": losses}, indent=2) + "\n")
+            Path(given.json).write_text(
+                json.dumps({"mesh": dict(mesh.shape), "losses": losses}, indent=2) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""Train a GPT through a pipeline: each stage on devices of its own, microbatches on their way from stage to stage.
+"""Train a GPT through a pipeline.
 
-    python examples/train_pipeline.py                                       # eight CPU devices, unless there are GPUs
+Each stage on devices of its own, microbatches on their way from stage to stage.
+
+    python examples/train_pipeline.py              # eight CPU devices, unless there are GPUs
     python examples/train_pipeline.py --mesh pipe=8 --microbatches 16
     python examples/train_pipeline.py --mesh pipe=2,data=4 --recipe rowwise
 
-A stage holds its layers, their parameters and their quantizer state: `P("pipe")` splits all of them alike. Amaxes are
-combined over `data`, along which the tokens of one layer are split, and never over `pipe`, whose stages are different
-layers. Of amaxes that a state follows, types say so inside `jax.shard_map`; for recipes without state `reduce_axes=` does.
+A stage holds its layers, their parameters and their quantizer state: `P("pipe")` splits all of them
+alike. Amaxes are combined over `data`, along which the tokens of one layer are split, and never
+over `pipe`, whose stages are different layers. Of amaxes that a state follows, types say so inside
+`jax.shard_map`; for recipes without state `reduce_axes=` does.
 
-The same model is trained without a pipeline, on one device, and has to show the same losses and scales.
+The same model is trained without a pipeline, on one device, and has to show the same losses and
+scales.
 
-Letters in shapes: M microbatches, B windows of a microbatch, T tokens of a window, D width, L layers.
+Letters in shapes: M microbatches, B windows of a microbatch, T tokens of a window, D width, L
+layers.
 """
 
 import argparse
@@ -42,14 +47,16 @@ AXES = ("pipe", "data")
 ROLES = fp8.sharding.MeshRoles(pipeline="pipe", data="data")
 
 
-# --------------------------------------------------------------------------------------------------------------- model
+# -------------------------------------------------------------------------------------------- model
 class Embedding(nn.Module):
     """Before the first block: tokens [..., T] -> [..., T, D]."""
 
     @nn.compact
     def __call__(self, tokens):
         embed = functools.partial(nn.Embed, features=WIDTH, dtype=BF16)
-        return embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(CONTEXT))
+        return embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(
+            jnp.arange(CONTEXT)
+        )
 
 
 class Block(nn.Module):
@@ -59,11 +66,16 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(FP8Dense, recipe=self.recipe, reduce_axes=ROLES.reduce_axes)  # every axis but pipe
+        # every axis but pipe
+        dense = functools.partial(FP8Dense, recipe=self.recipe, reduce_axes=ROLES.reduce_axes)
         dense = functools.partial(dense, use_bias=False, dtype=BF16)
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
-        x = x + dense(WIDTH, name="out")(attention(dense(3 * WIDTH, name="qkv")(norm(name="norm1")(x)), HEADS))
-        return x + dense(WIDTH, name="fc2")(nn.gelu(dense(4 * WIDTH, name="fc1")(norm(name="norm2")(x))))
+        x = x + dense(WIDTH, name="out")(
+            attention(dense(3 * WIDTH, name="qkv")(norm(name="norm1")(x)), HEADS)
+        )
+        return x + dense(WIDTH, name="fc2")(
+            nn.gelu(dense(4 * WIDTH, name="fc1")(norm(name="norm2")(x)))
+        )
 
 
 class Head(nn.Module):
@@ -76,7 +88,9 @@ class Head(nn.Module):
 
 
 def init(block: Block) -> tuple[tuple[Any, Any, Any], Any]:
-    """Parameters, quantizer state and optimizer state, each stage's part on its devices, and their specs."""
+    """Parameters, quantizer state and optimizer state, each stage's part on its devices, and their
+    specs.
+    """
 
     def split(tree):
         return jax.tree.map(lambda leaf: nn.Partitioned(leaf, ("pipe",)), tree)
@@ -84,8 +98,12 @@ def init(block: Block) -> tuple[tuple[Any, Any, Any], Any]:
     def create():
         first, last, *keys = jax.random.split(jax.random.key(0), 2 + LAYERS)
         x = jnp.zeros((1, CONTEXT, WIDTH), BF16)
-        blocks = jax.vmap(block.init, in_axes=(0, None))(jnp.stack(keys), x)  # leaves of all blocks stacked: [L, ...]
-        embedding, head = Embedding().init(first, jnp.zeros(CONTEXT, jnp.int32)), Head().init(last, x)
+        # leaves of all blocks stacked: [L, ...]
+        blocks = jax.vmap(block.init, in_axes=(0, None))(jnp.stack(keys), x)
+        embedding, head = (
+            Embedding().init(first, jnp.zeros(CONTEXT, jnp.int32)),
+            Head().init(last, x),
+        )
         params = {"embedding": embedding, "blocks": split(blocks["params"]), "head": head}
         return params, split(blocks.get(COLLECTION, {})), tx.init(params)
 
@@ -108,13 +126,15 @@ def cross_entropy(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(Head().apply(params, x), targets).mean()
 
 
-# ------------------------------------------------------------------------------------------------------------ pipeline
+# ----------------------------------------------------------------------------------------- pipeline
 def pipeline_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> jax.Array:
-    """What a device does, inside shard_map: windows uint8[M, B, T + 1] -> the loss of all microbatches.
+    """What a device does, inside shard_map.
 
-    The GPipe schedule: M + stages - 1 ticks. In each of them every stage runs its blocks on one microbatch and passes
-    the result on. A stage that has nothing to do yet, or nothing left, computes on zeros: as there are no biases they
-    stay zeros, and an amax of 0 is never a maximum.
+    Windows uint8[M, B, T + 1] -> the loss of all microbatches.
+
+    The GPipe schedule: M + stages - 1 ticks. In each of them every stage runs its blocks on one
+    microbatch and passes the result on. A stage that has nothing to do yet, or nothing left,
+    computes on zeros: as there are no biases they stay zeros, and an amax of 0 is never a maximum.
     """
     stage, stages = lax.axis_index("pipe"), lax.axis_size("pipe")
     tokens = windows.astype(jnp.int32)
@@ -124,36 +144,49 @@ def pipeline_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> 
 
     def tick(carry, x):
         received, state = carry
-        state, now = fp8.fork(state)  # each microbatch meets the same state: fork makes their common maximum exact
+        # each microbatch meets the same state: fork makes their common maximum exact
+        state, now = fp8.fork(state)
         y = run_blocks(block, params["blocks"], now, x + received)  # one of the two is zero
         return (lax.ppermute(y, "pipe", [(i, i + 1) for i in range(stages - 1)]), state), y
 
     _, y = lax.scan(tick, (jnp.zeros_like(x[0]), state), x)
-    loss = cross_entropy(params["head"], y[stages - 1 :], tokens[..., 1:])  # of microbatches only at the last stage
+    # of microbatches only at the last stage
+    loss = cross_entropy(params["head"], y[stages - 1 :], tokens[..., 1:])
     return lax.pmean(lax.psum(jnp.where(stage == stages - 1, loss, 0), "pipe"), "data")
 
 
 def one_device_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> jax.Array:
-    """The same model without a pipeline, one microbatch after the other: windows uint8[M, B, T + 1]."""
+    """The same model without a pipeline, one microbatch after the other.
+
+    Windows uint8[M, B, T + 1].
+    """
 
     def microbatch(state, windows):
         state, now = fp8.fork(state)
         tokens = windows.astype(jnp.int32)
         x = Embedding().apply(params["embedding"], tokens[:, :-1])
-        return state, cross_entropy(params["head"], run_blocks(block, params["blocks"], now, x), tokens[:, 1:])
+        return state, cross_entropy(
+            params["head"], run_blocks(block, params["blocks"], now, x), tokens[:, 1:]
+        )
 
     return lax.scan(microbatch, state, windows)[1].mean()
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-def train(mesh: Mesh, block: Block, batches: Iterable[np.ndarray], *, pipeline: bool) -> tuple[list[float], Any]:
+# ----------------------------------------------------------------------------------------- training
+def train(
+    mesh: Mesh, block: Block, batches: Iterable[np.ndarray], *, pipeline: bool
+) -> tuple[list[float], Any]:
     """The loss of each batch, and the quantizer state in the end."""
     with jax.set_mesh(mesh):
         (params, state, opt_state), (*specs, _) = init(block)
         batch_spec, losses = P(None, "data"), []
-        gradients = fp8.value_and_grad(functools.partial(pipeline_loss if pipeline else one_device_loss, block))
+        gradients = fp8.value_and_grad(
+            functools.partial(pipeline_loss if pipeline else one_device_loss, block)
+        )
         if pipeline:
-            gradients = jax.shard_map(gradients, in_specs=(*specs, batch_spec), out_specs=(P(), *specs))
+            gradients = jax.shard_map(
+                gradients, in_specs=(*specs, batch_spec), out_specs=(P(), *specs)
+            )
 
         @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
         def train_step(params, state, opt_state, windows):
@@ -169,15 +202,28 @@ def train(mesh: Mesh, block: Block, batches: Iterable[np.ndarray], *, pipeline: 
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
-    """The command line and the text; a mistake ends the program with its name, its value and the cure."""
+    """The command line and the text.
+
+    A mistake ends the program with its name, its value and the cure.
+    """
     parser = Parser(__file__, __doc__)
     add = parser.add_argument
     add("--mesh", default="pipe=4,data=2", help="(default: %(default)s)")
-    add("--microbatches", type=int, default=4, help="microbatches in one step (default: %(default)s)")
+    add(
+        "--microbatches",
+        type=int,
+        default=4,
+        help="microbatches in one step (default: %(default)s)",
+    )
     add("--batch", type=int, default=2, help="windows of a microbatch (default: %(default)s)")
     add_recipe(parser)
     add("--steps", type=int, default=10, help="(default: %(default)s)")
-    add("--compare", action=argparse.BooleanOptionalAction, default=True, help="train on one device too (the default)")
+    add(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="train on one device too (the default)",
+    )
     add("--json", metavar="FILE", help="where to write losses and scales")
     given = parser.parse_args(arguments)
     try:
@@ -198,11 +244,13 @@ def check(given: argparse.Namespace, mesh: Mesh) -> None:
     pipe, data = (mesh.shape[axis] for axis in AXES)
     if LAYERS % pipe:
         raise ValueError(
-            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give a number of stages "
-            f"that divides {LAYERS}."
+            f"--mesh {given.mesh}: {LAYERS} layers cannot be split evenly into {pipe} stages; give "
+            f"a number of stages that divides {LAYERS}."
         )
     if given.batch < 1 or given.batch % data:
-        raise ValueError(f"--batch {given.batch}: give a multiple of data={data}, over which it is split.")
+        raise ValueError(
+            f"--batch {given.batch}: give a multiple of data={data}, over which it is split."
+        )
     at_least_one("--steps", given.steps)
     at_least_one("--microbatches", given.microbatches)
 
@@ -215,7 +263,9 @@ def main(arguments: list[str] | None = None) -> None:
         rng = np.random.default_rng(0)
         batches = (sample(text, rng, (given.microbatches, given.batch)) for _ in range(given.steps))
         losses, state = train(mesh, Block(recipe), batches, pipeline=pipeline)
-        return losses, np.array(state["fc1"]["FP8DotGeneral_0"]["fp8"].scale) if recipe.rows else np.zeros((LAYERS, 0))
+        return losses, np.array(
+            state["fc1"]["FP8DotGeneral_0"]["fp8"].scale
+        ) if recipe.rows else np.zeros((LAYERS, 0))
 
     runs = {"pipeline": run(mesh, pipeline=True)}
     if given.compare:
@@ -228,11 +278,18 @@ def main(arguments: list[str] | None = None) -> None:
         print("\nscales of x, w and g in fc1 of each stage's first layer:")
         print("stage", *(f"{name:>32}" for name in runs))
         stages = mesh.shape["pipe"]
-        for stage, rows in enumerate(zip(*(scales[:: LAYERS // stages] for _, scales in runs.values()), strict=True)):
+        for stage, rows in enumerate(
+            zip(*(scales[:: LAYERS // stages] for _, scales in runs.values()), strict=True)
+        ):
             print(f"{stage:5d}", *("".join(f"{scale:11.3e}" for scale in row)[1:] for row in rows))
     if given.json is not None:
-        result = {name: {"losses": losses, "scales": scales.tolist()} for name, (losses, scales) in runs.items()}
-        Path(given.json).write_text(json.dumps({"mesh": dict(mesh.shape)} | result, indent=2) + "\n")
+        result = {
+            name: {"losses": losses, "scales": scales.tolist()}
+            for name, (losses, scales) in runs.items()
+        }
+        Path(given.json).write_text(
+            json.dumps({"mesh": dict(mesh.shape)} | result, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

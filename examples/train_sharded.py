@@ -1,11 +1,14 @@
-"""Train a small GPT in FP8 on a mesh: data parallel, fully sharded data parallel and tensor parallel at once.
+"""Train a small GPT in FP8 on a mesh.
 
-    python examples/train_sharded.py                                   # eight CPU devices, unless there are GPUs
+Data parallel, fully sharded data parallel and tensor parallel at once.
+
+    python examples/train_sharded.py               # eight CPU devices, unless there are GPUs
     python examples/train_sharded.py --mesh fsdp=8 --recipe mxfp8
-    python examples/train_sharded.py --compare                         # the same run on one device as well
+    python examples/train_sharded.py --compare     # the same run on one device as well
 
-What FP8 adds to a sharded train step is one argument of each layer: `rhs_shard=` names the axis along which the layer's
-weights are split, so that they are quantized where they lie, and what travels between devices is FP8.
+What FP8 adds to a sharded train step is one argument of each layer: `w_shard=` names the axis along
+which the layer's weights are split, so that they are quantized where they lie, and what travels
+between devices is FP8.
 
 Letters in shapes: B windows of a batch, T tokens of a window, D width, H heads.
 """
@@ -34,61 +37,87 @@ from jaxfp8.linen import COLLECTION, FP8Dense
 
 AXES = ("data", "fsdp", "tensor")
 ROLES = fp8.sharding.MeshRoles(data="data", fsdp="fsdp", tensor="tensor")
-BATCH_AXES = ("data", "fsdp")  # both split the batch; fsdp splits parameters and optimizer state as well
+# both split the batch; fsdp splits parameters and optimizer state as well
+BATCH_AXES = ("data", "fsdp")
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT = 2, 256, 8, 256, 64
 BF16 = jnp.bfloat16
 warmup = optax.linear_schedule(1e-4, 1e-3, 10)
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warmup, b2=0.98, weight_decay=0.1))
 
 
-# --------------------------------------------------------------------------------------------------------------- model
+# -------------------------------------------------------------------------------------------- model
 class Block(nn.Module):
-    """Attention and MLP. Columns of qkv and fc1, and rows of out and fc2, are split over `tensor`; the rest over `fsdp`."""
+    """Attention and MLP.
+
+    Columns of qkv and fc1, and rows of out and fc2, are split over `tensor`; the rest over
+    `fsdp`.
+    """
 
     recipe: fp8.Recipe
 
     @nn.compact
     def __call__(self, x):
         def dense(features, name, *axes):
-            kernel_init = nn.with_partitioning(nn.linear.default_kernel_init, tuple(ROLES.spec(*axes)))
+            kernel_init = nn.with_partitioning(
+                nn.linear.default_kernel_init, tuple(ROLES.spec(*axes))
+            )
             gathered = ROLES.shard(axes.index("fsdp"), "fsdp")
-            options = {"use_bias": False, "dtype": BF16, "kernel_init": kernel_init, "rhs_shard": gathered}
+            options = {
+                "use_bias": False,
+                "dtype": BF16,
+                "kernel_init": kernel_init,
+                "w_shard": gathered,
+            }
             return FP8Dense(features, recipe=self.recipe, name=name, **options)
 
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
         tokens, split = ROLES.spec(BATCH_AXES, None, None), ROLES.spec(BATCH_AXES, None, "tensor")
         qkv = with_sharding_constraint(dense(3 * WIDTH, "qkv", "fsdp", "tensor")(norm()(x)), split)
-        qkv = qkv.reshape(*x.shape[:2], HEADS, -1)  # q, k and v of a head side by side: heads are split, not cut
-        y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, axis=-1), is_causal=True).reshape(x.shape)
+        # q, k and v of a head side by side: heads are split, not cut
+        qkv = qkv.reshape(*x.shape[:2], HEADS, -1)
+        y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, axis=-1), is_causal=True).reshape(
+            x.shape
+        )
         x = with_sharding_constraint(x + dense(WIDTH, "out", "tensor", "fsdp")(y), tokens)
         y = with_sharding_constraint(dense(4 * WIDTH, "fc1", "fsdp", "tensor")(norm()(x)), split)
-        return with_sharding_constraint(x + dense(WIDTH, "fc2", "tensor", "fsdp")(nn.gelu(y)), tokens)
+        return with_sharding_constraint(
+            x + dense(WIDTH, "fc2", "tensor", "fsdp")(nn.gelu(y)), tokens
+        )
 
 
 class GPT(nn.Module):
-    """Tokens [B, T] -> logits f32[B, T, 256]. Embeddings and head are small here: in bf16, one copy on each device."""
+    """Tokens [B, T] -> logits f32[B, T, 256].
+
+    Embeddings and head are small here: in bf16, one copy on each device.
+    """
 
     recipe: fp8.Recipe
 
     @nn.compact
     def __call__(self, tokens):
         embed = functools.partial(nn.Embed, features=WIDTH, dtype=BF16)
-        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(jnp.arange(CONTEXT)[None])
+        x = embed(VOCABULARY, name="token")(tokens) + embed(CONTEXT, name="position")(
+            jnp.arange(CONTEXT)[None]
+        )
         for i in range(LAYERS):
             x = Block(self.recipe, name=f"block{i}")(x)
         x = nn.LayerNorm(use_bias=False, dtype=BF16)(x)
         return nn.Dense(VOCABULARY, use_bias=False, dtype=BF16, name="head")(x).astype(jnp.float32)
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
 def init(model: GPT) -> tuple[Any, Any, Any]:
-    """Parameters, quantizer state and optimizer state, each on its devices; under `jax.set_mesh`."""
+    """Parameters, quantizer state and optimizer state, each on its devices.
+
+    Under `jax.set_mesh`.
+    """
 
     def create():
         variables = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
         return variables["params"], variables.get(COLLECTION, {}), tx.init(variables["params"])
 
-    specs = nn.get_partition_spec(jax.eval_shape(create))  # P() for what has no axes: scales are on every device
+    # P() for what has no axes: scales are on every device
+    specs = nn.get_partition_spec(jax.eval_shape(create))
     return jax.jit(lambda: nn.unbox(create()), out_shardings=specs)()
 
 
@@ -109,9 +138,16 @@ def train_step(model: GPT) -> Callable[..., Any]:
     return step
 
 
-def sample(text: np.ndarray, rng: np.random.Generator, shape: tuple[int, ...], rows: Any = ...) -> np.ndarray:
-    """Windows of text at random places, uint8[*shape, T + 1]; of the places that were drawn only `rows` are read."""
-    return text[rng.integers(0, len(text) - CONTEXT, shape)[rows][..., None] + np.arange(CONTEXT + 1)]
+def sample(
+    text: np.ndarray, rng: np.random.Generator, shape: tuple[int, ...], rows: Any = ...
+) -> np.ndarray:
+    """Windows of text at random places, uint8[*shape, T + 1].
+
+    Of the places that were drawn only `rows` are read.
+    """
+    return text[
+        rng.integers(0, len(text) - CONTEXT, shape)[rows][..., None] + np.arange(CONTEXT + 1)
+    ]
 
 
 def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[jax.Array]:
@@ -121,7 +157,10 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
 
 
 def train(
-    mesh: Mesh, recipe: fp8.Recipe, batches: Iterable[jax.Array], show: Callable[[int, float], None] | None = None
+    mesh: Mesh,
+    recipe: fp8.Recipe,
+    batches: Iterable[jax.Array],
+    show: Callable[[int, float], None] | None = None,
 ) -> tuple[list[float], jax.stages.Compiled]:
     """The loss of each batch, each shown when it is known, and the compiled train step."""
     model, losses, compiled = GPT(recipe), [], None
@@ -136,12 +175,17 @@ def train(
     return losses, compiled
 
 
-# -------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--mesh", default="data=2,fsdp=2,tensor=2", help="sizes of its axes (default: %(default)s)")
     add_recipe(parser)
-    add("--batch", type=int, default=16, help="windows of a step on all devices together (default: %(default)s)")
+    add(
+        "--batch",
+        type=int,
+        default=16,
+        help="windows of a step on all devices together (default: %(default)s)",
+    )
     add("--steps", type=int, default=20, help="(default: %(default)s)")
     add("--json", metavar="FILE", help="where to write the losses")
 
@@ -156,26 +200,35 @@ def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
     for axis, count, what in (("tensor", HEADS, "heads"), ("fsdp", WIDTH, "columns")):
         if count % mesh.shape[axis]:
             raise ValueError(
-                f"--mesh {given.mesh}: {axis}={mesh.shape[axis]} does not divide the {count} {what}; give a divisor of {count}."
+                f"--mesh {given.mesh}: {axis}={mesh.shape[axis]} does not divide the {count} "
+                f"{what}; give a divisor of {count}."
             )
     # Weights are quantized shard by shard, and a tile has one scale.
     # If a split over `tensor` cuts a tile, XLA gathers the weight first.
-    if recipe.tile is not None and mesh.shape["fsdp"] > 1 and WIDTH // mesh.shape["fsdp"] % recipe.tile:
+    if (
+        recipe.tile is not None
+        and mesh.shape["fsdp"] > 1
+        and WIDTH // mesh.shape["fsdp"] % recipe.tile
+    ):
         raise ValueError(
-            f"--mesh {given.mesh}: fsdp={mesh.shape['fsdp']} splits a width of {WIDTH} into shards of "
-            f"{WIDTH // mesh.shape['fsdp']}, which cut the tiles of {recipe.tile} of --recipe {given.recipe}; "
-            f"give fsdp={WIDTH // recipe.tile} or less, or a recipe with smaller tiles."
+            f"--mesh {given.mesh}: fsdp={mesh.shape['fsdp']} splits a width of {WIDTH} into shards "
+            f"of {WIDTH // mesh.shape['fsdp']}, which cut the tiles of {recipe.tile} of --recipe "
+            f"{given.recipe}; give fsdp={WIDTH // recipe.tile} or less, or a recipe with smaller "
+            "tiles."
         )
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     if given.batch < 1 or given.batch % parts:
         raise ValueError(
-            f"--batch {given.batch} cannot be split evenly over {parts} devices; give a multiple of {parts}."
+            f"--batch {given.batch} cannot be split evenly over {parts} devices; give a multiple "
+            f"of {parts}."
         )
     at_least_one("--steps", given.steps)
     return mesh, recipe
 
 
-def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
+def parse(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
     """The command line and the text; a mistake ends the program with one line."""
     parser = Parser(__file__, __doc__)
     add_arguments(parser)
@@ -202,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for step, row in enumerate(zip(*runs.values(), strict=True)):
         print(f"{step:4d}", *(f"{loss:12.4f}" for loss in row))
     print("\nwhat a device sends in one step:")
-    print(fp8.sharding.wire_report(compiled))
+    print(fp8.programs.wire_report(compiled))
     if given.json is not None:
         result = {"mesh": dict(mesh.shape), "recipe": given.recipe, "losses": losses}
         result["one_device_losses"] = runs.get("one device")  # null without --compare

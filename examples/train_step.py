@@ -1,6 +1,10 @@
-"""An FP8 train step with gradient accumulation: the same code for every recipe, with and without state.
+"""An FP8 train step with gradient accumulation.
 
-python examples/train_step.py [RECIPE]   # delayed (the default), current, rowwise, blockwise, mxfp8 or identity
+The same code for every recipe, with and without state.
+
+    python examples/train_step.py [RECIPE]
+
+RECIPE is delayed (the default), current, rowwise, blockwise, mxfp8 or identity.
 """
 
 import sys
@@ -39,23 +43,25 @@ def train_step(ts, batch):  # leaves of batch: [MICROBATCHES, BATCH, ...]
 
     nothing = [0.0, jax.tree.map(jnp.zeros_like, ts.params)], fp8.nothing_seen(ts.fp8_state)
     (sums, seen), _ = jax.lax.scan(microbatch, nothing, batch)
-    loss, grads = jax.tree.map(lambda total: total / MICROBATCHES, sums)  # means; amaxes are a maximum
+    # Means. Amaxes are a maximum.
+    loss, grads = jax.tree.map(lambda total: total / MICROBATCHES, sums)
     # One commit for each optimizer step:
     return ts.apply_gradients(grads=grads, fp8_state=fp8.commit(ts.fp8_state, seen)), loss
 
 
 def main(recipe="delayed", steps=200):
-    model, tx = MLP(fp8.recipes.get(recipe)), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    model = MLP(fp8.recipes.get(recipe))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     x = jax.random.normal(jax.random.key(1), (steps, MICROBATCHES, BATCH, FEATURES))
     y = jnp.sin(x[..., 0]) + x[..., 1] * x[..., 2]
     variables = model.init(jax.random.key(0), x[0, 0])
-    fp8_state = variables.get(COLLECTION, {})
-    ts = TrainState.create(apply_fn=model.apply, params=variables["params"], fp8_state=fp8_state, tx=tx)
+    params, fp8_state = variables["params"], variables.get(COLLECTION, {})
+    ts = TrainState.create(apply_fn=model.apply, params=params, fp8_state=fp8_state, tx=tx)
     for step in range(steps):
         ts, loss = train_step(ts, {"x": x[step], "y": y[step]})
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step:3d}  loss {loss:.4f}")
-    for state in jax.tree.leaves(ts.fp8_state, is_leaf=lambda node: isinstance(node, fp8.MatmulState)):
+    for state in jax.tree.leaves(ts.fp8_state, is_leaf=lambda s: isinstance(s, fp8.MatmulState)):
         print("scales of x, w and g:", state.scale)
 
 

@@ -2,7 +2,10 @@
 
 
 class FP8StateError(ValueError):
-    """Quantizer state is missing, of another recipe, or would be lost; the message says which and how to cure it."""
+    """Quantizer state is missing, of another recipe, or would be lost.
+
+    The message says which and how to cure it.
+    """
 
 
 class UncollectedStateError(FP8StateError):

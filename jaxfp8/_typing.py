@@ -10,8 +10,12 @@ ArrayLike: TypeAlias = Any  # what `jnp.asarray` takes; jax's own ArrayLike leav
 DType: TypeAlias = Any  # what `jnp.dtype` takes
 PyTree: TypeAlias = Any
 Axes: TypeAlias = tuple[int, ...]
-DotDimensionNumbers: TypeAlias = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+DotDimensionNumbers: TypeAlias = tuple[
+    tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+]
 """`((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, as in `jax.lax.dot_general`."""
+Matmul: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
+Tensor: TypeAlias = Literal["x", "w", "g"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ScaleRounding: TypeAlias = Literal["rceil", "floor"]
 Implementation: TypeAlias = str | None

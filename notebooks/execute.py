@@ -1,7 +1,9 @@
 """Execute the notebooks, each from a clean kernel of the Python that runs this script.
 
-python notebooks/execute.py            # in place: outputs and pictures are kept in the files
-python notebooks/execute.py --check    # executes copies and changes no file; any error fails, as CI wants it
+    python notebooks/execute.py            # in place: outputs and pictures are kept in the files
+    python notebooks/execute.py --check    # executes copies and changes no file; CI runs it
+
+Any error fails.
 """
 
 import argparse
@@ -21,10 +23,16 @@ CELL_SECONDS = 300  # a cell that takes longer hangs
 
 
 def execute(path: pathlib.Path) -> nbformat.NotebookNode:
-    """The notebook with fresh outputs. Raises CellExecutionError, which shows the cell, if one fails."""
+    """The notebook with fresh outputs.
+
+    Raises CellExecutionError, which shows the cell, if one fails.
+    """
     notebook = nbformat.read(path, as_version=4)
-    # No kernel directories: what is left is the kernel of this interpreter, whatever others are installed for the user.
-    kernel = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    # No kernel directories: what is left is the kernel of this interpreter, whatever others are
+    # installed for the user.
+    kernel = AsyncKernelManager(
+        kernel_name="python3", kernel_spec_manager=KernelSpecManager(kernel_dirs=[])
+    )
     with tempfile.TemporaryDirectory() as folder:  # what a notebook writes is not kept
         client = NotebookClient(
             notebook,
@@ -41,15 +49,22 @@ def execute(path: pathlib.Path) -> nbformat.NotebookNode:
 def machine_paths(notebook: nbformat.NotebookNode) -> list[str]:
     """Paths of this machine that outputs show; sources are the author's business."""
     outputs = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
-    return [path for path in (str(FOLDER.parent), sys.prefix, str(pathlib.Path.home()) + "/") if path in outputs]
+    return [
+        path
+        for path in (str(FOLDER.parent), sys.prefix, str(pathlib.Path.home()) + "/")
+        if path in outputs
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change no file")
-    parser.add_argument("notebooks", nargs="*", type=pathlib.Path, help="default: all in this folder")
+    parser.add_argument(
+        "notebooks", nargs="*", type=pathlib.Path, help="default: all in this folder"
+    )
     arguments = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pictures and numbers that every machine can repeat
+    # pictures and numbers that every machine can repeat
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
     for path in arguments.notebooks or sorted(FOLDER.glob("*.ipynb")):
         begin = time.perf_counter()
         notebook = execute(path)

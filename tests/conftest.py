@@ -6,21 +6,27 @@ import os
 import zlib
 from collections.abc import Iterator
 
-# Before jax is imported, or it has no effect. A GPU run says JAX_PLATFORMS=cuda; what the caller set, stays.
+# Before jax is imported, or it has no effect. A GPU run says JAX_PLATFORMS=cuda; what the caller
+# set, stays.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "0")
-# Lets the CUDA plugin register without a driver, so that tests/deviceless can compile for a GPU that is not there.
+# Lets the CUDA plugin register without a driver, so that tests/deviceless can compile for a GPU
+# that is not there.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-# jax-triton checks kernels with the first ptxas on PATH; that of the CUDA wheels knows what it writes.
+# jax-triton checks kernels with the first ptxas on PATH; that of the CUDA wheels knows what it
+# writes.
 if (wheels := importlib.util.find_spec("nvidia")) is not None:
     for folder in wheels.submodule_search_locations or ():
         os.environ["PATH"] = f"{folder}/cu13/bin{os.pathsep}{os.environ['PATH']}"
 # Eight devices make a 4 x 2 mesh: the smallest on which two axes differ in size.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-# A fifth off the suite's time, nearly all of which is compiling. What LLVM may do to bits (contract a product and a sum,
-# divide by a reciprocal) it does at XLA's own level, 3: .ci/run tests there what claims bits. With the CUDA wheels programs
-# are compiled for GPUs, too, and those are read as users get them.
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+    )
+# A fifth off the suite's time, nearly all of which is compiling. What LLVM may do to bits (contract
+# a product and a sum, divide by a reciprocal) it does at XLA's own level, 3: .ci/run tests there
+# what claims bits. With the CUDA wheels programs are compiled for GPUs, too, and those are read as
+# users get them.
 if (
     os.environ["JAX_PLATFORMS"] == "cpu"
     and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]
@@ -32,11 +38,12 @@ import hypothesis
 import jax
 import pytest
 
-# Traces are millions of objects that mostly stay: at Python's own thresholds a tenth of the time goes into looking
-# through them for garbage again and again.
+# Traces are millions of objects that mostly stay: at Python's own thresholds a tenth of the time
+# goes into looking through them for garbage again and again.
 gc.set_threshold(200_000, 20, 20)
 
-# A float32 that slips in doubles the traffic and hides in every result: promotion must be written down.
+# A float32 that slips in doubles the traffic and hides in every result: promotion must be written
+# down.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -53,9 +60,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each parametrized test about one row in N, at least one, always the same: where another run has them all",
+        help="of each parametrized test about one row in N, at least one, always the same: "
+        "where another run has them all",
     )
-    parser.addoption("--flax-sdist", metavar="FILE", help="flax's source distribution, for tests/guests")
+    parser.addoption(
+        "--flax-sdist", metavar="FILE", help="flax's source distribution, for tests/guests"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of the rows that -m and -k leave
@@ -64,10 +74,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
         tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    # By a hash of its name: every N-th of a product of parameters may be always the same value of one.
+    # By a hash of its name: every N-th of a product of parameters may be always the same value of
+    # one.
     draw = lambda item: zlib.crc32(item.nodeid.encode())
     kept = {
-        item for rows in tables.values() for item in rows if draw(item) % one_in == 0 or item is min(rows, key=draw)
+        item
+        for rows in tables.values()
+        for item in rows
+        if draw(item) % one_in == 0 or item is min(rows, key=draw)
     }
     if dropped := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=dropped)
@@ -75,12 +89,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("deviceless") and importlib.util.find_spec("jax_cuda13_plugin") is None:
+    if (
+        item.get_closest_marker("deviceless")
+        and importlib.util.find_spec("jax_cuda13_plugin") is None
+    ):
         pytest.skip("needs the CUDA wheels, not a GPU: pip install 'jax[cuda13]'")
 
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """What users have, for the code of others: optax.adam raises a float to its int32 step count."""
+    """What users have, for the code of others.
+
+    Optax.adam raises a float to its int32 step count.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -4,26 +4,37 @@ import ml_dtypes
 import numpy as np
 import oracle
 
-TILES = {"x".join(map(str, tile)): tile for tile in [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (32, 32)]}
+TILES = {
+    "x".join(map(str, tile)): tile
+    for tile in [(1, 128), (128, 1), (128, 128), (1, 32), (32, 1), (32, 32)]
+}
 
 
 def neighbours(values: np.ndarray, dtype) -> np.ndarray:
-    """Positive values in a dtype, with the next ones below and above; what it cannot hold is left out."""
+    """Positive values in a dtype, with the next ones below and above.
+
+    What it cannot hold is left out.
+    """
     info = ml_dtypes.finfo(dtype)
-    values = values[(values >= float(info.smallest_subnormal)) & (values <= float(info.max))].astype(dtype)
+    values = values[
+        (values >= float(info.smallest_subnormal)) & (values <= float(info.max))
+    ].astype(dtype)
     bits = values.view(f"uint{info.bits}")
     around = np.concatenate([bits - 1, bits, bits + 1]).astype(bits.dtype).view(dtype)
     return np.unique(around[np.isfinite(around.astype(np.float64))].astype(np.float64))
 
 
 def hard_amaxes(dtype) -> np.ndarray:
-    """Amaxes at which a scale changes its exponent, overflows or is subnormal, in float64, ascending.
+    """Amaxes at which a scale changes its exponent, overflows or is subnormal, in float64,
+    ascending.
 
     `448 * 2^k` is where RCEIL and powers of two step (57344 is 448 * 2^7), `2^k` where FLOOR does.
     """
     powers = np.ldexp(1.0, np.arange(-149, 128))
     info = ml_dtypes.finfo(dtype)
-    ends = np.array([float(info.smallest_subnormal), float(info.max), 1.3e-36, oracle.TINY, 2 * oracle.TINY])
+    ends = np.array(
+        [float(info.smallest_subnormal), float(info.max), 1.3e-36, oracle.TINY, 2 * oracle.TINY]
+    )
     return neighbours(np.concatenate([448 * powers, powers, ends]), dtype)
 
 
@@ -49,7 +60,12 @@ def hard_tiles(tile: tuple[int, int], dtype, most: int | None = None) -> np.ndar
     smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
     largest = float(ml_dtypes.finfo(dtype).max)
     wide = np.ldexp(normal, random.integers(-140, 100, size))
-    kinds += [np.zeros(size), np.copysign(0.0, normal), np.copysign(smallest, normal), np.copysign(largest, normal)]
+    kinds += [
+        np.zeros(size),
+        np.copysign(0.0, normal),
+        np.copysign(smallest, normal),
+        np.copysign(largest, normal),
+    ]
     kinds += [
         np.rint(100 * normal) * smallest,
         np.full(size, np.nan),
@@ -74,7 +90,8 @@ def hard_tiles(tile: tuple[int, int], dtype, most: int | None = None) -> np.ndar
 
 
 def uneven(shape: tuple[int, ...], side: int = 128) -> np.ndarray:
-    """Rows and columns of very different sizes, and tiles with zeros, subnormals, ties, inf and NaN, in float64.
+    """Rows and columns of very different sizes, and tiles with zeros, subnormals, ties, inf and
+    NaN, in float64.
 
     What float16 holds. An array [.., M, K] with M > 5 and K > 55.
     """
@@ -101,13 +118,18 @@ def assert_equals_oracle(q, x, tile, rule, message="") -> None:
     x = np.asarray(x)
     codes, scale = oracle.quantize_tiles(x, q.format.name, tile, rule)
     np.testing.assert_array_equal(scale_of(q), scale, err_msg=f"scale {message}", strict=True)
-    np.testing.assert_array_equal(oracle.codes(q.values), codes, err_msg=f"values {message}", strict=True)
+    np.testing.assert_array_equal(
+        oracle.codes(q.values), codes, err_msg=f"values {message}", strict=True
+    )
     assert q.dtype == x.dtype, message
     assert q.power_of_two == (rule != "float32"), message
 
 
 def assert_dequantizes(q, y, x, message="") -> None:
-    """y is what the oracle makes of payloads and scales: finite where x is, or where its tile is if scales are bytes."""
+    """y is what the oracle makes of payloads and scales.
+
+    Finite where x is, or where its tile is if scales are bytes.
+    """
     y, tile = np.asarray(y), q.granularity.tile
     assert y.dtype == x.dtype, message
     scale = scale_of(q)
@@ -118,9 +140,8 @@ def assert_dequantizes(q, y, x, message="") -> None:
     )
     y, x = (array.astype(np.float32) for array in (y, x))
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected), err_msg=message)
-    normal = ~(
-        np.abs(product) < oracle.TINY
-    )  # what is subnormal in float32 may be flushed before it is rounded to x.dtype
+    # What is subnormal in float32 may be flushed before it is rounded to x.dtype.
+    normal = ~(np.abs(product) < oracle.TINY)
     np.testing.assert_array_equal(y[normal], expected[normal], err_msg=message)
     assert (np.abs(y[~normal]) <= oracle.TINY).all(), message
     finite = np.isfinite(x)

@@ -1,4 +1,7 @@
-"""Running a Mosaic GPU kernel without a GPU: Pallas interprets it, and looks for races between threads and TMA."""
+"""Running a Mosaic GPU kernel without a GPU.
+
+Pallas interprets it, and looks for races between threads and TMA.
+"""
 
 import inspect
 from unittest import mock
@@ -16,7 +19,9 @@ needs_mosaic = pytest.mark.skipif(not LOADS_TRANSPOSED, reason="the kernels need
 
 
 class _OnOneDevice:
-    """In place of `custom_partitioning`, inside of which the interpreter's ordered callbacks cannot be."""
+    """In place of `custom_partitioning`, inside of which the interpreter's ordered callbacks cannot
+    be.
+    """
 
     def __init__(self, function):
         self.function = function
@@ -32,7 +37,8 @@ def interpreted(function, *arguments):
     """What the function gives, its kernels interpreted; fails on a race."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
-    interpret_pallas_call.gpu_callbacks.reset_gpu_interpret_mode_state()  # also after a test that failed
+    # also after a test that failed
+    interpret_pallas_call.gpu_callbacks.reset_gpu_interpret_mode_state()
     # Fewer processors than tiles, so that each takes several.
     device = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=2)
     parameters = plgpu.InterpretGPUParams(detect_races=True)

@@ -1,8 +1,11 @@
-"""The rules of FP8 written down a second time, in NumPy and exact arithmetic: what the package must equal to the bit.
+"""The rules of FP8 written down a second time, in NumPy and exact arithmetic.
 
-Nothing here imports jaxfp8. Arrays go in, arrays come out; a granularity is the tuple of axes that are KEPT, None for one
-scale in all. A tile is the tuple of its sides along the trailing axes; scales of tiles follow one of four rules, "float32",
-"power_of_two", "rceil" or "floor", the last two of which give bytes (E8M0).
+What the package must equal to the bit.
+
+Nothing here imports jaxfp8. Arrays go in, arrays come out; a granularity is the tuple of axes that
+are KEPT, None for one scale in all. A tile is the tuple of its sides along the trailing axes;
+scales of tiles follow one of four rules, "float32", "power_of_two", "rceil" or "floor", the last
+two of which give bytes (E8M0).
 """
 
 import dataclasses
@@ -18,14 +21,18 @@ TINY = 2.0**-126
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LARGEST = {"E4M3": 448.0, "E5M2": 57344.0}
 DTYPE = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
-# Codes of the finite values that are not negative run in ascending order. E4M3 has two codes for NaN and E5M2 has six: which
-# one a compiler writes depends on its version and the fusion, and means nothing; here it is always this one.
+# Codes of the finite values that are not negative run in ascending order. E4M3 has two codes for
+# NaN and E5M2 has six: which one a compiler writes depends on its version and the fusion, and means
+# nothing; here it is always this one.
 FINITE_CODES = {"E4M3": 0x7F, "E5M2": 0x7C}
 NAN_CODE = {"E4M3": 0x7F, "E5M2": 0x7E}
 
 
 def values_of(fmt: str) -> np.ndarray:
-    """The finite values of a format that are not negative, ascending, in float64; the index of a value is its code."""
+    """The finite values of a format that are not negative, ascending, in float64.
+
+    The index of a value is its code.
+    """
     return np.arange(FINITE_CODES[fmt], dtype=np.uint8).view(DTYPE[fmt]).astype(np.float64)
 
 
@@ -33,7 +40,9 @@ def codes(values) -> np.ndarray:
     """The codes of an FP8 array, with one code for every NaN."""
     values = np.asarray(values)
     fmt = next(name for name, dtype in DTYPE.items() if values.dtype == dtype)
-    return np.where(np.isnan(values.astype(np.float32)), np.uint8(NAN_CODE[fmt]), values.view(np.uint8))
+    return np.where(
+        np.isnan(values.astype(np.float32)), np.uint8(NAN_CODE[fmt]), values.view(np.uint8)
+    )
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
@@ -47,13 +56,18 @@ def to_float32(x: np.ndarray) -> np.ndarray:
 
 
 def amax(x: np.ndarray, kept: tuple[int, ...] | None) -> np.ndarray:
-    """The largest magnitude of each scale cell, inf where the cell holds an inf or a NaN, 0 where it is empty."""
+    """The largest magnitude of each scale cell, inf where the cell holds an inf or a NaN, 0 where
+    it is empty.
+    """
     magnitude = np.abs(to_float32(x))
     magnitude = np.where(np.isnan(magnitude), np.float32(np.inf), magnitude)
     if kept is None:
         return np.max(magnitude, initial=np.float32(0))
     return np.max(
-        magnitude, axis=tuple(a for a in range(x.ndim) if a not in kept), initial=np.float32(0), keepdims=True
+        magnitude,
+        axis=tuple(a for a in range(x.ndim) if a not in kept),
+        initial=np.float32(0),
+        keepdims=True,
     )
 
 
@@ -63,11 +77,16 @@ def _round_to_24_bits(x: np.ndarray) -> np.ndarray:
     return np.ldexp(np.rint(np.ldexp(significand, 24)), exponent - 24)
 
 
-def multiplier(amax: np.ndarray, fmt: str, *, margin: int = 0, power_of_two: bool = False) -> np.ndarray:
-    """`largest / amax`, correctly rounded; then the margin; then the power of two; then the clamp. 1 if amax cannot tell.
+def multiplier(
+    amax: np.ndarray, fmt: str, *, margin: int = 0, power_of_two: bool = False
+) -> np.ndarray:
+    """`largest / amax`, correctly rounded; then the margin; then the power of two; then the clamp.
 
-    The float64 quotient of two float32 numbers, rounded again to float32's 24 bits, is the correctly rounded one: 53 is at
-    least 2 * 24 + 2 (Figueroa, When is double rounding innocuous?, 1995). `exact_multiplier` does without the theorem.
+    1 if amax cannot tell.
+
+    The float64 quotient of two float32 numbers, rounded again to float32's 24 bits, is the
+    correctly rounded one: 53 is at least 2 * 24 + 2 (Figueroa, When is double rounding innocuous?,
+    1995). `exact_multiplier` does without the theorem.
     """
     amax = np.asarray(amax, np.float64)
     usable = np.isfinite(amax) & (amax >= TINY)
@@ -80,7 +99,9 @@ def multiplier(amax: np.ndarray, fmt: str, *, margin: int = 0, power_of_two: boo
 
 def inverse(m: np.ndarray) -> np.ndarray:
     """`1 / m`, correctly rounded."""
-    return np.clip(_round_to_24_bits(1.0 / np.asarray(m, np.float64)), 2.0**-126, 2.0**126).astype(np.float32)
+    return np.clip(_round_to_24_bits(1.0 / np.asarray(m, np.float64)), 2.0**-126, 2.0**126).astype(
+        np.float32
+    )
 
 
 def exact_quotient(numerator: Fraction, denominator: Fraction) -> float:
@@ -89,10 +110,13 @@ def exact_quotient(numerator: Fraction, denominator: Fraction) -> float:
     exponent = quotient.numerator.bit_length() - quotient.denominator.bit_length() - 24
     if quotient / Fraction(2) ** exponent >= 2**24:
         exponent += 1
-    return math.ldexp(round(quotient / Fraction(2) ** exponent), exponent)  # round() of a Fraction goes to even
+    # round() of a Fraction goes to even
+    return math.ldexp(round(quotient / Fraction(2) ** exponent), exponent)
 
 
-def exact_multiplier(amax: float, fmt: str, *, margin: int = 0, power_of_two: bool = False) -> float:
+def exact_multiplier(
+    amax: float, fmt: str, *, margin: int = 0, power_of_two: bool = False
+) -> float:
     """`multiplier` of one amax, without float64 division."""
     if not math.isfinite(amax) or amax < TINY:
         return 1.0
@@ -103,7 +127,10 @@ def exact_multiplier(amax: float, fmt: str, *, margin: int = 0, power_of_two: bo
 
 
 def nearest_codes(v: np.ndarray, fmt: str) -> np.ndarray:
-    """The codes of the values of a format nearest to v, ties to the even code; saturating; NaN for NaN."""
+    """The codes of the values of a format nearest to v, ties to the even code.
+
+    Saturating; NaN for NaN.
+    """
     values = values_of(fmt)
     magnitude = np.minimum(np.abs(v.astype(np.float64)), values[-1])
     low = np.clip(np.searchsorted(values, magnitude, side="right") - 1, 0, len(values) - 2)
@@ -136,19 +163,31 @@ def quantize(
 # Tiles
 
 
-def cells(shape: tuple[int, ...], tile: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """For each tile, where its scale is and where its values are. The last one of an axis may be ragged."""
+def cells(
+    shape: tuple[int, ...], tile: tuple[int, ...]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """For each tile, where its scale is and where its values are.
+
+    The last one of an axis may be ragged.
+    """
     sides = (1,) * (len(shape) - len(tile)) + tile
-    for corner in itertools.product(*(range(0, size, side) for size, side in zip(shape, sides, strict=True))):
+    for corner in itertools.product(
+        *(range(0, size, side) for size, side in zip(shape, sides, strict=True))
+    ):
         where = tuple(start // side for start, side in zip(corner, sides, strict=True))
-        yield where, tuple(slice(start, start + side) for start, side in zip(corner, sides, strict=True))
+        yield (
+            where,
+            tuple(slice(start, start + side) for start, side in zip(corner, sides, strict=True)),
+        )
 
 
 def tile_amax(x: np.ndarray, tile: tuple[int, ...]) -> np.ndarray:
     """`amax` of each tile."""
     whole = amax(x, tuple(range(x.ndim)))  # of single values
     sides = (1,) * (x.ndim - len(tile)) + tile
-    largest = np.zeros([math.ceil(size / side) for size, side in zip(x.shape, sides, strict=True)], np.float32)
+    largest = np.zeros(
+        [math.ceil(size / side) for size, side in zip(x.shape, sides, strict=True)], np.float32
+    )
     for where, values in cells(x.shape, tile):
         largest[where] = whole[values].max()
     return largest
@@ -165,33 +204,41 @@ def spread(scale: np.ndarray, shape: tuple[int, ...], tile: tuple[int, ...]) -> 
 def e8m0_bytes(amax: np.ndarray, fmt: str, rounding: str) -> np.ndarray:
     """The bytes e of scales 2^(e - 127): 0 for an amax of zero, 255 for one that is not finite.
 
-    "rceil": the smallest scale under which amax is at most the largest value of the format. "floor": the largest that brings
-    it to the binade of that value or above. Both by comparing with all 255 scales, in float64, which holds them exactly.
+    "rceil": the smallest scale under which amax is at most the largest value of the format.
+    "floor": the largest that brings it to the binade of that value or above. Both by comparing with
+    all 255 scales, in float64, which holds them exactly.
     """
     amax = np.asarray(amax, np.float64)
     scales = np.ldexp(1.0, np.arange(255) - 127)
     if rounding == "rceil":
         byte = np.searchsorted(scales * LARGEST[fmt], amax, side="left")
     else:
-        byte = np.searchsorted(scales * {"E4M3": 256.0, "E5M2": 32768.0}[fmt], amax, side="right") - 1
+        byte = (
+            np.searchsorted(scales * {"E4M3": 256.0, "E5M2": 32768.0}[fmt], amax, side="right") - 1
+        )
     byte = np.where(amax < TINY, 0, np.clip(byte, 0, 254))
     return np.where(np.isfinite(amax), byte, 255).astype(np.uint8)
 
 
-def quantize_tiles(x: np.ndarray, fmt: str, tile: tuple[int, ...], rule: str) -> tuple[np.ndarray, np.ndarray]:
+def quantize_tiles(
+    x: np.ndarray, fmt: str, tile: tuple[int, ...], rule: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes (uint8) and scales (float32, or the bytes of E8M0)."""
     largest = tile_amax(x, tile)
     if rule in ("float32", "power_of_two"):
         m = multiplier(largest, fmt, power_of_two=rule == "power_of_two")
         return cast(x, spread(m, x.shape, tile), fmt), inverse(m)
     scale = e8m0_bytes(largest, fmt, rule)
-    exponent = np.where(scale == 255, 0, scale.astype(np.int64) - 127)  # a tile that is not finite is not scaled
+    # a tile that is not finite is not scaled
+    exponent = np.where(scale == 255, 0, scale.astype(np.int64) - 127)
     exact = to_float32(x).astype(np.float64)
     exact = np.ldexp(np.where(np.isfinite(exact), exact, np.nan), -spread(exponent, x.shape, tile))
     return nearest_codes(exact, fmt), scale
 
 
-def dequantize_tiles(codes: np.ndarray, fmt: str, scale: np.ndarray, tile: tuple[int, ...], dtype) -> np.ndarray:
+def dequantize_tiles(
+    codes: np.ndarray, fmt: str, scale: np.ndarray, tile: tuple[int, ...], dtype
+) -> np.ndarray:
     """`values * scale`, rounded to float32 once, then to a dtype, within its limits."""
     values = codes.view(DTYPE[fmt]).astype(np.float64)
     if scale.dtype == np.uint8:
@@ -207,7 +254,9 @@ def dequantize_tiles(codes: np.ndarray, fmt: str, scale: np.ndarray, tile: tuple
 
 @dataclasses.dataclass
 class DelayedRow:
-    """One row of delayed scaling in Python floats, one step after the other as the rules tell them."""
+    """One row of delayed scaling in Python floats, one step after the other as the rules tell
+    them.
+    """
 
     fmt: str
     history_length: int
@@ -228,6 +277,8 @@ class DelayedRow:
             return
         self.history[0] = amax
         reference = max(self.history) if self.algorithm == "max" else amax
-        m = exact_multiplier(reference, self.fmt, margin=self.margin, power_of_two=self.power_of_two)
+        m = exact_multiplier(
+            reference, self.fmt, margin=self.margin, power_of_two=self.power_of_two
+        )
         self.scale = exact_quotient(Fraction(1), Fraction(m))
         self.history = [0.0, *self.history[2:], amax] if self.history_length > 1 else [0.0]

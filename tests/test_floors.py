@@ -1,4 +1,6 @@
-"""The house stands: imports run down only, rooms on one floor are strangers, and nobody inside imports a face.
+"""The house stands.
+
+Imports run down only, rooms on one floor are strangers, and nobody inside imports a face.
 
 Pallas and Triton wait until a kernel is asked for.
 """
@@ -10,23 +12,26 @@ from pathlib import Path
 
 import pytest
 
-# From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house stands on the roof.
+# From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house
+# stands on the roof.
 FLOORS = (
-    ("_typing", "_compat", "_errors", "_hlo", "_version"),
-    ("numerics", "programs", "_dimension_numbers"),
-    ("tensors",),
+    ("_typing", "_compat", "_errors", "_call_options", "_version"),
+    ("numerics", "_geometry"),
+    ("tensors", "programs"),
     ("sharding",),
     ("kernels",),
     ("quantizers",),
     ("recipes", "optim", "comms"),
+    ("plan", "state"),
     ("ops", "checkpoint"),
-    ("linen", "nnx", "diagnostics"),
-    ("convert", "plan"),
+    ("linen", "nnx"),
+    ("convert",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 
 HOUSE = "jaxfp8"
-# What takes long to import, or is not always installed. Files that import it are reached through a `Backend` alone.
+# What takes long to import, or is not always installed. Files that import it are reached through a
+# `Backend` alone.
 HEAVY = ("jax.experimental.pallas", "jax.experimental.mosaic", "jax_triton", "triton")
 ROOT = Path(__file__).parent.parent / HOUSE
 
@@ -35,7 +40,9 @@ House = dict[str, str]
 
 
 def read_house() -> House:
-    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))
+    }
 
 
 def is_face(path: str) -> bool:
@@ -62,16 +69,24 @@ def imported_by(path: str, house: House) -> Iterator[tuple[int, str]]:
             source = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 name = f"{source}.{alias.name}"
-                # `from folder import _file` imports the file; `from folder import name` imports the face of the folder.
+                # `from folder import _file` imports the file; `from folder import name` imports the
+                # face of the folder.
                 yield node.lineno, name if name in modules or is_heavy(name) else source
 
 
 def backends_of(path: str, house: House) -> Iterator[tuple[int, str]]:
     """Yields (line, module) of each `Backend("module", ...)`: what the first call of it imports."""
     for node in ast.walk(ast.parse(house[path], path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Backend":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "Backend"
+        ):
             module = node.args[0] if node.args else None
-            yield node.lineno, module.value if isinstance(module, ast.Constant) else "an unknown module"
+            yield (
+                node.lineno,
+                module.value if isinstance(module, ast.Constant) else "an unknown module",
+            )
 
 
 def is_heavy(module: str) -> bool:
@@ -84,7 +99,9 @@ def is_of_the_house(module: str) -> bool:
 
 def imports_of(path: str, house: House) -> Iterator[tuple[int, str]]:
     """Yields (line, module) of each import from the house, now or through a `Backend`."""
-    yield from ((line, module) for line, module in imported_by(path, house) if is_of_the_house(module))
+    yield from (
+        (line, module) for line, module in imported_by(path, house) if is_of_the_house(module)
+    )
     yield from backends_of(path, house)
 
 
@@ -136,7 +153,10 @@ def faults(house: House) -> list[str]:
                 found.append(f"{path}:{line}: {module} {what}")
     for path in imported_at_once(house):
         heavy = [(line, module) for line, module in imported_by(path, house) if is_heavy(module)]
-        found += [f"{path}:{line}: {module} is heavy, and `import {HOUSE}` reaches it" for line, module in heavy]
+        found += [
+            f"{path}:{line}: {module} is heavy, and `import {HOUSE}` reaches it"
+            for line, module in heavy
+        ]
     try:
         graph.prepare()
     except graphlib.CycleError as error:
@@ -160,7 +180,8 @@ STRAIGHT: House = {
     "kernels/__init__.py": "from jaxfp8.kernels.cast import cast as cast",
     "kernels/cast/__init__.py": "from jaxfp8.kernels.cast._api import cast as cast",
     "kernels/_dispatch.py": "class Backend: pass",
-    "kernels/cast/_api.py": "from ...numerics._scale import scale_of\nB = Backend('jaxfp8.kernels.cast._mosaic', 'cast')",
+    "kernels/cast/_api.py": "from ...numerics._scale import scale_of\n"
+    "B = Backend('jaxfp8.kernels.cast._mosaic', 'cast')",
     "kernels/cast/_mosaic.py": "from jax.experimental.pallas import mosaic_gpu\nimport jax_triton",
     "recipes/_recipe.py": "import jaxfp8.kernels.cast._api",
     "linen/__init__.py": "from jaxfp8.linen._layers import FP8Dense as FP8Dense",
@@ -175,29 +196,95 @@ def test_a_straight_house_has_no_faults():
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
-        pytest.param("numerics/_amax.py", "from jaxfp8.linen._layers import x", "is above", id="upward"),
-        pytest.param("numerics/_amax.py", "import jaxfp8.linen._layers", "is above", id="upward-plain-import"),
-        pytest.param("numerics/_amax.py", "from ..linen._layers import x", "is above", id="upward-relative"),
-        pytest.param("_compat.py", "def f():\n  from jaxfp8.linen import _layers", "is above", id="upward-in-function"),
-        pytest.param("optim/_adam.py", "from jaxfp8.recipes._recipe import x", "is a stranger", id="same-floor"),
-        pytest.param("_compat.py", "from jaxfp8._typing import Array", "is a stranger", id="same-floor-files"),
-        pytest.param("linen/_state.py", "import jaxfp8 as fp8", "is a face", id="face-of-the-house"),
-        pytest.param("linen/_state.py", "from jaxfp8 import E4M3", "is a face", id="name-from-the-house"),
-        pytest.param("linen/_state.py", "from jaxfp8 import numerics", "is a face", id="face-as-module"),
-        pytest.param("linen/_state.py", "from jaxfp8.numerics import E4M3", "is a face", id="face-of-a-room"),
-        pytest.param("linen/_state.py", "from . import FP8Dense", "is a face", id="own-face"),
-        pytest.param("optim/__init__.py", "from jaxfp8.numerics import E4M3", "is a face", id="face-of-a-face"),
-        pytest.param("_typing.py", "import jaxfp8.nothing", "does not exist", id="missing"),
-        pytest.param("numerics/_formats.py", "from jaxfp8.numerics._scale import x", "in a circle", id="circle"),
         pytest.param(
-            "kernels/cast/_tile.py", "Backend('jaxfp8.kernels.cast._gone', 'f')", "does not exist", id="backend"
+            "numerics/_amax.py", "from jaxfp8.linen._layers import x", "is above", id="upward"
         ),
-        pytest.param("kernels/cast/_tile.py", "Backend(name, 'f')", "does not exist", id="backend-without-a-name"),
-        pytest.param("kernels/_tile.py", "Backend('jaxfp8.linen._layers', 'f')", "is above", id="backend-upward"),
-        pytest.param("_typing.py", "from jax.experimental import pallas as pl", "is heavy", id="heavy"),
-        pytest.param("numerics/_formats.py", "import jax.experimental.pallas.triton", "is heavy", id="heavy-plain"),
-        pytest.param("linen/__init__.py", "from jax_triton import triton_call", "is heavy", id="heavy-in-a-face"),
-        pytest.param("_typing.py", "def f():\n  import triton.language as tl", "is heavy", id="heavy-in-function"),
+        pytest.param(
+            "numerics/_amax.py", "import jaxfp8.linen._layers", "is above", id="upward-plain-import"
+        ),
+        pytest.param(
+            "numerics/_amax.py", "from ..linen._layers import x", "is above", id="upward-relative"
+        ),
+        pytest.param(
+            "_compat.py",
+            "def f():\n  from jaxfp8.linen import _layers",
+            "is above",
+            id="upward-in-function",
+        ),
+        pytest.param(
+            "optim/_adam.py",
+            "from jaxfp8.recipes._recipe import x",
+            "is a stranger",
+            id="same-floor",
+        ),
+        pytest.param(
+            "_compat.py", "from jaxfp8._typing import Array", "is a stranger", id="same-floor-files"
+        ),
+        pytest.param(
+            "linen/_state.py", "import jaxfp8 as fp8", "is a face", id="face-of-the-house"
+        ),
+        pytest.param(
+            "linen/_state.py", "from jaxfp8 import E4M3", "is a face", id="name-from-the-house"
+        ),
+        pytest.param(
+            "linen/_state.py", "from jaxfp8 import numerics", "is a face", id="face-as-module"
+        ),
+        pytest.param(
+            "linen/_state.py", "from jaxfp8.numerics import E4M3", "is a face", id="face-of-a-room"
+        ),
+        pytest.param("linen/_state.py", "from . import FP8Dense", "is a face", id="own-face"),
+        pytest.param(
+            "optim/__init__.py",
+            "from jaxfp8.numerics import E4M3",
+            "is a face",
+            id="face-of-a-face",
+        ),
+        pytest.param("_typing.py", "import jaxfp8.nothing", "does not exist", id="missing"),
+        pytest.param(
+            "numerics/_formats.py",
+            "from jaxfp8.numerics._scale import x",
+            "in a circle",
+            id="circle",
+        ),
+        pytest.param(
+            "kernels/cast/_tile.py",
+            "Backend('jaxfp8.kernels.cast._gone', 'f')",
+            "does not exist",
+            id="backend",
+        ),
+        pytest.param(
+            "kernels/cast/_tile.py",
+            "Backend(name, 'f')",
+            "does not exist",
+            id="backend-without-a-name",
+        ),
+        pytest.param(
+            "kernels/_tile.py",
+            "Backend('jaxfp8.linen._layers', 'f')",
+            "is above",
+            id="backend-upward",
+        ),
+        pytest.param(
+            "_typing.py", "from jax.experimental import pallas as pl", "is heavy", id="heavy"
+        ),
+        pytest.param(
+            "numerics/_formats.py",
+            "import jax.experimental.pallas.triton",
+            "is heavy",
+            id="heavy-plain",
+        ),
+        pytest.param(
+            "linen/__init__.py",
+            "from jax_triton import triton_call",
+            "is heavy",
+            id="heavy-in-a-face",
+        ),
+        pytest.param(
+            "_typing.py",
+            "def f():\n  import triton.language as tl",
+            "is heavy",
+            id="heavy-in-function",
+        ),
         pytest.param("utils/_misc.py", "", "is on no floor", id="unknown-room"),
     ],
 )

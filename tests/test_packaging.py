@@ -1,4 +1,7 @@
-"""What pyproject.toml promises: requirements are imported, imports are required, and README stands on a package index."""
+"""What pyproject.toml promises.
+
+Requirements are imported, imports are required, and README stands on a package index.
+"""
 
 import ast
 import importlib.metadata
@@ -33,7 +36,10 @@ MODULES = {"absl-py": "absl", "jax-triton": "jax_triton", "orbax-checkpoint": "o
 PLUGINS = {
     ("notebooks", "ipykernel"): "nbclient starts it by name: it runs the cells",
     ("test", "pytest-xdist"): "pytest loads it: -n auto",
-    ("test", "absl-py"): "flax's tests import it (tests/guests), and jax 0.10 does in Mosaic, undeclared",
+    (
+        "test",
+        "absl-py",
+    ): "flax's tests import it (tests/guests), and jax 0.10 does in Mosaic, undeclared",
 }
 # What a folder may import besides the dependencies.
 EXTRAS = {
@@ -81,7 +87,8 @@ def names(*extras: str) -> set[str]:
 
 def of_the_checkout() -> set[str]:
     """Files and folders that scripts find beside them: modules that nobody has to install."""
-    paths = [path for folder in ("tests", "examples", "notebooks") for path in (ROOT / folder).rglob("*")]
+    folders = ("tests", "benchmarks", "examples", "notebooks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
     return {"jaxfp8"} | {path.stem for path in paths if path.suffix == ".py" or path.is_dir()}
 
 
@@ -91,8 +98,8 @@ def test_what_is_required_is_imported(extra, folder):
     plugins = {name for of, name in PLUGINS if of == extra}
     unused = {name for name in names(extra) if module_of(name) not in modules}
     assert unused == plugins, (
-        f"{extra} of pyproject.toml: {sorted(unused - plugins)} is imported nowhere in {folder}/, drop it; "
-        f"{sorted(plugins - unused)} is no plugin, drop it from PLUGINS"
+        f"{extra} of pyproject.toml: {sorted(unused - plugins)} is imported nowhere in {folder}/, "
+        f"drop it; {sorted(plugins - unused)} is no plugin, drop it from PLUGINS"
     )
 
 
@@ -110,7 +117,9 @@ def test_extras_have_a_folder():
 
 def test_version():
     assert fp8.__version__ == importlib.metadata.version("jaxfp8")
-    assert (ROOT / HATCH["version"]["path"]).read_text().count(f'__version__ = "{fp8.__version__}"') == 1
+    assert (ROOT / HATCH["version"]["path"]).read_text().count(
+        f'__version__ = "{fp8.__version__}"'
+    ) == 1
 
 
 def test_types_are_for_users_too():
@@ -123,10 +132,16 @@ def test_the_sdist_holds_what_its_tests_read():
     assert all((ROOT / name).exists() for name in inside)
     here = {path.name for path in ROOT.iterdir()} - {"runs"}  # train_gpt.py makes it
     nodes = (node for source in sources("tests") for node in ast.walk(ast.parse(source)))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    texts = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     named = {text.split("/")[0] for text in texts} & here
     assert {"examples", "benchmarks"} <= named
-    assert named <= inside, f"tests name {sorted(named - inside)}; pyproject.toml leaves it out of the sdist"
+    assert named <= inside, (
+        f"tests name {sorted(named - inside)}; pyproject.toml leaves it out of the sdist"
+    )
 
 
 README = (ROOT / "README.md").read_text()
@@ -134,7 +149,10 @@ REPOSITORY = PROJECT["urls"]["Repository"]
 FILES = f"{REPOSITORY}/blob/main/"
 PICTURES = FILES.replace("//github.com", "//raw.githubusercontent.com").replace("/blob/", "/")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(!?)\[[^\]]*\]\(\s*<?([^)>\s]+)|(<img)[^>]*?src=[\"']([^\"']+)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+LINK = re.compile(
+    r"(!?)\[[^\]]*\]\(\s*<?([^)>\s]+)|(<img)[^>]*?src=[\"']([^\"']+)|^\[[^\]]+\]:\s*(\S+)",
+    re.MULTILINE,
+)
 
 
 def on_the_index(text: str) -> str:
@@ -147,7 +165,10 @@ def on_the_index(text: str) -> str:
 def links(text: str) -> list[tuple[bool, str]]:
     """(whether it is a picture, its target) of each link."""
     found = LINK.findall(CODE.sub("", text))
-    return [(bool(mark or image), target or source or reference) for mark, target, image, source, reference in found]
+    return [
+        (bool(mark or image), target or source or reference)
+        for mark, target, image, source, reference in found
+    ]
 
 
 def section(heading: str) -> str:
@@ -158,7 +179,9 @@ def section(heading: str) -> str:
 def test_readme_links_lead_somewhere_on_an_index():
     found = links(on_the_index(README))
     assert len(found) == len(links(README)) > 2
-    sections = {section(heading) for heading in re.findall(r"^#+ (.*)$", CODE.sub("", README), re.MULTILINE)}
+    sections = {
+        section(heading) for heading in re.findall(r"^#+ (.*)$", CODE.sub("", README), re.MULTILINE)
+    }
     for is_picture, target in found:
         assert re.match(r"https?://|mailto:", target), f"{target} is relative"
         here = PICTURES if is_picture else FILES
@@ -166,7 +189,9 @@ def test_readme_links_lead_somewhere_on_an_index():
             path = target.removeprefix(here).partition("#")[0]
             assert (ROOT / path).exists(), f"README.md links {path}, which does not exist"
         elif target.startswith(f"{REPOSITORY}#"):
-            assert target.partition("#")[2] in sections, f"README.md has no section {target.partition('#')[2]!r}"
+            assert target.partition("#")[2] in sections, (
+                f"README.md has no section {target.partition('#')[2]!r}"
+            )
 
 
 def test_readme_s_code_stays_on_an_index():

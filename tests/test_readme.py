@@ -32,5 +32,8 @@ def test_readme(tmp_path, monkeypatch):
 
 
 def test_only_python_fences_run():
-    text = "a\n```python\nx = 1\n```\n```bash\nls\n```\n```python no-run\nx = 2\n```\n```python\ny = x\n```\n"
+    text = (
+        "a\n```python\nx = 1\n```\n```bash\nls\n```\n"
+        "```python no-run\nx = 2\n```\n```python\ny = x\n```\n"
+    )
     assert list(python_fences(text)) == [(2, "x = 1\n"), (11, "y = x\n")]

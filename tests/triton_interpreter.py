@@ -1,7 +1,8 @@
 """Running a Triton kernel without a GPU: Triton interprets it, in a process of its own.
 
-Whether Triton interprets is decided when it is imported, by TRITON_INTERPRET, for its own library too (`tl.max` is under
-`triton.jit`), and tests that compile need the other. So one process, started when the first test asks, interprets for all.
+Whether Triton interprets is decided when it is imported, by TRITON_INTERPRET, for its own library
+too (`tl.max` is under `triton.jit`), and tests that compile need the other. So one process, started
+when the first test asks, interprets for all.
 """
 
 import concurrent.futures
@@ -16,8 +17,8 @@ import pytest
 POISON = 0xA5  # each byte of a result before the kernel writes it
 MARGIN = 4096  # bytes before and behind an array; those of x are NaN in every dtype
 
-# One, because Triton's interpreter has one program number for all devices of a mesh; and not XLA's own, where NumPy would lose
-# what is below 2^-126.
+# One, because Triton's interpreter has one program number for all devices of a mesh; and not XLA's
+# own, where NumPy would lose what is below 2^-126.
 _THREAD = concurrent.futures.ThreadPoolExecutor(1)
 
 # Triton's names of types.
@@ -33,11 +34,15 @@ FLOATS = {
 def needs_triton():
     """Skips the test that calls it where there are no kernels."""
     pytest.importorskip("triton", reason="needs the extra triton")
-    pytest.importorskip("jax_triton", reason="jax-triton before 0.4 needs the CUDA wheels", exc_type=ImportError)
+    pytest.importorskip(
+        "jax_triton", reason="jax-triton before 0.4 needs the CUDA wheels", exc_type=ImportError
+    )
 
 
 def interpreted(function, *arguments):
-    """What a function of a module gives, its kernels interpreted: the leaves, NumPy arrays of bytes.
+    """What a function of a module gives, its kernels interpreted.
+
+    The leaves, NumPy arrays of bytes.
 
     Fails if one writes outside of its results.
     """
@@ -56,13 +61,15 @@ def _start():
     from triton.runtime import interpreter
 
     interpreter._convert_float = functools.partial(_convert, interpreter._convert_float)
-    _THREAD.submit(int).result()  # begins now: a thread takes how to treat small numbers from the one that starts it
+    # begins now: a thread takes how to treat small numbers from the one that starts it
+    _THREAD.submit(int).result()
 
 
 def _convert(otherwise, x, source, target, rounding):
     """In place of the interpreter's own casts, which lose carries, round ties up, and wrap around.
 
-    NVIDIA's conversion to FP8 saturates; here what is too large becomes NaN or inf, so that kernels have to clip.
+    NVIDIA's conversion to FP8 saturates; here what is too large becomes NaN or inf, so that kernels
+    have to clip.
     """
     if source.name not in FLOATS or target.name not in FLOATS:
         return otherwise(x, source, target, rounding)
@@ -80,7 +87,7 @@ def _run(function, *arguments):
 
 
 def _call(x, *, kernel, results, grid, warps, compute_capability, **constants):
-    """In place of `jaxfp8.kernels._triton_call.triton_call`."""
+    """In place of `jaxfp8.kernels.triton._call.triton_call`."""
     import jax
 
     del warps, compute_capability
@@ -90,14 +97,19 @@ def _call(x, *, kernel, results, grid, warps, compute_capability, **constants):
         given.array[...] = np.asarray(x)
         written = [Memory(result.shape, result.dtype, POISON) for result in results]
         _THREAD.submit(kernel[(grid,)], given, *written, **constants).result()
-        assert all(memory.margins_are_whole() for memory in (given, *written)), "written outside of an array"
+        assert all(memory.margins_are_whole() for memory in (given, *written)), (
+            "written outside of an array"
+        )
         return [memory.array for memory in written]
 
     return jax.pure_callback(run, list(results), x)
 
 
 class Memory:
-    """An array in the middle of bytes that nothing may write; with what Triton's interpreter asks of a torch.Tensor."""
+    """An array in the middle of bytes that nothing may write.
+
+    With what Triton's interpreter asks of a torch.Tensor.
+    """
 
     def __init__(self, shape, dtype, filling):
         self.dtype, self.filling = np.dtype(dtype), filling
@@ -106,7 +118,9 @@ class Memory:
         self.array = self.bytes[MARGIN : MARGIN + size].view(self.dtype).reshape(shape)
 
     def margins_are_whole(self):
-        return (self.bytes[:MARGIN] == self.filling).all() and (self.bytes[-MARGIN:] == self.filling).all()
+        return (self.bytes[:MARGIN] == self.filling).all() and (
+            self.bytes[-MARGIN:] == self.filling
+        ).all()
 
     def data_ptr(self):
         return self.array.ctypes.data

@@ -1,4 +1,5 @@
-"""Times every way to do the matmuls of dense layers on the GPU that is there, and writes the table that chooses.
+"""Times every way to do the matmuls of dense layers on the GPU that is there, and writes the table
+that chooses.
 
     python benchmarks/gpu/autotune.py h200 --json benchmarks/results/timings_h200.json
 
@@ -30,11 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("chip", help="what the GPU is, h200 for instance")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", required=True, help="write it there; a table there is added to"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="write it there; a table there is added to",
     )
-    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME", help="default: %(default)s")
+    parser.add_argument(
+        "--recipes", nargs="+", default=RECIPES, metavar="NAME", help="default: %(default)s"
+    )
     shapes = [f"{m},{k},{n}" for m, n, k in matmuls.SHAPES]
-    parser.add_argument("--shapes", nargs="+", metavar="M,K,N", default=shapes, help="default: %(default)s")
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="M,K,N", default=shapes, help="default: %(default)s"
+    )
     arguments = parser.parse_args()
     timings = fp8.Timings.load(arguments.json) if arguments.json.exists() else None
     for shape in arguments.shapes:

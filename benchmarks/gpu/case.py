@@ -1,12 +1,15 @@
 """One thing that is timed, and the program that does it many times.
 
-The program is a loop. Each turn of it does the work once on each of several sets of inputs, so that no set is still in the
-L2 cache when its turn comes again, and writes each result to memory of its own. XLA sees no invariant to take out of the
-loop and no two equal pieces of work to merge, for the inputs of each piece pass through an `optimization_barrier` together
-with the results of the piece before. Layouts are row-major inside the loop as outside, or XLA would choose some under which
-a transposed result need not be transposed. The results of the turn before are donated, so nothing is copied or filled.
+The program is a loop. Each turn of it does the work once on each of several sets of inputs, so that
+no set is still in the L2 cache when its turn comes again, and writes each result to memory of its
+own. XLA sees no invariant to take out of the loop and no two equal pieces of work to merge, for the
+inputs of each piece pass through an `optimization_barrier` together with the results of the piece
+before. Layouts are row-major inside the loop as outside, or XLA would choose some under which a
+transposed result need not be transposed. The results of the turn before are donated, so nothing is
+copied or filled.
 
-`Compiled.check` reads the program: if XLA found a way around this, the case fails and no number is written.
+`Compiled.check` reads the program: if XLA found a way around this, the case fails and no number is
+written.
 """
 
 import dataclasses
@@ -20,23 +23,39 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from target import Target
 
-from jaxfp8._hlo import Instruction, read_program
-from jaxfp8.diagnostics._fp8_gemms import find_gemms
+from jaxfp8.programs._fp8_gemms import find_gemms
+from jaxfp8.programs._hlo import Instruction, read_program
 
 PORTABLE = ("xla", "reference")
 """Backends that run anywhere; every other one is a kernel for GPUs."""
 
 ROTATED_BYTES = 2**28
-"""Of all sets of inputs together: several times the L2 of an H100 (50 MB) and twice that of a B200 (126 MB)."""
+"""Of all sets of inputs together.
+
+Several times the L2 of an H100 (50 MB) and twice that of a B200 (126 MB).
+"""
 MOST_SETS = 8
 """So many are enough for the smallest inputs here, of 32 MiB."""
 PROGRAM_SECONDS = 2e-3
-"""The least that a program shall take on a fast GPU: calling the next one, about a tenth of this, hides behind it."""
+"""The least that a program shall take on a fast GPU.
+
+Calling the next one, about a tenth of this, hides behind it.
+"""
 FASTEST = {"bytes": 5e12, "flops": 2e15}
-"""What such a GPU does in a second, for that estimate alone (H200 datasheet: 4.8 TB/s, 1979 TFLOP/s of FP8)."""
+"""What such a GPU does in a second, for that estimate alone (H200 datasheet: 4.8 TB/s, 1979 TFLOP/s
+of FP8).
+"""
 
 # What moves no byte.
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier"}
+_FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "opt-barrier",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +98,11 @@ class Case:
     def sets(self) -> int:
         """How many sets of inputs take turns."""
         size = max(nbytes(self.arguments), 1)
-        return min(math.ceil(ROTATED_BYTES / size), 2 if self.tiny else MOST_SETS) if self.looped else 1
+        return (
+            min(math.ceil(ROTATED_BYTES / size), 2 if self.tiny else MOST_SETS)
+            if self.looped
+            else 1
+        )
 
     @property
     def turns(self) -> int:
@@ -87,7 +110,9 @@ class Case:
         if not self.looped:
             return 1
         floor = max(self.bytes / FASTEST["bytes"], self.flops / FASTEST["flops"])
-        return 2 if self.tiny else max(math.ceil(PROGRAM_SECONDS / (self.sets * max(floor, 1e-6))), 2)
+        return (
+            2 if self.tiny else max(math.ceil(PROGRAM_SECONDS / (self.sets * max(floor, 1e-6))), 2)
+        )
 
     def why_not(self, target: Target) -> str | None:
         """Why the case cannot be tried on this target."""
@@ -151,7 +176,8 @@ class Compiled:
         """Kernels and FP8 matmuls that do the work once, and memory in bytes.
 
         Raises:
-          RuntimeError: if the loop is not there, does not hold the work, or holds less than one kernel a repetition.
+          RuntimeError: if the loop is not there, does not hold the work, or holds less than one
+            kernel a repetition.
         """
         gemms, memory = find_gemms(self.program), self.program.memory_analysis()
         figures: dict[str, Any] = {"fp8_gemms": len(gemms.fp8)}
@@ -159,8 +185,10 @@ class Compiled:
             figures["argument_bytes"] = memory.argument_size_in_bytes
             figures["output_bytes"] = memory.output_size_in_bytes
             figures["temporary_bytes"] = memory.temp_size_in_bytes
-            figures["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)  # not in every version of jax
-        if not self.case.looped or not target.is_gpu:  # what XLA makes of a loop for CPUs is another matter
+            # not in every version of jax
+            figures["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
+        # what XLA makes of a loop for CPUs is another matter
+        if not self.case.looped or not target.is_gpu:
             return figures
         program = read_program(self.program)
         entry = program.computations[program.entry]
@@ -172,7 +200,8 @@ class Compiled:
             raise RuntimeError(f"XLA moved work out of the loop: {[i.name for i in outside]}")
         (body,) = loops[0].computations("body")
         kernels = [i for i in program.computations[body].values() if _is_work(i)]
-        turns = loops[0].trip_count or self.case.turns  # fewer than asked for if XLA unrolled the loop
+        # fewer than asked for if XLA unrolled the loop
+        turns = loops[0].trip_count or self.case.turns
         done = len(kernels) * turns / self.repetitions
         if done < 1:
             raise RuntimeError(f"XLA left {done:g} kernels for a repetition")
@@ -188,7 +217,9 @@ def lower(case: Case, target: Target) -> tuple[Any, Any]:
     """The traced program, and the types of what the work gives."""
 
     def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target.sharding), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target.sharding), tree
+        )
 
     arguments = placed(case.arguments)
     with target.context():
@@ -202,4 +233,6 @@ def lower(case: Case, target: Target) -> tuple[Any, Any]:
 def compile(case: Case, lowered: Any, results: Any) -> Compiled:
     start = time.perf_counter()
     program = lowered.compile(compiler_options=dict(case.options))
-    return Compiled(case=case, program=program, results=results, seconds=time.perf_counter() - start)
+    return Compiled(
+        case=case, program=program, results=results, seconds=time.perf_counter() - start
+    )

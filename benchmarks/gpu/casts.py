@@ -1,7 +1,10 @@
-"""High precision to FP8, in every granularity, by every backend: a new backend in jaxfp8's tables is a new contender here.
+"""High precision to FP8, in every granularity, by every backend.
 
-What each gives is laid out as a matmul on Hopper or Blackwell reads it: a copy that runs along columns is written as its
-transpose, scales of tiles of 128 run along the axis that is kept, those of MXFP8 along the one that is contracted.
+A new backend in jaxfp8's tables is a new contender here.
+
+What each gives is laid out as a matmul on Hopper or Blackwell reads it: a copy that runs along
+columns is written as its transpose, scales of tiles of 128 run along the axis that is kept, those
+of MXFP8 along the one that is contracted.
 """
 
 import dataclasses
@@ -19,6 +22,7 @@ from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.numerics import amax
 from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.tensors._cast import Cast, Direction
 
 SECTION = "casts"
 # The first is the plainest; the largest no cache holds any of.
@@ -31,7 +35,7 @@ BYTES = ScaleRule(scale_format=fp8.E8M0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cast:
+class Way:
     """A way to quantize.
 
     Attributes:
@@ -48,7 +52,9 @@ class Cast:
     scalars: int = 0
     beside: Callable[[tuple[int, ...]], tuple[jax.ShapeDtypeStruct, ...]] = lambda shape: ()
 
-    def arguments(self, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def arguments(
+        self, shape: tuple[int, ...], dtype: Any = jnp.bfloat16
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * self.scalars
         return jax.ShapeDtypeStruct(shape, dtype), *self.beside(shape), *scalars
 
@@ -56,56 +62,77 @@ class Cast:
         return lambda x, *scalars: self.run(x, backend, *scalars)
 
 
-def known_scale(x: jax.Array, backend: str, multiplier: jax.Array, *, both: bool = False) -> tuple[jax.Array, ...]:
-    """Delayed scaling: the scale is known, and the amax is wanted for the next step; `both`: a transposed copy too."""
-    count = 2 if both else 1
-    copies, met = cast.cast_copies(
-        x, (multiplier,) * count, fp8.E4M3, (fp8.PerTensor(),) * count,
-        scales=(multiplier,) * count, transposed=(False, True)[:count], implementation=backend,
-    )  # fmt: skip
-    largest = amax(x if met.largest is None else met.largest, fp8.PerTensor())
+def known_scale(
+    x: jax.Array, backend: str, multiplier: jax.Array, *, both: bool = False
+) -> tuple[jax.Array, ...]:
+    """Delayed scaling: the scale is known, and the amax is wanted for the next step.
+
+    `both`: a transposed copy too.
+    """
+    directions = Direction(fp8.PerTensor()), Direction(fp8.PerTensor(), transposed=True)
+    how = Cast(
+        format=fp8.E4M3,
+        directions=directions if both else directions[:1],
+        implementation=backend,
+    )
+    scale = cast.KnownScale(multiplier, multiplier)
+    copies, extras = cast.cast_copies(x, how, (scale,) * len(how.directions))
+    largest = amax(x if extras.largest is None else extras.largest, fp8.PerTensor())
     return copies[0].values, *(copy.values.T for copy in copies[1:]), largest
 
 
-def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
+def cast_in(granularities: tuple[Any, ...], rule: ScaleRule, backend: str) -> Cast:
+    """A cast to E4M3 with a copy in each granularity."""
+    return Cast(
+        format=fp8.E4M3,
+        directions=tuple(map(Direction, granularities)),
+        rule=rule,
+        implementation=backend,
+    )
+
+
+def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Way:
     """The scale from the array's own amaxes, in each granularity."""
 
     def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
-        copies, _ = quantize.quantize(x, fp8.E4M3, granularities, rule, implementation=backend)
+        copies, _ = quantize.quantize(x, cast_in(granularities, rule, backend))
         return tuple(array for q in copies for array in as_read(q))
 
-    return Cast(name=name, run=run, backends=quantize.BACKENDS)
+    return Way(name=name, run=run, backends=quantize.BACKENDS)
 
 
-def produced(name: str, prologue: Any, beside: Callable[..., Any], *granularities: Any, rule: ScaleRule) -> Cast:
-    """The same of what a prologue makes of x and another array, which XLA fuses if it can, and kernels do themselves."""
+def produced(
+    name: str, prologue: Any, beside: Callable[..., Any], *granularities: Any, rule: ScaleRule
+) -> Way:
+    """The same of what a prologue makes of x and another array, which XLA fuses if it can, and
+    kernels do themselves.
+    """
 
     def run(x: jax.Array, backend: str, other: jax.Array) -> tuple[jax.Array, ...]:
-        copies, _ = quantize.quantize(
-            produce(prologue, x, other), fp8.E4M3, granularities, rule, implementation=backend
-        )
+        source = produce(prologue, x, other)
+        copies, _ = quantize.quantize(source, cast_in(granularities, rule, backend))
         return tuple(array for q in copies for array in as_read(q))
 
-    backends = {
-        name: backend for name, backend in quantize.BACKENDS.items() if name != "triton"
-    }  # which reads one array
-    return Cast(name=name, run=run, backends=backends, beside=lambda shape: (beside(shape),))
+    # Triton's reads one array.
+    backends = {name: backend for name, backend in quantize.BACKENDS.items() if name != "triton"}
+    return Way(name=name, run=run, backends=backends, beside=lambda shape: (beside(shape),))
 
 
-def summed(name: str, *granularities: Any, rule: ScaleRule) -> Cast:
+def summed(name: str, *granularities: Any, rule: ScaleRule) -> Way:
     """The same as `quantized`, and the sums of columns: of a gradient, for that of a bias."""
 
     def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
-        copies, met = quantize.quantize(x, fp8.E4M3, granularities, rule, column_sums=True, implementation=backend)
-        sums = jnp.sum(x if met.column_sums is None else met.column_sums, 0, jnp.float32)
+        how = dataclasses.replace(cast_in(granularities, rule, backend), column_sums=True)
+        copies, extras = quantize.quantize(x, how)
+        sums = jnp.sum(x if extras.column_sums is None else extras.column_sums, 0, jnp.float32)
         return *(array for q in copies for array in as_read(q)), sums
 
-    return Cast(name=name, run=run, backends=quantize.BACKENDS)
+    return Way(name=name, run=run, backends=quantize.BACKENDS)
 
 
 def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
     """Values and scale of [M, K] as a matmul reads them."""
-    sides = q.granularity.along(2) if isinstance(q.granularity, fp8.PerBlock) else ()
+    sides = q.granularity.along(2) if q.granularity.in_tiles else ()
     columns = q.granularity == fp8.PerAxis(1) or (sides and sides[1] == 1)
     values = q.values.T if columns else q.values
     if not sides:
@@ -115,7 +142,7 @@ def as_read(q: fp8.QuantizedTensor) -> tuple[jax.Array, jax.Array]:
 
 
 CASTS = (
-    Cast(name="tensor, scale known, and amax", run=known_scale, backends=cast.BACKENDS, scalars=1),
+    Way(name="tensor, scale known, and amax", run=known_scale, backends=cast.BACKENDS, scalars=1),
     quantized("1x128 and 128x1", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
     quantized("1x128", fp8.PerBlock((1, 128)), rule=POWERS),
     quantized("rows", fp8.PerAxis(0), rule=POWERS),
@@ -123,7 +150,7 @@ CASTS = (
     quantized("128x128", fp8.PerBlock((128, 128)), rule=POWERS),
     quantized("MXFP8 1x32", fp8.PerBlock((1, 32)), rule=BYTES),
     quantized("MXFP8 1x32 and 32x1", fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1)), rule=BYTES),
-    Cast(
+    Way(
         name="tensor, scale known, amax, and transposed",
         run=functools.partial(known_scale, both=True),
         backends=cast.BACKENDS,
@@ -133,18 +160,32 @@ CASTS = (
     quantized("MXFP8 32x32", fp8.PerBlock((32, 32)), rule=BYTES),
 )
 
-# Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's, nor has a sum.
+# Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's, nor has a
+# sum.
 BESIDES = (
-    summed("sums of columns, 1x128 and 128x1", fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS),
-    produced(
-        "SwiGLU, 1x128 and 128x1", fp8.SwiGLU(), lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
-        fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS,
+    summed(
+        "sums of columns, 1x128 and 128x1",
+        fp8.PerBlock((1, 128)),
+        fp8.PerBlock((128, 1)),
+        rule=POWERS,
     ),
     produced(
-        "RMSNorm, 1x128 and 128x1", fp8.RMSNorm(), lambda shape: jax.ShapeDtypeStruct(shape[-1:], jnp.float32),
-        fp8.PerBlock((1, 128)), fp8.PerBlock((128, 1)), rule=POWERS,
+        "SwiGLU, 1x128 and 128x1",
+        fp8.SwiGLU(),
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        fp8.PerBlock((1, 128)),
+        fp8.PerBlock((128, 1)),
+        rule=POWERS,
     ),
-)  # fmt: skip
+    produced(
+        "RMSNorm, 1x128 and 128x1",
+        fp8.RMSNorm(),
+        lambda shape: jax.ShapeDtypeStruct(shape[-1:], jnp.float32),
+        fp8.PerBlock((1, 128)),
+        fp8.PerBlock((128, 1)),
+        rule=POWERS,
+    ),
+)
 
 
 def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
@@ -152,9 +193,14 @@ def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     for contender, function in (("copy", jnp.copy), ("negation", jnp.negative)):
         yield Case(
-            section=section, group=named(shape), operation="copy", contender=contender, function=function,
-            arguments=(x,), bytes=2 * nbytes(x),
-        )  # fmt: skip
+            section=section,
+            group=named(shape),
+            operation="copy",
+            contender=contender,
+            function=function,
+            arguments=(x,),
+            bytes=2 * nbytes(x),
+        )
 
 
 def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
@@ -166,9 +212,15 @@ def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
             for backend in cast_.backends:
                 if backend != REFERENCE:
                     yield Case(
-                        section=SECTION, group=named(shape), operation=cast_.name, contender=backend, backend=backend,
-                        function=cast_.by(backend), arguments=arguments, bytes=nbytes(arguments) + nbytes(written),
-                    )  # fmt: skip
+                        section=SECTION,
+                        group=named(shape),
+                        operation=cast_.name,
+                        contender=backend,
+                        backend=backend,
+                        function=cast_.by(backend),
+                        arguments=arguments,
+                        bytes=nbytes(arguments) + nbytes(written),
+                    )
 
 
 def named(shape: tuple[int, ...]) -> str:

@@ -1,8 +1,8 @@
 """Every backend against the reference: casts bit for bit, matmuls within the bounds of rounding.
 
-The device's memory is poisoned before each run: arrays of the sizes of the results are filled with one byte and freed, so
-that results lie where they were, and what a kernel does not write shows. Each program runs twice, with another byte and other
-inputs.
+The device's memory is poisoned before each run: arrays of the sizes of the results are filled with
+one byte and freed, so that results lie where they were, and what a kernel does not write shows.
+Each program runs twice, with another byte and other inputs.
 """
 
 import concurrent.futures
@@ -25,13 +25,15 @@ from timing import Inputs
 import jaxfp8 as fp8
 
 SECTION = "checks"
-# Whole tiles, more of them than an H200 has processors; float32; ragged, where a kernel may say that it cannot.
+# Whole tiles, more of them than an H200 has processors; float32; ragged, where a kernel may say
+# that it cannot.
 CAST_SHAPES = (((2048, 1280), "bfloat16"), ((384, 640), "float32"), ((300, 272), "bfloat16"))
 TINY_CAST_SHAPES = (((128, 256), "bfloat16"),)
 MATMUL_SHAPE, TINY_MATMUL_SHAPE = (256, 384, 1024), (32, 48, 256)
 POISON = (0x7B, 0xC4)
 """Bytes that are finite in every dtype here, and in none a likely result."""
-# Relative in Frobenius norm, against a float64 product of the dequantized operands, before the result is rounded.
+# Relative in Frobenius norm, against a float64 product of the dequantized operands, before the
+# result is rounded.
 CPU_BOUND = 2e-6
 GPU_BOUND = 1e-3
 """Tensor cores that keep partial sums in float32, or add them there every 128 of K."""
@@ -47,7 +49,8 @@ class Check:
     Attributes:
       case: the program.
       arguments: on the host; of the number of the run, 0 or 1.
-      wanted: what `verdict` compares with; of that number too. One object for all checks that want the same.
+      wanted: what `verdict` compares with; of that number too. One object for all checks that want
+        the same.
       verdict: of (wanted, results on the host), figures, and an "error" if they are wrong.
     """
 
@@ -58,7 +61,10 @@ class Check:
 
 
 def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
-    """All of them. `reference` is the device on which the reference runs; on a GPU it is a contender too."""
+    """All of them.
+
+    `reference` is the device on which the reference runs; on a GPU it is a contender too.
+    """
     left_out = () if target.is_gpu else (casts.REFERENCE,)
     for shape, dtype in TINY_CAST_SHAPES if tiny else CAST_SHAPES:
         for cast in casts.CASTS:
@@ -73,19 +79,27 @@ def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
 
 
 def cast_checks(
-    cast: casts.Cast, shape: tuple[int, int], dtype: str, backends: Sequence[str], reference: Any
+    cast: casts.Way, shape: tuple[int, int], dtype: str, backends: Sequence[str], reference: Any
 ) -> Iterator[Check]:
     def arguments(number: int) -> Any:
-        return hard(shape, np.dtype(dtype), finite=number == 0), *[np.float32(448 / 3)] * cast.scalars
+        return hard(shape, np.dtype(dtype), finite=number == 0), *[
+            np.float32(448 / 3)
+        ] * cast.scalars
 
     def wanted(number: int) -> Any:
         return on(reference, cast.by(casts.REFERENCE), arguments(number))
 
     for backend in backends:
         case = Case(
-            section=SECTION, group=f"{casts.named(shape)} {dtype}", operation=cast.name, contender=backend, backend=backend,
-            function=cast.by(backend), arguments=cast.arguments(shape, jnp.dtype(dtype)), looped=False,
-        )  # fmt: skip
+            section=SECTION,
+            group=f"{casts.named(shape)} {dtype}",
+            operation=cast.name,
+            contender=backend,
+            backend=backend,
+            function=cast.by(backend),
+            arguments=cast.arguments(shape, jnp.dtype(dtype)),
+            looped=False,
+        )
         yield Check(case=case, arguments=arguments, wanted=wanted, verdict=same_bits)
 
 
@@ -106,15 +120,21 @@ def matmul_checks(
     fast_too = (False, True) if matmuls.has_fast(kind, operation) else (False,)
     for backend, dtype, fast in itertools.product(backends, (jnp.float32, jnp.bfloat16), fast_too):
         case = Case(
-            section=SECTION, group=f"{casts.named(shape)} {jnp.dtype(dtype).name}", operation=operation,
+            section=SECTION,
+            group=f"{casts.named(shape)} {jnp.dtype(dtype).name}",
+            operation=operation,
             contender=f"{kind.name}, {backend}{', fast accumulation' if fast else ''}",
-            backend=matmuls.named_backend(backend), looped=False,
+            backend=matmuls.named_backend(backend),
+            looped=False,
             function=matmuls.scaled(operation, backend, target.chip, fast=fast, dtype=dtype),
-            arguments=operands, options=matmuls.options(kind, target.chip),
-        )  # fmt: skip
+            arguments=operands,
+            options=matmuls.options(kind, target.chip),
+        )
         bound = (FAST_BOUND if fast else GPU_BOUND) if target.is_gpu else CPU_BOUND
         bound += BFLOAT16_ROUNDING * (1 + bound) if dtype == jnp.bfloat16 else 0.0
-        yield Check(case=case, arguments=arguments, wanted=wanted, verdict=functools.partial(near, bound))
+        yield Check(
+            case=case, arguments=arguments, wanted=wanted, verdict=functools.partial(near, bound)
+        )
 
 
 def on(device: Any, function: Callable[..., Any], arguments: Any) -> Any:
@@ -124,14 +144,18 @@ def on(device: Any, function: Callable[..., Any], arguments: Any) -> Any:
 
 
 def hard(shape: tuple[int, int], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Random values of other magnitudes in each tile of 32, zeros, subnormals, ties; NaN and inf unless finite."""
+    """Random values of other magnitudes in each tile of 32, zeros, subnormals, ties.
+
+    NaN and inf unless finite.
+    """
     random, info = np.random.default_rng(int(finite)), ml_dtypes.finfo(dtype)
     rows, columns = (np.arange(size) // 32 for size in shape)
     exponents = random.integers(-30, 30, (rows[-1] + 1, columns[-1] + 1))
     exponents[0, :] = -130 if info.bits == 32 else -120  # tiles of what counts as zero, or nearly
     x = np.ldexp(random.standard_normal(shape), exponents[rows[:, None], columns])
     x[32:48] = 0
-    x[48:64] = np.sign(x[48:64]) * random.integers(1, 449, (16, shape[1]))  # between E4M3's values, often half-way
+    # between E4M3's values, often half-way
+    x[48:64] = np.sign(x[48:64]) * random.integers(1, 449, (16, shape[1]))
     x[48:64, 0] = 448  # so that the scale of a row is 1
     for value in () if finite else (np.nan, np.inf, -np.inf):
         x[random.integers(64, shape[0]), random.integers(shape[1])] = value
@@ -145,7 +169,9 @@ def same_bits(wanted: Any, results: Any) -> dict[str, Any]:
         if (expected.shape, expected.dtype) != (result.shape, result.dtype):
             return {"error": f"{result.dtype}{result.shape}, not {expected.dtype}{expected.shape}"}
         different += int((_bytes(expected) != _bytes(result)).sum())
-    return {"different_bytes": different} | ({"error": f"{different} bytes differ"} if different else {})
+    return {"different_bytes": different} | (
+        {"error": f"{different} bytes differ"} if different else {}
+    )
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
@@ -171,11 +197,18 @@ def near(bound: float, wanted: np.ndarray, result: np.ndarray) -> dict[str, Any]
     """The distance, which NaN makes infinite."""
     distance = float(np.linalg.norm(result.astype(np.float64) - wanted) / np.linalg.norm(wanted))
     figures = {"distance": distance, "bound": bound}
-    return figures if distance <= bound else figures | {"error": f"distance {distance:.2e}, the bound is {bound:.2e}"}
+    return (
+        figures
+        if distance <= bound
+        else figures | {"error": f"distance {distance:.2e}, the bound is {bound:.2e}"}
+    )
 
 
 def judge(check: Check, program: Any, types: Any, wanted: Any, device: Any) -> dict[str, Any]:
-    """Runs a program twice, on other inputs: its verdict, and the share of results' bytes that lay where poison was."""
+    """Runs a program twice, on other inputs.
+
+    Its verdict, and the share of results' bytes that lay where poison was.
+    """
     found: dict[str, Any] = {}
     inside = total = 0
     for number, byte in enumerate(POISON):
@@ -184,7 +217,9 @@ def judge(check: Check, program: Any, types: Any, wanted: Any, device: Any) -> d
         results = jax.block_until_ready(program(*arguments))
         for array in jax.tree.leaves(results):
             first, total = array.unsafe_buffer_pointer(), total + array.nbytes
-            inside += sum(max(0, min(first + array.nbytes, end) - max(first, begin)) for begin, end in ranges)
+            inside += sum(
+                max(0, min(first + array.nbytes, end) - max(first, begin)) for begin, end in ranges
+            )
         found = check.verdict(wanted[number], jax.tree.map(np.asarray, results))
         if "error" in found:
             break
@@ -205,9 +240,12 @@ def poison(types: Any, byte: int, device: Any) -> list[tuple[int, int]]:
     return ranges
 
 
-def wanted_by_all(every: Sequence[Check], pool: concurrent.futures.Executor) -> dict[Any, concurrent.futures.Future]:
+def wanted_by_all(
+    every: Sequence[Check], pool: concurrent.futures.Executor
+) -> dict[Any, concurrent.futures.Future]:
     """What the checks compare with in both runs, by `wanted`."""
     some = dict.fromkeys(check.wanted for check in every)
     return {
-        wanted: pool.submit(lambda wanted=wanted: [wanted(number) for number in range(len(POISON))]) for wanted in some
+        wanted: pool.submit(lambda wanted=wanted: [wanted(number) for number in range(len(POISON))])
+        for wanted in some
     }

@@ -1,7 +1,8 @@
-"""The dense layers of a transformer block, forward and backward, casts included, for every recipe beside bfloat16.
+"""The dense layers of a transformer block, forward and backward, casts included, for every recipe
+beside bfloat16.
 
-One program has all of them: y, the gradients of x and w, and the next state of the quantizers. Each layer has its own x and
-its own gradient of y; nothing between the layers is timed.
+One program has all of them: y, the gradients of x and w, and the next state of the quantizers. Each
+layer has its own x and its own gradient of y; nothing between the layers is timed.
 """
 
 import dataclasses
@@ -45,21 +46,27 @@ BLOCKS = (
         name="Llama 3 8B",
         tokens=8192,
         weights=((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
-        source="arXiv:2407.21783, table 3: width 4096, FFN 14336, 32 heads, 8 of them for keys and values; query, key and "
-        "value in one matmul, gate and up projection in one; 8192 tokens",
+        source="arXiv:2407.21783, table 3: width 4096, FFN 14336, 32 heads, 8 of them for keys and "
+        "values; query, key and value in one matmul, gate and up projection in one; 8192 tokens",
     ),
     Block(
         name="5B",
         tokens=31 * 512,
         weights=((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)),
-        source="NVIDIA TransformerEngine, docs/examples/gemm_profiling: width 4096, FFN 16384, 31 sequences of 512 tokens",
+        source="NVIDIA TransformerEngine, docs/examples/gemm_profiling: width 4096, FFN 16384, "
+        "31 sequences of 512 tokens",
     ),
 )
-TINY_BLOCKS = (Block(name="tiny", tokens=256, weights=((128, 256),), source="none, to try the program"),)
+TINY_BLOCKS = (
+    Block(name="tiny", tokens=256, weights=((128, 256),), source="none, to try the program"),
+)
 
 
 def recipes(chip: str) -> dict[str, fp8.Recipe]:
-    """By name, those that matter most first. Tiles are multiplied in FP8 by Blackwell alone, if it is named."""
+    """By name, those that matter most first.
+
+    Tiles are multiplied in FP8 by Blackwell alone, if it is named.
+    """
     tiles = {"chip": chip} if chip == "b200" else {}
     return {
         "delayed": fp8.recipes.delayed(),
@@ -73,7 +80,10 @@ def recipes(chip: str) -> dict[str, fp8.Recipe]:
     }
 
 
-CASTS, ALL = fp8.Implementations(casts="mosaic"), fp8.Implementations(casts="mosaic", matmuls="mosaic")
+CASTS, ALL = (
+    fp8.Implementations(casts="mosaic"),
+    fp8.Implementations(casts="mosaic", matmuls="mosaic"),
+)
 
 
 def contenders(chip: str) -> dict[str, tuple[fp8.Recipe, fp8.Implementations | None]]:
@@ -82,15 +92,23 @@ def contenders(chip: str) -> dict[str, tuple[fp8.Recipe, fp8.Implementations | N
     by_kernels = {
         f"{name}, {what} by mosaic": (plain[name], chosen)
         for name, what, chosen in (
-            ("blockwise", "all", ALL), ("delayed", "casts", CASTS), ("current", "casts", CASTS), ("rowwise", "casts", CASTS),
+            ("blockwise", "all", ALL),
+            ("delayed", "casts", CASTS),
+            ("current", "casts", CASTS),
+            ("rowwise", "casts", CASTS),
         )
         if not (chosen is ALL and chip == "b200")  # the matmul is Hopper's
-    }  # fmt: skip
+    }
     return {**{name: (recipe, None) for name, recipe in plain.items()}, **by_kernels}
 
 
-def step(recipe: fp8.Recipe, implementation: fp8.Implementations | None = None) -> Callable[..., Any]:
-    """`step(params, c, state) -> (y, gradients, state)`: params are (x, w) of each layer, c the gradients of y."""
+def step(
+    recipe: fp8.Recipe, implementation: fp8.Implementations | None = None
+) -> Callable[..., Any]:
+    """`step(params, c, state) -> (y, gradients, state)`.
+
+    Params are (x, w) of each layer, c the gradients of y.
+    """
 
     def run(params: Any, c: Any, state: Any) -> Any:
         def loss(params: Any, state: Any) -> Any:
@@ -116,7 +134,9 @@ def bf16_step(params: Any, c: Any) -> Any:
 
 def weighted(y: list[jax.Array], c: list[jax.Array]) -> jax.Array:
     """The sum of y * c, whose gradient is c."""
-    return sum((jnp.sum((a * b).astype(jnp.float32)) for a, b in zip(y, c, strict=True)), jnp.float32(0.0))
+    return sum(
+        (jnp.sum((a * b).astype(jnp.float32)) for a, b in zip(y, c, strict=True)), jnp.float32(0.0)
+    )
 
 
 def cases(blocks: tuple[Block, ...], target: Target) -> Iterator[Case]:
@@ -131,13 +151,21 @@ def one_block(block: Block, chip: str) -> Iterator[Case]:
         Case, section=SECTION, group=block.name, operation="forward and backward", looped=False,
         flops=6 * block.tokens * sum(k * n for k, n in block.weights),
     )  # fmt: skip
-    yield case(contender=BASELINE, function=bf16_step, arguments=(params, c), options=bf16_options(chip))
+    yield case(
+        contender=BASELINE, function=bf16_step, arguments=(params, c), options=bf16_options(chip)
+    )
     for name, (recipe, chosen) in contenders(chip).items():
         one = jax.eval_shape(functools.partial(fp8.init_state, recipe))
         arguments = params, c, [one] * len(block.weights)
         options = fp8.compiler_options(recipe, chip)
         backend = None if chosen is None else chosen.casts
-        yield case(contender=name, backend=backend, function=step(recipe, chosen), arguments=arguments, options=options)
+        yield case(
+            contender=name,
+            backend=backend,
+            function=step(recipe, chosen),
+            arguments=arguments,
+            options=options,
+        )
 
 
 def steady(program: Any, arguments: Any, recipe: fp8.Recipe | None) -> Any:

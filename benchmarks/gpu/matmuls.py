@@ -1,7 +1,8 @@
 """Matmuls of operands that are in FP8 already, beside the same in bfloat16.
 
-fprop is [M, K] with [N, K], each contracted along its last axis. wgrad is [M, K] with [M, N], contracted along the first, as
-a layer keeps them; where the tensor cores want the contracted axis last, what XLA adds for that is timed too.
+fprop is [M, K] with [N, K], each contracted along its last axis. wgrad is [M, K] with [M, N],
+contracted along the first, as a layer keeps them; where the tensor cores want the contracted axis
+last, what XLA adds for that is timed too.
 
 Letters: M tokens, K and N the weight's axes.
 """
@@ -22,7 +23,8 @@ from jaxfp8.kernels.scaled_matmul import _api as matmul
 
 SECTION = "matmuls"
 REFERENCE, BASELINE = "reference", "bf16"
-# M, N, K: a cube, and the dense shapes of DeepGEMM (README of deepseek-ai/DeepGEMM at its first release, M = 4096).
+# M, N, K: a cube, and the dense shapes of DeepGEMM (README of deepseek-ai/DeepGEMM at its first
+# release, M = 4096).
 SHAPES = (
     (8192, 8192, 8192),
     (4096, 4096, 7168),
@@ -64,7 +66,9 @@ class Kind:
         granularities = self.fprop if operation == "fprop" or self.wgrad is None else self.wgrad
         lhs, rhs = (
             jax.eval_shape(
-                lambda x, format=format, granularity=granularity: fp8.quantize(x, format, granularity, **self.scales),
+                lambda x, format=format, granularity=granularity: fp8.quantize(
+                    x, format, granularity, **self.scales
+                ),
                 jax.ShapeDtypeStruct(shape, jnp.bfloat16),
             )
             for shape, format, granularity in zip(shapes, formats, granularities, strict=True)
@@ -74,26 +78,46 @@ class Kind:
 
 KINDS = (
     Kind(
-        name="tensor", recipe=fp8.recipes.current, scales={}, gradient=fp8.E5M2,
-        fprop=(fp8.PerTensor(), fp8.PerTensor()), wgrad=(fp8.PerTensor(), fp8.PerTensor()),
+        name="tensor",
+        recipe=fp8.recipes.current,
+        scales={},
+        gradient=fp8.E5M2,
+        fprop=(fp8.PerTensor(), fp8.PerTensor()),
+        wgrad=(fp8.PerTensor(), fp8.PerTensor()),
     ),
     Kind(
-        name="rows", recipe=fp8.recipes.rowwise, scales={"power_of_two": True}, gradient=fp8.E4M3,
-        fprop=(fp8.PerAxis(0), fp8.PerAxis(0)), wgrad=(fp8.PerAxis(1), fp8.PerAxis(1)),
+        name="rows",
+        recipe=fp8.recipes.rowwise,
+        scales={"power_of_two": True},
+        gradient=fp8.E4M3,
+        fprop=(fp8.PerAxis(0), fp8.PerAxis(0)),
+        wgrad=(fp8.PerAxis(1), fp8.PerAxis(1)),
     ),
     Kind(
-        name="tiles of 128", recipe=fp8.recipes.blockwise, scales={"power_of_two": True}, gradient=fp8.E4M3,
-        fprop=(fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))), wgrad=(fp8.PerBlock((128, 1)), fp8.PerBlock((128, 1))),
+        name="tiles of 128",
+        recipe=fp8.recipes.blockwise,
+        scales={"power_of_two": True},
+        gradient=fp8.E4M3,
+        fprop=(fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))),
+        wgrad=(fp8.PerBlock((128, 1)), fp8.PerBlock((128, 1))),
     ),
     Kind(
-        name="MXFP8", recipe=fp8.recipes.mxfp8, scales={"scale_format": fp8.E8M0}, gradient=fp8.E4M3,
-        fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((1, 32))), wgrad=(fp8.PerBlock((32, 1)), fp8.PerBlock((32, 1))),
+        name="MXFP8",
+        recipe=fp8.recipes.mxfp8,
+        scales={"scale_format": fp8.E8M0},
+        gradient=fp8.E4M3,
+        fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((1, 32))),
+        wgrad=(fp8.PerBlock((32, 1)), fp8.PerBlock((32, 1))),
     ),
     Kind(
-        name="MXFP8 32x32", recipe=functools.partial(fp8.recipes.mxfp8, w_tile_dim=2), scales={"scale_format": fp8.E8M0},
-        gradient=fp8.E4M3, fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))), wgrad=None,
+        name="MXFP8 32x32",
+        recipe=functools.partial(fp8.recipes.mxfp8, w_tile_dim=2),
+        scales={"scale_format": fp8.E8M0},
+        gradient=fp8.E4M3,
+        fprop=(fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))),
+        wgrad=None,
     ),
-)  # fmt: skip
+)
 
 
 def kinds_of(operation: Operation) -> list[Kind]:
@@ -112,19 +136,29 @@ def bf16_options(chip: str) -> dict[str, bool]:
 def scaled(
     operation: Operation, backend: str, chip: str, *, fast: bool = False, dtype: Any = jnp.bfloat16
 ) -> Callable[..., jax.Array]:
-    """`fp8.scaled_matmul` of two operands by a backend, and of what the product is added to, if anything."""
+    """`fp8.scaled_matmul` of two operands by a backend, and of what the product is added to, if
+    anything.
+    """
 
     def run(lhs: Any, rhs: Any, add_to: Any = None) -> jax.Array:
         return fp8.scaled_matmul(
-            lhs, rhs, dimension_numbers=DIMENSIONS[operation], preferred_element_type=dtype, add_to=add_to,
-            fast_accumulation=fast, implementation=backend, chip=None if chip == "cpu" else chip,
-        )  # fmt: skip
+            lhs,
+            rhs,
+            dimension_numbers=DIMENSIONS[operation],
+            preferred_element_type=dtype,
+            add_to=add_to,
+            fast_accumulation=fast,
+            implementation=backend,
+            chip=None if chip == "cpu" else chip,
+        )
 
     return run
 
 
 def bf16(operation: Operation) -> Callable[..., jax.Array]:
-    return lambda lhs, rhs: lax.dot_general(lhs, rhs, DIMENSIONS[operation], preferred_element_type=jnp.bfloat16)
+    return lambda lhs, rhs: lax.dot_general(
+        lhs, rhs, DIMENSIONS[operation], preferred_element_type=jnp.bfloat16
+    )
 
 
 def cases(shapes: tuple[tuple[int, int, int], ...], target: Target) -> Iterator[Case]:
@@ -139,9 +173,16 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
     def case(contender: str, function: Any, arguments: Any, **fields: Any) -> Case:
         written = elements * (2 if len(arguments) == 2 else 4)
         return Case(
-            section=SECTION, group=f"{m}x{n}x{k}", operation=operation, contender=contender, function=function,
-            arguments=arguments, flops=2 * m * n * k, bytes=nbytes(arguments) + written, **fields,
-        )  # fmt: skip
+            section=SECTION,
+            group=f"{m}x{n}x{k}",
+            operation=operation,
+            contender=contender,
+            function=function,
+            arguments=arguments,
+            flops=2 * m * n * k,
+            bytes=nbytes(arguments) + written,
+            **fields,
+        )
 
     shapes = ((m, k), (n, k)) if operation == "fprop" else ((m, k), (m, n))
     plain = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
@@ -154,9 +195,12 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
             if backend == REFERENCE:
                 continue
             fields = {"backend": named_backend(backend), "options": options(kind, chip)}
-            yield case(f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields)
+            yield case(
+                f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields
+            )
             if has_addend(kind, operation) and backend != "cudnn":
-                # As gradients of microbatches are added. C is an input of each repetition: what overwrites it copies it first.
+                # As gradients of microbatches are added. C is an input of each repetition: what
+                # overwrites it copies it first.
                 summed = (*operands, jax.ShapeDtypeStruct((k, n), jnp.float32))
                 add = scaled(operation, backend, chip, dtype=jnp.float32)
                 yield case(f"{kind.name}, {backend}, added to float32", add, summed, **fields)

@@ -13,9 +13,19 @@ from target import Target
 
 GIB = 2**30
 PACKAGES = (
-    "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13", "triton", "jax-triton", "flax", "numpy",
-)  # fmt: skip
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cublas",
+    "nvidia-cublas-cu12",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "triton",
+    "jax-triton",
+    "flax",
+    "numpy",
+)
 
 
 def machine(target: Target, commit: str | None) -> dict[str, Any]:
@@ -28,11 +38,16 @@ def machine(target: Target, commit: str | None) -> dict[str, Any]:
         "platform_version": getattr(getattr(device, "client", None), "platform_version", None),
         "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
         "gpu": smi("name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem"),
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "versions": {"python": platform.python_version()} | {n: v for n in PACKAGES if (v := installed(n))},
+        "cpu_cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "versions": {"python": platform.python_version()}
+        | {n: v for n in PACKAGES if (v := installed(n))},
         "xla_flags": os.environ.get("XLA_FLAGS"),
         "commit": commit or git("rev-parse", "HEAD"),
-        "changed_files": len((git("status", "--porcelain", "--untracked-files=no") or "").splitlines()),
+        "changed_files": len(
+            (git("status", "--porcelain", "--untracked-files=no") or "").splitlines()
+        ),
     }
 
 
@@ -66,7 +81,9 @@ def output(*command: str) -> str | None:
 def memory(device: Any) -> dict[str, int] | None:
     """What the allocator of the device counted so far, in bytes."""
     stats = device.memory_stats() or {}
-    return {name: stats[name] for name in ("peak_bytes_in_use", "bytes_limit") if name in stats} or None
+    return {
+        name: stats[name] for name in ("peak_bytes_in_use", "bytes_limit") if name in stats
+    } or None
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
@@ -85,7 +102,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"{what['chip']}, driver {(what['gpu'] or {}).get('driver_version')}, "
         + ", ".join(f"{name} {version}" for name, version in what["versions"].items()),
         "",
-        f"Commit {what['commit']}, {what['changed_files']} changed files. `{result['command']}`, {result['seconds']:.0f} s.",
+        f"Commit {what['commit']}, {what['changed_files']} changed files. `{result['command']}`, "
+        f"{result['seconds']:.0f} s.",
         f"Medians of {result['rounds']} rounds, quartiles in brackets. {result['finished']}.",
     ]
     for section, title in TITLES.items():
@@ -108,9 +126,13 @@ def timed(rows: list[dict[str, Any]]) -> list[str]:
         "times bf16": lambda r: spread(r["speedup"], 1, 2) if "speedup" in r else "",
         "kernels": lambda r: f"{r['kernels']:g}" if "kernels" in r else "",
         "FP8 matmuls": lambda r: f"{r['fp8_gemms']:g}" if "fp8_gemms" in r else "",
-        "temporary MiB": lambda r: f"{r['temporary_bytes'] / 2**20:.0f}" if "temporary_bytes" in r else "",
+        "temporary MiB": lambda r: (
+            f"{r['temporary_bytes'] / 2**20:.0f}" if "temporary_bytes" in r else ""
+        ),
         "peak MiB": lambda r: (
-            f"{r['peak_bytes'] / 2**20:.0f}" if r["section"] == "layers" and r.get("peak_bytes") else ""
+            f"{r['peak_bytes'] / 2**20:.0f}"
+            if r["section"] == "layers" and r.get("peak_bytes")
+            else ""
         ),
     }
     return table(columns, [row for row in rows if row["status"] == "ok"])
@@ -121,7 +143,9 @@ def checked(rows: list[dict[str, Any]]) -> list[str]:
         "input": lambda r: r["group"],
         "operation": lambda r: r["operation"],
         "by": lambda r: r["contender"],
-        "found": lambda r: f"{r['distance']:.1e} of {r['bound']:.1e}" if "distance" in r else "the same bits",
+        "found": lambda r: (
+            f"{r['distance']:.1e} of {r['bound']:.1e}" if "distance" in r else "the same bits"
+        ),
         "on poisoned memory": lambda r: f"{r['poisoned']:.0%}",
     }
     return table(columns, [row for row in rows if row["status"] == "ok"])
@@ -139,14 +163,20 @@ def compiled(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _others(rows: list[dict[str, Any]]) -> list[str]:
-    """What could only be compiled; what failed or was not tried, and why, one line for all shapes."""
+    """What could only be compiled.
+
+    What failed or was not tried, and why, one line for all shapes.
+    """
     lines = compiled(rows) if any(row["status"] == "compiled" for row in rows) else []
     same: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if "reason" in row:
             key = row["status"], row["operation"], row["contender"], row["reason"]
             same.setdefault(key, []).append(row["group"])
-    listed = [f"- {what[0]}: {', '.join(what[1:3])}: {what[3]} ({', '.join(groups)})" for what, groups in same.items()]
+    listed = [
+        f"- {what[0]}: {', '.join(what[1:3])}: {what[3]} ({', '.join(groups)})"
+        for what, groups in same.items()
+    ]
     return [*lines, *[""] * bool(listed), *sorted(listed)]
 
 
@@ -162,7 +192,8 @@ def table(columns: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 def spread(figures: dict[str, Any], unit: float, digits: int = 1) -> str:
     low, high = figures["quartiles"]
-    return f"{figures['median'] * unit:.{digits}f} ({low * unit:.{digits}f} to {high * unit:.{digits}f})"
+    median, low, high = (f"{unit * x:.{digits}f}" for x in (figures["median"], low, high))
+    return f"{median} ({low} to {high})"
 
 
 TITLES = {

@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/run.py --json benchmarks/results/h200.json --markdown
 
-Without a GPU: --compile-only h200 compiles every program for that chip, --dry-run goes through it all on a CPU, tiny. What is
-measured, and how, is in benchmarks/README.md. The exit status is 1 if a check failed, 3 if the run was cut off.
+Without a GPU: --compile-only h200 compiles every program for that chip, --dry-run goes through it
+all on a CPU, tiny. What is measured, and how, is in benchmarks/README.md. The exit status is 1 if a
+check failed, 3 if the run was cut off.
 """
 
 import argparse
@@ -16,26 +17,50 @@ from pathlib import Path
 
 SECTIONS = ("copies", "checks", "casts", "layers", "matmuls")
 CUT_OFF = 1.15
-"""Times --minutes: then the run ends, come what may, and what was written stays. A kernel may hang."""
+"""Times --minutes: then the run ends, come what may, and what was written stays.
+
+A kernel may hang.
+"""
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, after every group")
-    parser.add_argument("--markdown", action="store_true", help="write tables beside the JSON file, as FILE.md")
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="what does not fit is skipped, and listed (default 8)"
+        "--json", type=Path, metavar="FILE", help="write the numbers there, after every group"
     )
-    parser.add_argument("--rounds", type=int, default=10, help="in which contenders take turns (default 10)")
+    parser.add_argument(
+        "--markdown", action="store_true", help="write tables beside the JSON file, as FILE.md"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="what does not fit is skipped, and listed (default 8)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="in which contenders take turns (default 10)"
+    )
     parser.add_argument("--sections", default=",".join(SECTIONS), help="some of %(default)s")
-    parser.add_argument("--match", action="append", default=[], metavar="TEXT", help="only cases with it in their name")
-    parser.add_argument("--chip", help="what the GPU is like, if its name does not tell: h100, h200, b200")
+    parser.add_argument(
+        "--match",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only cases with it in their name",
+    )
+    parser.add_argument(
+        "--chip", help="what the GPU is like, if its name does not tell: h100, h200, b200"
+    )
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     without = parser.add_mutually_exclusive_group()
     without.add_argument(
-        "--compile-only", metavar="CHIP", help="compile for a chip that is not there (needs jax[cuda13])"
+        "--compile-only",
+        metavar="CHIP",
+        help="compile for a chip that is not there (needs jax[cuda13])",
     )
-    without.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; no number means anything")
+    without.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on a CPU; no number means anything"
+    )
     arguments = parser.parse_args()
     arguments.sections = arguments.sections.split(",")
     if unknown := sorted({*arguments.sections} - {*SECTIONS}):
@@ -48,7 +73,9 @@ def parse() -> argparse.Namespace:
 
 
 def prefer_ptxas_of_wheels() -> None:
-    """jax-triton takes the first on PATH, and one older than that of the CUDA wheels does not know what Triton writes."""
+    """jax-triton takes the first on PATH, and one older than that of the CUDA wheels does not know
+    what Triton writes.
+    """
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
         os.environ["PATH"] = os.pathsep.join([f"{folder}/cu13/bin", os.environ["PATH"]])
@@ -81,20 +108,26 @@ def main() -> int:
         "minutes": arguments.minutes,
         "compile_only": bool(arguments.compile_only),
         "dry_run": arguments.dry_run,
-        "units": "seconds of one repetition; gib_per_s of floor_bytes, each input and output once; tflops of 1e12; "
-        "speedup is the time of bf16 over that of the row, round by round",
+        "units": "seconds of one repetition; gib_per_s of floor_bytes, each input and output once; "
+        "tflops of 1e12; speedup is the time of bf16 over that of the row, round by round",
         "finished": "Not finished",
         "seconds": 0.0,
         "section_seconds": {},
         "rows": [],
-    }  # fmt: skip
+    }
     watchdog = threading.Timer(60 * CUT_OFF * arguments.minutes, os._exit, (3,))
     watchdog.daemon = True
     watchdog.start()
     suite = Suite(
-        target=target, result=result, path=arguments.json, minutes=arguments.minutes, rounds=result["rounds"],
-        tiny=arguments.dry_run, match=tuple(arguments.match), compile_only=bool(arguments.compile_only),
-    )  # fmt: skip
+        target=target,
+        result=result,
+        path=arguments.json,
+        minutes=arguments.minutes,
+        rounds=result["rounds"],
+        tiny=arguments.dry_run,
+        match=tuple(arguments.match),
+        compile_only=bool(arguments.compile_only),
+    )
     suite.run(arguments.sections)
     result["finished"] = "Finished"
     result["gpu_after"] = report.smi("clocks.sm,clocks.mem,temperature.gpu,power.draw")
@@ -107,7 +140,10 @@ def main() -> int:
         status: sum(row["status"] == status for row in result["rows"])
         for status in ("ok", "compiled", "skipped", "failed")
     }
-    print(", ".join(f"{count} {status}" for status, count in counts.items() if count), f"in {result['seconds']:.0f} s")
+    print(
+        ", ".join(f"{count} {status}" for status, count in counts.items() if count),
+        f"in {result['seconds']:.0f} s",
+    )
     return 1 if failures(result) else 0
 
 

@@ -1,4 +1,6 @@
-"""The sections of a run in order, each within its time, with the results on disk after every group."""
+"""The sections of a run in order, each within its time, with the results on disk after every
+group.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -23,11 +25,22 @@ from timing import Buffers, Inputs, Runner, rounds, summary
 # What matters most comes first; a section's share of the time that it leaves goes to the next.
 COPIES = "copies"
 SHARES = {COPIES: 0.05, "checks": 0.2, "casts": 0.25, "layers": 0.25, "matmuls": 0.25}
-BASELINES = {casts.SECTION: None, layers.SECTION: layers.BASELINE, matmuls.SECTION: matmuls.BASELINE}
+BASELINES = {
+    casts.SECTION: None,
+    layers.SECTION: layers.BASELINE,
+    matmuls.SECTION: matmuls.BASELINE,
+}
 LEAST_SECONDS = 0.02
-"""Of the calls that are timed together: the wait at the end, some tens of microseconds, is then less than a percent."""
+"""Of the calls that are timed together.
+
+The wait at the end, some tens of microseconds, is then less than a percent.
+"""
 MOST_THREADS = 8
-"""That compile. Timed matmuls are compiled one by one on a GPU: XLA times kernels for them there, and must not be disturbed."""
+"""That compile.
+
+Timed matmuls are compiled one by one on a GPU: XLA times kernels for them there, and must not be
+disturbed.
+"""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -59,10 +72,15 @@ class Suite:
         sections = [name for name in SHARES if name in set(sections)]
         used = 0.0
         threads = concurrent.futures.ThreadPoolExecutor
-        with threads(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool, threads(1) as self.one_by_one:
+        with (
+            threads(min(os.cpu_count() or 1, MOST_THREADS)) as self.pool,
+            threads(1) as self.one_by_one,
+        ):
             for section in sections:
                 used += SHARES[section]
-                self.deadline = self.start + 60 * self.minutes * used / sum(SHARES[name] for name in sections)
+                self.deadline = self.start + 60 * self.minutes * used / sum(
+                    SHARES[name] for name in sections
+                )
                 began = time.perf_counter()
                 if section == checks.SECTION:
                     self.check()
@@ -83,7 +101,9 @@ class Suite:
         elif section == layers.SECTION:
             yield from layers.cases(layers.TINY_BLOCKS if self.tiny else layers.BLOCKS, self.target)
         elif section == matmuls.SECTION:
-            yield from matmuls.cases(matmuls.TINY_SHAPES if self.tiny else matmuls.SHAPES, self.target)
+            yield from matmuls.cases(
+                matmuls.TINY_SHAPES if self.tiny else matmuls.SHAPES, self.target
+            )
 
     # Checking
 
@@ -91,7 +111,9 @@ class Suite:
         reference = _cpu() or self.target.device
         self.result["reference_on"] = reference.platform
         every = {
-            c.case: c for c in checks.checks(self.target, tiny=self.tiny, reference=reference) if self.wanted(c.case)
+            c.case: c
+            for c in checks.checks(self.target, tiny=self.tiny, reference=reference)
+            if self.wanted(c.case)
         }
         some = [c for c in every.values() if not c.case.why_not(self.target)]
         wanted = {} if self.compile_only else checks.wanted_by_all(some, self.pool)
@@ -99,7 +121,9 @@ class Suite:
             check = every[compiled.case]
             try:
                 expected = wanted[check.wanted].result()
-                found = checks.judge(check, compiled.program, compiled.results, expected, self.target.device)
+                found = checks.judge(
+                    check, compiled.program, compiled.results, expected, self.target.device
+                )
             except Exception as error:
                 found = {"error": report.one_line(error)}
             reason = found.pop("error", None)
@@ -112,7 +136,9 @@ class Suite:
         """Groups one after the other; those of one operation are compared with its baseline."""
         inputs, buffers = Inputs(self.target.device), Buffers(self.target.device)
         for _, group in itertools.groupby(cases, key=lambda case: case.group):
-            runners = [r for c in self.compiled(list(group)) if (r := self.runner(c, inputs, buffers))]
+            runners = [
+                r for c in self.compiled(list(group)) if (r := self.runner(c, inputs, buffers))
+            ]
             seconds: dict[Runner, dict[int, float]] = {runner: {} for runner in runners}
             for number, runner, took in rounds(runners, self.rounds, late=self.late):
                 if isinstance(took, Exception):
@@ -148,9 +174,17 @@ class Suite:
         for runner, times in seconds.items():
             case = runner.compiled.case
             found = summary([*times.values()])
-            row: dict[str, Any] = {"seconds": found, "calls": runner.calls, "turns": case.turns, "sets": case.sets}
+            row: dict[str, Any] = {
+                "seconds": found,
+                "calls": runner.calls,
+                "turns": case.turns,
+                "sets": case.sets,
+            }
             if case.bytes:
-                row |= {"floor_bytes": case.bytes, "gib_per_s": case.bytes / found["median"] / report.GIB}
+                row |= {
+                    "floor_bytes": case.bytes,
+                    "gib_per_s": case.bytes / found["median"] / report.GIB,
+                }
             if case.flops:
                 row |= {"flops": case.flops, "tflops": case.flops / found["median"] / 1e12}
             baseline = BASELINES.get(case.section)
@@ -162,7 +196,10 @@ class Suite:
     # Programs
 
     def compiled(self, cases: list[Case]) -> Iterator[Compiled]:
-        """The programs of these cases, compiled side by side. Those that are not there are in the result, with the reason."""
+        """The programs of these cases, compiled side by side.
+
+        Those that are not there are in the result, with the reason.
+        """
         self.read: dict[Case, dict[str, Any]] = {}
         futures: dict[Case, concurrent.futures.Future] = {}
         for case in filter(self.wanted, cases):
@@ -190,7 +227,10 @@ class Suite:
             return None
         try:
             compiled = future.result()
-            self.read[case] = {"compile_seconds": round(compiled.seconds, 2), **compiled.check(self.target)}
+            self.read[case] = {
+                "compile_seconds": round(compiled.seconds, 2),
+                **compiled.check(self.target),
+            }
         except Exception as error:
             self.add(case, "failed", report.one_line(error))
             return None
@@ -207,10 +247,17 @@ class Suite:
         return time.perf_counter() > self.deadline
 
     def add(self, case: Case, status: str, reason: str | None, **figures: Any) -> None:
-        row = {"section": case.section, "group": case.group, "operation": case.operation, "contender": case.contender}
+        row = {
+            "section": case.section,
+            "group": case.group,
+            "operation": case.operation,
+            "contender": case.contender,
+        }
         row |= {"status": status} | ({"reason": reason} if reason else {}) | figures
         self.result["rows"].append(row)
-        short = reason or ("" if "seconds" not in row else f"{row['seconds']['median'] * 1e6:.1f} us")
+        short = reason or (
+            "" if "seconds" not in row else f"{row['seconds']['median'] * 1e6:.1f} us"
+        )
         print(f"{status:8} {case.name}  {short}", flush=True)
 
     def write(self) -> None:

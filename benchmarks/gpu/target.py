@@ -1,4 +1,7 @@
-"""What programs are compiled for: the GPU at hand, one that only a description of exists, or the CPU in a dry run."""
+"""What programs are compiled for.
+
+The GPU at hand, one that only a description of exists, or the CPU in a dry run.
+"""
 
 import contextlib
 import dataclasses
@@ -21,7 +24,8 @@ class Target:
     Attributes:
       chip: as `fp8.compiler_options` takes it.
       device: of jax; that of a description cannot run anything.
-      mesh: of a described device alone, from which Pallas reads what it is; None for one that is there.
+      mesh: of a described device alone, from which Pallas reads what it is; None for one that is
+        there.
     """
 
     chip: str
@@ -34,7 +38,11 @@ class Target:
 
     @property
     def sharding(self) -> Any:
-        return SingleDeviceSharding(self.device) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        return (
+            SingleDeviceSharding(self.device)
+            if self.mesh is None
+            else NamedSharding(self.mesh, PartitionSpec())
+        )
 
     def context(self) -> Any:
         """In which programs for it are traced."""
@@ -49,11 +57,21 @@ def here(chip: str | None) -> Target:
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
-        raise SystemExit("no GPU is visible; --dry-run goes through everything on a CPU, --compile-only h200 compiles.")
+        raise SystemExit(
+            "no GPU is visible; --dry-run goes through everything on a CPU, --compile-only h200 "
+            "compiles."
+        )
     words = device.device_kind.lower().split()
-    known = [name for name in ("a100", "l4", "l40s", "h100", "h200", "b200") if any(w.startswith(name) for w in words)]
+    known = [
+        name
+        for name in ("a100", "l4", "l40s", "h100", "h200", "b200")
+        if any(w.startswith(name) for w in words)
+    ]
     if chip is None and not known:
-        raise SystemExit(f"{device.device_kind!r} is not known; name what it is like with --chip, h200 for instance.")
+        raise SystemExit(
+            f"{device.device_kind!r} is not known; name what it is like with --chip, h200 for "
+            "instance."
+        )
     return Target(chip=chip or max(known, key=len), device=device)
 
 
@@ -66,9 +84,12 @@ def described(chip: str) -> Target:
     path = DESCRIPTIONS / f"{chip}.txtpb"
     if not path.exists():
         raise SystemExit(
-            f"no description of {chip!r}; there are {sorted(p.stem for p in DESCRIPTIONS.glob('*.txtpb'))}."
+            f"no description of {chip!r}; there are "
+            f"{sorted(p.stem for p in DESCRIPTIONS.glob('*.txtpb'))}."
         )
-    topology = topologies.get_topology_desc(chip, "cuda", topology="1x1x1", target_config=path.read_text())
+    topology = topologies.get_topology_desc(
+        chip, "cuda", topology="1x1x1", target_config=path.read_text()
+    )
     mesh = Mesh(np.array(topology.devices), ("device",), axis_types=(AxisType.Auto,))
     return Target(chip=chip, device=topology.devices[0], mesh=mesh)
 

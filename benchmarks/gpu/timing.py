@@ -1,7 +1,8 @@
 """Medians of programs that take turns on one device.
 
-What is timed are some calls of a program in a row, each given the results of the one before, with one wait at the end: the
-device is never idle between them, and what Python and the driver do for a call hides behind the program before.
+What is timed are some calls of a program in a row, each given the results of the one before, with
+one wait at the end: the device is never idle between them, and what Python and the driver do for a
+call hides behind the program before.
 """
 
 import collections
@@ -27,8 +28,15 @@ class Inputs:
         normal = random.standard_normal(POOL, np.float32)
         powers = np.exp2(random.integers(-3, 4, POOL)).astype(np.float32)
         # Values in FP8 fill most of the format's range; float32 is the dtype of scales.
-        self._pools = {np.dtype(dtype): powers.astype(dtype) for dtype in (np.float32, ml_dtypes.float8_e8m0fnu)}
-        for dtype, spread in ((ml_dtypes.bfloat16, 1), (ml_dtypes.float8_e4m3fn, 64), (ml_dtypes.float8_e5m2, 64)):
+        self._pools = {
+            np.dtype(dtype): powers.astype(dtype)
+            for dtype in (np.float32, ml_dtypes.float8_e8m0fnu)
+        }
+        for dtype, spread in (
+            (ml_dtypes.bfloat16, 1),
+            (ml_dtypes.float8_e4m3fn, 64),
+            (ml_dtypes.float8_e5m2, 64),
+        ):
             self._pools[np.dtype(dtype)] = (normal * spread).astype(dtype)
         self._device = device
         self._known: dict[Any, jax.Array] = {}
@@ -72,13 +80,17 @@ class Buffers:
 
     def _one(self, leaf: Any) -> jax.Array:
         free = self._free[leaf.shape, leaf.dtype]
-        return free.pop() if free else jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._device)
+        return (
+            free.pop() if free else jax.device_put(np.zeros(leaf.shape, leaf.dtype), self._device)
+        )
 
 
 class Runner:
     """A program with its inputs, ready to be timed."""
 
-    def __init__(self, compiled: Compiled, inputs: Inputs, buffers: Buffers, arguments: Any = None) -> None:
+    def __init__(
+        self, compiled: Compiled, inputs: Inputs, buffers: Buffers, arguments: Any = None
+    ) -> None:
         self.compiled = compiled
         self.buffers = buffers
         self.arguments = inputs.sets(compiled.case) if arguments is None else arguments
@@ -92,7 +104,9 @@ class Runner:
             jax.block_until_ready(results)
         start = time.perf_counter()
         for _ in range(calls):
-            results = program(results, self.arguments) if case.looped else program(*self.arguments[0])
+            results = (
+                program(results, self.arguments) if case.looped else program(*self.arguments[0])
+            )
         jax.block_until_ready(results)
         elapsed = time.perf_counter() - start
         if case.looped:

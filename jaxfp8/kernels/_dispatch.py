@@ -13,7 +13,10 @@ class Chooser(Protocol):
     """What knows which backend is good for a case: `fp8.Timings`."""
 
     def choose(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Of the arguments of a backend: names of backends, best first, each with what it is to be told besides."""
+        """Names of backends, best first, each with the extra arguments that it shall get.
+
+        `args` and `kwargs` are the arguments of the call.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +32,8 @@ class Implementations:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
       >>> kernels = fp8.Implementations(casts="reference")
-      >>> fp8.dot(7 * jnp.ones((2, 2)), 7 * jnp.eye(2), recipe=fp8.recipes.current(), implementation=kernels)
+      >>> x, recipe = 7 * jnp.ones((2, 2)), fp8.recipes.current()
+      >>> fp8.dot(x, 7 * jnp.eye(2), recipe=recipe, implementation=kernels)
       Array([[49., 49.],
              [49., 49.]], dtype=float32)
     """
@@ -50,8 +54,8 @@ def check_backend_name(argument: str, chosen: object) -> None:
     """
     if not isinstance(chosen, str | None):
         raise TypeError(
-            f"{argument}={_described(chosen)} must be a backend by name, or None; timings are of matmuls: "
-            "fp8.Implementations(matmuls=timings)."
+            f"{argument}={_described(chosen)} must be a backend by name, or None; timings are of "
+            "matmuls: fp8.Implementations(matmuls=timings)."
         )
 
 
@@ -63,7 +67,9 @@ def _described(chosen: object) -> str:
 def _check(name: str, chosen: object) -> None:
     """Raise TypeError unless a backend can be chosen by it."""
     if isinstance(chosen, type) or not isinstance(chosen, str | None | Chooser):
-        raise TypeError(f"{name}={chosen!r} must be a backend by name, fp8.Timings for matmuls, or None.")
+        raise TypeError(
+            f"{name}={chosen!r} must be a backend by name, fp8.Timings for matmuls, or None."
+        )
 
 
 def dispatch(
@@ -76,9 +82,10 @@ def dispatch(
 ) -> Any:
     """Call the first backend that can do the case.
 
-    A backend that cannot says so with NotImplementedError and its reason. With `implementation=None` the backends are
-    tried in the order of the table; a backend that is asked for by name is the only one tried, and fails loudly. What a
-    `Chooser` names comes before the table.
+    A backend that cannot says so with NotImplementedError and its reason. With
+    `implementation=None` the backends are tried in the order of the table; a backend that is asked
+    for by name is the only one tried, and fails loudly. What a `Chooser` names comes before the
+    table.
 
     Args:
       operation: its name, for messages.
@@ -100,16 +107,18 @@ def dispatch(
     if isinstance(implementation, str):
         if implementation not in backends:
             raise ValueError(
-                f"implementation={implementation!r} of {operation} is unknown; use None or one of {sorted(backends)}."
+                f"implementation={implementation!r} of {operation} is unknown; use None or one of "
+                f"{sorted(backends)}."
             )
         return backends[implementation](*args, **kwargs)
-    _check("implementation", implementation)
+    if implementation is not None:
+        _check("implementation", implementation)
     reasons: list[Exception] = []
     chosen = () if implementation is None else tuple(implementation.choose(*args, **kwargs))
     if unknown := {name for name, _ in chosen} - set(backends):
         raise ValueError(
-            f"{_described(implementation)} has the backends {sorted(unknown)} of {operation}, which are unknown, of "
-            f"{sorted(backends)}; measure again."
+            f"{_described(implementation)} has the backends {sorted(unknown)} of {operation}, "
+            f"which are unknown, of {sorted(backends)}; measure again."
         )
     for name, told in (*chosen, *((name, {}) for name in backends)):
         try:
@@ -123,9 +132,10 @@ def dispatch(
 class Backend:
     """A backend that is known by name. The first call imports it.
 
-    `import jaxfp8` does not import Pallas, which would take most of the time (`benchmarks/import_time.py`).
-    In jax 0.10 Pallas needs absl, which jax does not install. The module of a `Backend` imports Pallas or
-    Triton at its top. `tests/test_floors.py` reads `module` as an import of the file that names it.
+    `import jaxfp8` does not import Pallas, which would take most of the time
+    (`benchmarks/import_time.py`). In jax 0.10 Pallas needs absl, which jax does not install. The
+    module of a `Backend` imports Pallas or Triton at its top. `tests/test_floors.py` reads `module`
+    as an import of the file that names it.
 
     Attributes:
       module: the file, "jaxfp8.kernels.cast._mosaic" for instance.
@@ -133,7 +143,8 @@ class Backend:
       needs: what has to be installed for it, for the message.
 
     Raises:
-      NotImplementedError: when called, if something that it needs cannot be imported: such a backend cannot do the case.
+      NotImplementedError: when called, if something that it needs cannot be imported: such a
+        backend cannot do the case.
 
     Example:
       >>> Backend("jaxfp8.kernels.cast._tomorrow", "cast", needs="The future")

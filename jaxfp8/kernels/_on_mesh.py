@@ -1,7 +1,8 @@
-"""A kernel on the devices of a mesh: each runs it on its own part of an array, and nothing is gathered.
+"""A kernel on the devices of a mesh: each runs it on its own shard, and nothing is gathered.
 
-XLA does not know how a kernel's results depend on its operand, so that in an Auto mesh it would give every device all of
-it. Here every axis of every result lies as that axis of the operand.
+XLA does not know how a kernel's results depend on its operand. So in an Auto mesh it would give
+every device all of the operand. Here every axis of every result is split as that axis of the
+operand.
 """
 
 import functools
@@ -27,13 +28,16 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
     """`kernel`, on any mesh and under `jax.vmap`.
 
     Args:
-      kernel: of x [...], and of arrays whose axes are those of x or 1, to results that have the axes of x. It takes any number
-        of axes in front of those of `sides`.
-      sides: of a tile along the trailing axes; parts of an axis must have whole tiles, all of it may have a ragged last one.
-      cells: of each result, how many elements of x along each of these axes become one: 1 or the same in all of them.
+      kernel: of x [...], and of arrays whose axes are those of x or 1, to results that have the
+        axes of x. It takes any number of axes in front of those of `sides`.
+      sides: of a tile along the trailing axes; parts of an axis must have whole tiles, all of it
+        may have a ragged last one.
+      cells: of each result, how many elements of x along each of these axes become one: 1 or the
+        same in all of them.
 
     Raises:
-      NotImplementedError: in a mesh of which some axes are manual and others not, or whose parts would cut tiles.
+      NotImplementedError: in a mesh of which some axes are manual and others not, or whose parts
+        would cut tiles.
     """
 
     @custom_vmap
@@ -42,7 +46,8 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
         if kinds == {AxisType.Manual}:
             x, *beside = (functools.reduce(vary_as, (x, *others), each) for each in (x, *others))
             return tuple(vary_as(result, x) for result in kernel(x, *beside))
-        # No kinds: no mesh is set, and what another kernel wrote has none in its type, but may lie on several devices.
+        # No kinds: no mesh is set. The type of another kernel's result names no mesh, but the
+        # result may be on several devices.
         if len(kinds) > 1:
             raise NotImplementedError(f"a mesh with axes of the kinds {sorted(map(str, kinds))}")
         if kinds == {AxisType.Explicit}:
@@ -62,8 +67,14 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
 
 
 def mesh_of(*operands: Array) -> AbstractMesh:
-    """The mesh that is set, or else that on which an operand lies by its type: `jax.jit` of sharded arrays sets none."""
-    meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(each).sharding.mesh for each in operands))
+    """The mesh that is set, or else the mesh in the type of an operand.
+
+    `jax.jit` of sharded arrays sets none.
+    """
+    meshes = (
+        jax.sharding.get_abstract_mesh(),
+        *(jax.typeof(each).sharding.mesh for each in operands),
+    )
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
 
 
@@ -78,15 +89,20 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Ar
     for axis, side in zip(range(x.ndim - len(sides), x.ndim), sides, strict=True):
         parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(spec[axis]))
         if parts > 1 and x.shape[axis] % (parts * side):
-            raise NotImplementedError(f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}")
+            raise NotImplementedError(
+                f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}"
+            )
     in_specs = (spec, *(_of_other(spec, each.shape) for each in others))
     # What lies otherwise, a gain that is whole on every device for instance, is moved.
     others = tuple(
         jax.sharding.reshard(each, NamedSharding(sharding.mesh, lie))
         for each, lie in zip(others, in_specs[1:], strict=True)
     )
-    mesh = None if jax.sharding.get_abstract_mesh().axis_names else sharding.mesh  # None takes the one that is set
-    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(x, *others)
+    # None takes the one that is set
+    mesh = None if jax.sharding.get_abstract_mesh().axis_names else sharding.mesh
+    return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(
+        x, *others
+    )
 
 
 def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *others: Array) -> Kernel:
@@ -122,9 +138,12 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
 
 
 def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str, Any]:
-    """Shardy's rule: along an axis with tiles a factor for them, and one, never split, for what is inside of one.
+    """Shardy's rule.
 
-    An axis of a single tile or with a ragged last one is inside as a whole, and with a ragged one never split.
+    Along an axis with tiles a factor for them, and one, never split, for what is inside of one.
+
+    An axis of a single tile or with a ragged last one is inside as a whole, and with a ragged one
+    never split.
     """
     lead = len(shape) - len(cells[0])
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
@@ -141,16 +160,24 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
         return f"(t{axis} i{axis})"
 
     def term(of: Axes) -> list[str]:
-        return [f"l{axis}" for axis in range(lead)] + [axis_of(axis, cell) for axis, cell in enumerate(of)]
+        return [f"l{axis}" for axis in range(lead)] + [
+            axis_of(axis, cell) for axis, cell in enumerate(of)
+        ]
 
     x = term((1,) * len(sides))
     operands = [x]
     for n, other in enumerate(others):
         operands.append(
-            [each if size > 1 else f"u{n}{axis}" for axis, (each, size) in enumerate(zip(x, other, strict=True))]
+            [
+                each if size > 1 else f"u{n}{axis}"
+                for axis, (each, size) in enumerate(zip(x, other, strict=True))
+            ]
         )
-    rule = " -> ".join(", ".join(map(" ".join, terms)) for terms in (operands, [term(of) for of in cells]))
+    rule = " -> ".join(
+        ", ".join(map(" ".join, terms)) for terms in (operands, [term(of) for of in cells])
+    )
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
     whole = {*inside, *(f"t{axis}" for axis in ragged)}
-    in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)  # which Shardy wants
+    # which Shardy wants
+    in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
     return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}

@@ -26,8 +26,9 @@ class Chip:
     block_scaled_matmul: bool = False
 
 
-# cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating point").
-# ROCm and TPU have FP8 units too, but nothing here was ever compiled or run for them: they take the portable path.
+# cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
+# point"). ROCm and TPU have FP8 units too, but nothing here was ever compiled or run for them: they
+# take the portable path.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -37,7 +38,13 @@ CHIPS = {
         Chip(name="l40s", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
         Chip(name="h100", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
         Chip(name="h200", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
-        Chip(name="b200", platform="cuda", compute_capability=(10, 0), fp8_matmul=True, block_scaled_matmul=True),
+        Chip(
+            name="b200",
+            platform="cuda",
+            compute_capability=(10, 0),
+            fp8_matmul=True,
+            block_scaled_matmul=True,
+        ),
         Chip(name="mi300x", platform="rocm"),
         Chip(name="tpu", platform="tpu"),
     )
@@ -60,9 +67,12 @@ def chip_named(name: str) -> Chip:
 
 
 def compute_capability_of(mesh: AbstractMesh) -> int | None:
-    """That of the GPUs of which a mesh is made, 90 for an H200; None if it tells of none that is in the table.
+    """That of the GPUs of which a mesh is made, 90 for an H200.
 
-    A program can be compiled for a mesh of GPUs that are not there; without one, what compiles a kernel asks the GPU.
+    None if it tells of none that is in the table.
+
+    A program can be compiled for a mesh of GPUs that are not there; without one, what compiles a
+    kernel asks the GPU.
 
     Example:
       >>> from jax.sharding import AbstractDevice

@@ -1,7 +1,8 @@
 """Prologues: what is done to an activation between reading and quantizing it.
 
-XLA fuses such a function into its own casts. Into a kernel it cannot: h would be written to memory and read again. So kernels
-in Pallas read what h is made of, and make a tile of h where they quantize it.
+XLA fuses such a function into its own casts. Into a kernel it cannot: h would be written to memory
+and read again. So kernels in Pallas read what h is made of, and make a tile of h where they
+quantize it.
 
 Letters: M, K the last two axes of h.
 """
@@ -25,14 +26,15 @@ _STATISTIC = "jaxfp8.statistic"
 
 
 class AbstractPrologue(abc.ABC):
-    """`h = prologue(*arrays)`, computed in float32 and rounded once, to the dtype of the first array.
+    """`h = prologue(*arrays)`: an operation that a cast kernel can compute as it reads arrays.
 
-    Differentiating it saves the arrays (and statistics of rows), nothing else of their size. Subclasses are frozen dataclasses
-    of hashable values.
+    It is computed in float32 and rounded once, to the dtype of the first array. Differentiating it
+    saves the arrays (and statistics of rows), nothing else of their size.
+    Subclasses are frozen dataclasses of hashable values.
 
     Attributes:
       names: of the arrays.
-      whole: axes of h along which a device must have all of it.
+      whole: axes of h that a device needs whole, because a statistic spans them.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -54,10 +56,14 @@ class AbstractPrologue(abc.ABC):
         """
         given = tuple(each if isinstance(each, jax.Array) else jnp.asarray(each) for each in arrays)
         if len(given) != len(self.names):
-            raise ValueError(f"{self!r} makes one array of {len(self.names)}, {self.names}; got {len(given)}.")
+            raise ValueError(
+                f"{self!r} makes one array of {len(self.names)}, {self.names}; got {len(given)}."
+            )
         for name, each in zip(self.names, given, strict=True):
             if each.dtype.name not in FLOAT_DTYPES:
-                raise TypeError(f"{name} has dtype {each.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}.")
+                raise TypeError(
+                    f"{name} has dtype {each.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
+                )
         return self._operands(*given)
 
     @abc.abstractmethod
@@ -66,7 +72,9 @@ class AbstractPrologue(abc.ABC):
 
     @abc.abstractmethod
     def elementwise(self, *operands: Array) -> Array:
-        """h before it is rounded, of operands in float32, of one shape or broadcastable; of zeros it is zero.
+        """h before it is rounded, of operands in float32, of one shape or broadcastable.
+
+        Of zeros it is zero.
 
         In operations that XLA and kernel languages have.
         """
@@ -83,10 +91,12 @@ def _apply(prologue: AbstractPrologue, *arrays: ArrayLike) -> Array:
 
 
 def _rounded(x: Array, dtype: DType) -> Array:
-    """x in a dtype. XLA drops a conversion to bfloat16 and back where it fuses both, but not around this rounding.
+    """x in a dtype.
 
-    Of the converted array, which it does not change: what XLA writes to memory, because it will not compute h twice, is then
-    bfloat16 and not float32.
+    XLA drops a conversion to bfloat16 and back where it fuses both, but not around this rounding.
+
+    Of the converted array, which it does not change: what XLA writes to memory, because it will not
+    compute h twice, is then bfloat16 and not float32.
     """
     x = x.astype(dtype)
     return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
@@ -94,7 +104,9 @@ def _rounded(x: Array, dtype: DType) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwiGLU(AbstractPrologue):
-    """`h = silu(gate) * up`, `silu(v) = v / (1 + exp(-v))`: [..., M, K] of gate [..., M, K] and up [..., M, K].
+    """`h = silu(gate) * up`, `silu(v) = v / (1 + exp(-v))`.
+
+    [..., M, K] of gate [..., M, K] and up [..., M, K].
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,8 +124,8 @@ class SwiGLU(AbstractPrologue):
         gate, up = arrays
         if (gate.shape, gate.dtype) != (up.shape, up.dtype):
             raise ValueError(
-                f"gate {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)} differ; give both one shape "
-                "and dtype."
+                f"gate {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)} "
+                "differ; give both one shape and dtype."
             )
         return gate, up
 
@@ -124,10 +136,12 @@ class SwiGLU(AbstractPrologue):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNorm(AbstractPrologue):
-    """`h = x * (rstd * gain)`, `rstd = 1 / sqrt(mean(x^2, axis=-1) + epsilon)`: [..., M, K] of x [..., M, K] and gain [K].
+    """`h = x * (rstd * gain)`, `rstd = 1 / sqrt(mean(x^2, axis=-1) + epsilon)`.
 
-    The order of `flax.linen.RMSNorm`. rstd, [..., M, 1], is a reduction that XLA fuses into whatever wrote x. Inside
-    `jax.shard_map` a device must have all of the last axis.
+    [..., M, K] of x [..., M, K] and gain [K].
+
+    The order of `flax.linen.RMSNorm`. rstd, [..., M, 1], is a reduction that XLA fuses into
+    whatever wrote x. Inside `jax.shard_map` a device must have all of the last axis.
 
     Attributes:
       epsilon: positive, finite and no less than float32's smallest normal number.
@@ -150,13 +164,18 @@ class RMSNorm(AbstractPrologue):
         given: object = self.epsilon
         real = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
         if not real or not np.finfo(np.float32).tiny <= self.epsilon < math.inf:
-            raise ValueError(f"epsilon={given!r} must be a positive number of float32, for instance 1e-6.")
+            raise ValueError(
+                f"epsilon={given!r} must be a positive number of float32, for instance 1e-6."
+            )
         object.__setattr__(self, "epsilon", float(self.epsilon))
 
     def _operands(self, *arrays: Array) -> tuple[Array, ...]:
         x, gain = arrays
         if not x.ndim or gain.shape != x.shape[-1:]:
-            raise ValueError(f"gain has shape {list(gain.shape)}, x {list(x.shape)}; a gain has the last axis of x.")
+            raise ValueError(
+                f"gain has shape {list(gain.shape)}, x {list(x.shape)}; a gain has the last axis "
+                "of x."
+            )
         mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         rstd = checkpoint_name(lax.rsqrt(mean_square + self.epsilon), _STATISTIC)
         return x, rstd, gain.astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), x.shape[-1])
@@ -219,13 +238,24 @@ def value_of(x: Source) -> Array:
     return x.value if isinstance(x, Produced) else x
 
 
+def prologue_of(x: Source) -> AbstractPrologue | None:
+    """What makes x of the arrays that a kernel reads; None if x is an array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> prologue_of(jnp.ones(3)) is None
+      True
+    """
+    return x.prologue if isinstance(x, Produced) else None
+
+
 def wide_operands(x: Source) -> int:
     """How many arrays of the size of x a kernel reads for it.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> wide_operands(jnp.ones((2, 3))), wide_operands(produce(RMSNorm(), jnp.ones((2, 3)), jnp.ones(3)))
-      (1, 1)
+      >>> wide_operands(produce(SwiGLU(), jnp.ones((2, 3)), jnp.ones((2, 3))))
+      2
     """
     if not isinstance(x, Produced):
         return 1

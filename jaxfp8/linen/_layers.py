@@ -1,4 +1,7 @@
-"""flax.linen's dense layers with FP8 matmuls: the same arguments, parameters and initial values, and a recipe."""
+"""flax.linen's dense layers with FP8 matmuls.
+
+The same arguments, parameters and initial values, and a recipe.
+"""
 
 import functools
 from typing import Any
@@ -6,40 +9,38 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
-from jaxfp8.linen._kernel_part import KernelPart, shards
+from jaxfp8.linen._matmul_module import KernelModule
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.ops._arguments import as_array, kernels_of
+from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._bias import fits
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.recipes._presets import check_recipe, delayed
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._shard import Shard
+from jaxfp8.ops._options import options_of
+from jaxfp8.recipes._presets import check_recipe
 
 
 def _plug(layer: Any) -> None:
-    """Put the layer's recipe where flax looks for its dot_general, before the module is complete."""
+    """Put the recipe where flax looks for a dot_general, before the module is complete."""
     check_recipe(layer.recipe)
     given = layer.dot_general_cls
     ours = isinstance(given, Plug) and given.of_layer  # `clone` passes on what the layer had
     if layer.dot_general is not None or (given is not None and not ours):
         raise ValueError(
-            f"{type(layer).__name__} brings its own dot_general; drop dot_general= and dot_general_cls=, or use "
-            f"nn.{type(layer).__name__.removeprefix('FP8')}."
+            f"{type(layer).__name__} brings its own dot_general; drop dot_general= and "
+            f"dot_general_cls=, or use nn.{type(layer).__name__.removeprefix('FP8')}."
         )
-    layer.dot_general_cls = Plug(
-        layer.recipe, layer.reduce_axes, layer.lhs_shard, layer.rhs_shard, layer.implementation, of_layer=True
-    )
+    options = options_of(layer, layer.recipe)
+    layer.dot_general_cls = Plug.of(layer.recipe, options, of_layer=True)
 
 
-class FP8Dense(KernelPart, nn.Dense):
+class FP8Dense(KernelModule, nn.Dense):
     """`flax.linen.Dense` in FP8.
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs
+        the kernel.
       (the others): of `flax.linen.Dense`.
 
     Example:
@@ -50,39 +51,45 @@ class FP8Dense(KernelPart, nn.Dense):
       (2, 4)
     """
 
-    recipe: Recipe = delayed()
-    reduce_axes: tuple[str, ...] | None = None
-    lhs_shard: Shard | None = None
-    rhs_shard: Shard | None = None
-    implementation: Implementation | Implementations = None
-
     def __post_init__(self) -> None:
         _plug(self)
         super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
-        """As in `flax.linen.Dense`, but a bias of the result's shape and dtype goes into the matmul, whose gradient sums it."""
+        """As in `flax.linen.Dense`, but the matmul adds the bias if that gives the same result.
+
+        Then the gradient of the matmul also sums the gradient of the bias.
+        """
         inputs = as_array("inputs", inputs)
-        kernel = self.param("kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype)
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        kernel = self.param(
+            "kernel", self.kernel_init, (inputs.shape[-1], self.features), self.param_dtype
+        )
+        bias = (
+            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+            if self.use_bias
+            else None
+        )
         x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         assert x is not None
         assert w is not None
         dimension_numbers = (((x.ndim - 1,), (0,)), ((), ()))
-        dot_general = functools.partial(self.dot_general_cls(), x, w, dimension_numbers, precision=self.precision)
+        dot_general = functools.partial(
+            self.dot_general_cls(), x, w, dimension_numbers, precision=self.precision
+        )
         if bias is None or fits(bias, x, w):
             return dot_general(bias=bias)
         y = dot_general()
         return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
-class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
+class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs
+        the kernel.
       (the others): of `flax.linen.DenseGeneral`.
 
     Example:
@@ -93,12 +100,6 @@ class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
       (5, 2, 3)
     """
 
-    recipe: Recipe = delayed()
-    reduce_axes: tuple[str, ...] | None = None
-    lhs_shard: Shard | None = None
-    rhs_shard: Shard | None = None
-    implementation: Implementation | Implementations = None
-
     def __post_init__(self) -> None:
         _plug(self)
         super().__post_init__()
@@ -108,12 +109,13 @@ class FP8DenseGeneral(KernelPart, nn.DenseGeneral):
         return super().__call__(as_array("inputs", inputs))
 
 
-class FP8Einsum(KernelPart, nn.Einsum):
+class FP8Einsum(KernelModule, nn.Einsum):
     """`flax.linen.Einsum` in FP8. flax's own has no `dot_general_cls=` to plug into.
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs
+        the kernel.
       (the others): of `flax.linen.Einsum`.
 
     Example:
@@ -124,23 +126,18 @@ class FP8Einsum(KernelPart, nn.Einsum):
       (2, 4)
     """
 
-    recipe: Recipe = delayed()
-    reduce_axes: tuple[str, ...] | None = None
-    lhs_shard: Shard | None = None
-    rhs_shard: Shard | None = None
-    implementation: Implementation | Implementations = None
-
-    def __post_init__(self) -> None:
-        check_recipe(self.recipe)
-        super().__post_init__()
-
     @nn.compact
     def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
-        """Apply the einsum; as in `flax.linen.Einsum`, the equation is given here or as an attribute, not both."""
+        """Apply the einsum.
+
+        As in `flax.linen.Einsum`, the equation is given here or as an attribute, not both.
+        """
         inputs = as_array("inputs", inputs)
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         if "->" not in equation or equation.count(",") != 1:
-            raise ValueError(f"einsum_str={equation!r} must have two operands and an explicit '->'.")
+            raise ValueError(
+                f"einsum_str={equation!r} must have two operands and an explicit '->'."
+            )
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, bias_shape = None, ()
         if self.use_bias:
@@ -149,10 +146,9 @@ class FP8Einsum(KernelPart, nn.Einsum):
         x, w, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
         assert x is not None
         assert w is not None
-        lhs_shard, rhs_shard = shards(self, self.lhs_shard, self.rhs_shard)
         y = einsum(
-            equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe), precision=self.precision,
-            preferred_element_type=self.preferred_element_type, reduce_axes=self.reduce_axes, lhs_shard=lhs_shard,
-            rhs_shard=rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
+            equation, x, w, recipe=self.recipe, state=matmul_state(self, self.recipe),
+            precision=self.precision, preferred_element_type=self.preferred_element_type,
+            **self.matmul_options(),
         )  # fmt: skip
         return y if bias is None else y + jnp.reshape(bias, bias_shape)

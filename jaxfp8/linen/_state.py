@@ -1,7 +1,7 @@
 """Where linen layers keep quantizer state: a collection that flax's own TrainState knows.
 
-`fp8.linen.TrainState` has a field for it. flax's own TrainState overwrites the collection of this name instead of optimizing
-it: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
+`fp8.linen.TrainState` has a field for it. flax's own TrainState overwrites the collection of this
+name instead of optimizing it: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
 """
 
 import sys
@@ -15,10 +15,11 @@ from flax.core import meta
 from flax.core.scope import in_filter
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8.ops._check_state import check_state
-from jaxfp8.ops._fresh_state import concrete
-from jaxfp8.ops._state import LEAVES, MatmulState, init_state
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._check_state import check_state
+from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._state import LEAVES, MatmulState
+from jaxfp8.state._unset import init_state
 
 COLLECTION = "_overwrite_with_gradient"
 _NAME = "fp8"
@@ -37,9 +38,10 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     if not creates and not module.has_variable(COLLECTION, _NAME):
         path = "/".join(module.path) or type(module).__name__
         raise FP8StateError(
-            f"{path}: the state of recipe {recipe.name!r} is missing from collection {COLLECTION!r}. Pass it beside the "
-            f"parameters, model.apply({{'params': params, {COLLECTION!r}: state}}, ...), with what model.init or the last step "
-            f"returned; under nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
+            f"{path}: the state of recipe {recipe.name!r} is missing from collection "
+            f"{COLLECTION!r}. Pass it beside the parameters, model.apply({{'params': params, "
+            f"{COLLECTION!r}: state}}, ...), with what model.init or the last step returned; under "
+            f"nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
         )
     module.variable(COLLECTION, _NAME, init_state, recipe)
     return stored_state(module, recipe)
@@ -54,8 +56,8 @@ def _refuse_carry(module: nn.Module) -> None:
     """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
 
     Without this check jax raises an error that names neither flax's argument nor the collection. A
-    module cannot ask what a scan carries, so this reads flax's stack frame. If flax renames it, users
-    see jax's error.
+    module cannot ask what a scan carries, so this reads flax's stack frame. If flax renames it,
+    users see jax's error.
     """
     if module.has_variable(COLLECTION, _NAME) and module.is_mutable_collection(COLLECTION):
         return  # flax can carry a variable that exists and that every call returns
@@ -66,14 +68,19 @@ def _refuse_carry(module: nn.Module) -> None:
             broadcast, carried = filters[:2]
             if in_filter(carried, COLLECTION) and not in_filter(broadcast, COLLECTION):
                 raise FP8StateError(
-                    f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry only variables that exist "
-                    f"before the scan. Leave it out of variable_carry, and write variable_axes={{{COLLECTION!r}: 0}} for one "
-                    f"state per layer, or variable_broadcast={COLLECTION!r} for one shared state."
+                    f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry "
+                    "only variables that exist before the scan. Leave it out of variable_carry, "
+                    f"and write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
+                    f"variable_broadcast={COLLECTION!r} for one shared state."
                 )
         frame = frame.f_back
 
 
-_codes = (code for code in flax.core.lift.pack.__code__.co_consts if getattr(code, "co_name", "") == "wrapper")
+_codes = (
+    code
+    for code in flax.core.lift.pack.__code__.co_consts
+    if getattr(code, "co_name", "") == "wrapper"
+)
 _pack_code = next(_codes, None)
 
 

@@ -8,16 +8,20 @@ import jax
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.linen._state import COLLECTION
-from jaxfp8.ops._state import check_tree, is_state, shown
-from jaxfp8.ops._state_specs import state_specs as specs_of_states
+from jaxfp8.state._state import is_state
+from jaxfp8.state._state_specs import state_specs as specs_of_states
+from jaxfp8.state._trees import check_tree, shown
 
 
 def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
-    """`fp8.state_specs` of a linen model: each state lies as the `kernel` of its layer, which is stacked along its first axes.
+    """`fp8.state_specs` of a linen model.
+
+    Each state is split as the first axes of the `kernel` of its layer, if these stack layers.
 
     Args:
       state: the collection `fp8.linen.COLLECTION`, or its types.
-      param_specs: a `jax.P` for each parameter, `flax.linen.get_partition_spec(variables)["params"]` for instance.
+      param_specs: a `jax.P` for each parameter,
+        `flax.linen.get_partition_spec(variables)["params"]` for instance.
 
     Raises:
       FP8StateError: if `state` holds something else than states.
@@ -33,7 +37,8 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
     """
     if isinstance(state, Mapping) and COLLECTION in state:
         raise FP8StateError(
-            f"state holds the whole variables {list(state)}, but only the states are needed; pass variables[{COLLECTION!r}]."
+            f"state holds the whole variables {list(state)}, but only the states are needed; pass "
+            f"variables[{COLLECTION!r}]."
         )
     check_tree(state)
 
@@ -45,11 +50,14 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
             node = node[key.key]
         if not (isinstance(node, Mapping) and "kernel" in node):
             raise ValueError(
-                f"param_specs is {shown(param_specs)}, which has no kernel for the state at {jax.tree_util.keystr(path)}; "
-                'give a jax.P for each parameter, flax.linen.get_partition_spec(variables)["params"] for instance. '
+                f"param_specs is {shown(param_specs)}, which has no kernel for the state at "
+                f"{jax.tree_util.keystr(path)}; give a jax.P for each parameter, "
+                'flax.linen.get_partition_spec(variables)["params"] for instance. '
                 "For matmuls without a kernel of their own (FP8EinsumOp) use fp8.state_specs."
             )
         return node["kernel"]
 
-    specs = jax.tree_util.tree_map_with_path(lambda path, _: kernel_spec(path), state, is_leaf=is_state)
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: kernel_spec(path), state, is_leaf=is_state
+    )
     return specs_of_states(state, specs)

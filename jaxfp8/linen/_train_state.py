@@ -11,14 +11,14 @@ from flax import struct
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.linen._state import COLLECTION
-from jaxfp8.ops._state import check_tree
+from jaxfp8.state._trees import check_tree
 
 
 class TrainState(flax.training.train_state.TrainState):
     """`flax.training.train_state.TrainState` with the quantizer state of a linen model as a field.
 
-    The optimizer, averages of `params` and weight decay never see the field. One train step serves all
-    recipes. For a recipe without state the field is an empty dict.
+    The optimizer, averages of `params` and weight decay never see the field. One train step serves
+    all recipes. For a recipe without state the field is an empty dict.
 
     Attributes:
       fp8_state: the collection `fp8.linen.COLLECTION` of the model.
@@ -65,35 +65,44 @@ class TrainState(flax.training.train_state.TrainState):
           **fields: fields of a subclass.
 
         Raises:
-          FP8StateError: if `params` hold the collection, or `fp8_state` holds something else than states.
+          FP8StateError: if `params` hold the collection, or `fp8_state` holds something else than
+            states.
         """
         _check_params("params", params, "params=variables['params']")
         _check_state(fp8_state)
-        created: Self = super().create(apply_fn=apply_fn, params=params, tx=tx, fp8_state=fp8_state, **fields)
+        created: Self = super().create(
+            apply_fn=apply_fn, params=params, tx=tx, fp8_state=fp8_state, **fields
+        )
         return created
 
-    def apply_gradients(self, *, grads: PyTree, fp8_state: PyTree, **fields: Any) -> Self:  # type: ignore[override]
+    def apply_gradients(  # type: ignore[override]
+        self, *, grads: PyTree, fp8_state: PyTree, **fields: Any
+    ) -> Self:
         """The state after an optimizer step.
 
         Args:
           grads: gradients of `params`.
-          fp8_state: the new quantizer state, as `fp8.value_and_grad` returned it; after gradient accumulation
-            `fp8.commit(ts.fp8_state, seen)`.
+          fp8_state: the new quantizer state, as `fp8.value_and_grad` returned it; after gradient
+            accumulation `fp8.commit(ts.fp8_state, seen)`.
           **fields: new values of fields of a subclass.
 
         Raises:
-          FP8StateError: if `grads` hold the collection, or `fp8_state` is no successor of `ts.fp8_state`.
+          FP8StateError: if `grads` hold the collection, or `fp8_state` is no successor of
+            `ts.fp8_state`.
         """
         _check_params(
-            "grads", grads, "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned"
+            "grads",
+            grads,
+            "grads=grads['params'], and fp8_state= the state that fp8.value_and_grad returned",
         )
         _check_state(fp8_state)
         new: Any = jax.tree.structure(fp8_state)
         old: Any = jax.tree.structure(self.fp8_state)
         if new != old:
             raise FP8StateError(
-                f"fp8_state has {new.num_leaves} arrays in another tree than the {old.num_leaves} of this TrainState; pass the "
-                "state that fp8.value_and_grad returned for ts.fp8_state. To change it on purpose (fp8.freeze), use ts.replace."
+                f"fp8_state has {new.num_leaves} arrays in another tree than the {old.num_leaves} "
+                "of this TrainState; pass the state that fp8.value_and_grad returned for "
+                "ts.fp8_state. To change it on purpose (fp8.freeze), use ts.replace."
             )
         applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
         return applied
@@ -101,17 +110,20 @@ class TrainState(flax.training.train_state.TrainState):
 
 def _check_params(name: str, tree: PyTree, cure: str) -> None:
     if isinstance(tree, Mapping) and COLLECTION in tree:
-        raise FP8StateError(f"{name} holds {list(tree.keys())}, but only the parameters are needed; write {cure}.")
+        raise FP8StateError(
+            f"{name} holds {list(tree.keys())}, but only the parameters are needed; write {cure}."
+        )
 
 
 def _check_state(fp8_state: PyTree) -> None:
     if isinstance(fp8_state, Mapping) and COLLECTION in fp8_state:
         raise FP8StateError(
-            f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed; write "
-            f"fp8_state=variables[{COLLECTION!r}]."
+            f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed; "
+            f"write fp8_state=variables[{COLLECTION!r}]."
         )
     if fp8_state is None:
         raise FP8StateError(
-            f"fp8_state is None, but a dict is needed; write fp8_state=variables.get({COLLECTION!r}, {{}})."
+            "fp8_state is None, but a dict is needed; write "
+            f"fp8_state=variables.get({COLLECTION!r}, {{}})."
         )
     check_tree(fp8_state)

@@ -4,31 +4,35 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.nnx._state import in_a_loss, new_state
-from jaxfp8.ops._arguments import kernels_of
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.ops._fresh_state import concrete
+from jaxfp8.ops._options import LayerOptions, MatmulOptions, options_of, read_options
 from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
-from jaxfp8.ops._state import MatmulState
-from jaxfp8.recipes._presets import check_recipe, delayed
+from jaxfp8.recipes._per_tensor import delayed
+from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._shard import Shard
+from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._state import MatmulState
+
+LATER: Any = object()
+"""For `rngs=`: the keys are taken by `start_keys`."""
+KEYS = "fp8"
+"""The stream of `nnx.Rngs` that stochastic rounding takes its keys from, or the default stream."""
 
 
 class AbstractFP8Matmul(nnx.Module):
-    """A recipe, and the state of the one matmul that it is for: give each layer its own.
+    """What nnx layers call for their matmul: a recipe, and the state of one matmul.
 
-    Layers that share one object share one state. Its amax is the largest amax of these layers, or up
-    to 1/8 above it.
+    Give each layer an object of its own. Layers that share one object share one state. Its amax is
+    the largest amax of these layers, or up to 1/8 above it.
     """
 
     def __new__(cls, *arguments: Any, **fields: Any) -> Any:
@@ -42,26 +46,63 @@ class AbstractFP8Matmul(nnx.Module):
         self,
         recipe: Recipe | None = None,
         *,
-        reduce_axes: tuple[str, ...] | None = None,
-        lhs_shard: Shard | None = None,
-        rhs_shard: Shard | None = None,
-        implementation: Implementation | Implementations = None,
+        rngs: Any = None,
+        **options: Unpack[LayerOptions],
     ) -> None:
         self.recipe = delayed() if recipe is None else recipe
         check_recipe(self.recipe)
-        self.reduce_axes = reduce_axes
-        self.lhs_shard = lhs_shard
-        self.rhs_shard = rhs_shard
-        self.implementation = implementation
+        kept = read_options(f"fp8.nnx.{type(self).__name__}", LayerOptions, options)
+        self.reduce_axes = kept.reduce_axes
+        self.x_shard = kept.x_shard
+        self.w_shard = kept.w_shard
+        self.implementation = kept.implementation
         self.state = nnx.data(new_state(self.recipe))
+        self.keys: Any = nnx.data(None)
         self.made_in_a_loss = in_a_loss()
+        if rngs is not LATER:
+            self.start_keys(rngs)
+
+    def start_keys(self, rngs: Any) -> None:
+        """Take a stream of keys for this object alone, if its recipe needs keys.
+
+        `model.eval()` stops it, as it stops that of `nnx.Dropout`: an evaluation needs no keys.
+
+        Raises:
+          ValueError: if `rngs` is missing, or has neither the stream nor a default one.
+        """
+        if not self.recipe.needs_key:
+            return
+        name = type(self).__name__
+        if not isinstance(rngs, nnx.Rngs):
+            raise ValueError(
+                f"rngs={rngs!r}, but recipe {self.recipe.name!r} rounds stochastically, which "
+                f"needs a PRNG key at each step; write {name}(recipe, rngs=nnx.Rngs(0))."
+            )
+        try:
+            stream = rngs[KEYS]
+        except KeyError:
+            raise ValueError(
+                f"rngs={rngs!r} has no stream {KEYS!r} and no default one, but recipe "
+                f"{self.recipe.name!r} rounds stochastically; write nnx.Rngs(0), or "
+                f"nnx.Rngs(..., {KEYS}=1)."
+            ) from None
+        self.keys = nnx.data(stream.fork())
+        self.deterministic = False
+
+    def matmul_options(self) -> MatmulOptions:
+        """What the matmul takes besides operands and state, at this call."""
+        options = MatmulOptions(**options_of(self, self.recipe))
+        if self.keys is not None and not self.deterministic:
+            options["key"] = self.keys()
+        return options
 
     @property
     def matmul_state(self) -> MatmulState | tuple[()]:
         """The state, for one matmul.
 
         Raises:
-          FP8StateError: if a layer made this object while a loss was running. The state would be lost.
+          FP8StateError: if a layer made this object while a loss was running. The state would be
+            lost.
         """
         if self.state is None:
             return ()
@@ -70,8 +111,8 @@ class AbstractFP8Matmul(nnx.Module):
                 f"a {type(self).__name__} with the state of recipe {self.recipe.name!r} was made "
                 "while a loss was running, so its state would be lost after the call. flax makes a "
                 "new object at every call for dot_general_cls= (qkv_dot_general_cls=, "
-                "out_dot_general_cls=). Build the layer without this argument, then give it its own "
-                "object: layer.dot_general = nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For "
+                "out_dot_general_cls=). Build the layer without this argument, then give it its "
+                "own object: layer.dot_general = nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For "
                 "nnx.MultiHeadAttention do so for each of its layers query, key, value and out."
             )
         return concrete(self.state.get_value())
@@ -82,7 +123,8 @@ class FP8DotGeneral(AbstractFP8Matmul):
 
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`.
+      rngs: for recipes that round stochastically: the stream "fp8", or the default one.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `implementation`; see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -104,16 +146,18 @@ class FP8DotGeneral(AbstractFP8Matmul):
         bias: Array | None = None,
     ) -> Array:
         """See `fp8.dot_general`."""
-        if self.state is not None and _called_by_einsum():
+        if (self.state is not None or self.keys is not None) and _called_by_einsum():
             raise FP8StateError(
-                "this FP8DotGeneral has quantizer state and was passed as jnp.einsum(_dot_general=), where jax would keep the "
-                "state of the first call; write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp itself."
+                "this FP8DotGeneral has quantizer state or PRNG keys and was passed as "
+                "jnp.einsum(_dot_general=), where jax would keep the state of the first call; "
+                "write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp "
+                "itself."
             )
+        options = self.matmul_options()
+        options["out_sharding"] = out_sharding
         return dot_general(
-            lhs, rhs, dimension_numbers, precision, preferred_element_type,
-            recipe=self.recipe, state=self.matmul_state, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
-            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
-            bias=bias,
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
+            state=self.matmul_state, bias=bias, **options,
         )  # fmt: skip
 
 
@@ -121,8 +165,12 @@ _EINSUM = inspect.unwrap(jnp.einsum).__globals__["__name__"]
 
 
 def _called_by_einsum() -> bool:
-    """Whether `jnp.einsum` called the plug: it compiles once for each plug, with the state as a constant."""
-    return sys._getframe(3).f_globals.get("__name__") == _EINSUM  # above `__call__` and `needs_operands`
+    """Whether `jnp.einsum` called this object.
+
+    It compiles once for each object, with the state as a constant.
+    """
+    # Frame 0 is this function, 1 is `__call__`, 2 is `needs_operands`, 3 is what called the plug.
+    return sys._getframe(3).f_globals.get("__name__") == _EINSUM
 
 
 class FP8EinsumOp(AbstractFP8Matmul):
@@ -130,7 +178,8 @@ class FP8EinsumOp(AbstractFP8Matmul):
 
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`.
+      rngs: for recipes that round stochastically: the stream "fp8", or the default one.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `implementation`; see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -151,10 +200,12 @@ class FP8EinsumOp(AbstractFP8Matmul):
         out_sharding: Any = None,
     ) -> Array:
         """See `fp8.einsum`."""
+        options = self.matmul_options()
+        options["out_sharding"] = out_sharding
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
-            preferred_element_type=preferred_element_type, out_sharding=out_sharding, reduce_axes=self.reduce_axes,
-            lhs_shard=self.lhs_shard, rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
+            preferred_element_type=preferred_element_type,
+            **options,
         )  # fmt: skip
 
     @property
@@ -164,6 +215,5 @@ class FP8EinsumOp(AbstractFP8Matmul):
         See `fp8.linen.FP8EinsumOp.dot_general`.
         """
         return functools.partial(
-            dot_general, recipe=self.recipe, state=self.matmul_state, reduce_axes=self.reduce_axes, lhs_shard=self.lhs_shard,
-            rhs_shard=self.rhs_shard, implementation=kernels_of(self.recipe, self.implementation),
-        )  # fmt: skip
+            dot_general, recipe=self.recipe, state=self.matmul_state, **self.matmul_options()
+        )

@@ -1,8 +1,8 @@
 """An error for quantizer state that a compiled function computes and then drops.
 
-Modules of nnx are pytrees, so `jax.jit` takes a model and gives its function a copy. An update of the
-copy is lost, unless the function returns it. While jax traces the function, it does not know yet what
-the function will return. The finished program shows it:
+Modules of nnx are pytrees, so `jax.jit` takes a model and gives its function a copy. An update of
+the copy is lost, unless the function returns it. While jax traces the function, it does not know
+yet what the function will return. The finished program shows it:
 
 - `kept` marks an update with an operation of its own.
 - jax removes each operation of the finished program whose results are not used.
@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir, partial_eval
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
-from jaxfp8.ops._state import is_state
+from jaxfp8.state._state import is_state
 
 _kept_p = Primitive("fp8_kept")  # the identity
 _kept_p.multiple_results = True
@@ -71,10 +71,14 @@ def _refuse(*_: Any, call: str) -> Sequence[Any]:
 _kept_p.def_impl(lambda *leaves, call: list(leaves))
 _kept_p.def_abstract_eval(lambda *leaves, call: list(leaves))
 mlir.register_lowering(_kept_p, lambda ctx, *leaves, call: list(leaves))
-batching.primitive_batchers[_kept_p] = lambda leaves, axes, call: (_kept_p.bind(*leaves, call=call), axes)
+batching.primitive_batchers[_kept_p] = lambda leaves, axes, call: (
+    _kept_p.bind(*leaves, call=call),
+    axes,
+)
 partial_eval.dce_rules[_kept_p] = _keep_or_mark_as_lost
 
 _lost_p.def_impl(_refuse)
 _lost_p.def_abstract_eval(lambda *, call: [])
 mlir.register_lowering(_lost_p, _refuse)
-partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])  # later passes keep it
+# later passes keep it
+partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])

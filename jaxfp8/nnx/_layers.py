@@ -1,28 +1,23 @@
-"""flax.nnx's dense layers with FP8 matmuls: the same arguments, parameters and initial values, and a recipe."""
+"""flax.nnx's dense layers with FP8 matmuls.
+
+The same arguments, parameters and initial values, and a recipe.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Unpack
 
 from flax import nnx
 
-from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels._dispatch import Implementations
-from jaxfp8.nnx._arguments import EinsumArguments, LinearArguments, LinearGeneralArguments
+from jaxfp8._typing import Array
+from jaxfp8.nnx._arguments import (
+    EinsumArguments,
+    LinearArguments,
+    LinearGeneralArguments,
+    take_matmul,
+)
 from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._bias import fits
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._shard import Shard
-
-
-def _refuse(layer: str, arguments: Any, *names: str) -> None:
-    """Raise if the caller brings another matmul. None stands for flax's default."""
-    for name in names:
-        value = arguments.pop(name, None)
-        if value is not None:
-            raise ValueError(
-                f"{layer} brings its own matmul; drop {name}={value!r}, or use nnx.{layer.removeprefix('FP8')}."
-            )
 
 
 class FP8Linear(nnx.Linear):
@@ -32,7 +27,8 @@ class FP8Linear(nnx.Linear):
       in_features: size of the contracted axis.
       out_features: size of the last output axis.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs
+        the kernel.
       **arguments: of `flax.nnx.Linear`.
 
     Example:
@@ -47,22 +43,17 @@ class FP8Linear(nnx.Linear):
         self,
         in_features: int,
         out_features: int,
-        *,
-        recipe: Recipe | None = None,
-        reduce_axes: tuple[str, ...] | None = None,
-        lhs_shard: Shard | None = None,
-        rhs_shard: Shard | None = None,
-        implementation: Implementation | Implementations = None,
         **arguments: Unpack[LinearArguments],
     ) -> None:
-        _refuse("FP8Linear", arguments, "dot_general")
-        matmul = FP8DotGeneral(
-            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
-        )
-        super().__init__(in_features, out_features, dot_general=matmul, **arguments)
+        matmul, rest = take_matmul(FP8DotGeneral, "FP8Linear", arguments, "dot_general")
+        super().__init__(in_features, out_features, dot_general=matmul, **rest)
+        matmul.start_keys(arguments.get("rngs"))
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """As in `flax.nnx.Linear`, but a bias of the result's shape and dtype goes into the matmul, whose gradient sums it."""
+        """As in `flax.nnx.Linear`, but the matmul adds the bias if that gives the same result.
+
+        Then the gradient of the matmul also sums the gradient of the bias.
+        """
         inputs = as_array("inputs", inputs)
         bias = None if self.bias is None else self.bias[...]
         x, w, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
@@ -82,7 +73,8 @@ class FP8LinearGeneral(nnx.LinearGeneral):
       in_features: sizes of the contracted axes.
       out_features: sizes of the output axes.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs
+        the kernel.
       **arguments: of `flax.nnx.LinearGeneral`.
 
     Example:
@@ -97,19 +89,13 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         self,
         in_features: int | Sequence[int],
         out_features: int | Sequence[int],
-        *,
-        recipe: Recipe | None = None,
-        reduce_axes: tuple[str, ...] | None = None,
-        lhs_shard: Shard | None = None,
-        rhs_shard: Shard | None = None,
-        implementation: Implementation | Implementations = None,
         **arguments: Unpack[LinearGeneralArguments],
     ) -> None:
-        _refuse("FP8LinearGeneral", arguments, "dot_general", "dot_general_cls")
-        matmul = FP8DotGeneral(
-            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
+        matmul, rest = take_matmul(
+            FP8DotGeneral, "FP8LinearGeneral", arguments, "dot_general", "dot_general_cls"
         )
-        super().__init__(in_features, out_features, dot_general=matmul, **arguments)
+        super().__init__(in_features, out_features, dot_general=matmul, **rest)
+        matmul.start_keys(arguments.get("rngs"))
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """As in `flax.nnx.LinearGeneral`."""
@@ -124,7 +110,8 @@ class FP8Einsum(nnx.Einsum):
       kernel_shape: shape of the kernel.
       bias_shape: shape of the bias, None for none.
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, lhs_shard, rhs_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs the kernel.
+      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`; lhs is the input, rhs
+        the kernel.
       **arguments: of `flax.nnx.Einsum`.
 
     Example:
@@ -140,20 +127,14 @@ class FP8Einsum(nnx.Einsum):
         einsum_str: str,
         kernel_shape: tuple[int, ...],
         bias_shape: tuple[int, ...] | None = None,
-        *,
-        recipe: Recipe | None = None,
-        reduce_axes: tuple[str, ...] | None = None,
-        lhs_shard: Shard | None = None,
-        rhs_shard: Shard | None = None,
-        implementation: Implementation | Implementations = None,
         **arguments: Unpack[EinsumArguments],
     ) -> None:
-        _refuse("FP8Einsum", arguments, "einsum_op")
-        matmul = FP8EinsumOp(
-            recipe, reduce_axes=reduce_axes, lhs_shard=lhs_shard, rhs_shard=rhs_shard, implementation=implementation
-        )
-        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=matmul, **arguments)
+        matmul, rest = take_matmul(FP8EinsumOp, "FP8Einsum", arguments, "einsum_op")
+        super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=matmul, **rest)
+        matmul.start_keys(arguments.get("rngs"))
 
-    def __call__(self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None) -> Array:
+    def __call__(
+        self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> Array:
         """As in `flax.nnx.Einsum`."""
         return super().__call__(as_array("inputs", inputs), einsum_str, out_sharding)

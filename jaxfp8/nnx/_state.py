@@ -1,4 +1,7 @@
-"""Where nnx layers keep quantizer state: Variables of a type of their own, which optimizers over Param leave alone."""
+"""Where nnx layers keep quantizer state.
+
+Variables of a type of their own, which optimizers over Param leave alone.
+"""
 
 import contextlib
 import contextvars
@@ -8,10 +11,11 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from jaxfp8._typing import PyTree
-from jaxfp8.ops._fresh_state import concrete
-from jaxfp8.ops._state import MatmulState, init_state
-from jaxfp8.ops._state import freeze as freeze_states
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._state import MatmulState
+from jaxfp8.state._trees import freeze as freeze_states
+from jaxfp8.state._unset import init_state
 
 M = TypeVar("M")
 
@@ -69,14 +73,15 @@ def freeze(model: M) -> M:
       model: an nnx module. It does not change.
 
     Returns:
-      A model that shares all Variables with `model`, except for the quantizer states. They are copies.
-      Call `freeze` inside the train step, so that they are copies of the newest states.
+      A model that shares all Variables with `model`, except for the quantizer states. They are
+      copies. Call `freeze` inside the train step, so that they are copies of the newest states.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import jaxfp8 as fp8
-      >>> generator, critic = fp8.nnx.FP8Linear(8, 8, rngs=nnx.Rngs(0)), fp8.nnx.FP8Linear(8, 1, rngs=nnx.Rngs(1))
+      >>> generator = fp8.nnx.FP8Linear(8, 8, rngs=nnx.Rngs(0))
+      >>> critic = fp8.nnx.FP8Linear(8, 1, rngs=nnx.Rngs(1))
       >>> run = fp8.nnx.value_and_grad(lambda generator, critic, x: critic(generator(x)).sum())
       >>> loss, grads = run(generator, fp8.nnx.freeze(critic), jnp.ones((2, 8)))
       >>> critic.dot_general.state.get_value().frozen

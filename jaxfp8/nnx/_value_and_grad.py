@@ -11,10 +11,10 @@ from jaxfp8._errors import UncollectedStateError
 from jaxfp8._typing import PyTree
 from jaxfp8.nnx._kept import kept
 from jaxfp8.nnx._state import differentiating, holds_state, states_of
-from jaxfp8.ops._commit import commit as commit_seen
-from jaxfp8.ops._fresh_state import concrete
-from jaxfp8.ops._state import is_state
-from jaxfp8.ops._value_and_grad import value_and_grad as functional_value_and_grad
+from jaxfp8.state._commit import commit as commit_seen
+from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._state import is_state
+from jaxfp8.state._value_and_grad import value_and_grad as functional_value_and_grad
 
 
 def value_and_grad(
@@ -30,30 +30,31 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(model, *args, **kwargs) -> loss` (or `(loss, aux)`).
       has_aux: as in `nnx.value_and_grad`.
-      commit: update the model's quantizer states; else return what was seen, for `fp8.merge_seen` and one
-        `fp8.nnx.commit` per optimizer step.
+      commit: update the model's quantizer states; else return what was seen, for `fp8.merge_seen`
+        and one `fp8.nnx.commit` per optimizer step.
       wrt: the Variables to differentiate with respect to.
       reduce_axes: see `fp8.value_and_grad`.
 
     Returns:
-      A function `(model, *args, **kwargs) -> (loss, grads)`, or `(loss, grads, seen)` with `commit=False`. Other state
-      that the loss changes (batch statistics, random streams, metrics), of the model or of other nnx objects among the
-      arguments, is updated too. An object must not be part of both the model and an argument.
+      A function `(model, *args, **kwargs) -> (loss, grads)`, or `(loss, grads, seen)` with
+      `commit=False`. Other state that the loss changes (batch statistics, random streams, metrics),
+      of the model or of other nnx objects among the arguments, is updated too. An object must not
+      be part of both the model and an argument.
 
     Raises:
       ValueError: if `wrt` matches quantizer states.
-      FP8StateError: if the loss is differentiated through another network with quantizer states, as in a
-        GAN: pass `fp8.nnx.freeze(network)`. Also if a compiled function updates a model and drops the
-        update. jax raises it when it
-        compiles. `jax.jit` gives its function a copy of a model. Use `nnx.jit`, or return the model or
-        `nnx.state(model)`.
+      FP8StateError: if the loss is differentiated through another network with quantizer states, as
+        in a GAN: pass `fp8.nnx.freeze(network)`. Also if a compiled function updates a model and
+        drops the update. jax raises it when it compiles. `jax.jit` gives its function a copy of a
+        model. Use `nnx.jit`, or return the model or `nnx.state(model)`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import jaxfp8 as fp8
       >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
-      >>> loss, grads = fp8.nnx.value_and_grad(lambda model, x: model(x).sum())(layer, jnp.ones((2, 8)))
+      >>> run = fp8.nnx.value_and_grad(lambda model, x: model(x).sum())
+      >>> loss, grads = run(layer, jnp.ones((2, 8)))
       >>> float(layer.dot_general.state.get_value().amax_history[0, -1])
       1.0
     """
@@ -91,33 +92,45 @@ def value_and_grad(
 
 
 def _check_wrt(model: Any, wrt: Any) -> None:
-    """Raise ValueError if `wrt` matches quantizer states. An optimizer with this `wrt` would want their gradients."""
+    """Raise ValueError if `wrt` matches quantizer states.
+
+    An optimizer with this `wrt` would want their gradients.
+    """
     if caught := nnx.to_flat_state(nnx.state(model, nnx.All(holds_state, wrt))):
         place = ".".join(map(str, next(iter(caught))[0]))
         raise ValueError(
-            f"wrt={wrt!r} matches {len(caught)} quantizer states, {place} for instance, which have no gradient; write "
-            "wrt=nnx.Param, or another filter that leaves them out. Give nnx.Optimizer the same wrt."
+            f"wrt={wrt!r} matches {len(caught)} quantizer states, {place} for instance, which have "
+            "no gradient; write wrt=nnx.Param, or another filter that leaves them out. Give "
+            "nnx.Optimizer the same wrt."
         )
 
 
 def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Which network of a loss is differentiated but not trained."""
-    named = {f"positional argument {i} of the loss": each for i, each in enumerate(args, start=2)} | kwargs
+    named = {
+        f"positional argument {i} of the loss": each for i, each in enumerate(args, start=2)
+    } | kwargs
     held = {
         name: each
         for name, each in named.items()
-        if any(not node.frozen for node in jax.tree.leaves(states_of((each,)), is_leaf=is_state) if is_state(node))
+        if any(
+            not node.frozen
+            for node in jax.tree.leaves(states_of((each,)), is_leaf=is_state)
+            if is_state(node)
+        )
     }
     if not held:
         return (
-            "No other argument of the loss holds quantizer states. If the loss uses a network from outside, pass that network "
-            "as an argument: fp8.nnx.freeze(network). If the loss takes a gradient inside (a gradient penalty), use "
-            "recipes.identity(): FP8 matmuls have no second derivative. Otherwise:"
+            "No other argument of the loss holds quantizer states. If the loss uses a network from "
+            "outside, pass that network as an argument: fp8.nnx.freeze(network). If the loss takes "
+            "a gradient inside (a gradient penalty), use recipes.identity(): FP8 matmuls have no "
+            "second derivative. Otherwise:"
         )
     name, network = next(iter(held.items()))
     return (
-        f"{name} is a {type(network).__name__} with quantizer states, but the loss trains only its first argument; pass "
-        "fp8.nnx.freeze(network) in its place, and for any other network that the loss uses. In detail:"
+        f"{name} is a {type(network).__name__} with quantizer states, but the loss trains only its "
+        "first argument; pass fp8.nnx.freeze(network) in its place, and for any other network that "
+        "the loss uses. In detail:"
     )
 
 
@@ -129,14 +142,19 @@ def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
 
 
 def _split_arguments(*arguments: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-    """The graph of the arguments; the Variables among them (random streams, metrics, other models), and the arrays."""
+    """The graph of the arguments.
+
+    The Variables among them (random streams, metrics, other models), and the arrays.
+    """
     graphdef, *parts = nnx.split(arguments, nnx.Variable, ...)
     variables, arrays = parts
     return graphdef, (variables, arrays)
 
 
 def commit(model: Any, seen: PyTree) -> None:
-    """Update the quantizer states of a model with what its microbatches saw; once per optimizer step.
+    """Update the quantizer states of a model with what its microbatches saw.
+
+    Once per optimizer step.
 
     Args:
       model: an nnx module.
@@ -151,8 +169,9 @@ def commit(model: Any, seen: PyTree) -> None:
       >>> import jaxfp8 as fp8
       >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
       >>> run = fp8.nnx.value_and_grad(lambda model, x: model(x).sum(), commit=False)
-      >>> seen = fp8.merge_seen(run(layer, jnp.ones((2, 8)))[2], run(layer, 3 * jnp.ones((2, 8)))[2])
-      >>> fp8.nnx.commit(layer, seen)
+      >>> _, _, first = run(layer, jnp.ones((2, 8)))
+      >>> _, _, second = run(layer, 3 * jnp.ones((2, 8)))
+      >>> fp8.nnx.commit(layer, fp8.merge_seen(first, second))
       >>> float(layer.dot_general.state.get_value().amax_history[0, -1])
       3.0
     """

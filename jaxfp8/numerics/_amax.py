@@ -20,10 +20,13 @@ def magnitude(x: Array) -> Array:
 
 
 def amax(x: Array, granularity: AbstractGranularity) -> Array:
-    """`max |x|` over each scale cell, float32; inf if the cell holds an inf or a NaN; 0 for an empty cell.
+    """`max |x|` over each scale cell, float32.
 
-    NaN is turned into inf before the maximum, because XLA's CPU maximum loses NaN in larger arrays. The maximum is taken in
-    the dtype of x, where it is as exact: of a float32 copy XLA would write all of it to memory between two reductions.
+    Inf if the cell holds an inf or a NaN; 0 for an empty cell.
+
+    NaN is turned into inf before the maximum, because XLA's CPU maximum loses NaN in larger arrays.
+    The maximum is taken in the dtype of x, where it is as exact: of a float32 copy XLA would write
+    all of it to memory between two reductions.
 
     Args:
       x: [...] floating point.

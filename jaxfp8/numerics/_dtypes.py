@@ -24,6 +24,7 @@ def check_out_dtype(preferred_element_type: DType) -> DType:
     if dtype is None or dtype.name not in FLOAT_DTYPES:
         given = repr(preferred_element_type) if dtype is None else dtype.name
         raise TypeError(
-            f"preferred_element_type={given} is no dtype that a matmul can return; use one of {list(FLOAT_DTYPES)}."
+            f"preferred_element_type={given} is no dtype that a matmul can return; use one of "
+            f"{list(FLOAT_DTYPES)}."
         )
     return dtype

@@ -7,7 +7,10 @@ from jax import lax
 from jaxfp8._typing import Array
 
 TINY = float(np.finfo(np.float32).tiny)
-"""2^-126, the smallest normal float32. CPUs and GPUs flush what lies below, not consistently; so it counts as zero."""
+"""2^-126, the smallest normal float32.
+
+CPUs and GPUs flush what lies below, not consistently; so it counts as zero.
+"""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest float32."""
 
@@ -24,9 +27,10 @@ def is_finite(x: Array) -> Array:
 
 
 def to_float32(x: Array) -> Array:
-    """`x` [...] in float32, magnitudes below 2^-126 as zeros of the same sign, float64 overflow as the largest float32.
+    """`x` [...] in float32. Finite stays finite, non-finite stays non-finite.
 
-    Finite stays finite, non-finite stays non-finite.
+    A magnitude below 2^-126 becomes a zero of the same sign. A float64 that overflows becomes the
+    largest float32.
 
     Example:
       >>> import jax.numpy as jnp

@@ -6,6 +6,7 @@ References:
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -38,12 +39,12 @@ class Format:
     mantissa_bits: int
     min_exponent: int
 
-    @property
+    @functools.cached_property
     def max_exponent(self) -> int:
         """The exponent of the largest finite value."""
         return math.frexp(self.max)[1] - 1
 
-    @property
+    @functools.cached_property
     def nan_byte(self) -> int:
         """The byte of the positive NaN that a cast gives; E4M3 has no other, E5M2 has several."""
         return int(np.array(np.nan, self.dtype).view(np.uint8))
@@ -55,7 +56,11 @@ class Format:
 def _format(name: str, dtype: DType) -> Format:
     info = ml_dtypes.finfo(dtype)
     return Format(
-        name=name, dtype=jnp.dtype(dtype), max=float(info.max), mantissa_bits=info.nmant, min_exponent=info.minexp
+        name=name,
+        dtype=jnp.dtype(dtype),
+        max=float(info.max),
+        mantissa_bits=info.nmant,
+        min_exponent=info.minexp,
     )
 
 
@@ -84,5 +89,6 @@ def format_of(dtype: DType) -> Format:
         if candidate.dtype == jnp.dtype(dtype):
             return candidate
     raise ValueError(
-        f"dtype {jnp.dtype(dtype).name} is no FP8 format; use one of {[f.dtype.name for f in VALUE_FORMATS]}."
+        f"dtype {jnp.dtype(dtype).name} is no FP8 format; use one of "
+        f"{[f.dtype.name for f in VALUE_FORMATS]}."
     )

@@ -1,10 +1,13 @@
 """Granularity: which values share one scale.
 
-A scale has the rank of its values (per axis, per block) or none (per tensor). Blocks are in `_per_block.py`.
+A scale has the rank of its values (per axis, per block) or none (per tensor). Blocks are in
+`_per_block.py`.
 """
 
 import abc
 import dataclasses
+import functools
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -12,7 +15,45 @@ from jaxfp8._typing import Array, Axes
 
 
 class AbstractGranularity(abc.ABC):
-    """Which values of an array share one scale."""
+    """Which values of an array share one scale.
+
+    It is exactly one of `in_one`, `in_rows` and `in_tiles`. So code asks the granularity, and not
+    its class.
+    """
+
+    in_one: ClassVar[bool] = False
+    """One scale for the whole array, of shape []."""
+    in_rows: ClassVar[bool] = False
+    """One scale for each index of some axes."""
+    in_tiles: ClassVar[bool] = False
+    """One scale for each tile."""
+
+    def along(self, ndim: int) -> Axes:
+        """The sides of a tile of an array of `ndim` axes.
+
+        1 along every axis if there are no tiles.
+        """
+        return (1,) * ndim
+
+    def has_cells_along(self, axis: int, ndim: int) -> bool:
+        """Whether scales vary along an axis of an array of `ndim` axes.
+
+        If they do not, one scale spans all of the axis.
+        """
+        return self.scale_shape((2,) * ndim)[axis] == 2
+
+    @property
+    def is_square(self) -> bool:
+        """Whether a tile is longer than 1 along two axes: one copy serves both directions."""
+        return False
+
+    @property
+    def is_directed(self) -> bool:
+        """Whether its cells depend on the axis that a matmul contracts.
+
+        If they do, the two matmuls that read a tensor read two copies of it.
+        """
+        return False
 
     @abc.abstractmethod
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -20,7 +61,10 @@ class AbstractGranularity(abc.ABC):
 
     @abc.abstractmethod
     def maximum(self, magnitude: Array) -> Array:
-        """The largest of each scale cell, 0 of an empty one, in the shape of the scale; `magnitude` [...] is not negative."""
+        """The largest of each scale cell, 0 of an empty one, in the shape of the scale.
+
+        `magnitude` [...] is not negative.
+        """
 
     @abc.abstractmethod
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
@@ -28,7 +72,10 @@ class AbstractGranularity(abc.ABC):
 
     @abc.abstractmethod
     def for_matmul(self, kept: Axes, ndim: int) -> "AbstractGranularity":
-        """The granularity of an operand of `ndim` axes, of which a matmul contracts all but `kept` (ascending)."""
+        """The granularity of an operand of a matmul that contracts all of its axes but `kept`.
+
+        The operand has `ndim` axes; `kept` is ascending.
+        """
 
     @abc.abstractmethod
     def transpose(self, permutation: Axes) -> "AbstractGranularity":
@@ -43,6 +90,12 @@ class PerTensor(AbstractGranularity):
       >>> PerTensor().scale_shape((8, 16))
       ()
     """
+
+    in_one: ClassVar[bool] = True
+
+    def has_cells_along(self, axis: int, ndim: int) -> bool:
+        del axis, ndim
+        return False
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         del shape
@@ -75,25 +128,28 @@ class PerAxis(AbstractGranularity):
       (8, 1)
     """
 
+    in_rows: ClassVar[bool] = True
     axes: Axes
 
     def __init__(self, *axes: int) -> None:
         if not axes or not all(isinstance(axis, int) for axis in axes):
             raise ValueError(
-                f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is PerTensor()."
+                f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is "
+                "PerTensor()."
             )
         object.__setattr__(self, "axes", tuple(axes))
 
     def __repr__(self) -> str:
         return f"PerAxis{self.axes}" if len(self.axes) > 1 else f"PerAxis({self.axes[0]})"
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # few, and hashable
     def _kept(self, ndim: int) -> frozenset[int]:
         bad = [axis for axis in self.axes if not -ndim <= axis < ndim]
         kept = frozenset(axis % ndim for axis in self.axes) if ndim else frozenset()
         if bad or len(kept) != len(self.axes):
             raise ValueError(
-                f"granularity {self!r} does not fit an array of {ndim} axes: an axis is out of range or named twice; name each "
-                f"axis to keep once, as one of {list(range(ndim))}."
+                f"granularity {self!r} does not fit an array of {ndim} axes: an axis is out of "
+                f"range or named twice; name each axis to keep once, as one of {list(range(ndim))}."
             )
         return kept
 
@@ -123,17 +179,24 @@ class PerAxis(AbstractGranularity):
 class PerRow(AbstractGranularity):
     """One scale for each row that a matmul contracts: the word of recipes, which do not know axes.
 
-    An operation turns it into `PerAxis(the axes that are not contracted)`, so that scales can leave the sum.
-    It is no granularity of an array by itself.
+    An operation turns it into `PerAxis(the axes that are not contracted)`, so that scales can leave
+    the sum. It is no granularity of an array by itself.
 
     Example:
       >>> PerRow().for_matmul((0, 1), ndim=3)
       PerAxis(0, 1)
     """
 
+    in_rows: ClassVar[bool] = True
+
+    @property
+    def is_directed(self) -> bool:
+        return True
+
     def _refuse(self) -> ValueError:
         return ValueError(
-            "granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the axes to keep)."
+            "granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the "
+            "axes to keep)."
         )
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ Letters: T the values along one side of a tile.
 """
 
 import dataclasses
+import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +18,16 @@ from jaxfp8.numerics._reshape import devices_of, is_explicit, merge_axes, split_
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock(AbstractGranularity):
-    """One scale for each tile; `tile` is aligned with the trailing axes, leading axes have a tile of 1.
+    """One scale for each tile.
 
-    An array [.., M, K] in tiles of (m, k) has a scale [.., ceil(M/m), ceil(K/k)]. A tile at an edge may be ragged: what it
-    lacks counts as zeros. `PerBlock((1, 128))`, `PerBlock((128, 128))` are the tiles of DeepSeek-V3, `PerBlock((1, 32))`
-    that of MXFP8.
+    `tile` is aligned with the trailing axes, leading axes have a tile of 1.
 
-    Inside a recipe, which does not know axes, the tile is (along the kept axis, along the contracted axis) of whichever
-    matmul reads the operand: (1, T) or (T, T).
+    An array [.., M, K] in tiles of (m, k) has a scale [.., ceil(M/m), ceil(K/k)]. A tile at an edge
+    may be ragged: what it lacks counts as zeros. `PerBlock((1, 128))`, `PerBlock((128, 128))` are
+    the tiles of DeepSeek-V3, `PerBlock((1, 32))` that of MXFP8.
+
+    Inside a recipe, which does not know axes, the tile is (along the kept axis, along the
+    contracted axis) of whichever matmul reads the operand: (1, T) or (T, T).
 
     Example:
       >>> PerBlock((1, 128)).scale_shape((8, 300))
@@ -35,17 +39,27 @@ class PerBlock(AbstractGranularity):
       DeepSeek-V3, arXiv:2412.19437, section 3.3.2; OCP Microscaling Formats (MX) v1.0.
     """
 
+    in_tiles: ClassVar[bool] = True
     tile: tuple[int, ...]
 
     def __post_init__(self) -> None:
         sizes = self.tile
-        if not isinstance(sizes, tuple) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
+        if (
+            not isinstance(sizes, tuple)
+            or not sizes
+            or any(type(size) is not int or size < 1 for size in sizes)
+        ):
             raise ValueError(
-                f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: (1, 128)."
+                f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: "
+                "(1, 128)."
             )
         if all(size == 1 for size in sizes):
-            raise ValueError(f"tile={sizes!r} would give every value a scale of its own; make one of its sides longer.")
+            raise ValueError(
+                f"tile={sizes!r} would give every value a scale of its own; make one of its sides "
+                "longer."
+            )
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  # tiles are few, and hashable
     def along(self, ndim: int) -> tuple[int, ...]:
         """The tile of an array of `ndim` axes, one size for each axis.
 
@@ -54,8 +68,8 @@ class PerBlock(AbstractGranularity):
         """
         if len(self.tile) > ndim:
             raise ValueError(
-                f"granularity {self!r} does not fit an array of {ndim} axes: its tile has {len(self.tile)} sides; give it "
-                "one for each trailing axis."
+                f"granularity {self!r} does not fit an array of {ndim} axes: its tile has "
+                f"{len(self.tile)} sides; give it one for each trailing axis."
             )
         return (1,) * (ndim - len(self.tile)) + self.tile
 
@@ -64,14 +78,29 @@ class PerBlock(AbstractGranularity):
         """The axes along which a scale cell has more than one value, counted from the last (-1)."""
         return tuple(axis - len(self.tile) for axis, size in enumerate(self.tile) if size > 1)
 
+    def has_cells_along(self, axis: int, ndim: int) -> bool:
+        del axis, ndim
+        return True
+
+    @property
+    def is_square(self) -> bool:
+        return len(self.tiled_axes) > 1
+
+    @property
+    def is_directed(self) -> bool:
+        return not self.is_square
+
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(-(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True))
+        return tuple(
+            -(-size // side) for size, side in zip(shape, self.along(len(shape)), strict=True)
+        )
 
     def maximum(self, magnitude: Array) -> Array:
         if magnitude.dtype.itemsize != 2:
             return self._maximum(magnitude)
 
-        def of_bits(magnitude: Array) -> Array:  # the order of floats that are not negative is that of their bits
+        # the order of floats that are not negative is that of their bits
+        def of_bits(magnitude: Array) -> Array:
             bits = lax.bitcast_convert_type(magnitude, jnp.uint16)
             return lax.bitcast_convert_type(self._maximum(bits), magnitude.dtype)
 
@@ -79,7 +108,8 @@ class PerBlock(AbstractGranularity):
         return lax.platform_dependent(magnitude, cpu=of_bits, default=self._maximum)
 
     def _maximum(self, magnitude: Array) -> Array:
-        # One axis after the other, the last first: splitting several at once loses the sharding of an Explicit mesh.
+        # One axis after the other, the last first: splitting several at once loses the sharding of
+        # an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
             size = magnitude.shape[axis]
             side = min(side, max(size, 1))  # one ragged tile needs no padding
@@ -97,14 +127,21 @@ class PerBlock(AbstractGranularity):
         for axis, (size, side) in enumerate(zip(shape, self.along(len(shape)), strict=True)):
             before, cells, after = scale.shape[:axis], scale.shape[axis], scale.shape[axis + 1 :]
             if side > 1 and cells > 1:  # a single cell broadcasts by itself
-                scale = jnp.broadcast_to(jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after))
+                scale = jnp.broadcast_to(
+                    jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after)
+                )
                 scale = merge_axes(scale, (1,) * len(before) + (2,) + (1,) * len(after))
-                scale = scale if cells * side == size else lax.slice_in_dim(scale, 0, size, axis=axis)
+                scale = (
+                    scale if cells * side == size else lax.slice_in_dim(scale, 0, size, axis=axis)
+                )
         return scale
 
     def for_matmul(self, kept: Axes, ndim: int) -> "PerBlock":
         contracted = [axis for axis in range(ndim) if axis not in kept]
-        sides = dict.fromkeys(range(ndim), 1) | {kept[-1]: self.tile[0], contracted[-1]: self.tile[1]}
+        sides = dict.fromkeys(range(ndim), 1) | {
+            kept[-1]: self.tile[0],
+            contracted[-1]: self.tile[1],
+        }
         return _trailing(tuple(sides.values()))
 
     def transpose(self, permutation: Axes) -> "PerBlock":
@@ -112,21 +149,25 @@ class PerBlock(AbstractGranularity):
         moved = tuple(tile[old] for old in permutation)
         if len(self.tiled_axes) == 1 and moved != tile:
             raise ValueError(
-                f"a tensor in tiles of {self.tile} cannot be transposed by {permutation}: a matmul that reads it in the other "
-                "direction needs other tiles. Quantize the high-precision array in both directions, "
-                "fp8.quantize(x, format, (PerBlock((1, T)), PerBlock((T, 1)))); a tile with two equal sides transposes."
+                f"a tensor in tiles of {self.tile} cannot be transposed by {permutation}: a matmul "
+                "that reads it in the other direction needs other tiles. Quantize the "
+                "high-precision array in both directions, fp8.quantize(x, format, (PerBlock((1, "
+                "T)), PerBlock((T, 1)))); a tile with two equal sides transposes."
             )
         return self if moved == tile else _trailing(moved)
 
 
 def _trailing(tile: tuple[int, ...]) -> PerBlock:
-    """The granularity with this tile, in one form: no leading sides of 1, but two sides where there are two."""
+    """The granularity with this tile, in one form.
+
+    No leading sides of 1, but two sides where there are two.
+    """
     first = next(axis for axis, size in enumerate(tile) if size > 1)
     return PerBlock(tile[min(first, max(len(tile) - 2, 0)) :])
 
 
 def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
-    """Raise ValueError if an Explicit mesh splits an axis so that a device holds a part of a tile."""
+    """Raise ValueError if an Explicit mesh splits an axis inside a tile."""
     if not is_explicit(x):
         return
     sharding = jax.typeof(x).sharding
@@ -134,6 +175,7 @@ def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
     devices = devices_of(sharding.mesh, split)
     if devices > 1 and x.shape[axis] // devices % side:
         raise ValueError(
-            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, {devices} devices, which cuts "
-            f"its tiles of {side}; cut shards on the borders of tiles."
+            f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, "
+            f"{devices} devices, which cuts its tiles of {side}; cut shards on the borders of "
+            "tiles."
         )

@@ -29,8 +29,9 @@ def power_of_two(exponent: Array) -> Array:
 def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
     """The exponent k of a scale 2^k under which an amax fits the format, [...] int32.
 
-    "rceil" is `amax / format.max` rounded up to a power of two, exactly: nothing overflows. "floor" is the exponent of
-    amax less that of `format.max`: up to one binade finer, and what is above `format.max` saturates.
+    "rceil" is `amax / format.max` rounded up to a power of two, exactly: nothing overflows. "floor"
+    is the exponent of amax less that of `format.max`: up to one binade finer, and what is above
+    `format.max` saturates.
 
     Args:
       amax: [...] float32, finite and at least 2^-126.
@@ -44,11 +45,17 @@ def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent = (bits >> 23) - _BIAS - format.max_exponent
-    return exponent + jnp.where((bits & _MANTISSA) > _LARGEST_MANTISSA, 1, 0) if rounding == "rceil" else exponent
+    return (
+        exponent + jnp.where((bits & _MANTISSA) > _LARGEST_MANTISSA, 1, 0)
+        if rounding == "rceil"
+        else exponent
+    )
 
 
 def to_e8m0(exponent: Array, finite: Array) -> Array:
-    """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where not `finite`. Built from bytes: a cast of 0 would be NaN.
+    """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where not `finite`.
+
+    Built from bytes: a cast of 0 would be NaN.
 
     Example:
       >>> to_e8m0(jnp.array([-200, 3]), jnp.array([True, False]))
@@ -59,9 +66,12 @@ def to_e8m0(exponent: Array, finite: Array) -> Array:
 
 
 def factors_of(scale: Array) -> tuple[Array, ...]:
-    """Normal float32 factors whose product a scale is: itself, or two for E8M0, whose smallest, 2^-127, is subnormal.
+    """Normal float32 factors whose product a scale is.
 
-    Multiplied one after the other onto a value they are exact wherever the result is a normal number.
+    Itself, or two for E8M0, whose smallest, 2^-127, is subnormal.
+
+    Multiplied one after the other onto a value they are exact wherever the result is a normal
+    number.
 
     Example:
       >>> factors_of(to_e8m0(jnp.int32(-127), jnp.bool(True)))

@@ -3,8 +3,8 @@
 JAX has a rule for the sharding of a reshape. It gives mesh axes to the new array axes from left to
 right, until each is fully split. A mesh axis of size 1 splits nothing, so the rule moves it to a
 neighbour, or drops it. The values are then on the right devices, but the type of the array differs.
-JAX refuses to multiply values by scales of another type. The functions here name the sharding of the
-result. On other meshes they name none.
+JAX refuses to multiply values by scales of another type. The functions here name the sharding of
+the result. On other meshes they name none.
 """
 
 import math
@@ -37,8 +37,9 @@ def split_axis(x: Array, axis: int, cells: int) -> Array:
 def merge_axes(x: Array, counts: Axes) -> Array:
     """x with neighbouring axes merged.
 
-    `counts` says for each new axis how many axes it merges. 0 gives a new axis of size 1. On an Explicit
-    mesh the first axis of each group may be split. If devices split another one, JAX's rule decides.
+    `counts` says for each new axis how many axes it merges. 0 gives a new axis of size 1. On an
+    Explicit mesh the first axis of each group may be split. If devices split another one, JAX's
+    rule decides.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,9 +1,10 @@
 """The saturating cast to FP8: nearest-even and stochastic rounding.
 
-The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on GPUs XLA's default
-`xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16, and the rounding is gone.
-A byte that is bitcast leaves nothing to fold, under any option. Against a conversion the cast takes 0.45 of the
-instructions on an A100 and 1.2 of them on an H200 (compiled, not run: benchmarks/cast_cost.py).
+The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on
+GPUs XLA's default `xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32
+-> bfloat16, and the rounding is gone. A byte that is bitcast leaves nothing to fold, under any
+option. Against a conversion the cast takes 0.45 of the instructions on an A100 and 1.2 of them on
+an H200 (compiled, not run: benchmarks/cast_cost.py).
 
 References:
   XLA, xla/service/simplify_fp_conversions.cc (the pass that folds).
@@ -23,20 +24,26 @@ _EXPONENT = 0x7F800000  # the exponent field of a float32
 
 
 def saturating_cast(
-    x: Array, multiplier: Array, format: Format, *, rounding: Rounding = "nearest", key: Array | None = None
+    x: Array,
+    multiplier: Array,
+    format: Format,
+    *,
+    rounding: Rounding = "nearest",
+    key: Array | None = None,
 ) -> Array:
     """`round(clip(x * multiplier, -max, max))` in `format`.
 
-    Finite in, finite out; an inf or NaN, in x or its multiplier, becomes the NaN of the format, so that guards against
-    overflow see it.
-    JAX's own casts do not saturate, and whether XLA's do depends on the fusion: the clip decides. The derivative is zero;
-    `fp8.fake_quantize` has a straight-through one.
+    Finite in, finite out; an inf or NaN, in x or its multiplier, becomes the NaN of the format, so
+    that guards against overflow see it. JAX's own casts do not saturate, and whether XLA's do
+    depends on the fusion: the clip decides. The derivative is zero; `fp8.fake_quantize` has a
+    straight-through one.
 
     Args:
       x: [...] floating point.
       multiplier: broadcastable to x, float32.
       format: E4M3 or E5M2.
-      rounding: "nearest" (ties to even) or "stochastic" (up with the probability of the dropped fraction; needs `key`).
+      rounding: "nearest" (ties to even) or "stochastic" (up with the probability of the dropped
+        fraction; needs `key`).
       key: a jax PRNG key, for stochastic rounding only.
 
     Returns:
@@ -45,7 +52,8 @@ def saturating_cast(
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> saturating_cast(jnp.array([0.3, 1e9, -1e9]), jnp.float32(1.0), fp8.E4M3).astype(jnp.float32)
+      >>> x = jnp.array([0.3, 1e9, -1e9])
+      >>> saturating_cast(x, jnp.float32(1.0), fp8.E4M3).astype(jnp.float32)
       Array([ 3.125e-01,  4.480e+02, -4.480e+02], dtype=float32)
     """
     if rounding not in ("nearest", "stochastic"):
@@ -59,8 +67,9 @@ def saturating_cast(
     scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    # The sum in `_nearest` would make a number of a product that is none. x and the multiplier are tested, not the product:
-    # with a test of the product XLA fuses the casts of row-wise recipes in another way, which moves more bytes.
+    # The sum in `_nearest` would make a number of a product that is none. x and the multiplier are
+    # tested, not the product: with a test of the product XLA fuses the casts of row-wise recipes in
+    # another way, which moves more bytes.
     finite = is_finite(x) & is_finite(multiplier)
     byte = jnp.where(finite, _nearest(scaled, format), format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
@@ -69,8 +78,8 @@ def saturating_cast(
 def kernel_cast(x: Array, multiplier: Array, format: Format) -> Array:
     """`saturating_cast` to nearest inside a Pallas kernel.
 
-    XLA does not look into kernels, so nothing folds a conversion there, and Hopper and Blackwell convert two values in one
-    instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
+    XLA does not look into kernels, so nothing folds a conversion there, and Hopper and Blackwell
+    convert two values in one instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
     """
     x = to_float32(x)
     return jnp.where(is_finite(x), _saturated(x, multiplier, format), jnp.nan).astype(format.dtype)
@@ -81,25 +90,31 @@ def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
 
 
 def _nearest(v: Array, format: Format) -> Array:
-    """The byte of the format's value nearest to v, [...] int32; ties to even. |v| must be at most `format.max`."""
+    """The byte of the format's value nearest to v, [...] int32; ties to even.
+
+    |v| must be at most `format.max`.
+    """
     fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # bits that the format has not
     bits = lax.bitcast_convert_type(v, jnp.int32)
     # Subnormals of the format have the spacing of its smallest normal values.
     smallest = (format.min_exponent + 127) << _FLOAT32_MANTISSA
     exponent = jnp.maximum(bits & _EXPONENT, smallest)
-    # `base` is a power of two. Above it, float32 values have the spacing that the format has at v. So `base + |v|`
-    # rounds |v| to a whole number of spacings, ties to even, and holds that number in its last bits. Nothing is
-    # subtracted again, so no compiler can cancel the two.
+    # `base` is a power of two. Above it, float32 values have the spacing that the format has at v.
+    # So `base + |v|` rounds |v| to a whole number of spacings, ties to even, and holds that number
+    # in its last bits. Nothing is subtracted again, so no compiler can cancel the two.
     base = lax.bitcast_convert_type(exponent + (fraction << _FLOAT32_MANTISSA), jnp.float32)
     spacings = lax.bitcast_convert_type(base + jnp.abs(v), jnp.int32)
-    # A normal value has at least 2^mantissa_bits spacings: its leading bit adds the 1 that an exponent field of normal
-    # values begins with.
+    # A normal value has at least 2^mantissa_bits spacings: its leading bit adds the 1 that an
+    # exponent field of normal values begins with.
     magnitude = spacings + ((exponent - smallest) >> fraction)
     return (magnitude & 0x7F) | ((bits >> 24) & 0x80)
 
 
 def _stochastic(v: Array, format: Format, key: Array) -> Array:
-    """Round |v| <= max to a value of the format; up with the probability of the dropped fraction, to 2^-32."""
+    """Round |v| <= max to a value of the format.
+
+    Up with the probability of the dropped fraction, to 2^-32.
+    """
     biased = lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) >> 23
     exponent = jnp.maximum(biased.astype(jnp.int32) - 127, format.min_exponent)
     # Spacing of the format at v and its inverse, as exact powers of two.

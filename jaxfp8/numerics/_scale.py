@@ -24,12 +24,14 @@ def is_usable(amax: Array) -> Array:
     return is_finite(amax) & (amax >= TINY)
 
 
-def encoding_multiplier(amax: Array, format: Format, *, margin: int = 0, power_of_two: bool = False) -> Array:
+def encoding_multiplier(
+    amax: Array, format: Format, *, margin: int = 0, power_of_two: bool = False
+) -> Array:
     """`format.max / amax / 2**margin`, the factor that fills the format's range.
 
-    Correctly rounded in float32; clamped to [2^-126, 2^126], so that it and its inverse are normal numbers; 1 where the
-    amax is zero, below 2^-126 or not finite. TransformerEngine's JAX half returns inf below 1.3e-36, which turns finite
-    input into NaN.
+    Correctly rounded in float32; clamped to [2^-126, 2^126], so that it and its inverse are normal
+    numbers; 1 where the amax is zero, below 2^-126 or not finite. TransformerEngine's JAX half
+    returns inf below 1.3e-36, which turns finite input into NaN.
 
     Args:
       amax: [...] float32.
@@ -51,8 +53,11 @@ def encoding_multiplier(amax: Array, format: Format, *, margin: int = 0, power_o
     """
     usable = is_usable(amax)
     amax = jnp.where(usable, amax, 1.0)
-    if power_of_two:  # the quotient rounded down is the scale rounded up, exactly, and needs no division
-        multiplier = powers.power_of_two(jnp.clip(-powers.scale_exponent(amax, format) - margin, -126, 126))
+    # the quotient rounded down is the scale rounded up, exactly, and needs no division
+    if power_of_two:
+        multiplier = powers.power_of_two(
+            jnp.clip(-powers.scale_exponent(amax, format) - margin, -126, 126)
+        )
     else:
         multiplier = divide(format.max, amax, exponent=-margin)
     return jnp.where(usable, multiplier, 1.0)

@@ -1,6 +1,7 @@
 """How an amax becomes a scale: one value for the choices that travel together."""
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
@@ -18,7 +19,8 @@ class ScaleRule:
     Attributes:
       power_of_two: round the multiplier down to a power of two.
       scale_format: None stores float32, E8M0 one byte that is a power of two (MXFP8).
-      scale_rounding: of E8M0: "rceil" (nothing overflows) or "floor" (the OCP paper's; saturates above the largest value).
+      scale_rounding: of E8M0: "rceil" (nothing overflows) or "floor" (the OCP paper's; saturates
+        above the largest value).
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,15 +37,20 @@ class ScaleRule:
         if not isinstance(self.power_of_two, bool):
             raise TypeError(f"power_of_two={self.power_of_two!r} must be True or False.")
         if self.scale_format not in (None, E8M0):
-            raise ValueError(f"scale_format={self.scale_format!r} holds no scales; use None (float32) or E8M0.")
+            raise ValueError(
+                f"scale_format={self.scale_format!r} holds no scales; use None (float32) or E8M0."
+            )
         if self.scale_rounding not in ("rceil", "floor"):
-            raise ValueError(f"scale_rounding={self.scale_rounding!r} is unknown; use 'rceil' or 'floor'.")
+            raise ValueError(
+                f"scale_rounding={self.scale_rounding!r} is unknown; use 'rceil' or 'floor'."
+            )
         if self.scale_rounding != "rceil" and self.scale_format is None:
             raise ValueError(
-                f"scale_rounding={self.scale_rounding!r} is of E8M0 scales; pass scale_format=E8M0 as well, or leave it out."
+                f"scale_rounding={self.scale_rounding!r} is of E8M0 scales; pass scale_format=E8M0 "
+                "as well, or leave it out."
             )
 
-    @property
+    @functools.cached_property
     def exact(self) -> bool:
         """Whether every scale is a power of two, so that multiplying by it is exact."""
         return self.power_of_two or self.scale_format is not None
@@ -51,7 +58,8 @@ class ScaleRule:
     def apply(self, amax: Array, format: Format) -> tuple[Array, Array]:
         """The encoding multiplier [...] float32, and the scale [...] in its format.
 
-        E8M0: an amax of zero gives byte 0; one that is inf or NaN gives byte 255, NaN, and the multiplier 1.
+        E8M0: an amax of zero gives byte 0; one that is inf or NaN gives byte 255, NaN, and the
+          multiplier 1.
         """
         if self.scale_format is None:
             multiplier = encoding_multiplier(amax, format, power_of_two=self.power_of_two)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, ArrayLike, Implementation
-from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.recipes._presets import check_recipe
@@ -34,7 +33,9 @@ def check_operands(
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
 
-def check_arrays(name: str, given: ArrayLike, prologue: AbstractPrologue | None) -> tuple[Array, ...]:
+def check_arrays(
+    name: str, given: ArrayLike, prologue: AbstractPrologue | None
+) -> tuple[Array, ...]:
     """What a prologue takes, or without one a single array, each of a dtype that can be quantized.
 
     Args:
@@ -48,29 +49,27 @@ def check_arrays(name: str, given: ArrayLike, prologue: AbstractPrologue | None)
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> len(check_arrays("x", jnp.ones(2), None)), len(check_arrays("x", (jnp.ones(2), jnp.ones(2)), fp8.SwiGLU()))
-      (1, 2)
+      >>> len(check_arrays("x", jnp.ones(2), None))
+      1
+      >>> len(check_arrays("x", (jnp.ones(2), jnp.ones(2)), fp8.SwiGLU()))
+      2
     """
     if prologue is None:
         return (check_float(name, given),)
     if not isinstance(prologue, AbstractPrologue):
         raise TypeError(
-            f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your function to {name}."
+            f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your "
+            f"function to {name}."
         )
     if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
-        raise TypeError(f"{name} is {_named(given)}; with prologue={prologue!r} it is the tuple {prologue.names}.")
-    return tuple(check_float(f"{name}, {each}", array) for each, array in zip(prologue.names, given, strict=True))
-
-
-def kernels_of(recipe: Recipe, implementation: Implementation | Implementations) -> Implementation | Implementations:
-    """The kernels of a layer: none with a recipe that has no FP8, which rules may give to some layers of a model.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> kernels_of(fp8.recipes.current(), "xla"), kernels_of(fp8.recipes.identity(), "xla")
-      ('xla', None)
-    """
-    return None if recipe.is_identity else implementation
+        raise TypeError(
+            f"{name} is {_named(given)}; with prologue={prologue!r} it is the tuple "
+            f"{prologue.names}."
+        )
+    return tuple(
+        check_float(f"{name}, {each}", array)
+        for each, array in zip(prologue.names, given, strict=True)
+    )
 
 
 def check_float(name: str, x: ArrayLike) -> Array:
@@ -84,10 +83,12 @@ def check_float(name: str, x: ArrayLike) -> Array:
       >>> check_float("x", jnp.ones(2)).shape
       (2,)
     """
-    x = _one_array(name, x)
+    if not isinstance(x, jax.Array):
+        x = _one_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
-            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of {list(FLOAT_DTYPES)}."
+            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of "
+            f"{list(FLOAT_DTYPES)}."
         )
     return x
 
@@ -96,7 +97,8 @@ def _one_array(name: str, x: ArrayLike) -> Array:
     """`as_array`, but a tuple of arrays is taken for the arrays of a prologue."""
     if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
         raise TypeError(
-            f"{name} is {_named(x)}, but one array is needed; pass one, or name the prologue= that makes one of them."
+            f"{name} is {_named(x)}, but one array is needed; pass one, or name the prologue= that "
+            "makes one of them."
         )
     return as_array(name, x)
 
@@ -130,7 +132,8 @@ def _no_array(name: str, x: object) -> str | None:
     if isinstance(x, QuantizedTensor):
         return f"pass the high-precision array, or {name}.dequantize()."
     if isinstance(x, jax.ShapeDtypeStruct):
-        return "it has a shape but no values. Call the function under jax.eval_shape, or pass an array."
+        cure = "Call the function under jax.eval_shape, or pass an array."
+        return f"it has a shape but no values. {cure}"
     if hasattr(x, "unbox"):
         return "take the array out of its box: flax.linen.meta.unbox(variables)."
     if isinstance(x, dict):
@@ -167,7 +170,24 @@ def fp8_precision(precision: Any) -> bool:
         canonical = set()
     if len(pair) != 2 or len(canonical) != 1:
         raise ValueError(
-            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' (fast accumulation), "
-            "'high' or 'highest' (full accumulation)."
+            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' "
+            "(fast accumulation), 'high' or 'highest' (full accumulation)."
         )
     return canonical == {lax.Precision.DEFAULT}
+
+
+def check_key(key: object) -> None:
+    """Raise TypeError unless it is one PRNG key, typed or as uint32.
+
+    Example:
+      >>> check_key(jax.random.key(0))
+    """
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (is_typed and shape == ()) or (dtype == "uint32" and shape is not None and len(shape) == 1):
+        return
+    given = repr(key) if dtype is None else f"an array of {dtype}{list(shape or ())}"
+    raise TypeError(
+        f"key={given} is not one PRNG key; pass jax.random.key(0), another one at each step. Split "
+        "keys belong under jax.vmap."
+    )

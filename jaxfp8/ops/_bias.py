@@ -1,6 +1,7 @@
 """The bias of a matmul: added to the product, and its gradient.
 
-Inside the matmul's own gradient, because what casts the product's gradient reads all of it, and can sum its columns.
+Inside the matmul's own gradient, because what casts the product's gradient reads all of it, and can
+sum its columns.
 
 Letters: B, M, N the batch axes and those that lhs and rhs keep, in this order those of the product.
 """
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.ops._arguments import check_float
-from jaxfp8.ops._dimension_numbers import Geometry
 from jaxfp8.sharding._amax import varying
 
 
@@ -32,12 +33,13 @@ def check_bias(bias: ArrayLike, shape: Axes) -> Array:
     bias = check_float("bias", bias)
     if bias.shape != shape:
         raise ValueError(
-            f"bias has shape {list(bias.shape)}, but the axes of the result that rhs has are {list(shape)}; reshape it."
+            f"bias has shape {list(bias.shape)}, but the axes of the result that rhs has are "
+            f"{list(shape)}; reshape it."
         )
     return bias
 
 
-def add_bias(product: Array, bias: Array | None, geometry: Geometry) -> Array:
+def add_bias(product: Array, bias: Array | None, geometry: TrainingGeometry) -> Array:
     """[B, M, N] plus [B, N], in the dtype of the product."""
     if bias is None:
         return product
@@ -50,12 +52,16 @@ def add_bias(product: Array, bias: Array | None, geometry: Geometry) -> Array:
     return product + jnp.expand_dims(bias, summed)
 
 
-def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometry: Geometry) -> Array:
-    """[B, N], the sums of a product's gradient [B, M, N] in float32 (of float64 in it), rounded to the dtype of the bias.
+def bias_gradient(
+    gradient: Array, column_sums: Array | None, bias: Any, geometry: TrainingGeometry
+) -> Array:
+    """The gradient [B, N] of a bias: sums over M of the result's gradient [B, M, N].
+
+    Sums are in float32 (in float64 for float64), and are rounded to the dtype of the bias.
 
     Args:
       gradient: of the product.
-      column_sums: what a kernel made of it (`kernels._met.Met`), or None.
+      column_sums: `CastExtras.column_sums` of it, or None.
       bias: its type.
       geometry: of the matmul.
     """
@@ -72,9 +78,12 @@ def bias_gradient(gradient: Array, column_sums: Array | None, bias: Any, geometr
 
 
 def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None) -> bool:
-    """Whether a layer's bias can go into its matmul, lhs [..., K] times rhs [K, N]: flax broadcasts, and promotes the sum.
+    """Whether a layer's bias can go into its matmul, lhs [..., K] times rhs [K, N].
 
-    Our matmuls do not take a complex bias. flax adds it after the matmul, so a layer with `identity()` works.
+    Flax broadcasts, and promotes the sum.
+
+    Our matmuls do not take a complex bias. flax adds it after the matmul, so a layer with
+    `identity()` works.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,23 +92,22 @@ def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | No
       (True, False)
     """
     product = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    return bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
+    return (
+        bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
+    )
 
 
-def sums_columns(geometry: Geometry, ndim: int) -> bool:
+def sums_columns(geometry: TrainingGeometry) -> bool:
     """Whether sums along the last but one axis of a gradient are on the way to those of the bias.
 
     Example:
-      >>> from jaxfp8.ops._dimension_numbers import geometry
-      >>> sums_columns(geometry((((1,), (0,)), ((), ())), 2, 2), 2)
+      >>> sums_columns(TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2))
       True
     """
-    summed = _summed(geometry)
+    summed, ndim = _summed(geometry), len(geometry.wgrad.rhs.order)
     return ndim - 2 in summed and ndim - 1 not in summed
 
 
-def _summed(geometry: Geometry) -> Axes:
+def _summed(geometry: TrainingGeometry) -> Axes:
     """The axes M of the product."""
-    batch = len(geometry.dimension_numbers[0][1][0])
-    kept = len(geometry.kept("dgrad", "g")) - batch
-    return tuple(range(batch, batch + kept))
+    return geometry.fprop.added_axes[1]

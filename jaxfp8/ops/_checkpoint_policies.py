@@ -10,9 +10,12 @@ RESIDUAL = "jaxfp8_residual"
 
 
 def save_fp8_residuals() -> Callable[..., Any]:
-    """A policy for `jax.checkpoint(policy=)`, `nn.remat` and `nnx.remat`: keep the FP8 residuals, recompute the rest.
+    """A policy for `jax.checkpoint(policy=)`, `nn.remat` and `nnx.remat`.
 
-    The backward pass then casts nothing again: 1 byte a value is kept of each operand, and its amax.
+    Keep the FP8 residuals, recompute the rest.
+
+    The backward pass then casts nothing again: 1 byte a value is kept of each operand, and its
+    amax.
 
     Example:
       >>> import jax, jaxfp8 as fp8

@@ -1,34 +1,24 @@
-"""`dot_general` in FP8, with its gradient: the door."""
+"""`dot_general` in FP8, with its gradient: the function that every other matmul calls."""
 
-import dataclasses
-from typing import Any
+import functools
+from typing import Any, Unpack
 
 import jax.numpy as jnp
-from jax import lax
 
-from jaxfp8._dimension_numbers import check
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.kernels._dispatch import Implementations, check_backend_name
-from jaxfp8.kernels._prologue import AbstractPrologue, produce
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.numerics._dtypes import check_out_dtype
-from jaxfp8.numerics._granularity import PerAxis, PerRow, PerTensor
-from jaxfp8.ops._arguments import check_operands, fp8_precision
-from jaxfp8.ops._bias import add_bias, check_bias
-from jaxfp8.ops._dimension_numbers import geometry
-from jaxfp8.ops._identity import STACKING, check_layout, known
-from jaxfp8.ops._ledger import BINS
-from jaxfp8.ops._operands import Call
-from jaxfp8.ops._state import RESTORED, MatmulState, shown
+from jaxfp8.ops._amax_axes import amax_axes
+from jaxfp8.ops._arguments import fp8_precision
+from jaxfp8.ops._arrays import QuantizerArrays
+from jaxfp8.ops._bias import add_bias
+from jaxfp8.ops._call import Call
+from jaxfp8.ops._given import read_operands
+from jaxfp8.ops._options import DotOptions, Options, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
-from jaxfp8.ops._tile_view import tile_view
-from jaxfp8.quantizers._current import Current
-from jaxfp8.quantizers._delayed import Delayed
-from jaxfp8.recipes._recipe import Recipe, Tensor
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
-from jaxfp8.sharding._shard import Shard, place
-
-_TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
+from jaxfp8.ops._tile_view import view_for
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._matched import matched
+from jaxfp8.state._state import MatmulState
 
 
 def dot_general(
@@ -40,55 +30,64 @@ def dot_general(
     *,
     recipe: Recipe,
     state: MatmulState | tuple[()] | None = None,
-    out_sharding: Any = None,
-    reduce_axes: tuple[str, ...] | None = None,
-    lhs_shard: Shard | None = None,
-    rhs_shard: Shard | None = None,
-    implementation: Implementation | Implementations = None,
-    prologue: AbstractPrologue | None = None,
-    bias: Array | None = None,
+    **options: Unpack[DotOptions],
 ) -> Array:
     """`jax.lax.dot_general` with FP8 operands, forward and backward, as the recipe says.
 
     Args:
-      lhs: activations x, [..., M, K] or as `dimension_numbers` say; bfloat16, float16, float32 (or float64, computed in
-        float32). With `prologue=` the tuple of its arrays.
+      lhs: activations x, [..., M, K] or as `dimension_numbers` say. They are bfloat16, float16 or
+        float32; float64 is computed in float32. With `prologue=`, the tuple of its arrays.
       rhs: weights w, [K, N] or as `dimension_numbers` say.
       dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`.
-      precision: of fprop: None or DEFAULT lets Hopper accumulate fast, HIGH and HIGHEST do not; dgrad and wgrad never do.
-        Operands that stay in high precision get it as it is.
+      precision: of fprop, y = x w. None or DEFAULT lets Hopper accumulate fast; HIGH and HIGHEST do
+        not. The gradients dgrad and wgrad never accumulate fast. Matmuls in high precision take the
+        argument as JAX does.
       preferred_element_type: dtype of the result; default: what the operands promote to.
       recipe: which quantizer for which operand.
-      state: of this matmul, for recipes that have any (`fp8.init_state`).
+      state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
+      **options: any of the options below, by name. The default of each is None.
+
+    Options:
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
-      reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is combined over: all but pipeline.
+      reduce_axes: names of mesh axes, inside `jax.shard_map`: those that an amax is reduced over.
         With `check_vma=True` JAX's types give nearly all of them. Types do not decide an axis over
-        which x and w both vary. Name it if it splits the contraction of this matmul. Leave it out if it
-        splits stages, experts or anything else that has its own amaxes. By default a per-tensor amax is
-        combined over such an axis, and a per-row amax is not. An amax that a state records follows the
-        type of the state.
-        With `check_vma=False` types give nothing. Recipes with per-tensor amaxes need the axes: here, or
-        in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with per-row amaxes raise
-        an error for them, because a per-row amax stays on its device. Recipes with both need
-        `check_vma=True`. Tiles ignore the axes, because no device cuts a tile.
-      lhs_shard: `Shard(axis, mesh axis)` says that lhs is split so (inside `jax.shard_map`: is this device's part) and that
-        the matmul needs the whole: it is quantized where it lies, with the scales of the whole, gathered in FP8, and its
-        gradient is reduce-scattered (sequence parallelism). In Auto and Explicit meshes it needs `jax.set_mesh`.
-      rhs_shard: the same of w (fully sharded data parallelism).
-      implementation: a kernel backend by name, for casts and matmuls; `Implementations(casts=, matmuls=)` names one for each;
-        None takes the first that can. A cast by "mosaic" lays each copy as its matmul reads it on Hopper.
-      prologue: `fp8.SwiGLU()` of lhs (gate, up), or `fp8.RMSNorm()` of lhs (x, gain): the matmul of `prologue(*lhs)`, to the
-        bit, gradients too. A cast by "mosaic" makes it tile by tile, so that it is neither written nor saved in high precision.
-      bias: [batch, rhs kept], added in the result's dtype. Its gradient is summed in float32 (of `identity()` it is JAX's); a
-        cast by "mosaic" sums on its way, where the gradient's last axis is all that rhs keeps: it is not read once more.
+        which x and w both vary. Name it if it splits the contraction of this matmul. Leave it out
+        if it splits pipeline stages, experts or anything else that has its own amaxes. By default a
+        per-tensor amax is reduced over such an axis, and a per-row amax is not. An amax that a
+        state records follows the type of the state. With `check_vma=False` types give nothing.
+        Recipes with per-tensor amaxes then need all axes, except those of pipeline stages. Name
+        them here, or in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with
+        per-row amaxes raise an error for them, because a per-row amax stays on its device.
+        Recipes with both need `check_vma=True`. Tiles ignore the axes, because no device cuts a
+        tile.
+      x_shard: `Shard(axis, mesh axis)` says how lhs is split over the mesh (sequence parallelism).
+        Inside `jax.shard_map` lhs is then this device's shard. Each device quantizes its shard with
+        global scales. The FP8 shards are gathered. The gradient is reduce-scattered. In Auto and
+        Explicit meshes it needs `jax.set_mesh`.
+      w_shard: the same for rhs (fully sharded data parallelism).
+      implementation: the name of a kernel backend, for casts and matmuls.
+        `Implementations(casts=, matmuls=)` names one for each. None takes the first backend that
+        can do the case. A cast by "mosaic" writes each copy in the layout that Hopper's matmul
+        reads.
+      key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. It is
+        used where such a tensor is cast: for gradients, that is the backward pass. In Auto and
+        Explicit meshes the result does not depend on the mesh.
+      prologue: `fp8.SwiGLU()` for lhs (gate, up), or `fp8.RMSNorm()` for lhs (x, gain). The left
+        operand is then `prologue(*lhs)`. Results and gradients have the bits of the two separate
+        steps. A cast by "mosaic" computes it tile by tile, and never writes or saves it in high
+        precision.
+      bias: [batch, rhs kept], added in the dtype of the result. Its gradient is summed in float32;
+        with `identity()` JAX sums it. A cast by "mosaic" sums while it reads the gradient of the
+        result, if rhs keeps one axis. Otherwise the gradient is read again.
 
     Returns:
       [batch, lhs kept, rhs kept].
 
     Raises:
-      TypeError, ValueError: for operands that are no float arrays, or do not fit.
-      FP8StateError: if the state is missing, of another recipe, or would be lost. Also if `reduce_axes`
-        is missing, or if per-row amaxes would ignore it.
+      TypeError: for an operand that is no float array, or an unknown option.
+      ValueError: for shapes, axes or shards that do not fit.
+      FP8StateError: if the state is missing, of another recipe, or would be lost. Also if
+        `reduce_axes` is missing, or if per-row amaxes would ignore it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -101,161 +100,49 @@ def dot_general(
     References:
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
-    arrays, rhs = check_operands(lhs, rhs, recipe, prologue)
-    made = None if prologue is None else produce(prologue, *arrays)
-    lhs = arrays[0] if made is None else made.value
-    x_shard = None if lhs_shard is None else place("lhs", lhs, lhs_shard)
-    w_shard = None if rhs_shard is None else place("rhs", rhs, rhs_shard)
-    if (
-        prologue is not None
-        and x_shard is not None
-        and x_shard.axis - lhs.ndim in prologue.whole
-        and x_shard.manual_axes
-    ):
-        raise ValueError(
-            f"prologue={prologue!r} needs all of axis {x_shard.axis - lhs.ndim} of lhs, {lhs_shard=} has a part; split another."
-        )
-    shapes = (
-        lhs.shape if x_shard is None else x_shard.whole_shape(lhs.shape),
-        rhs.shape if w_shard is None else w_shard.whole_shape(rhs.shape),
+    how = read_options("fp8.dot_general", DotOptions, options)
+    given = read_operands(lhs, rhs, dimension_numbers, recipe, how)
+    own = matched(state, recipe)
+    in_high_precision = functools.partial(
+        given.high_precision, precision, preferred_element_type, how.out_sharding
     )
-    try:
-        dimension_numbers = check(*shapes, dimension_numbers)
-    except ValueError as error:
-        if lhs_shard is None and rhs_shard is None:
-            raise
-        raise ValueError(f"{error} (Shapes are of whole operands: {lhs_shard=}, {rhs_shard=}.)") from None
-    plain = geometry(dimension_numbers, lhs.ndim, rhs.ndim)
-    if bias is not None:
-        bias = check_bias(bias, tuple(shapes[1][axis] for axis in (*dimension_numbers[1][1], *plain.rhs_kept)))
-    state = _check_state(state, recipe)
-
-    def high_precision() -> Array:
-        x, w = (t if shard is None else shard.gather(t) for t, shard in ((lhs, x_shard), (rhs, w_shard)))
-        return lax.dot_general(x, w, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-
     if recipe.is_identity:
-        check_unused(recipe, state, implementation, preferred_element_type)
-        return add_bias(high_precision(), bias, plain)
-    out_dtype = jnp.promote_types(lhs.dtype, rhs.dtype) if preferred_element_type is None else preferred_element_type
-    probe = state.probe if state else None
-    view = None if recipe.tile is None else tile_view(*shapes, dimension_numbers, recipe.tile)
-    x, w = (lhs, rhs) if view is None else (view.lhs(lhs), view.rhs(rhs))
-    x_placed, w_placed = x_shard, w_shard
-    if view is not None:
-        x_placed = x_shard and dataclasses.replace(x_shard, axis=view.lhs_axis(x_shard.axis))
-        w_placed = w_shard and dataclasses.replace(w_shard, axis=view.rhs_axis(w_shard.axis))
+        check_unused(recipe, how, preferred_element_type)
+        return add_bias(in_high_precision(), given.bias, given.geometry)
+    probe = own.probe if own else None
+    view = view_for(recipe.tile, given.geometry, given.shapes)
     call = Call(
         recipe=recipe,
-        geometry=plain if view is None else geometry(view.dimension_numbers, x.ndim, w.ndim),
-        out_dtype=check_out_dtype(out_dtype),
+        geometry=view.geometry,
+        out_dtype=given.out_dtype(preferred_element_type),
         precision=precision,
         fast_accumulation=fp8_precision(precision),
-        out_sharding=out_sharding if view is None else view.out_sharding(out_sharding),
-        collected=state is not None and not state.frozen,
+        out_sharding=view.out_sharding(how.out_sharding),
+        collected=own is not None and not own.frozen,
         all_set=probe.all_set if probe else False,
-        reduce_axes=_reduce_axes(recipe, reduce_axes, probe.reduce_axes if probe else None),
-        types_tell=types_tell(),
-        shards=(("x", x_placed), ("w", w_placed), ("g", None)),
-        implementations=_implementations(implementation),
-        prologue=prologue,
+        amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
+        places=view.places(given.places),
+        implementations=how.implementations,
+        prologue=how.prologue,
     )
-    operands = None if made is None else lax.stop_gradient(made.operands)
-    if view is not None and operands is not None:
-        operands = tuple(view.operand(each, lhs.shape) for each in operands)
-    if view is not None and bias is not None:
-        bias = view.bias(bias)
-    y = three_matmuls(call, x, w, bias, state.scale if state else None, probe.ledger if probe else None, operands)
-    return y if view is None else view.result(y, out_sharding, high_precision)
+    quantizers = QuantizerArrays(
+        scale=own.scale if own else None,
+        ledger=probe.ledger if probe else None,
+        key=how.key if recipe.needs_key else None,
+    )
+    y = three_matmuls(call, view.arrays(given, quantizers))
+    return view.result(y, how.out_sharding, in_high_precision)
 
 
-def check_unused(recipe: Recipe, state: Any, implementation: Any, preferred_element_type: DType | None) -> None:
-    """Checks arguments that a recipe without quantizers does not use, and the dtype of its result."""
-    _check_state(state, recipe)
+def check_unused(recipe: Recipe, how: Options, preferred_element_type: DType | None) -> None:
+    """Checks options that a recipe without quantizers does not use, and the dtype of its result."""
     if preferred_element_type is not None:
         try:
             jnp.dtype(preferred_element_type)
         except TypeError:
             check_out_dtype(preferred_element_type)
-    if implementation is not None:
-        raise ValueError(f"implementation={implementation!r} is not used by recipe {recipe.name!r}; leave it out.")
-
-
-def _check_state(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:
-    if not recipe.rows:
-        if state is None or (isinstance(state, tuple) and not state):
-            return None
-        raise FP8StateError(f"recipe {recipe.name!r} has no state, got {type(state).__name__}; pass state=None.")
-    if not isinstance(state, MatmulState):
-        raise FP8StateError(
-            f"recipe {recipe.name!r} needs the state of this matmul, got state={shown(state)}; make it with "
-            f"fp8.init_state(recipe). {RESTORED}"
+    if how.implementation is not None:
+        raise ValueError(
+            f"implementation={how.implementation!r} is not used by recipe {recipe.name!r}; leave "
+            "it out."
         )
-    if state.rows != recipe.rows:
-        raise FP8StateError(
-            f"state belongs to another recipe: it has rows {state.rows}, recipe {recipe.name!r} has {recipe.rows}. "
-            "Start from fp8.init_state(recipe)."
-        )
-    check_layout(state)
-    if state.scale.ndim != 1:
-        raise FP8StateError(
-            f"state.scale has shape {list(state.scale.shape)}, but one matmul has [{len(recipe.rows)}]: index stacked states "
-            "(scan, vmap, or state of one layer) before the call."
-        )
-    if state.probe is None:
-        return known(state)  # `value_and_grad` already checked a state that has a probe
-    if state.probe.ledger is not None and state.probe.ledger.shape != (BINS, len(recipe.rows)):
-        raise FP8StateError(
-            f"state.probe.ledger has shape {list(state.probe.ledger.shape)} in this call, not [{BINS}, {len(recipe.rows)}]: "
-            f"the states were mapped over another axis than that of their layers. {STACKING}"
-        )
-    return state
-
-
-def _reduce_axes(
-    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
-) -> frozenset[str] | None:
-    """The manual mesh axes that are named for amaxes; None where it is left to types.
-
-    Raises:
-      FP8StateError: if the axes are unknown, instead of using a local amax. Also for axes that per-row
-        amaxes would ignore.
-    """
-    if isinstance(given, str):
-        raise TypeError(f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},).")
-    named = given if given is not None else probed
-    if named is None and types_tell():
-        return None
-    quantizers = [(tensor, q) for tensor in _TENSORS for _, q in recipe.uses(tensor)]
-    rows = list(dict.fromkeys(tensor for tensor, q in quantizers if isinstance(q.granularity, PerRow | PerAxis)))
-    per_tensor = any(isinstance(q, Current | Delayed) and isinstance(q.granularity, PerTensor) for _, q in quantizers)
-    if named is None:
-        if not per_tensor:
-            return None
-        where = "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
-        cure = f"Name the axes that an amax is combined over with reduce_axes= of {where}."
-        if rows:  # per-row amaxes do not accept reduce_axes=
-            cure = f"Recipe {recipe.name!r} has amaxes of tensors and of rows, which needs check_vma=True."
-        raise FP8StateError(
-            f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes a tensor is split over. "
-            f"{cure}"
-        )
-    check_axes(named)
-    if not manual_axes():
-        return None  # arrays are whole: a layer made for shard_map, as flax initializes it
-    manual = frozenset(named) & set(manual_axes())
-    if manual and rows and not types_tell():
-        without = "" if per_tensor else " If no mesh axis splits what a matmul contracts, leave reduce_axes= out."
-        raise FP8StateError(
-            f"reduce_axes={tuple(named)} is given to recipe {recipe.name!r}, which has a scale for each "
-            f"row of {', '.join(rows)}, inside shard_map(check_vma=False) over {manual_axes()}. Only types "
-            f"tell which matmul contracts a row across devices. Use check_vma=True.{without}"
-        )
-    return manual
-
-
-def _implementations(chosen: Implementation | Implementations) -> Implementations:
-    if isinstance(chosen, Implementations):
-        return chosen
-    check_backend_name("implementation", chosen)
-    return Implementations(casts=chosen, matmuls=chosen)

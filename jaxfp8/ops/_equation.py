@@ -35,16 +35,23 @@ class Equation:
         return self._kept(self.rhs, self.rhs_ones, self.lhs, self.lhs_ones)
 
     def _kept(self, names: str, ones: str, other: str, other_ones: str) -> str:
-        """Axes that are summed alone are not kept. An axis of size 1 is kept in the other operand."""
+        """Axes that are summed alone are not kept.
+
+        An axis of size 1 is kept in the other operand.
+        """
         elsewhere = (set(other) - set(other_ones)) | set(self.output)
-        return "".join(name for name in dict.fromkeys(names) if name in elsewhere and name not in ones)
+        return "".join(
+            name for name in dict.fromkeys(names) if name in elsewhere and name not in ones
+        )
 
     def matmul(self) -> tuple[DotDimensionNumbers, Axes]:
-        """The dimension numbers of the matmul of what is kept, and its axes in the order of the output."""
+        """Dimension numbers of the matmul of the kept axes, and the permutation to the output."""
         x, w = self.lhs_kept, self.rhs_kept
         batch = [name for name in self.output if name in x and name in w]
         contracted = [name for name in x if name in w and name not in self.output]
-        product = "".join(batch) + "".join(name for name in x + w if name in self.output and name not in batch)
+        product = "".join(batch) + "".join(
+            name for name in x + w if name in self.output and name not in batch
+        )
         dimension_numbers = (
             (tuple(map(x.index, contracted)), tuple(map(w.index, contracted))),
             (tuple(map(x.index, batch)), tuple(map(w.index, batch))),
@@ -73,17 +80,20 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
     given = f"equation {text!r} of lhs {list(lhs_shape)} and rhs {list(rhs_shape)}"
     if text.count(",") != 1:
         raise ValueError(
-            f"{given} has {text.count(',') + 1} operands, but fp8.einsum takes two; split it into einsums of two."
+            f"{given} has {text.count(',') + 1} operands, but fp8.einsum takes two; split it into "
+            "einsums of two."
         )
     for (name, shape), written in zip(shapes.items(), text.split("->")[0].split(","), strict=True):
         written = written.replace(" ", "")
         if "." not in written and len(written) != len(shape):
             raise ValueError(
-                f"{given}: {written!r} names {len(written)} axes, but {name} has {len(shape)}; write one index for each "
-                "axis, or '...' for several."
+                f"{given}: {written!r} names {len(written)} axes, but {name} has {len(shape)}; "
+                "write one index for each axis, or '...' for several."
             )
     try:
-        inputs, output, _ = opt_einsum.parser.parse_einsum_input((text, lhs_shape, rhs_shape), shapes=True)
+        inputs, output, _ = opt_einsum.parser.parse_einsum_input(
+            (text, lhs_shape, rhs_shape), shapes=True
+        )
     except ValueError as error:
         raise ValueError(f"{given}: {error} Write for instance 'bd,dk->bk'.") from None
     lhs, rhs = inputs.split(",")
@@ -93,16 +103,17 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
         for letter, size in zip(letters, shapes[name], strict=True):
             if sizes[name].setdefault(letter, size) != size:
                 raise ValueError(
-                    f"{given}: {found.called(letter)} of {name} has the sizes {sizes[name][letter]} and {size}; "
-                    "axes with the same index must have the same size. Use another index."
+                    f"{given}: {found.called(letter)} of {name} has the sizes "
+                    f"{sizes[name][letter]} and {size}; axes with the same index must have the "
+                    "same size. Use another index."
                 )
     ones = dict.fromkeys(shapes, "")
     for letter in [each for each in sizes["lhs"] if each in sizes["rhs"]]:
         pair = sizes["lhs"][letter], sizes["rhs"][letter]
         if pair[0] != pair[1] and 1 not in pair:
             raise ValueError(
-                f"{given}: {found.called(letter)} has size {pair[0]} in lhs and {pair[1]} in rhs; axes with the same "
-                "index must have the same size. Use another index."
+                f"{given}: {found.called(letter)} has size {pair[0]} in lhs and {pair[1]} in rhs; "
+                "axes with the same index must have the same size. Use another index."
             )
         if pair[0] != pair[1]:
             ones["lhs" if pair[0] == 1 else "rhs"] += letter

@@ -25,14 +25,17 @@ def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
 
 
 def _second_derivative(_: PyTree) -> Exception:
-    return FP8StateError("FP8 matmuls have no second derivative; use recipes.identity() where one is needed.")
+    return FP8StateError(
+        "FP8 matmuls have no second derivative; use recipes.identity() where one is needed."
+    )
 
 
 def _of_quantize(arrays: PyTree) -> Exception:
     shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(arrays))
     return TypeError(
-        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use fp8.fake_quantize for a "
-        "straight-through gradient, fp8.dot for a matmul in FP8, or jax.lax.stop_gradient(x)."
+        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use "
+        "fp8.fake_quantize for a straight-through gradient, fp8.dot for a matmul in FP8, or "
+        "jax.lax.stop_gradient(x)."
     )
 
 

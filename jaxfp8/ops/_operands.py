@@ -1,11 +1,11 @@
-"""The operands of the three matmuls: each tensor quantized once for all that read it, and what else that takes.
+"""The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
 
-Amaxes that span devices, residuals by name, and operands that are gathered in FP8.
+This file also reduces amaxes across devices and names residuals for `jax.checkpoint`.
 """
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,165 +13,207 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.kernels._dispatch import Implementations
-from jaxfp8.kernels._met import Met
-from jaxfp8.kernels._prologue import AbstractPrologue, Source, value_of
+from jaxfp8._typing import Array, Matmul, PyTree, Tensor
+from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._amax import amax as amax_of
-from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.ops._amax_axes import Variation
+from jaxfp8.ops._arrays import QuantizerArrays
+from jaxfp8.ops._call import Call
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
-from jaxfp8.ops._dimension_numbers import Geometry
-from jaxfp8.ops._ledger import observe
-from jaxfp8.quantizers._base import AbstractQuantizer, Operand
-from jaxfp8.recipes._recipe import Matmul, Recipe, Tensor
+from jaxfp8.ops._planned_casts import PlannedCast, planned_casts
+from jaxfp8.ops._rounding_key import rounding_key
+from jaxfp8.quantizers._base import Operand, ScaleInputs
 from jaxfp8.sharding._amax import pmax, varying
-from jaxfp8.sharding._shard import PlacedShard
-from jaxfp8.sharding._specs import check_borders, has_cells_along
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """Everything about a call that is no array."""
-
-    recipe: Recipe
-    geometry: Geometry
-    out_dtype: DType
-    precision: Any
-    fast_accumulation: bool
-    out_sharding: Any
-    collected: bool  # amaxes go to the state's probe
-    all_set: bool  # no stored scale is unset
-    reduce_axes: frozenset[str] | None  # manual mesh axes that amaxes are combined over, where the caller names them
-    types_tell: bool  # over which manual axes a value varies
-    shards: tuple[tuple[Tensor, PlacedShard | None], ...]  # operands that are gathered in FP8
-    implementations: Implementations
-    prologue: AbstractPrologue | None  # what makes x, in the quantizer
-
-    def shard(self, tensor: Tensor) -> PlacedShard | None:
-        return dict(self.shards)[tensor]
-
-    def over(self, tensor: Tensor) -> frozenset[str]:
-        """The manual mesh axes over which a tensor is split and gathered, so that a matmul sees the whole."""
-        shard = self.shard(tensor)
-        return frozenset() if shard is None else shard.manual_axes
-
-    def split_or_apart(self, both: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
-        """Of the mesh axes along which x and w both vary, those that split a contraction, and those that part stages.
-
-        Types cannot tell these from each other, nor from experts; only the caller can.
-        """
-        if self.reduce_axes is None:
-            return frozenset(), frozenset()
-        return frozenset() if self.geometry.batched else both & self.reduce_axes, both - self.reduce_axes
-
+from jaxfp8.sharding._place import Place
+from jaxfp8.state._ledger import observe
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
-"""The amax of each row of state that follows a tensor."""
+"""The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers"]
+)
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One copy of a tensor, and the matmuls that read it."""
+
+    operand: Operand
+    readers: tuple[Matmul, ...]
+
+
+_NOTHING = CastExtras()
+
+
+class Quantized(NamedTuple):
+    """A tensor as each matmul reads it.
+
+    Attributes:
+      now: the copies for the matmuls of this pass.
+      saved: the same copies as residuals, for the matmuls of the backward pass.
+      seen: the amaxes for the tensor's rows of state.
+      column_sums: `CastExtras.column_sums`.
+    """
+
+    now: dict[Matmul, Operand]
+    saved: dict[Matmul, Operand]
+    seen: Seen
+    column_sums: Array | None
 
 
 def quantize_operand(
     call: Call,
     tensor: Tensor,
     source: Source,
-    scale: Array | None,
-    ledger: Array | None,
-    apart: frozenset[str],
+    arrays: QuantizerArrays,
+    variation: Variation,
     *,
     column_sums: bool = False,
-    **contracted: frozenset[str],
-) -> tuple[dict[Matmul, Operand], dict[Matmul, Operand], Seen, Array | None]:
-    """A tensor as each matmul reads it, cast once for those that read the same; the same as residuals; its rows' amaxes.
+) -> Quantized:
+    """A tensor, cast once for the matmuls that read the same copy of it.
 
-    Last what a kernel summed of its columns (`Met.column_sums`), if it was told to.
-
-    `apart`: the mesh axes along which it is several tensors and not parts of one. `contracted`: those over which a matmul
-    contracts it across devices; its row amaxes span them.
+    Args:
+      call: all that is static.
+      tensor: which tensor `source` is.
+      source: the array [...], or what a prologue makes of arrays.
+      arrays: of the state, and the key.
+      variation: the mesh axes over which the operands vary.
+      column_sums: see `Cast.column_sums`.
     """
-    value = value_of(source)
-    # One call of a quantizer for all the directions in which matmuls read its result.
-    directions: dict[AbstractQuantizer, dict[tuple[AbstractGranularity, bool], frozenset[str]]] = {}
-    kinds: dict[Matmul, tuple[AbstractQuantizer, tuple[AbstractGranularity, bool]]] = {}
-    for matmul, quantizer in call.recipe.uses(tensor):
-        kept = call.geometry.kept(matmul, tensor)
-        granularity = quantizer.granularity.for_matmul(kept, value.ndim)
-        across = _spanned(call, tensor, value, granularity)
-        if not isinstance(granularity, PerTensor):
-            across |= contracted.get(matmul, frozenset())
-        # A kernel lays each copy as its matmul reads it, with what is contracted last, where that swaps the last two axes.
-        turned = value.ndim - 1 in kept and value.ndim - 2 not in kept
-        direction = granularity, turned and call.implementations.casts == "mosaic"
-        directions.setdefault(quantizer, {}).setdefault(direction, across)
-        kinds[matmul] = quantizer, direction
-    operands: list[Operand] = []
-    order: list[tuple[AbstractQuantizer, tuple[AbstractGranularity, bool]]] = []
-    met = Met()
-    for quantizer, copies in directions.items():
-        stored = None if scale is None else _stored(call.recipe, tensor, quantizer, scale)
-        if stored is not None and (split := call.over(tensor) & varying(stored)):
-            raise FP8StateError(
-                f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each part would have a scale of "
-                "its own; pass the state to shard_map with a spec that does not split it over that axis."
-            )
-        granularities, transposed = zip(*copies, strict=True)
-        spans = {granularity: across for (granularity, _), across in copies.items()}
-        made, met_now = quantizer.quantize(
-            source, granularities, amax=functools.partial(_amax, call, value, stored, spans, apart), scale=stored,
-            all_set=call.all_set, transposed=transposed, column_sums=column_sums and met.column_sums is None,
-            implementation=call.implementations.casts,
-        )  # fmt: skip
-        operands += made
-        order += [(quantizer, direction) for direction in copies]
-        met = Met(
-            met_now.largest if met.largest is None else met.largest,
-            met_now.column_sums if met.column_sums is None else met.column_sums,
-        )
-    reads = {matmul: order.index(kind) for matmul, kind in kinds.items()}
-    seen = _seen(call, tensor, value if met.largest is None else met.largest, ledger)
+    value, place = value_of(source), getattr(call.places, tensor)
+    copies: list[Copy] = []
+    extras = _NOTHING
+    casts = call.implementations.casts
+    for planned in planned_casts(call.recipe, call.geometry, tensor, casts, column_sums):
+        if planned.cast is None:
+            copies += [Copy(value, readers) for readers in planned.readers]
+            continue
+        stored = None if planned.row is None else _stored(call, tensor, planned.row, arrays)
+        amaxes = _Amaxes(call, tensor, value, place, variation, stored)
+        key = None
+        if planned.needs_key:
+            key = rounding_key(arrays.key, call, tensor, value)
+        inputs = amaxes.inputs(planned)
+        made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
+        copies += map(Copy, made, planned.readers)
+        extras = more if extras is _NOTHING else extras.or_else(more)
+    seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
     if seen and call.all_set:
-        # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt wants through the cast.
-        operands = lax.optimization_barrier(operands)
-    saved = operands
+        # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt
+        # wants through the cast.
+        copies = lax.optimization_barrier(copies)
+    saved = copies
     if tensor != "g":
-        # Named before any matmul reads them, so that a rematerialized fprop starts from what was saved and casts nothing.
-        (operands, saved), (seen, _) = _named(operands), _named(seen)
-    now, later = ({matmul: each[index] for matmul, index in reads.items()} for each in (operands, saved))
-    return now, later, seen, met.column_sums
+        # Named before any matmul reads them, so that a rematerialized fprop starts from what was
+        # saved and casts nothing.
+        (copies, saved), (seen, _) = _named(copies), _named(seen) if seen else (seen, seen)
+    now = _by_matmul(copies)
+    return Quantized(now, now if tensor == "g" else _by_matmul(saved), seen, extras.column_sums)
 
 
-def _spanned(call: Call, tensor: Tensor, value: Array, granularity: AbstractGranularity) -> frozenset[str]:
-    """The mesh axes over which scale cells of a split tensor span devices."""
-    shard = call.shard(tensor)
-    if shard is None:
-        return frozenset()
-    if has_cells_along(granularity, value.ndim, shard.axis):
-        if shard.devices > 1:
-            check_borders(granularity, value.shape, shard.axis, shard.part(value.shape))
-        return frozenset()
-    return call.over(tensor)
+def _by_matmul(copies: list[Copy]) -> dict[Matmul, Operand]:
+    return {matmul: copy.operand for copy in copies for matmul in copy.readers}
 
 
-def whole(call: Call, tensor: Tensor, operand: Operand) -> Operand:
-    """The whole of an operand, of which each device has a part.
+def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> Array:
+    """The stored scale [] of a stateful quantizer."""
+    assert arrays.scale is not None
+    stored = arrays.scale[row]
+    if not call.amax_axes.manual:
+        return stored
+    if split := getattr(call.places, tensor).manual_axes & varying(stored):
+        raise FP8StateError(
+            f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each "
+            "part would have a scale of its own; pass the state to shard_map with a spec that does "
+            "not split it over that axis."
+        )
+    return stored
 
-    A scale that spans devices is common to them already, though a type may hide it: an `optimization_barrier` makes what it
-    holds vary over all the axes of its members.
-    """
-    shard = call.shard(tensor)
-    if shard is None:
-        return operand
-    if not isinstance(operand, QuantizedTensor):
-        return shard.gather(operand)
-    split = has_cells_along(operand.granularity, operand.ndim, shard.axis)
-    scale = shard.gather(operand.scale) if split else operand.scale
-    return dataclasses.replace(operand, values=shard.gather(operand.values), scale=scale)
+
+@dataclasses.dataclass(frozen=True)
+class _Amaxes:
+    """The amaxes of one tensor, for one quantizer."""
+
+    call: Call
+    tensor: Tensor
+    value: Array
+    place: Place
+    variation: Variation
+    stored: Array | None
+
+    def inputs(self, planned: PlannedCast) -> ScaleInputs:
+        """What the quantizer may look at."""
+        assert planned.cast is not None
+        first = zip(planned.cast.granularities, planned.readers, strict=True)
+        readers = dict(reversed([(each, matmuls[0]) for each, matmuls in first]))
+        is_manual = self.call.amax_axes.manual
+        # The mesh axes over which scale cells span devices. An error if devices cut a tile.
+        axes = {each: self.place.amax_axes(each, self.value.shape) for each in readers}
+        for each, matmul in readers.items():
+            if is_manual and not each.in_one:
+                axes[each] |= self.variation.contracted(matmul, self.tensor)
+        amax = functools.partial(self._amax, axes)
+        return ScaleInputs(amax, self.stored, self.call.all_set)
+
+    def _amax(
+        self,
+        across: dict[AbstractGranularity, frozenset[str]],
+        granularity: AbstractGranularity,
+    ) -> Array:
+        """The amax of the whole logical tensor, on every mesh."""
+        axes = across.get(granularity)
+        if axes is None and granularity.in_one:  # a quantizer may ask for it, too
+            axes = self.place.amax_axes(granularity, self.value.shape)
+        if axes is None:
+            raise ValueError(
+                f"a quantizer asks for the amax of {self.tensor} by {granularity!r}; it can have "
+                f"that of its own granularities {list(across)}, and of PerTensor()."
+            )
+        if self.stored is not None:
+            amax = observe(self.value, self.stored)
+        else:
+            amax = amax_of(self.value, granularity)
+        if not self.call.amax_axes.manual:
+            return amax
+        if self.stored is not None:
+            axes |= varying(self.value) - varying(self.stored)
+        elif granularity.in_one:
+            axes |= varying(self.value) - self.variation.apart
+        if self.stored is not None or granularity.in_one:
+            axes |= self.call.amax_axes.untyped
+        return pmax(amax, axes)
+
+
+def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:
+    """The amax for each row of state of the tensor, reduced over the axes that are known here."""
+    if not call.collected or ledger is None:
+        return {}
+    likes = {
+        (row.tensor, r): ledger[0, r]
+        for r, row in enumerate(call.recipe.rows)
+        if row.tensor == tensor
+    }
+    if not call.amax_axes.manual:
+        return {key: observe(value, like) for key, like in likes.items()}
+    # Without types only the shard says over which axes the amax of a gathered operand spans
+    # devices. With types value_and_grad knows, and reduces the amaxes of all matmuls at once.
+    named = call.amax_axes.named or frozenset()
+    gathered = getattr(call.places, tensor).manual_axes
+    untyped = frozenset() if call.amax_axes.typed else gathered - named
+    return {
+        key: pmax(observe(value, like), (varying(value) - varying(like)) | untyped)
+        for key, like in likes.items()
+    }
 
 
 def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The same arrays, saved under the name RESIDUAL; twice: to be read now, and by the backward pass.
+    """The same arrays under the name RESIDUAL, twice: for this pass, and for the backward pass.
 
-    FP8 values are saved as bytes: on what is both saved and read in the forward pass `jax.checkpoint` puts a
-    `lax.reduce_precision`, which takes E4M3FN for an IEEE format with infinities, and turns its values above 240 into NaN.
+    FP8 values are saved as bytes. `jax.checkpoint` puts a `lax.reduce_precision` on an array that
+    is both saved and read in the forward pass. That takes E4M3FN for an IEEE format with
+    infinities, so values above 240 would become NaN.
     """
 
     def one(leaf: Array) -> tuple[Array, Array]:
@@ -179,43 +221,9 @@ def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
             leaf = checkpoint_name(leaf, RESIDUAL)
             return leaf, leaf
         values = checkpoint_name(lax.bitcast_convert_type(leaf, jnp.uint8), RESIDUAL)
-        return lax.bitcast_convert_type(values, leaf.dtype), lax.bitcast_convert_type(values, leaf.dtype)
+        now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
+        return now, later
 
     leaves, structure = jax.tree.flatten(tree)
     now, later = zip(*map(one, leaves), strict=True) if leaves else ((), ())
     return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)
-
-
-def _stored(recipe: Recipe, tensor: Tensor, quantizer: AbstractQuantizer, scale: Array) -> Array | None:
-    """The stored scale [] of a stateful quantizer; None for the others."""
-    rows: list[tuple[Tensor, AbstractQuantizer]] = [(row.tensor, row.quantizer) for row in recipe.rows]
-    return scale[rows.index((tensor, quantizer))] if (tensor, quantizer) in rows else None
-
-
-def _amax(
-    call: Call,
-    value: Array,
-    stored: Array | None,
-    spans: dict[AbstractGranularity, frozenset[str]],
-    apart: frozenset[str],
-    granularity: AbstractGranularity,
-) -> Array:
-    """The amax of the whole logical tensor, on every mesh."""
-    across = spans[granularity]
-    untold = frozenset() if call.types_tell else call.reduce_axes or frozenset()
-    if stored is not None:
-        return pmax(observe(value, stored), (varying(value) - varying(stored)) | untold | across)
-    if isinstance(granularity, PerTensor):
-        return pmax(amax_of(value, granularity), (varying(value) - apart) | untold | across)
-    return pmax(amax_of(value, granularity), across)
-
-
-def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:
-    """The amax of each row of state that follows the tensor, as far as it can be combined here."""
-    if not call.collected or ledger is None:
-        return {}
-    likes = {(row.tensor, r): ledger[0, r] for r, row in enumerate(call.recipe.rows) if row.tensor == tensor}
-    # Without types only the shard says over which axes the amax of a gathered operand spans devices.
-    # With types value_and_grad knows, and reduces the amaxes of all matmuls at once.
-    untold = frozenset() if call.types_tell else call.over(tensor) - (call.reduce_axes or frozenset())
-    return {key: pmax(observe(value, like), (varying(value) - varying(like)) | untold) for key, like in likes.items()}

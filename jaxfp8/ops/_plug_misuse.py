@@ -1,4 +1,7 @@
-"""Checks of how flax was given a plug: a class where an instance is needed, the reverse, or the other kind of plug."""
+"""Checks of how flax was given a plug.
+
+A class where an instance is needed, the reverse, or the other kind of plug.
+"""
 
 import functools
 from collections.abc import Callable
@@ -22,16 +25,22 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
     Example:
       >>> refuse_class(dict, (), "")
     """
-    called_as_matmul = len(arguments) > 2 and (isinstance(arguments[0], str) or isinstance(arguments[2], tuple))
+    called_as_matmul = len(arguments) > 2 and (
+        isinstance(arguments[0], str) or isinstance(arguments[2], tuple)
+    )
     if called_as_matmul and hasattr(arguments[1], "shape"):
         raise TypeError(
-            f"{plug.__name__} was called with the operands of a matmul, so flax was given the class {plug.__name__} where "
-            f"an instance is needed; write {cure}."
+            f"{plug.__name__} was called with the operands of a matmul, so flax was given the "
+            f"class {plug.__name__} where an instance is needed; write {cure}."
         )
 
 
-def needs_operands(cure: str, *, equation: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates `__call__` of a plug: raise TypeError if flax calls it as it calls another kind of plug.
+def needs_operands(
+    cure: str, *, equation: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates `__call__` of a plug.
+
+    Raise TypeError if flax calls it as it calls another kind of plug.
 
     Args:
       cure: what to write for an instance where a class is needed.
@@ -51,14 +60,21 @@ def needs_operands(cure: str, *, equation: bool = False) -> Callable[[Callable[P
             name = type(arguments[0]).__name__
             if len(arguments) == 1 and not options:
                 raise TypeError(
-                    f"an instance of {name} was called without operands, so flax was given an instance, but this "
-                    f"argument needs a class; write {cure}."
+                    f"an instance of {name} was called without operands, so flax was given an "
+                    f"instance, but this argument needs a class; write {cure}."
                 )
             if len(arguments) > 1 and isinstance(arguments[1], str) != equation:
-                given, needed = ("an array", "an equation") if equation else ("an equation", "an array")
-                other = "dot_general=FP8DotGeneral(recipe)" if equation else "einsum_op=FP8EinsumOp(recipe)"
+                given, needed = (
+                    ("an array", "an equation") if equation else ("an equation", "an array")
+                )
+                other = (
+                    "dot_general=FP8DotGeneral(recipe)"
+                    if equation
+                    else "einsum_op=FP8EinsumOp(recipe)"
+                )
                 raise TypeError(
-                    f"the first argument of {name} is {given}, but {needed} is needed; write {other} if flax calls it."
+                    f"the first argument of {name} is {given}, but {needed} is needed; write "
+                    f"{other} if flax calls it."
                 )
             return call(*arguments, **options)
 

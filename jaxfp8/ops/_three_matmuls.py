@@ -1,173 +1,180 @@
 """The custom gradient of `dot_general`: three matmuls, each operand cast once.
 
-The forward rule casts x and w for every matmul that will read them, multiplies, and saves the copy of x that wgrad reads
-and the copy of w that dgrad reads. The backward rule casts g, sums it for the bias, multiplies twice, and hands the amaxes of
-x, w and g to the state's probe as a ledger.
+The forward rule casts x and w for every matmul that will read them, and multiplies. It saves the
+copy of x for wgrad and the copy of w for dgrad.
+
+The backward rule casts g, sums it for the bias, and multiplies twice. It returns the amaxes of x, w
+and g in a ledger, as the gradient of the state's probe.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._errors import UncollectedStateError
-from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels._prologue import Produced, Source, value_of
-from jaxfp8.kernels.scaled_matmul._api import scaled_matmul
+from jaxfp8._geometry import inverse_permutation
+from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels._prologue import Produced, Source
+from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
+from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
-from jaxfp8.ops._dimension_numbers import inverse_permutation
-from jaxfp8.ops._ledger import encode
+from jaxfp8.ops._call import Call
 from jaxfp8.ops._once import once
-from jaxfp8.ops._operands import Call, Seen, quantize_operand, whole
+from jaxfp8.ops._operands import Seen, quantize_operand
 from jaxfp8.quantizers._base import Operand
-from jaxfp8.recipes._recipe import Matmul
 from jaxfp8.sharding._amax import vary_as, varying
-from jaxfp8.sharding._shard import PlacedShard
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.state._ledger import encode
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Primals:
-    """The types that cotangents must have; static, to ride among the residuals. None for a bias that wants none."""
+class _Types:
+    """The types that cotangents must have. Static, so that residuals can include them.
 
-    lhs: Any
-    rhs: Any
+    `bias` is None if its gradient is not needed.
+    """
+
+    x: Any
+    w: Any
     bias: Any
 
 
+class _Forward(NamedTuple):
+    """Results of the forward pass: y, the copy of x for wgrad, the copy of w for dgrad, amaxes."""
+
+    y: Array
+    x: Operand
+    w: Operand
+    seen: Seen
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def three_matmuls(
-    call: Call,
-    lhs: Array,
-    rhs: Array,
-    bias: Array | None,
-    scale: Array | None,
-    ledger: Array | None,
-    operands: tuple[Array, ...] | None,
-) -> Array:
-    """The product and the bias; `operands` are those of the prologue that makes lhs, which gets the gradient."""
-    del ledger
-    return add_bias(_fprop(call, _source(call, lhs, operands), rhs, scale, None)[0], bias, call.geometry)
+def three_matmuls(call: Call, arrays: Arrays) -> Array:
+    """The result y [...]. Its gradient is dx, dw, db and the ledger of amaxes."""
+    arrays = arrays._replace(quantizers=arrays.quantizers._replace(ledger=None))
+    return add_bias(_fprop(call, arrays).y, arrays.bias, call.geometry)
 
 
-def _source(call: Call, lhs: Array, operands: tuple[Array, ...] | None) -> Source:
-    return lhs if call.prologue is None or operands is None else Produced(lhs, operands, call.prologue)
-
-
-def _fprop(
-    call: Call, lhs: Source, rhs: Array, scale: Array | None, ledger: Array | None
-) -> tuple[Array, Operand, Operand, Seen]:
-    """y, the copy of x for wgrad, the copy of w for dgrad, and the amaxes of x and w."""
-    x_varies, w_varies = varying(value_of(lhs)) - call.over("x"), varying(rhs) - call.over("w")
-    split, apart = call.split_or_apart(x_varies & w_varies)
-    x, x_saved, x_seen, _ = quantize_operand(
-        call, "x", lhs, scale, ledger, apart, fprop=split, wgrad=x_varies - w_varies
+def _fprop(call: Call, arrays: Arrays) -> _Forward:
+    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w))
+    x = quantize_operand(call, "x", _source(call, arrays), arrays.quantizers, variation)
+    w = quantize_operand(call, "w", arrays.w, arrays.quantizers, variation)
+    y = call.multiply(
+        "fprop",
+        call.places.x.gather_operand(x.now["fprop"]),
+        call.places.w.gather_operand(w.now["fprop"]),
+        call.out_dtype,
+        call.out_sharding,
     )
-    w, w_saved, w_seen, _ = quantize_operand(
-        call, "w", rhs, scale, ledger, apart, fprop=split, dgrad=w_varies - x_varies
+    return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], {**x.seen, **w.seen})
+
+
+def _source(call: Call, arrays: Arrays) -> Source:
+    if call.prologue is None or arrays.parts is None:
+        return arrays.x
+    return Produced(arrays.x, arrays.parts, call.prologue)
+
+
+def _variation(call: Call, x: Any, w: Any, g: Array | None = None) -> Variation:
+    """The manual mesh axes over which x, w and g vary. x and w are types."""
+    if not call.amax_axes.manual:
+        return NO_VARIATION
+    return Variation(
+        x=_varying(x) - call.places.x.manual_axes,
+        w=_varying(w) - call.places.w.manual_axes,
+        g=frozenset() if g is None else varying(g),
+        named=call.amax_axes.named,
+        batched=bool(call.geometry.fprop.lhs.batch),
     )
-    x_whole, w_whole = whole(call, "x", x["fprop"]), whole(call, "w", w["fprop"])
-    y = _matmul(call, "fprop", x_whole, w_whole, call.out_dtype, call.out_sharding)
-    return y, x_saved["wgrad"], w_saved["dgrad"], {**x_seen, **w_seen}
 
 
-def _forward_rule(
-    call: Call, lhs: Any, rhs: Any, bias: Any, scale: Any, ledger: Any, operands: Any
-) -> tuple[Array, Any]:
-    matmul = [lhs, rhs] if scale is None else [lhs, rhs, scale]  # and not only the bias
-    if call.collected and any(each.perturbed for each in matmul) and (ledger is None or not ledger.perturbed):
+def _varying(aval: Any) -> frozenset[str]:
+    return frozenset(aval.manual_axis_type.varying)
+
+
+def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
+    """`primals` are Arrays whose leaves know whether they are differentiated."""
+    _refuse_uncollected(call, primals)
+    given = jax.tree.map(lambda leaf: leaf.value, primals)
+    x, w = once((given.x, given.w))
+    y, x_saved, w_saved, seen = _fprop(call, given._replace(x=x, w=w))
+    learned = primals.bias is not None and primals.bias.perturbed
+    types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
+    bias = None if given.bias is None else once(given.bias)
+    return add_bias(y, bias, call.geometry), (x_saved, w_saved, seen, given.quantizers, types)
+
+
+def _refuse_uncollected(call: Call, primals: Any) -> None:
+    """Raise UncollectedStateError if a matmul with state is differentiated without its state."""
+    own = primals.quantizers
+    matmul = [primals.x, primals.w, *([] if own.scale is None else [own.scale])]  # not the bias
+    differentiated = any(each.perturbed for each in matmul)
+    if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
         raise UncollectedStateError(
-            "a matmul with quantizer state is being differentiated, but its state is not collected. Use fp8.value_and_grad "
-            "(nnx: fp8.nnx.value_and_grad) in place of jax's. Pass the state that it gives to the loss to the layers, without "
-            "stop_gradient. If this loss does not train the network, use fp8.freeze(state) or fp8.nnx.freeze(model)."
+            "a matmul with quantizer state is being differentiated, but its state is not "
+            "collected. Use fp8.value_and_grad (nnx: fp8.nnx.value_and_grad) in place of jax's. "
+            "Pass the state that it gives to the loss to the layers, without stop_gradient. If "
+            "this loss does not train the network, use fp8.freeze(state) or "
+            "fp8.nnx.freeze(model)."
         )
-    lhs, rhs = once((lhs.value, rhs.value))
-    scale, ledger = (None if leaf is None else leaf.value for leaf in (scale, ledger))
-    source = _source(call, lhs, operands and tuple(leaf.value for leaf in operands))
-    y, x, w, seen = _fprop(call, source, rhs, scale, ledger)
-    learned = None if bias is None or not bias.perturbed else jax.typeof(bias.value)
-    y = add_bias(y, None if bias is None else once(bias.value), call.geometry)
-    return y, (x, w, seen, scale, ledger, _Primals(jax.typeof(lhs), jax.typeof(rhs), learned))
 
 
-def _backward_rule(
-    call: Call, residuals: Any, gradient: Any
-) -> tuple[Array, Array, Array | None, None, Array | None, None]:
-    x, w, seen, scale, ledger, primals = residuals
+def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
+    x, w, seen, own, types = residuals
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
         aval: Any = gradient.aval
         gradient = jnp.zeros(aval.shape, aval.dtype)
     gradient = once(gradient)
-    x_varies = frozenset(primals.lhs.manual_axis_type.varying) - call.over("x")
-    w_varies = frozenset(primals.rhs.manual_axis_type.varying) - call.over("w")
-    g, _, g_seen, sums = quantize_operand(
-        call, "g", gradient, scale, ledger, call.split_or_apart(x_varies & w_varies)[1],
-        column_sums=primals.bias is not None and sums_columns(call.geometry, gradient.ndim),
-        dgrad=(varying(gradient) | w_varies) - x_varies, wgrad=(varying(gradient) | x_varies) - w_varies,
+    g = quantize_operand(
+        call, "g", gradient, own, _variation(call, types.x, types.w, gradient),
+        column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
-    dx_axes, dw_axes = call.geometry.product_axes
-    x, w = whole(call, "x", x), whole(call, "w", w)
-    dx = _matmul(call, "dgrad", g["dgrad"], w, primals.lhs.dtype, _product_sharding(primals.lhs, dx_axes))
-    dw = _matmul(call, "wgrad", x, g["wgrad"], primals.rhs.dtype, _product_sharding(primals.rhs, dw_axes))
-    dx = _cotangent(dx, dx_axes, primals.lhs, call.shard("x"))
-    dw = _cotangent(dw, dw_axes, primals.rhs, call.shard("w"))
-    db = None if primals.bias is None else bias_gradient(gradient, sums, primals.bias, call.geometry)
-    if not call.collected or ledger is None:  # of a bias alone nobody collects
-        return dx, dw, db, None, None, None
-    seen = {**seen, **g_seen}
-    rows = [vary_as(seen[row.tensor, r], ledger) for r, row in enumerate(call.recipe.rows)]
-    return dx, dw, db, None, encode(jnp.stack(rows)), None
+    x, w = call.places.x.gather_operand(x), call.places.w.gather_operand(w)
+    dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
+    dx = call.multiply("dgrad", g.now["dgrad"], w, types.x.dtype, _sharding(types.x, dx_axes))
+    dw = call.multiply("wgrad", x, g.now["wgrad"], types.w.dtype, _sharding(types.w, dw_axes))
+    dx = call.places.x.scatter(_cotangent(call, dx, dx_axes, types.x))
+    dw = call.places.w.scatter(_cotangent(call, dw, dw_axes, types.w))
+    db = None
+    if types.bias is not None:
+        db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
+    ledger = _ledger(call, {**seen, **g.seen}, own.ledger)
+    return (Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger)),)
+
+
+def _ledger(call: Call, seen: Seen, like: Array | None) -> Array | None:
+    """The amaxes of all rows. None if nothing collects them: for the bias alone, for instance."""
+    if not call.collected or like is None:
+        return None
+    amaxes = [seen[row.tensor, r] for r, row in enumerate(call.recipe.rows)]
+    if call.amax_axes.manual:
+        amaxes = [vary_as(amax, like) for amax in amaxes]
+    return encode(jnp.stack(amaxes))
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _matmul(call: Call, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any) -> Array:
-    """One of the three products; in FP8 if both operands are."""
-    dimension_numbers = call.geometry.dimension_numbers[("fprop", "dgrad", "wgrad").index(matmul)]
-    # `assert_fp8_gemms` reads these names in compiled programs.
-    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
-        with jax.named_scope(f"jaxfp8.{matmul}"):
-            return scaled_matmul(
-                lhs, rhs, dimension_numbers=dimension_numbers, preferred_element_type=out_dtype,
-                fast_accumulation=call.fast_accumulation and matmul == "fprop", out_sharding=out_sharding,
-                chip=call.recipe.chip, implementation=call.implementations.matmuls,
-            )  # fmt: skip
-    with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
-        lhs, rhs = (t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
-        # g has y's dtype, which the caller may have chosen unlike that of x. Strict promotion would
-        # raise here, where no caller can write a cast.
-        with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
-        return lax.dot_general(
-            lhs.astype(dtype),
-            rhs.astype(dtype),
-            dimension_numbers,
-            call.precision,
-            out_dtype,
-            out_sharding=out_sharding,
-        )
+def _sharding(aval: Any, axes: Axes) -> Any:
+    """The sharding that a result needs so that it becomes a cotangent of `aval`.
 
-
-def _product_sharding(aval: Any, product_axes: Axes) -> Any:
-    """The sharding that a product needs so that it becomes a cotangent of `aval`; None where the compiler decides."""
+    None where the compiler decides.
+    """
     mesh = aval.sharding.mesh
     if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return None
-    return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in product_axes)))
+    return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in axes)))
 
 
-def _cotangent(product: Array, product_axes: Axes, aval: Any, shard: PlacedShard | None) -> Array:
-    """A product with its axes in the order of its tensor, summed over the mesh axes that the tensor does not vary over.
+def _cotangent(call: Call, result: Array, axes: Axes, aval: Any) -> Array:
+    """A result with its axes in the order of its tensor.
 
-    Of a tensor that was gathered each device keeps its part of the sum.
+    It is summed over the mesh axes that the tensor does not vary over.
     """
-    missing = varying(product) - frozenset(aval.manual_axis_type.varying)
-    if missing:
-        product = lax.psum(product, tuple(sorted(missing)))
-    product = product.transpose(inverse_permutation(product_axes))
-    return product if shard is None else shard.scatter(product)
+    if call.amax_axes.manual and (missing := varying(result) - _varying(aval)):
+        result = lax.psum(result, tuple(sorted(missing)))
+    return result.transpose(inverse_permutation(axes))

@@ -1,98 +1,146 @@
-"""The view of a dot_general in which tiles have an axis to run along.
+"""The view of a matmul in which tiles have an axis to run along.
 
-A tile runs along one axis of each group: batch, kept by lhs (m), contracted (k), kept by rhs (n). Here lhs becomes
-[*batch, *m, *k], rhs [*batch, *k, *n], and in each group the trailing axes that are too short for a tile are merged into
-one: heads of 64 with their index, a token's few experts with the tokens. Leading axes are left alone, so that a mesh may
-split them. An empty group gets an axis of 1.
+The axes of a matmul form groups: batch, kept by lhs (m), contracted (k), kept by rhs (n). A tile
+runs along one axis of a group. In the view lhs is [*batch, *m, *k] and rhs is [*batch, *k, *n]. If
+the trailing axes of a group are too short for a tile, they are merged into one: 12 heads of 64
+values into 768. Leading axes stay separate, so that a mesh may split them. An empty group gets an
+axis of 1.
 
-The view is made of transposes and reshapes outside the custom gradient, which JAX differentiates itself.
+The view is made of transposes and reshapes outside the custom gradient, which JAX differentiates
+itself.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._reshape import is_explicit, merge_axes
+from jaxfp8.ops._arrays import Arrays, QuantizerArrays
+from jaxfp8.ops._call import Places
+from jaxfp8.ops._given import Given
+
+Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
 
 
 @dataclasses.dataclass(frozen=True)
-class TileView:
-    """How the axes of each group, batch, m, k, n, are merged.
+class View:
+    """The view for recipes without tiles: operands stay as they are.
 
     Attributes:
-      lhs_order: axes of lhs as [*batch, *m, *k].
-      rhs_order: axes of rhs as [*batch, *k, *n].
-      sizes: of the axes of each group, as they are.
-      merged: for each axis of the view how many it is made of; 0 for an axis of 1 that is new.
+      geometry: the axes of the three matmuls of the view.
     """
 
-    lhs_order: Axes
-    rhs_order: Axes
-    sizes: tuple[Axes, Axes, Axes, Axes]
-    merged: tuple[Axes, Axes, Axes, Axes]
+    geometry: TrainingGeometry
 
-    @property
-    def dimension_numbers(self) -> DotDimensionNumbers:
-        batch, m, k, _ = map(len, self.merged)
-        batches = tuple(range(batch))
-        return (tuple(range(batch + m, batch + m + k)), tuple(range(batch, batch + k))), (batches, batches)
+    def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
+        """The arrays of the view's matmul."""
+        return Arrays(given.x, given.w, given.bias, given.parts, quantizers)
 
-    def lhs(self, x: Array) -> Array:
-        return _view(x, self.lhs_order, self.merged[0] + self.merged[1] + self.merged[2])
-
-    def operand(self, part: Array, shape: tuple[int, ...]) -> Array:
-        """The view of an array that has the axes of lhs, which has this shape, or 1; so has its view."""
-        whole = jax.eval_shape(self.lhs, jax.ShapeDtypeStruct(shape, part.dtype)).shape
-        view = self.lhs(part)
-        if all(size in (1, full) for size, full in zip(view.shape, whole, strict=True)):
-            return view
-        return self.lhs(jnp.broadcast_to(part, shape))  # 1 and more than 1 are merged
-
-    def rhs(self, w: Array) -> Array:
-        return _view(w, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
-
-    def bias(self, b: Array) -> Array:
-        """[*batch, *n]."""
-        return _view(b, tuple(range(b.ndim)), self.merged[0] + self.merged[3])
-
-    def lhs_axis(self, axis: int) -> int:
-        """Where an axis of lhs, along which it is split, is in the view.
+    def places(self, places: Places) -> Places:
+        """The places of the view's operands.
 
         Raises:
-          ValueError: if it is merged into another.
+          ValueError: if an operand is split along an axis that is merged into another.
         """
-        return _moved(axis, self.lhs_order, self.merged[0] + self.merged[1] + self.merged[2])
+        return places
 
-    def rhs_axis(self, axis: int) -> int:
-        """The same of rhs."""
-        return _moved(axis, self.rhs_order, self.merged[0] + self.merged[2] + self.merged[3])
-
-    def result(
-        self, y: Array, out_sharding: jax.sharding.NamedSharding | jax.P | None, high: Callable[[], Array]
-    ) -> Array:
-        """y [*batch, *m, *n] with the axes that it has without tiles; `high()` is the matmul in high precision."""
-        shape = self.sizes[0] + self.sizes[1] + self.sizes[3]
-        if y.shape == shape:
-            return y
-        if out_sharding is None and is_explicit(y):
-            # JAX's rule for a reshape may give a mesh axis of size 1 to another axis than `lax.dot_general` does.
-            out_sharding = jax.eval_shape(high).sharding
-        return lax.reshape(y, shape, out_sharding=out_sharding)
-
-    def out_sharding(
-        self, given: jax.sharding.NamedSharding | jax.P | None
-    ) -> jax.sharding.NamedSharding | jax.P | None:
-        """The out_sharding of the view's product.
+    def out_sharding(self, given: Sharding) -> Sharding:
+        """The out_sharding of the view's result.
 
         Raises:
           ValueError: if it splits an axis that is merged into another.
         """
-        counts = self.merged[0] + self.merged[1] + self.merged[3]
+        return given
+
+    def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
+        """The result of the view, reshaped to the result of the matmul.
+
+        `high()` computes the matmul in high precision. Only its type is used.
+        """
+        del out_sharding, high
+        return y
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """How the axes of one array become those of the view.
+
+    Attributes:
+      order: the array's axes as the view has them.
+      counts: for each axis of the view, how many axes are merged into it; 0 for a new axis of 1.
+    """
+
+    order: Axes
+    counts: Axes
+
+    def __call__(self, x: Array) -> Array:
+        x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
+        return merge_axes(x, self.counts)
+
+    def axis(self, axis: int) -> int:
+        """The axis of the view that an axis of the array becomes.
+
+        Raises:
+          ValueError: if it is merged into the axis before it.
+        """
+        first = 0
+        for new, count in enumerate(self.counts):
+            if axis in self.order[first : first + count]:
+                if axis != self.order[first]:
+                    raise ValueError(
+                        f"axis {axis}, along which an operand is split, is merged into the one "
+                        "before it, for tiles; split the first of them, or make tiles fit the axis."
+                    )
+                return new
+            first += count
+        raise AssertionError(f"axis {axis} is none of {self.order}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TileView(View):
+    """A view with merged axes.
+
+    Attributes:
+      of_x: lhs as [*batch, *m, *k].
+      of_w: rhs as [*batch, *k, *n].
+      of_bias: the bias as [*batch, *n].
+      of_y: the result as [*batch, *m, *n].
+      y_shape: the shape of the result of the matmul.
+    """
+
+    of_x: _Merge
+    of_w: _Merge
+    of_bias: _Merge
+    of_y: _Merge
+    y_shape: Axes
+
+    def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
+        bias = None if given.bias is None else self.of_bias(given.bias)
+        parts = given.parts and tuple(self._part(each, given.x.shape) for each in given.parts)
+        return Arrays(self.of_x(given.x), self.of_w(given.w), bias, parts, quantizers)
+
+    def _part(self, part: Array, x_shape: Axes) -> Array:
+        """The view of an array with the axes of lhs, each of size 1 or as in lhs, see `x_shape`."""
+        whole = jax.eval_shape(self.of_x, jax.ShapeDtypeStruct(x_shape, part.dtype)).shape
+        view = self.of_x(part)
+        if all(size in (1, full) for size, full in zip(view.shape, whole, strict=True)):
+            return view
+        # An axis of size 1 is merged with a longer one, so the merged size would be neither.
+        return self.of_x(jnp.broadcast_to(part, x_shape))
+
+    def places(self, places: Places) -> Places:
+        x, w = places.x.along(self.of_x.axis), places.w.along(self.of_w.axis)
+        return places._replace(x=x, w=w)
+
+    def out_sharding(self, given: Sharding) -> Sharding:
+        counts = self.of_y.counts
         if given is None or set(counts) <= {1}:
             return given
         spec = given.spec if isinstance(given, jax.sharding.NamedSharding) else given
@@ -102,64 +150,67 @@ class TileView:
             group, along = along[:count], along[count:]
             if any(axis is not None for axis in group[1:]):
                 raise ValueError(
-                    f"out_sharding={given} splits an axis that is merged into the one before it, for tiles; split the first "
-                    "of them."
+                    f"out_sharding={given} splits an axis that is merged into the one before it, "
+                    "for tiles; split the first of them."
                 )
             merged.append(group[0] if group else None)
         new = jax.P(*merged)
-        return jax.sharding.NamedSharding(given.mesh, new) if isinstance(given, jax.sharding.NamedSharding) else new
+        if isinstance(given, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(given.mesh, new)
+        return new
+
+    def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
+        if y.shape == self.y_shape:
+            return y
+        if out_sharding is None and is_explicit(y):
+            # JAX's rule for a reshape may give a mesh axis of size 1 to another axis than
+            # `lax.dot_general` does.
+            out_sharding = jax.eval_shape(high).sharding
+        return lax.reshape(y, self.y_shape, out_sharding=out_sharding)
 
 
-def tile_view(
-    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers, tile: int
-) -> TileView:
-    """The view for tiles of at most `tile` values a side.
+def view_for(tile: int | None, geometry: TrainingGeometry, shapes: tuple[Axes, Axes]) -> View:
+    """The view for tiles of at most `tile` values a side; None for a recipe without tiles.
 
     Example:
-      >>> tile_view((8, 512, 12, 64), (12, 64, 768), (((2, 3), (0, 1)), ((), ())), 128).merged
-      ((), (1, 1), (2,), (1,))
+      >>> heads = TrainingGeometry.of((((2, 3), (0, 1)), ((), ())), 4, 3)
+      >>> view_for(128, heads, ((8, 512, 12, 64), (12, 64, 768))).of_x.counts
+      (1, 1, 2)
     """
-    contracted, batch = dimension_numbers
-    pairs = sorted(zip(*contracted, strict=True))
+    if tile is None:
+        return View(geometry)
+    x, w = geometry.fprop.sides
+    # Contracted axes in the order of lhs, so that those that are neighbours there may be merged.
+    pairs = sorted(zip(x.contracted, w.contracted, strict=True))
     x_contract, w_contract = (tuple(pair[side] for pair in pairs) for side in (0, 1))
-    x_batch, w_batch = map(tuple, batch)
-    m = tuple(axis for axis in range(len(lhs_shape)) if axis not in x_batch + x_contract)
-    n = tuple(axis for axis in range(len(rhs_shape)) if axis not in w_batch + w_contract)
-    sizes = [
-        tuple(shape[axis] for axis in axes)
-        for shape, axes in ((lhs_shape, x_batch), (lhs_shape, m), (lhs_shape, x_contract), (rhs_shape, n))
-    ]
+    sizes_m = tuple(shapes[0][axis] for axis in x.kept)
+    sizes_k = tuple(shapes[0][axis] for axis in x_contract)
+    sizes_n = tuple(shapes[1][axis] for axis in w.kept)
+    batch, m, k, n = (1,) * len(x.batch), *(_counts(s, tile) for s in (sizes_m, sizes_k, sizes_n))
+    y_axes = tuple(range(len(x.batch + x.kept + w.kept)))
     return TileView(
-        lhs_order=x_batch + m + x_contract,
-        rhs_order=w_batch + w_contract + n,
-        sizes=(sizes[0], sizes[1], sizes[2], sizes[3]),
-        merged=((1,) * len(x_batch), _merge(sizes[1], tile), _merge(sizes[2], tile), _merge(sizes[3], tile)),
+        geometry=_trailing(len(batch), len(m), len(k), len(n)),
+        of_x=_Merge(x.batch + x.kept + x_contract, batch + m + k),
+        of_w=_Merge(w.batch + w_contract + w.kept, batch + k + n),
+        of_bias=_Merge(tuple(range(len(w.batch + w.kept))), batch + n),
+        of_y=_Merge(y_axes, batch + m + n),
+        y_shape=geometry.fprop.out_shape(*shapes),
     )
 
 
-def _merge(sizes: Axes, tile: int) -> Axes:
-    """How many axes become one: the trailing ones, from the last that, with those after it, fills a tile."""
+def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:
+    """The axes of [*batch, *m, *k] @ [*batch, *k, *n]. Arguments are the lengths of the groups."""
+    batches = tuple(range(batch))
+    contracted = tuple(range(batch + m, batch + m + k)), tuple(range(batch, batch + k))
+    return TrainingGeometry.of((contracted, (batches, batches)), batch + m + k, batch + k + n)
+
+
+def _counts(sizes: Axes, tile: int) -> Axes:
+    """How many axes of a group are merged into each axis of the view.
+
+    Only trailing axes are merged: as few as fill a tile, or all if none do.
+    """
     first = max(len(sizes) - 1, 0)
     while first > 0 and math.prod(sizes[first:]) < tile:
         first -= 1
     return (1,) * first + (len(sizes) - first,)
-
-
-def _view(x: Array, order: Axes, counts: Axes) -> Array:
-    x = x if order == tuple(range(x.ndim)) else jnp.transpose(x, order)
-    return merge_axes(x, counts)
-
-
-def _moved(axis: int, order: Axes, counts: Axes) -> int:
-    """The place in the view of an axis; of several that are merged, the first."""
-    place = order.index(axis)
-    for new, count in enumerate(counts):
-        if place < count or place == 0 == count - 1:
-            if place:
-                raise ValueError(
-                    f"axis {axis}, along which an operand is split, is merged into the one before it, for tiles; split "
-                    "the first of them, or make tiles fit the axis."
-                )
-            return new
-        place -= count
-    raise AssertionError(f"axis {axis} is none of {order}")

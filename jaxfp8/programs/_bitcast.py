@@ -24,8 +24,8 @@ def bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
         )
     if source.dtype != result.dtype and (source.bits % 8 or result.bits % 8):
         raise ValueError(
-            f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements that "
-            "are no whole bytes; compile a program without packed elements."
+            f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements "
+            "that are no whole bytes; compile a program without packed elements."
         )
     x = writer.transpose(x, source.order)
     if source.bits == result.bits:

@@ -24,7 +24,9 @@ def full_text(compiled: jax.stages.Compiled) -> str:
     """
     modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
     if len(modules) != 1:
-        raise ValueError(f"compiled holds {len(modules)} programs, not one; compile a function for one device.")
+        raise ValueError(
+            f"compiled holds {len(modules)} programs, not one; compile a function for one device."
+        )
     options = _hlo.HloPrintOptions()
     options.print_large_constants = True
     return modules[0].to_string(options)
@@ -64,8 +66,9 @@ def _argument(position: int, x: Any, info: Any) -> Any:
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
     if array.dtype != info.dtype or array.shape != info.shape:
         raise ValueError(
-            f"leaf {position} of the arguments is {array.dtype}{list(array.shape)}, but the function "
-            f"was compiled for {info.dtype}{list(info.shape)}; pass that, or compile for what you have."
+            f"leaf {position} of the arguments is {array.dtype}{list(array.shape)}, but the "
+            f"function was compiled for {info.dtype}{list(info.shape)}; pass that, or compile for "
+            "what you have."
         )
     return jax.random.key_data(array) if _is_key(info.dtype) else array
 

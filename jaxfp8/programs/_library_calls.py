@@ -18,7 +18,7 @@ import json
 import math
 from typing import Any
 
-from jaxfp8._hlo import Instruction
+from jaxfp8.programs._hlo import Instruction
 from jaxfp8.programs._matmul import Dimensions, accumulated
 from jaxfp8.programs._taps import Taps
 from jaxfp8.programs._types import Array, array_type, parts_of, spelled, split, without_layouts
@@ -59,8 +59,9 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     result_scale = operands.pop() if results[0].dtype in _LARGEST and operands else None
     if operands:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} has {len(operands)} operands that are unknown "
-            f"here, {', '.join(operands)}; compile with a version of jax that jaxfp8 is tested with."
+            f"cannot run on a CPU: {instruction.name} has {len(operands)} operands that are "
+            f"unknown here, {', '.join(operands)}; compile with a version of jax that jaxfp8 is "
+            "tested with."
         )
     taps.show(writer, instruction.label, lhs, rhs, *scales)
 
@@ -108,7 +109,10 @@ def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -
 
 
 def _dequantized(writer: Writer, x: str, scale: str) -> str:
-    """Values [.., R, K] times scales [.., R, T]. Exact in float32: both have few significant bits."""
+    """Values [.., R, K] times scales [.., R, T].
+
+    Exact in float32: both have few significant bits.
+    """
     shape = writer.type_of(x).shape
     tiles = writer.type_of(scale).shape[-1]
     split_shape = (*shape[:-1], tiles, shape[-1] // tiles)
@@ -132,9 +136,9 @@ def _unswizzled(writer: Writer, x: str, scale: str) -> str:
     )
     if padded_rows % _SCALE_ROWS or padded_columns % _SCALE_COLUMNS:
         raise ValueError(
-            f"cannot run on a CPU: scales {writer.type_of(scale).text} of a block-scaled matmul are "
-            f"not in tiles of {_SCALE_ROWS} x {_SCALE_COLUMNS}; compile with a version of jax that "
-            "jaxfp8 is tested with."
+            f"cannot run on a CPU: scales {writer.type_of(scale).text} of a block-scaled matmul "
+            f"are not in tiles of {_SCALE_ROWS} x {_SCALE_COLUMNS}; compile with a version of jax "
+            "that jaxfp8 is tested with."
         )
     scale = writer.transpose(writer.reshape(scale, lies), (0, 1, 4, 3, 2, 5))
     scale = writer.reshape(scale, (*batch, padded_rows, padded_columns))
@@ -162,7 +166,10 @@ def _config(instruction: Instruction) -> dict[str, Any]:
     for attribute in split(instruction.attributes):
         if attribute.startswith("backend_config="):
             return json.loads(attribute.removeprefix("backend_config="))["gemm_backend_config"]
-    raise ValueError(f"cannot run on a CPU: {instruction.name} has no gemm_backend_config; pass the text unchanged.")
+    raise ValueError(
+        f"cannot run on a CPU: {instruction.name} has no gemm_backend_config; pass the text "
+        "unchanged."
+    )
 
 
 def _check(instruction: Instruction, config: dict[str, Any], epilogue: str, is_fp8: bool) -> None:
@@ -175,9 +182,9 @@ def _check(instruction: Instruction, config: dict[str, Any], epilogue: str, is_f
         wrong = f"scale_mode {config['scale_mode']}"
     if wrong:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} has {wrong}, where only real factors, scales of "
-            f"whole tensors and the epilogues {', '.join(_EPILOGUES)} are known; compile the matmul "
-            "without what follows it."
+            f"cannot run on a CPU: {instruction.name} has {wrong}, where only real factors, scales "
+            f"of whole tensors and the epilogues {', '.join(_EPILOGUES)} are known; compile the "
+            "matmul without what follows it."
         )
 
 

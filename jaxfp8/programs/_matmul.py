@@ -8,7 +8,7 @@ References:
 import re
 from typing import NamedTuple
 
-from jaxfp8._hlo import Instruction
+from jaxfp8.programs._hlo import Instruction
 from jaxfp8.programs._taps import Taps
 from jaxfp8.programs._types import array_type, spelled
 from jaxfp8.programs._writer import Writer
@@ -60,7 +60,9 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     """A `dot` of the program, rewritten."""
     name = instruction.name
     if "sparsity=" in instruction.attributes:
-        raise ValueError(f"cannot run on a CPU: {name} is a matmul of sparse operands; compile it of dense ones.")
+        raise ValueError(
+            f"cannot run on a CPU: {name} is a matmul of sparse operands; compile it of dense ones."
+        )
     lhs, rhs = instruction.operands
     taps.show(writer, instruction.label, lhs, rhs)
     algorithm = _ALGORITHM.search(instruction.attributes)

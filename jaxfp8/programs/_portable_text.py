@@ -11,8 +11,8 @@ References:
 import re
 from collections.abc import Iterator
 
-from jaxfp8._hlo import BRANCHES, CALLS, Instruction, Program, read_program
 from jaxfp8.programs._bitcast import bitcast
+from jaxfp8.programs._hlo import BRANCHES, CALLS, Instruction, Program, read_program
 from jaxfp8.programs._library_calls import block_scaled_dot, cublas_matmul
 from jaxfp8.programs._matmul import dot
 from jaxfp8.programs._taps import Taps
@@ -157,9 +157,10 @@ def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
         block_scaled_dot(writer, taps, instruction)
     else:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of such "
-            f"calls the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. Compile the "
-            "function without it, for instance with XLA's kernels in place of Pallas's or Triton's."
+            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of "
+            f"such calls the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. "
+            "Compile the function without it, for instance with XLA's kernels in place of Pallas's "
+            "or Triton's."
         )
 
 
@@ -167,8 +168,9 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
     inside = instruction.inside if instruction.opcode in ("constant", "parameter") else None
     if instruction.opcode == "constant" and "{...}" in instruction.inside:
         raise ValueError(
-            f"cannot run on a CPU: the text leaves out the value of the constant {instruction.name}; "
-            "pass the compiled program itself, or a text with print_large_constants."
+            "cannot run on a CPU: the text leaves out the value of the constant "
+            f"{instruction.name}; pass the compiled program itself, or a text with "
+            "print_large_constants."
         )
     writer.emit(
         without_layouts(instruction.type),

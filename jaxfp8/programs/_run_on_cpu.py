@@ -67,7 +67,10 @@ def run_on_cpu(
       xla_allow_excess_precision).
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
-        raise TypeError(f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its text.")
+        raise TypeError(
+            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its "
+            "text."
+        )
     taps = Taps(seen)
     if isinstance(compiled, str):
         return execute(portable_text(compiled, taps), arguments, taps)

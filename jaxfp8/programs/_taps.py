@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._hlo import tensors_of
+from jaxfp8.programs._hlo import tensors_of
 from jaxfp8.programs._types import array_type, spelled
 from jaxfp8.programs._writer import Writer
 

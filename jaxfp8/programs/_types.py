@@ -50,11 +50,6 @@ class Array(NamedTuple):
     def is_float(self) -> bool:
         return self.dtype.startswith(("f", "bf"))
 
-    @property
-    def is_narrow(self) -> bool:
-        """Whether float32 holds every value: FP8 and the 16-bit floats."""
-        return self.is_float and self.bits < 32
-
 
 def array_type(text: str) -> Array:
     """Reads the type of one array.
@@ -66,8 +61,8 @@ def array_type(text: str) -> Array:
     layout, _, memory = (found[3] or "").partition(":") if found else ("", "", "")
     if not found or "<" in found[2] or "?" in found[2] or "T(" in memory:
         raise ValueError(
-            f"cannot run on a CPU: the type {text} is not an array of known size in a plain layout; "
-            "compile for a GPU, without dynamic shapes."
+            f"cannot run on a CPU: the type {text} is not an array of known size in a plain "
+            "layout; compile for a GPU, without dynamic shapes."
         )
     shape = tuple(int(size) for size in found[2].split(",") if size)
     order = tuple(int(d) for d in reversed(layout.split(",")) if d) or tuple(range(len(shape)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jaxfp8._hlo import Instruction
+from jaxfp8.programs._hlo import Instruction
 from jaxfp8.programs._types import Array, array_type, spelled
 
 # The one computation that the rewriting adds.

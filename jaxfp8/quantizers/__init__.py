@@ -1,6 +1,9 @@
 """Who chooses the scale of an operand, and what is remembered."""
 
+from jaxfp8.kernels.cast._api import KnownScale as KnownScale
 from jaxfp8.quantizers._base import AbstractQuantizer as AbstractQuantizer
+from jaxfp8.quantizers._base import RowState as RowState
+from jaxfp8.quantizers._base import ScaleInputs as ScaleInputs
 from jaxfp8.quantizers._current import Current as Current
 from jaxfp8.quantizers._delayed import Delayed as Delayed
 from jaxfp8.quantizers._identity import Identity as Identity

@@ -2,69 +2,196 @@
 
 import abc
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels._met import Met
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._typing import Array, Rounding
+from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._prologue import Source
-from jaxfp8.numerics._formats import VALUE_FORMATS, Format
+from jaxfp8.kernels.cast._api import KnownScale, cast_copies
+from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._scale import inverse
+from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.quantizers._faults import Fault, faults_of_values
+from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_SCALE_DTYPES = ("float32", E8M0.dtype.name)
 
 Operand: TypeAlias = QuantizedTensor | Array
 """What a matmul reads: a tensor in FP8, or an array that its quantizer left alone."""
 
 
-class AbstractQuantizer(abc.ABC):
-    """Chooses the scale of one operand and casts it. Subclasses are frozen dataclasses of hashable values.
+class RowState(NamedTuple):
+    """What a stateful quantizer remembers of one operand. Leading axes stack layers or experts.
+
+    Attributes:
+      scale: f32[...], what the next step scales by; 0 = unset: no usable amax seen yet.
+      amax_history: f32[..., H], what `update` remembers; H is `history_length`.
+      nonfinite_steps: f32[...], steps whose amax was inf or NaN.
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> isinstance(fp8.recipes.delayed().fprop.lhs, fp8.quantizers.AbstractQuantizer)
-      True
+      >>> fp8.recipes.delayed(history_length=3).fprop.lhs.init().amax_history.shape
+      (3,)
+    """
+
+    scale: Array
+    amax_history: Array
+    nonfinite_steps: Array
+
+
+class ScaleInputs(NamedTuple):
+    """What a quantizer may look at when it chooses the scale of a tensor.
+
+    Attributes:
+      amax: `amax(granularity)` is the amax of the whole logical tensor x, on every mesh. Its shape
+        is `granularity.scale_shape(x.shape)`. The granularity is that of the scale, or PerTensor().
+        A call costs a read of x.
+      stored: f32[], `RowState.scale` of a stateful quantizer; None for the others.
+      all_set: whether the caller knows that the stored scale is set.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> ScaleInputs(amax=lambda granularity: jnp.float32(7.0), stored=None, all_set=False).stored
+    """
+
+    amax: Callable[[AbstractGranularity], Array]
+    stored: Array | None
+    all_set: bool
+
+
+class AbstractQuantizer(abc.ABC):
+    """Chooses the scale of one operand and casts it. Subclasses are frozen, hashable dataclasses.
+
+    A subclass gives `granularity` and `value_format`. Most subclasses override one more method:
+
+    - `scale_of_amax` for another way from an amax to a scale;
+    - `choose_scale` for another source of scales;
+    - `update` for another memory, with `stateful = True` and the granularity `PerTensor()`.
+
+    Example:
+      >>> import dataclasses
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Roomy(fp8.quantizers.AbstractQuantizer):  # leaves room for values twice as large
+      ...     granularity: fp8.PerTensor = fp8.PerTensor()
+      ...     value_format: fp8.Format = fp8.E4M3
+      ...     def scale_of_amax(self, amax):
+      ...         return super().scale_of_amax(2 * amax)
+      >>> q = fp8.Operands(lhs=Roomy(), rhs=Roomy())
+      >>> recipe = fp8.Recipe(name="roomy", fprop=q, dgrad=q, wgrad=q)
+      >>> fp8.dot(jnp.full((1, 2), 3.0), jnp.full((2, 1), 3.0), recipe=recipe)
+      Array([[18.]], dtype=float32)
     """
 
     granularity: AbstractGranularity
 
+    stateful: ClassVar[bool] = False
+    """Whether scales come from a row of quantizer state, which `update` writes after each step."""
+    uses_amax: ClassVar[bool] = True
+    """Whether `choose_scale` may ask for the amax of the tensor."""
+    history_length: int = 1
+    """H, how many numbers a row of a stateful quantizer remembers."""
+    rounding: Rounding = "nearest"
+    """How the cast rounds: "nearest" (ties to even) or "stochastic"."""
+
     @property
     @abc.abstractmethod
     def value_format(self) -> Format | None:
-        """The format of the result; None if it stays in high precision."""
+        """The format of the result; None if the operand stays in high precision.
+
+        A quantizer with None is never asked for anything else.
+        """
 
     @property
-    @abc.abstractmethod
-    def stateful(self) -> bool:
-        """Whether the scale comes from a row of quantizer state."""
+    def needs_key(self) -> bool:
+        """Whether `quantize` needs a PRNG key."""
+        return self.rounding == "stochastic"
 
-    @abc.abstractmethod
+    @property
+    def rule(self) -> ScaleRule:
+        """How an amax becomes a scale. It tells matmuls of tiles whether scales are exact."""
+        return ScaleRule()
+
+    @property
+    def has_exact_scales(self) -> bool:
+        """Whether every scale is a power of two, so that bfloat16 holds it."""
+        return self.rule.exact
+
+    def scale_of_amax(self, amax: Array) -> KnownScale:
+        """The multiplier and the scale for an amax f32[...]; by default `rule` computes them."""
+        format = self.value_format
+        assert format is not None
+        return KnownScale(*self.rule.apply(amax, format))
+
+    def choose_scale(self, inputs: ScaleInputs, granularity: AbstractGranularity) -> KnownScale:
+        """The scale for this step: from the state, or from the current amax if there is no state.
+
+        If the stored scale is unset, it is computed from the current amax, too. So no step is
+        wasted on a guess.
+        """
+        if inputs.stored is None:
+            return self.scale_of_amax(inputs.amax(granularity))
+        stored = KnownScale(inverse(inputs.stored), inputs.stored)
+        if inputs.all_set:
+            return stored
+        unset, current = inputs.stored == 0, self.scale_of_amax(inputs.amax(granularity))
+        return KnownScale(*(jnp.where(unset, *each) for each in zip(current, stored, strict=True)))
+
     def quantize(
-        self,
-        x: Source,
-        granularities: tuple[AbstractGranularity, ...],
-        *,
-        amax: Callable[[AbstractGranularity], Array],
-        scale: Array | None,
-        all_set: bool,
-        transposed: tuple[bool, ...] = (),
-        column_sums: bool = False,
-        implementation: Implementation,
-    ) -> tuple[tuple[Operand, ...], Met]:
-        """Choose the scale and cast, in one call for all the directions in which matmuls read x.
+        self, x: Source, cast: Cast, inputs: ScaleInputs, *, key: Array | None = None
+    ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+        """Choose the scales and cast x, in one call for all copies that matmuls read.
 
         Args:
           x: [...] floating point, or what a prologue makes of arrays.
-          granularities: this quantizer's own, resolved for the array, once for each direction.
-          amax: gives the amax of the whole logical tensor, of shape `granularity.scale_shape(x.shape)`. Called only
-            by those who need it, because it costs a read of x.
-          scale: [] float32, the stored scale of a stateful quantizer, 0 where unset; None for the others.
-          all_set: the caller knows that the scale is set.
-          transposed: of each direction, whether its copy shall lie in memory transposed (`kernels.cast._api.cast_copies`).
-          column_sums: whether to sum the columns of x, too, if that takes no read of its own.
-          implementation: of the cast.
+          cast: the copies to make. Its granularities are this quantizer's own, resolved for x.
+          inputs: what the scale may depend on.
+          key: a jax PRNG key; given if `needs_key`.
 
         Returns:
-          x in each granularity, and what the cast met of x on the way.
+          A copy of x for each direction of the cast, and the extra results of the cast kernel.
         """
+        known = {
+            each: self.choose_scale(inputs, each) for each in dict.fromkeys(cast.granularities)
+        }
+        for granularity, scale in known.items():
+            shape = granularity.scale_shape(x.shape)
+            types = [(jnp.shape(leaf), jnp.result_type(leaf).name) for leaf in scale]
+            if types not in ([(shape, "float32"), (shape, name)] for name in _SCALE_DTYPES):
+                raise ValueError(
+                    f"{type(self).__name__} chose a scale of {types}; it must be a KnownScale of a "
+                    f"float32 multiplier and a scale, both of shape {list(shape)}."
+                )
+        key = key if cast.rounding == "stochastic" else None
+        return cast_copies(x, cast, tuple(known[each] for each in cast.granularities), key=key)
+
+    def init(self) -> RowState:
+        """The row of a stateful quantizer before the first step; by default the scale is unset."""
+        zero = np.zeros((), np.float32)
+        leaves: Any = zero, np.zeros(self.history_length, np.float32), zero
+        return RowState(*leaves)
+
+    def update(self, row: RowState, amax: Array) -> RowState:
+        """The row after an optimizer step whose largest amax was `amax` [...].
+
+        Stateful quantizers implement it. It is called once per step, for rows with any leading
+        axes. An amax is 0 if nothing was seen, and inf if a value was not finite.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has state, but no update(row, amax).")
+
+    def faults(self, row: RowState) -> list[Fault]:
+        """What is wrong with rows that were read from a file, on the host.
+
+        By default it finds values that no row may have. A subclass adds the values that its own
+        `update` never writes.
+        """
+        return faults_of_values(*map(np.asarray, row))
 
 
 def check_value_format(format: Format) -> None:
@@ -86,3 +213,13 @@ def check_bool(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False.")
+
+
+def check_rounding(name: str, value: object) -> None:
+    """Raise ValueError unless the value is a way of rounding.
+
+    Example:
+      >>> check_rounding("rounding", "nearest")
+    """
+    if value not in ("nearest", "stochastic"):
+        raise ValueError(f"{name}={value!r} is unknown; use 'nearest' or 'stochastic'.")

@@ -1,19 +1,21 @@
 """Static scaling: a calibrated constant."""
 
 import dataclasses
-from collections.abc import Callable
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels._met import Met
-from jaxfp8.kernels._prologue import Source
-from jaxfp8.kernels.cast._api import cast_copies
+from jaxfp8._typing import Rounding
+from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.quantizers._base import AbstractQuantizer, check_value_format
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.quantizers._base import (
+    AbstractQuantizer,
+    ScaleInputs,
+    check_rounding,
+    check_value_format,
+)
 
 
 def check_scale(name: str, scale: object) -> None:
@@ -32,11 +34,14 @@ def check_scale(name: str, scale: object) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static(AbstractQuantizer):
-    """A scale that was calibrated once: no amax, no state. Values beyond `scale * format.max` saturate.
+    """A scale that was calibrated once: no amax, no state.
+
+    Values beyond `scale * format.max` saturate.
 
     Attributes:
       format: of the values.
       scale: multiplies stored values back to real ones; in [2^-126, 2^126].
+      rounding: of values, "nearest" or "stochastic", which needs a key at each call.
       granularity: PerTensor(), the only one that a single number fits.
 
     Example:
@@ -45,43 +50,26 @@ class Static(AbstractQuantizer):
       0.125
     """
 
+    uses_amax: ClassVar[bool] = False
     format: Format
     scale: float
+    rounding: Rounding = "nearest"
     granularity: AbstractGranularity = PerTensor()
 
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_scale("scale", self.scale)
+        check_rounding("rounding", self.rounding)
         if self.granularity != PerTensor():
             raise ValueError(
-                f"granularity={self.granularity!r} needs more than one scale; Static has one: use PerTensor()."
+                f"granularity={self.granularity!r} needs more than one scale; Static has one: use "
+                "PerTensor()."
             )
 
     @property
     def value_format(self) -> Format:
         return self.format
 
-    @property
-    def stateful(self) -> bool:
-        return False
-
-    def quantize(
-        self,
-        x: Source,
-        granularities: tuple[AbstractGranularity, ...],
-        *,
-        amax: Callable[[AbstractGranularity], Array],
-        scale: Array | None,
-        all_set: bool,
-        transposed: tuple[bool, ...] = (),
-        column_sums: bool = False,
-        implementation: Implementation,
-    ) -> tuple[tuple[QuantizedTensor, ...], Met]:
-        del amax, scale, all_set
+    def choose_scale(self, inputs: ScaleInputs, granularity: AbstractGranularity) -> KnownScale:
         constant = np.float32(self.scale)
-        multiplier, fixed = jnp.asarray(np.float32(1) / constant), jnp.asarray(constant)
-        count = len(granularities)
-        return cast_copies(
-            x, (multiplier,) * count, self.format, granularities,
-            scales=(fixed,) * count, transposed=transposed, column_sums=column_sums, implementation=implementation,
-        )  # fmt: skip
+        return KnownScale(jnp.asarray(np.float32(1) / constant), jnp.asarray(constant))

@@ -1,13 +1,12 @@
 """Which quantizer for which operand of which matmul."""
 
-from jaxfp8.recipes._presets import blockwise as blockwise
-from jaxfp8.recipes._presets import current as current
-from jaxfp8.recipes._presets import delayed as delayed
+from jaxfp8.recipes._operands import Operands as Operands
+from jaxfp8.recipes._per_tensor import current as current
+from jaxfp8.recipes._per_tensor import delayed as delayed
+from jaxfp8.recipes._per_tensor import identity as identity
+from jaxfp8.recipes._per_tensor import rowwise as rowwise
+from jaxfp8.recipes._per_tensor import static as static
 from jaxfp8.recipes._presets import get as get
-from jaxfp8.recipes._presets import identity as identity
-from jaxfp8.recipes._presets import mxfp8 as mxfp8
-from jaxfp8.recipes._presets import rowwise as rowwise
-from jaxfp8.recipes._presets import static as static
-from jaxfp8.recipes._recipe import Operands as Operands
 from jaxfp8.recipes._recipe import Recipe as Recipe
-from jaxfp8.recipes._rules import skip_slow as skip_slow
+from jaxfp8.recipes._tiled import blockwise as blockwise
+from jaxfp8.recipes._tiled import mxfp8 as mxfp8

@@ -10,18 +10,12 @@ The three matmuls of y = x @ w, with g the gradient of y (here for [M, K] @ [K, 
 import dataclasses
 import functools
 import zlib
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
+from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import chip_named
-from jaxfp8.numerics._formats import E5M2
-from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.quantizers._base import AbstractQuantizer
-from jaxfp8.quantizers._current import Current
-from jaxfp8.quantizers._delayed import Delayed
-from jaxfp8.quantizers._identity import Identity
-
-Matmul: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
-Tensor: TypeAlias = Literal["x", "w", "g"]
+from jaxfp8.recipes._operands import Operands
 
 # Which matmuls read a tensor, and on which side.
 _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
@@ -31,87 +25,48 @@ _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Operands:
-    """The quantizers of the two operands of one matmul.
-
-    Attributes:
-      lhs: of the left operand (x or g).
-      rhs: of the right operand (w or g).
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> operands = fp8.Operands(lhs=fp8.quantizers.Current(format=fp8.E4M3), rhs=fp8.quantizers.Identity())
-      >>> operands.in_fp8
-      False
-    """
-
-    lhs: AbstractQuantizer
-    rhs: AbstractQuantizer
-
-    def __post_init__(self) -> None:
-        for side in ("lhs", "rhs"):
-            if not isinstance(getattr(self, side), AbstractQuantizer):
-                raise TypeError(
-                    f"{side}={getattr(self, side)!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
-                )
-        tiles = [q.granularity.tile for q in (self.lhs, self.rhs) if isinstance(q.granularity, PerBlock)]
-        if len(tiles) == 2:
-            if all(kept > 1 for kept, _ in tiles):
-                raise ValueError(
-                    f"lhs and rhs are both in 2D tiles ({tiles[0]}, {tiles[1]}), which no kernel multiplies; give one of them "
-                    f"1D tiles, PerBlock((1, {tiles[0][1]}))."
-                )
-            if tiles[0][1] != tiles[1][1]:
-                raise ValueError(
-                    f"lhs has tiles of {tiles[0][1]} along the contracted axis, rhs of {tiles[1][1]}; both sides need the same."
-                )
-        if self.lhs.value_format == self.rhs.value_format == E5M2:
-            raise ValueError(
-                "lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3 "
-                "(forward= or gradient= of a preset)."
-            )
-
-    @property
-    def in_tiles(self) -> bool:
-        """Whether an operand has a scale for each tile."""
-        return any(isinstance(q.granularity, PerBlock) for q in (self.lhs, self.rhs))
-
-    @property
-    def in_fp8(self) -> bool:
-        """Whether the matmul runs in FP8; with one operand in high precision it does not."""
-        return self.lhs.value_format is not None and self.rhs.value_format is not None
-
-
 class Row(NamedTuple):
     """One row of quantizer state: which tensor it follows, by which quantizer."""
 
     tensor: Tensor
-    quantizer: Delayed
+    quantizer: AbstractQuantizer
 
     @property
     def fingerprint(self) -> float:
         """A float32 in [1, 2) that identifies tensor and quantizer: a file holds arrays only.
 
         Fields of the quantizer that have their default value do not count, so a field that a later
-        version adds does not make files of an earlier one unreadable. It has 16 bits of a checksum.
-        Float32 has room for the rounding of a mean of equal states over devices, which is no change.
+        version adds does not make files of an earlier one unreadable. Nor does the rounding, on
+        which a state does not depend. It has 16 bits of a checksum. Float32 has room for the
+        rounding of a mean of equal states over devices, which is no change.
 
         Example:
           >>> import jaxfp8 as fp8
-          >>> e4m3, e5m2 = (Row("g", fp8.quantizers.Delayed(format=f)) for f in (fp8.E4M3, fp8.E5M2))
+          >>> from jaxfp8.quantizers import Delayed
+          >>> e4m3, e5m2 = (Row("g", Delayed(format=f)) for f in (fp8.E4M3, fp8.E5M2))
           >>> e4m3.fingerprint == e5m2.fingerprint
           False
         """
-        fields = ((f, getattr(self.quantizer, f.name)) for f in dataclasses.fields(self.quantizer))
-        told = [f"{f.name}={value!r}" for f, value in fields if value != f.default]
-        name = f"{self.tensor} {type(self.quantizer).__name__} {' '.join(told)}"
-        return 1 + (zlib.crc32(name.encode()) >> 16) / 2**16
+        return 1 + (zlib.crc32(self.description.encode()) >> 16) / 2**16
+
+    @property
+    def description(self) -> str:
+        """Tensor, quantizer, and the fields of the quantizer that count for the fingerprint."""
+        quantizer: Any = self.quantizer  # a dataclass, which types do not tell
+        fields = ((f, getattr(quantizer, f.name)) for f in dataclasses.fields(quantizer))
+        counted = [
+            f"{f.name}={value!r}"
+            for f, value in fields
+            if value != f.default and f.name != "rounding"
+        ]
+        return f"{self.tensor} {type(self.quantizer).__name__} {' '.join(counted)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A 3 x 2 table of quantizers. Frozen and hashable: a static argument of jit, a field of a flax module.
+    """A 3 x 2 table of quantizers.
+
+    Frozen and hashable: a static argument of jit, a field of a flax module.
 
     A tensor that two matmuls read by equal quantizers, and with equal scale cells, is cast once.
 
@@ -120,8 +75,9 @@ class Recipe:
       fprop: quantizers of x and w in y = x @ w.
       dgrad: quantizers of g and w in dx = g @ w^T.
       wgrad: quantizers of x and g in dw = x^T @ g.
-      chip: the chip that programs are compiled for, if matmuls of tiles shall run on its own block-scaled instructions
-        ("b200"). None, the default, compiles to programs that are right on every chip. Casts do not depend on it.
+      chip: the chip that programs are compiled for, if matmuls of tiles shall run on its own
+        block-scaled instructions ("b200"). None, the default, compiles to programs that are right
+        on every chip. Casts do not depend on it.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -140,62 +96,127 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise TypeError(f"name={self.name!r} must be a string; it is how the recipe calls itself.")
+            raise TypeError(
+                f"name={self.name!r} must be a string; it is how the recipe calls itself."
+            )
         for matmul in ("fprop", "dgrad", "wgrad"):
             if not isinstance(getattr(self, matmul), Operands):
-                raise TypeError(f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...).")
+                raise TypeError(
+                    f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...)."
+                )
         if self.chip is not None:
             self._check_chip(self.chip)
+        for row in self.rows:
+            if " at 0x" in row.description:
+                raise TypeError(
+                    f"the quantizer of {row.tensor} shows a memory address, {row.description!r}, "
+                    "which another process would not have, so no saved state would be found again; "
+                    "give the field a type with a repr of its own."
+                )
         lengths = {row.quantizer.history_length for row in self.rows}
         if len(lengths) > 1:
             raise ValueError(
-                f"history_length differs among the operands of one recipe ({sorted(lengths)}), but their amax histories "
-                "are one array; give all Delayed quantizers the same."
+                f"history_length differs among the operands of one recipe ({sorted(lengths)}), but "
+                "their amax histories are one array; give all quantizers with state the same."
             )
 
     def _check_chip(self, chip: str) -> None:
         if not chip_named(chip).block_scaled_matmul:
             raise ValueError(
-                f"chip={chip!r} has no block-scaled matmul, the only thing that chip= is for; leave it out."
+                f"chip={chip!r} has no block-scaled matmul, the only thing that chip= is for; "
+                "leave it out."
             )
-        tiled = [operands for operands in (self.fprop, self.dgrad, self.wgrad) if operands.in_tiles and operands.in_fp8]
+        tiled = [
+            operands
+            for operands in (self.fprop, self.dgrad, self.wgrad)
+            if operands.in_tiles and operands.in_fp8
+        ]
         if not tiled:
             raise ValueError(f"chip={chip!r} is not used by a recipe without tiles; leave it out.")
         for quantizer in (q for operands in tiled for q in (operands.lhs, operands.rhs)):
             tile = quantizer.granularity
-            exact = isinstance(quantizer, Current) and quantizer.rule.exact
-            if not (exact and isinstance(tile, PerBlock) and tile.tile[1] % 32 == 0):
+            if not (quantizer.rule.exact and tile.in_tiles and tile.along(2)[1] % 32 == 0):
                 raise ValueError(
-                    f"chip={chip!r} multiplies tiles whose sides are multiples of 32 and whose scales are powers of two, not "
-                    f"{quantizer!r}; pass power_of_two=True, or leave chip out."
+                    f"chip={chip!r} multiplies tiles whose sides are multiples of 32 and whose "
+                    f"scales are powers of two, not {quantizer!r}; pass power_of_two=True, or "
+                    "leave chip out."
                 )
 
     def uses(self, tensor: Tensor) -> tuple[tuple[Matmul, AbstractQuantizer], ...]:
         """The matmuls that read a tensor, each with the quantizer it reads it by."""
-        return tuple((matmul, getattr(getattr(self, matmul), side)) for matmul, side in _USES[tensor])
+        return tuple(
+            (matmul, getattr(getattr(self, matmul), side)) for matmul, side in _USES[tensor]
+        )
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of quantizer state: one for each tensor and stateful quantizer, in the order x, w, g."""
+        """The rows of quantizer state.
+
+        One for each tensor and stateful quantizer, in the order x, w, g.
+        """
         rows: list[Row] = []
         for tensor in _USES:
             for _, quantizer in self.uses(tensor):
-                if isinstance(quantizer, Delayed) and Row(tensor, quantizer) not in rows:
+                if quantizer.stateful and Row(tensor, quantizer) not in rows:
                     rows.append(Row(tensor, quantizer))
         return tuple(rows)
+
+    def row_of(self, tensor: Tensor, quantizer: AbstractQuantizer) -> int | None:
+        """The index of the row of a tensor by a quantizer; None if it has none."""
+        row = Row(tensor, quantizer)
+        return self.rows.index(row) if row in self.rows else None
 
     @functools.cached_property
     def tile(self) -> int | None:
         """The longest side of the tiles that its operands are quantized in; None without tiles."""
-        sides = [q.granularity.tile[1] for t in _USES for _, q in self.uses(t) if isinstance(q.granularity, PerBlock)]
-        return max(sides, default=None)
+        granularities = [quantizer.granularity for _, quantizer in self._all_uses]
+        return max((each.along(2)[1] for each in granularities if each.in_tiles), default=None)
 
-    @property
+    @functools.cached_property
+    def _all_uses(self) -> tuple[tuple[Tensor, AbstractQuantizer], ...]:
+        """Each tensor with each quantizer that it is read by."""
+        return tuple((tensor, q) for tensor in _USES for _, q in self.uses(tensor))
+
+    @functools.cached_property
+    def combines_amaxes(self) -> bool:
+        """Whether a scale comes from the amax of a whole tensor, which may span devices."""
+        return any(q.uses_amax and q.granularity.in_one for _, q in self._all_uses)
+
+    @functools.cached_property
+    def tensors_in_rows(self) -> tuple[Tensor, ...]:
+        """The tensors that have a scale for each row."""
+        return tuple(dict.fromkeys(t for t, q in self._all_uses if q.granularity.in_rows))
+
+    @functools.cached_property
+    def needs_key(self) -> bool:
+        """Whether a tensor is rounded stochastically, which needs a PRNG key at each step."""
+        return any(q.needs_key for _, q in self._all_uses)
+
+    @functools.cached_property
     def is_identity(self) -> bool:
         """Whether every operand stays in high precision."""
-        return all(isinstance(quantizer, Identity) for tensor in _USES for _, quantizer in self.uses(tensor))
+        return all(quantizer.value_format is None for _, quantizer in self._all_uses)
 
     @property
     def fp8_matmuls(self) -> int:
         """How many of the three matmuls of a training step run in FP8."""
         return sum(operands.in_fp8 for operands in (self.fprop, self.dgrad, self.wgrad))
+
+
+def by_tensor(
+    name: str,
+    x: AbstractQuantizer,
+    w: AbstractQuantizer,
+    g: AbstractQuantizer,
+    chip: str | None = None,
+) -> Recipe:
+    """The recipe in which each tensor has one quantizer, whichever matmul reads it.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> x = fp8.quantizers.Current(format=fp8.E4M3)
+      >>> by_tensor("mine", x, x, x).fp8_matmuls
+      3
+    """
+    fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
+    return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad, chip=chip)

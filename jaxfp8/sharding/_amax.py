@@ -1,9 +1,10 @@
 """The maximum across devices: which mesh axes an amax still has to be combined over, and doing it.
 
-In Auto and Explicit meshes arrays are global and so is their amax; nothing is left to do. Inside `jax.shard_map` an
-amax is local. There the type of a value says over which axes it varies; an amax is combined over those of them over which
-the state that will hold it does not vary. So a pipeline stage that holds a state of its own keeps it, with no list of
-axes to configure. With `check_vma=False` types say nothing and the caller has to name the axes.
+In Auto and Explicit meshes arrays are global and so is their amax; nothing is left to do. Inside
+`jax.shard_map` an amax is local. There the type of a value says over which axes it varies; an amax
+is combined over those of them over which the state that will hold it does not vary. So a pipeline
+stage that holds a state of its own keeps it, with no list of axes to configure. With
+`check_vma=False` types say nothing and the caller has to name the axes.
 """
 
 from collections.abc import Iterable
@@ -47,12 +48,15 @@ def check_axes(named: Iterable[str]) -> None:
     unknown = sorted(set(named) - set(mesh.axis_names))
     if unknown and not mesh.empty:
         raise FP8StateError(
-            f"reduce_axes={tuple(named)}: {unknown} are no axes of the mesh here, which has {list(mesh.axis_names)}."
+            f"reduce_axes={tuple(named)}: {unknown} are no axes of the mesh here, which has "
+            f"{list(mesh.axis_names)}."
         )
 
 
 def types_tell() -> bool:
-    """Whether types say over which manual axes a value varies (`check_vma=True`), or there are no such axes.
+    """Whether types say over which manual axes a value varies, as with `check_vma=True`.
+
+    Also True if there are no manual axes.
 
     Example:
       >>> types_tell()

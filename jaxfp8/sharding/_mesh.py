@@ -13,7 +13,9 @@ Role: TypeAlias = Literal["data", "fsdp", "tensor", "sequence", "context", "expe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRoles:
-    """The mesh axis that plays each role; None where none does. A model written in roles runs on every mesh.
+    """The mesh axis that plays each role; None where none does.
+
+    A model written in roles runs on every mesh.
 
     One axis may play several roles that never split one array twice: tensor and sequence, say.
 
@@ -21,7 +23,8 @@ class MeshRoles:
       data: batches are split, weights are whole.
       fsdp: batches are split, and weights, which matmuls gather (fully sharded data parallelism).
       tensor: features are split (tensor parallelism).
-      sequence: tokens are split between the matmuls that features are split in (sequence parallelism).
+      sequence: tokens are split between the matmuls that features are split in (sequence
+        parallelism).
       context: tokens are split everywhere (context parallelism).
       expert: experts are split.
       pipeline: layers are split into stages. The only axis that amaxes are never combined over.
@@ -48,7 +51,8 @@ class MeshRoles:
                 raise TypeError(f"{role}={name!r} must be the name of a mesh axis, or None.")
             if role != "pipeline" and name is not None and name == self.pipeline:
                 raise ValueError(
-                    f"axis {name!r} cannot be {role} and pipeline: amaxes are combined over the one and never over the other."
+                    f"axis {name!r} cannot be {role} and pipeline: amaxes are combined over the "
+                    "one and never over the other."
                 )
 
     def axis(self, role: Role | str) -> str | None:
@@ -67,7 +71,9 @@ class MeshRoles:
         return roles[role]
 
     def spec(self, *entries: Role | tuple[Role, ...] | None) -> jax.P:
-        """A partition spec in roles, an entry for each array axis. Roles that no axis plays drop out.
+        """A partition spec in roles, an entry for each array axis.
+
+        Roles that no axis plays drop out.
 
         Raises:
           ValueError: if there is no such role, or a mesh axis would split two array axes.
@@ -77,7 +83,11 @@ class MeshRoles:
           P('fsdp', None)
         """
         axes = [
-            tuple(dict.fromkeys(axis for role in mesh_axes(entry) if (axis := self.axis(role)) is not None))
+            tuple(
+                dict.fromkeys(
+                    axis for role in mesh_axes(entry) if (axis := self.axis(role)) is not None
+                )
+            )
             for entry in entries
         ]
         used = [axis for group in axes for axis in group]
@@ -86,7 +96,9 @@ class MeshRoles:
         return jax.P(*(group if len(group) > 1 else group[0] if group else None for group in axes))
 
     def shard(self, axis: int, *roles: Role) -> Shard | None:
-        """For `lhs_shard=` and `rhs_shard=`: the operand is split along an array axis; None if no mesh axis plays the roles.
+        """For `x_shard=` and `w_shard=`: the operand is split along an array axis.
+
+        None if no mesh axis plays the roles.
 
         Example:
           >>> MeshRoles(fsdp="fsdp").shard(0, "fsdp")
@@ -97,17 +109,24 @@ class MeshRoles:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Every axis but pipeline: for `reduce_axes=` inside `jax.shard_map`, of layers that are split over all of them.
+        """Every axis but pipeline.
 
-        Leave out more where amaxes are apart: the expert axis in layers of experts, and in recipes with scales for rows an axis
-        along which x and w both vary but whose parts are no parts of one contraction.
+        For `reduce_axes=` inside `jax.shard_map`, of layers that are split over all of them.
+
+        Leave out the expert axis in layers of experts, because each expert has its own amaxes. With
+        per-row scales, leave out an axis over which x and w both vary, if it does not split the
+        contraction.
 
         Example:
           >>> MeshRoles(data="data", pipeline="pipe").reduce_axes
           ('data',)
         """
         axes = dataclasses.asdict(self)
-        return tuple(dict.fromkeys(name for role, name in axes.items() if role != "pipeline" and name is not None))
+        return tuple(
+            dict.fromkeys(
+                name for role, name in axes.items() if role != "pipeline" and name is not None
+            )
+        )
 
     def check(self, mesh: Any) -> Self:
         """These roles, if the mesh has their axes and no other.
@@ -116,7 +135,8 @@ class MeshRoles:
           mesh: a `jax.sharding.Mesh` or `AbstractMesh`.
 
         Raises:
-          ValueError: for an axis that the mesh does not have, or one of more than one device that plays no role.
+          ValueError: for an axis that the mesh does not have, or one of more than one device that
+            plays no role.
 
         Example:
           >>> import jax
@@ -125,8 +145,14 @@ class MeshRoles:
         """
         roles = {role: name for role, name in dataclasses.asdict(self).items() if name is not None}
         if missing := {role: name for role, name in roles.items() if name not in mesh.axis_names}:
-            raise ValueError(f"the mesh has axes {list(mesh.axis_names)}; it lacks those of the roles {missing}.")
-        idle = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in roles.values()]
+            raise ValueError(
+                f"the mesh has axes {list(mesh.axis_names)}; it lacks those of the roles {missing}."
+            )
+        idle = [
+            name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in roles.values()
+        ]
         if idle:
-            raise ValueError(f"the mesh axes {idle} play no role; every device along them would do the same.")
+            raise ValueError(
+                f"the mesh axes {idle} play no role; every device along them would do the same."
+            )
         return self

@@ -1,13 +1,13 @@
 """Where scales lie: the partition spec of a scale, from that of its values."""
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -21,27 +21,35 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def whole_mesh_axes(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes along each axis of an array that lies somehow on a mesh, in the order of a `jax.P`.
+def whole_mesh_axes(
+    x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh
+) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that split each axis of an array, in the order of a `jax.P`.
 
-    Where XLA lets a part of a mesh axis split an axis, which no spec can say, it is as if nothing split it.
+    Where XLA lets a part of a mesh axis split an axis, which no spec can say, it is as if nothing
+    split it.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> x = jax.ShapeDtypeStruct((4, 2), "float32", sharding=jax.NamedSharding(mesh, jax.P("data")))
+      >>> rows = jax.NamedSharding(mesh, jax.P("data"))
+      >>> x = jax.ShapeDtypeStruct((4, 2), "float32", sharding=rows)
       >>> whole_mesh_axes(x, mesh)
       ((), ())
     """
     assert x.sharding is not None
     places = x.sharding.devices_indices_map(x.shape)
-    first = np.array([[along.start or 0 for along in places[device]] for device in mesh.devices.flat])
+    first = np.array(
+        [[along.start or 0 for along in places[device]] for device in mesh.devices.flat]
+    )
     first = first.reshape(*mesh.devices.shape, x.ndim)
     origin = (0,) * mesh.devices.ndim
     found = []
     for axis in range(x.ndim):
         steps = []
         for n, name in enumerate(mesh.axis_names):
-            if mesh.devices.shape[n] > 1 and (step := first[*origin[:n], 1, *origin[n + 1 :], axis]):
+            if mesh.devices.shape[n] > 1 and (
+                step := first[*origin[:n], 1, *origin[n + 1 :], axis]
+            ):
                 steps.append((-step, name))
         names = tuple(name for _, name in sorted(steps))
         whole = math.prod(mesh.shape[name] for name in names) == np.unique(first[..., axis]).size
@@ -49,38 +57,28 @@ def whole_mesh_axes(x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh) -> tuple[t
     return tuple(found)
 
 
-def has_cells_along(granularity: AbstractGranularity, ndim: int, axis: int) -> bool:
-    """Whether scales vary along an axis of an array of `ndim` axes; else one cell spans all of it.
-
-    Example:
-      >>> from jaxfp8.numerics import PerAxis, PerTensor
-      >>> has_cells_along(PerAxis(0), 2, 0), has_cells_along(PerAxis(0), 2, 1), has_cells_along(PerTensor(), 2, 0)
-      (True, False, False)
-    """
-    if isinstance(granularity, PerTensor):
-        return False
-    return isinstance(granularity, PerBlock) or granularity.scale_shape((2,) * ndim)[axis] == 2
-
-
-def check_borders(granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int) -> None:
+def check_borders(
+    granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int
+) -> None:
     """Raise ValueError if parts of that size along an axis cut tiles.
 
     Example:
       >>> from jaxfp8.numerics import PerBlock
       >>> check_borders(PerBlock((1, 32)), (8, 96), 1, 32)
     """
-    side = granularity.along(len(shape))[axis] if isinstance(granularity, PerBlock) else 1
+    side = granularity.along(len(shape))[axis]
     if part % side:
         raise ValueError(
-            f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of {granularity!r}; cut shards on the borders "
-            f"of tiles, at multiples of {side}."
+            f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of "
+            f"{granularity!r}; cut shards on the borders of tiles, at multiples of {side}."
         )
 
 
 def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -> QuantizedTensor:
     """The partition specs of a QuantizedTensor, from that of the tensor that it stands for.
 
-    Scales are split as their values along axes on which they have cells, and are whole along the others.
+    Scales are split as their values along axes on which they have cells, and are whole along the
+    others.
 
     Args:
       tensor: [...], or its types (`jax.eval_shape`).
@@ -88,41 +86,51 @@ def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -
       mesh: with its sizes shards are checked; default: the mesh that is set, if one is.
 
     Returns:
-      A QuantizedTensor of specs: for `in_specs` of `jax.shard_map`, shardings of `jax.jit`, checkpoints.
+      A QuantizedTensor of specs: for `in_specs` of `jax.shard_map`, shardings of `jax.jit`,
+      checkpoints.
 
     Raises:
-      ValueError: if the spec names more axes than there are, or an axis that the mesh does not have; if shards would not be
-        equal, or would cut tiles.
+      ValueError: if the spec names more axes than there are, or an axis that the mesh does not
+        have; if shards would not be equal, or would cut tiles.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
-      >>> rows = jax.eval_shape(lambda w: fp8.quantize(w, fp8.E4M3, fp8.PerAxis(0)), jnp.ones((256, 64)))
+      >>> quantize = lambda w: fp8.quantize(w, fp8.E4M3, fp8.PerAxis(0))
+      >>> rows = jax.eval_shape(quantize, jnp.ones((256, 64)))
       >>> specs = quantized_specs(rows, jax.P("fsdp", "tensor"))
       >>> specs.values, specs.scale
       (P('fsdp', 'tensor'), P('fsdp', None))
     """
     shape, granularity = tensor.shape, tensor.granularity
     if len(spec) > len(shape):
-        raise ValueError(f"spec={spec} has {len(spec)} entries for a tensor of shape {list(shape)}.")
+        raise ValueError(
+            f"spec={spec} has {len(spec)} entries for a tensor of shape {list(shape)}."
+        )
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not mesh.empty:
         for axis, entry in enumerate(spec):
             if mesh_axes(entry) and (part := _part(shape, spec, axis, mesh)) < shape[axis]:
                 check_borders(granularity, shape, axis, part)
-    entries = [entry if has_cells_along(granularity, len(shape), axis) else None for axis, entry in enumerate(spec)]
-    scale = jax.P() if isinstance(granularity, PerTensor) else jax.P(*entries)
-    return QuantizedTensor(spec, scale, granularity, tensor.dtype, tensor.power_of_two)  # type: ignore[arg-type]
+    entries = [
+        entry if granularity.has_cells_along(axis, len(shape)) else None
+        for axis, entry in enumerate(spec)
+    ]
+    scale = jax.P() if granularity.in_one else jax.P(*entries)
+    return dataclasses.replace(tensor, values=spec, scale=scale)  # type: ignore[arg-type]
 
 
 def _part(shape: tuple[int, ...], spec: jax.P, axis: int, mesh: Any) -> int:
     """How long the part of one device is along an axis that is split."""
     names = mesh_axes(spec[axis])
     if unknown := [name for name in names if name not in mesh.axis_names]:
-        raise ValueError(f"spec={spec} names {unknown}, which are no axes of the mesh; it has {list(mesh.axis_names)}.")
+        raise ValueError(
+            f"spec={spec} names {unknown}, which are no axes of the mesh; it has "
+            f"{list(mesh.axis_names)}."
+        )
     devices = math.prod(mesh.shape[name] for name in names)
     if shape[axis] % devices:
         raise ValueError(
-            f"spec={spec}: axis {axis} of {list(shape)} cannot be split into {devices} equal parts; pad it to a multiple of "
-            f"{devices}."
+            f"spec={spec}: axis {axis} of {list(shape)} cannot be split into {devices} equal "
+            f"parts; pad it to a multiple of {devices}."
         )
     return shape[axis] // devices

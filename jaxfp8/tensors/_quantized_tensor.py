@@ -33,12 +33,14 @@ class QuantizedTensor:
       scale: multiplies stored values back to real ones.
       granularity: which values share a scale (static).
       dtype: the high-precision dtype that it stands for (static).
-      power_of_two: every scale is known to be a power of two (static), so a matmul may fold it into the values.
+      power_of_two: every scale is known to be a power of two (static), so a matmul may fold it into
+        the values.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> q = fp8.quantize(jnp.array([[1.0, -2.0], [0.5, 0.25]]), fp8.E4M3, fp8.PerAxis(0), power_of_two=True)
+      >>> x = jnp.array([[1.0, -2.0], [0.5, 0.25]])
+      >>> q = fp8.quantize(x, fp8.E4M3, fp8.PerAxis(0), power_of_two=True)
       >>> q.shape, q.scale.shape
       ((2, 2), (2, 1))
       >>> q.dequantize()
@@ -65,9 +67,10 @@ class QuantizedTensor:
         return format_of(self.values.dtype)
 
     def dequantize(self, dtype: DType | None = None) -> Array:
-        """`values * scale`, computed in float32, in `dtype` (default: the dtype that the tensor stands for).
+        """`values * scale` in `dtype`, computed in float32; default: the dtype of the tensor.
 
-        Finite values stay finite: rounded up to 8 bits, 65504 in float16 stands for 65536, which float16 cannot hold.
+        Finite values stay finite: rounded up to 8 bits, 65504 in float16 stands for 65536, which
+        float16 cannot hold.
         """
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         largest = min(float(jnp.finfo(dtype).max), LARGEST)
@@ -75,10 +78,14 @@ class QuantizedTensor:
         product = values
         for factor in factors_of(self.scale):
             product = product * self.granularity.expand(factor, self.shape)
-        return jnp.where(jnp.isfinite(values), jnp.clip(product, -largest, largest), product).astype(dtype)
+        return jnp.where(
+            jnp.isfinite(values), jnp.clip(product, -largest, largest), product
+        ).astype(dtype)
 
     def transpose(self, *permutation: int) -> "QuantizedTensor":
-        """The tensor with its axes permuted (default: reversed); exact, values and scales move together.
+        """The tensor with its axes permuted (default: reversed).
+
+        Exact, values and scales move together.
 
         Raises:
           ValueError: for tiles along one axis, which would run along the wrong axis then.
@@ -86,11 +93,14 @@ class QuantizedTensor:
         order: Axes = permutation or tuple(reversed(range(self.ndim)))
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(
-                f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape {self.shape}."
+                f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape "
+                f"{self.shape}."
             )
         scale = self.scale.transpose(order) if self.scale.ndim else self.scale
         granularity = self.granularity.transpose(order)
-        return QuantizedTensor(self.values.transpose(order), scale, granularity, self.dtype, self.power_of_two)
+        return QuantizedTensor(
+            self.values.transpose(order), scale, granularity, self.dtype, self.power_of_two
+        )
 
     @property
     def T(self) -> "QuantizedTensor":
@@ -98,7 +108,7 @@ class QuantizedTensor:
 
 
 def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
-    """Raise ValueError, with the name of the argument, if an invariant of `QuantizedTensor` does not hold.
+    """Raise ValueError if an invariant of `QuantizedTensor` does not hold; `name` is for the error.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,7 +117,8 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
     """
     if not isinstance(tensor, QuantizedTensor):
         raise TypeError(
-            f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with fp8.quantize."
+            f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with "
+            "fp8.quantize."
         )
     if tensor.values.dtype not in [format.dtype for format in VALUE_FORMATS]:
         raise ValueError(
@@ -117,10 +128,12 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
     wanted = tensor.granularity.scale_shape(tensor.shape)
     if tensor.scale.dtype not in (jnp.float32, E8M0.dtype) or tensor.scale.shape != wanted:
         raise ValueError(
-            f"{name} has a scale {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values of shape {list(tensor.shape)} "
-            f"with {tensor.granularity!r} need float32{list(wanted)} (or E8M0): make it with fp8.quantize."
+            f"{name} has a scale {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values "
+            f"of shape {list(tensor.shape)} with {tensor.granularity!r} need float32{list(wanted)} "
+            "(or E8M0): make it with fp8.quantize."
         )
     if tensor.scale.dtype == E8M0.dtype and not tensor.power_of_two:
         raise ValueError(
-            f"{name} has E8M0 scales and power_of_two=False; they are powers of two: pass power_of_two=True."
+            f"{name} has E8M0 scales and power_of_two=False; they are powers of two: pass "
+            "power_of_two=True."
         )

@@ -15,9 +15,15 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "cpu_train_step.py"
 def test_runs_and_writes_its_table(tmp_path):
     result = tmp_path / "result.json"
     sizes = ["--batch", "8", "--features", "16", "--hidden", "32", "--repeats", "1"]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "JAX_PLATFORMS": "cpu"
+    }
     run = subprocess.run(
-        [sys.executable, SCRIPT, *sizes, "--json", result], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, SCRIPT, *sizes, "--json", result],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     written = json.loads(result.read_text())
@@ -26,7 +32,8 @@ def test_runs_and_writes_its_table(tmp_path):
     ours = [name for name in rows if name.startswith("jaxfp8")]
     assert len(ours) == 9
     assert all(name in run.stdout for name in rows)
-    # All train the same model: after a few steps their losses are close. nnx starts from other weights.
+    # All train the same model: after a few steps their losses are close. nnx starts from other
+    # weights.
     expected = pytest.approx(rows[written["baseline"]]["loss"], rel=0.1)
     assert {name: row["loss"] for name, row in rows.items() if "nnx" not in name} == {
         name: expected for name in rows if "nnx" not in name

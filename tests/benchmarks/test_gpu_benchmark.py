@@ -1,4 +1,6 @@
-"""The GPU benchmark runs from end to end on a CPU, compiles for chips that are not there, and notices what goes wrong."""
+"""The GPU benchmark runs from end to end on a CPU, compiles for chips that are not there, and
+notices what goes wrong.
+"""
 
 import json
 import os
@@ -15,12 +17,22 @@ TIMED = {"median", "quartiles", "rounds"}
 
 def run(*words, code=None):
     """The finished process. `code` runs in it first, beside the benchmark's own files."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+        "JAX_PLATFORMS": "cpu"
+    }
     begin = [FOLDER / "run.py"]
     if code is not None:
-        begin = ["-c", f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n{code}\nimport run; sys.exit(run.main())"]
+        begin = [
+            "-c",
+            f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n{code}\nimport run; "
+            "sys.exit(run.main())",
+        ]
     return subprocess.run(
-        [sys.executable, *begin, *words], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *begin, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -67,7 +79,9 @@ def test_dry_run(tmp_path):
         "tensor, xla",
         "tiny, forward and backward, delayed",
     ]
-    rows = check_result(run("--dry-run", "--json", path, "--markdown", *[f"--match={name}" for name in names]), path)
+    rows = check_result(
+        run("--dry-run", "--json", path, "--markdown", *[f"--match={name}" for name in names]), path
+    )
     found = {(row["section"], row["contender"], row["status"]) for row in rows}
     assert {
         ("copies", "copy", "ok"),
@@ -83,11 +97,18 @@ def test_dry_run(tmp_path):
 def test_whole_dry_run(tmp_path):
     path = tmp_path / "result.json"
     rows = check_result(run("--dry-run", "--json", path, "--markdown"), path)
-    assert {row["contender"] for row in rows if row["section"] == "layers"} >= {"bf16", "delayed", "current", "rowwise"}
+    assert {row["contender"] for row in rows if row["section"] == "layers"} >= {
+        "bf16",
+        "delayed",
+        "current",
+        "rowwise",
+    }
 
 
 def test_what_fails_is_written_and_ends_nothing_else(tmp_path):
-    """A wrong result makes the exit status 1, and a program that cannot be traced does not stop the others."""
+    """A wrong result makes the exit status 1, and a program that cannot be traced does not stop the
+    others.
+    """
     path = tmp_path / "result.json"
     code = """
 import os; os.environ["JAX_PLATFORMS"] = "cpu"
@@ -116,11 +137,15 @@ import os, threading
 threading.Timer = lambda *_: type("Never", (), {"start": lambda self: None})()
 """)  # fmt: skip
     assert finished.returncode == 0, finished.stderr
-    assert {(row["status"], row["reason"]) for row in rows_of(path)} == {("skipped", "no time left")}
+    assert {(row["status"], row["reason"]) for row in rows_of(path)} == {
+        ("skipped", "no time left")
+    }
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("chip", ["h200", *[pytest.param(chip, marks=pytest.mark.slow) for chip in ("h100", "b200")]])
+@pytest.mark.parametrize(
+    "chip", ["h200", *[pytest.param(chip, marks=pytest.mark.slow) for chip in ("h100", "b200")]]
+)
 def test_compiles_for(chip, tmp_path):
     """One kernel a repetition where there should be one, FP8 where it should be."""
     path = tmp_path / "result.json"
@@ -134,7 +159,9 @@ def test_compiles_for(chip, tmp_path):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     rows = rows_of(path)
     assert {row["status"] for row in rows} == {"compiled", "skipped"}
-    compiled = {(row["section"], row["contender"]): row for row in rows if row["status"] == "compiled"}
+    compiled = {
+        (row["section"], row["contender"]): row for row in rows if row["status"] == "compiled"
+    }
     assert compiled["casts", "copy"]["kernels"] == 1
     if ("casts", "mosaic") in compiled:  # not before jax 0.11
         assert compiled["casts", "mosaic"]["kernels"] == 1
@@ -149,9 +176,11 @@ def test_compiles_for(chip, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("case.row_major = lambda tree: tree", "XLA moved work out of the loop"),  # transposed copies, turned once
+        # transposed copies, turned once
+        ("case.row_major = lambda tree: tree", "XLA moved work out of the loop"),
         (
-            "case.lax.fori_loop, case.row_major = lambda first, last, turn, results: turn(0, results), lambda tree: tree",
+            "case.lax.fori_loop, case.row_major = lambda first, last, turn, results: turn(0, "
+            "results), lambda tree: tree",
             "the program has 0 loops",
         ),
     ],

@@ -1,6 +1,7 @@
 """Operands that are gathered in FP8, inside shard_map: the answer of one device, for every recipe.
 
-Integers, so that every sum is exact; recipes in tiles of 2, so that shards of 2 lie on their borders.
+Integers, so that every sum is exact; recipes in tiles of 2, so that shards of 2 lie on their
+borders.
 """
 
 import jax
@@ -45,18 +46,25 @@ def on_one_device(recipe, state):
     return jax.jit(step)(X, W)
 
 
-# Where x, w and the gradient of y lie, which of them is gathered, and over which axes gradients are summed by the user.
+# Where x, w and the gradient of y lie, which of them is gathered, and over which axes gradients are
+# summed by the user.
 LAYOUTS = {
     "rows of w, fully sharded": (
-        (P(AXES), P("model"), P(AXES)), {"rhs_shard": Shard(0, "model")}, ((), ("data",)),
+        (P(AXES), P("model"), P(AXES)),
+        {"w_shard": Shard(0, "model")},
+        ((), ("data",)),
     ),
     "columns of w, fully sharded": (
-        (P(AXES), P(None, "model"), P(AXES)), {"rhs_shard": Shard(-1, "model")}, ((), ("data",)),
+        (P(AXES), P(None, "model"), P(AXES)),
+        {"w_shard": Shard(-1, "model")},
+        ((), ("data",)),
     ),
     "tokens over the columns of w": (
-        (P(AXES), P(None, "model"), P("data", "model")), {"lhs_shard": Shard(0, "model")}, ((), ("data",)),
+        (P(AXES), P(None, "model"), P("data", "model")),
+        {"x_shard": Shard(0, "model")},
+        ((), ("data",)),
     ),
-}  # fmt: skip
+}
 
 
 def sharded(recipe, state, specs, how, summed, *, vma):
@@ -69,11 +77,17 @@ def sharded(recipe, state, specs, how, summed, *, vma):
         run = fp8.value_and_grad(lambda xw, s: loss(recipe, *xw, s, c, **how, **extra), **reduce)
         value, (dx, dw), new = run((x, w), state)
         if not vma:
-            dx, dw = (lax.psum(d, axes) if axes else d for d, axes in zip((dx, dw), summed, strict=True))
+            dx, dw = (
+                lax.psum(d, axes) if axes else d for d, axes in zip((dx, dw), summed, strict=True)
+            )
         return lax.psum(value, AXES), dx, dw, new
 
     step = jax.shard_map(
-        local, mesh=mesh(), in_specs=(x_spec, w_spec, P(), c_spec), out_specs=(P(), x_spec, w_spec, P()), check_vma=vma
+        local,
+        mesh=mesh(),
+        in_specs=(x_spec, w_spec, P(), c_spec),
+        out_specs=(P(), x_spec, w_spec, P()),
+        check_vma=vma,
     )
     return jax.jit(step)(X, W, state, C)
 
@@ -82,16 +96,22 @@ def cases():
     for layout in LAYOUTS:
         for recipe in RECIPES:
             for vma in (True, False):
-                # Without types row amaxes stay local (README, Limits), and the others say the same in one of each kind.
+                # Without types row amaxes stay local (README, Limits), and the others say the same
+                # in one of each kind.
                 if not vma and recipe not in ("delayed", "current", "blockwise", "mxfp8_2d"):
                     continue
                 quick = vma and (layout, recipe) in {
-                    ("rows of w, fully sharded", "delayed"), ("columns of w, fully sharded", "current"),
+                    ("rows of w, fully sharded", "delayed"),
+                    ("columns of w, fully sharded", "current"),
                     ("tokens over the columns of w", "rowwise"),
-                }  # fmt: skip
+                }
                 marks = () if quick else (pytest.mark.slow,)
                 yield pytest.param(
-                    layout, recipe, vma, id=f"{layout}-{recipe}-{'vma' if vma else 'no_vma'}", marks=marks
+                    layout,
+                    recipe,
+                    vma,
+                    id=f"{layout}-{recipe}-{'vma' if vma else 'no_vma'}",
+                    marks=marks,
                 )
 
 

@@ -1,4 +1,7 @@
-"""The three faces of one matmul, and a control that is wrong: state as a plain cotangent, which JAX sums."""
+"""The three faces of one matmul, and a control that is wrong.
+
+State as a plain cotangent, which JAX sums.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,17 +9,21 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from contracts import own_quantizer
 from flax import nnx
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
 from jaxfp8.nnx import FP8Linear, FP8State
-from jaxfp8.ops._state import SeenAmax
 from jaxfp8.quantizers import Current
+from jaxfp8.state._state import SeenAmax
 
 
 def in_tiles(name, *, square, **fields):
-    """Tiles of 2, so that the shards of a mesh end where tiles do: 8 examples over 4 devices, 4 features over 2."""
+    """Tiles of 2, so that the shards of a mesh end where tiles do.
+
+    8 examples over 4 devices, 4 features over 2.
+    """
     x = Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 2)), **fields)
     w = Current(format=fp8.E4M3, granularity=fp8.PerBlock((2, 2) if square else (1, 2)), **fields)
     matmul = lambda lhs, rhs: fp8.Operands(lhs=lhs, rhs=rhs)
@@ -26,6 +33,7 @@ def in_tiles(name, *, square, **fields):
 RECIPES = {
     "delayed": fp8.recipes.delayed(history_length=4),
     "delayed_pow2": fp8.recipes.delayed(history_length=4, power_of_two=True),
+    "own": own_quantizer.recipe(),
     "current": fp8.recipes.current(),
     "rowwise": fp8.recipes.rowwise(power_of_two=False),
     "rowwise_hp_wgrad": fp8.recipes.rowwise(power_of_two=False, high_precision_wgrad=True),
@@ -54,7 +62,9 @@ class Face:
         """Stacked by `lead`; a warm one has a scale of its own in each row, and x saturates."""
         state = self.init()
         for size in reversed(lead):
-            state = jax.tree.map(lambda leaf, size=size: jnp.broadcast_to(leaf, (size, *leaf.shape)), state)
+            state = jax.tree.map(
+                lambda leaf, size=size: jnp.broadcast_to(leaf, (size, *leaf.shape)), state
+            )
         if not (warm and jax.tree.leaves(state)):
             return state
         at = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1)
@@ -62,7 +72,9 @@ class Face:
 
 
 def core(recipe):
-    return Face(lambda w, s, x: fp8.dot(x, w, recipe=recipe, state=s), lambda: fp8.init_state(recipe))
+    return Face(
+        lambda w, s, x: fp8.dot(x, w, recipe=recipe, state=s), lambda: fp8.init_state(recipe)
+    )
 
 
 def linen(recipe):
@@ -80,7 +92,9 @@ def of_nnx(recipe):
     graphdef, params, states = nnx.split(layer, nnx.Param, FP8State)
 
     def apply(w, s, x):
-        own = jax.tree.map(lambda _: s, states, is_leaf=lambda node: isinstance(node, fp8.MatmulState))
+        own = jax.tree.map(
+            lambda _: s, states, is_leaf=lambda node: isinstance(node, fp8.MatmulState)
+        )
         return nnx.merge(graphdef, jax.tree.map(lambda _: w, params), own)(x)
 
     return Face(apply, lambda: fp8.init_state(recipe))
@@ -90,7 +104,10 @@ FACES = {"core": core, "linen": linen, "nnx": of_nnx}
 
 
 def control():
-    """flax's scheme, without its rounding: the amaxes of a matmul are the cotangent of its state, f32[..., 3]."""
+    """flax's scheme, without its rounding.
+
+    The amaxes of a matmul are the cotangent of its state, f32[..., 3].
+    """
 
     @jax.custom_vjp
     def matmul(w, state, x):
@@ -110,6 +127,11 @@ def control():
         return run
 
     return Face(
-        matmul, lambda: jnp.zeros(3), value_and_grad,
-        nothing_seen=jnp.zeros_like, merge=jnp.add, commit=lambda state, seen: seen, fork=lambda state: (state, state),
-    )  # fmt: skip
+        matmul,
+        lambda: jnp.zeros(3),
+        value_and_grad,
+        nothing_seen=jnp.zeros_like,
+        merge=jnp.add,
+        commit=lambda state, seen: seen,
+        fork=lambda state: (state, state),
+    )

@@ -1,4 +1,7 @@
-"""Rows of the transform matrix that need no mesh. B examples, K = N features, L layers, E experts, M microbatches."""
+"""Rows of the transform matrix that need no mesh.
+
+B examples, K = N features, L layers, E experts, M microbatches.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +19,10 @@ B, K, L, E, M = 8, 4, 2, 2, 4
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One situation: `step` uses the transformation, `reference` plain Python loops on one device."""
+    """One situation.
+
+    `step` uses the transformation, `reference` plain Python loops on one device.
+    """
 
     step: Callable  # (w, state, *batch) -> loss, gradient of w, new state
     reference: Callable  # (w, state, *batch) -> loss
@@ -31,9 +37,12 @@ class Row:
 
 
 def integers(seed, shape, largest):
-    """Integers, so that a maximum has one value, whatever the order of operations; each matrix has its `largest`.
+    """Integers, so that a maximum has one value, whatever the order of operations.
 
-    19, 23 and 29 lie inside a bin of the ledger. At the upper edge of one a sum of ledgers would be exact by luck.
+    Each matrix has its `largest`.
+
+    19, 23 and 29 lie inside a bin of the ledger. At the upper edge of one a sum of ledgers would be
+    exact by luck.
     """
     values = np.random.default_rng(seed).integers(-largest, largest + 1, shape).astype(np.float32)
     values[..., -1, -1] = largest
@@ -41,8 +50,11 @@ def integers(seed, shape, largest):
 
 
 def data(*lead, seed=0):
-    """x [*lead, B, K] and the gradient of y, c [*lead, B, K]. Each leading index has another maximum; the last example
-    has the largest, so that what one device sees is not what all of them see."""
+    """x [*lead, B, K] and the gradient of y, c [*lead, B, K].
+
+    Each leading index has another maximum; the last example has the largest, so that what one
+    device sees is not what all of them see.
+    """
     size = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1, 1)
     size = size * np.float32([1] * (B - 1) + [2])[:, None]
     x, c = integers(seed, (*lead, B, K), 29), integers(seed + 1, (*lead, B, K), 19)
@@ -113,7 +125,9 @@ def scanned(layer, around=lambda body: body):
 
 
 def scan(face, layer, plain):
-    return Row(face.value_and_grad(scanned(layer)), chain(unwatched(plain)), weights(L), data(), (L,))
+    return Row(
+        face.value_and_grad(scanned(layer)), chain(unwatched(plain)), weights(L), data(), (L,)
+    )
 
 
 def remat_in_scan(face, layer, plain):
@@ -145,7 +159,9 @@ def tied_fork(face, layer, plain):
 
 def scan_broadcast(face, layer, plain):
     def loss(w, s, x, c):
-        return jnp.sum(lax.scan(lambda x, _: (leaky(layer(w, s, x)), None), x, None, length=3)[0] * c)
+        return jnp.sum(
+            lax.scan(lambda x, _: (leaky(layer(w, s, x)), None), x, None, length=3)[0] * c
+        )
 
     return Row(face.value_and_grad(loss), reused(plain, 3), weights(), data())
 
@@ -175,7 +191,9 @@ def examples_reference(plain, recipe_has_state):
 
 def vmap_examples(face, layer, plain):
     loss, _ = single(layer, plain)
-    over = lambda w, s, x, c: jnp.sum(jax.vmap(loss, in_axes=(None, None, 0, 0))(w, s, x[:, None], c[:, None]))
+    over = lambda w, s, x, c: jnp.sum(
+        jax.vmap(loss, in_axes=(None, None, 0, 0))(w, s, x[:, None], c[:, None])
+    )
     reference = examples_reference(plain, bool(jax.tree.leaves(face.init())))
     return Row(face.value_and_grad(over), reference, weights(), data())
 
@@ -186,9 +204,15 @@ def vmap_of_grad(face, layer, plain):
 
     def step(w, s, x, c):
         values, grads, states = run(w, s, x[:, None], c[:, None])
-        return jnp.sum(values), jnp.sum(grads, 0), jax.tree.map(lambda leaf: jnp.mean(leaf, 0), states)
+        return (
+            jnp.sum(values),
+            jnp.sum(grads, 0),
+            jax.tree.map(lambda leaf: jnp.mean(leaf, 0), states),
+        )
 
-    return Row(step, examples_reference(plain, bool(jax.tree.leaves(face.init()))), weights(), data())
+    return Row(
+        step, examples_reference(plain, bool(jax.tree.leaves(face.init()))), weights(), data()
+    )
 
 
 def in_turn(plain, *, lead):
@@ -252,7 +276,9 @@ def vmap_scan_shared(face, layer, plain):
 
     def loss(w, s, x, c):
         def one(w, s, x, c, e):
-            return jnp.sum(lax.scan(lambda x, _: (leaky(layer(w, s, x, e)), None), x, None, length=2)[0] * c)
+            return jnp.sum(
+                lax.scan(lambda x, _: (leaky(layer(w, s, x, e)), None), x, None, length=2)[0] * c
+            )
 
         return jnp.sum(jax.vmap(one)(w, s, x, c, jnp.arange(E)))
 
@@ -275,7 +301,9 @@ def circular_pipeline(face, layer, plain):
 
     def reference(w, s, x, c):
         for _ in range(E):
-            x = leaky(jnp.roll(jnp.stack([plain(w[e], at(s, e), x[e]) for e in range(E)]), 1, axis=0))
+            x = leaky(
+                jnp.roll(jnp.stack([plain(w[e], at(s, e), x[e]) for e in range(E)]), 1, axis=0)
+            )
         return jnp.sum(x * c)
 
     step = face.value_and_grad(lambda w, s, x, c: loss(w, s, x, c, shift=stages))
@@ -330,11 +358,16 @@ def cond_reuse(face, layer, plain):
 
 
 def cond_vmapped(face, layer, plain):
-    """A predicate for each example: both branches run, the rows that were not taken (at=1, larger) must not count."""
+    """A predicate for each example.
+
+    Both branches run, the rows that were not taken (at=1, larger) must not count.
+    """
 
     def loss(w, s, x, c, take):
         def one(x, c, take):
-            y = lax.cond(take > 0, lambda x: layer(w, s, x, jnp.where(take > 0, 0, 1)), lambda x: x, x)
+            y = lax.cond(
+                take > 0, lambda x: layer(w, s, x, jnp.where(take > 0, 0, 1)), lambda x: x, x
+            )
             return jnp.sum(y * c)
 
         return jnp.sum(jax.vmap(one)(x[:, None], c[:, None], take))
@@ -342,14 +375,36 @@ def cond_vmapped(face, layer, plain):
     take = np.arange(B, dtype=np.float32) % 2
 
     def reference(w, s, x, c, _):
-        return sum(jnp.sum((plain(w, s, x[i : i + 1]) if take[i] else x[i : i + 1]) * c[i : i + 1]) for i in range(B))
+        return sum(
+            jnp.sum((plain(w, s, x[i : i + 1]) if take[i] else x[i : i + 1]) * c[i : i + 1])
+            for i in range(B)
+        )
 
     x, c = data()
-    return Row(face.value_and_grad(loss), reference, weights(), (jnp.where(take[:, None] > 0, x, 9 * x), c, take))
+    return Row(
+        face.value_and_grad(loss),
+        reference,
+        weights(),
+        (jnp.where(take[:, None] > 0, x, 9 * x), c, take),
+    )
 
 
 EXACT = [
-    eager, jitted, remat, remat_everything, scan, remat_in_scan, tied_fork, scan_broadcast_fork, vmap_examples, vmap_of_grad,
-    experts, experts_shared_weight, examples_of_experts, vmap_scan, accumulation, cond,
-]  # fmt: skip
+    eager,
+    jitted,
+    remat,
+    remat_everything,
+    scan,
+    remat_in_scan,
+    tied_fork,
+    scan_broadcast_fork,
+    vmap_examples,
+    vmap_of_grad,
+    experts,
+    experts_shared_weight,
+    examples_of_experts,
+    vmap_scan,
+    accumulation,
+    cond,
+]
 BOUNDED = [tied, scan_broadcast, vmap_scan_shared, circular_pipeline, cond_reuse, cond_vmapped]

@@ -65,7 +65,10 @@ def explicit_scan(face, layer, plain):
 
 
 def inputs_amax(w, x, c):
-    """[*lead, 3]: of a single matmul, whose output gradient is c. JAX's callbacks cannot run under a sharded vmap."""
+    """[*lead, 3]: of a single matmul, whose output gradient is c.
+
+    JAX's callbacks cannot run under a sharded vmap.
+    """
     largest = [np.max(np.abs(t), axis=(-2, -1)) for t in (x, w, c)]
     return np.stack(np.broadcast_arrays(*largest), -1)
 
@@ -73,12 +76,19 @@ def inputs_amax(w, x, c):
 def explicit_examples(face, layer, plain):
     """vmap over an axis that is sharded."""
     loss, _ = single(face.apply, plain)
-    over = lambda w, s, x, c: jnp.sum(jax.vmap(loss, in_axes=(None, None, 0, 0))(w, s, x[:, None], c[:, None]))
+    over = lambda w, s, x, c: jnp.sum(
+        jax.vmap(loss, in_axes=(None, None, 0, 0))(w, s, x[:, None], c[:, None])
+    )
     w, batch = weights(), data()
     return Row(
-        face.value_and_grad(over), examples_reference(plain, bool(jax.tree.leaves(face.init()))), w, batch,
-        mesh=mesh(AxisType.Explicit), specs=(P(), P("data"), P("data")), truth=inputs_amax(w, *batch),
-    )  # fmt: skip
+        face.value_and_grad(over),
+        examples_reference(plain, bool(jax.tree.leaves(face.init()))),
+        w,
+        batch,
+        mesh=mesh(AxisType.Explicit),
+        specs=(P(), P("data"), P("data")),
+        truth=inputs_amax(w, *batch),
+    )
 
 
 def explicit_experts(face, layer, plain):
@@ -89,13 +99,25 @@ def explicit_experts(face, layer, plain):
 
     w, batch = weights(E), data(E)
     return Row(
-        face.value_and_grad(loss), in_turn(plain, lead=E), w, batch, (E,), mesh=mesh(AxisType.Explicit),
-        specs=(P("tp"), P("tp", "data"), P("tp", "data")), state_spec=P("tp"), truth=inputs_amax(w, *batch),
-    )  # fmt: skip
+        face.value_and_grad(loss),
+        in_turn(plain, lead=E),
+        w,
+        batch,
+        (E,),
+        mesh=mesh(AxisType.Explicit),
+        specs=(P("tp"), P("tp", "data"), P("tp", "data")),
+        state_spec=P("tp"),
+        truth=inputs_amax(w, *batch),
+    )
 
 
-def inside(face, loss, specs, out_specs, *, vma, axes, summed, second="tp", kind=AxisType.Auto, manual=None):
-    """The gradient taken inside shard_map; without types the user names `axes` and sums the gradient over `summed`."""
+def inside(
+    face, loss, specs, out_specs, *, vma, axes, summed, second="tp", kind=AxisType.Auto, manual=None
+):
+    """The gradient taken inside shard_map.
+
+    Without types the user names `axes` and sums the gradient over `summed`.
+    """
 
     def local(w, s, *batch):
         run = face.value_and_grad(loss) if vma else face.value_and_grad(loss, reduce_axes=axes)
@@ -105,9 +127,13 @@ def inside(face, loss, specs, out_specs, *, vma, axes, summed, second="tp", kind
         return lax.psum(value, out_specs[0]), grads, new
 
     return jax.shard_map(
-        local, mesh=mesh(kind, second), in_specs=specs, out_specs=(P(), *out_specs[1:]), check_vma=vma,
+        local,
+        mesh=mesh(kind, second),
+        in_specs=specs,
+        out_specs=(P(), *out_specs[1:]),
+        check_vma=vma,
         **({} if manual is None else {"axis_names": manual}),
-    )  # fmt: skip
+    )
 
 
 def outside(face, loss, specs, *, vma, axes, summed, second="tp"):
@@ -115,9 +141,9 @@ def outside(face, loss, specs, *, vma, axes, summed, second="tp"):
 
     def whole(w, s, *batch):
         local = lambda *a: lax.psum(loss(*a), summed)
-        return jax.shard_map(local, mesh=mesh(AxisType.Auto, second), in_specs=specs, out_specs=P(), check_vma=vma)(
-            w, s, *batch
-        )
+        return jax.shard_map(
+            local, mesh=mesh(AxisType.Auto, second), in_specs=specs, out_specs=P(), check_vma=vma
+        )(w, s, *batch)
 
     return face.value_and_grad(whole) if vma else face.value_and_grad(whole, reduce_axes=axes)
 
@@ -127,12 +153,17 @@ DATA = P(), P(), P("data"), P("data")
 
 def shard_map_inside(face, layer, plain, *, vma):
     loss, reference = single(layer, plain)
-    step = inside(face, loss, DATA, (("data",), P(), P()), vma=vma, axes=("data",), summed=("data",))
+    step = inside(
+        face, loss, DATA, (("data",), P(), P()), vma=vma, axes=("data",), summed=("data",)
+    )
     return Row(step, reference, weights(), data())
 
 
 def shard_map_outside(face, layer, plain, *, vma):
-    """Over both axes: without types JAX divides g by the size of an axis over which nothing is split."""
+    """Over both axes.
+
+    Without types JAX divides g by the size of an axis over which nothing is split.
+    """
     loss, reference = single(layer, plain)
     axes = ("data", "tp")
     step = outside(face, loss, (P(), P(), P(axes), P(axes)), vma=vma, axes=axes, summed=axes)
@@ -142,7 +173,16 @@ def shard_map_outside(face, layer, plain, *, vma):
 def shard_map_partly_manual(face, layer, plain, *, vma):
     """Manual over 'data' only; the rest is the compiler's."""
     loss, reference = single(layer, plain)
-    step = inside(face, loss, DATA, (("data",), P(), P()), vma=vma, axes=("data",), summed=("data",), manual={"data"})
+    step = inside(
+        face,
+        loss,
+        DATA,
+        (("data",), P(), P()),
+        vma=vma,
+        axes=("data",),
+        summed=("data",),
+        manual={"data"},
+    )
     return Row(step, reference, weights(), data())
 
 
@@ -151,7 +191,13 @@ def shard_map_tensor(face, layer, plain, *, vma):
     loss, reference = single(layer, plain)
     specs = P(None, "tp"), P(), P("data"), P("data", "tp")
     step = inside(
-        face, loss, specs, (("data", "tp"), P(None, "tp"), P()), vma=vma, axes=("data", "tp"), summed=("data",)
+        face,
+        loss,
+        specs,
+        (("data", "tp"), P(None, "tp"), P()),
+        vma=vma,
+        axes=("data", "tp"),
+        summed=("data",),
     )
     return Row(step, reference, weights(), data())
 
@@ -163,7 +209,10 @@ def shard_map_contracted(face, layer, plain, *, vma):
 
 
 def shard_map_contracted_by_row(face, layer, plain, *, vma):
-    """A device sees half of each row that fprop contracts: that half has a scale of its own (README, Limits)."""
+    """A device sees half of each row that fprop contracts.
+
+    That half has a scale of its own (README, Limits).
+    """
 
     def halves(w, s, x):
         return sum(plain(w[half], s, x[:, half]) for half in (slice(K // 2), slice(K // 2, K)))
@@ -180,12 +229,16 @@ def contracted(face, layer, reference, *, vma):
         return jnp.sum(lax.psum(y, "tp") * c)
 
     specs = P("tp"), P(), P("data", "tp"), P("data")
-    step = inside(face, loss, specs, (("data",), P("tp"), P()), vma=vma, axes=("data", "tp"), summed=("data",))
+    step = inside(
+        face, loss, specs, (("data",), P("tp"), P()), vma=vma, axes=("data", "tp"), summed=("data",)
+    )
     return Row(step, reference, weights(), data())
 
 
 def shard_map_scan(face, layer, plain, *, vma):
-    step = inside(face, scanned(layer), DATA, (("data",), P(), P()), vma=vma, axes=("data",), summed=("data",))
+    step = inside(
+        face, scanned(layer), DATA, (("data",), P(), P()), vma=vma, axes=("data",), summed=("data",)
+    )
     return Row(step, chain(unwatched(plain)), weights(L), data(), (L,))
 
 
@@ -202,14 +255,22 @@ def stage(layer):
 def stages_inside(face, layer, plain, *, vma):
     """A state for each pipeline stage: combined over 'data', never over 'pipe'."""
     step = inside(
-        face, stage(layer), STAGES, (("data", "pipe"), P("pipe"), P("pipe")), vma=vma, axes=("data",), summed=("data",),
+        face,
+        stage(layer),
+        STAGES,
+        (("data", "pipe"), P("pipe"), P("pipe")),
+        vma=vma,
+        axes=("data",),
+        summed=("data",),
         second="pipe",
-    )  # fmt: skip
+    )
     return Row(step, in_turn(plain, lead=2), weights(2), data(2), (2,))
 
 
 def stages_outside(face, layer, plain, *, vma):
-    step = outside(face, stage(layer), STAGES, vma=vma, axes=("data",), summed=("data", "pipe"), second="pipe")
+    step = outside(
+        face, stage(layer), STAGES, vma=vma, axes=("data",), summed=("data", "pipe"), second="pipe"
+    )
     return Row(step, in_turn(plain, lead=2), weights(2), data(2), (2,))
 
 
@@ -231,4 +292,5 @@ MANUAL = [
     with_types(shard_map_contracted_by_row, True),
 ]
 EXACT = [*AUTO_OR_EXPLICIT, *EXPLICIT, *MANUAL]
-BOUNDED = [with_types(shard_map_outside, False), with_types(stages_outside, False)]  # transposes sum over devices
+# transposes sum over devices
+BOUNDED = [with_types(shard_map_outside, False), with_types(stages_outside, False)]

@@ -1,8 +1,8 @@
 """Six ways to stack layers along an axis, and the states that NumPy expects of them.
 
-`unrolled` computes delayed scaling in NumPy, layer by layer. `scan` chains the layers, `vmap` runs them
-beside each other. Data are small integers and scales are powers of two. So no sum rounds, and every
-state is exact.
+`unrolled` computes delayed scaling in NumPy, layer by layer. `scan` chains the layers, `vmap` runs
+them beside each other. Data are small integers and scales are powers of two. So no sum rounds, and
+every state is exact.
 """
 
 import functools
@@ -25,7 +25,10 @@ FORMATS = {"x": "E4M3", "w": "E4M3", "g": "E5M2"}
 
 
 def data(layers, chained, step):
-    """Weights [L, K, K], x and c: [N, K] of a chain, [L, N, K] of layers beside each other; larger in each step."""
+    """Weights [L, K, K], x and c: [N, K] of a chain, [L, N, K] of layers beside each other.
+
+    Larger in each step.
+    """
     random = np.random.default_rng(layers)
     ws = random.integers(-3, 4, (layers, K, K)).astype(np.float32)
     shape = (N, K) if chained else (layers, N, K)
@@ -35,12 +38,14 @@ def data(layers, chained, step):
     return ws, x.astype(np.float32), c.astype(np.float32)
 
 
-# ------------------------------------------------------------------------------------------------------ the oracle
+# --------------------------------------------------------------------------------------- the oracle
 class Layer:
     """One layer: its three rows, and the copies that a step makes."""
 
     def __init__(self):
-        self.rows = {name: oracle.DelayedRow(fmt, 3, "max", 0, True) for name, fmt in FORMATS.items()}
+        self.rows = {
+            name: oracle.DelayedRow(fmt, 3, "max", 0, True) for name, fmt in FORMATS.items()
+        }
 
     def quantize(self, name, value):
         """What a matmul reads of a tensor, in float64; its amax goes to `seen`."""
@@ -77,20 +82,26 @@ def unrolled(layers, chained):
                 g = layer.backward(g)
             losses.append(np.sum(h * c))
         else:
-            losses.append(sum(np.sum(layer.forward(*each) * gradient)
-                              for layer, gradient, *each in zip(stack, c, x, ws, strict=True)))  # fmt: skip
+            losses.append(
+                sum(
+                    np.sum(layer.forward(*each) * gradient)
+                    for layer, gradient, *each in zip(stack, c, x, ws, strict=True)
+                )
+            )
             for layer, gradient in zip(stack, c, strict=True):
                 layer.backward(gradient)
         for layer in stack:
             layer.commit()
     rows = [list(layer.rows.values()) for layer in stack]
-    scales, histories = ([[getattr(r, name) for r in each] for each in rows] for name in ("scale", "history"))
+    scales, histories = (
+        [[getattr(r, name) for r in each] for each in rows] for name in ("scale", "history")
+    )
     return np.float32(scales), np.float32(histories), losses
 
 
-# --------------------------------------------------------------------------------------------------- the six ways
-# Each takes the number of layers and the axis of their states; gives the states of before the first step, and
-# forward(ws, states, x) -> [N, K] or [L, N, K].
+# ------------------------------------------------------------------------------------- the six ways
+# Each takes the number of layers and the axis of their states; gives the states of before the first
+# step, and forward(ws, states, x) -> [N, K] or [L, N, K].
 def stacked_by_hand(layers, axis):
     states = [fp8.init_state(RECIPE) for _ in range(layers)]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *states)
@@ -117,7 +128,9 @@ def by_linen(lifted, layers, axis, chained):
     model, x = lifted(), jnp.ones((N, K) if chained else (layers, N, K))
     variables = model.init(jax.random.key(0), x)
     structure = jax.tree.structure(variables["params"])
-    apply = lambda ws, states, x: model.apply({"params": structure.unflatten([ws]), COLLECTION: states}, x)
+    apply = lambda ws, states, x: model.apply(
+        {"params": structure.unflatten([ws]), COLLECTION: states}, x
+    )
     return variables[COLLECTION], apply
 
 
@@ -132,7 +145,9 @@ def by_linen_scan(layers, axis):
         @nn.compact
         def __call__(self, x):
             axes = {"params": 0, COLLECTION: axis}
-            return nn.scan(Dense, variable_axes=axes, length=layers, split_rngs={"params": True})()(x, None)[0]
+            return nn.scan(Dense, variable_axes=axes, length=layers, split_rngs={"params": True})()(
+                x, None
+            )[0]
 
     return by_linen(Model, layers, axis, True)
 
@@ -142,7 +157,9 @@ def by_linen_vmap(layers, axis):
         @nn.compact
         def __call__(self, x):
             axes = {"params": 0, COLLECTION: axis}
-            return nn.vmap(Dense, variable_axes=axes, split_rngs={"params": True}, in_axes=(0, None))()(x, None)[0]
+            return nn.vmap(
+                Dense, variable_axes=axes, split_rngs={"params": True}, in_axes=(0, None)
+            )()(x, None)[0]
 
     return by_linen(Model, layers, axis, False)
 
@@ -196,7 +213,9 @@ def train(way, layers, axis):
 
     @jax.jit
     def step(ws, states, x, c):
-        return fp8.value_and_grad(lambda ws, states, x, c: jnp.sum(forward(ws, states, x) * c))(ws, states, x, c)
+        return fp8.value_and_grad(lambda ws, states, x, c: jnp.sum(forward(ws, states, x) * c))(
+            ws, states, x, c
+        )
 
     losses = []
     for i in range(STEPS):

@@ -1,4 +1,7 @@
-"""`FP8EinsumOp` of linen and nnx: called, and as the `_dot_general=` of jnp.einsum, under the transformations of users."""
+"""`FP8EinsumOp` of linen and nnx.
+
+Called, and as the `_dot_general=` of jnp.einsum, under the transformations of users.
+"""
 
 import flax.linen as nn
 import jax
@@ -10,7 +13,11 @@ from flax import nnx
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
 
-RECIPES = {"delayed": fp8.recipes.delayed(), "current": fp8.recipes.current(), "blockwise": fp8.recipes.blockwise()}
+RECIPES = {
+    "delayed": fp8.recipes.delayed(),
+    "current": fp8.recipes.current(),
+    "blockwise": fp8.recipes.blockwise(),
+}
 KEY = jax.random.key(0)
 X, W = jax.random.normal(KEY, (6, 8)), jax.random.normal(jax.random.key(1), (8, 8)) / 4
 EQUATION = "bd,dk->bk"
@@ -85,10 +92,16 @@ def test_nnx(recipe, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scanned_stack_under_remat(way):
     """Each layer has its own state, which sees what its layer sees."""
-    lifted = {"variable_axes": {"params": 0, COLLECTION: 0}, "split_rngs": {"params": True}, "length": 3}
+    lifted = {
+        "variable_axes": {"params": 0, COLLECTION: 0},
+        "split_rngs": {"params": True},
+        "length": 3,
+    }
     model = nn.scan(nn.remat(Product), **lifted)(RECIPES["delayed"], way)
     variables = jax.jit(model.init)(KEY, X, None)
-    loss_fn = lambda params, state: jnp.sum(model.apply({"params": params, COLLECTION: state}, X, None)[0])
+    loss_fn = lambda params, state: jnp.sum(
+        model.apply({"params": params, COLLECTION: state}, X, None)[0]
+    )
     _, _, state = jax.jit(fp8.value_and_grad(loss_fn))(variables["params"], variables[COLLECTION])
     (state,) = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, fp8.MatmulState))
     amaxes = state.amax_history[:, 0, -1]  # of x, of each layer

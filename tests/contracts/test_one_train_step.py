@@ -13,7 +13,8 @@ from flax import nnx
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, TrainState
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax.adam raises a float to its int32 step count
+# optax.adam raises a float to its int32 step count
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 README = (Path(__file__).parents[2] / "README.md").read_text()
 X = jax.random.normal(jax.random.key(0), (64, 16))
 Y = X[:, :1] * X[:, 1:2]
@@ -31,7 +32,9 @@ RECIPES = {
 }
 OPTIMIZERS = {
     "adam": lambda: optax.adam(1e-2),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2).gradient_transformation(),
+    "MultiSteps": lambda: optax.MultiSteps(
+        optax.adam(1e-2), every_k_schedule=2
+    ).gradient_transformation(),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), max_consecutive_errors=3),
     "clipped, decayed, averaged": lambda: optax.chain(
         optax.clip_by_global_norm(1.0), optax.ema(0.9), optax.adamw(1e-2, weight_decay=0.1)
@@ -39,17 +42,24 @@ OPTIMIZERS = {
 }
 FORMS = ("linen", "TrainState", "nnx")
 PAIRS = [(recipe, "adam") for recipe in RECIPES]
-PAIRS += [("delayed", optimizer) for optimizer in OPTIMIZERS if optimizer != "adam"] + [("current", "MultiSteps")]
+PAIRS += [("delayed", optimizer) for optimizer in OPTIMIZERS if optimizer != "adam"] + [
+    ("current", "MultiSteps")
+]
 
 
 def fence(form):
     """The text of README.md under the comment of this form."""
-    (code,) = re.findall(rf"<!-- train step, {form} -->\n```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(
+        rf"<!-- train step, {form} -->\n```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
+    )
     return code
 
 
 def texts(form):
-    """README's text without its last line, which takes a step: first of linen, on which TrainState builds."""
+    """README's text without its last line, which takes a step.
+
+    First of linen, on which TrainState builds.
+    """
     parts = [fence("linen"), fence(form)] if form == "TrainState" else [fence(form)]
     return ["\n".join(part.rstrip().split("\n")[:-1]) for part in parts]
 
@@ -65,12 +75,18 @@ class Training:
             exec(compile(changed, f"README.md, {form}", "exec"), self.names)
 
     def changed(self, text, recipe, tx):
-        """What a user changes in README's text: the recipe of layers, their sizes, the optimizer and the data."""
-        changed, layers = re.subn(r"FP8(Dense|Linear)\((.*?)(, dtype|, rngs)", r"FP8\1(\2, recipe=recipe\3", text)
+        """What a user changes in README's text.
+
+        The recipe of layers, their sizes, the optimizer and the data.
+        """
+        changed, layers = re.subn(
+            r"FP8(Dense|Linear)\((.*?)(, dtype|, rngs)", r"FP8\1(\2, recipe=recipe\3", text
+        )
         changed, optimizers = re.subn(r"optax\.adam\(1e-3\)", "optimizer", changed)
         changed = re.sub(r"^x = .*$", "", changed, flags=re.MULTILINE)
         changed = re.sub(r"\b(256|64)\b", lambda size: {"256": "32", "64": "16"}[size[0]], changed)
-        changed = changed.replace("model.init(", "jax.jit(model.init)(")  # eager code is a program for each operation
+        # eager code is a program for each operation
+        changed = changed.replace("model.init(", "jax.jit(model.init)(")
         assert (layers, optimizers) in {(2, 1), (0, 0)}
         self.names |= {"recipe": recipe, "optimizer": tx}
         return changed
@@ -84,7 +100,9 @@ class Training:
             n["ts"], loss = n["train_step_of_ts"](n["ts"], x, Y)
             return loss
         opt = n["opt"] if "opt" in n else n["tx"].init(n["params"])
-        n["params"], n["state"], n["opt"], loss = n["train_step"](n["params"], n["state"], opt, x, Y)
+        n["params"], n["state"], n["opt"], loss = n["train_step"](
+            n["params"], n["state"], opt, x, Y
+        )
         return loss
 
     @property
@@ -115,7 +133,10 @@ def copied(tree):
 
 
 def same(first, second):
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), PAIRS)
@@ -138,7 +159,9 @@ def test_one_text_trains_with_every_recipe(form, recipe, optimizer):
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_train_state_takes_the_same_steps(recipe):
     """`TrainState` and plain optax give the same losses, parameters and states, bit for bit."""
-    plain, held = (Training(form, RECIPES[recipe], OPTIMIZERS["adam"]()) for form in ("linen", "TrainState"))
+    plain, held = (
+        Training(form, RECIPES[recipe], OPTIMIZERS["adam"]()) for form in ("linen", "TrainState")
+    )
     for _ in range(STEPS):
         assert plain.step() == held.step()
     assert same(plain.params, held.params)
@@ -177,7 +200,10 @@ def test_an_average_of_parameters_is_evaluated_with_the_state_of_the_run(recipe)
         training.step()
         average = optax.incremental_update(training.params, average, 0.1)
     ts = training.names["ts"]
-    evaluated, last = (float(training.names["loss_fn"](params, ts.fp8_state, X, Y)) for params in (average, ts.params))
+    evaluated, last = (
+        float(training.names["loss_fn"](params, ts.fp8_state, X, Y))
+        for params in (average, ts.params)
+    )
     assert np.isfinite(evaluated)
     assert evaluated != last
     assert set(ts.params) & {COLLECTION} == set()
@@ -195,5 +221,7 @@ def test_train_state_with_fields_of_a_subclass():
     fields = {"apply_fn": ts.apply_fn, "params": ts.params, "fp8_state": ts.fp8_state, "tx": ts.tx}
     extended = Extended.create(batch_stats={"mean": 1.0}, **fields)
     grads = jax.tree.map(jnp.ones_like, ts.params)
-    extended = extended.apply_gradients(grads=grads, fp8_state=extended.fp8_state, batch_stats={"mean": 2.0})
+    extended = extended.apply_gradients(
+        grads=grads, fp8_state=extended.fp8_state, batch_stats={"mean": 2.0}
+    )
     assert (extended.batch_stats["mean"], extended.epoch, extended.step) == (2.0, 0, 1)

@@ -1,4 +1,7 @@
-"""What every backend of the quantizer has to do with tiles; a new backend is tested by being in the table."""
+"""What every backend of the quantizer has to do with tiles.
+
+A new backend is tested by being in the table.
+"""
 
 import functools
 import itertools
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from casts import cast_in
 from hard_inputs import DTYPES, hard_arrays
 from hard_tiles import TILES, assert_dequantizes, assert_equals_oracle, hard_tiles, scale_of
 
@@ -23,13 +27,19 @@ RULES = {
 }
 FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}
 SHAPES = [(128, 128), (256, 1024), (300, 272), (303, 300), (305, 256), (2000, 136)]
-# Half of the kinds of a cast, in which each two choices meet; by default on shapes in turn. Every case meets all tiles.
+# Half of the kinds of a cast, in which each two choices meet; by default on shapes in turn. Every
+# case meets all tiles.
 KINDS = [*itertools.product(RULES, FORMATS, ["float32", "bfloat16"])]
-HALF = [kind for index, kind in enumerate(KINDS) if index % 4 in ((0, 3) if index // 4 % 2 else (1, 2))]
+HALF = [
+    kind for index, kind in enumerate(KINDS) if index % 4 in ((0, 3) if index // 4 % 2 else (1, 2))
+]
 DEFAULT = {*zip(itertools.cycle(SHAPES), HALF, strict=False)}
 CASES = [
     pytest.param(
-        shape, *kind, id=f"{shape}-{'-'.join(kind)}", marks=[] if (shape, kind) in DEFAULT else pytest.mark.slow
+        shape,
+        *kind,
+        id=f"{shape}-{'-'.join(kind)}",
+        marks=[] if (shape, kind) in DEFAULT else pytest.mark.slow,
     )
     for kind in HALF
     for shape in SHAPES
@@ -38,19 +48,33 @@ CASES = [
 TWO_RULES = ("float32", "E4M3"), ("rceil", "E4M3")
 
 # What runs on a GPU only is interpreted in tests/kernels/quantize.
-pytestmark = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("mosaic", "triton")])
+pytestmark = pytest.mark.parametrize(
+    "backend", [name for name in BACKENDS if name not in ("mosaic", "triton")]
+)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3), static_argnames="dequantized")
 def jitted(x, tiles, kinds, backend, dequantized=True):
-    """For each kind, (rule, format), and tile: the tensor, and what it dequantizes to. One program: compiling is slow."""
+    """For each kind, (rule, format), and tile: the tensor, and what it dequantizes to.
+
+    One program: compiling is slow.
+    """
     copies = {
         (rule, format): quantize(
-            x, FORMATS[format], tuple(map(fp8.PerBlock, tiles)), RULES[rule], implementation=backend
+            x,
+            cast_in(
+                FORMATS[format],
+                *map(fp8.PerBlock, tiles),
+                rule=RULES[rule],
+                implementation=backend,
+            ),
         )[0]
         for rule, format in kinds
     }
-    return {kind: [(q, q.dequantize() if dequantized else None) for q in qs] for kind, qs in copies.items()}
+    return {
+        kind: [(q, q.dequantize() if dequantized else None) for q in qs]
+        for kind, qs in copies.items()
+    }
 
 
 def check(x, tiles, kinds, backend, message=""):
@@ -66,7 +90,9 @@ def wide(shape, dtype):
     """Values whose magnitude differs from tile to tile, and within."""
     random = np.random.default_rng(0)
     coarse = random.integers(-40, 40, [-(-size // 32) for size in shape])
-    exponents = coarse[tuple(np.ix_(*(np.arange(size) // 32 for size in shape)))] + random.integers(-6, 6, shape)
+    exponents = coarse[tuple(np.ix_(*(np.arange(size) // 32 for size in shape)))] + random.integers(
+        -6, 6, shape
+    )
     return np.ldexp(random.standard_normal(shape), exponents).astype(dtype)
 
 
@@ -78,7 +104,9 @@ def test_shapes(backend, shape, rule, format, dtype):
     if backend == "reference" and (shape, (rule, format, dtype)) not in DEFAULT:
         pytest.skip("the reference is the same code for every shape")
     x = wide(shape, DTYPES[dtype])
-    for q, _ in jitted(x, (*TILES.values(),), ((rule, format),), backend, dequantized=False)[rule, format]:
+    for q, _ in jitted(x, (*TILES.values(),), ((rule, format),), backend, dequantized=False)[
+        rule, format
+    ]:
         assert_equals_oracle(q, x, q.granularity.tile, rule, str(q.granularity))
 
 
@@ -86,7 +114,12 @@ def test_shapes(backend, shape, rule, format, dtype):
 def test_hard_tiles(backend, index):
     tile = [*TILES.values()][index]
     formats = [*FORMATS, *FORMATS, *FORMATS][index % 2 : index % 2 + 4]
-    check(hard_tiles(tile, np.float32, most(tile, 60)), (tile,), (*zip(RULES, formats, strict=True),), backend)
+    check(
+        hard_tiles(tile, np.float32, most(tile, 60)),
+        (tile,),
+        (*zip(RULES, formats, strict=True),),
+        backend,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -101,7 +134,12 @@ def test_hard_tiles_in_16_bits(backend, dtype):
 def test_hard_tiles_of_every_kind(backend, tile, dtype):
     if backend == "reference":
         pytest.skip("test_hard_tiles runs it")
-    check(hard_tiles(tile, DTYPES[dtype], most(tile, 300)), (tile,), (*itertools.product(RULES, FORMATS),), backend)
+    check(
+        hard_tiles(tile, DTYPES[dtype], most(tile, 300)),
+        (tile,),
+        (*itertools.product(RULES, FORMATS),),
+        backend,
+    )
 
 
 def most(tile, amaxes):
@@ -123,7 +161,9 @@ def test_one_bad_element_spoils_its_tile_only(backend):
         for kind, copies in jitted(spoilt, tiles, TWO_RULES, backend).items():
             for (q, y), (before, _), tile in zip(copies, clean[kind], tiles, strict=True):
                 inside = oracle.spread(~np.isfinite(oracle.tile_amax(spoilt, tile)), x.shape, tile)
-                np.testing.assert_array_equal(oracle.codes(q.values)[~inside], oracle.codes(before.values)[~inside])
+                np.testing.assert_array_equal(
+                    oracle.codes(q.values)[~inside], oracle.codes(before.values)[~inside]
+                )
                 assert (scale_of(q) != scale_of(before)).sum() == 1
                 assert np.isnan(y[where])
 
@@ -134,7 +174,10 @@ def test_one_bad_element_spoils_its_tile_only(backend):
 @pytest.mark.parametrize("rule", RULES)
 def test_eager_equals_jit(backend, rule):
     x, tiles = jnp.asarray(hard_arrays(np.float32)["a_row_of_each"]), ((1, 128), (32, 32))
-    eager, _ = quantize(x, fp8.E4M3, tuple(map(fp8.PerBlock, tiles)), RULES[rule], implementation=backend)
+    granularities = map(fp8.PerBlock, tiles)
+    eager, _ = quantize(
+        x, cast_in(fp8.E4M3, *granularities, rule=RULES[rule], implementation=backend)
+    )
     for one, (other, _), tile in zip(
         eager, jitted(x, tiles, ((rule, "E4M3"),), backend)[rule, "E4M3"], tiles, strict=True
     ):
@@ -143,7 +186,9 @@ def test_eager_equals_jit(backend, rule):
         assert_equals_oracle(one, x, tile, rule)
 
 
-@pytest.mark.parametrize(("rule", "pair"), [("power_of_two", ((1, 128), (128, 1))), ("rceil", ((1, 32), (32, 1)))])
+@pytest.mark.parametrize(
+    ("rule", "pair"), [("power_of_two", ((1, 128), (128, 1))), ("rceil", ((1, 32), (32, 1)))]
+)
 def test_both_directions_in_one_call_equal_two_calls(backend, rule, pair):
     x, kind = wide((303, 300), np.float32), (rule, "E4M3")
     both = jitted(x, pair, (kind,), backend)[kind]
@@ -205,9 +250,12 @@ def test_stochastic_rounding(backend):
 
     @jax.jit
     def both(x, key):
-        drawn, _ = quantize(x, fp8.E4M3, tiles, RULES["rceil"], rounding="stochastic", key=key, implementation=backend)
-        nearest, _ = quantize(x, fp8.E4M3, tiles, RULES["rceil"], implementation=backend)
-        return [(q, near, (q.dequantize() - x).mean()) for q, near in zip(drawn, nearest, strict=True)]
+        how = {"rule": RULES["rceil"], "implementation": backend}
+        drawn, _ = quantize(x, cast_in(fp8.E4M3, *tiles, rounding="stochastic", **how), key=key)
+        nearest, _ = quantize(x, cast_in(fp8.E4M3, *tiles, **how))
+        return [
+            (q, near, (q.dequantize() - x).mean()) for q, near in zip(drawn, nearest, strict=True)
+        ]
 
     for q, near, bias in both(x, key):
         np.testing.assert_array_equal(scale_of(q), scale_of(near))

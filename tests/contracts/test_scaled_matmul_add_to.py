@@ -11,10 +11,16 @@ from contracts.test_scaled_matmul_tiles import CHIP, made, tensors
 from interpreter import interpreted, needs_mosaic
 
 import jaxfp8 as fp8
+from jaxfp8._geometry import Geometry
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 
 BACKENDS = ("xla", "reference", "cudnn")
 MATRICES = (((1,), (0,)), ((), ()))
-TILES = {"tiles of 128": ((1, 128), (128, 128)), "tiles of 32": ((1, 32), (32, 32)), "1x32": ((1, 32), (32, 1))}
+TILES = {
+    "tiles of 128": ((1, 128), (128, 128)),
+    "tiles of 32": ((1, 32), (32, 32)),
+    "1x32": ((1, 32), (32, 1)),
+}
 M, K, N = 70, 200, 36
 
 
@@ -26,13 +32,20 @@ def integers(seed, shape, granularity):
 
 
 def operands(kind, shapes=((M, K), (K, N))):
-    granularities = map(fp8.PerBlock, TILES[kind]) if kind in TILES else (fp8.PerAxis(0), fp8.PerAxis(1))
-    return [integers(i, shape, g) for i, (shape, g) in enumerate(zip(shapes, granularities, strict=True))]
+    granularities = (
+        map(fp8.PerBlock, TILES[kind]) if kind in TILES else (fp8.PerAxis(0), fp8.PerAxis(1))
+    )
+    return [
+        integers(i, shape, g)
+        for i, (shape, g) in enumerate(zip(shapes, granularities, strict=True))
+    ]
 
 
 def addend(dtype, *shape):
     """Whole numbers, about as large as the product."""
-    return jnp.asarray(np.random.default_rng(2).integers(-200, 200, shape or (M, N)).astype(np.float32)).astype(dtype)
+    return jnp.asarray(
+        np.random.default_rng(2).integers(-200, 200, shape or (M, N)).astype(np.float32)
+    ).astype(dtype)
 
 
 def exact(lhs, rhs, add_to, out, dimension_numbers=MATRICES):
@@ -51,7 +64,9 @@ DTYPES = [
 
 def multiply(lhs, rhs, add_to, backend, **options):
     options = {"implementation": backend, "chip": CHIP.get(backend)} | options
-    return jax.jit(lambda lhs, rhs, c: fp8.scaled_matmul(lhs, rhs, add_to=c, **options))(lhs, rhs, add_to)
+    return jax.jit(lambda lhs, rhs, c: fp8.scaled_matmul(lhs, rhs, add_to=c, **options))(
+        lhs, rhs, add_to
+    )
 
 
 @pytest.mark.parametrize(("given", "asked", "out"), DTYPES)
@@ -87,15 +102,15 @@ def test_in_the_kernel(kind, fast, dtypes):
 @needs_mosaic
 def test_in_the_kernel_with_several_tiles_and_experts():
     """Ragged and in place; each warpgroup brings several parts of C for each of several tiles."""
-    from jaxfp8.kernels.scaled_matmul import _mosaic
-    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import Tiling
+    from jaxfp8.kernels.scaled_matmul.hopper import _scaled_matmul as _mosaic
+    from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling
 
     shapes, numbers = ((2, 136, 130), (2, 130, 136)), (((2,), (1,)), ((0,), (0,)))
     lhs, rhs = operands("tiles of 128", shapes)
     c = addend(jnp.float32, 2, 136, 136)
-    options = {"dimension_numbers": numbers, "out_dtype": jnp.dtype(jnp.float32), "fast_accumulation": False}
+    call = MatmulCall(geometry=Geometry.of(numbers, 3, 3), out_dtype=jnp.dtype(jnp.float32))
     tiling = Tiling(rows=128, columns=64, stages=2, blocks=3)
-    multiply = functools.partial(_mosaic.scaled_matmul, out_sharding=None, chip=None, tiling=tiling, **options)
+    multiply = functools.partial(_mosaic.scaled_matmul, call=call, tiling=tiling)
     y = interpreted(jax.jit(lambda lhs, rhs, c: multiply(lhs, rhs, add_to=c)), lhs, rhs, c)
     np.testing.assert_array_equal(y, exact(lhs, rhs, c, jnp.float32, numbers))
 
@@ -115,10 +130,18 @@ def test_vmap(backend):
 @pytest.mark.parametrize(
     ("add_to", "error", "message"),
     [
-        (jnp.zeros((M, N + 1)), ValueError, r"add_to has shape \[70, 37\], but the product .* has \[70, 36\]: give it"),
+        (
+            jnp.zeros((M, N + 1)),
+            ValueError,
+            r"add_to has shape \[70, 37\], but the product .* has \[70, 36\]: give it",
+        ),
         (jnp.zeros((M, N), jnp.int32), TypeError, r"add_to is of dtype int32; cast it to one of"),
         (1.0, TypeError, r"add_to is of type float; pass an array of shape \[70, 36\]"),
-        (fp8.quantize(jnp.zeros((M, N)), fp8.E4M3), TypeError, r"add_to is of type QuantizedTensor; pass an array"),
+        (
+            fp8.quantize(jnp.zeros((M, N)), fp8.E4M3),
+            TypeError,
+            r"add_to is of type QuantizedTensor; pass an array",
+        ),
     ],
     ids=["shape", "dtype", "number", "quantized"],
 )

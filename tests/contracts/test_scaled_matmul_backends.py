@@ -1,4 +1,7 @@
-"""What every backend of the scaled matmul has to do; a new backend is tested by being in the table."""
+"""What every backend of the scaled matmul has to do.
+
+A new backend is tested by being in the table.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +14,12 @@ from jaxfp8.kernels.scaled_matmul._api import BACKENDS, scaled_matmul
 
 # cuDNN's takes operands in tiles only, test_scaled_matmul_tiles.py; Mosaic's has to be interpreted,
 # kernels/scaled_matmul/test_mosaic_rows.py.
-pytestmark = pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("cudnn", "mosaic")])
+pytestmark = pytest.mark.parametrize(
+    "backend", [name for name in BACKENDS if name not in ("cudnn", "mosaic")]
+)
 
-# The bound of the numerics page for CPUs, relative in Frobenius norm, before any rounding of the result.
+# The bound of the numerics page for CPUs, relative in Frobenius norm, before any rounding of the
+# result.
 CLOSE = 2e-6
 
 
@@ -24,7 +30,11 @@ def gaussian(seed, *shape):
 def quantized(x, format, granularity=None) -> fp8.QuantizedTensor:
     """What `fp8.quantize` gives, without compiling it for each shape."""
     granularity = granularity or fp8.PerTensor()
-    kept = tuple(a % x.ndim for a in granularity.axes) if isinstance(granularity, fp8.PerAxis) else None
+    kept = (
+        tuple(a % x.ndim for a in granularity.axes)
+        if isinstance(granularity, fp8.PerAxis)
+        else None
+    )
     codes, scale = oracle.quantize(np.asarray(x), format.name, kept)
     return fp8.QuantizedTensor(
         jnp.asarray(codes.view(format.dtype)), jnp.asarray(scale), granularity, jnp.dtype(x.dtype)
@@ -42,7 +52,10 @@ def dequantized(q) -> np.ndarray:
 
 
 def product(lhs, rhs, dimension_numbers=None) -> np.ndarray:
-    """The product of the dequantized operands in float64, axes as in `lax.dot_general`: batch, lhs kept, rhs kept."""
+    """The product of the dequantized operands in float64, axes as in `lax.dot_general`.
+
+    Batch, lhs kept, rhs kept.
+    """
     (lc, rc), (lb, rb) = dimension_numbers or (((lhs.ndim - 1,), (0,)), ((), ()))
     left = [f"l{axis}" for axis in range(lhs.ndim)]
     right = [f"r{axis}" for axis in range(rhs.ndim)]
@@ -84,8 +97,12 @@ def test_signal_to_noise(backend, formats, least, rows):
     assert least <= ratio < least + 1.5
 
 
-@pytest.mark.parametrize("rhs_granularity", [fp8.PerTensor(), fp8.PerAxis(1), fp8.PerAxis(-1)], ids=repr)
-@pytest.mark.parametrize("lhs_granularity", [fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(-2)], ids=repr)
+@pytest.mark.parametrize(
+    "rhs_granularity", [fp8.PerTensor(), fp8.PerAxis(1), fp8.PerAxis(-1)], ids=repr
+)
+@pytest.mark.parametrize(
+    "lhs_granularity", [fp8.PerTensor(), fp8.PerAxis(0), fp8.PerAxis(-2)], ids=repr
+)
 def test_granularities(backend, lhs_granularity, rhs_granularity):
     lhs = quantized(gaussian(0, 17, 33), fp8.E4M3, lhs_granularity)
     rhs = quantized(gaussian(1, 33, 5), fp8.E4M3, rhs_granularity)
@@ -125,10 +142,14 @@ def test_geometries(backend, geometry, rows):
 def test_empty(backend, shapes):
     lhs, rhs = (quantized(np.ones(shape, np.float32), fp8.E4M3) for shape in shapes)
     y = scaled_matmul(lhs, rhs, implementation=backend)
-    np.testing.assert_array_equal(y, np.zeros((shapes[0][0], shapes[1][1]), np.float32), strict=True)
+    np.testing.assert_array_equal(
+        y, np.zeros((shapes[0][0], shapes[1][1]), np.float32), strict=True
+    )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: jnp.dtype(dtype).name
+)
 def test_dtypes(backend, dtype):
     lhs, rhs = (quantized(jnp.asarray(gaussian(seed, 8, 8), dtype), fp8.E4M3) for seed in (0, 1))
     full = scaled_matmul(lhs, rhs, preferred_element_type=jnp.float32, implementation=backend)
@@ -141,7 +162,9 @@ def test_dtypes(backend, dtype):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_dtypes_promote(backend):
-    lhs, rhs = (quantized(jnp.ones((2, 2), dtype), fp8.E4M3) for dtype in (jnp.bfloat16, jnp.float32))
+    lhs, rhs = (
+        quantized(jnp.ones((2, 2), dtype), fp8.E4M3) for dtype in (jnp.bfloat16, jnp.float32)
+    )
     assert scaled_matmul(lhs, rhs, implementation=backend).dtype == jnp.float32
 
 
@@ -159,7 +182,9 @@ def test_huge_times_tiny_is_finite(backend, rows, order):
 def test_what_is_not_finite_shows(backend, bad):
     x = gaussian(0, 3, 4)
     x[1, 2] = bad
-    y = scaled_matmul(quantized(x, fp8.E4M3), quantized(gaussian(1, 4, 2), fp8.E4M3), implementation=backend)
+    y = scaled_matmul(
+        quantized(x, fp8.E4M3), quantized(gaussian(1, 4, 2), fp8.E4M3), implementation=backend
+    )
     np.testing.assert_array_equal(np.isfinite(y), [[True, True], [False, False], [True, True]])
 
 
@@ -169,6 +194,8 @@ def test_vmap(backend):
     slices = [quantized(slice_, fp8.E4M3) for slice_ in x]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *slices)
     for y, lhs in zip(
-        jax.vmap(lambda lhs: scaled_matmul(lhs, rhs, implementation=backend))(stacked), slices, strict=True
+        jax.vmap(lambda lhs: scaled_matmul(lhs, rhs, implementation=backend))(stacked),
+        slices,
+        strict=True,
     ):
         assert distance(y, product(lhs, rhs)) <= CLOSE

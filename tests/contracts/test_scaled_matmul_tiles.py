@@ -1,4 +1,7 @@
-"""What every backend of the scaled matmul has to do with operands in tiles: a float64 product of what they stand for."""
+"""What every backend of the scaled matmul has to do with operands in tiles.
+
+A float64 product of what they stand for.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +29,8 @@ SCALES = {"float32": {}, "power of two": {"power_of_two": True}, "E8M0": {"scale
 MATRICES = (((1,), (0,)), ((), ()))
 FORMATS = {"E5M2 x E4M3": (fp8.E5M2, fp8.E4M3), "E4M3 x E5M2": (fp8.E4M3, fp8.E5M2)}
 
-# The three matmuls of [M, K] @ [K, N]: shapes of lhs and rhs, what is contracted; and the tiles that recipes give them.
+# The three matmuls of [M, K] @ [K, N]: shapes of lhs and rhs, what is contracted; and the tiles
+# that recipes give them.
 MATMULS = {
     "fprop": ((M, K), (K, N), MATRICES),
     "dgrad": ((M, N), (K, N), (((1,), (1,)), ((), ()))),
@@ -42,14 +46,18 @@ TILES = {
     "wgrad 2D x 1D": lambda T: ((T, T), (T, 1)),
 }
 
-quantize = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=("power_of_two", "scale_format"))
+quantize = jax.jit(
+    fp8.quantize, static_argnums=(1, 2), static_argnames=("power_of_two", "scale_format")
+)
 
 
 def made(values, scale, granularity, exact, format=fp8.E4M3, dtype=jnp.float32) -> QuantizedTensor:
     """A tensor of these values and scales (E8M0 as bytes), without compiling a quantizer for it."""
     scale = scale.view(ml_dtypes.float8_e8m0fnu) if scale.dtype == np.uint8 else scale
     values = np.asarray(values, np.float32).astype(format.dtype)
-    return QuantizedTensor(jnp.asarray(values), jnp.asarray(scale), granularity, jnp.dtype(dtype), exact)
+    return QuantizedTensor(
+        jnp.asarray(values), jnp.asarray(scale), granularity, jnp.dtype(dtype), exact
+    )
 
 
 def tensor(seed, shape, granularity, scales, **fields) -> QuantizedTensor:
@@ -64,7 +72,11 @@ def tensor(seed, shape, granularity, scales, **fields) -> QuantizedTensor:
     }[scales]
     scale = np.asarray(scale)  # NumPy makes a number of an array without axes
     return made(
-        np.clip(60 * random.standard_normal(shape), -400, 400), scale, granularity, scales != "float32", **fields
+        np.clip(60 * random.standard_normal(shape), -400, 400),
+        scale,
+        granularity,
+        scales != "float32",
+        **fields,
     )
 
 
@@ -77,7 +89,11 @@ def tensors(shapes, tiles, scales, **fields) -> list[QuantizedTensor]:
 
 def multiply(lhs, rhs, backend, dimension_numbers=MATRICES, **options):
     """Compiled, as in a layer; what a backend says that it cannot do is skipped."""
-    options = {"implementation": backend, "chip": CHIP.get(backend), "dimension_numbers": dimension_numbers} | options
+    options = {
+        "implementation": backend,
+        "chip": CHIP.get(backend),
+        "dimension_numbers": dimension_numbers,
+    } | options
     try:
         return jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, **options))(lhs, rhs)
     except NotImplementedError as reason:
@@ -87,18 +103,28 @@ def multiply(lhs, rhs, backend, dimension_numbers=MATRICES, **options):
 
 
 def some(table, scales=SCALES, fast=("float32", "E8M0")):
-    """Every member, kind of scale and backend. In the default suite XLA's with the kinds that share least, the rest slow."""
+    """Every member, kind of scale and backend.
+
+    In the default suite XLA's with the kinds that share least, the rest slow.
+    """
     for member, kind, backend in itertools.product(table, scales, HERE):
         marks = () if backend == "xla" and kind in fast else (pytest.mark.slow,)
         yield pytest.param(member, kind, backend, id=f"{member}-{kind}-{backend}", marks=marks)
 
 
 def pairs():
-    """What blockwise and mxfp8 multiply, each by the backends that are theirs; the rest of the product is slow."""
+    """What blockwise and mxfp8 multiply, each by the backends that are theirs.
+
+    The rest of the product is slow.
+    """
     for pair, T, scales, backend in itertools.product(TILES, (128, 32), SCALES, HERE):
-        ours = (T == 32) == (scales == "E8M0") and (backend == "xla" or (pair, scales) == ("fprop 1D x 2D", "E8M0"))
+        ours = (T == 32) == (scales == "E8M0") and (
+            backend == "xla" or (pair, scales) == ("fprop 1D x 2D", "E8M0")
+        )
         marks = () if ours else (pytest.mark.slow,)
-        yield pytest.param(pair, T, scales, backend, id=f"{pair} {T}-{scales}-{backend}", marks=marks)
+        yield pytest.param(
+            pair, T, scales, backend, id=f"{pair} {T}-{scales}-{backend}", marks=marks
+        )
 
 
 @pytest.mark.parametrize(("pair", "T", "scales", "backend"), list(pairs()))
@@ -127,16 +153,48 @@ GEOMETRIES = {
     "shorter than a tile": ((5, 7), (7, 3), (1, 32), (32, 32), MATRICES),
     "one row, one column": ((1, 100), (100, 1), (1, 32), (32, 1), MATRICES),
     "batch": ((4, 3, 70), (4, 70, 40), (1, 32), (32, 32), (((2,), (1,)), ((0,), (0,)))),
-    "batch in the middle": ((3, 4, 70), (70, 40, 4), (1, 1, 32), (32, 32, 1), (((2,), (0,)), ((1,), (2,)))),
-    "two batches, crossed": ((2, 4, 3, 70), (4, 5, 2, 70), (1, 32), (1, 32), (((3,), (3,)), ((0, 1), (2, 0)))),
-    "two contracted, outer first": ((6, 3, 70), (3, 70, 40), (1, 1, 32), (1, 32, 32), (((1, 2), (0, 1)), ((), ()))),
-    "two contracted, inner first": ((6, 3, 70), (3, 70, 40), (1, 1, 32), (1, 32, 32), (((2, 1), (1, 0)), ((), ()))),
+    "batch in the middle": (
+        (3, 4, 70),
+        (70, 40, 4),
+        (1, 1, 32),
+        (32, 32, 1),
+        (((2,), (0,)), ((1,), (2,))),
+    ),
+    "two batches, crossed": (
+        (2, 4, 3, 70),
+        (4, 5, 2, 70),
+        (1, 32),
+        (1, 32),
+        (((3,), (3,)), ((0, 1), (2, 0))),
+    ),
+    "two contracted, outer first": (
+        (6, 3, 70),
+        (3, 70, 40),
+        (1, 1, 32),
+        (1, 32, 32),
+        (((1, 2), (0, 1)), ((), ())),
+    ),
+    "two contracted, inner first": (
+        (6, 3, 70),
+        (3, 70, 40),
+        (1, 1, 32),
+        (1, 32, 32),
+        (((2, 1), (1, 0)), ((), ())),
+    ),
     "contracted first": ((100, 3), (100, 5), (32, 1), (32, 1), (((0,), (0,)), ((), ()))),
-    "square tiles on axes apart": ((3, 70), (40, 2, 70), (1, 32), (32, 1, 32), (((1,), (2,)), ((), ()))),
+    "square tiles on axes apart": (
+        (3, 70),
+        (40, 2, 70),
+        (1, 32),
+        (32, 1, 32),
+        (((1,), (2,)), ((), ())),
+    ),
 }
 
 
-@pytest.mark.parametrize(("geometry", "scales", "backend"), list(some(GEOMETRIES, fast=("float32",))))
+@pytest.mark.parametrize(
+    ("geometry", "scales", "backend"), list(some(GEOMETRIES, fast=("float32",)))
+)
 def test_geometries(geometry, scales, backend):
     *parts, dimension_numbers = GEOMETRIES[geometry]
     lhs, rhs = tensors(parts[:2], parts[2:], scales)
@@ -146,34 +204,48 @@ def test_geometries(geometry, scales, backend):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "scales", "backend"), list(some([((0, 3), (3, 2)), ((2, 0), (0, 3)), ((2, 3), (3, 0))]))
+    ("shapes", "scales", "backend"),
+    list(some([((0, 3), (3, 2)), ((2, 0), (0, 3)), ((2, 3), (3, 0))])),
 )
 def test_empty(shapes, scales, backend):
     y = multiply(*tensors(shapes, ((1, 32), (32, 1)), scales), backend)
-    np.testing.assert_array_equal(y, np.zeros((shapes[0][0], shapes[1][1]), np.float32), strict=True)
+    np.testing.assert_array_equal(
+        y, np.zeros((shapes[0][0], shapes[1][1]), np.float32), strict=True
+    )
 
 
 # Scales that are one for the whole contracted axis go with tiles.
-PARTNERS = {"per tensor": (fp8.PerTensor(), fp8.PerTensor()), "per row": (fp8.PerAxis(0), fp8.PerAxis(1))}
+PARTNERS = {
+    "per tensor": (fp8.PerTensor(), fp8.PerTensor()),
+    "per row": (fp8.PerAxis(0), fp8.PerAxis(1)),
+}
 
 
-@pytest.mark.parametrize(("partner", "of_partner"), [("per tensor", "float32"), ("per row", "power of two")])
+@pytest.mark.parametrize(
+    ("partner", "of_partner"), [("per tensor", "float32"), ("per row", "power of two")]
+)
 @pytest.mark.parametrize("side", [0, 1], ids=["tiles in lhs", "tiles in rhs"])
 @pytest.mark.parametrize("scales", SCALES)
 def test_partners(side, partner, scales, of_partner):
     """cuDNN's backend leaves them to XLA's."""
     granularities, kinds = list(PARTNERS[partner]), [of_partner] * 2
     granularities[side], kinds[side] = fp8.PerBlock(((1, 32), (32, 32))[side]), scales
-    lhs, rhs = (tensor(i, shape, granularities[i], kinds[i]) for i, shape in enumerate(((9, 70), (70, 40))))
+    lhs, rhs = (
+        tensor(i, shape, granularities[i], kinds[i]) for i, shape in enumerate(((9, 70), (70, 40)))
+    )
     y = jax.jit(functools.partial(scaled_matmul, chip="b200"))(lhs, rhs)
     assert distance(y, product(lhs, rhs)) <= CLOSE
 
 
-@pytest.mark.parametrize(("dtype", "scales", "backend"), list(some(("bfloat16", "float16", "float32"), fast=("E8M0",))))
+@pytest.mark.parametrize(
+    ("dtype", "scales", "backend"), list(some(("bfloat16", "float16", "float32"), fast=("E8M0",)))
+)
 def test_dtypes(dtype, scales, backend):
     lhs, rhs = tensors(((8, 70), (70, 40)), ((1, 32), (32, 32)), scales, dtype=dtype)
     # By a power of two, so that float16 holds the result.
-    lhs = dataclasses.replace(lhs, values=(lhs.values.astype(jnp.float32) * 2.0**-7).astype(lhs.values.dtype))
+    lhs = dataclasses.replace(
+        lhs, values=(lhs.values.astype(jnp.float32) * 2.0**-7).astype(lhs.values.dtype)
+    )
     full = multiply(lhs, rhs, backend, preferred_element_type=jnp.float32)
     y = multiply(lhs, rhs, backend)
     assert (y.dtype, full.dtype) == (dtype, jnp.float32)
@@ -196,12 +268,18 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize(("extreme", "scales", "backend"), list(some(EXTREMES, ["those"], fast=("those",))))
+@pytest.mark.parametrize(
+    ("extreme", "scales", "backend"), list(some(EXTREMES, ["those"], fast=("those",)))
+)
 def test_extreme_scales(extreme, scales, backend):
-    """Values of 2 to 100: under the smallest scale they are normal numbers still, under the largest one finite."""
+    """Values of 2 to 100.
+
+    Under the smallest scale they are normal numbers still, under the largest one finite.
+    """
     random = np.random.default_rng(0)
     values = [
-        np.copysign(random.integers(2, 100, shape), random.standard_normal(shape)) for shape in ((4, 64), (64, 5))
+        np.copysign(random.integers(2, 100, shape), random.standard_normal(shape))
+        for shape in ((4, 64), (64, 5))
     ]
     lhs, rhs = (
         made(v, s, fp8.PerBlock(tile), s.dtype == np.uint8 or bool(np.all(np.frexp(s)[0] == 0.5)))
@@ -212,9 +290,13 @@ def test_extreme_scales(extreme, scales, backend):
     assert distance(y, product(lhs, rhs)) <= CLOSE
 
 
-@pytest.mark.parametrize(("largest", "scales", "backend"), list(some((np.finfo(np.float32).max, 3e38))))
+@pytest.mark.parametrize(
+    ("largest", "scales", "backend"), list(some((np.finfo(np.float32).max, 3e38)))
+)
 def test_the_largest_numbers_times_zero(largest, scales, backend):
-    """A power-of-two scale rounds the largest float32 up to 2^128, which no factor of a product may become."""
+    """A power-of-two scale rounds the largest float32 up to 2^128, which no factor of a product may
+    become.
+    """
     x = np.full((3, 64), largest, np.float32)
     x[1] = [1, -1] * 32
     lhs = quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), **SCALES[scales])
@@ -246,7 +328,9 @@ def test_what_is_not_finite_shows(bad, scales, backend):
 def test_vmap(axes, scales, backend):
     """Experts: both tensors stacked, or one of them."""
     kinds = (((9, 70), fp8.PerBlock((1, 32))), ((70, 40), fp8.PerBlock((32, 32))))
-    experts = [[tensor(2 * i + side, *kind, scales) for side, kind in enumerate(kinds)] for i in range(3)]
+    experts = [
+        [tensor(2 * i + side, *kind, scales) for side, kind in enumerate(kinds)] for i in range(3)
+    ]
     stacked = [
         jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_side) if axis == 0 else of_side[0]
         for of_side, axis in zip(zip(*experts, strict=True), axes, strict=True)
@@ -267,7 +351,12 @@ def test_a_transposed_2d_tensor_serves_the_other_direction():
 ERRORS = {
     "2D x 2D": (((4, 64), (32, 32)), ((64, 5), (32, 32)), fp8.E4M3, "both in 2D tiles"),
     "E5M2 x E5M2": (((4, 64), (1, 32)), ((64, 5), (32, 1)), fp8.E5M2, "both E5M2"),
-    "other tiles": (((4, 64), (1, 32)), ((64, 5), (16, 1)), fp8.E4M3, r"tiles of \[32\] along its contracted axes"),
+    "other tiles": (
+        ((4, 64), (1, 32)),
+        ((64, 5), (16, 1)),
+        fp8.E4M3,
+        r"tiles of \[32\] along its contracted axes",
+    ),
     "kept axis only, lhs": (
         ((64, 64), (32, 1)),
         ((64, 5), (32, 1)),
@@ -301,7 +390,10 @@ def test_a_chip_without_a_block_scaled_matmul_is_refused_by_name(chip):
 
 
 # What an Explicit mesh of 4 x 2 splits of lhs [8, 256] and rhs [256, 64].
-SPLITS = {"kept": (jax.P("data", None), jax.P(None, "tp")), "contracted": (jax.P("data", "tp"), jax.P("tp", None))}
+SPLITS = {
+    "kept": (jax.P("data", None), jax.P(None, "tp")),
+    "contracted": (jax.P("data", "tp"), jax.P("tp", None)),
+}
 
 
 @pytest.mark.parametrize("chip", [None, "b200"])
@@ -313,12 +405,16 @@ def test_explicit_meshes(scales, split, chip):
     out = jax.P("data", "tp" if split == "kept" else None)
     with jax.set_mesh(mesh):
         lhs, rhs = (
-            jax.tree.map(lambda leaf, spec=spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec)), tensor)
+            jax.tree.map(
+                lambda leaf, spec=spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec)), tensor
+            )
             for tensor, spec in zip(given, SPLITS[split], strict=True)
         )
         run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, out_sharding=out, chip=chip))
         if (scales, split) == ("float32", "contracted"):
-            with pytest.raises(ValueError, match=r"an Explicit mesh splits over 'tp'.*Use power_of_two=True"):
+            with pytest.raises(
+                ValueError, match=r"an Explicit mesh splits over 'tp'.*Use power_of_two=True"
+            ):
                 run(lhs, rhs)
             return
         y = run(lhs, rhs)

@@ -1,4 +1,7 @@
-"""Tiles on a mesh: the shard of the quantized whole is the quantized shard, bit for bit, and nothing travels."""
+"""Tiles on a mesh.
+
+The shard of the quantized whole is the quantized shard, bit for bit, and nothing travels.
+"""
 
 import functools
 import re
@@ -20,7 +23,11 @@ KINDS = {
     "rceil": {"scale_format": fp8.E8M0},
     "floor": {"scale_format": fp8.E8M0, "scale_rounding": "floor"},
 }
-SPECS = {"both": P("data", "tp"), "rows": P(("data", "tp"), None), "columns": P(None, ("tp", "data"))}
+SPECS = {
+    "both": P("data", "tp"),
+    "rows": P(("data", "tp"), None),
+    "columns": P(None, ("tp", "data")),
+}
 COLLECTIVE = r"all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 
@@ -32,7 +39,10 @@ def mesh(kind=AxisType.Auto):
 def whole(shape=(1024, 1024)) -> np.ndarray:
     """Magnitudes that differ from tile to tile, with what is hard in some."""
     random = np.random.default_rng(0)
-    x = np.ldexp(random.standard_normal(shape), random.integers(-9, 9, shape) + random.integers(-20, 20, (1, shape[1])))
+    x = np.ldexp(
+        random.standard_normal(shape),
+        random.integers(-9, 9, shape) + random.integers(-20, 20, (1, shape[1])),
+    )
     x[130, 60], x[-5, -5], x[300:400, 500:600] = np.nan, np.inf, 0
     return x.astype(np.float32)
 
@@ -63,15 +73,20 @@ def assert_equal(actual, rule):
 def test_slices(rule):
     quantized = jax.jit(quantize, static_argnums=1)
     for rows, columns in ((slice(0, 256), slice(512, 1024)), (slice(768, 1024), slice(0, 512))):
-        for q, of_slice, (m, k) in zip(expected(rule), quantized(whole()[rows, columns], rule), TILES, strict=True):
+        for q, of_slice, (m, k) in zip(
+            expected(rule), quantized(whole()[rows, columns], rule), TILES, strict=True
+        ):
             cut = q.scale[rows.start // m : rows.stop // m, columns.start // k : columns.stop // k]
-            np.testing.assert_array_equal(of_slice.values.view(np.uint8), q.values[rows, columns].view(np.uint8))
+            np.testing.assert_array_equal(
+                of_slice.values.view(np.uint8), q.values[rows, columns].view(np.uint8)
+            )
             np.testing.assert_array_equal(of_slice.scale.view(np.uint8), cut.view(np.uint8))
 
 
 # Rules and specs in turn: each meets each kind of mesh.
 @pytest.mark.parametrize(
-    ("spec", "rule"), [("both", "rceil"), ("rows", "float32"), ("columns", "power_of_two"), ("both", "floor")]
+    ("spec", "rule"),
+    [("both", "rceil"), ("rows", "float32"), ("columns", "power_of_two"), ("both", "floor")],
 )
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_a_sharded_array(kind, spec, rule):
@@ -87,7 +102,9 @@ def test_a_sharded_array(kind, spec, rule):
     assert not re.search(COLLECTIVE, compiled.as_text())
 
 
-@pytest.mark.parametrize(("spec", "rule"), [("both", "rceil"), ("rows", "power_of_two"), ("columns", "float32")])
+@pytest.mark.parametrize(
+    ("spec", "rule"), [("both", "rceil"), ("rows", "power_of_two"), ("columns", "float32")]
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(check_vma, spec, rule):
     mapped = jax.shard_map(
@@ -114,6 +131,7 @@ def test_shards_that_cut_tiles_of_an_explicit_mesh():
     with jax.set_mesh(explicit):
         x = jax.device_put(whole((160, 96)), NamedSharding(explicit, P("data", "tp")))
         with pytest.raises(
-            ValueError, match=mentions("[160, 96]", "'data', 4 devices", "tiles of 32", "cut shards on")
+            ValueError,
+            match=mentions("[160, 96]", "'data', 4 devices", "tiles of 32", "cut shards on"),
         ):
             fp8.quantize(x, fp8.E4M3, fp8.PerBlock((32, 1)))

@@ -1,7 +1,7 @@
 """States of several layers are exact along their first axis. Any other axis raises an error.
 
-Ledgers once had the shape [..., R, BINS]. Then 3 layers that were stacked along axis 1 committed layers
-as rows, without an error. Scales were up to 128 times too large or too small.
+Ledgers once had the shape [..., R, BINS]. Then 3 layers that were stacked along axis 1 committed
+layers as rows, without an error. Scales were up to 128 times too large or too small.
 """
 
 import jax
@@ -37,7 +37,9 @@ def test_along_another_axis(way, layers, axis):
 
 
 def test_the_matmul_names_the_axis_that_was_mapped():
-    with pytest.raises(fp8.FP8StateError, match=r"ledger has shape \[3, 3\] in this call, not \[1024, 3\]"):
+    with pytest.raises(
+        fp8.FP8StateError, match=r"ledger has shape \[3, 3\] in this call, not \[1024, 3\]"
+    ):
         train("nn.scan", 3, 1)
 
 
@@ -53,7 +55,9 @@ def test_along_an_axis_that_a_scale_has_not(way, axis):
 def test_a_value_and_grad_for_each_layer(axis):
     """Inside of vmap a state is one layer's again: whatever its axis was, it is right."""
     dot = lambda w, state, x, c: jnp.sum(fp8.dot(x, w, recipe=RECIPE, state=state) * c)
-    step = jax.jit(jax.vmap(fp8.value_and_grad(dot), in_axes=(0, axis, 0, 0), out_axes=(0, 0, axis)))
+    step = jax.jit(
+        jax.vmap(fp8.value_and_grad(dot), in_axes=(0, axis, 0, 0), out_axes=(0, 0, axis))
+    )
     states, _ = by_vmap(3, axis)
     for i in range(STEPS):
         ws, x, c = data(3, False, i)
@@ -65,16 +69,25 @@ def test_a_value_and_grad_for_each_layer(axis):
 
 @pytest.mark.parametrize("outer", [0, 1])
 def test_two_leading_axes_in_either_order(outer):
-    """Three layers in a scan, each of three experts: [layer, expert, row] and [expert, layer, row] are both right."""
+    """Three layers in a scan, each of three experts.
+
+    [layer, expert, row] and [expert, layer, row] are both right.
+    """
     ws, x, c = data(3, False, 0)
     ws = jnp.stack([ws, 2 * ws, 4 * ws], axis=outer)  # the experts along `outer`
     one = fp8.init_state(RECIPE)
     states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (3, 3, *leaf.shape)), one)
 
     def expert(ws, states, x):
-        return lax.scan(lambda x, each: (fp8.dot(x, each[0], recipe=RECIPE, state=each[1]), None), x, (ws, states))[0]
+        return lax.scan(
+            lambda x, each: (fp8.dot(x, each[0], recipe=RECIPE, state=each[1]), None),
+            x,
+            (ws, states),
+        )[0]
 
-    loss = lambda ws, states, x, c: jnp.sum(jax.vmap(expert, in_axes=(outer, outer, 0))(ws, states, x) * c)
+    loss = lambda ws, states, x, c: jnp.sum(
+        jax.vmap(expert, in_axes=(outer, outer, 0))(ws, states, x) * c
+    )
     state = jax.jit(fp8.value_and_grad(loss))(ws, states, x, c)[2]
     per_expert = [chain(jnp.take(ws, e, axis=outer), x[e], c[e]) for e in range(3)]
     np.testing.assert_array_equal(state.amax_history, jnp.stack(per_expert, axis=outer))

@@ -1,4 +1,7 @@
-"""The matrix is sharp enough: state as a plain summed cotangent fails each row that sums, and no other."""
+"""The matrix is sharp enough.
+
+State as a plain summed cotangent fails each row that sums, and no other.
+"""
 
 import jax
 import numpy as np
@@ -7,12 +10,24 @@ from contracts import rows_local, rows_mesh
 from contracts.faces import control
 from contracts.truth import Truth
 
-RIGHT = [rows_local.jitted, rows_local.remat, rows_local.scan, rows_local.experts, rows_local.vmap_scan]
+RIGHT = [
+    rows_local.jitted,
+    rows_local.remat,
+    rows_local.scan,
+    rows_local.experts,
+    rows_local.vmap_scan,
+]
 WRONG = [
-    rows_local.tied, rows_local.scan_broadcast, rows_local.vmap_examples, rows_local.vmap_of_grad, rows_local.vmap_scan_shared,
-    rows_local.accumulation, rows_local.cond_reuse, *rows_mesh.BOUNDED,
+    rows_local.tied,
+    rows_local.scan_broadcast,
+    rows_local.vmap_examples,
+    rows_local.vmap_of_grad,
+    rows_local.vmap_scan_shared,
+    rows_local.accumulation,
+    rows_local.cond_reuse,
+    *rows_mesh.BOUNDED,
     *(row for row in rows_mesh.MANUAL if row.__name__ == "shard_map_inside_no_vma"),
-]  # fmt: skip
+]
 
 
 def run(build):
@@ -35,7 +50,9 @@ def test_control_is_wrong_where_something_is_summed(row):
     assert (amax < true).any() or (amax > np.float32(1.125) * true).any()
 
 
-@pytest.mark.parametrize("row", [row for row in rows_mesh.MANUAL if row.__name__ == "shard_map_inside_vma"])
+@pytest.mark.parametrize(
+    "row", [row for row in rows_mesh.MANUAL if row.__name__ == "shard_map_inside_vma"]
+)
 def test_control_cannot_run_under_types(row):
     with pytest.raises(ValueError, match=r"manual axis types do not match|same type"):
         run(row)

@@ -1,4 +1,7 @@
-"""What really went through a matmul: the largest magnitudes of x, w and g, told to the host by the running program."""
+"""What really went through a matmul.
+
+The largest magnitudes of x, w and g, told to the host by the running program.
+"""
 
 import functools
 import threading
@@ -10,7 +13,9 @@ TENSORS = ("x", "w", "g")
 
 
 class Truth:
-    """The largest |x|, |w|, |g| that any device or loop iteration saw, for each stacked state it belongs to."""
+    """The largest |x|, |w|, |g| that any device or loop iteration saw, for each stacked state it
+    belongs to.
+    """
 
     def __init__(self):
         self.largest = {}
@@ -24,7 +29,10 @@ class Truth:
     def amax(self, lead):
         """[*lead, 3]; waits for the program."""
         jax.effects_barrier()
-        found = [[self.largest.get((tensor, at), 0.0) for tensor in TENSORS] for at in range(int(np.prod(lead)))]
+        found = [
+            [self.largest.get((tensor, at), 0.0) for tensor in TENSORS]
+            for at in range(int(np.prod(lead)))
+        ]
         return np.asarray(found, np.float32).reshape(*lead, 3)
 
     def watch(self, apply):
@@ -32,7 +40,9 @@ class Truth:
 
         def watched(w, state, x, at=0):
             at = np.int32(at) if isinstance(at, int) else at
-            return _watch_gradient(self, apply(_watch(self, "w", w, at), state, _watch(self, "x", x, at)), at)
+            return _watch_gradient(
+                self, apply(_watch(self, "w", w, at), state, _watch(self, "x", x, at)), at
+            )
 
         return watched
 
@@ -44,7 +54,8 @@ def _watch(truth, tensor, value, at):
 
 
 _watch.defvjp(
-    lambda truth, tensor, value, at: (_watch(truth, tensor, value, at), None), lambda truth, tensor, _, g: (g, None)
+    lambda truth, tensor, value, at: (_watch(truth, tensor, value, at), None),
+    lambda truth, tensor, _, g: (g, None),
 )
 
 

@@ -1,7 +1,9 @@
-"""The table of the tests of GPU programs: recipes, functions of a recipe, and checks of what their matmuls read.
+"""The table of the tests of GPU programs.
 
-A cell is one function with one recipe, compiled for one chip and run on the CPU by `jaxfp8.programs.run_on_cpu`, which
-shows the operands of every matmul.
+Recipes, functions of a recipe, and checks of what their matmuls read.
+
+A cell is one function with one recipe, compiled for one chip and run on the CPU by
+`jaxfp8.programs.run_on_cpu`, which shows the operands of every matmul.
 """
 
 import dataclasses
@@ -34,13 +36,16 @@ RECIPES = {
     "blockwise, by Blackwell": fp8.recipes.blockwise(chip="b200"),
 }
 CHIPS = ("h200", "b200", "a100")
-# All different, so that the shape of an operand says which tensor it is; multiples of 128, so that nothing is padded.
+# All different, so that the shape of an operand says which tensor it is; multiples of 128, so that
+# nothing is padded.
 M, K, N = 512, 256, 384
 BITS = {fp8.E4M3: 4, fp8.E5M2: 3}  # of a significand
 
 
 def arrays(dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x [M, K], w [K, N] and the gradient of the product c [M, N], each with rows of unequal size."""
+    """x [M, K], w [K, N] and the gradient of the product c [M, N], each with rows of unequal
+    size.
+    """
     random = np.random.default_rng(seed)
 
     def one(rows: int, columns: int, size: float) -> jax.Array:
@@ -67,7 +72,10 @@ class Matmul:
 
 
 class Matmuls(list[Matmul]):
-    """The FP8 matmuls that a program ran, in the order in which they ran; given to `run_on_cpu` as `seen=`."""
+    """The FP8 matmuls that a program ran, in the order in which they ran.
+
+    Given to `run_on_cpu` as `seen=`.
+    """
 
     def __call__(self, label: str, lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> None:
         found = re.search(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)", label)
@@ -78,8 +86,8 @@ class Matmuls(list[Matmul]):
 def on_grid(operand: np.ndarray, format: fp8.numerics.Format) -> bool:
     """Whether every value lies on the grid of a format, times a scale.
 
-    A power of two leaves the number of significant bits as it is. A float32 scale does not, but a tensor that has one
-    scale has no more magnitudes than the format, which are fewer than 127.
+    A power of two leaves the number of significant bits as it is. A float32 scale does not, but a
+    tensor that has one scale has no more magnitudes than the format, which are fewer than 127.
     """
     if operand.dtype == format.dtype:
         return True
@@ -116,27 +124,35 @@ def expected_operands(
 ) -> list[fp8.QuantizedTensor]:
     """The operands of a matmul of a layer, quantized by themselves on the CPU."""
     expected = []
-    for name, kept, quantizer in zip(_TENSORS[matmul], _KEPT[matmul], quantizers(recipe, matmul), strict=True):
+    for name, kept, quantizer in zip(
+        _TENSORS[matmul], _KEPT[matmul], quantizers(recipe, matmul), strict=True
+    ):
         x = tensors[name]
         if isinstance(quantizer, Current):
             rule = {
-                field: getattr(quantizer.rule, field) for field in ("power_of_two", "scale_format", "scale_rounding")
+                field: getattr(quantizer.rule, field)
+                for field in ("power_of_two", "scale_format", "scale_rounding")
             }
             granularity = quantizer.granularity.for_matmul(kept, x.ndim)
             expected.append(fp8.quantize(x, quantizer.format, granularity, **rule))
         else:
-            scale = quantizer.scale if isinstance(quantizer, Static) else state.scale["xwg".index(name)]
+            scale = (
+                quantizer.scale if isinstance(quantizer, Static) else state.scale["xwg".index(name)]
+            )
             expected.append(fp8.quantize(x, quantizer.format, scale=scale))
     return expected
 
 
-def differs(operand: np.ndarray, scale: np.ndarray | None, expected: fp8.QuantizedTensor) -> str | None:
+def differs(
+    operand: np.ndarray, scale: np.ndarray | None, expected: fp8.QuantizedTensor
+) -> str | None:
     """How an operand differs from a quantized tensor; None if they agree.
 
     An operand of another shape, a tile in a loop over tiles, is not compared.
     """
     values, dequantized = (
-        np.asarray(v).astype(np.float64) for v in (expected.values, expected.dequantize(jnp.float32))
+        np.asarray(v).astype(np.float64)
+        for v in (expected.values, expected.dequantize(jnp.float32))
     )
     operand = operand.reshape([size for size in operand.shape if size > 1])
     if operand.shape == values.shape[::-1]:
@@ -144,13 +160,15 @@ def differs(operand: np.ndarray, scale: np.ndarray | None, expected: fp8.Quantiz
     if operand.shape != values.shape:
         return None
     if scale is not None and scale.ndim == 0:
-        wanted = [1.0, *np.ravel(expected.scale)[: expected.scale.size == 1]]  # 1: it goes onto the product
+        # 1: it goes onto the product
+        wanted = [1.0, *np.ravel(expected.scale)[: expected.scale.size == 1]]
         if scale not in wanted:
             return f"scale {scale}, none of {wanted}"
     if operand.dtype == expected.values.dtype:
         same = operand.view(np.uint8) == np.asarray(expected.values).view(np.uint8)
         return None if same.all() else f"{(~same).sum()} payloads"
-    # The values themselves, if scales are multiplied onto the product; or bfloat16(value) * bfloat16(scale).
+    # The values themselves, if scales are multiplied onto the product; or bfloat16(value) *
+    # bfloat16(scale).
     wide = operand.astype(np.float64)
     close = 0.0 if expected.power_of_two or expected.scale.size > 1 else 2.0**-7
     if (wide == values).all() or (np.abs(wide - dequantized) <= close * np.abs(dequantized)).all():
@@ -206,7 +224,10 @@ LAYERS = 2
 
 
 def training_step(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
-    """The loss, the parameters after a step of AdamW and the next state: layers in a scan, rematerialized."""
+    """The loss, the parameters after a step of AdamW and the next state.
+
+    Layers in a scan, rematerialized.
+    """
     params = {"up": jnp.stack([w, w[::-1]]), "down": jnp.stack([w.T, w.T[::-1]])}
 
     def block(h: jax.Array, given: Any) -> tuple[jax.Array, None]:
@@ -227,11 +248,17 @@ def training_step(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c:
 
 
 def granularity_of_x(recipe: fp8.Recipe) -> tuple[Any, dict[str, Any]]:
-    """How fprop quantizes x, for `fp8.quantize`; with a scale of its own where the recipe brings one."""
+    """How fprop quantizes x, for `fp8.quantize`.
+
+    With a scale of its own where the recipe brings one.
+    """
     quantizer = recipe.fprop.lhs
     if not isinstance(quantizer, Current):
         return (quantizer.format, fp8.PerTensor()), {}
-    fields = {field: getattr(quantizer.rule, field) for field in ("power_of_two", "scale_format", "scale_rounding")}
+    fields = {
+        field: getattr(quantizer.rule, field)
+        for field in ("power_of_two", "scale_format", "scale_rounding")
+    }
     return (quantizer.format, quantizer.granularity.for_matmul((0,), 2)), fields
 
 
@@ -251,4 +278,7 @@ def quantize_dequantize(recipe: fp8.Recipe, x: jax.Array) -> Any:
 STEPS: dict[str, Callable[..., Any]] = {
     "layer": layer, "training step": training_step, "prologue": prologue, "vmap": vmapped,
 }  # fmt: skip
-CASTS: dict[str, Callable[..., Any]] = {"fake_quantize": fake_quantize, "quantize().dequantize()": quantize_dequantize}
+CASTS: dict[str, Callable[..., Any]] = {
+    "fake_quantize": fake_quantize,
+    "quantize().dequantize()": quantize_dequantize,
+}

@@ -1,6 +1,9 @@
-"""The layers of a Llama-3-70B in plain JAX: fully sharded, tensor and sequence parallel, in an Auto mesh.
+"""The layers of a Llama-3-70B in plain JAX.
 
-`B` sequences, `T` tokens, `D` model, `F` hidden features. Attention is a stand-in without matmuls: on the wire it is silent.
+Fully sharded, tensor and sequence parallel, in an Auto mesh.
+
+`B` sequences, `T` tokens, `D` model, `F` hidden features. Attention is a stand-in without matmuls:
+on the wire it is silent.
 """
 
 import functools
@@ -17,13 +20,16 @@ from jax.sharding import PartitionSpec as P
 from targets import state_of, topology
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import Shard, WireReport
+from jaxfp8.programs import WireReport
+from jaxfp8.sharding import Shard
 
-# Llama 3 (arXiv:2407.21783, table 3): 8 groups of 8 query heads, one key and one value head, of 128 features each.
+# Llama 3 (arXiv:2407.21783, table 3): 8 groups of 8 query heads, one key and one value head, of 128
+# features each.
 D, F, GROUPS, QUERIES, HEAD = 8192, 28672, 8, 8, 128
 LAYERS, TOKENS = 80, 4096
 
-# Weights [in, out] and where they lie: "tensor" splits the columns of the first of a pair and the rows of the second.
+# Weights [in, out] and where they lie: "tensor" splits the columns of the first of a pair and the
+# rows of the second.
 COLUMNS, ROWS = P("fsdp", "tensor"), P("tensor", "fsdp")
 WEIGHTS = {
     "qkv": ((D, GROUPS * (QUERIES + 2) * HEAD), COLUMNS),
@@ -35,11 +41,14 @@ MLP = ("gate_up", "down")
 # Activations [B, T, features] inside a pair and, sequence parallel, between pairs.
 FEATURES, SEQUENCE = P("fsdp", None, "tensor"), P("fsdp", "tensor")
 
-# Results of matmuls are kept, so that only what lies between matmuls is computed again, and no weight gathered a third time.
+# Results of matmuls are kept, so that only what lies between matmuls is computed again, and no
+# weight gathered a third time.
 PRODUCT = "product"
 KEEP_PRODUCTS = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 # And FP8 residuals, so that nothing is cast again.
-KEEP_RESIDUALS = jax.checkpoint_policies.save_from_both_policies(fp8.save_fp8_residuals(), KEEP_PRODUCTS)
+KEEP_RESIDUALS = jax.checkpoint_policies.save_from_both_policies(
+    fp8.save_fp8_residuals(), KEEP_PRODUCTS
+)
 
 RECIPES = {
     "bf16": fp8.recipes.identity(),
@@ -57,7 +66,9 @@ def normalized(h: Any) -> Any:
 
 
 def attention(qkv: Any) -> Any:
-    """[B, T, heads] -> [B, T, query heads], elementwise, each group by itself as attention would."""
+    """[B, T, heads] -> [B, T, query heads], elementwise, each group by itself as attention
+    would.
+    """
     q, k, v = jnp.split(in_groups(qkv), [QUERIES * HEAD, (QUERIES + 1) * HEAD], axis=-1)
     k, v = (jnp.tile(t, QUERIES) for t in (k, v))
     return (jnp.tanh(q * k) * v).reshape(*qkv.shape[:2], -1)
@@ -70,20 +81,30 @@ def gated(gate_up: Any) -> Any:
 
 
 def in_groups(x: Any) -> Any:
-    """[B, T, features] -> [B, T, GROUPS, features of a group]: so lie the columns of fused weights, which "tensor" splits."""
+    """[B, T, features] -> [B, T, GROUPS, features of a group].
+
+    So lie the columns of fused weights, which "tensor" splits.
+    """
     return x.reshape(*x.shape[:2], GROUPS, -1)
 
 
 def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
-    """h [B, T, D] through a layer. Each matmul gathers its weight over "fsdp"; the first of a pair its tokens over "tensor"."""
+    """h [B, T, D] through a layer.
+
+    Each matmul gathers its weight over "fsdp"; the first of a pair its tokens over "tensor".
+    """
 
     def dot(name: str, x: Any) -> Any:
         spec = WEIGHTS[name][1]
         tokens = Shard(1, "tensor") if spec == COLUMNS else None
         weight = Shard(spec.index("fsdp"), "fsdp")
         x = lax.with_sharding_constraint(x, SEQUENCE if spec == COLUMNS else FEATURES)
-        y = fp8.dot(x, weights[name], recipe=recipe, state=state[name], lhs_shard=tokens, rhs_shard=weight)
-        return checkpoint_name(lax.with_sharding_constraint(y, FEATURES if spec == COLUMNS else SEQUENCE), PRODUCT)
+        y = fp8.dot(
+            x, weights[name], recipe=recipe, state=state[name], x_shard=tokens, w_shard=weight
+        )
+        return checkpoint_name(
+            lax.with_sharding_constraint(y, FEATURES if spec == COLUMNS else SEQUENCE), PRODUCT
+        )
 
     if "qkv" in weights:
         h = h + dot("out", attention(dot("qkv", normalized(h))))
@@ -93,7 +114,8 @@ def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
 def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
     """`step(weights, state, h) -> (weights, state, loss)`: one step of SGD.
 
-    `weights` and `state` are stacked, and layers scanned; or lists with an entry for each layer. `remat` is a policy, or None.
+    `weights` and `state` are stacked, and layers scanned; or lists with an entry for each layer.
+    `remat` is a policy, or None.
     """
     one = functools.partial(layer, recipe)
     block = one if remat is None else jax.checkpoint(one, policy=remat)
@@ -117,7 +139,8 @@ def compile_step(
     recipe: fp8.Recipe, fsdp: int, tensor: int, layers: int = LAYERS,
     *, scanned: bool = True, remat: Any = KEEP_RESIDUALS, names: tuple[str, ...] = tuple(WEIGHTS),
 ) -> jax.stages.Compiled:  # fmt: skip
-    """A train step for fsdp x tensor H200, eight a host, with a sequence of TOKENS for each group of tensor devices.
+    """A train step for fsdp x tensor H200, eight a host, with a sequence of TOKENS for each group
+    of tensor devices.
 
     `names`: the weights of a layer; MLP compiles in half the time.
     """
@@ -129,7 +152,8 @@ def compile_step(
 
     def of_layers(*stacked: int) -> tuple[Any, Any]:
         weights = {
-            name: array((*stacked, *WEIGHTS[name][0]), P(*[None] * len(stacked), *WEIGHTS[name][1])) for name in names
+            name: array((*stacked, *WEIGHTS[name][0]), P(*[None] * len(stacked), *WEIGHTS[name][1]))
+            for name in names
         }
         state = jax.tree.map(lambda s: array(s.shape, P(), s.dtype), state_of(recipe, *stacked))
         return weights, dict.fromkeys(names, state)
@@ -145,15 +169,22 @@ def compile_step(
 def shards(fsdp: int, tensor: int) -> list[tuple[int, int]]:
     """What one device holds of each weight of a layer."""
     sizes = {"fsdp": fsdp, "tensor": tensor}
-    return [tuple(n // sizes[axis] for n, axis in zip(shape, spec, strict=True)) for shape, spec in WEIGHTS.values()]
+    return [
+        tuple(n // sizes[axis] for n, axis in zip(shape, spec, strict=True))
+        for shape, spec in WEIGHTS.values()
+    ]
 
 
 def gathers(report: WireReport, fsdp: int, tensor: int) -> dict[str, WireReport]:
-    """The all-gathers of weights, of activations, and of the scales of both, told apart by shape, however transposed."""
+    """The all-gathers of weights, of activations, and of the scales of both, told apart by shape,
+    however transposed.
+    """
     weights = {tuple(sorted(shape)) for shape in shards(fsdp, tensor)}
     activations = {tuple(sorted((TOKENS // tensor, D)))}
     found: dict[str, list[Any]] = {"weights": [], "activations": [], "scales": []}
     for transfer in report.only(kind="all-gather").transfers:
         shape = tuple(sorted(n for n in transfer.shape if n > 1))
-        found["weights" if shape in weights else "activations" if shape in activations else "scales"].append(transfer)
+        found[
+            "weights" if shape in weights else "activations" if shape in activations else "scales"
+        ].append(transfer)
     return {kind: WireReport(tuple(of)) for kind, of in found.items()}

@@ -1,11 +1,24 @@
-"""Reading a compiled program: its kernels, what they read, and which of its two branches is the steady state."""
+"""Reading a compiled program.
+
+Its kernels, what they read, and which of its two branches is the steady state.
+"""
 
 import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+}
 BYTES |= {"f8e8m0fnu": 1, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
@@ -49,8 +62,12 @@ class Instruction(NamedTuple):
 
     @property
     def is_other_matmul(self) -> bool:
-        library = re.search(r'custom_call_target="(__cublas|__onednn\$matmul|__cudnn)', self.attributes)
-        return not self.is_fp8_matmul and (self.op == "dot" or (self.op == "custom-call" and library is not None))
+        library = re.search(
+            r'custom_call_target="(__cublas|__onednn\$matmul|__cudnn)', self.attributes
+        )
+        return not self.is_fp8_matmul and (
+            self.op == "dot" or (self.op == "custom-call" and library is not None)
+        )
 
     @property
     def is_kernel(self) -> bool:
@@ -58,7 +75,10 @@ class Instruction(NamedTuple):
 
 
 class Maximum(NamedTuple):
-    """An all-reduce that takes a maximum: where it stands, which devices it joins, how often it runs."""
+    """An all-reduce that takes a maximum.
+
+    Where it stands, which devices it joins, how often it runs.
+    """
 
     computation: str
     groups: str
@@ -83,17 +103,25 @@ class Program:
         return [i for c in self.computations.values() for i in c.values() if i.op == "conditional"]
 
     def branches(self) -> list[str]:
-        """The computations of the only conditional, by the index that chooses them: [warm, cold] of a training step."""
+        """The computations of the only conditional, by the index that chooses them.
+
+        [warm, cold] of a training step.
+        """
         (conditional,) = self.conditionals()
         if found := re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes):
             return [name.strip(" %") for name in found[1].split(",")]
-        return [re.search(rf"{side}_computation=%?([\w.\-]+)", conditional.attributes)[1] for side in ("false", "true")]
+        return [
+            re.search(rf"{side}_computation=%?([\w.\-]+)", conditional.attributes)[1]
+            for side in ("false", "true")
+        ]
 
     def parts(self) -> list[str]:
         """Each way that the program can run: the branches of its conditional, or all of it."""
         return self.branches() if self.conditionals() else [self.entry]
 
-    def instructions(self, computation: str, *, into_fusions: bool = False) -> Iterator[Instruction]:
+    def instructions(
+        self, computation: str, *, into_fusions: bool = False
+    ) -> Iterator[Instruction]:
         """The instructions of a computation and of the loops and calls in it; a loop body once."""
         for instruction in self.computations[computation].values():
             yield instruction
@@ -128,7 +156,11 @@ class Program:
         """What a fusion does; of a part of its result, all of the fusion."""
         if instruction.op == "get-tuple-element":
             instruction = self.computations[computation][instruction.operands[0]]
-        return [i for called in CALLED.findall(instruction.attributes) for i in self.computations[called].values()]
+        return [
+            i
+            for called in CALLED.findall(instruction.attributes)
+            for i in self.computations[called].values()
+        ]
 
     def maxima(self, computation: str, times: int = 1) -> list["Maximum"]:
         """The all-reduces that take a maximum, those in loops and calls as often as they run."""
@@ -137,10 +169,18 @@ class Program:
             called = CALLED.findall(instruction.attributes)
             if instruction.op in ("all-reduce", "all-reduce-start"):
                 if any(i.op == "maximum" for i in self.computations[called[0]].values()):
-                    found.append(Maximum(computation, GROUPS.search(instruction.attributes)[1], times))
+                    found.append(
+                        Maximum(computation, GROUPS.search(instruction.attributes)[1], times)
+                    )
             elif instruction.op in CONTAINERS:
-                trips = int(TRIP_COUNT.search(instruction.attributes)[1]) if instruction.op == "while" else 1
-                found += [maximum for name in called for maximum in self.maxima(name, times * trips)]
+                trips = (
+                    int(TRIP_COUNT.search(instruction.attributes)[1])
+                    if instruction.op == "while"
+                    else 1
+                )
+                found += [
+                    maximum for name in called for maximum in self.maxima(name, times * trips)
+                ]
         return found
 
     def readers(self, computation: str, type: str) -> list[Instruction]:
@@ -160,7 +200,10 @@ class Program:
         return [i for i in self.computations[computation].values() if i.is_kernel and reads(i)]
 
     def traffic(self, computation: str) -> int:
-        """Bytes that the kernels of a computation read and write, workspaces left out; a loop body once."""
+        """Bytes that the kernels of a computation read and write, workspaces left out.
+
+        A loop body once.
+        """
         total = 0
         for name, instructions in self._reached(computation).items():
             for kernel in instructions.values():
@@ -193,7 +236,11 @@ def _instruction(line: str) -> Instruction:
     type, rest = rest[:end], rest[end:].strip()
     op = re.match(r"[\w\-]+", rest)[0]
     end = _closing(rest, len(op))
-    operands = tuple(a.strip().split(" ")[-1].lstrip("%") for a in rest[len(op) + 1 : end - 1].split(",") if a.strip())
+    operands = tuple(
+        a.strip().split(" ")[-1].lstrip("%")
+        for a in rest[len(op) + 1 : end - 1].split(",")
+        if a.strip()
+    )
     return Instruction(name.lstrip("%"), type, op, operands, rest[end:])
 
 

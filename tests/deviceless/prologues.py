@@ -1,4 +1,7 @@
-"""A training step of one layer behind SwiGLU or RMSNorm, compiled for an H200 in three ways: what benchmarks and tests read."""
+"""A training step of one layer behind SwiGLU or RMSNorm, compiled for an H200 in three ways.
+
+What benchmarks and tests read.
+"""
 
 from typing import Any
 
@@ -26,7 +29,9 @@ def shapes_of(name: str, m: int, k: int) -> tuple[tuple[int, ...], ...]:
     return ((m, k), (m, k)) if name == "swiglu" else ((m, k), (k,))
 
 
-def trained(recipe: fp8.Recipe, name: str, casts: str, *, fused: bool, sizes: tuple[int, int, int]) -> Program:
+def trained(
+    recipe: fp8.Recipe, name: str, casts: str, *, fused: bool, sizes: tuple[int, int, int]
+) -> Program:
     """The step for x [M, K] @ w [K, N]; its gradient depends on its result, as in a model."""
     (m, k, n), prologue = sizes, PROLOGUES[name]
 
@@ -34,14 +39,25 @@ def trained(recipe: fp8.Recipe, name: str, casts: str, *, fused: bool, sizes: tu
         def loss(params: Any, state: Any) -> Any:
             lhs, w = params
             h, how = (lhs, {"prologue": prologue}) if fused else (prologue(*lhs), {})
-            y = fp8.dot(h, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts), **how)
+            y = fp8.dot(
+                h,
+                w,
+                recipe=recipe,
+                state=state,
+                implementation=fp8.Implementations(casts=casts),
+                **how,
+            )
             return jnp.sum((y * c).astype(jnp.float32) ** 2)
 
         return fp8.value_and_grad(loss)(params, state)
 
     mesh = Mesh(np.array(topology("h200").devices), ("a",), axis_types=(AxisType.Auto,))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-    arguments = ((tuple(array(*s) for s in shapes_of(name, m, k)), array(k, n)), array(m, n), fp8.init_state(recipe))
+    arguments = (
+        (tuple(array(*s) for s in shapes_of(name, m, k)), array(k, n)),
+        array(m, n),
+        fp8.init_state(recipe),
+    )
     with jax.set_mesh(mesh):
         run = jax.jit(step, compiler_options=fp8.compiler_options(recipe, "h200"))
         return Program(run.lower(*jax.tree.map(place, arguments)).compile().as_text())

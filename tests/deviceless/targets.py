@@ -1,8 +1,8 @@
 """Compiling for a GPU that is not there: XLA needs its description, not the device.
 
 `<chip>.txtpb` beside this file describes a chip. The CUDA wheels have to be installed, and
-JAX_SKIP_CUDA_CONSTRAINTS_CHECK set before jax is imported (tests/conftest.py); no driver is needed. Nothing runs; the
-compiled program is read.
+JAX_SKIP_CUDA_CONSTRAINTS_CHECK set before jax is imported (tests/conftest.py); no driver is needed.
+Nothing runs; the compiled program is read.
 """
 
 import functools
@@ -22,31 +22,48 @@ import jaxfp8 as fp8
 def topology(chip: str, shape: str = "1x1x1") -> Any:
     """Devices of a chip; `shape` is partitions x hosts x devices per host."""
     target = Path(__file__).with_name(f"{chip}.txtpb").read_text()
-    return topologies.get_topology_desc(f"{chip} {shape}", "cuda", topology=shape, target_config=target)
+    return topologies.get_topology_desc(
+        f"{chip} {shape}", "cuda", topology=shape, target_config=target
+    )
 
 
 def compile_for(
-    chip: str, function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any] | None = None
+    chip: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """`function`, compiled for one device of that chip. `arguments`: trees of anything with a shape and a dtype."""
+    """`function`, compiled for one device of that chip.
+
+    `arguments`: trees of anything with a shape and a dtype.
+    """
     sharding = jax.sharding.SingleDeviceSharding(topology(chip).devices[0])
 
     def on_device(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.jit(function).lower(*jax.tree.map(on_device, arguments)).compile(compiler_options=dict(options or {}))
+    return (
+        jax.jit(function)
+        .lower(*jax.tree.map(on_device, arguments))
+        .compile(compiler_options=dict(options or {}))
+    )
 
 
 def program_for(
-    chip: str, function: Callable[..., Any], *arguments: Any, options: Mapping[str, Any] | None = None
+    chip: str,
+    function: Callable[..., Any],
+    *arguments: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Program:
     return Program(compile_for(chip, function, *arguments, options=options).as_text())
 
 
 def dense_step(recipe: fp8.Recipe, dot: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Forward and backward of one dense layer, `step(x, w, c, state)`, with c the gradient of its output.
+    """Forward and backward of one dense layer, `step(x, w, c, state)`, with c the gradient of its
+    output.
 
-    `dot(x, w, state)` is the matmul; c and not a constant, so that its amax is that of a tensor with a name.
+    `dot(x, w, state)` is the matmul; c and not a constant, so that its amax is that of a tensor
+    with a name.
     """
     dot = dot or functools.partial(_dot, recipe)
 
@@ -70,4 +87,6 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 def state_of(recipe: fp8.Recipe, *stacked: int) -> Any:
     """The types of a matmul's state, stacked along leading axes."""
     state = jax.eval_shape(lambda: fp8.init_state(recipe))
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*stacked, *leaf.shape), leaf.dtype), state)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((*stacked, *leaf.shape), leaf.dtype), state
+    )

@@ -1,8 +1,11 @@
-"""Recipes of tiles, compiled: on Blackwell three block-scaled matmuls, on Hopper three in bfloat16, no wide temporary.
+"""Recipes of tiles, compiled.
 
-Hopper's tensor cores apply no scales of tiles, and XLA makes of its block-scaled operation a loop of scalar code there (jax
-0.12) or a bfloat16 matmul. So it is asked for only where a recipe names a Blackwell chip. Tiles are
-multiplied there by XLA's bfloat16 matmul, exactly, at the speed of bfloat16; Hopper's own kernel is taken only by name.
+On Blackwell three block-scaled matmuls, on Hopper three in bfloat16, no wide temporary.
+
+Hopper's tensor cores apply no scales of tiles, and XLA makes of its block-scaled operation a loop
+of scalar code there (jax 0.12) or a bfloat16 matmul. So it is asked for only where a recipe names a
+Blackwell chip. Tiles are multiplied there by XLA's bfloat16 matmul, exactly, at the speed of
+bfloat16; Hopper's own kernel is taken only by name.
 """
 
 import functools
@@ -35,9 +38,9 @@ def check(compiled, expected=3):
     """So many block-scaled matmuls, and no other."""
     fp8.assert_fp8_gemms(compiled, expected)
     program = Program(compiled.as_text())
-    assert [i.is_fp8_matmul for i in program.kernels(program.entry) if BLOCK_SCALED in i.attributes] == [
-        True
-    ] * expected
+    assert [
+        i.is_fp8_matmul for i in program.kernels(program.entry) if BLOCK_SCALED in i.attributes
+    ] == [True] * expected
     assert not program.other_matmuls(program.entry)
     assert "__op$block_scaled_dot" not in compiled.as_text()
     return program
@@ -69,26 +72,35 @@ def test_a_layer_on_blackwell(name, shapes):
 
 
 @on_b200
-@pytest.mark.parametrize("axes", [(0, 0, 0, None), (0, None, 0, None)], ids=["experts", "shared weights"])
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0, None), (0, None, 0, None)], ids=["experts", "shared weights"]
+)
 def test_vmap(name, axes):
-    step, x, w, g, state = layer(RECIPES[name](chip="b200"), x=(4, 256, 512), w=(4, 512, 256), g=(4, 256, 256))
+    step, x, w, g, state = layer(
+        RECIPES[name](chip="b200"), x=(4, 256, 512), w=(4, 512, 256), g=(4, 256, 256)
+    )
     w = w if axes[1] == 0 else array(512, 256)
     check(compile_for("b200", jax.vmap(step, in_axes=axes), x, w, g, state))
 
 
 def in_scan(recipe, x, weights, state):
-    return jax.lax.scan(lambda h, w: (fp8.dot(h, w, recipe=recipe, state=state), None), x, weights)[0]
+    return jax.lax.scan(lambda h, w: (fp8.dot(h, w, recipe=recipe, state=state), None), x, weights)[
+        0
+    ]
 
 
 def in_remat(recipe, x, w, state):
     block = jax.checkpoint(
-        lambda x, w: fp8.dot(jnp.tanh(x), w, recipe=recipe, state=state), policy=fp8.save_fp8_residuals()
+        lambda x, w: fp8.dot(jnp.tanh(x), w, recipe=recipe, state=state),
+        policy=fp8.save_fp8_residuals(),
     )
     return block(x, w)
 
 
 @on_b200
-@pytest.mark.parametrize(("dot", "leading"), [(in_scan, (3,)), (in_remat, ())], ids=["scan", "remat"])
+@pytest.mark.parametrize(
+    ("dot", "leading"), [(in_scan, (3,)), (in_remat, ())], ids=["scan", "remat"]
+)
 def test_scan_and_remat(name, dot, leading):
     # A scan has a body for each pass: one matmul in the forward, two in the backward one.
     recipe = RECIPES[name](chip="b200")
@@ -101,7 +113,12 @@ LAYOUTS = {
     "data": ((("data", "model"), None), (None, None), (("data", "model"), None), 0),
     "data and tensor": (("data", None), (None, "model"), ("data", "model"), 0),
     "tensor, contracted": (("data", "model"), ("model", None), ("data", None), 0),
-    "fully sharded": ((("data", "model"), None), (("data", "model"), None), (("data", "model"), None), 1),
+    "fully sharded": (
+        (("data", "model"), None),
+        (("data", "model"), None),
+        (("data", "model"), None),
+        1,
+    ),
 }
 
 
@@ -114,7 +131,9 @@ def compile_on(mesh, recipe, layout, shapes=((1024, 512), (512, 256), (1024, 256
     def on_mesh(shape, spec, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    tensors = [on_mesh(shape, spec) for shape, spec in zip(shapes, LAYOUTS[layout][:3], strict=True)]
+    tensors = [
+        on_mesh(shape, spec) for shape, spec in zip(shapes, LAYOUTS[layout][:3], strict=True)
+    ]
     state = jax.tree.map(lambda s: on_mesh(s.shape, (None,) * s.ndim, s.dtype), state_of(recipe))
     with jax.set_mesh(mesh):
         return jax.jit(dense_step(recipe)).lower(*tensors, state).compile()
@@ -124,7 +143,9 @@ def compile_on(mesh, recipe, layout, shapes=((1024, 512), (512, 256), (1024, 256
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_auto_mesh(name, layout):
     program = check(compile_on(mesh(AxisType.Auto), RECIPES[name](chip="b200"), layout))
-    gathers = [i for i in program.kernels(program.entry) if i.op in ("all-gather", "all-gather-start")]
+    gathers = [
+        i for i in program.kernels(program.entry) if i.op in ("all-gather", "all-gather-start")
+    ]
     operands = [
         dtype
         for i in gathers
@@ -140,13 +161,19 @@ def test_tiles_are_not_split_between_devices(name):
     # Eight devices hold 12 values of w's K each, less than a tile: they are put together again.
     program = check(
         compile_on(
-            mesh(AxisType.Auto), RECIPES[name](chip="b200"), "fully sharded", ((1024, 96), (96, 256), (1024, 256))
+            mesh(AxisType.Auto),
+            RECIPES[name](chip="b200"),
+            "fully sharded",
+            ((1024, 96), (96, 256), (1024, 256)),
         )
     )
     for call in program.fp8_matmuls(program.entry):
         (computation,) = [c for c in program.computations.values() if c.get(call.name) is call]
         (lhs, lhs_scale), (rhs, rhs_scale) = (
-            [[int(n) for n in SHAPE.findall(computation[call.operands[i]].type)[0][1].split(",")] for i in pair]
+            [
+                [int(n) for n in SHAPE.findall(computation[call.operands[i]].type)[0][1].split(",")]
+                for i in pair
+            ]
             for pair in ((0, 2), (1, 3))
         )
         # Whole tiles, and a scale for each; the call wants scales in fours.
@@ -174,7 +201,11 @@ def test_shard_map(name, check_vma):
         return value, dx, dw if check_vma else jax.lax.psum(dw, ("data", "model"))
 
     step = jax.shard_map(
-        local, mesh=devices, in_specs=(rows, P(), rows, P()), out_specs=(P(), rows, P()), check_vma=check_vma
+        local,
+        mesh=devices,
+        in_specs=(rows, P(), rows, P()),
+        out_specs=(P(), rows, P()),
+        check_vma=check_vma,
     )
     tensors = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(devices, spec))
@@ -200,19 +231,24 @@ def test_no_float32_copy_of_an_operand(name, chip):
 
 @on_b200
 def test_traffic_on_blackwell(name):
-    # Of an operand in bfloat16 (2 bytes a value): two reads for amaxes and two for casts, fewer where one kernel does both;
-    # of each FP8 copy one write, a transposition (2) at most, and one read.
+    # Of an operand in bfloat16 (2 bytes a value): two reads for amaxes and two for casts, fewer
+    # where one kernel does both; of each FP8 copy one write, a transposition (2) at most, and one
+    # read.
     program = Program(trained(name, "b200", M, K, N).as_text())
     operands, results = M * K + K * N + M * N, M * N + M * K + K * N
-    most = (4 * 2 + 2 * (1 + 2 + 1)) * operands + 2 * results + 2 * M * N  # and y once more, for the loss
+    # and y once more, for the loss
+    most = (4 * 2 + 2 * (1 + 2 + 1)) * operands + 2 * results + 2 * M * N
     assert program.traffic(program.entry) <= most
 
 
 @pytest.mark.parametrize("chip", ["h200", "b200"])
 @on_b200
 def test_memory_does_not_grow_with_the_number_of_tiles(name, chip):
-    # Beyond what holds the longer operands: two copies in FP8, and where there is no block-scaled matmul one in bfloat16.
-    short, long = (trained(name, chip, M, k, N).memory_analysis().temp_size_in_bytes for k in (K, 4 * K))
+    # Beyond what holds the longer operands: two copies in FP8, and where there is no block-scaled
+    # matmul one in bfloat16.
+    short, long = (
+        trained(name, chip, M, k, N).memory_analysis().temp_size_in_bytes for k in (K, 4 * K)
+    )
     copies = {"b200": 2, "h200": 2 + 2}[chip]
     assert long - short <= copies * 3 * (M * K + K * N)
 

@@ -1,4 +1,7 @@
-"""The gradient of a bias, compiled for an H200: what casts the product's gradient sums it, which XLA reads once more for."""
+"""The gradient of a bias, compiled for an H200.
+
+What casts the product's gradient sums it, which XLA reads once more for.
+"""
 
 import inspect
 import os
@@ -8,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import cast_in
+from casts import known as known_scales
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,12 +22,13 @@ from targets import array, topology
 import jaxfp8 as fp8
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
-from jaxfp8.numerics._scale_rule import ScaleRule
-from jaxfp8.sharding import wire_report
+from jaxfp8.programs import wire_report
 
 pytestmark = [
     pytest.mark.deviceless,
-    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+    ),
 ]
 
 M, K, N = 2048, 512, 1024
@@ -41,9 +47,17 @@ def step(recipe, casts, bias):
         def loss(params, state):
             x, w, b = params
             kernels = fp8.Implementations(casts=casts)
-            y = fp8.dot(x, w, recipe=recipe, state=state, implementation=kernels, bias=b if bias == "inside" else None)
+            y = fp8.dot(
+                x,
+                w,
+                recipe=recipe,
+                state=state,
+                implementation=kernels,
+                bias=b if bias == "inside" else None,
+            )
             y = y + b[None] if bias == "beside" else y
-            return jnp.sum((y * c).astype(jnp.float32) ** 2)  # its gradient depends on its result, as in a model
+            # its gradient depends on its result, as in a model
+            return jnp.sum((y * c).astype(jnp.float32) ** 2)
 
         return fp8.value_and_grad(loss)(params, state)
 
@@ -51,11 +65,15 @@ def step(recipe, casts, bias):
 
 
 def compiled(recipe, casts, bias, mesh, spec=None):
-    place = lambda x, spec=None: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec or P()))
+    place = lambda x, spec=None: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, spec or P())
+    )
     params = place(array(M, K), spec), place(array(K, N)), place(array(N))
     state = jax.tree.map(place, fp8.init_state(recipe))
     with jax.set_mesh(mesh):
-        run = jax.jit(step(recipe, casts, bias), compiler_options=fp8.compiler_options(recipe, "h200"))
+        run = jax.jit(
+            step(recipe, casts, bias), compiler_options=fp8.compiler_options(recipe, "h200")
+        )
         return run.lower(params, place(array(M, N), spec), state).compile()
 
 
@@ -75,34 +93,48 @@ def moved(recipe, casts, bias):
     ids=lambda recipe: recipe.name,
 )
 def test_bytes_of_a_training_step(recipe):
-    """Beside the matmul its gradient is read once more. Inside, a float32 for 128 (32) of a column is written and read."""
-    none, beside, inside = (moved(recipe, "mosaic", bias) / (2 * M * N) for bias in (None, "beside", "inside"))
+    """Beside the matmul its gradient is read once more.
+
+    Inside, a float32 for 128 (32) of a column is written and read.
+    """
+    none, beside, inside = (
+        moved(recipe, "mosaic", bias) / (2 * M * N) for bias in (None, "beside", "inside")
+    )
     assert beside - none == pytest.approx(1, abs=0.02)
     assert inside - none == pytest.approx(4 / (recipe.tile or 128), abs=0.02)
 
 
-TILES = {"128": ((1, 128), (128, 1)), "32": ((1, 32), (32, 1)), "rows alone": ((1, 128),), "squares": ((128, 128),)}
+TILES = {
+    "128": ((1, 128), (128, 1)),
+    "32": ((1, 32), (32, 1)),
+    "rows alone": ((1, 128),),
+    "squares": ((128, 128),),
+}
 
 
 def tiles(x, name):
     granularities = tuple(map(fp8.PerBlock, TILES[name]))
-    return quantize(x, fp8.E4M3, granularities, ScaleRule(), column_sums=True, implementation="mosaic")
+    cast = cast_in(fp8.E4M3, *granularities, column_sums=True, implementation="mosaic")
+    return quantize(x, cast)
 
 
 def known(x):
-    one = (jnp.float32(3.0),) * 2
-    return cast_copies(
-        x, one, fp8.E5M2, (fp8.PerTensor(),) * 2,
-        scales=one, transposed=(False, True), column_sums=True, implementation="mosaic",
-    )  # fmt: skip
+    cast = cast_in(
+        fp8.E5M2,
+        *[fp8.PerTensor()] * 2,
+        transposed=(False, True),
+        column_sums=True,
+        implementation="mosaic",
+    )
+    return cast_copies(x, cast, known_scales(*[jnp.float32(3.0)] * 2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("name", [*TILES, "known"])
 def test_one_read_and_no_spills(name, dtype, tmp_path):
     def run(x):
-        copies, met = known(x) if name == "known" else tiles(x, name)
-        return copies, met.column_sums
+        copies, extras = known(x) if name == "known" else tiles(x, name)
+        return copies, extras.column_sums
 
     mesh = devices()
     x = jax.ShapeDtypeStruct((640, 384), dtype, sharding=NamedSharding(mesh, P()))
@@ -117,15 +149,19 @@ def test_one_read_and_no_spills(name, dtype, tmp_path):
     text = code.read_text()
     assert len(BRINGS_A_TILE.findall(text)) == 1
     assert text.count("ld.global") == (2 if name == "known" else 0)  # multipliers
-    assert len(re.findall(r"add\.f32", text)) >= 127  # 128 values a thread of a tile, in 2 or more parts
+    # 128 values a thread of a tile, in 2 or more parts
+    assert len(re.findall(r"add\.f32", text)) >= 127
 
 
-@pytest.mark.parametrize("recipe", [fp8.recipes.delayed(), fp8.recipes.blockwise()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [fp8.recipes.delayed(), fp8.recipes.blockwise()], ids=lambda recipe: recipe.name
+)
 def test_only_sums_travel(recipe):
     """Of tokens on eight devices: no more than without a bias, and the sums of its gradient."""
     mesh = devices("1x1x8")
     with_bias, without = (
-        wire_report(compiled(recipe, "mosaic", bias, mesh, P("a"))).transfers for bias in ("inside", None)
+        wire_report(compiled(recipe, "mosaic", bias, mesh, P("a"))).transfers
+        for bias in ("inside", None)
     )
     more = sum(t.bytes for t in with_bias) - sum(t.bytes for t in without)
     assert {t.kind for t in with_bias} == {t.kind for t in without} == {"all-reduce"}

@@ -1,4 +1,7 @@
-"""A layer whose casts are kernels, compiled for an H200: each tensor is cast once, and XLA transposes nothing."""
+"""A layer whose casts are kernels, compiled for an H200.
+
+Each tensor is cast once, and XLA transposes nothing.
+"""
 
 import inspect
 import re
@@ -16,7 +19,9 @@ import jaxfp8 as fp8
 
 pytestmark = [
     pytest.mark.deviceless,
-    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+    ),
 ]
 
 TOKENS, D, F = 1024, 512, 2048
@@ -27,13 +32,19 @@ def program(recipe, casts):
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
 
     def dot(x, w, state):
-        return fp8.dot(x, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts))
+        return fp8.dot(
+            x, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts)
+        )
 
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((TOKENS, D), (D, F), (TOKENS, F))]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((TOKENS, D), (D, F), (TOKENS, F))
+    ]
     state = fp8.init_state(recipe)
     with jax.set_mesh(mesh):
-        step = jax.jit(dense_step(recipe, dot), compiler_options=fp8.compiler_options(recipe, "h200"))
+        step = jax.jit(
+            dense_step(recipe, dot), compiler_options=fp8.compiler_options(recipe, "h200")
+        )
         return step.lower(*jax.tree.map(place, (*arrays, state))).compile().as_text()
 
 
@@ -49,7 +60,9 @@ def big_fp8_transposes(text):
 
 
 @pytest.mark.parametrize(
-    "recipe", [fp8.recipes.current(), fp8.recipes.rowwise(), fp8.recipes.delayed()], ids=lambda recipe: recipe.name
+    "recipe",
+    [fp8.recipes.current(), fp8.recipes.rowwise(), fp8.recipes.delayed()],
+    ids=lambda recipe: recipe.name,
 )
 def test_copies_lie_as_their_matmuls_read_them(recipe):
     assert big_fp8_transposes(program(recipe, "xla"))  # what the kernels save

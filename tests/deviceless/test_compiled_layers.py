@@ -38,12 +38,16 @@ def test_linen(layer):
     def step(params, state, x, c):
         def loss(params, state, x, c):
             return jnp.sum(
-                (layer.apply({"params": params["layer"], collection: state}, params["x"]) * c).astype(jnp.float32)
+                (
+                    layer.apply({"params": params["layer"], collection: state}, params["x"]) * c
+                ).astype(jnp.float32)
             )
 
         return fp8.value_and_grad(loss)({"layer": params, "x": x}, state, x, c)
 
-    check(compile_for("h200", step, variables["params"], variables[collection], X, C, options=OPTIONS))
+    check(
+        compile_for("h200", step, variables["params"], variables[collection], X, C, options=OPTIONS)
+    )
 
 
 def test_nnx():

@@ -1,4 +1,7 @@
-"""Hopper's block-scaled matmul, compiled for an H200 that is not there: FP8 tensor cores, nothing spilled or in bfloat16."""
+"""Hopper's block-scaled matmul, compiled for an H200 that is not there.
+
+FP8 tensor cores, nothing spilled or in bfloat16.
+"""
 
 import dataclasses
 import functools
@@ -20,12 +23,14 @@ from program import Program
 from targets import array, dense_step, topology
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
 
 pytestmark = [
     pytest.mark.deviceless,
-    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+    ),
 ]
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -44,10 +49,23 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
 
     A kernel that this process compiled before is not dumped: k is its own.
     """
-    from jaxfp8.kernels.scaled_matmul._mosaic_kernel import kernel
+    from jaxfp8.kernels.scaled_matmul.hopper._kernel import kernel
+    from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
 
     dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
-    call = kernel(2, 512, 512, k, dtypes, out_dtype, tiling, scaling, add_to)
+    call = kernel(
+        Matmul(
+            batch=2,
+            m=512,
+            n=512,
+            k=k,
+            formats=dtypes,
+            out_dtype=out_dtype,
+            tiling=tiling,
+            scaling=scaling,
+            add_to=add_to,
+        )
+    )
     lhs, rhs = (array(2, 512, k, dtype=dtype) for dtype in dtypes)
     cells = 1 if scaling.at_end else k // scaling.tile
     across = ((4, cells) if scaling.tile == T else (k // T, 64)) if scaling.square else (cells, 512)
@@ -59,7 +77,9 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
             program = compile_on_h200(call, lhs, rhs, *scales)
         else:
             donated = {"donate_argnums": 4} if add_to == out_dtype else {}
-            program = compile_on_h200(call, lhs, rhs, *scales, array(2, 512, 512, dtype=add_to), **donated)
+            program = compile_on_h200(
+                call, lhs, rhs, *scales, array(2, 512, 512, dtype=add_to), **donated
+            )
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
     (log,), (code,) = Path(folder).glob("*.ptxas"), Path(folder).glob("*.ptx")
@@ -70,17 +90,35 @@ PLAIN, MIXED, TURNED = (fp8.E4M3, fp8.E4M3), (fp8.E4M3, fp8.E5M2), (fp8.E5M2, fp
 SQUARE, COLUMNS = Scaling(square=True), Scaling()
 PRECISE, FAST = Scaling(at_end=True), Scaling(at_end=True, fast=True)
 OF_32, SQUARE_OF_32 = Scaling(tile=32), Scaling(tile=32, square=True)
-BYTES, SQUARE_BYTES = (dataclasses.replace(scaling, in_bytes=(True, False)) for scaling in (OF_32, SQUARE_OF_32))
+BYTES, SQUARE_BYTES = (
+    dataclasses.replace(scaling, in_bytes=(True, False)) for scaling in (OF_32, SQUARE_OF_32)
+)
 PROMOTED = [name for name in CHOICES if name != "wide"]
 CASES = [
-    *((name, PLAIN, out, scaling) for name in PROMOTED for out in (BF16, F32) for scaling in (SQUARE, COLUMNS)),
-    *(("large", formats, BF16, scaling) for formats in (MIXED, TURNED) for scaling in (SQUARE, COLUMNS)),
+    *(
+        (name, PLAIN, out, scaling)
+        for name in PROMOTED
+        for out in (BF16, F32)
+        for scaling in (SQUARE, COLUMNS)
+    ),
+    *(
+        ("large", formats, BF16, scaling)
+        for formats in (MIXED, TURNED)
+        for scaling in (SQUARE, COLUMNS)
+    ),
     *((name, PLAIN, BF16, PRECISE) for name in PROMOTED),
     *((name, PLAIN, BF16, FAST) for name in CHOICES),
     *((name, PLAIN, BF16, scaling) for name in PROMOTED for scaling in (OF_32, SQUARE_BYTES)),
-    *((name, PLAIN, BF16, dataclasses.replace(OF_32, in_bytes=(True, True))) for name in ("decode", "few")),
+    *(
+        (name, PLAIN, BF16, dataclasses.replace(OF_32, in_bytes=(True, True)))
+        for name in ("decode", "few")
+    ),
     *((name, PLAIN, BF16, BYTES) for name in ("small", "large")),
-    *((name, MIXED, F32, scaling) for name in ("small", "large") for scaling in (OF_32, SQUARE_OF_32)),
+    *(
+        (name, MIXED, F32, scaling)
+        for name in ("small", "large")
+        for scaling in (OF_32, SQUARE_OF_32)
+    ),
     *(("large", MIXED, F32, PRECISE), ("large", TURNED, F32, FAST), ("wide", MIXED, F32, FAST)),
 ]
 
@@ -90,11 +128,15 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     name, formats, out_dtype, scaling = CASES[index]
     tiling = CHOICES[name]
     log, code, _ = compiled_code(tmp_path, tiling, formats, out_dtype, scaling, T * (8 + index))
-    assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
+    assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {
+        ("0", "0")
+    }, log
     assert "serialized" not in log  # what ptxas says where it waits for each wgmma
     (used,) = {int(registers) for registers in re.findall(r"Used (\d+) registers", log)}
     # Of the products of tiles of 32 several may be on their way.
-    assert used <= (tiling.registers(scaling=scaling, itemsize=out_dtype.itemsize) if scaling.tile == T else 168)
+    assert used <= (
+        tiling.registers(scaling=scaling, itemsize=out_dtype.itemsize) if scaling.tile == T else 168
+    )
     # 128 of K are four wgmma of 32, in the formats of the operands and no other.
     kinds = "".join(f".{format.name.lower()}" for format in formats)
     wanted = f"wgmma.mma_async.sync.aligned.m64n{tiling.columns}k32.f32{kinds}"
@@ -114,7 +156,8 @@ def test_spills_nothing_and_multiplies_in_fp8(index, tmp_path):
     assert ".ftz" not in code  # the smallest scale in bytes is a subnormal number
 
 
-# Instructions of a thread for 128 of K, in a tile of 128 x 128 for two warpgroups: the table of `_mosaic_scaling.py`.
+# Instructions of a thread for 128 of K, in a tile of 128 x 128 for two warpgroups: the table of
+# `scaled_matmul/hopper/_scaling.py`.
 COUNTS = {
     "1x128 @ 128x128": (SQUARE, {"FFMA": 64, "FMUL": 2, "FMNMX": 2, "LDS": 2}),
     "1x128 @ 1x128": (COLUMNS, {"FFMA": 64, "FMUL": 64, "FMNMX": 64, "LDS": 18}),
@@ -128,9 +171,13 @@ COUNTS = {
 def test_the_machine_code_is_that_of_fp8_tensor_cores(name, tmp_path):
     triton = pytest.importorskip("triton", reason="which brings a disassembler")
     scaling, counts = COUNTS[name]
-    _, code, _ = compiled_code(tmp_path, CHOICES["large"], PLAIN, BF16, scaling, T * (60 + [*COUNTS].index(name)))
+    _, code, _ = compiled_code(
+        tmp_path, CHOICES["large"], PLAIN, BF16, scaling, T * (60 + [*COUNTS].index(name))
+    )
     (tmp_path / "kernel.ptx").write_text(code)
-    run = functools.partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=True)
+    run = functools.partial(
+        subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     run(["ptxas", "-arch=sm_90a", "-O3", "kernel.ptx", "-o", "kernel.cubin"])
     disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     listing = run([disassembler, "-c", "kernel.cubin"]).stdout
@@ -144,9 +191,15 @@ def test_the_machine_code_is_that_of_fp8_tensor_cores(name, tmp_path):
 
 # C's dtype; where it is that of the result, the result is written over it.
 ADDED = [
-    ("decode", BF16, BF16, COLUMNS), ("small", F32, F32, PRECISE), ("large", F32, F32, COLUMNS), ("large", BF16, BF16, FAST),
-    ("large", BF16, F32, SQUARE), ("large", F32, BF16, PRECISE), ("large", F32, F32, SQUARE_OF_32), ("large", BF16, F32, OF_32),
-]  # fmt: skip
+    ("decode", BF16, BF16, COLUMNS),
+    ("small", F32, F32, PRECISE),
+    ("large", F32, F32, COLUMNS),
+    ("large", BF16, BF16, FAST),
+    ("large", BF16, F32, SQUARE),
+    ("large", F32, BF16, PRECISE),
+    ("large", F32, F32, SQUARE_OF_32),
+    ("large", BF16, F32, OF_32),
+]
 
 
 @pytest.mark.parametrize("index", range(len(ADDED)))
@@ -155,7 +208,9 @@ def test_adds_without_spilling_and_in_place(index, tmp_path):
     log, _, program = compiled_code(
         tmp_path, CHOICES[name], PLAIN, out_dtype, scaling, T * (8 + len(CASES) + index), add_to
     )
-    assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {("0", "0")}, log
+    assert set(re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)) == {
+        ("0", "0")
+    }, log
     assert " copy(" not in program
     assert ("output_to_operand_aliasing" in program) == (add_to == out_dtype)
 
@@ -166,9 +221,16 @@ def test_xla_adds_in_cublas():
     def add(lhs, rhs, c):
         return fp8.scaled_matmul(lhs, rhs, add_to=c)
 
-    operands = (jax.eval_shape(lambda x: fp8.quantize(x, fp8.E4M3), array(512, 512)) for _ in range(2))
-    options = {"compiler_options": fp8.compiler_options(fp8.recipes.current(), "h200"), "donate_argnums": 2}
-    program = Program(compile_on_h200(add, *operands, array(512, 512, dtype=F32), **options).as_text())
+    operands = (
+        jax.eval_shape(lambda x: fp8.quantize(x, fp8.E4M3), array(512, 512)) for _ in range(2)
+    )
+    options = {
+        "compiler_options": fp8.compiler_options(fp8.recipes.current(), "h200"),
+        "donate_argnums": 2,
+    }
+    program = Program(
+        compile_on_h200(add, *operands, array(512, 512, dtype=F32), **options).as_text()
+    )
     (kernel,) = [kernel for kernel in program.kernels(program.entry) if "s8[" in kernel.type]
     assert kernel.is_fp8_matmul
     assert '"beta":1' in kernel.attributes
@@ -190,7 +252,10 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_multiplies_nothing_in_bfloat16(name):
-    """Three matmuls and the casts of x, w and the gradient, each tensor cast once; XLA turns no FP8 values."""
+    """Three matmuls and the casts of x, w and the gradient, each tensor cast once.
+
+    XLA turns no FP8 values.
+    """
     m, k, n = 1024, 512, 768
     recipe = RECIPES[name]()
     compiled = compile_on_h200(layer(recipe), array(m, k), array(k, n), array(m, n), ())

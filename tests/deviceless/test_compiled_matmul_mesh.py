@@ -1,4 +1,7 @@
-"""Hopper's scaled matmul on eight H200 that are not there: each multiplies its own part, and no operand is gathered."""
+"""Hopper's scaled matmul on eight H200 that are not there.
+
+Each multiplies its own part, and no operand is gathered.
+"""
 
 import functools
 import inspect
@@ -13,11 +16,13 @@ from jax.sharding import PartitionSpec as P
 from targets import topology
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import wire_report
+from jaxfp8.programs import wire_report
 
 pytestmark = [
     pytest.mark.deviceless,
-    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+    ),
 ]
 
 M, K, N = 4096, 2048, 1024
@@ -53,36 +58,57 @@ def kernels(program):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh_is_set"), [("auto", True), ("auto", False), ("explicit", True), ("explicit", False)]
+    ("kind", "mesh_is_set"),
+    [("auto", True), ("auto", False), ("explicit", True), ("explicit", False)],
 )
 @pytest.mark.parametrize(
-    "recipe", [fp8.recipes.blockwise(), fp8.recipes.rowwise(), fp8.recipes.mxfp8()], ids=lambda recipe: recipe.name
+    "recipe",
+    [fp8.recipes.blockwise(), fp8.recipes.rowwise(), fp8.recipes.mxfp8()],
+    ids=lambda recipe: recipe.name,
 )
 def test_a_layer_split_by_tokens_and_features(recipe, kind, mesh_is_set):
-    """x by tokens, w by columns: of the forward pass nothing goes over the wire but amaxes of columns."""
+    """x by tokens, w by columns.
+
+    Of the forward pass nothing goes over the wire but amaxes of columns.
+    """
     mesh = mesh_of(kind)
     x, w = placed(mesh, (M, K), "data"), placed(mesh, (K, N), None, "tensor")
-    program = compiled(lambda x, w: fp8.dot(x, w, recipe=recipe, implementation=KERNELS), x, w, mesh_is_set=mesh_is_set)
+    program = compiled(
+        lambda x, w: fp8.dot(x, w, recipe=recipe, implementation=KERNELS),
+        x,
+        w,
+        mesh_is_set=mesh_is_set,
+    )
     assert kernels(program) >= 3  # two casts and a matmul
     assert not [t for t in wire_report(program).transfers if t.kind != "all-reduce"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_train_step_of_data_parallel_layers(kind):
-    """Gradients of weights are summed over the data axis, and nothing else that is large travels."""
+    """Gradients of weights are summed over the data axis, and nothing else that is large
+    travels.
+    """
     mesh = mesh_of(kind)
     x, w, c = placed(mesh, (M, K), "data"), placed(mesh, (K, N)), placed(mesh, (M, N), "data")
 
-    named = fp8.Implementations(matmuls="mosaic") if kind == "mixed" else KERNELS  # casts take one kind of axes
+    # casts take one kind of axes
+    named = fp8.Implementations(matmuls="mosaic") if kind == "mixed" else KERNELS
 
     def loss(x, w, c):
-        return jnp.sum((fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=named) * c).astype(jnp.float32))
+        return jnp.sum(
+            (fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=named) * c).astype(
+                jnp.float32
+            )
+        )
 
     program = compiled(jax.grad(loss, (0, 1)), x, w, c)
-    assert kernels(program) == (2 if kind == "mixed" else 5)  # three casts, dgrad and wgrad; y itself is not asked for
+    # three casts, dgrad and wgrad; y itself is not asked for
+    assert kernels(program) == (2 if kind == "mixed" else 5)
     transfers = wire_report(program).transfers
     assert {t.kind for t in transfers} <= {"all-reduce", "reduce-scatter"}, transfers
-    dots = [line for line in program.as_text().splitlines() if " dot(" in line or "__cublas" in line]
+    dots = [
+        line for line in program.as_text().splitlines() if " dot(" in line or "__cublas" in line
+    ]
     assert not dots
 
 
@@ -102,14 +128,17 @@ def test_a_split_contraction_in_an_explicit_mesh(name):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "of_x", "of_w"), [((512, 256, 512), (None, "data"), ("data",)), ((512, 256, 160), (), (None, "data"))]
+    ("sizes", "of_x", "of_w"),
+    [((512, 256, 512), (None, "data"), ("data",)), ((512, 256, 160), (), (None, "data"))],
 )
 def test_fewer_tiles_than_devices(sizes, of_x, of_w):
     """Two along K or N on four devices: put together again."""
     mesh = mesh_of("auto")
     m, k, n = sizes
     x, w = placed(mesh, (m, k), *of_x), placed(mesh, (k, n), *of_w)
-    program = compiled(lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=KERNELS), x, w)
+    program = compiled(
+        lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=KERNELS), x, w
+    )
     assert kernels(program) == 3
     assert {t.kind for t in wire_report(program).transfers} == {"all-gather"}
 
@@ -118,7 +147,9 @@ def test_what_it_refuses():
     auto = mesh_of("auto")
     x, w, c = placed(auto, (M, K), "data"), placed(auto, (K, N)), placed(auto, (M, N), "data")
     multiply = lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=KERNELS)
-    in_part = jax.shard_map(multiply, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
+    in_part = jax.shard_map(
+        multiply, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
+    )
     with pytest.raises(NotImplementedError, match="Manual"):
         compiled(in_part, x, w)
 

@@ -1,4 +1,7 @@
-"""A dense layer on eight H200, data and tensor parallel: FP8 matmuls, and amaxes that cross the mesh together."""
+"""A dense layer on eight H200, data and tensor parallel.
+
+FP8 matmuls, and amaxes that cross the mesh together.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
-    ("name", "layout"), [("delayed", "data"), ("delayed", "data and tensor"), ("current", "data and tensor")]
+    ("name", "layout"),
+    [("delayed", "data"), ("delayed", "data and tensor"), ("current", "data and tensor")],
 )
 def test_parallel(name, layout, axis_type):
     recipe = fp8.recipes.get(name)
@@ -35,16 +39,24 @@ def test_parallel(name, layout, axis_type):
     def array(shape, spec, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    tensors = [array(shape, spec) for shape, spec in zip(((M, K), (K, N), (M, N)), LAYOUTS[layout], strict=True)]
+    tensors = [
+        array(shape, spec)
+        for shape, spec in zip(((M, K), (K, N), (M, N)), LAYOUTS[layout], strict=True)
+    ]
     state = jax.tree.map(lambda s: array(s.shape, (None,) * s.ndim, s.dtype), state_of(recipe))
     with jax.set_mesh(mesh):
-        compiled = jax.jit(dense_step(recipe)).lower(*tensors, state).compile(fp8.compiler_options(recipe, "h200"))
+        compiled = (
+            jax.jit(dense_step(recipe))
+            .lower(*tensors, state)
+            .compile(fp8.compiler_options(recipe, "h200"))
+        )
     fp8.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())
     for part in program.parts():
         assert len(program.fp8_matmuls(part)) == 3
         assert not program.other_matmuls(part)
     if name == "delayed":
-        # In the steady state no matmul waits for an amax, so that those of the same devices travel together.
+        # In the steady state no matmul waits for an amax, so that those of the same devices travel
+        # together.
         found = [maximum.groups for maximum in program.maxima(program.branches()[0])]
         assert len(found) == len(set(found)) == {"data": 1, "data and tensor": 3}[layout], found

@@ -1,4 +1,7 @@
-"""A prologue in a kernel, compiled for an H200: each of its arrays is brought in once, and h is never written."""
+"""A prologue in a kernel, compiled for an H200.
+
+Each of its arrays is brought in once, and h is never written.
+"""
 
 import inspect
 import os
@@ -15,16 +18,19 @@ from prologues import PROLOGUES, moved, shapes_of, trained
 from targets import array, program_for, topology
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import wire_report
+from jaxfp8.programs import wire_report
 
 pytestmark = [
     pytest.mark.deviceless,
-    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+    ),
 ]
 
 M, K, N = 1024, 512, 256
-# Passes over an array [M, K] in bfloat16 that the kernel's prologue saves in a training step: h is not written, nor read.
-# Scales of all of h need its amaxes first: of two arrays it is then written as before, of one it is made twice.
+# Passes over an array [M, K] in bfloat16 that the kernel's prologue saves in a training step: h is
+# not written, nor read. Scales of all of h need its amaxes first: of two arrays it is then written
+# as before, of one it is made twice.
 SAVED = [
     (fp8.recipes.delayed(), "swiglu", 2),
     (fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1), "rms_norm", 2),
@@ -34,28 +40,46 @@ SAVED = [
 ]
 
 
+def quantize_in_one(name, *arrays, **how):
+    return fp8.quantize(arrays, fp8.E4M3, prologue=PROLOGUES[name], **how)
+
+
 def devices(shape="1x1x1", kind=AxisType.Auto):
     found = np.array(topology("h200", shape).devices)
-    return Mesh(found.reshape(4, 2) if found.size == 8 else found[:, None], ("a", "b"), axis_types=(kind,) * 2)
+    return Mesh(
+        found.reshape(4, 2) if found.size == 8 else found[:, None],
+        ("a", "b"),
+        axis_types=(kind,) * 2,
+    )
 
 
-@pytest.mark.parametrize(("recipe", "name", "passes"), SAVED, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(
+    ("recipe", "name", "passes"), SAVED, ids=lambda value: getattr(value, "name", str(value))
+)
 def test_bytes_of_a_training_step(recipe, name, passes):
-    two, one = (trained(recipe, name, "mosaic", fused=fused, sizes=(M, K, N)) for fused in (False, True))
+    two, one = (
+        trained(recipe, name, "mosaic", fused=fused, sizes=(M, K, N)) for fused in (False, True)
+    )
     assert moved(two) - moved(one) == pytest.approx(passes * 2 * M * K, abs=0.1 * M * K)
 
 
 @pytest.mark.parametrize("name", PROLOGUES)
 def test_xla_rounds_what_it_fuses(name):
-    """Else its casts would see another h than kernels: it drops conversions to bfloat16 and back."""
-    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
+    """Else its casts would see another h than kernels.
+
+    It drops conversions to bfloat16 and back.
+    """
     program = program_for(
-        "h200", lambda *a: function(*a, fp8.E4M3, scale=0.5), *(array(*s) for s in shapes_of(name, M, K))
+        "h200",
+        lambda *a: quantize_in_one(name, *a, scale=0.5),
+        *(array(*s) for s in shapes_of(name, M, K)),
     )
     written = [kernel for kernel in program.kernels(program.entry) if f"[{M},{K}]" in kernel.type]
-    assert [kernel.type.split("[")[0] for kernel in written] == ["u8"]  # the payload, built as a byte
+    # the payload, built as a byte
+    assert [kernel.type.split("[")[0] for kernel in written] == ["u8"]
     assert any(
-        i.op == "convert" and i.type.startswith(f"bf16[{M},{K}]") for i in program.inside(program.entry, written[0])
+        i.op == "convert" and i.type.startswith(f"bf16[{M},{K}]")
+        for i in program.inside(program.entry, written[0])
     )
 
 
@@ -68,13 +92,17 @@ ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (1
 @pytest.mark.parametrize("name", PROLOGUES)
 def test_each_tile_comes_once_and_h_is_made_once(name, granularities, tmp_path):
     shapes = shapes_of(name, M, K)
-    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
-    run = lambda *arrays: function(*arrays, fp8.E4M3, granularities, implementation="mosaic")
+    run = lambda *arrays: quantize_in_one(
+        name, *arrays, granularity=granularities, implementation="mosaic"
+    )
     mesh = devices()
-    rows = 256 if len(granularities) == 2 else 384  # a kernel that this process compiled before is not dumped
+    # a kernel that this process compiled before is not dumped
+    rows = 256 if len(granularities) == 2 else 384
     arrays = [
         jax.ShapeDtypeStruct(
-            (rows, *shape[1:]) if len(shape) > 1 else shape, jnp.bfloat16, sharding=NamedSharding(mesh, P())
+            (rows, *shape[1:]) if len(shape) > 1 else shape,
+            jnp.bfloat16,
+            sharding=NamedSharding(mesh, P()),
         )
         for shape in shapes
     ]
@@ -89,23 +117,28 @@ def test_each_tile_comes_once_and_h_is_made_once(name, granularities, tmp_path):
     text = code.read_text()
     assert len(BRINGS_A_TILE.findall(text)) == sum(len(shape) == 2 for shape in shapes)
     assert "ld.global" not in text
-    # 128 threads make 128 x 128 values, half of them in each turn of a loop: 64 a thread, whatever the number of directions.
-    # One exponential and one reciprocal each, which are the instructions of XLA's own kernels.
+    # 128 threads make 128 x 128 values, half of them in each turn of a loop: 64 a thread, whatever
+    # the number of directions. One exponential and one reciprocal each, which are the instructions
+    # of XLA's own kernels.
     for instruction in ("ex2.approx.ftz.f32", "rcp.approx.f32"):
         assert len(re.findall(re.escape(instruction), text)) == (64 if name == "swiglu" else 0)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("swiglu", AxisType.Explicit), *(("rms_norm", kind) for kind in (AxisType.Auto, AxisType.Explicit, "shard_map"))],
+    [
+        ("swiglu", AxisType.Explicit),
+        *(("rms_norm", kind) for kind in (AxisType.Auto, AxisType.Explicit, "shard_map")),
+    ],
     ids=str,
 )
 def test_nothing_is_gathered(name, kind):
     mesh = devices("1x1x8", AxisType.Auto if kind == "shard_map" else kind)
     # RMSNorm sums rows, so that a device has all of a row.
     spec, gain = (P("a", "b"), None) if name == "swiglu" else (P(("a", "b")), P())
-    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
-    run = lambda *arrays: function(*arrays, fp8.E4M3, (ROWS, COLUMNS), implementation="mosaic")
+    run = lambda *arrays: quantize_in_one(
+        name, *arrays, granularity=(ROWS, COLUMNS), implementation="mosaic"
+    )
     specs = tuple(spec if len(shape) == 2 else gain for shape in shapes_of(name, M, K))
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, lie))
@@ -123,7 +156,9 @@ def test_a_row_on_two_devices_is_summed_over_them():
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, lie))
         for shape, lie in (((M, K), P("a", "b")), ((K,), P()))
     )
-    run = lambda *arrays: fp8.rms_norm_quantize(*arrays, fp8.E4M3, (ROWS, COLUMNS), implementation="mosaic")
+    run = lambda *arrays: quantize_in_one(
+        "rms_norm", *arrays, granularity=(ROWS, COLUMNS), implementation="mosaic"
+    )
     with jax.set_mesh(mesh):
         (transfer,) = wire_report(jax.jit(run).lower(x, gain).compile()).transfers
     assert (transfer.kind, transfer.bytes) == ("all-reduce", 4 * M // 4)

@@ -1,4 +1,7 @@
-"""The Triton quantizer, compiled for GPUs that are not there: nothing spilled, x read once, nothing gathered."""
+"""The Triton quantizer, compiled for GPUs that are not there.
+
+Nothing spilled, x read once, nothing gathered.
+"""
 
 import re
 import subprocess
@@ -14,7 +17,7 @@ from targets import array, topology
 from triton_interpreter import needs_triton
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import wire_report
+from jaxfp8.programs import wire_report
 
 pytestmark = pytest.mark.deviceless
 
@@ -71,7 +74,9 @@ def compiled(call, x, arch, folder, monkeypatch):
     (binary := folder / "kernel.cubin").write_bytes(code["cubin"])
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     used, listing = (
-        subprocess.run([tools / tool, option, binary], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [tools / tool, option, binary], capture_output=True, text=True, check=True
+        ).stdout
         for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
     )
     opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ +)?([A-Z][A-Z0-9_.]+)", listing)
@@ -79,7 +84,9 @@ def compiled(call, x, arch, folder, monkeypatch):
 
 
 def moved(opcodes, kind, threads):
-    """Bytes that a block of threads moves by opcodes of a kind, by how many bytes each of them moves."""
+    """Bytes that a block of threads moves by opcodes of a kind, by how many bytes each of them
+    moves.
+    """
     widths = {"128": 16, "64": 8, "U16": 2, "U8": 1}
     moved = {}
     for opcode in opcodes:
@@ -103,7 +110,11 @@ KERNELS = {
 @pytest.mark.parametrize(
     ("name", "arch"),
     [
-        pytest.param(name, arch, marks=[] if arch == 90 or name in ("both", "all 32, float32") else pytest.mark.slow)
+        pytest.param(
+            name,
+            arch,
+            marks=[] if arch == 90 or name in ("both", "all 32, float32") else pytest.mark.slow,
+        )
         for name in KERNELS
         for arch in (89, 90, 100)
     ],
@@ -119,7 +130,8 @@ def test_spills_nothing_and_reads_once(name, arch, tmp_path, monkeypatch):
     assert re.search(r"STACK:0 .*LOCAL:0\b", used), used
     assert not [opcode for opcode in opcodes if opcode.startswith(("LDL", "STL"))]
     threads = 32 * call["warps"]
-    # Each value of x comes in once and goes out once in each direction, 16 bytes at a time; scales are what is left.
+    # Each value of x comes in once and goes out once in each direction, 16 bytes at a time; scales
+    # are what is left.
     assert moved(opcodes, "LDG", threads) == {16: block * x.dtype.itemsize}
     assert moved(opcodes, "STG", threads)[16] == block * len(granularities)
     divisions = set(re.findall(r"\b(?:div|rcp)\.[\w.]+", ptx))
@@ -152,12 +164,20 @@ def compile_on(mesh, spec, function, x, *, inside=False):
 
 def mesh_of(kind, chip="h200"):
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    return Mesh(np.array(topology(chip, "1x1x8").devices).reshape(4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    return Mesh(
+        np.array(topology(chip, "1x1x8").devices).reshape(4, 2),
+        ("a", "b"),
+        axis_types=(axis_type,) * 2,
+    )
 
 
 LAYOUTS = {
     "tiles by rows": (array(1024, 2048), P("a"), quantizer((ROWS, COLUMNS))),
-    "tiles by both, E8M0": (array(1024, 2048), P("a", "b"), quantizer((ROWS_32, COLUMNS_32), **E8M0)),
+    "tiles by both, E8M0": (
+        array(1024, 2048),
+        P("a", "b"),
+        quantizer((ROWS_32, COLUMNS_32), **E8M0),
+    ),
     "tiles by columns": (array(1024, 2048), P(None, "b"), quantizer((ROWS, COLUMNS, SQUARES))),
     "ragged examples": (array(8, 1000, 2000), P("a"), quantizer((ROWS_32, COLUMNS_32))),
     "ragged": (array(1024, 2000), P(("a", "b")), quantizer((ROWS, COLUMNS))),

@@ -1,4 +1,7 @@
-"""What eight H200 put on the wire: asynchronous collectives, FP8 as FP8, and the gather that silently is not."""
+"""What eight H200 put on the wire.
+
+Asynchronous collectives, FP8 as FP8, and the gather that silently is not.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from targets import topology
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import assert_wire_dtype, wire_report
+from jaxfp8.programs import assert_wire_dtype, wire_report
 
 pytestmark = pytest.mark.deviceless
 
@@ -37,7 +40,10 @@ def compiled(f, *arguments, into, out):
 
 
 def counts(report):
-    return {(t.kind, t.dtype, t.group_size): (t.times, t.operand_bytes, t.wire_bytes) for t in report.transfers}
+    return {
+        (t.kind, t.dtype, t.group_size): (t.times, t.operand_bytes, t.wire_bytes)
+        for t in report.transfers
+    }
 
 
 def gather(x):
@@ -59,7 +65,10 @@ def layers(quantized_before_it_travels):
 
     arguments = ((LAYERS, K, N), jnp.bfloat16), ((64, K), jnp.bfloat16)
     return compiled(
-        lambda w, h: lax.scan(layer, h, w)[0], *arguments, into=(P(None, "fsdp"), P("tensor")), out=P("tensor")
+        lambda w, h: lax.scan(layer, h, w)[0],
+        *arguments,
+        into=(P(None, "fsdp"), P("tensor")),
+        out=P("tensor"),
     )
 
 
@@ -76,8 +85,12 @@ def test_weights_gathered_in_a_scan():
 def test_a_silent_gather_of_bfloat16_is_found():
     program = layers(quantized_before_it_travels=False)
     report = wire_report(program)
-    assert counts(report) == {("all-gather", "bfloat16", 4): (LAYERS, 2 * LAYERS * VALUES, 6 * LAYERS * VALUES)}
-    with pytest.raises(AssertionError, match=r"another dtype than float8_e4m3fn:\n  bfloat16\[.*all_gather"):
+    assert counts(report) == {
+        ("all-gather", "bfloat16", 4): (LAYERS, 2 * LAYERS * VALUES, 6 * LAYERS * VALUES)
+    }
+    with pytest.raises(
+        AssertionError, match=r"another dtype than float8_e4m3fn:\n  bfloat16\[.*all_gather"
+    ):
         assert_wire_dtype(program, "all-gather", fp8.E4M3, at_least=1024)
 
 
@@ -86,34 +99,48 @@ ONE = (((64, 32), jnp.float8_e4m3fn),)
 TWO = (((64, 32), jnp.bfloat16), ((64, 32), jnp.float8_e4m3fn))
 PROGRAMS = {
     "tuple of two dtypes": (
-        lambda x, y: (gather(x), gather(y)), TWO,
-        {("all-gather", "bfloat16", 4): (1, 1024, 3072), ("all-gather", "float8_e4m3fn", 4): (1, 512, 1536)},
+        lambda x, y: (gather(x), gather(y)),
+        TWO,
+        {
+            ("all-gather", "bfloat16", 4): (1, 1024, 3072),
+            ("all-gather", "float8_e4m3fn", 4): (1, 512, 1536),
+        },
     ),
     # Two four-bit values share a byte, and travel as one.
     "four bits": (gather, (((64, 32), jnp.int4),), {("all-gather", "int8", 4): (1, 256, 768)}),
     "reduce-scatter": (
-        lambda x: lax.psum_scatter(x, "fsdp", tiled=True), TWO[:1], {("reduce-scatter", "bfloat16", 4): (1, 1024, 768)},
+        lambda x: lax.psum_scatter(x, "fsdp", tiled=True),
+        TWO[:1],
+        {("reduce-scatter", "bfloat16", 4): (1, 1024, 768)},
     ),
     "all-to-all": (
-        lambda x: lax.all_to_all(x, "fsdp", 0, 1, tiled=True), ONE, {("all-to-all", "float8_e4m3fn", 4): (1, 512, 384)},
+        lambda x: lax.all_to_all(x, "fsdp", 0, 1, tiled=True),
+        ONE,
+        {("all-to-all", "float8_e4m3fn", 4): (1, 512, 384)},
     ),
     "ring": (
-        lambda x: lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)]), ONE,
+        lambda x: lax.ppermute(x, "fsdp", [(i, (i + 1) % 4) for i in range(4)]),
+        ONE,
         {("collective-permute", "float8_e4m3fn", 4): (1, 512, 512)},
     ),
     "nested scan": (
         scan(scan(lambda x: lax.psum(x, "tensor") / 2, 3), 5),
-        (((64, 32), jnp.float32),), {("all-reduce", "float32", 2): (15, 15 * 2048, 15 * 2048)},
+        (((64, 32), jnp.float32),),
+        {("all-reduce", "float32", 2): (15, 15 * 2048, 15 * 2048)},
     ),
     "cond": (
-        lambda x: lax.cond(x[0, 0] > 0, lambda x: lax.psum(x, "fsdp"), lambda x: lax.psum(x, "tensor"), x),
-        (((64, 32), jnp.float32),), {("all-reduce", "float32", 4): (1, 2048, 3072)},
+        lambda x: lax.cond(
+            x[0, 0] > 0, lambda x: lax.psum(x, "fsdp"), lambda x: lax.psum(x, "tensor"), x
+        ),
+        (((64, 32), jnp.float32),),
+        {("all-reduce", "float32", 4): (1, 2048, 3072)},
     ),
     "ragged all-to-all": (
-        lambda x, y, *sizes: lax.ragged_all_to_all(x, y, *sizes, axis_name="fsdp"), (*TWO[:1] * 2, *(((32,), jnp.int32),) * 4),
+        lambda x, y, *sizes: lax.ragged_all_to_all(x, y, *sizes, axis_name="fsdp"),
+        (*TWO[:1] * 2, *(((32,), jnp.int32),) * 4),
         {("ragged-all-to-all", "bfloat16", 4): (1, 1024, 1024)},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("row", PROGRAMS)
@@ -124,7 +151,12 @@ def test_counts(row):
 
 
 def test_asynchronous_halves_count_once():
-    program = compiled(scan(lambda x: lax.psum(x, "tensor") / 2, 5), ((64, 32), jnp.float32), into=(ROWS,), out=ROWS)
+    program = compiled(
+        scan(lambda x: lax.psum(x, "tensor") / 2, 5),
+        ((64, 32), jnp.float32),
+        into=(ROWS,),
+        out=ROWS,
+    )
     assert " all-reduce-start(" in program.as_text()
     assert " all-reduce-done(" in program.as_text()
     assert counts(wire_report(program)) == {("all-reduce", "float32", 2): (5, 5 * 2048, 5 * 2048)}
@@ -132,7 +164,10 @@ def test_asynchronous_halves_count_once():
 
 @pytest.mark.parametrize(("shape", "fsdp", "tensor"), [("1x1x8", 2, 4), ("1x64x8", 64, 8)])
 def test_eighty_layers_of_a_large_model(shape, fsdp, tensor):
-    """Auto mesh, remat, 80 layers of two weights [8192, 28672]: each is gathered twice, forward and backward."""
+    """Auto mesh, remat, 80 layers of two weights [8192, 28672].
+
+    Each is gathered twice, forward and backward.
+    """
     depth, model, hidden = 80, 8192, 28672
     mesh = mesh_of(shape, fsdp, tensor)
 
@@ -143,7 +178,9 @@ def test_eighty_layers_of_a_large_model(shape, fsdp, tensor):
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=at(*spec))
 
     def in_fp8(w, *spec):
-        return lax.with_sharding_constraint(w.astype(jnp.float8_e4m3fn), at(*spec)).astype(jnp.bfloat16)
+        return lax.with_sharding_constraint(w.astype(jnp.float8_e4m3fn), at(*spec)).astype(
+            jnp.bfloat16
+        )
 
     @jax.checkpoint
     def layer(h, weights):
@@ -161,4 +198,8 @@ def test_eighty_layers_of_a_large_model(shape, fsdp, tensor):
     assert_wire_dtype(program, "all-gather", fp8.E4M3)
     gathers = wire_report(program).only(kind="all-gather")
     shards = 2 * 2 * depth * model * hidden // (fsdp * tensor)
-    assert (gathers.count, gathers.operand_bytes, gathers.wire_bytes) == (4 * depth, shards, shards * (fsdp - 1))
+    assert (gathers.count, gathers.operand_bytes, gathers.wire_bytes) == (
+        4 * depth,
+        shards,
+        shards * (fsdp - 1),
+    )

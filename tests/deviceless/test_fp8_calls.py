@@ -1,4 +1,7 @@
-"""Each matmul of a trained layer becomes one FP8 call of cuBLASLt, on Hopper and Blackwell; nothing else multiplies."""
+"""Each matmul of a trained layer becomes one FP8 call of cuBLASLt, on Hopper and Blackwell.
+
+Nothing else multiplies.
+"""
 
 import functools
 import re
@@ -27,7 +30,9 @@ M, K, N = 512, 256, 128
 def trained(name: str, chip: str) -> Program:
     recipe = RECIPES[name]
     arguments = array(M, K), array(K, N), array(M, N), state_of(recipe)
-    return program_for(chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip))
+    return program_for(
+        chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip)
+    )
 
 
 @pytest.mark.parametrize("chip", ["h200", "b200"])
@@ -47,13 +52,18 @@ def test_scales_are_float32_scalars(name, chip):
     program = trained(name, chip)
     for part in program.parts():
         for call in program.fp8_matmuls(part):
-            assert [program.computations[part][scale].type for scale in call.operands[2:4]] == ["f32[]", "f32[]"]
+            assert [program.computations[part][scale].type for scale in call.operands[2:4]] == [
+                "f32[]",
+                "f32[]",
+            ]
 
 
 def test_scales_are_not_rounded_to_bfloat16():
     program = trained("static", "h200")
     scales = {
-        program.source(program.entry, s).literal for c in program.fp8_matmuls(program.entry) for s in c.operands[2:4]
+        program.source(program.entry, s).literal
+        for c in program.fp8_matmuls(program.entry)
+        for s in c.operands[2:4]
     }
     assert scales == {"0.1", "0.3", "0.7"}
     # A stored scale goes from the state to the call through no bfloat16 at all.
@@ -61,7 +71,9 @@ def test_scales_are_not_rounded_to_bfloat16():
     warm = program.branches()[0]
     for call in program.fp8_matmuls(warm):
         for scale in call.operands[2:4]:
-            assert not any(i.type == "bf16[]" for i in program.inside(warm, program.source(warm, scale)))
+            assert not any(
+                i.type == "bf16[]" for i in program.inside(warm, program.source(warm, scale))
+            )
 
 
 EXACT = '"HIGHEST","HIGHEST"'
@@ -81,7 +93,11 @@ def test_precision(chip):
     for name in ("delayed", "current", "static", "rowwise"):
         program = trained(name, chip)
         for part in program.parts():
-            assert precisions(program, part) == {"fprop": '"DEFAULT","DEFAULT"', "dgrad": EXACT, "wgrad": EXACT}
+            assert precisions(program, part) == {
+                "fprop": '"DEFAULT","DEFAULT"',
+                "dgrad": EXACT,
+                "wgrad": EXACT,
+            }
 
 
 @pytest.mark.parametrize("chip", ["h200", "b200"])
@@ -93,7 +109,9 @@ def test_precision_that_is_asked_for(precision, chip):
         return fp8.dot(x, w, recipe=recipe, state=state, precision=precision)
 
     arguments = array(M, K), array(K, N), array(M, N), ()
-    program = program_for(chip, dense_step(recipe, dot), *arguments, options=fp8.compiler_options(recipe, chip))
+    program = program_for(
+        chip, dense_step(recipe, dot), *arguments, options=fp8.compiler_options(recipe, chip)
+    )
     assert set(precisions(program, program.entry).values()) == {EXACT}
 
 
@@ -101,7 +119,11 @@ def test_float32():
     recipe = RECIPES["delayed"]
     arguments = [array(*shape, dtype=jnp.float32) for shape in ((M, K), (K, N), (M, N))]
     program = program_for(
-        "h200", dense_step(recipe), *arguments, state_of(recipe), options=fp8.compiler_options(recipe, "h200")
+        "h200",
+        dense_step(recipe),
+        *arguments,
+        state_of(recipe),
+        options=fp8.compiler_options(recipe, "h200"),
     )
     for part in program.parts():
         calls = program.fp8_matmuls(part)
@@ -127,30 +149,48 @@ def layers(recipe, contract):
 
     def dot(x, w, state):
         return jax.lax.scan(
-            lambda x, layer: (fp8.dot(x, layer[0], recipe=recipe, state=layer[1]), None), x, (w, state)
+            lambda x, layer: (fp8.dot(x, layer[0], recipe=recipe, state=layer[1]), None),
+            x,
+            (w, state),
         )[0]
 
     return dot
 
 
-# Of each case: how it multiplies, the contracted axes of x, the shapes of x, w and y, leading axes of the state.
+# Of each case: how it multiplies, the contracted axes of x, the shapes of x, w and y, leading axes
+# of the state.
 SHAPES = {
     "activations [B,S,D]": (general, (2,), (4, 128, 256), (256, 512), (4, 128, 512), ()),
     "heads, w [D,H,Dh]": (general, (2,), (4, 128, 256), (256, 4, 64), (4, 128, 4, 64), ()),
-    "out projection, w [H,Dh,D]": (general, (2, 3), (4, 128, 4, 64), (4, 64, 256), (4, 128, 256), ()),
+    "out projection, w [H,Dh,D]": (
+        general,
+        (2, 3),
+        (4, 128, 4, 64),
+        (4, 64, 256),
+        (4, 128, 256),
+        (),
+    ),
     "experts": (experts, (), (4, 128, 256), (4, 256, 512), (4, 128, 512), (4,)),
     "layers in a scan": (layers, (), (512, 256), (4, 256, 256), (512, 256), (4,)),
 }
 
 
-@pytest.mark.parametrize(("case", "name"), [*((case, "delayed") for case in SHAPES), ("experts", "current")])
+@pytest.mark.parametrize(
+    ("case", "name"), [*((case, "delayed") for case in SHAPES), ("experts", "current")]
+)
 def test_shapes(case, name):
     recipe = RECIPES[name]
     dot, contract, x, w, y, stacked = SHAPES[case]
     step = dense_step(recipe, dot(recipe, contract))
     state = state_of(recipe, *stacked) if recipe.rows else ()
     compiled = compile_for(
-        "h200", step, array(*x), array(*w), array(*y), state, options=fp8.compiler_options(recipe, "h200")
+        "h200",
+        step,
+        array(*x),
+        array(*w),
+        array(*y),
+        state,
+        options=fp8.compiler_options(recipe, "h200"),
     )
     fp8.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())

@@ -7,7 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cells import CASTS, CHIPS, RECIPES, STEPS, Matmuls, arrays, differs, expected_operands, off_grid, state_for
+from cells import (
+    CASTS,
+    CHIPS,
+    RECIPES,
+    STEPS,
+    Matmuls,
+    arrays,
+    differs,
+    expected_operands,
+    off_grid,
+    state_for,
+)
 from targets import compile_for
 
 import jaxfp8 as fp8
@@ -19,7 +30,9 @@ pytestmark = pytest.mark.deviceless
 OPTIONS = ("default", "ours")
 
 
-def on_gpu(chip: str, options: str, function: Any, recipe: fp8.Recipe, *arguments: Any, seen: Any = None) -> Any:
+def on_gpu(
+    chip: str, options: str, function: Any, recipe: fp8.Recipe, *arguments: Any, seen: Any = None
+) -> Any:
     """The results of a function, compiled for that chip and run here."""
     given = fp8.compiler_options(recipe, chip) if options == "ours" else {}
     compiled = compile_for(chip, functools.partial(function, recipe), *arguments, options=given)
@@ -38,7 +51,10 @@ def arguments_for(function: Any, recipe: fp8.Recipe, dtype: Any = jnp.bfloat16) 
 
 
 def cells(rows: dict[str, Any]) -> Any:
-    """chip x options x recipe x row. By default one chip and one row of each; the others when asked for."""
+    """chip x options x recipe x row.
+
+    By default one chip and one row of each; the others when asked for.
+    """
 
     def marks(chip: str, options: str, recipe: str, row: str) -> Any:
         first = chip == "h200" and row in ("layer", "fake_quantize")
@@ -85,13 +101,18 @@ def check_operands(recipe, row, given, matmuls):
         return
     state, *tensors = given
     for matmul in matmuls:
-        expected = expected_operands(recipe, matmul.name, dict(zip("xwg", tensors, strict=True)), state)
+        expected = expected_operands(
+            recipe, matmul.name, dict(zip("xwg", tensors, strict=True)), state
+        )
         for operand, scale, quantized in zip(matmul.operands, matmul.scales, expected, strict=True):
             assert not differs(operand, scale, quantized), matmul.name
 
 
 def check_errors(function, recipe, found):
-    """That of FP8, against the function in float32: as large as on the CPU, and more than twice that of bfloat16."""
+    """That of FP8, against the function in float32.
+
+    As large as on the CPU, and more than twice that of bfloat16.
+    """
     identity = fp8.recipes.identity()
     truth, in_bfloat16, cpu = (
         measured(on_cpu(function, of, dtype))
@@ -133,7 +154,14 @@ def test_a_folded_conversion_is_found(recipe, a_conversion_in_casts):
     value, _ = on_gpu("h200", "default", CASTS["fake_quantize"], recipe, *given)
     # The input itself, but for the two roundings of the scale and the product of a whole tensor.
     assert relative_error(value, given[0]) < (2.0**-8 if recipe.tile is None else 1e-9)
-    found = on_gpu("h200", "default", STEPS["layer"], recipe, *arguments_for(STEPS["layer"], recipe), seen=matmuls)
+    found = on_gpu(
+        "h200",
+        "default",
+        STEPS["layer"],
+        recipe,
+        *arguments_for(STEPS["layer"], recipe),
+        seen=matmuls,
+    )
     assert off_grid(recipe, matmuls)
     with pytest.raises(AssertionError):
         check_errors(STEPS["layer"], recipe, found)

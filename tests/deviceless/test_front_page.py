@@ -1,4 +1,7 @@
-"""README's fast path, word for word, compiles to FP8 matmuls on the GPUs that it names; without its options it raises."""
+"""README's fast path, word for word, compiles to FP8 matmuls on the GPUs that it names.
+
+Without its options it raises.
+"""
 
 import jax
 import pytest

@@ -1,4 +1,7 @@
-"""Twenty steps of a small GPT: the losses of an H200's program stay near the CPU's in FP8, away from those without FP8."""
+"""Twenty steps of a small GPT.
+
+The losses of an H200's program stay near the CPU's in FP8, away from those without FP8.
+"""
 
 import functools
 import importlib.util
@@ -30,7 +33,9 @@ def module(name):
     return loaded
 
 
-models, text = (functools.cache(functools.partial(module, name)) for name in ("gpt_models", "gpt_text"))
+models, text = (
+    functools.cache(functools.partial(module, name)) for name in ("gpt_models", "gpt_text")
+)
 
 
 @functools.cache
@@ -43,9 +48,13 @@ def windows():
 def training(recipe):
     """The losses of all steps, as one function, and the parameters that it starts from.
 
-    The example's model, in float32 but for its FP8: in bfloat16 its losses move with the order of sums.
+    The example's model, in float32 but for its FP8: in bfloat16 its losses move with the order of
+    sums.
     """
-    model, optimizer = models().linen_gpt(recipe, 0, models().Size(dtype=jnp.float32)), optax.adamw(1e-3)
+    model, optimizer = (
+        models().linen_gpt(recipe, 0, models().Size(dtype=jnp.float32)),
+        optax.adamw(1e-3),
+    )
 
     def loss(params, windows):
         logits = model.apply(params, {}, windows[:, :-1])

@@ -1,7 +1,9 @@
-"""What a layer on an H200 keeps for its backward pass and needs besides, in each pass: bytes of compiled programs.
+"""What a layer on an H200 keeps for its backward pass and needs besides, in each pass.
 
-Each pass is a program of its own, as it is where other layers stand between. What one keeps for the other lies as the compiler
-likes it.
+Bytes of compiled programs.
+
+Each pass is a program of its own, as it is where other layers stand between. What one keeps for the
+other lies as the compiler likes it.
 """
 
 import inspect
@@ -17,20 +19,25 @@ from jax.sharding import PartitionSpec as P
 from targets import topology
 
 import jaxfp8 as fp8
-from jaxfp8.ops._probes import with_probes, zero_ledgers
+from jaxfp8.state._probes import with_probes, zero_ledgers
 
 pytestmark = [
     pytest.mark.deviceless,
-    pytest.mark.skipif("idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"),
+    pytest.mark.skipif(
+        "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+    ),
 ]
 
 M, K, N = 4096, 4096, 16384
 MIB = 2**20
-CASTS, BOTH = fp8.Implementations(casts="mosaic"), fp8.Implementations(casts="mosaic", matmuls="mosaic")
-# Hopper wants a copy of x and w for each matmul that reads them, so at the end of the forward pass there are two bytes a value,
-# as in bfloat16; then one. cuBLASLt takes a workspace of 4 MiB besides. Scales of 1x32 become float32 before the kernel that
-# multiplies them.
-# README's table: kernels, MiB saved, and MiB at most.
+CASTS, BOTH = (
+    fp8.Implementations(casts="mosaic"),
+    fp8.Implementations(casts="mosaic", matmuls="mosaic"),
+)
+# Hopper wants a copy of x and w for each matmul that reads them, so at the end of the forward pass
+# there are two bytes a value, as in bfloat16; then one. cuBLASLt takes a workspace of 4 MiB
+# besides. Scales of 1x32 become float32 before the kernel that multiplies them. README's table:
+# kernels, MiB saved, and MiB at most.
 RECIPES = {
     "bf16": (fp8.recipes.identity(), None, 160, 164),
     "delayed": (fp8.recipes.delayed(), BOTH, 80, 160),
@@ -40,8 +47,18 @@ RECIPES = {
     "current, by XLA": (fp8.recipes.current(), None, 80, 164),
     "rowwise": (fp8.recipes.rowwise(), BOTH, 80, 160),
     "rowwise, by XLA": (fp8.recipes.rowwise(), None, 80, 228),
-    "rowwise, wgrad in high precision": (fp8.recipes.rowwise(high_precision_wgrad=True), CASTS, 96, 100),
-    "rowwise, wgrad in high precision, by XLA": (fp8.recipes.rowwise(high_precision_wgrad=True), None, 96, 224),
+    "rowwise, wgrad in high precision": (
+        fp8.recipes.rowwise(high_precision_wgrad=True),
+        CASTS,
+        96,
+        100,
+    ),
+    "rowwise, wgrad in high precision, by XLA": (
+        fp8.recipes.rowwise(high_precision_wgrad=True),
+        None,
+        96,
+        224,
+    ),
     "blockwise": (fp8.recipes.blockwise(), BOTH, 81, 161),
     "mxfp8": (fp8.recipes.mxfp8(), BOTH, 83, 171),
     "mxfp8, 2D weights": (fp8.recipes.mxfp8(w_tile_dim=2), BOTH, 81, 163),
@@ -49,7 +66,10 @@ RECIPES = {
 
 
 def peak(recipe, kernels=None):
-    """Bytes that are saved, and those with what the hungrier pass needs for a while; neither has arguments and results."""
+    """Bytes that are saved, and those with what the hungrier pass needs for a while.
+
+    Neither has arguments and results.
+    """
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
     here = NamedSharding(mesh, P())
     state = fp8.init_state(recipe)
@@ -67,10 +87,14 @@ def peak(recipe, kernels=None):
     with jax.set_mesh(mesh):
         _, backward = jax.eval_shape(forward, x, w)
         kept = jax.tree.map(lambda _: Format(Layout.AUTO, here), backward)
-        there = jax.jit(forward, in_shardings=here, out_shardings=(here, kept), compiler_options=options)
+        there = jax.jit(
+            forward, in_shardings=here, out_shardings=(here, kept), compiler_options=options
+        )
         there = there.lower(x, w).compile()
         back = jax.jit(
-            lambda backward, g: backward(g), in_shardings=(there.output_formats[1], here), compiler_options=options
+            lambda backward, g: backward(g),
+            in_shardings=(there.output_formats[1], here),
+            compiler_options=options,
         )
         back = back.lower(backward, g).compile()
     saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(backward))

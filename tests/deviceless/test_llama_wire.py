@@ -1,4 +1,7 @@
-"""The layers of a Llama-3-70B on 8, 64 and 512 H200: what a train step sends. The figures: benchmarks/llama_wire.py."""
+"""The layers of a Llama-3-70B on 8, 64 and 512 H200: what a train step sends.
+
+The figures: benchmarks/llama_wire.py.
+"""
 
 import collections
 import functools
@@ -10,7 +13,7 @@ import pytest
 from program import Program
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import assert_wire_dtype, wire_report
+from jaxfp8.programs import assert_wire_dtype, wire_report
 
 pytestmark = pytest.mark.deviceless
 
@@ -23,7 +26,8 @@ meshes = pytest.mark.parametrize(
         pytest.param((64, 8), llama.LAYERS, id="512", marks=pytest.mark.exhaustive),
     ],
 )
-# What all-gathers carry: bytes what `Shard` names; XLA gathers the gradients of tokens itself, those in tiles before the cast.
+# What all-gathers carry: bytes what `Shard` names; XLA gathers the gradients of tokens itself,
+# those in tiles before the cast.
 CARRIED = {
     "delayed": ("uint8", fp8.E5M2),
     "current": ("uint8", fp8.E5M2),
@@ -48,7 +52,8 @@ def maxima(step):
 
 @meshes
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in LARGE else ()) for n in llama.RECIPES]
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n in LARGE else ()) for n in llama.RECIPES],
 )
 def test_weights(name, mesh, layers):
     step = compiled(name, mesh, layers)
@@ -64,19 +69,28 @@ def test_weights(name, mesh, layers):
         assert {t.dtype for t in gathers["weights"].transfers} == {"uint8"}
         assert_wire_dtype(step, "all-gather", *CARRIED[name], at_least=min(held))
         # Even if all the scales that travel were those of weights.
-        assert gathers["weights"].wire_bytes + gathers["scales"].wire_bytes <= 0.55 * in_bf16 * (mesh[0] - 1)
+        assert gathers["weights"].wire_bytes + gathers["scales"].wire_bytes <= 0.55 * in_bf16 * (
+            mesh[0] - 1
+        )
 
     # Their gradients are scattered, and nothing of their size is reduced whole.
     products = llama.shards(1, mesh[1])
     shapes = {tuple(sorted(shape)) for shape in products}
-    scattered = [t for t in report.only(kind="reduce-scatter").transfers if tuple(sorted(t.shape)) in shapes]
-    assert sum(t.operand_bytes for t in scattered) == 2 * layers * sum(map(math.prod, products)), report
+    scattered = [
+        t for t in report.only(kind="reduce-scatter").transfers if tuple(sorted(t.shape)) in shapes
+    ]
+    assert sum(t.operand_bytes for t in scattered) == 2 * layers * sum(map(math.prod, products)), (
+        report
+    )
     assert not report.only(kind="all-reduce", at_least=min(held)).transfers, report
 
 
 @meshes
 def test_amaxes_of_delayed_scaling_travel_together(mesh, layers):
-    """One all-reduce in an iteration of the forward and one of the backward loop: that of 4 x and 4 w, and that of 4 g."""
+    """One all-reduce in an iteration of the forward and one of the backward loop.
+
+    That of 4 x and 4 w, and that of 4 g.
+    """
     found = maxima(compiled("delayed", mesh, layers))
     assert [maximum.times for maximum in found] == [layers, layers], found
     assert len({maximum.computation for maximum in found}) == 2, found
@@ -85,13 +99,18 @@ def test_amaxes_of_delayed_scaling_travel_together(mesh, layers):
 REMAT = {
     "plain": (None, 1),
     "products": (llama.KEEP_PRODUCTS, 1),
-    # The backward pass waits for all that `jax.checkpoint` kept, the amaxes of the forward pass among it.
+    # The backward pass waits for all that `jax.checkpoint` kept, the amaxes of the forward pass
+    # among it.
     "residuals": (llama.KEEP_RESIDUALS, 2),
 }
 
 
 @pytest.mark.parametrize(
-    "remat", ["plain", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("products", "residuals"))]
+    "remat",
+    [
+        "plain",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("products", "residuals")),
+    ],
 )
 def test_amaxes_of_unrolled_layers_travel_together(remat):
     """One all-reduce in a step, or one in each direction."""

@@ -1,4 +1,7 @@
-"""Chips without FP8 matmuls that XLA reaches: the portable path compiles, or at least lowers, and the count is 0."""
+"""Chips without FP8 matmuls that XLA reaches.
+
+The portable path compiles, or at least lowers, and the count is 0.
+"""
 
 import jax
 import pytest
@@ -18,7 +21,9 @@ def arguments(recipe):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a100(name):
     recipe = fp8.recipes.get(name)
-    compiled = compile_for("a100", dense_step(recipe), *arguments(recipe), options=fp8.compiler_options(recipe, "a100"))
+    compiled = compile_for(
+        "a100", dense_step(recipe), *arguments(recipe), options=fp8.compiler_options(recipe, "a100")
+    )
     fp8.assert_fp8_gemms(compiled, 0)
 
 
@@ -26,5 +31,7 @@ def test_a100(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_lowering(name, platform):
     recipe = fp8.recipes.get(name)
-    lowered = jax.jit(dense_step(recipe)).trace(*arguments(recipe)).lower(lowering_platforms=(platform,))
+    lowered = (
+        jax.jit(dense_step(recipe)).trace(*arguments(recipe)).lower(lowering_platforms=(platform,))
+    )
     assert "dot_general" in lowered.as_text()

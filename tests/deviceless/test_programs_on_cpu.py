@@ -19,7 +19,9 @@ def values(*shape, dtype=jnp.float32, seed=0):
 
 
 def on_gpu(function, *arguments, chip="h200", options=None, seen=None):
-    return run_on_cpu(compile_for(chip, function, *arguments, options=options), *arguments, seen=seen)
+    return run_on_cpu(
+        compile_for(chip, function, *arguments, options=options), *arguments, seen=seen
+    )
 
 
 def on_cpu(function, *arguments):
@@ -36,7 +38,10 @@ def distance(got, wanted):
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
     assert [(x.shape, x.dtype) for x, _ in pairs] == [(y.shape, y.dtype) for _, y in pairs]
-    differences = [np.linalg.norm(numbers(x) - numbers(y)) / (np.linalg.norm(numbers(y)) + 1e-30) for x, y in pairs]
+    differences = [
+        np.linalg.norm(numbers(x) - numbers(y)) / (np.linalg.norm(numbers(y)) + 1e-30)
+        for x, y in pairs
+    ]
     return max(differences)
 
 
@@ -60,7 +65,9 @@ FUNCTIONS = {
         1e-5,
     ),
     "while": (
-        lambda n, x: jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1])), (jnp.int32(0), x)),
+        lambda n, x: jax.lax.while_loop(
+            lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1])), (jnp.int32(0), x)
+        ),
         (jnp.int32(7), X),
         1e-6,
     ),
@@ -120,7 +127,11 @@ def test_functions(name):
 
 
 M, K, N = 128, 96, 160
-LAYER = values(M, K, dtype=jnp.bfloat16), values(K, N, dtype=jnp.bfloat16), values(M, N, dtype=jnp.bfloat16)
+LAYER = (
+    values(M, K, dtype=jnp.bfloat16),
+    values(K, N, dtype=jnp.bfloat16),
+    values(M, N, dtype=jnp.bfloat16),
+)
 
 
 def test_a_layer_in_high_precision():

@@ -11,14 +11,17 @@ import jaxfp8 as fp8
 
 pytestmark = pytest.mark.deviceless
 
-M, K, N = 8192, 4096, 14336  # large enough for XLA not to split sums, or to keep copies of what it reads twice
+# large enough for XLA not to split sums, or to keep copies of what it reads twice
+M, K, N = 8192, 4096, 14336
 PORTABLE = {
     "identity": fp8.recipes.identity,
     "static": functools.partial(fp8.recipes.static, x_scale=0.1, w_scale=0.3, g_scale=0.7),
     "delayed": fp8.recipes.delayed,
     "current": fp8.recipes.current,
     "rowwise": fp8.recipes.rowwise,
-    "rowwise, wgrad in high precision": functools.partial(fp8.recipes.rowwise, high_precision_wgrad=True),
+    "rowwise, wgrad in high precision": functools.partial(
+        fp8.recipes.rowwise, high_precision_wgrad=True
+    ),
     "blockwise": fp8.recipes.blockwise,
     "mxfp8": fp8.recipes.mxfp8,
     "mxfp8, w 32x32": functools.partial(fp8.recipes.mxfp8, w_tile_dim=2),
@@ -44,9 +47,13 @@ def moved(recipe, chip, m, k, n):
     tensors = array(m, k), array(k, n), array(m, n)
     options = fp8.compiler_options(recipe, chip)
     if not recipe.rows:
-        program = Program(compile_for(chip, plain_step(recipe), *tensors, options=options).as_text())
+        program = Program(
+            compile_for(chip, plain_step(recipe), *tensors, options=options).as_text()
+        )
         return program.traffic(program.entry)
-    program = Program(compile_for(chip, dense_step(recipe), *tensors, state_of(recipe), options=options).as_text())
+    program = Program(
+        compile_for(chip, dense_step(recipe), *tensors, state_of(recipe), options=options).as_text()
+    )
     return program.traffic(program.branches()[0]) - 2 * m * n  # the loss reads y
 
 
@@ -64,8 +71,15 @@ def test_padding(shape):
     assert estimate.total.recipe.bytes == pytest.approx(moved(recipe, "h200", *shape), rel=0.15)
 
 
-# MiB of a layer [8192, 5120] @ [5120, 13824] when casts ended in a conversion, which XLA folded away in tiles.
-WITH_CONVERSIONS = {"delayed": 1940, "current": 2155, "rowwise": 4335, "blockwise": 3217, "mxfp8": 3717}
+# MiB of a layer [8192, 5120] @ [5120, 13824] when casts ended in a conversion, which XLA folded
+# away in tiles.
+WITH_CONVERSIONS = {
+    "delayed": 1940,
+    "current": 2155,
+    "rowwise": 4335,
+    "blockwise": 3217,
+    "mxfp8": 3717,
+}
 
 
 @pytest.mark.parametrize("name", WITH_CONVERSIONS)

@@ -1,4 +1,7 @@
-"""The cast to FP8 in programs for GPUs: every value, the midpoints between neighbours and what lies beside them."""
+"""The cast to FP8 in programs for GPUs.
+
+Every value, the midpoints between neighbours and what lies beside them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +24,13 @@ CHIPS = pytest.mark.parametrize(
 
 
 def inputs(format):
-    """All values of a format, midpoints, their float32 neighbours, all of bfloat16, and bits at random; both signs."""
+    """All values of a format, midpoints, their float32 neighbours, all of bfloat16, and bits at
+    random; both signs.
+    """
     values = oracle.values_of(format.name)
-    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, [2 * values[-1]]]).astype(np.float32)
+    points = np.concatenate([values, (values[1:] + values[:-1]) / 2, [2 * values[-1]]]).astype(
+        np.float32
+    )
     beside = [np.nextafter(points, np.float32(end)) for end in (0, np.inf)]
     every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     drawn = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32).view(np.float32)
@@ -47,16 +54,24 @@ def run(chip, function, *arguments, **options):
 @CHIPS
 @FORMATS
 @pytest.mark.parametrize("m", [1.0, 0.1, 2.0**-9, 2.0**126])
-@pytest.mark.parametrize("excess_precision", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "excess_precision", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+)
 def test_every_value(chip, format, m, excess_precision):
     x = inputs(format)
     found = run(
-        chip, cast_and_back(format), jnp.asarray(x), jnp.float32(m), xla_allow_excess_precision=excess_precision
+        chip,
+        cast_and_back(format),
+        jnp.asarray(x),
+        jnp.float32(m),
+        xla_allow_excess_precision=excess_precision,
     )
     expected = oracle.cast(x, m, format.name)
     np.testing.assert_array_equal(oracle.codes(found[0]), expected)
     for wide in found[1:]:
-        np.testing.assert_array_equal(np.asarray(wide, np.float32), expected.view(format.dtype).astype(np.float32))
+        np.testing.assert_array_equal(
+            np.asarray(wide, np.float32), expected.view(format.dtype).astype(np.float32)
+        )
 
 
 def test_a_conversion_would_be_folded():
@@ -77,7 +92,9 @@ def test_stochastic_rounding(chip, format, monkeypatch):
 
     def function(x, random):
         monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: random)
-        values = saturating_cast(x, jnp.float32(1.0), format, rounding="stochastic", key=jax.random.key(0))
+        values = saturating_cast(
+            x, jnp.float32(1.0), format, rounding="stochastic", key=jax.random.key(0)
+        )
         return values, values.astype(jnp.bfloat16)
 
     values, wide = run(chip, function, x, random)

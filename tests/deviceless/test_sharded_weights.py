@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from targets import dense_step, state_of, topology
 
 import jaxfp8 as fp8
-from jaxfp8.sharding import Shard, assert_wire_dtype, wire_report
+from jaxfp8.programs import assert_wire_dtype, wire_report
+from jaxfp8.sharding import Shard
 
 pytestmark = pytest.mark.deviceless
 
@@ -36,29 +37,41 @@ def test_weights_travel_in_fp8(name):
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N), (M, N))]
     arrays = [
         jax.tree.map(
-            lambda s, spec=spec: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec)), tree
+            lambda s, spec=spec: jax.ShapeDtypeStruct(
+                s.shape, s.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
         )
         for tree, spec in zip((*shapes, state), specs, strict=True)
     ]
 
     def dot(x, w, state):
-        return fp8.dot(x, w, recipe=recipe, state=state, rhs_shard=Shard(0, "fsdp"))
+        return fp8.dot(x, w, recipe=recipe, state=state, w_shard=Shard(0, "fsdp"))
 
     def local(*arguments):
         loss, grads, new = dense_step(recipe, dot)(*arguments)
         return jax.lax.psum(loss, "fsdp"), grads, new
 
-    step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), (P("fsdp"), P("fsdp")), P()))
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=(P(), (P("fsdp"), P("fsdp")), P())
+    )
     report = wire_report(jax.jit(step).lower(*arrays).compile(fp8.compiler_options(recipe, "h200")))
 
     values = K * N // DEVICES
     gathers = report.only(kind="all-gather", at_least=values)
-    # Another copy in each direction, or one copy, whose second gather XLA shares with the first in a program this small.
+    # Another copy in each direction, or one copy, whose second gather XLA shares with the first in
+    # a program this small.
     copies = 2 if name in ("rowwise", "mxfp8") else 1
-    assert [(t.dtype, t.times * t.bytes) for t in gathers.transfers] == [("uint8", values)] * copies, report
+    assert [(t.dtype, t.times * t.bytes) for t in gathers.transfers] == [
+        ("uint8", values)
+    ] * copies, report
     # Scales: none for a whole tensor, else a float32 or a byte a cell.
-    scales = sum(t.times * t.bytes for t in report.only(kind="all-gather").transfers) - copies * values
-    assert scales <= {"rowwise": 4 * K}.get(name, values // 16 if "mxfp8" in name else values // 1024), report
+    scales = (
+        sum(t.times * t.bytes for t in report.only(kind="all-gather").transfers) - copies * values
+    )
+    assert scales <= {"rowwise": 4 * K}.get(
+        name, values // 16 if "mxfp8" in name else values // 1024
+    ), report
     scattered = report.only(kind="reduce-scatter")
     assert sum(t.times * t.bytes for t in scattered.transfers) == 2 * K * N, report
     # Amaxes cross the mesh as vectors at most; recipes in tiles have none.
@@ -69,50 +82,80 @@ def test_weights_travel_in_fp8(name):
 
 
 def compile_in(mesh, chip, recipe, dot, specs):
-    """A step on x [B, T, K], w [K, N], whose output gradient is [B, T, N]; gradients lie where x and w do."""
+    """A step on x [B, T, K], w [K, N], whose output gradient is [B, T, N].
+
+    Gradients lie where x and w do.
+    """
     arrays = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(((B, M // B, K), (K, N), (B, M // B, N)), specs, strict=True)
     ]
     whole = NamedSharding(mesh, P())
-    state = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state_of(recipe))
+    state = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), state_of(recipe)
+    )
     with jax.set_mesh(mesh):
-        step = jax.jit(dense_step(recipe, dot), out_shardings=(None, tuple(a.sharding for a in arrays[:2]), None))
+        step = jax.jit(
+            dense_step(recipe, dot),
+            out_shardings=(None, tuple(a.sharding for a in arrays[:2]), None),
+        )
         return step.lower(*arrays, state).compile(fp8.compiler_options(recipe, chip))
 
 
-# Where x, w and g lie on 4 ('fsdp') x 2 ('tensor') devices, what is gathered, and how large a part and a gradient are.
+# Where x, w and g lie on 4 ('fsdp') x 2 ('tensor') devices, what is gathered, and how large a part
+# and a gradient are.
 LAYOUTS = {
     "rows of w": (
-        (P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor")), {"rhs_shard": Shard(0, "fsdp")}, K * N // 8,
+        (P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor")),
+        {"w_shard": Shard(0, "fsdp")},
+        K * N // 8,
     ),
     "rows of w over both": (
-        (P(("fsdp", "tensor")),) * 3, {"rhs_shard": Shard(0, ("fsdp", "tensor"))}, K * N // 8,
+        (P(("fsdp", "tensor")),) * 3,
+        {"w_shard": Shard(0, ("fsdp", "tensor"))},
+        K * N // 8,
     ),
     "columns of w": (
-        (P("fsdp", None, "tensor"), P("tensor", "fsdp"), P("fsdp")), {"rhs_shard": Shard(1, "fsdp")}, K * N // 8,
+        (P("fsdp", None, "tensor"), P("tensor", "fsdp"), P("fsdp")),
+        {"w_shard": Shard(1, "fsdp")},
+        K * N // 8,
     ),
     "tokens": (
-        (P("fsdp", "tensor"), P(None, "tensor"), P("fsdp", None, "tensor")), {"lhs_shard": Shard(1, "tensor")}, M * K // 8,
+        (P("fsdp", "tensor"), P(None, "tensor"), P("fsdp", None, "tensor")),
+        {"x_shard": Shard(1, "tensor")},
+        M * K // 8,
     ),
-}  # fmt: skip
+}
 
 
 MARKED = [
     *[("rows of w", name, kind) for name in RECIPES for kind in (AxisType.Auto, AxisType.Explicit)],
-    *[(layout, name, AxisType.Auto) for layout in ("columns of w", "tokens") for name in ("delayed", "blockwise")],
-    *[(layout, name, AxisType.Explicit) for layout in ("columns of w", "tokens") for name in ("rowwise", "mxfp8")],
-    ("rows of w over both", "blockwise", AxisType.Auto), ("rows of w over both", "mxfp8", AxisType.Explicit),
+    *[
+        (layout, name, AxisType.Auto)
+        for layout in ("columns of w", "tokens")
+        for name in ("delayed", "blockwise")
+    ],
+    *[
+        (layout, name, AxisType.Explicit)
+        for layout in ("columns of w", "tokens")
+        for name in ("rowwise", "mxfp8")
+    ],
+    ("rows of w over both", "blockwise", AxisType.Auto),
+    ("rows of w over both", "mxfp8", AxisType.Explicit),
     # The chip's own matmul of tiles: Auto meshes only (README, On a GPU).
     *[(layout, "mxfp8, b200", AxisType.Auto) for layout in ("rows of w", "columns of w", "tokens")],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("layout", "name", "kind"), MARKED)
 def test_what_is_marked_travels_in_fp8(layout, name, kind):
     recipe = fp8.recipes.mxfp8(chip="b200") if name == "mxfp8, b200" else RECIPES[name]
     chip = recipe.chip or "h200"
-    mesh = Mesh(np.array(topology(chip, "1x1x8").devices).reshape(4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
+    mesh = Mesh(
+        np.array(topology(chip, "1x1x8").devices).reshape(4, 2),
+        ("fsdp", "tensor"),
+        axis_types=(kind,) * 2,
+    )
     specs, how, part = LAYOUTS[layout]
 
     def dot(x, w, state):
@@ -127,7 +170,11 @@ def test_what_is_marked_travels_in_fp8(layout, name, kind):
     # The gradient is scattered where the part lies: no device gets the whole sum.
     devices = math.prod(mesh.shape[name] for name in next(iter(how.values())).axis_names)
     over = {
-        kind: [t.bytes for t in report.only(kind=kind, at_least=part).transfers if t.group_size == devices]
+        kind: [
+            t.bytes
+            for t in report.only(kind=kind, at_least=part).transfers
+            if t.group_size == devices
+        ]
         for kind in ("reduce-scatter", "all-reduce")
     }
     want = {"reduce-scatter": [2 * devices * part], "all-reduce": []}
@@ -147,7 +194,7 @@ def test_weights_of_experts_under_vmap_travel_in_fp8():
     )
 
     def loss(w, x):
-        dot = lambda w, x: fp8.dot(x, w, recipe=recipe, rhs_shard=Shard(0, "fsdp"))
+        dot = lambda w, x: fp8.dot(x, w, recipe=recipe, w_shard=Shard(0, "fsdp"))
         return jnp.sum(jax.vmap(dot)(w, x).astype(jnp.float32) ** 2)
 
     with jax.set_mesh(mesh):

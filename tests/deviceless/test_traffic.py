@@ -1,4 +1,7 @@
-"""What a trained layer reads and writes on a GPU: in the steady state each tensor once, and nothing in float32."""
+"""What a trained layer reads and writes on a GPU.
+
+In the steady state each tensor once, and nothing in float32.
+"""
 
 import functools
 import math
@@ -27,7 +30,9 @@ RECIPES = {
 def trained(name, chip):
     recipe = RECIPES[name]
     arguments = *(array(*shape) for shape in TENSORS.values()), state_of(recipe)
-    return compile_for(chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip))
+    return compile_for(
+        chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip)
+    )
 
 
 @functools.cache
@@ -48,7 +53,8 @@ def test_delayed_scaling_reads_a_tensor_once(tensor, chip):
 
 
 def test_an_amax_that_is_collected_costs_no_traffic():
-    # On Blackwell, where no transposes stand between, the steady state moves what static scaling does.
+    # On Blackwell, where no transposes stand between, the steady state moves what static scaling
+    # does.
     delayed, static = program("delayed", "b200"), program("static", "b200")
     warm = delayed.traffic(delayed.branches()[0])
     assert warm == pytest.approx(static.traffic(static.entry), rel=0.01)
@@ -63,16 +69,25 @@ def test_no_float32_copy_of_an_operand(name, chip):
         for kernel in text.kernels(part):
             for dtype, shape in SHAPE.findall(kernel.type):
                 if name.startswith("rowwise") and chip == "h200" and shape == f"{N},{K}":
-                    continue  # XLA moves the transpose that cuBLASLt wants of w up through its cast (README, Limits)
+                    # XLA moves the transpose that cuBLASLt wants of w up through its cast (README,
+                    # Limits)
+                    continue
                 size = math.prod(int(n) for n in shape.split(",") if n)
                 assert dtype not in ("f32", "u32", "s32") or size < smallest, kernel
-    # Room for: two layouts of each tensor in FP8, two results in bfloat16 (unscaled, of rowwise), workspaces of 4 MiB.
-    room = 2 * sum(map(math.prod, TENSORS.values())) + 2 * 2 * max(map(math.prod, TENSORS.values())) + 3 * 2**22 + 2**20
+    # Room for: two layouts of each tensor in FP8, two results in bfloat16 (unscaled, of rowwise),
+    # workspaces of 4 MiB.
+    room = (
+        2 * sum(map(math.prod, TENSORS.values()))
+        + 2 * 2 * max(map(math.prod, TENSORS.values()))
+        + 3 * 2**22
+        + 2**20
+    )
     assert compiled.memory_analysis().temp_size_in_bytes <= room
 
 
 def test_a_float_quotient_only_estimates():
-    # div.full.f32 is not correctly rounded: whatever it gives becomes an integer, which the scale's bits are made from.
+    # div.full.f32 is not correctly rounded: whatever it gives becomes an integer, which the scale's
+    # bits are made from.
     text = program("delayed", "h200")
     divisions = 0
     for computation in text.computations.values():

@@ -27,7 +27,9 @@ def command(script: str, *arguments: object) -> list[str]:
 
 
 def load(script: str) -> ModuleType:
-    """A module of its own, and those that it imports of its folder, so that a test may change what is in them."""
+    """A module of its own, and those that it imports of its folder, so that a test may change what
+    is in them.
+    """
     spec = importlib.util.spec_from_file_location(script.removesuffix(".py"), EXAMPLES / script)
     module = importlib.util.module_from_spec(spec)
     names = [path.stem for path in EXAMPLES.glob("*.py")]
@@ -44,11 +46,18 @@ def load(script: str) -> ModuleType:
 def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess:
     """A new process."""
     return subprocess.run(
-        command(script, *arguments), cwd=cwd, env=environment(), capture_output=True, text=True, check=False
+        command(script, *arguments),
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
-def start_together(script: str, *arguments: object, processes: int, cwd: Path) -> list[subprocess.Popen]:
+def start_together(
+    script: str, *arguments: object, processes: int, cwd: Path
+) -> list[subprocess.Popen]:
     """Processes that find each other on a free port. Process I writes to processI.log."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -71,7 +80,9 @@ def kill(started: list[subprocess.Popen]) -> list[int | None]:
     return codes
 
 
-def run_together(script: str, *arguments: object, processes: int, cwd: Path, seconds: float) -> list[str]:
+def run_together(
+    script: str, *arguments: object, processes: int, cwd: Path, seconds: float
+) -> list[str]:
     """What each process wrote, once all are well done.
 
     Raises:
@@ -88,5 +99,7 @@ def run_together(script: str, *arguments: object, processes: int, cwd: Path, sec
     finally:
         codes = kill(started)
     written = [(cwd / f"process{i}.log").read_text() for i in range(processes)]
-    assert codes == [0] * processes, f"exit codes {codes} (None: killed after {seconds} s)\n" + "\n".join(written)
+    assert codes == [0] * processes, (
+        f"exit codes {codes} (None: killed after {seconds} s)\n" + "\n".join(written)
+    )
     return written

@@ -1,4 +1,7 @@
-"""One process of two, with two devices each. It restores, checks, repairs and trains states of four stages."""
+"""One process of two, with two devices each.
+
+It restores, checks, repairs and trains states of four stages.
+"""
 
 import argparse
 import dataclasses
@@ -38,7 +41,9 @@ def loss(ws, states, x):
 
 like = jax.vmap(lambda _: fp8.init_state(RECIPE))(jnp.zeros(4))
 ws, x = placed(np.ones((4, 8, 8), np.float32)), np.ones((2, 8), np.float32)
-state = jax.jit(fp8.value_and_grad(loss))(ws, fp8.check_state(jax.tree.map(placed, like), like), x)[2]
+state = jax.jit(fp8.value_and_grad(loss))(ws, fp8.check_state(jax.tree.map(placed, like), like), x)[
+    2
+]
 scale = np.asarray(jax.device_get(like.scale)).copy()
 scale[3, 1] = np.nan  # on the second process
 bad = dataclasses.replace(jax.tree.map(placed, like), scale=placed(scale))

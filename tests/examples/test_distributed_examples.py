@@ -14,8 +14,9 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 STEPS = 3
-# Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then moves by 2^-4. What is
-# left of it in a mean over a thousand tokens; Adam's first steps make it grow.
+# Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then
+# moves by 2^-4. What is left of it in a mean over a thousand tokens; Adam's first steps make it
+# grow.
 BF16_ROUNDING = 2e-3
 
 
@@ -41,7 +42,9 @@ def test_a_sharded_run_gathers_its_weights_as_bytes(sharded):
 
 def test_two_processes_of_four_devices_show_the_losses_of_one_with_eight(sharded, tmp_path):
     arguments = "--steps", STEPS, "--json", "result.json"
-    first, second = run_together("train_multihost.py", *arguments, processes=2, cwd=tmp_path, seconds=180)
+    first, second = run_together(
+        "train_multihost.py", *arguments, processes=2, cwd=tmp_path, seconds=180
+    )
     assert "2 processes, 8 devices" in first
     assert "loss" not in second  # one of them tells
     losses = json.loads((tmp_path / "result.json").read_text())["losses"]
@@ -57,25 +60,29 @@ def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
     assert result["mesh"] == {"pipe": 4, "data": 2}
     ours, plain = result["pipeline"], result["one device"]
     np.testing.assert_allclose(ours["losses"], plain["losses"], rtol=BF16_ROUNDING)
-    # An amax is one element, not a mean: roundings of bf16 that turn into those of FP8 move it by a tenth. A scale of all
-    # stages would be ten times that of the last.
+    # An amax is one element, not a mean: roundings of bf16 that turn into those of FP8 move it by a
+    # tenth. A scale of all stages would be ten times that of the last.
     np.testing.assert_allclose(ours["scales"], plain["scales"], rtol=0.3)
     of_gradients = np.array(ours["scales"])[::2, 2]  # of each stage's first layer
     assert np.all(of_gradients[:-1] > 1.3 * of_gradients[1:]), of_gradients
     for stage in range(4):
-        assert re.search(rf"^ +{stage}( +\d\.\d+e-\d\d){{6}}$", finished.stdout, re.MULTILINE), finished.stdout
+        assert re.search(rf"^ +{stage}( +\d\.\d+e-\d\d){{6}}$", finished.stdout, re.MULTILINE), (
+            finished.stdout
+        )
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(AssertionError, match="--mesh data=3 has 3 devices, there are 8"):
-        run_together("train_multihost.py", "--mesh", "data=3", processes=2, cwd=tmp_path, seconds=60)
+        run_together(
+            "train_multihost.py", "--mesh", "data=3", processes=2, cwd=tmp_path, seconds=60
+        )
 
 
 def training(folder):
     """Two processes in the midst of training.
 
-    Gloo's processes wait 30 s for each other. On a busy machine one may compile for longer than the other, so there are three
-    attempts.
+    Gloo's processes wait 30 s for each other. On a busy machine one may compile for longer than the
+    other, so there are three attempts.
     """
     for attempt in range(3):
         cwd = folder / str(attempt)
@@ -86,7 +93,10 @@ def training(folder):
             if any(process.poll() is not None for process in started):
                 break
             time.sleep(0.1)
-        if [process.poll() for process in started] == [None, None] and "step   2" in log.read_text():
+        if [process.poll() for process in started] == [
+            None,
+            None,
+        ] and "step   2" in log.read_text():
             return started
         kill(started)
         logs = "".join(each.read_text() for each in cwd.glob("process*.log"))
@@ -118,7 +128,8 @@ def test_sigterm_ends_all_processes(tmp_path, signalled, seconds):
 
 
 def test_sigterm_ends_a_process_that_waits_for_others(tmp_path):
-    started = start_together("train_multihost.py", "--num-processes", 3, processes=2, cwd=tmp_path)  # the last counts
+    # the last counts
+    started = start_together("train_multihost.py", "--num-processes", 3, processes=2, cwd=tmp_path)
     try:
         for process in started:
             handler = 1 << signal.SIGTERM - 1  # of those that the process catches
@@ -143,7 +154,12 @@ def caught(pid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["rowwise", "mxfp8", *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("current", "blockwise"))]
+    "recipe",
+    [
+        "rowwise",
+        "mxfp8",
+        *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("current", "blockwise")),
+    ],
 )
 def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
     arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json"
@@ -155,7 +171,9 @@ def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
     finished = run("train_pipeline.py", *arguments, "--microbatches", 2, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    np.testing.assert_allclose(result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING)
+    np.testing.assert_allclose(
+        result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING
+    )
 
 
 def test_states_of_several_processes_are_checked(tmp_path):

@@ -118,7 +118,7 @@ def interrupt(run):
     return unfinished
 
 
-# --------------------------------------------------------------------------------------- bit-equal
+# ---------------------------------------------------------------------------------------- bit-equal
 def test_every_preset_has_a_row():
     assert {name.split(",")[0] for name in RECIPES} == set(PRESETS)
 
@@ -181,7 +181,16 @@ def deadly(source, target, **more):
 os.rename = deadly
 train_gpt.main(sys.argv[1:])
 """
-    given = [*SMALL, "--data", tmp_path / "text", "--steps", STEPS, "--save-every", HALF, "--no-compare"]
+    given = [
+        *SMALL,
+        "--data",
+        tmp_path / "text",
+        "--steps",
+        STEPS,
+        "--save-every",
+        HALF,
+        "--no-compare",
+    ]
     given += ["--checkpoint", tmp_path / "run"]
     killed = subprocess.run(
         [sys.executable, "-c", script, *map(str, given)],
@@ -199,7 +208,7 @@ train_gpt.main(sys.argv[1:])
     assert len(got["losses"]) == STEPS
 
 
-# --------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 @pytest.fixture(scope="module")
 def saved(uninterrupted):
     """A directory with the checkpoints of a finished run; tests copy it."""
@@ -290,7 +299,10 @@ DAMAGES = {
     "no description": (lambda run: description(run).unlink(), "description.json: FileNotFound"),
     "no arrays": (lambda run: shutil.rmtree(newest(run) / "arrays"), "arrays/.* is missing"),
     "arrays lost": (lambda run: largest(run).unlink(), "arrays/.* is missing"),
-    "arrays truncated": (lambda run: os.truncate(largest(run), 99), "/d/.* has changed since it was"),
+    "arrays truncated": (
+        lambda run: os.truncate(largest(run), 99),
+        "/d/.* has changed since it was",
+    ),
     "a byte changed": (lambda run: flip(largest(run), 1), "/d/.* has changed since it was saved"),
     "JSON truncated": (lambda run: os.truncate(description(run), 99), "json: JSONDecodeError"),
     "bytes in JSON": (lambda run: description(run).write_bytes(b"\xff"), "json: UnicodeDecode"),

@@ -1,7 +1,7 @@
 """What runs on a GPU only: `JAX_PLATFORMS=cuda python -m pytest -m gpu tests/gpu`.
 
-Without a GPU these tests are skipped; but who asks for one by JAX_PLATFORMS gets a failure if there is none. A test that runs
-on a CPU beside it takes the fixture `cpu`.
+Without a GPU these tests are skipped; but who asks for one by JAX_PLATFORMS gets a failure if there
+is none. A test that runs on a CPU beside it takes the fixture `cpu`.
 """
 
 import os
@@ -10,7 +10,8 @@ import jax
 import pytest
 
 ASKED_FOR = "cuda" in os.environ["JAX_PLATFORMS"] or "gpu" in os.environ["JAX_PLATFORMS"]
-if ASKED_FOR:  # no device is made yet: the CPU comes second, and what is placed nowhere goes to the GPU
+# no device is made yet: the CPU comes second, and what is placed nowhere goes to the GPU
+if ASKED_FOR:
     jax.config.update("jax_platforms", "cuda,cpu")
 
 CHIPS = ("h100", "h200", "b200", "l40s", "l4")
@@ -24,7 +25,10 @@ def gpu():
         return jax.devices("gpu")[0]
     except RuntimeError as error:
         if ASKED_FOR:
-            pytest.fail(f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} asks for a GPU, but there is none: {error}")
+            pytest.fail(
+                f"JAX_PLATFORMS={os.environ['JAX_PLATFORMS']} asks for a GPU, but there is none: "
+                f"{error}"
+            )
         pytest.skip("needs a GPU: JAX_PLATFORMS=cuda python -m pytest -m gpu tests/gpu")
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
+from casts import cast_in, cast_one
 from hard_inputs import DTYPES, hard_arrays
 from hard_tiles import TILES, assert_dequantizes, assert_equals_oracle, hard_tiles
 
@@ -27,15 +28,20 @@ FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}
 
 
 KINDS = tuple(itertools.product(RULES, FORMATS))
-# Programs are compiled on the machine with the GPU, so one has all kinds of a test, and there are two shapes.
+# Programs are compiled on the machine with the GPU, so one has all kinds of a test, and there are
+# two shapes.
 SHAPES = [(1024, 2048), (303, 300)]
 
 
 def all_kinds(x, granularities, kinds, backend):
-    """For each kind, (rule, format), that the backend can do: the copies of x, and what they dequantize to. One program."""
+    """For each kind, (rule, format), that the backend can do.
+
+    The copies of x, and what they dequantize to. One program.
+    """
 
     def one(x, rule, format):
-        copies, _ = quantize.quantize(x, FORMATS[format], granularities, RULES[rule], implementation=backend)
+        how = {"rule": RULES[rule], "implementation": backend}
+        copies, _ = quantize.quantize(x, cast_in(FORMATS[format], *granularities, **how))
         return [(q, q.dequantize()) for q in copies]
 
     able, reasons = [], []
@@ -54,7 +60,9 @@ def all_kinds(x, granularities, kinds, backend):
 @pytest.mark.parametrize("tile", TILES.values(), ids=[*TILES])
 @pytest.mark.parametrize("backend", quantize.BACKENDS)
 def test_hard_tiles(backend, tile, dtype):
-    """NaN, inf, zeros, subnormals, and the amaxes at which scales change, padded to whole tiles of 128."""
+    """NaN, inf, zeros, subnormals, and the amaxes at which scales change, padded to whole tiles of
+    128.
+    """
     x = hard_tiles(tile, DTYPES[dtype], 60)
     x = np.pad(x, [(0, -size % 128) for size in x.shape])
     for (rule, format), copies in all_kinds(x, (fp8.PerBlock(tile),), KINDS, backend).items():
@@ -78,7 +86,9 @@ def test_hard_tiles(backend, tile, dtype):
 def test_shapes(backend, rules, tiles, shape):
     """Both directions in one call, more tiles than processors, ragged edges."""
     random = np.random.default_rng(0)
-    x = np.ldexp(random.standard_normal(shape), random.integers(-20, 20, shape)).astype(DTYPES["bfloat16"])
+    x = np.ldexp(random.standard_normal(shape), random.integers(-20, 20, shape)).astype(
+        DTYPES["bfloat16"]
+    )
     granularities = tuple(map(fp8.PerBlock, tiles))
     kinds = [(rule, "E4M3") for rule in rules]
     for (rule, _), copies in all_kinds(x, granularities, kinds, backend).items():
@@ -96,7 +106,10 @@ def test_current_scales(backend, kept, dtype):
 
     def run(x):
         return [
-            quantize.quantize(x, FORMATS[format], (granularity,), RULES[rule], implementation=backend)[0][0]
+            quantize.quantize(
+                x,
+                cast_in(FORMATS[format], granularity, rule=RULES[rule], implementation=backend),
+            )[0][0]
             for rule, format in kinds
         ]
 
@@ -108,15 +121,21 @@ def test_current_scales(backend, kept, dtype):
             pytest.skip(f"{backend}: {reason}")
         for (rule, format), q in zip(kinds, results, strict=True):
             codes, scale = oracle.quantize(x, format, kept, power_of_two=rule == "power_of_two")
-            np.testing.assert_array_equal(np.asarray(q.scale), scale, err_msg=f"{name} {rule} {format}")
-            np.testing.assert_array_equal(oracle.codes(q.values), codes, err_msg=f"{name} {rule} {format}")
+            np.testing.assert_array_equal(
+                np.asarray(q.scale), scale, err_msg=f"{name} {rule} {format}"
+            )
+            np.testing.assert_array_equal(
+                oracle.codes(q.values), codes, err_msg=f"{name} {rule} {format}"
+            )
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", cast.BACKENDS)
 def test_known_scales(backend, dtype, format):
-    run = jax.jit(lambda x, m: cast.cast(x, m, FORMATS[format], fp8.PerTensor(), implementation=backend))
+    run = jax.jit(
+        lambda x, m: cast_one(x, m, FORMATS[format], fp8.PerTensor(), implementation=backend)
+    )
     for name, x in hard_arrays(DTYPES[dtype]).items():
         for multiplier in (1.0, 448 / 3, 2.0**-126, 2.0**126):
             m = np.array(multiplier, np.float32)
@@ -124,7 +143,9 @@ def test_known_scales(backend, dtype, format):
                 q = run(x, m)
             except NotImplementedError as reason:
                 pytest.skip(f"{backend}: {reason}")
-            np.testing.assert_array_equal(oracle.codes(q.values), oracle.cast(x, m, format), err_msg=name)
+            np.testing.assert_array_equal(
+                oracle.codes(q.values), oracle.cast(x, m, format), err_msg=name
+            )
             np.testing.assert_array_equal(np.asarray(q.scale), oracle.inverse(m), err_msg=name)
 
 
@@ -133,7 +154,9 @@ def test_known_scales(backend, dtype, format):
 def test_every_bfloat16(backend, format):
     """All of them, so all ties: rounded to even, clipped, NaN if not finite."""
     x = np.arange(2**16, dtype=np.uint16).view(DTYPES["bfloat16"]).reshape(256, 256)
-    run = jax.jit(lambda x, m: cast.cast(x, m, FORMATS[format], fp8.PerTensor(), implementation=backend))
+    run = jax.jit(
+        lambda x, m: cast_one(x, m, FORMATS[format], fp8.PerTensor(), implementation=backend)
+    )
     m = np.array(1, np.float32)
     try:
         q = run(x, m)
@@ -144,9 +167,13 @@ def test_every_bfloat16(backend, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))], ids=repr)
+@pytest.mark.parametrize(
+    "granularity", [fp8.PerTensor(), fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))], ids=repr
+)
 def test_fake_quantize(granularity, dtype, format, gpu, cpu):
-    """What is quantized and dequantized in one program, under XLA's default options, is rounded as on the CPU."""
+    """What is quantized and dequantized in one program, under XLA's default options, is rounded as
+    on the CPU.
+    """
     x = np.random.default_rng(0).standard_normal((256, 384)).astype(DTYPES[dtype])
     run = jax.jit(lambda x: fp8.fake_quantize(x, FORMATS[format], granularity, power_of_two=True))
     on_gpu, on_cpu = (np.asarray(run(jax.device_put(x, device))) for device in (gpu, cpu))

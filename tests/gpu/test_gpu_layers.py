@@ -1,4 +1,7 @@
-"""A dense layer on the chip: FP8 matmuls in the compiled step, eager = jit, and the state that a CPU would keep."""
+"""A dense layer on the chip.
+
+FP8 matmuls in the compiled step, eager = jit, and the state that a CPU would keep.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +36,11 @@ def arrays(seed):
     random, magnitude = np.random.default_rng(seed), 2.0 ** (seed % 3)
     return [
         (random.standard_normal(shape) * size).astype(jnp.bfloat16)
-        for shape, size in (((M, K), magnitude), ((K, N), 0.05 * magnitude), ((M, N), 1e-3 * magnitude))
+        for shape, size in (
+            ((M, K), magnitude),
+            ((K, N), 0.05 * magnitude),
+            ((M, N), 1e-3 * magnitude),
+        )
     ]
 
 
@@ -50,7 +57,11 @@ def train(recipe, device, options, kernels=None):
     with jax.default_device(device):
         state = jax.device_put(fp8.init_state(recipe), device)
         arguments = jax.device_put(arrays(0), device)
-        compiled = jax.jit(step_of(recipe, kernels)).lower(*arguments, state).compile(compiler_options=options)
+        compiled = (
+            jax.jit(step_of(recipe, kernels))
+            .lower(*arguments, state)
+            .compile(compiler_options=options)
+        )
         for seed in range(STEPS):
             results = compiled(*jax.device_put(arrays(seed), device), state)
             state = results[2]
@@ -61,7 +72,11 @@ def train(recipe, device, options, kernels=None):
 def test_step(name, gpu, cpu, chip):
     recipe = RECIPES[name]
     results, state, compiled = train(recipe, gpu, fp8.compiler_options(recipe, chip))
-    in_fp8 = 0 if any(o.in_tiles for o in (recipe.fprop, recipe.dgrad, recipe.wgrad)) else recipe.fp8_matmuls
+    in_fp8 = (
+        0
+        if any(o.in_tiles for o in (recipe.fprop, recipe.dgrad, recipe.wgrad))
+        else recipe.fp8_matmuls
+    )
     fp8.assert_fp8_gemms(compiled, in_fp8)
     on_cpu, cpu_state, _ = train(recipe, cpu, {})
     # Amaxes, histories and scales: what a step leaves for the next one is the same everywhere.
@@ -72,7 +87,13 @@ def test_step(name, gpu, cpu, chip):
 
 @pytest.mark.parametrize(
     ("name", "matmuls"),
-    [("delayed", None), ("current", None), ("rowwise", None), ("mxfp8", None), ("blockwise", "mosaic")],
+    [
+        ("delayed", None),
+        ("current", None),
+        ("rowwise", None),
+        ("mxfp8", None),
+        ("blockwise", "mosaic"),
+    ],
 )
 def test_step_by_kernels(name, matmuls, gpu, cpu, chip):
     """Casts of our own give the state of XLA's on a CPU."""
@@ -86,13 +107,16 @@ def test_step_by_kernels(name, matmuls, gpu, cpu, chip):
     assert_close(results, on_cpu)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "blockwise", "mxfp8"])  # eagerly each operation is a program
+# eagerly each operation is a program
+@pytest.mark.parametrize("name", ["delayed", "current", "blockwise", "mxfp8"])
 def test_eager_is_jit(name, gpu, chip):
     recipe = RECIPES[name]
     x, w, c = jax.device_put(arrays(0), gpu)
     state = jax.device_put(fp8.init_state(recipe), gpu)
     eager = step_of(recipe)(x, w, c, state)
-    jitted = jax.jit(step_of(recipe), compiler_options=fp8.compiler_options(recipe, chip))(x, w, c, state)
+    jitted = jax.jit(step_of(recipe), compiler_options=fp8.compiler_options(recipe, chip))(
+        x, w, c, state
+    )
     jax.tree.map(np.testing.assert_array_equal, eager[2], jitted[2])
     assert_close(eager, jitted)
 

@@ -1,4 +1,7 @@
-"""Matmuls on the chip: within the bounds of the numerics page, and in FP8 where FP8 was promised."""
+"""Matmuls on the chip.
+
+Within the bounds of the numerics page, and in FP8 where FP8 was promised.
+"""
 
 import functools
 
@@ -12,7 +15,8 @@ from jaxfp8.kernels.scaled_matmul import _api as matmul
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
-# Relative in Frobenius norm, before rounding: partial sums in float32, and with Hopper's fast accumulation.
+# Relative in Frobenius norm, before rounding: partial sums in float32, and with Hopper's fast
+# accumulation.
 CLOSE, FAST = 1e-3, 1e-2
 ROUNDING = 2.0**-9  # of bfloat16
 M, N, K = 256, 384, 1024
@@ -21,27 +25,48 @@ FPROP, WGRAD = (((1,), (1,)), ((), ())), (((0,), (0,)), ((), ()))
 KINDS = {  # recipe, granularities of fprop and of wgrad, format of g, how scales are made
     "tensor": (fp8.recipes.current, (fp8.PerTensor(),) * 2, (fp8.PerTensor(),) * 2, fp8.E5M2, {}),
     "rows": (
-        fp8.recipes.rowwise, (fp8.PerAxis(0),) * 2, (fp8.PerAxis(1),) * 2, fp8.E4M3, {"power_of_two": True},
+        fp8.recipes.rowwise,
+        (fp8.PerAxis(0),) * 2,
+        (fp8.PerAxis(1),) * 2,
+        fp8.E4M3,
+        {"power_of_two": True},
     ),
     "tiles of 128": (
-        fp8.recipes.blockwise, (fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))), (fp8.PerBlock((128, 1)),) * 2,
-        fp8.E4M3, {"power_of_two": True},
+        fp8.recipes.blockwise,
+        (fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))),
+        (fp8.PerBlock((128, 1)),) * 2,
+        fp8.E4M3,
+        {"power_of_two": True},
     ),
     "tiles of 128, float32 scales": (
-        fp8.recipes.blockwise, (fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))), (fp8.PerBlock((128, 1)),) * 2,
-        fp8.E4M3, {},
+        fp8.recipes.blockwise,
+        (fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))),
+        (fp8.PerBlock((128, 1)),) * 2,
+        fp8.E4M3,
+        {},
     ),
     "MXFP8": (
-        fp8.recipes.mxfp8, (fp8.PerBlock((1, 32)),) * 2, (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {"scale_format": fp8.E8M0},
+        fp8.recipes.mxfp8,
+        (fp8.PerBlock((1, 32)),) * 2,
+        (fp8.PerBlock((32, 1)),) * 2,
+        fp8.E4M3,
+        {"scale_format": fp8.E8M0},
     ),
     "MXFP8, weights in 32x32": (
-        functools.partial(fp8.recipes.mxfp8, w_tile_dim=2), (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))),
-        (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {"scale_format": fp8.E8M0},
+        functools.partial(fp8.recipes.mxfp8, w_tile_dim=2),
+        (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))),
+        (fp8.PerBlock((32, 1)),) * 2,
+        fp8.E4M3,
+        {"scale_format": fp8.E8M0},
     ),
     "tiles of 32, float32 scales": (
-        fp8.recipes.mxfp8, (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))), (fp8.PerBlock((32, 1)),) * 2, fp8.E4M3, {},
+        fp8.recipes.mxfp8,
+        (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))),
+        (fp8.PerBlock((32, 1)),) * 2,
+        fp8.E4M3,
+        {},
     ),
-}  # fmt: skip
+}
 IN_FP8 = ("tensor", "rows")  # on every chip with FP8 units
 
 
@@ -72,14 +97,22 @@ def test_within_bounds(backend, kind, operation, fast, dtype, chip):
     x, y = (random.standard_normal(shape, np.float32) for shape in shapes)
     lhs = fp8.quantize(jnp.asarray(x, jnp.bfloat16), fp8.E4M3, granularities[0], **scales)
     rhs = fp8.quantize(
-        jnp.asarray(y, jnp.bfloat16), fp8.E4M3 if operation == "fprop" else gradient, granularities[1], **scales
+        jnp.asarray(y, jnp.bfloat16),
+        fp8.E4M3 if operation == "fprop" else gradient,
+        granularities[1],
+        **scales,
     )
 
     def run(lhs, rhs):
         return fp8.scaled_matmul(
-            lhs, rhs, dimension_numbers=dimensions, preferred_element_type=dtype, fast_accumulation=fast,
-            implementation=backend, chip=chip,
-        )  # fmt: skip
+            lhs,
+            rhs,
+            dimension_numbers=dimensions,
+            preferred_element_type=dtype,
+            fast_accumulation=fast,
+            implementation=backend,
+            chip=chip,
+        )
 
     try:
         lowered = jax.jit(run).lower(lhs, rhs)
@@ -90,7 +123,9 @@ def test_within_bounds(backend, kind, operation, fast, dtype, chip):
         fp8.assert_fp8_gemms(compiled, 1)
     a, b = dequantized(lhs), dequantized(rhs)
     exact = a @ b.T if operation == "fprop" else a.T @ b
-    distance = np.linalg.norm(np.asarray(compiled(lhs, rhs), np.float64) - exact) / np.linalg.norm(exact)
+    distance = np.linalg.norm(np.asarray(compiled(lhs, rhs), np.float64) - exact) / np.linalg.norm(
+        exact
+    )
     bound = FAST if fast else CLOSE
     assert distance <= bound + (ROUNDING * (1 + bound) if dtype == jnp.bfloat16 else 0)
 
@@ -106,7 +141,9 @@ def test_is_added_to_what_was_there(backend, kind, given, donated, chip):
     x, y = (random.standard_normal((K, side), np.float32) for side in (M - 8, N - 24))
     lhs = fp8.quantize(jnp.asarray(x), fp8.E4M3, granularities[0], **scales)
     rhs = fp8.quantize(jnp.asarray(y), gradient, granularities[1], **scales)
-    c = np.asarray(jnp.asarray(30 * random.standard_normal((M - 8, N - 24), np.float32)).astype(given))
+    c = np.asarray(
+        jnp.asarray(30 * random.standard_normal((M - 8, N - 24), np.float32)).astype(given)
+    )
 
     def run(lhs, rhs, c):
         return fp8.scaled_matmul(

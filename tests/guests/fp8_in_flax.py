@@ -1,7 +1,10 @@
-"""A pytest plugin. It replaces flax's dense layers by ours, with `recipes.identity()`, before flax's tests are imported.
+"""A pytest plugin.
 
-`--face linen` replaces the layers of flax.linen, `--face nnx` those of flax.nnx. Each test's report holds how often it called
-which class of ours.
+It replaces flax's dense layers by ours, with `recipes.identity()`, before flax's tests are
+imported.
+
+`--face linen` replaces the layers of flax.linen, `--face nnx` those of flax.nnx. Each test's report
+holds how often it called which class of ours.
 """
 
 import functools
@@ -32,7 +35,10 @@ LAYERS = {
     },
 }
 # Attention stays flax's own; its four projections take our matmul.
-ATTENTION = {"linen": ("MultiHeadDotProductAttention", "MultiHeadAttention"), "nnx": ("MultiHeadAttention",)}
+ATTENTION = {
+    "linen": ("MultiHeadDotProductAttention", "MultiHeadAttention"),
+    "nnx": ("MultiHeadAttention",),
+}
 
 calls: Counter[str] = Counter()
 
@@ -51,7 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
         setattr(flax_face, name, functools.partial(layer, recipe=RECIPE))
     for name in ATTENTION[face]:
         attention = getattr(flax_face, name)
-        setattr(flax_face, name, functools.partial(attention, qkv_dot_general_cls=plug, out_dot_general_cls=plug))
+        setattr(
+            flax_face,
+            name,
+            functools.partial(attention, qkv_dot_general_cls=plug, out_dot_general_cls=plug),
+        )
 
 
 def count_calls(of: type) -> None:

@@ -1,8 +1,8 @@
 """flax's own tests of dense layers and attention, with our layers in place of flax's.
 
-Only flax's sdist contains its tests: `--flax-sdist` says where it is. Each of flax's files runs in a pytest process of its own,
-under flax's configuration. Each run replaces the layers of linen or of nnx, never both. So a test that compares linen with nnx
-compares our layers with flax's.
+Only flax's sdist contains its tests: `--flax-sdist` says where it is. Each of flax's files runs in
+a pytest process of its own, under flax's configuration. Each run replaces the layers of linen or of
+nnx, never both. So a test that compares linen with nnx compares our layers with flax's.
 """
 
 import os
@@ -30,23 +30,35 @@ class Guest(NamedTuple):
 
 GUESTS = {
     "linen layers": Guest(
-        "linen", "linen/linen_linear_test.py", ("FP8Dense", "FP8DenseGeneral", "FP8Einsum", "FP8DotGeneral"),
+        "linen",
+        "linen/linen_linear_test.py",
+        ("FP8Dense", "FP8DenseGeneral", "FP8Einsum", "FP8DotGeneral"),
         "not conv and not embed and not int_kernel and not canonicalize_padding",
     ),
     "linen attention": Guest("linen", "linen/linen_attention_test.py", ("FP8DotGeneral",)),
     "nnx layers": Guest(
-        "nnx", "nnx/nn/linear_test.py", ("FP8Linear", "FP8LinearGeneral", "FP8Einsum", "FP8DotGeneral"), "not PReLU"
+        "nnx",
+        "nnx/nn/linear_test.py",
+        ("FP8Linear", "FP8LinearGeneral", "FP8Einsum", "FP8DotGeneral"),
+        "not PReLU",
     ),
     "nnx attention": Guest(
-        "nnx", "nnx/nn/attention_test.py", ("FP8DotGeneral",),
-        "not causal_mask and not gqa_shapes and not gqa_parity and not Validation and not RoPE or with_mha",
+        "nnx",
+        "nnx/nn/attention_test.py",
+        ("FP8DotGeneral",),
+        "not causal_mask and not gqa_shapes and not gqa_parity and not Validation and not RoPE or "
+        "with_mha",
     ),
     "linen layers as nnx's": Guest(
-        "linen", "nnx/nn/linear_test.py", ("FP8Dense", "FP8Einsum", "FP8DotGeneral"),
+        "linen",
+        "nnx/nn/linear_test.py",
+        ("FP8Dense", "FP8Einsum", "FP8DotGeneral"),
         "TestLinenConsistency and not einsum_op",
     ),
-    "linen attention as nnx's": Guest("linen", "nnx/nn/attention_test.py", ("FP8DotGeneral",), "TestLinenConsistency"),
-}  # fmt: skip
+    "linen attention as nnx's": Guest(
+        "linen", "nnx/nn/attention_test.py", ("FP8DotGeneral",), "TestLinenConsistency"
+    ),
+}
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +73,15 @@ def flax_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         raise ValueError(f"--flax-sdist={sdist} is no file; give flax's sdist: {cure}")
     folder = tmp_path_factory.mktemp("flax")
     with tarfile.open(sdist) as archive:
-        wanted = [m for m in archive if m.name == f"{release}/pyproject.toml" or m.name.startswith(f"{release}/tests/")]
+        wanted = [
+            m
+            for m in archive
+            if m.name == f"{release}/pyproject.toml" or m.name.startswith(f"{release}/tests/")
+        ]
         if not wanted:
-            raise ValueError(f"--flax-sdist={sdist} holds no {release}; give that of the installed flax: {cure}")
+            raise ValueError(
+                f"--flax-sdist={sdist} holds no {release}; give that of the installed flax: {cure}"
+            )
         archive.extractall(folder, wanted, filter="data")
     return folder / release
 
@@ -71,14 +89,34 @@ def flax_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def run(guest: Guest, source: Path, report: Path) -> str:
     """Run flax's tests; what pytest wrote."""
     environment = os.environ | {
-        "JAX_NUMPY_RANK_PROMOTION": "raise",  # flax's tests/run_all_tests.sh does so. Dtypes promote as jax has it
+        # flax's tests/run_all_tests.sh does so. Dtypes promote as jax has it
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTEST_ADDOPTS": "",
     }
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "fp8_in_flax", "--face", guest.face, "-k", guest.selected),
-            *("-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "no:xdist", "--junitxml", report),
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                "fp8_in_flax",
+                "--face",
+                guest.face,
+                "-k",
+                guest.selected,
+            ),
+            *(
+                "-c",
+                "pyproject.toml",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:xdist",
+                "--junitxml",
+                report,
+            ),
             f"tests/{guest.file}",
         ],
         cwd=source,
@@ -86,8 +124,10 @@ def run(guest: Guest, source: Path, report: Path) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert finished.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), finished.stdout
+    )
+    assert finished.returncode in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), (
+        finished.stdout
+    )
     return finished.stdout
 
 
@@ -102,10 +142,17 @@ def test_flax_s_tests_pass_with_our_layers(name, flax_source, tmp_path):
     for test in tests:
         calls.update({p.get("name"): int(p.get("value")) for p in test.iter("property")})
         for failure in (*test.iter("failure"), *test.iter("error")):
-            test_id, error = f"{test.get('classname').split('.')[-1]}::{test.get('name')}", failure.get("message")
+            test_id, error = (
+                f"{test.get('classname').split('.')[-1]}::{test.get('name')}",
+                failure.get("message"),
+            )
             expected = listed.get(test_id)
-            failed[test_id] = expected if expected and expected in error else error.split("\n--------")[0]
+            failed[test_id] = (
+                expected if expected and expected in error else error.split("\n--------")[0]
+            )
     ours = sum(test.find("properties") is not None for test in tests)
     print(f"{name}: {len(tests)} of flax's tests, {ours} call {dict(calls)}, {len(failed)} fail")
-    assert failed == listed, f"not the differences that are listed (left: what failed)\n{output[-8000:]}"
+    assert failed == listed, (
+        f"not the differences that are listed (left: what failed)\n{output[-8000:]}"
+    )
     assert not set(guest.layers) - set(calls), "these layers of ours were never called"

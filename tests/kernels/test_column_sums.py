@@ -1,16 +1,19 @@
-"""Sums of columns that kernels meet on their way, interpreted: exact of integers, and nothing else changes."""
+"""Sums of columns that kernels make beside their copies, interpreted.
+
+Exact of integers, and nothing else changes.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import cast_in, known
 from interpreter import interpreted, needs_mosaic
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
-from jaxfp8.numerics._scale_rule import ScaleRule
 
 ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
 MX_ROWS, MX_COLUMNS, MX_SQUARES = (fp8.PerBlock(tile) for tile in ((1, 32), (32, 1), (32, 32)))
@@ -32,7 +35,7 @@ def integers(shape, dtype):
 
 
 def quantized(x, granularities, **how):
-    return quantize(x, fp8.E4M3, granularities, ScaleRule(), implementation="mosaic", **how)
+    return quantize(x, cast_in(fp8.E4M3, *granularities, implementation="mosaic", **how))
 
 
 @needs_mosaic
@@ -54,9 +57,14 @@ def test_of_a_cast(shape, transposed):
     x, count = integers(shape, jnp.bfloat16), len(transposed)
 
     def cast(*, column_sums):
-        one = (jnp.float32(3.0),) * count
-        return cast_copies(x, one, fp8.E4M3, (fp8.PerTensor(),) * count, scales=one, transposed=transposed,
-                        column_sums=column_sums, implementation="mosaic")  # fmt: skip
+        how = cast_in(
+            fp8.E4M3,
+            *[fp8.PerTensor()] * count,
+            transposed=transposed,
+            column_sums=column_sums,
+            implementation="mosaic",
+        )
+        return cast_copies(x, how, known(*[jnp.float32(3.0)] * count))
 
     copies, (largest, sums) = interpreted(lambda: cast(column_sums=True))
     assert_same_bits(sums.sum(-2), np.asarray(x, np.float64).sum(-2).astype(np.float32))
@@ -80,5 +88,6 @@ def test_under_vmap():
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_xla_is_left_to_reduce(backend):
-    _, met = quantize(jnp.ones((64, 64)), fp8.E4M3, (MX_ROWS,), ScaleRule(), column_sums=True, implementation=backend)
-    assert met.column_sums is None
+    cast = cast_in(fp8.E4M3, MX_ROWS, column_sums=True, implementation=backend)
+    _, extras = quantize(jnp.ones((64, 64)), cast)
+    assert extras.column_sums is None

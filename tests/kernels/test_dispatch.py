@@ -32,7 +32,10 @@ def test_a_name_is_the_only_one_tried():
 def test_none_can():
     with pytest.raises(ExceptionGroup, match="no backend of op") as caught:
         dispatch("op", {"a": cannot, "b": cannot}, None)
-    assert [str(reason) for reason in caught.value.exceptions] == ["a: needs a Hopper", "b: needs a Hopper"]
+    assert [str(reason) for reason in caught.value.exceptions] == [
+        "a: needs a Hopper",
+        "b: needs a Hopper",
+    ]
 
 
 def test_a_bug_is_not_a_reason_to_try_the_next():
@@ -41,7 +44,9 @@ def test_a_bug_is_not_a_reason_to_try_the_next():
 
 
 def test_an_unknown_name():
-    with pytest.raises(ValueError, match=mentions("implementation='triton'", "of op", "use None or one of ['a']")):
+    with pytest.raises(
+        ValueError, match=mentions("implementation='triton'", "of op", "use None or one of ['a']")
+    ):
         dispatch("op", {"a": cannot}, "triton")
 
 
@@ -55,13 +60,16 @@ def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source", ["import nothing_of_this_name", "from math import nothing", "raise ImportError('no ptxas')"]
+    "source",
+    ["import nothing_of_this_name", "from math import nothing", "raise ImportError('no ptxas')"],
 )
 def test_a_backend_that_cannot_be_imported_cannot_do_the_case(tmp_path, monkeypatch, source):
     (tmp_path / "lacking_backend.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     backend = Backend("lacking_backend", "f", needs="Triton (pip install it)")
-    with pytest.raises(NotImplementedError, match=mentions("Triton (pip install it) cannot be imported: ")):
+    with pytest.raises(
+        NotImplementedError, match=mentions("Triton (pip install it) cannot be imported: ")
+    ):
         dispatch("op", {"a": backend, "b": lambda: 1}, "a")
     assert dispatch("op", {"a": backend, "b": lambda: 1}, None) == 1
 
@@ -89,7 +97,9 @@ PER_TENSOR = fp8.PerTensor()
 
 def tensor(*shape, format=fp8.E4M3, granularity=PER_TENSOR):
     scale = jnp.ones(granularity.scale_shape(shape))
-    return fp8.QuantizedTensor(jnp.ones(shape, format.dtype), scale, granularity, jnp.dtype("float32"))
+    return fp8.QuantizedTensor(
+        jnp.ones(shape, format.dtype), scale, granularity, jnp.dtype("float32")
+    )
 
 
 T = tensor(2, 2)
@@ -114,18 +124,33 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
             {},
             ("rhs has a scale float32[2]", "need float32[]", "make it with fp8.quantize"),
         ),
-        (ValueError, (tensor(2, 2, format=fp8.E5M2),) * 2, {}, ("lhs and rhs", "E5M2", "quantize one of them to E4M3")),
+        (
+            ValueError,
+            (tensor(2, 2, format=fp8.E5M2),) * 2,
+            {},
+            ("lhs and rhs", "E5M2", "quantize one of them to E4M3"),
+        ),
         (
             ValueError,
             (COLUMNS, T),
             {},
-            ("lhs", "PerAxis(1)", "contracted axes (1,)", "Quantize it along the axes that are kept"),
+            (
+                "lhs",
+                "PerAxis(1)",
+                "contracted axes (1,)",
+                "Quantize it along the axes that are kept",
+            ),
         ),
         (
             ValueError,
             (T, ROWS),
             {},
-            ("rhs", "PerAxis(0)", "contracted axes (0,)", "Quantize it along the axes that are kept"),
+            (
+                "rhs",
+                "PerAxis(0)",
+                "contracted axes (0,)",
+                "Quantize it along the axes that are kept",
+            ),
         ),
         (
             ValueError,

@@ -19,8 +19,14 @@ WHOLE, RAGGED = (2, 128, 256), (2, 160, 96)
 MX = {"scale_format": fp8.E8M0}
 
 
+PROLOGUES = {"swiglu": fp8.SwiGLU(), "rms_norm": fp8.RMSNorm()}
+
+
 def arrays(name, shape, dtype):
-    """With zeros, infs and values of every size; the other ones close to 1, or what is far from it hides the rest."""
+    """With zeros, infs and values of every size.
+
+    The other ones close to 1, or what is far from it hides the rest.
+    """
     rng = np.random.default_rng(1)
     other = rng.normal(size=shape if name == "swiglu" else shape[-1:])
     x = np.clip(uneven(shape), -1e4, 1e4) if dtype == jnp.float16 else uneven(shape)
@@ -28,11 +34,11 @@ def arrays(name, shape, dtype):
 
 
 def together(name, *given, **how):
-    return (fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize)(*given, fp8.E4M3, **how)
+    return fp8.quantize(given, fp8.E4M3, prologue=PROLOGUES[name], **how)
 
 
-def apart(name, *given, **how):
-    return fp8.quantize((fp8.SwiGLU() if name == "swiglu" else fp8.RMSNorm())(*given), fp8.E4M3, **how)
+def two_steps(name, *given, **how):
+    return fp8.quantize(PROLOGUES[name](*given), fp8.E4M3, **how)
 
 
 @needs_mosaic
@@ -42,29 +48,44 @@ def apart(name, *given, **how):
         ("swiglu", RAGGED, jnp.bfloat16, (COLUMNS, SQUARES), {}),
         ("rms_norm", RAGGED, jnp.bfloat16, (MX_COLUMNS, MX_ROWS), MX),
         ("swiglu", RAGGED, jnp.float32, (OF_COLUMNS, TENSOR), {}),
-        pytest.param("rms_norm", WHOLE, jnp.bfloat16, (OF_ROWS, OF_COLUMNS), {}, marks=pytest.mark.slow),
+        pytest.param(
+            "rms_norm", WHOLE, jnp.bfloat16, (OF_ROWS, OF_COLUMNS), {}, marks=pytest.mark.slow
+        ),
         ("swiglu", (128, 64), jnp.float16, TENSOR, {"scale": 0.5}),
         pytest.param("rms_norm", WHOLE, jnp.float32, (SQUARES, ROWS), {}, marks=pytest.mark.slow),
-        pytest.param("swiglu", WHOLE, jnp.bfloat16, (MX_COLUMNS, MX_ROWS), MX, marks=pytest.mark.slow),
         pytest.param(
-            "rms_norm", RAGGED, jnp.float16, OF_ROWS, {"scale": np.full((2, 160, 1), 0.5)}, marks=pytest.mark.slow
+            "swiglu", WHOLE, jnp.bfloat16, (MX_COLUMNS, MX_ROWS), MX, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "rms_norm",
+            RAGGED,
+            jnp.float16,
+            OF_ROWS,
+            {"scale": np.full((2, 160, 1), 0.5)},
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_has_the_bits_of_two_steps(name, shape, dtype, granularity, how):
     given = arrays(name, shape, dtype)
-    mine = interpreted(lambda: together(name, *given, granularity=granularity, implementation="mosaic", **how))
-    assert_same_bits(mine, apart(name, *given, granularity=granularity, **how))
+    mine = interpreted(
+        lambda: together(name, *given, granularity=granularity, implementation="mosaic", **how)
+    )
+    assert_same_bits(mine, two_steps(name, *given, granularity=granularity, **how))
 
 
 @needs_mosaic
-@pytest.mark.parametrize("mapped", [(0, 0), pytest.param((None, 0), marks=pytest.mark.slow)], ids=["experts", "gains"])
+@pytest.mark.parametrize(
+    "mapped", [(0, 0), pytest.param((None, 0), marks=pytest.mark.slow)], ids=["experts", "gains"]
+)
 def test_a_gain_for_each_matrix(mapped):
-    """Whole tiles of two matrices are one matrix to a kernel, unless each has columns of its own."""
+    """Whole tiles of two matrices are one matrix to a kernel, unless each has columns of its
+    own.
+    """
     x, _ = arrays("rms_norm", (2, 128, 64), jnp.bfloat16)
     gains = jnp.asarray(np.random.default_rng(2).normal(size=(2, 64)), jnp.float32)
     given = (x if mapped[0] == 0 else x[1], gains)
     run = lambda function, **how: jax.vmap(
         functools.partial(function, "rms_norm", granularity=(ROWS, COLUMNS), **how), in_axes=mapped
     )(*given)
-    assert_same_bits(interpreted(lambda: run(together, implementation="mosaic")), run(apart))
+    assert_same_bits(interpreted(lambda: run(together, implementation="mosaic")), run(two_steps))

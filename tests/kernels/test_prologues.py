@@ -15,14 +15,17 @@ from jaxfp8.kernels._prologue import produce, wide_operands
 
 SWIGLU, RMS_NORM = fp8.SwiGLU(), fp8.RMSNorm(epsilon=1e-5)
 M, K = 48, 160
-# Of the float64 result: half a step of the dtype, and what float32 loses before, or all that it loses.
+# Of the float64 result: half a step of the dtype, and what float32 loses before, or all that it
+# loses.
 CLOSE = {"bfloat16": 2.0**-8 * 1.01, "float16": 2.0**-11 * 1.01, "float32": 2.0**-20}
 
 
 def arrays(name, dtype):
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(2, M, K)) * np.exp2(rng.integers(-3, 4, (2, M, 1)))).astype(dtype)
-    other = rng.normal(size=x.shape if name == "swiglu" else (K,)).astype(dtype if name == "swiglu" else np.float32)
+    other = rng.normal(size=x.shape if name == "swiglu" else (K,)).astype(
+        dtype if name == "swiglu" else np.float32
+    )
     return x, other
 
 
@@ -45,25 +48,31 @@ def test_against_numpy(name, dtype):
     assert (h.shape, h.dtype) == ((2, M, K), dtype)
     wanted = in_float64(name, *given)
     tiny = 2.0**-24 if dtype == "float16" else 0.0  # its subnormal numbers are as far apart
-    assert np.all(np.abs(np.asarray(h).astype(np.float64) - wanted) <= CLOSE[dtype] * np.abs(wanted) + tiny)
+    assert np.all(
+        np.abs(np.asarray(h).astype(np.float64) - wanted) <= CLOSE[dtype] * np.abs(wanted) + tiny
+    )
 
 
 @pytest.mark.parametrize("name", ["swiglu", "rms_norm"])
 def test_quantized_in_one_call(name):
     """Values by the oracle, of h rounded to bfloat16 also where XLA fuses all of it."""
     given = tuple(map(jnp.asarray, arrays(name, ml_dtypes.bfloat16)))
-    how = {"epsilon": 1e-5} if name == "rms_norm" else {}
-    function = fp8.swiglu_quantize if name == "swiglu" else fp8.rms_norm_quantize
+    prologue = prologue_of(name)
+    quantize = lambda arrays, *args, **how: fp8.quantize(
+        arrays, fp8.E4M3, *args, prologue=prologue, **how
+    )
     tiles = fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1))
-    rows, columns = jax.jit(lambda *a: function(*a, fp8.E4M3, tiles, power_of_two=True, **how))(*given)
+    rows, columns = jax.jit(lambda *a: quantize(a, tiles, power_of_two=True))(*given)
     h = np.asarray(prologue_of(name)(*given)).astype(np.float32)
     for q, tile in ((rows, (1, 32)), (columns, (32, 1))):
         multiplier = oracle.spread(1 / np.asarray(q.scale), h.shape, (1, *tile))
         np.testing.assert_array_equal(oracle.codes(q.values), oracle.cast(h, multiplier, "E4M3"))
         assert q.dtype == jnp.bfloat16
-    (alone,) = function(*given, fp8.E4M3, (fp8.PerTensor(),), **how)
-    np.testing.assert_array_equal(np.asarray(alone.scale), np.asarray(fp8.quantize(jnp.asarray(h), fp8.E4M3).scale))
-    given_scale = function(*given, fp8.E5M2, scale=0.25, **how)
+    (alone,) = quantize(given, (fp8.PerTensor(),))
+    np.testing.assert_array_equal(
+        np.asarray(alone.scale), np.asarray(fp8.quantize(jnp.asarray(h), fp8.E4M3).scale)
+    )
+    given_scale = quantize(given, scale=0.25)
     assert given_scale.scale == 0.25
 
 
@@ -94,7 +103,10 @@ def test_gradients(name):
             return jax.nn.silu(x) * other
         return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * other.reshape(1, 1, K)
 
-    mine, wanted = (jax.grad(lambda *a, f=f: jnp.sum(f(*a) * c), (0, 1))(*given) for f in (prologue_of(name), plain))
+    mine, wanted = (
+        jax.grad(lambda *a, f=f: jnp.sum(f(*a) * c), (0, 1))(*given)
+        for f in (prologue_of(name), plain)
+    )
     for got, want in zip(mine, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
@@ -113,26 +125,69 @@ def test_only_its_arrays_are_saved(name, wide):
 X, W = jnp.ones((4, 8)), jnp.ones((8, 2))
 CURRENT = fp8.recipes.current()
 MISTAKES = {
-    "one array": (TypeError, lambda: fp8.dot(X, W, recipe=CURRENT, prologue=SWIGLU), "of type ArrayImpl|('gate', 'up')"),
-    "three": (TypeError, lambda: fp8.dot((X, X, X), W, recipe=CURRENT, prologue=SWIGLU), "a tuple of 3"),
+    "one array": (
+        TypeError,
+        lambda: fp8.dot(X, W, recipe=CURRENT, prologue=SWIGLU),
+        "of type ArrayImpl|('gate', 'up')",
+    ),
+    "three": (
+        TypeError,
+        lambda: fp8.dot((X, X, X), W, recipe=CURRENT, prologue=SWIGLU),
+        "a tuple of 3",
+    ),
     "no prologue": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT), "lhs is a tuple of 2"),
     "einsum": (TypeError, lambda: fp8.einsum("mk,kn->mn", (X, X), W, recipe=CURRENT), "prologue="),
-    "no such": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=jax.nn.silu), "use fp8.SwiGLU()"),
-    "the class": (TypeError, lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=fp8.SwiGLU), "use fp8.SwiGLU()"),
-    "shapes": (ValueError, lambda: fp8.dot((X, X[:2]), W, recipe=CURRENT, prologue=SWIGLU), "up float32[2, 8] differ"),
+    "no such": (
+        TypeError,
+        lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=jax.nn.silu),
+        "use fp8.SwiGLU()",
+    ),
+    "the class": (
+        TypeError,
+        lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=fp8.SwiGLU),
+        "use fp8.SwiGLU()",
+    ),
+    "shapes": (
+        ValueError,
+        lambda: fp8.dot((X, X[:2]), W, recipe=CURRENT, prologue=SWIGLU),
+        "up float32[2, 8] differ",
+    ),
     "dtypes": (ValueError, lambda: SWIGLU(X, X.astype(jnp.bfloat16)), "up bfloat16[4, 8] differ"),
     "integers": (TypeError, lambda: SWIGLU(X.astype(jnp.int32), X), "gate has dtype int32"),
-    "integers in dot": (TypeError, lambda: fp8.dot((X, X.astype(jnp.int8)), W, recipe=CURRENT, prologue=SWIGLU), "lhs, up"),
+    "integers in dot": (
+        TypeError,
+        lambda: fp8.dot((X, X.astype(jnp.int8)), W, recipe=CURRENT, prologue=SWIGLU),
+        "lhs, up",
+    ),
     "gain": (ValueError, lambda: RMS_NORM(X, jnp.ones(4)), "gain has shape [4], x [4, 8]"),
     "too few": (ValueError, lambda: RMS_NORM(X), "got 1"),
-    "epsilon": (ValueError, lambda: fp8.RMSNorm(epsilon=0.0), "epsilon=0.0 must be a positive number"),
-    "epsilon that is 0 in float32": (ValueError, lambda: fp8.RMSNorm(epsilon=1e-60), "epsilon=1e-60"),
+    "epsilon": (
+        ValueError,
+        lambda: fp8.RMSNorm(epsilon=0.0),
+        "epsilon=0.0 must be a positive number",
+    ),
+    "epsilon that is 0 in float32": (
+        ValueError,
+        lambda: fp8.RMSNorm(epsilon=1e-60),
+        "epsilon=1e-60",
+    ),
     "infinite epsilon": (ValueError, lambda: fp8.RMSNorm(epsilon=float("inf")), "epsilon=inf"),
-    "epsilon of quantize": (ValueError, lambda: fp8.rms_norm_quantize(X, X[0], fp8.E4M3, epsilon=-1), "epsilon=-1"),
-    "format": (ValueError, lambda: fp8.swiglu_quantize(X, X, fp8.E8M0), "cannot hold values"),
-    "scale": (ValueError, lambda: fp8.swiglu_quantize(X, X, fp8.E4M3, scale=jnp.ones(3)), "scale has shape [3]"),
-    "gradient": (TypeError, lambda: jax.grad(lambda x: fp8.swiglu_quantize(x, x, fp8.E4M3).scale)(X), "no gradient"),
-}  # fmt: skip
+    "format": (
+        ValueError,
+        lambda: fp8.quantize((X, X), fp8.E8M0, prologue=SWIGLU),
+        "cannot hold values",
+    ),
+    "scale": (
+        ValueError,
+        lambda: fp8.quantize((X, X), fp8.E4M3, scale=jnp.ones(3), prologue=SWIGLU),
+        "scale has shape [3]",
+    ),
+    "gradient": (
+        TypeError,
+        lambda: jax.grad(lambda x: fp8.quantize((x, x), fp8.E4M3, prologue=SWIGLU).scale)(X),
+        "no gradient",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -145,7 +200,9 @@ def test_mistakes(case):
 def test_triton_reads_one_array():
     pytest.importorskip("jax_triton")
     with pytest.raises(NotImplementedError, match=re.escape("prologue=SwiGLU()")):
-        fp8.swiglu_quantize(jnp.ones((128, 128)), jnp.ones((128, 128)), fp8.E4M3, implementation="triton")
+        fp8.quantize(
+            (jnp.ones((128, 128)),) * 2, fp8.E4M3, implementation="triton", prologue=fp8.SwiGLU()
+        )
 
 
 def test_they_are_values():

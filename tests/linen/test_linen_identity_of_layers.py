@@ -1,4 +1,7 @@
-"""Layers are values: equal arguments make equal layers, so jit traces them once; conflicting arguments are refused."""
+"""Layers are values: equal arguments make equal layers, so jit traces them once.
+
+Conflicting arguments are refused.
+"""
 
 import chex
 import flax.linen as nn
@@ -14,7 +17,9 @@ LAYERS = {
     "Dense": lambda **fields: FP8Dense(4, **fields),
     "DenseGeneral": lambda **fields: FP8DenseGeneral(4, **fields),
     "Einsum": lambda **fields: FP8Einsum((8, 4), "bd,dk->bk", **fields),
-    "plugged": lambda recipe=None: nn.Dense(4, dot_general_cls=FP8DotGeneral.using(recipe or fp8.recipes.delayed())),
+    "plugged": lambda recipe=None: nn.Dense(
+        4, dot_general_cls=FP8DotGeneral.using(recipe or fp8.recipes.delayed())
+    ),
 }
 
 
@@ -47,8 +52,13 @@ def test_a_second_plug_is_refused(layer):
 
 
 @pytest.mark.parametrize(
-    "make", [LAYERS["Dense"], LAYERS["DenseGeneral"], LAYERS["Einsum"]], ids=["Dense", "DenseGeneral", "Einsum"]
+    "make",
+    [LAYERS["Dense"], LAYERS["DenseGeneral"], LAYERS["Einsum"]],
+    ids=["Dense", "DenseGeneral", "Einsum"],
 )
 def test_a_recipe_by_name_is_refused(make):
-    with pytest.raises(TypeError, match=r"recipe=.delayed. .* a Recipe is needed; write recipe=fp8\.recipes\.delayed"):
+    with pytest.raises(
+        TypeError,
+        match=r"recipe=.delayed. .* a Recipe is needed; write recipe=fp8\.recipes\.delayed",
+    ):
         make(recipe="delayed")

@@ -1,4 +1,7 @@
-"""linen layers: flax's own parameters and values, with a recipe; and state through flax's own transformations."""
+"""linen layers: flax's own parameters and values, with a recipe.
+
+And state through flax's own transformations.
+"""
 
 import chex
 import flax.linen as nn
@@ -30,7 +33,11 @@ def by_class(theirs, ours, *args, **kwargs):
 
 
 def by_plug(theirs, *args, **kwargs):
-    return lambda: theirs(*args, **kwargs), lambda r: theirs(*args, dot_general_cls=FP8DotGeneral.using(r), **kwargs), 1
+    return (
+        lambda: theirs(*args, **kwargs),
+        lambda r: theirs(*args, dot_general_cls=FP8DotGeneral.using(r), **kwargs),
+        1,
+    )
 
 
 # name -> (flax's layer, ours with a recipe, how many states)
@@ -89,14 +96,19 @@ def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
     variables = jax.jit(ours(DELAYED).init)(jax.random.key(1), X)
     params = flax.serialization.from_bytes(variables["params"], blob)
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-    loss, grads, state = jax.jit(fp8.value_and_grad(square(ours(DELAYED))))(params, variables[COLLECTION], X)
+    loss, grads, state = jax.jit(fp8.value_and_grad(square(ours(DELAYED))))(
+        params, variables[COLLECTION], X
+    )
     want_loss, want = jax.jit(jax.value_and_grad(square(theirs(), lambda _: {})))(params, None, X)
     np.testing.assert_allclose(loss, want_loss, rtol=0.1)
     for got_leaf, want_leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         # bias of the key projection: softmax does not see it, its gradient is rounding
         if jnp.linalg.norm(want_leaf) > 1e-3:
             assert jnp.linalg.norm(got_leaf - want_leaf) / jnp.linalg.norm(want_leaf) < 0.15
-    assert all(s.scale.all() for s in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState)))
+    assert all(
+        s.scale.all()
+        for s in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    )
 
 
 def test_layer_equals_the_function():
@@ -111,13 +123,17 @@ def test_layer_equals_the_function():
 def test_collection_missing_in_apply():
     model = FP8Dense(4, recipe=DELAYED, name="up")
     params = model.init(KEY, X)["params"]
-    with pytest.raises(fp8.FP8StateError, match=r"missing from collection '_overwrite_with_gradient'.*model.apply"):
+    with pytest.raises(
+        fp8.FP8StateError, match=r"missing from collection '_overwrite_with_gradient'.*model.apply"
+    ):
         model.apply({"params": params}, X)
 
 
 def test_init_does_not_depend_on_the_data():
     model = FP8Dense(4, recipe=DELAYED)
-    assert_same(model.init(KEY, X)[COLLECTION], model.init(KEY, jnp.full_like(X, jnp.nan))[COLLECTION])
+    assert_same(
+        model.init(KEY, X)[COLLECTION], model.init(KEY, jnp.full_like(X, jnp.nan))[COLLECTION]
+    )
 
 
 def test_evaluation_changes_nothing():
@@ -127,7 +143,9 @@ def test_evaluation_changes_nothing():
     assert_same(mutated[COLLECTION], variables[COLLECTION])
 
 
-@pytest.mark.parametrize("given", [{"dot_general": jax.lax.dot_general}, {"dot_general_cls": nn.Dense}])
+@pytest.mark.parametrize(
+    "given", [{"dot_general": jax.lax.dot_general}, {"dot_general_cls": nn.Dense}]
+)
 @pytest.mark.parametrize("layer", [FP8Dense, FP8DenseGeneral])
 def test_another_matmul_is_refused(layer, given):
     with pytest.raises(ValueError, match=f"{layer.__name__} brings its own dot_general"):
@@ -147,8 +165,14 @@ def stack(transform=lambda block: block, axes=0, length=2, recipe=DELAYED):
         @nn.compact
         def __call__(self, x):
             both = ("params", COLLECTION)
-            how = {"variable_axes": dict.fromkeys(both, 0)} if axes == 0 else {"variable_broadcast": both}
-            block = nn.scan(transform(Block), length=length, split_rngs={"params": axes == 0}, **how)
+            how = (
+                {"variable_axes": dict.fromkeys(both, 0)}
+                if axes == 0
+                else {"variable_broadcast": both}
+            )
+            block = nn.scan(
+                transform(Block), length=length, split_rngs={"params": axes == 0}, **how
+            )
             return block(recipe)(x, None)[0]
 
     return Model()
@@ -157,7 +181,10 @@ def stack(transform=lambda block: block, axes=0, length=2, recipe=DELAYED):
 def loop(params, state, x, recipe=DELAYED, length=2, shared=False):
     at = lambda tree, i: tree if shared else jax.tree.map(lambda leaf: leaf[i], tree)
     for i in range(length):
-        variables = {"params": at(params, i)["ScanBlock_0"], COLLECTION: at(state, i)["ScanBlock_0"]}
+        variables = {
+            "params": at(params, i)["ScanBlock_0"],
+            COLLECTION: at(state, i)["ScanBlock_0"],
+        }
         x, _ = Block(recipe).apply(variables, x)
     return jnp.sum(jnp.square(x))
 
@@ -165,7 +192,9 @@ def loop(params, state, x, recipe=DELAYED, length=2, shared=False):
 REMAT = lambda block: nn.remat(block, policy=fp8.save_fp8_residuals(), prevent_cse=False)
 
 
-@pytest.mark.parametrize("transform", [lambda b: b, REMAT, nn.jit], ids=["scan", "remat in scan", "jit in scan"])
+@pytest.mark.parametrize(
+    "transform", [lambda b: b, REMAT, nn.jit], ids=["scan", "remat in scan", "jit in scan"]
+)
 def test_scan_over_layers(transform):
     model = stack(transform)
     variables = jax.jit(model.init)(KEY, X[0])
@@ -177,8 +206,14 @@ def test_scan_over_layers(transform):
         got = scanned(params, state, X[0])
         want = looped(rename(params), rename(state), X[0])
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), rename(got[1]), want[1])
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), rename(got[2]), want[2])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+            rename(got[1]),
+            want[1],
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), rename(got[2]), want[2]
+        )
         state = got[2]
 
 
@@ -186,10 +221,14 @@ def test_scan_with_broadcast_parameters_is_bounded():
     recipe = fp8.recipes.delayed(history_length=4, power_of_two=True)
     model = stack(axes="broadcast", recipe=recipe)
     variables = jax.jit(model.init)(KEY, X[0])
-    got = jax.jit(fp8.value_and_grad(square(model)))(variables["params"], variables[COLLECTION], X[0])[2]
+    got = jax.jit(fp8.value_and_grad(square(model)))(
+        variables["params"], variables[COLLECTION], X[0]
+    )[2]
     shared = lambda *args: loop(*args, recipe=recipe, shared=True)
     want = jax.jit(fp8.value_and_grad(shared))(variables["params"], variables[COLLECTION], X[0])[2]
-    got, want = (jax.tree.leaves(t, is_leaf=lambda n: isinstance(n, fp8.MatmulState))[0] for t in (got, want))
+    got, want = (
+        jax.tree.leaves(t, is_leaf=lambda n: isinstance(n, fp8.MatmulState))[0] for t in (got, want)
+    )
     np.testing.assert_array_equal(got.scale, want.scale)
     assert (got.amax_history[:, -1] >= want.amax_history[:, -1] / 1.126).all()
 
@@ -198,7 +237,9 @@ def test_scan_without_the_collection_s_axis():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.scan(Block, variable_axes={"params": 0}, length=2, split_rngs={"params": True})()(x, None)[0]
+            return nn.scan(
+                Block, variable_axes={"params": 0}, length=2, split_rngs={"params": True}
+            )()(x, None)[0]
 
     cure = "under nn.scan or nn.vmap add '_overwrite_with_gradient' to variable_axes"
     with pytest.raises(fp8.FP8StateError, match=cure):
@@ -215,11 +256,17 @@ def test_vmap(shared):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.vmap(FP8Dense, variable_axes={"params": axis, COLLECTION: axis}, split_rngs={"params": not shared},
-                           in_axes=0)(4, recipe=DELAYED)(x)  # fmt: skip
+            return nn.vmap(
+                FP8Dense,
+                variable_axes={"params": axis, COLLECTION: axis},
+                split_rngs={"params": not shared},
+                in_axes=0,
+            )(4, recipe=DELAYED)(x)
 
     variables = jax.jit(Model().init)(KEY, X)
-    _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(variables["params"], variables[COLLECTION], X)
+    _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(
+        variables["params"], variables[COLLECTION], X
+    )
     (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
     want = jnp.max(jnp.abs(X), axis=None if shared else (1, 2))
     np.testing.assert_array_equal(state.amax_history[..., 0, -1], want)
@@ -235,7 +282,9 @@ def test_tied_layer():
 
     variables = jax.jit(Model().init)(KEY, X)
     assert len(jax.tree.leaves(variables["params"])) == 1
-    _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(variables["params"], variables[COLLECTION], X)
+    _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(
+        variables["params"], variables[COLLECTION], X
+    )
     (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
     true = jnp.max(jnp.abs(X))
     assert true <= state.amax_history[0, -1] <= 1.125 * true
@@ -244,7 +293,9 @@ def test_tied_layer():
 class MLP(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return FP8Dense(2, recipe=DELAYED, name="down")(nn.relu(FP8Dense(8, recipe=DELAYED, name="up")(x)))
+        return FP8Dense(2, recipe=DELAYED, name="down")(
+            nn.relu(FP8Dense(8, recipe=DELAYED, name="up")(x))
+        )
 
 
 MODEL = MLP()  # one, and one optimizer, or each train state would compile a step of its own
@@ -275,7 +326,9 @@ def test_stock_train_state_does_not_touch_state(standard_promotion):
     assert COLLECTION not in str(jax.tree.structure(ts.opt_state))
     new = run(ts, range(3))
     first = new.params[COLLECTION]["up"]["FP8DotGeneral_0"]["fp8"]
-    np.testing.assert_allclose(first.amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))])
+    np.testing.assert_allclose(
+        first.amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))]
+    )
     np.testing.assert_allclose(first.scale[0], first.amax_history[0, -1] / 448, rtol=1e-6)
     assert jax.tree.structure(new) == jax.tree.structure(ts)
 
@@ -287,8 +340,12 @@ def test_train_state_saved_and_restored_in_mid_window(through, tmp_path, standar
         restored = flax.serialization.from_bytes(train_state(), flax.serialization.to_bytes(ts))
     else:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "ts", {"params": ts.params, "opt_state": ts.opt_state, "step": ts.step})
+            checkpointer.save(
+                tmp_path / "ts", {"params": ts.params, "opt_state": ts.opt_state, "step": ts.step}
+            )
             checkpointer.wait_until_finished()
             like = {"params": ts.params, "opt_state": ts.opt_state, "step": ts.step}
             restored = train_state().replace(**checkpointer.restore(tmp_path / "ts", like))
-    assert_same(jax.tree.leaves(run(restored, range(2, 12))), jax.tree.leaves(run(ts, range(2, 12))))
+    assert_same(
+        jax.tree.leaves(run(restored, range(2, 12))), jax.tree.leaves(run(ts, range(2, 12)))
+    )

@@ -11,7 +11,15 @@ from messages import Message
 
 import jaxfp8 as fp8
 from jaxfp8 import linen
-from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum, FP8EinsumOp, TrainState
+from jaxfp8.linen import (
+    COLLECTION,
+    FP8Dense,
+    FP8DenseGeneral,
+    FP8DotGeneral,
+    FP8Einsum,
+    FP8EinsumOp,
+    TrainState,
+)
 
 DELAYED = fp8.recipes.delayed()
 X, KEY = jnp.ones((2, 8)), jax.random.key(0)
@@ -25,8 +33,16 @@ LAYERS = {
 INPUTS = {
     "None": (None, "is None", "pass an array"),
     "dict": ({"x": X}, "is of type dict", "['x']"),
-    "ShapeDtypeStruct": (jax.ShapeDtypeStruct((2, 8), jnp.float32), "is ShapeDtypeStruct", "jax.eval_shape"),
-    "Partitioned": (nn.Partitioned(X, ("a", "b")), "is of type Partitioned", "flax.linen.meta.unbox"),
+    "ShapeDtypeStruct": (
+        jax.ShapeDtypeStruct((2, 8), jnp.float32),
+        "is ShapeDtypeStruct",
+        "jax.eval_shape",
+    ),
+    "Partitioned": (
+        nn.Partitioned(X, ("a", "b")),
+        "is of type Partitioned",
+        "flax.linen.meta.unbox",
+    ),
 }
 
 
@@ -45,7 +61,11 @@ def init(layer):
 
 
 def created(**fields):
-    given = {"apply_fn": DENSE.apply, "params": VARIABLES["params"], "fp8_state": VARIABLES[COLLECTION]}
+    given = {
+        "apply_fn": DENSE.apply,
+        "params": VARIABLES["params"],
+        "fp8_state": VARIABLES[COLLECTION],
+    }
     return TrainState.create(tx=optax.sgd(0.1), **(given | fields))
 
 
@@ -63,13 +83,25 @@ MESSAGES = {
         "fp8.recipes.delayed()",
     ),
     "plug with a name": Message(
-        TypeError, lambda: FP8DotGeneral("mxfp8"), "recipe='mxfp8'", "a Recipe is needed", "fp8.recipes.mxfp8()"
+        TypeError,
+        lambda: FP8DotGeneral("mxfp8"),
+        "recipe='mxfp8'",
+        "a Recipe is needed",
+        "fp8.recipes.mxfp8()",
     ),
     "op with a function": Message(
-        TypeError, lambda: FP8EinsumOp(fp8.recipes.current), "recipe=<function", "a Recipe", "fp8.recipes.current()"
+        TypeError,
+        lambda: FP8EinsumOp(fp8.recipes.current),
+        "recipe=<function",
+        "a Recipe",
+        "fp8.recipes.current()",
     ),
     "layer with a name": Message(
-        TypeError, lambda: init(FP8Dense(4, recipe="current")), "recipe='current'", "a Recipe", "fp8.recipes.current()"
+        TypeError,
+        lambda: init(FP8Dense(4, recipe="current")),
+        "recipe='current'",
+        "a Recipe",
+        "fp8.recipes.current()",
     ),
     "dot_general=class": Message(
         TypeError,
@@ -93,7 +125,11 @@ MESSAGES = {
         "dot_general_cls=FP8DotGeneral.using(recipe)",
     ),
     "class of ops": Message(
-        TypeError, lambda: FP8EinsumOp("bd,dk->bk", X, X), "the class FP8EinsumOp", "an instance", "FP8EinsumOp(recipe)"
+        TypeError,
+        lambda: FP8EinsumOp("bd,dk->bk", X, X),
+        "the class FP8EinsumOp",
+        "an instance",
+        "FP8EinsumOp(recipe)",
     ),
     "scan carries the collection": Message(
         fp8.FP8StateError,
@@ -108,7 +144,9 @@ MESSAGES = {
     "scan carries a state that is there": Message(
         fp8.FP8StateError,
         lambda: scanned(variable_axes={"params": 0}, variable_carry=COLLECTION).apply(
-            scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(KEY, X, None), X, None
+            scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(KEY, X, None),
+            X,
+            None,
         ),
         *CARRIED,
     ),
@@ -180,7 +218,9 @@ MESSAGES = {
     ),
     "TrainState, what was seen": Message(
         fp8.FP8StateError,
-        lambda: created().apply_gradients(grads=VARIABLES["params"], fp8_state=fp8.nothing_seen(VARIABLES[COLLECTION])),
+        lambda: created().apply_gradients(
+            grads=VARIABLES["params"], fp8_state=fp8.nothing_seen(VARIABLES[COLLECTION])
+        ),
         "found SeenAmax, what a step saw, at ['FP8DotGeneral_0']['fp8']",
         "expected quantizer state",
         "fp8.commit(state, seen)",
@@ -230,7 +270,9 @@ def test_an_input_that_is_no_array_is_named(layer, given):
 
 
 def test_a_scan_may_carry_a_state_that_every_call_returns():
-    variables = scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(KEY, X, None)
+    variables = scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(
+        KEY, X, None
+    )
     carrying = scanned(variable_axes={"params": 0}, variable_carry=COLLECTION)
     _, changed = carrying.apply(variables, X, None, mutable=[COLLECTION])
     assert jax.tree.structure(changed[COLLECTION]) == jax.tree.structure(variables[COLLECTION])
@@ -238,17 +280,28 @@ def test_a_scan_may_carry_a_state_that_every_call_returns():
 
 def test_broadcast_comes_before_carry():
     model = nn.scan(
-        Block, variable_broadcast=("params", COLLECTION), variable_carry=True, split_rngs={"params": False}, length=3
+        Block,
+        variable_broadcast=("params", COLLECTION),
+        variable_carry=True,
+        split_rngs={"params": False},
+        length=3,
     )()
     variables = model.init(KEY, X, None)
-    loss_fn = lambda params, state: jnp.sum(model.apply({"params": params, COLLECTION: state}, X, None)[0])
+    loss_fn = lambda params, state: jnp.sum(
+        model.apply({"params": params, COLLECTION: state}, X, None)[0]
+    )
     _, _, state = fp8.value_and_grad(loss_fn)(variables["params"], variables[COLLECTION])
-    assert all(leaf.scale.all() for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState)))
+    assert all(
+        leaf.scale.all()
+        for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    )
 
 
 def test_a_forgotten_state_is_an_error():
     for call in (
-        lambda: TrainState.create(apply_fn=DENSE.apply, params=VARIABLES["params"], tx=optax.sgd(0.1)),
+        lambda: TrainState.create(
+            apply_fn=DENSE.apply, params=VARIABLES["params"], tx=optax.sgd(0.1)
+        ),
         lambda: created().apply_gradients(grads=VARIABLES["params"]),
     ):
         with pytest.raises(TypeError, match="fp8_state"):
@@ -262,7 +315,9 @@ def test_the_cures_for_a_carried_collection(lifted):
     model = scanned(**({"variable_axes": {"params": 0}} | lifted))
     variables = model.init(KEY, X, None)
     state = variables[COLLECTION]
-    loss_fn = lambda params, state: jnp.sum(model.apply({"params": params, COLLECTION: state}, X, None)[0])
+    loss_fn = lambda params, state: jnp.sum(
+        model.apply({"params": params, COLLECTION: state}, X, None)[0]
+    )
     loss, _, new = fp8.value_and_grad(loss_fn)(variables["params"], state)
     assert jnp.isfinite(loss)
     assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)

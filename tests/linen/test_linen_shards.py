@@ -39,7 +39,9 @@ def step(model):
 
 def close(got, want):
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(theirs))))
+        np.testing.assert_allclose(
+            mine, theirs, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(theirs)))
+        )
 
 
 def cases(layers, quick):
@@ -51,15 +53,19 @@ def cases(layers, quick):
     ]
 
 
-@pytest.mark.parametrize(("layer", "recipe"), cases(LAYERS, [("einsum", "mxfp8"), ("plug", "mxfp8")]))
+@pytest.mark.parametrize(
+    ("layer", "recipe"), cases(LAYERS, [("einsum", "mxfp8"), ("plug", "mxfp8")])
+)
 def test_linen(layer, recipe):
     make, recipe = LAYERS[layer], RECIPES[recipe]
     variables = jax.jit(make(recipe=recipe).init)(jax.random.key(1), X)
     params, state = variables["params"], variables.get(COLLECTION, {})
     want = jax.jit(step(make(recipe=recipe)))(params, state, X)
-    model = make(recipe=recipe, rhs_shard=FSDP)
+    model = make(recipe=recipe, w_shard=FSDP)
     for kind in (AxisType.Auto, AxisType.Explicit):
-        lie = jax.tree.map(lambda spec, kind=kind: NamedSharding(mesh(kind), spec), (SPECS, P(), P("fsdp")))
+        lie = jax.tree.map(
+            lambda spec, kind=kind: NamedSharding(mesh(kind), spec), (SPECS, P(), P("fsdp"))
+        )
         with jax.set_mesh(mesh(kind)):
             close(jax.jit(step(model))(*jax.device_put((params, state, X), lie)), want)
     if layer == "plug":
@@ -70,16 +76,25 @@ def test_linen(layer, recipe):
         return jax.lax.psum(loss, "fsdp"), grads, new
 
     specs = SPECS, P(), P("fsdp")
-    inside = jax.shard_map(local, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=(P(), SPECS, P()))
+    inside = jax.shard_map(
+        local, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=(P(), SPECS, P())
+    )
     close(jax.jit(inside)(params, state, X), want)
 
 
 def test_initialized_inside_shard_map_each_device_has_its_part_of_one_kernel():
-    model = FP8Dense(N, rhs_shard=FSDP, kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, None)))
+    model = FP8Dense(
+        N,
+        w_shard=FSDP,
+        kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, None)),
+    )
     init = lambda x: nn.meta.unbox(model.init(jax.random.key(1), x)["params"])["kernel"]
-    parts = jax.jit(jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P("fsdp")))(X)
+    parts = jax.jit(
+        jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P("fsdp"))
+    )(X)
     whole = FP8Dense(N).init(jax.random.key(1), X)["params"]["kernel"]
-    np.testing.assert_allclose(parts, whole, atol=1e-6)  # two programs, which may fuse another product and sum
+    # two programs, which may fuse another product and sum
+    np.testing.assert_allclose(parts, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -98,17 +113,21 @@ def test_nnx(layer, recipe):
 
     want = nnx.jit(run)(make(), X)
     for kind in (AxisType.Auto, AxisType.Explicit):
-        model = make(rhs_shard=FSDP)
+        model = make(w_shard=FSDP)
         with jax.set_mesh(mesh(kind)):
-            model.kernel.set_value(jax.device_put(model.kernel.get_value(), NamedSharding(mesh(kind), P("fsdp"))))
-            close(nnx.jit(run)(model, jax.device_put(X, NamedSharding(mesh(kind), P("fsdp")))), want)
+            model.kernel.set_value(
+                jax.device_put(model.kernel.get_value(), NamedSharding(mesh(kind), P("fsdp")))
+            )
+            close(
+                nnx.jit(run)(model, jax.device_put(X, NamedSharding(mesh(kind), P("fsdp")))), want
+            )
 
 
 def test_a_layer_is_initialized_without_a_mesh_and_in_any():
     # Compiled: eagerly each operation is a program, and another one in each mesh.
     kernel = lambda model: jax.jit(model.init)(jax.random.key(1), X)["params"]["kernel"]
     want = kernel(FP8Dense(N))
-    model = FP8Dense(N, rhs_shard=FSDP)
+    model = FP8Dense(N, w_shard=FSDP)
     np.testing.assert_array_equal(kernel(model), want)
     for kind in (AxisType.Auto, AxisType.Explicit):
         with jax.set_mesh(mesh(kind)):
@@ -116,7 +135,14 @@ def test_a_layer_is_initialized_without_a_mesh_and_in_any():
 
 
 def test_a_kernel_that_has_no_equal_parts():
-    model = FP8Dense(7, recipe=RECIPES["mxfp8"], rhs_shard=Shard(1, "fsdp"))
+    model = FP8Dense(7, recipe=RECIPES["mxfp8"], w_shard=Shard(1, "fsdp"))
     init = lambda x: model.init(jax.random.key(1), x)["params"]["kernel"]
-    with pytest.raises(ValueError, match=r"rhs_shard=.*axis 1 of a kernel \[64, 7\] .* 2 equal parts"):
-        jax.eval_shape(jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P(None, "fsdp")), X)
+    with pytest.raises(
+        ValueError, match=r"w_shard=.*axis 1 of a kernel \[64, 7\] .* 2 equal parts"
+    ):
+        jax.eval_shape(
+            jax.shard_map(
+                init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P(None, "fsdp")
+            ),
+            X,
+        )

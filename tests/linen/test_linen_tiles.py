@@ -1,4 +1,7 @@
-"""linen layers with recipes in tiles: flax's parameters, the core function's values and gradients, and a loss that falls."""
+"""linen layers with recipes in tiles.
+
+Flax's parameters, the core function's values and gradients, and a loss that falls.
+"""
 
 import flax.linen as nn
 import jax
@@ -30,34 +33,45 @@ def plus(y, bias):
 # flax's layer, ours, and the same by hand: (params, x, recipe) -> y
 LAYERS = {
     "Dense": (
-        nn.Dense(40), lambda r: FP8Dense(40, recipe=r),
+        nn.Dense(40),
+        lambda r: FP8Dense(40, recipe=r),
         lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r, bias=p["bias"]),
     ),
     "Dense, no bias": (
-        nn.Dense(40, use_bias=False), lambda r: FP8Dense(40, use_bias=False, recipe=r),
+        nn.Dense(40, use_bias=False),
+        lambda r: FP8Dense(40, use_bias=False, recipe=r),
         lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r),
     ),
     "Dense, bfloat16": (
-        nn.Dense(40, dtype=jnp.bfloat16), lambda r: FP8Dense(40, dtype=jnp.bfloat16, recipe=r),
+        nn.Dense(40, dtype=jnp.bfloat16),
+        lambda r: FP8Dense(40, dtype=jnp.bfloat16, recipe=r),
         lambda p, x, r: fp8.dot(bf16(x), bf16(p["kernel"]), recipe=r, bias=bf16(p["bias"])),
     ),
     "Dense, plugged": (
-        nn.Dense(40), lambda r: nn.Dense(40, dot_general_cls=FP8DotGeneral.using(r)),
+        nn.Dense(40),
+        lambda r: nn.Dense(40, dot_general_cls=FP8DotGeneral.using(r)),
         lambda p, x, r: plus(fp8.dot(x, p["kernel"], recipe=r), p["bias"]),
     ),
     "DenseGeneral": (
-        nn.DenseGeneral((2, 3), axis=(-2, -1)), lambda r: FP8DenseGeneral((2, 3), axis=(-2, -1), recipe=r),
-        lambda p, x, r: plus(fp8.dot_general(x, p["kernel"], (((1, 2), (0, 1)), ((), ())), recipe=r), p["bias"]),
+        nn.DenseGeneral((2, 3), axis=(-2, -1)),
+        lambda r: FP8DenseGeneral((2, 3), axis=(-2, -1), recipe=r),
+        lambda p, x, r: plus(
+            fp8.dot_general(x, p["kernel"], (((1, 2), (0, 1)), ((), ())), recipe=r), p["bias"]
+        ),
     ),
     "DenseGeneral, batch": (
-        nn.DenseGeneral(5, axis=-1, batch_dims=(0,)), lambda r: FP8DenseGeneral(5, axis=-1, batch_dims=(0,), recipe=r),
-        lambda p, x, r: plus(fp8.einsum("bsd,bdf->bsf", x, p["kernel"], recipe=r), p["bias"][:, None]),
+        nn.DenseGeneral(5, axis=-1, batch_dims=(0,)),
+        lambda r: FP8DenseGeneral(5, axis=-1, batch_dims=(0,), recipe=r),
+        lambda p, x, r: plus(
+            fp8.einsum("bsd,bdf->bsf", x, p["kernel"], recipe=r), p["bias"][:, None]
+        ),
     ),
     "Einsum": (
-        nn.Einsum((48, 2, 24), "bsd,dhk->bshk"), lambda r: FP8Einsum((48, 2, 24), "bsd,dhk->bshk", recipe=r),
+        nn.Einsum((48, 2, 24), "bsd,dhk->bshk"),
+        lambda r: FP8Einsum((48, 2, 24), "bsd,dhk->bshk", recipe=r),
         lambda p, x, r: plus(fp8.einsum("bsd,dhk->bshk", x, p["kernel"], recipe=r), p["bias"]),
     ),
-}  # fmt: skip
+}
 
 
 def step(apply):
@@ -67,10 +81,17 @@ def step(apply):
 
 
 def cases():
-    """A layer hands its recipe on to the function: few pairs show that it does, the rest of the product is exhaustive."""
+    """A layer hands its recipe on to the function.
+
+    Few pairs show that it does, the rest of the product is exhaustive.
+    """
     for layer in LAYERS:
         for recipe in RECIPES:
-            some = (layer, recipe) in {("Dense", "blockwise"), ("Dense, bfloat16", "mxfp8"), ("Einsum", "mxfp8")}
+            some = (layer, recipe) in {
+                ("Dense", "blockwise"),
+                ("Dense, bfloat16", "mxfp8"),
+                ("Einsum", "mxfp8"),
+            }
             marks = () if some else (pytest.mark.exhaustive,)
             yield pytest.param(layer, recipe, id=f"{layer}-{recipe}", marks=marks)
 

@@ -1,7 +1,9 @@
-"""A model of two layers, y = relu(x @ w1) @ w2, on every mesh: where its tensors lie, and who moves them.
+"""A model of two layers, y = relu(x @ w1) @ w2, on every mesh.
 
-x, w1, w2 and c, the gradient of y, are [N, N]; the loss is sum(y * c). A step takes `((x, w1, w2), states, c)` and gives the
-loss, the gradients of x, w1 and w2, and the new states of the two layers.
+Where its tensors lie, and who moves them.
+
+x, w1, w2 and c, the gradient of y, are [N, N]; the loss is sum(y * c). A step takes `((x, w1, w2),
+states, c)` and gives the loss, the gradients of x, w1 and w2, and the new states of the two layers.
 """
 
 import dataclasses
@@ -20,14 +22,17 @@ import jaxfp8 as fp8
 from jaxfp8.sharding import Shard
 
 N = 16
-# Whole arrays, left to the compiler or to types, without and with `lhs_shard=`, `rhs_shard=`; shard_map with check_vma=True and
-# False, and with types and the axes of amaxes named.
+# Whole arrays, left to the compiler or to types, without and with `x_shard=`, `w_shard=`; shard_map
+# with check_vma=True and False, and with types and the axes of amaxes named.
 MODES = ("auto", "explicit", "auto, shards", "explicit, shards", "types", "no types", "types, axes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where x (c and y, too), w1 and w2 lie; `read_*`: where an Explicit mesh has to have what its matmuls read."""
+    """Where x (c and y, too), w1 and w2 lie.
+
+    `read_*`: where an Explicit mesh has to have what its matmuls read.
+    """
 
     mesh: dict[str, int]
     x: P
@@ -43,24 +48,41 @@ class Layout:
         return "pipe" in self.mesh
 
 
-FSDP, TOKENS = {"rhs_shard": Shard(0, "fsdp")}, {"lhs_shard": Shard(0, "tensor")}
+FSDP, TOKENS = {"w_shard": Shard(0, "fsdp")}, {"x_shard": Shard(0, "tensor")}
 LAYOUTS = {
     "data": Layout(mesh={"data": 8}, x=P("data"), read_x=P("data"), summed=("data",)),
-    "fsdp": Layout(mesh={"fsdp": 8}, x=P("fsdp"), read_x=P("fsdp"), w=(P("fsdp"), P("fsdp")), shards=(FSDP, FSDP)),
+    "fsdp": Layout(
+        mesh={"fsdp": 8},
+        x=P("fsdp"),
+        read_x=P("fsdp"),
+        w=(P("fsdp"), P("fsdp")),
+        shards=(FSDP, FSDP),
+    ),
     "tensor and sequence": Layout(
-        mesh={"data": 4, "tensor": 2}, x=P(("data", "tensor")), w=(P(None, "tensor"), P("tensor")),
-        read_x=P("data"), read_w=(P(None, "tensor"), P("tensor")),
-        shards=(TOKENS, {}), partial="tensor", summed=("data",),
+        mesh={"data": 4, "tensor": 2},
+        x=P(("data", "tensor")),
+        w=(P(None, "tensor"), P("tensor")),
+        read_x=P("data"),
+        read_w=(P(None, "tensor"), P("tensor")),
+        shards=(TOKENS, {}),
+        partial="tensor",
+        summed=("data",),
     ),
     "data, fsdp and tensor": Layout(
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
-        x=P(("data", "fsdp", "tensor")), w=(P("fsdp", "tensor"), P("tensor", "fsdp")),
-        read_x=P(("data", "fsdp")), read_w=(P(None, "tensor"), P("tensor")),
-        shards=(TOKENS | FSDP, {"rhs_shard": Shard(1, "fsdp")}), partial="tensor", summed=("data",),
+        x=P(("data", "fsdp", "tensor")),
+        w=(P("fsdp", "tensor"), P("tensor", "fsdp")),
+        read_x=P(("data", "fsdp")),
+        read_w=(P(None, "tensor"), P("tensor")),
+        shards=(TOKENS | FSDP, {"w_shard": Shard(1, "fsdp")}),
+        partial="tensor",
+        summed=("data",),
     ),
     "pipeline": Layout(mesh={"pipe": 2}, x=P(), read_x=P()),
-    "data and pipeline": Layout(mesh={"data": 4, "pipe": 2}, x=P("data"), read_x=P("data"), summed=("data",)),
-}  # fmt: skip
+    "data and pipeline": Layout(
+        mesh={"data": 4, "pipe": 2}, x=P("data"), read_x=P("data"), summed=("data",)
+    ),
+}
 
 
 def on_one_device(recipe: fp8.Recipe) -> Callable:
@@ -93,7 +115,9 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
             ws, states = stack(ws), stack(states)
         shardings = jax.tree.map(functools.partial(jax.NamedSharding, mesh), specs)
         with jax.set_mesh(mesh):
-            loss, (dx, dws), new = jax.device_get(step(*jax.device_put(((x, ws), states, c), shardings)))
+            loss, (dx, dws), new = jax.device_get(
+                step(*jax.device_put(((x, ws), states, c), shardings))
+            )
         return loss, (dx, *dws), unstack(new) if layout.stages else new
 
     return call
@@ -109,7 +133,9 @@ def make_mesh(layout: Layout, mode: str) -> jax.sharding.Mesh:
     kind = AxisType.Explicit if mode.startswith("explicit") else AxisType.Auto
     sizes = tuple(layout.mesh.values())
     devices = jax.devices()[: math.prod(sizes)]
-    return jax.make_mesh(sizes, tuple(layout.mesh), axis_types=(kind,) * len(sizes), devices=devices)
+    return jax.make_mesh(
+        sizes, tuple(layout.mesh), axis_types=(kind,) * len(sizes), devices=devices
+    )
 
 
 def stack(trees):
@@ -121,8 +147,14 @@ def unstack(tree):
 
 
 def layers(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
-    """Whole arrays. In an Explicit mesh the user moves what types refuse, unless the matmul gathers it."""
-    explicit, shards = mode.startswith("explicit"), layout.shards if mode.endswith("shards") else ({}, {})
+    """Whole arrays.
+
+    In an Explicit mesh the user moves what types refuse, unless the matmul gathers it.
+    """
+    explicit, shards = (
+        mode.startswith("explicit"),
+        layout.shards if mode.endswith("shards") else ({}, {}),
+    )
     move = jax.sharding.reshard if explicit else lambda value, spec: value
     ready = move if mode == "explicit" else lambda value, spec: value
     dot = functools.partial(fp8.dot, recipe=recipe)
@@ -132,7 +164,13 @@ def layers(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
         first, second = map(ready, ws, layout.read_w)
         x = ready(x, layout.read_x)
         h = jax.nn.relu(dot(x, first, state=states[0], **shards[0]))
-        y = dot(h, second, state=states[1], out_sharding=layout.read_x if explicit else None, **shards[1])
+        y = dot(
+            h,
+            second,
+            state=states[1],
+            out_sharding=layout.read_x if explicit else None,
+            **shards[1],
+        )
         return jnp.sum(y * move(c, layout.read_x))
 
     return loss
@@ -165,10 +203,15 @@ def by_row(recipe: fp8.Recipe) -> bool:
 
 
 def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool, named: bool) -> Callable:
-    """Of one device. The axes of amaxes may be named; without types they are, and the user sums the gradients."""
+    """Of one device.
+
+    The axes of amaxes may be named; without types they are, and the user sums the gradients.
+    """
     axes = tuple(axis for axis in layout.mesh if axis != "pipe")
     # Without types recipes with amaxes of rows refuse the axes, and keep each amax on its device.
-    stateless = {"reduce_axes": axes} if named and not recipe.rows and (types or not by_row(recipe)) else {}
+    stateless = (
+        {"reduce_axes": axes} if named and not recipe.rows and (types or not by_row(recipe)) else {}
+    )
     dot = functools.partial(fp8.dot, recipe=recipe, **stateless)
 
     def layers(params, states, c):

@@ -1,4 +1,7 @@
-"""The recipes that the tests of meshes go through; in tiles of 2, so that eight shards of 16 end where tiles do."""
+"""The recipes that the tests of meshes go through.
+
+In tiles of 2, so that eight shards of 16 end where tiles do.
+"""
 
 from contracts.faces import in_tiles
 

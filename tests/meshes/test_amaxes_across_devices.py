@@ -23,7 +23,7 @@ from jaxfp8.sharding import Shard
 RECIPE = fp8.recipes.delayed(history_length=4)
 AXES = ("data", "model")
 BOTH, DATA, COLUMNS, GRID = P(AXES), P("data"), P(None, "model"), P("data", "model")
-W_ROWS, X_ROWS = {"rhs_shard": Shard(0, "model")}, {"lhs_shard": Shard(0, "model")}
+W_ROWS, X_ROWS = {"w_shard": Shard(0, "model")}, {"x_shard": Shard(0, "model")}
 
 
 class Layout(NamedTuple):
@@ -43,8 +43,8 @@ LAYOUTS = {
     # the caller does not name it.
     "w gathered alone": Layout((DATA, P("model"), DATA), W_ROWS, ("data",)),
     "x gathered alone": Layout((BOTH, P(), DATA), X_ROWS, ("data",)),
-    "w gathered over both": Layout((P(), P(None, AXES), P()), {"rhs_shard": Shard(1, AXES)}, ()),
-    "x gathered over both": Layout((BOTH, P(), P()), {"lhs_shard": Shard(0, AXES)}, ()),
+    "w gathered over both": Layout((P(), P(None, AXES), P()), {"w_shard": Shard(1, AXES)}, ()),
+    "x gathered over both": Layout((BOTH, P(), P()), {"x_shard": Shard(0, AXES)}, ()),
 }
 # Whether types tell, and whether the gradient is taken inside shard_map or of it.
 WAYS = ("types, inside", "types, outside", "no types, inside")

@@ -1,7 +1,9 @@
-"""Explicit meshes with axes of size 1: the answer of one device, and the types of `jax.lax.dot_general`.
+"""Explicit meshes with axes of size 1.
 
-One model runs on every mesh, so its specs name axes that a small mesh does not split. Data are integers,
-so every sum is exact. Values must have the same bits as on one device.
+The answer of one device, and the types of `jax.lax.dot_general`.
+
+One model runs on every mesh, so its specs name axes that a small mesh does not split. Data are
+integers, so every sum is exact. Values must have the same bits as on one device.
 """
 
 import functools
@@ -46,39 +48,58 @@ MATRICES = {
     "batch": Case((8, 8), (8, 8), P(BATCH, None), P(None, "tensor")),
     "batch, fsdp first": Case((8, 8), (8, 8), P(("fsdp", "data"), None), P(None, "tensor")),
     "w by fsdp and tensor": Case(
-        (8, 8), (8, 8), P(BATCH, None), P("fsdp", "tensor"), shards={"rhs_shard": Shard(0, "fsdp")}
+        (8, 8), (8, 8), P(BATCH, None), P("fsdp", "tensor"), shards={"w_shard": Shard(0, "fsdp")}
     ),
     "w by tensor and fsdp": Case(
-        (8, 8), (8, 8), P(BATCH, "tensor"), P("tensor", "fsdp"), shards={"rhs_shard": Shard(1, "fsdp")},
+        (8, 8),
+        (8, 8),
+        P(BATCH, "tensor"),
+        P("tensor", "fsdp"),
+        shards={"w_shard": Shard(1, "fsdp")},
         out=P(BATCH, None),
     ),
     "both gathered": Case(
-        (16, 8), (8, 8), P((*BATCH, "tensor"), None), P("fsdp", "tensor"),
-        shards={"lhs_shard": Shard(0, "tensor"), "rhs_shard": Shard(0, "fsdp")},
+        (16, 8),
+        (8, 8),
+        P((*BATCH, "tensor"), None),
+        P("fsdp", "tensor"),
+        shards={"x_shard": Shard(0, "tensor"), "w_shard": Shard(0, "fsdp")},
     ),
-}  # fmt: skip
+}
 # Axes that are merged into one for tiles of 32.
 MERGED = {
-    "heads": Case((4, 32, 64), (64, 8, 16), P(BATCH, None, None), P(None, "tensor", None), ((2,), (0,))),
-    "heads, split within": Case((4, 32, 64), (64, 2, 16), P(BATCH, None, None), P(None, None, "tensor"), ((2,), (0,))),
+    "heads": Case(
+        (4, 32, 64), (64, 8, 16), P(BATCH, None, None), P(None, "tensor", None), ((2,), (0,))
+    ),
+    "heads, split within": Case(
+        (4, 32, 64), (64, 2, 16), P(BATCH, None, None), P(None, None, "tensor"), ((2,), (0,))
+    ),
     "tokens": Case((4, 16, 64), (64, 64), P("data", "tensor", None), P(None, None), ((2,), (0,))),
     "contracted": Case(
-        (4, 32, 8, 16), (8, 16, 64), P(BATCH, None, "tensor", None), P("tensor", None, None), ((2, 3), (0, 1)),
+        (4, 32, 8, 16),
+        (8, 16, 64),
+        P(BATCH, None, "tensor", None),
+        P("tensor", None, None),
+        ((2, 3), (0, 1)),
         out=P(BATCH, None, None),
     ),
-}  # fmt: skip
+}
 
 
 OTHERS = {
     "512 rows": Case((512, 128), (128, 128), P(BATCH, None), P(None, "tensor")),
-    "contracted by tensor": Case((8, 8), (8, 8), P(BATCH, "tensor"), P("tensor", None), out=P(BATCH, None)),
+    "contracted by tensor": Case(
+        (8, 8), (8, 8), P(BATCH, "tensor"), P("tensor", None), out=P(BATCH, None)
+    ),
 }
 CASES = MATRICES | MERGED | OTHERS
 
 
 def mesh(sizes):
     devices = jax.devices()[: math.prod(sizes)]
-    return jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
+    return jax.make_mesh(
+        sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 3, devices=devices
+    )
 
 
 def integers(seed, shape):
@@ -90,7 +111,11 @@ def step(recipe, case, x, w, g, *, on_mesh):
     state = fp8.freeze(fp8.init_state(recipe)) if recipe.rows else None
     how: dict[str, Any] = {**(case.shards or {}), "out_sharding": case.out} if on_mesh else {}
     dot = functools.partial(
-        fp8.dot_general, dimension_numbers=(case.contracted, ((), ())), recipe=recipe, state=state, **how
+        fp8.dot_general,
+        dimension_numbers=(case.contracted, ((), ())),
+        recipe=recipe,
+        state=state,
+        **how,
     )
     y, pull = jax.vjp(dot, x, w)
     return y, *pull(jax.sharding.reshard(g, jax.typeof(y).sharding) if on_mesh else g)
@@ -130,7 +155,9 @@ def rows(cases, recipes):
 TILED = ["blockwise", "mxfp8", "mxfp8_2d"]
 
 
-@pytest.mark.parametrize(("name", "recipe", "sizes"), list(rows(MATRICES, [*TILED, "rowwise", "current", "delayed"])))
+@pytest.mark.parametrize(
+    ("name", "recipe", "sizes"), list(rows(MATRICES, [*TILED, "rowwise", "current", "delayed"]))
+)
 def test_matmuls(name, recipe, sizes):
     # Before, of (4, 1, 2) tiles of "batch": "mul got incompatible shardings for broadcasting:
     # (('data', 'fsdp'), None), ('data', None)".
@@ -140,8 +167,8 @@ def test_matmuls(name, recipe, sizes):
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (4, 1, 2), (1, 4, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", MERGED)
 def test_merged_axes(name, sizes):
-    # Before, on (2, 1, 1): y of "tokens" had the type P(('data', 'tensor'), None, None), and "heads, split within"
-    # was refused, "This reshape is not supported".
+    # Before, on (2, 1, 1): y of "tokens" had the type P(('data', 'tensor'), None, None), and
+    # "heads, split within" was refused, "This reshape is not supported".
     if sizes[2] > 1 and name in ("tokens", "heads, split within"):
         pytest.skip("devices split an axis that is merged into another")
     check("mxfp8 of 32", name, sizes)
@@ -178,12 +205,14 @@ def test_quantize_and_dequantize(tile, sizes):
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 def test_a_layer_in_roles(recipe, sizes):
     """x + layer(x), which an Explicit mesh refuses unless both have one type."""
-    layer = FP8Dense(8, recipe=ALL[recipe], rhs_shard=ROLES.shard(0, "fsdp"))
+    layer = FP8Dense(8, recipe=ALL[recipe], w_shard=ROLES.shard(0, "fsdp"))
     batch, weight = ROLES.spec(("data", "fsdp"), None), ROLES.spec("fsdp", None)
     x, kernel, bias = integers(0, (8, 8)), integers(1, (8, 8)), integers(2, (8,))
 
     def step(layer, params, x):
-        return jax.value_and_grad(lambda params: jnp.sum((x + layer.apply({"params": params}, x)) ** 2))(params)
+        return jax.value_and_grad(
+            lambda params: jnp.sum((x + layer.apply({"params": params}, x)) ** 2)
+        )(params)
 
     alone = FP8Dense(8, recipe=ALL[recipe])
     wanted = jax.jit(functools.partial(step, alone))({"kernel": kernel, "bias": bias}, x)

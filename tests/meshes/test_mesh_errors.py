@@ -19,7 +19,7 @@ from jaxfp8.sharding import Shard
 CURRENT, DELAYED, MXFP8 = fp8.recipes.current(), fp8.recipes.delayed(), fp8.recipes.mxfp8()
 X, W, STATE = jnp.ones((32, 32)), jnp.ones((32, 32)), fp8.init_state(DELAYED)
 PARAMS = {"params": {"kernel": W}}
-DENSE = FP8Dense(32, recipe=CURRENT, use_bias=False, rhs_shard=Shard(0, "fspd"))
+DENSE = FP8Dense(32, recipe=CURRENT, use_bias=False, w_shard=Shard(0, "fspd"))
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 FSDP = Shard(0, "fsdp")
 
@@ -35,36 +35,60 @@ def dot(x, w, **arguments):
 def under(kind, function, *args):
     """Whole arrays, given with their specs."""
     with jax.set_mesh(mesh(KINDS[kind])):
-        args = [jax.device_put(value, NamedSharding(mesh(KINDS[kind]), spec)) for value, spec in args]
+        args = [
+            jax.device_put(value, NamedSharding(mesh(KINDS[kind]), spec)) for value, spec in args
+        ]
         return jax.eval_shape(function, *args)
 
 
 def inside(function, specs, *args, types, out):
-    return jax.eval_shape(jax.shard_map(function, mesh=mesh(), in_specs=specs, out_specs=out, check_vma=types), *args)
+    return jax.eval_shape(
+        jax.shard_map(function, mesh=mesh(), in_specs=specs, out_specs=out, check_vma=types), *args
+    )
 
 
 WHOLE = {
     "uneven shards": (
-        lambda kind: under(kind, functools.partial(dot, rhs_shard=FSDP), (jnp.ones((32, 31)), P()), (jnp.ones((31, 32)), P())),
-        ("rhs_shard=Shard(axis=0, axis_name='fsdp')", "[31, 32]", "2 equal parts", "pad it to a multiple of 2"),
+        lambda kind: under(
+            kind,
+            functools.partial(dot, w_shard=FSDP),
+            (jnp.ones((32, 31)), P()),
+            (jnp.ones((31, 32)), P()),
+        ),
+        (
+            "w_shard=Shard(axis=0, axis_name='fsdp')",
+            "[31, 32]",
+            "2 equal parts",
+            "pad it to a multiple of 2",
+        ),
     ),
     "a shard that cuts a tile": (
-        lambda kind: under(kind, functools.partial(dot, recipe=MXFP8, rhs_shard=FSDP), (X, P()), (W, P("fsdp"))),
+        lambda kind: under(
+            kind, functools.partial(dot, recipe=MXFP8, w_shard=FSDP), (X, P()), (W, P("fsdp"))
+        ),
         ("shards of 16 along axis 0", "PerBlock(tile=(32, 1))", "at multiples of 32"),
     ),
     "an axis that the mesh does not have": (
-        lambda kind: under(kind, functools.partial(dot, lhs_shard=Shard(0, "tensor")), (X, P()), (W, P())),
-        ("lhs_shard=Shard(axis=0, axis_name='tensor')", "no axis of the mesh here", "['data', 'fsdp']"),
+        lambda kind: under(
+            kind, functools.partial(dot, x_shard=Shard(0, "tensor")), (X, P()), (W, P())
+        ),
+        (
+            "x_shard=Shard(axis=0, axis_name='tensor')",
+            "no axis of the mesh here",
+            "['data', 'fsdp']",
+        ),
     ),
     "a layer, an axis that the mesh does not have": (
         lambda kind: under(kind, functools.partial(DENSE.apply, PARAMS), (X, P())),
-        ("rhs_shard=Shard(axis=0, axis_name='fspd')", "no axis of the mesh here", "['data', 'fsdp']"),
+        ("w_shard=Shard(axis=0, axis_name='fspd')", "no axis of the mesh here", "['data', 'fsdp']"),
     ),
     "an axis that the array does not have": (
-        lambda kind: under(kind, functools.partial(dot, rhs_shard=Shard(2, "fsdp")), (X, P()), (W, P())),
-        ("rhs_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
+        lambda kind: under(
+            kind, functools.partial(dot, w_shard=Shard(2, "fsdp")), (X, P()), (W, P())
+        ),
+        ("w_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,14 +101,29 @@ def test_whole_arrays(case, kind):
 
 EXPLICIT = {
     "not split, by its type": (
-        lambda: under("explicit", functools.partial(dot, rhs_shard=FSDP), (X, P()), (W, P("data"))),
-        ("rhs_shard=Shard(axis=0, axis_name='fsdp')", "not split over ['fsdp']", "P('data', None)", "reshard the operand"),
+        lambda: under("explicit", functools.partial(dot, w_shard=FSDP), (X, P()), (W, P("data"))),
+        (
+            "w_shard=Shard(axis=0, axis_name='fsdp')",
+            "not split over ['fsdp']",
+            "P('data', None)",
+            "reshard the operand",
+        ),
     ),
     "tokens cut a tile of wgrad": (
-        lambda: under("explicit", jax.grad(lambda w, x: dot(x, w, recipe=MXFP8).sum()), (W, P()), (X, P("data"))),
-        ("an axis of 32", "split over 'data', 4 devices", "tiles of 32", "cut shards on the borders"),
+        lambda: under(
+            "explicit",
+            jax.grad(lambda w, x: dot(x, w, recipe=MXFP8).sum()),
+            (W, P()),
+            (X, P("data")),
+        ),
+        (
+            "an axis of 32",
+            "split over 'data', 4 devices",
+            "tiles of 32",
+            "cut shards on the borders",
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", EXPLICIT)
@@ -94,12 +133,13 @@ def test_what_types_of_an_explicit_mesh_tell(case):
         call()
 
 
-@pytest.mark.parametrize("side", ["lhs", "rhs"])
+@pytest.mark.parametrize("side", ["x", "w"])
 @pytest.mark.parametrize("function", [jax.jit, lambda function: function], ids=["jit", "eager"])
 def test_a_missing_mesh(function, side):
     call = function(functools.partial(dot, **{f"{side}_shard": FSDP}))
     with pytest.raises(
-        ValueError, match=mentions(f"{side}_shard=Shard(", "none is set", "jax.set_mesh(mesh)", "shard_map")
+        ValueError,
+        match=mentions(f"{side}_shard=Shard(", "none is set", "jax.set_mesh(mesh)", "shard_map"),
     ):
         call(X, W)
 
@@ -107,20 +147,33 @@ def test_a_missing_mesh(function, side):
 # Arguments of `dot`, specs of x and w, the error.
 INSIDE = {
     "a shard that cuts a tile": (
-        {"recipe": MXFP8, "rhs_shard": FSDP}, (P("data"), P("fsdp")), ("shards of 16 along axis 0", "at multiples of 32"),
+        {"recipe": MXFP8, "w_shard": FSDP},
+        (P("data"), P("fsdp")),
+        ("shards of 16 along axis 0", "at multiples of 32"),
     ),
     "an axis that the mesh does not have": (
-        {"rhs_shard": Shard(0, "tensor")}, (P("data"), P("fsdp")), ("axis_name='tensor'", "['data', 'fsdp']"),
+        {"w_shard": Shard(0, "tensor")},
+        (P("data"), P("fsdp")),
+        ("axis_name='tensor'", "['data', 'fsdp']"),
     ),
     "amaxes over an axis that the mesh does not have": (
-        {"reduce_axes": ("batch",)}, (P("data"), P()), ("reduce_axes=('batch',)", "no axes of the mesh", "'data', 'fsdp'"),
+        {"reduce_axes": ("batch",)},
+        (P("data"), P()),
+        ("reduce_axes=('batch',)", "no axes of the mesh", "'data', 'fsdp'"),
     ),
-    # Types say so; without them what is gathered is twice as large as it should be, and the shapes do not fit.
-    "not split over that axis": ({"rhs_shard": FSDP}, (P("data"), P()), ("rhs_shard=Shard(axis=0, axis_name='fsdp')",)),
+    # Types say so; without them what is gathered is twice as large as it should be, and the shapes
+    # do not fit.
+    "not split over that axis": (
+        {"w_shard": FSDP},
+        (P("data"), P()),
+        ("w_shard=Shard(axis=0, axis_name='fsdp')",),
+    ),
     "split along another axis": (
-        {"rhs_shard": Shard(1, "fsdp")}, (P("data"), P("fsdp")), ("contracted axes", "[8, 32]", "[16, 64]"),
+        {"w_shard": Shard(1, "fsdp")},
+        (P("data"), P("fsdp")),
+        ("contracted axes", "[8, 32]", "[16, 64]"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("types", [True, False], ids=["types", "no types"])
@@ -129,7 +182,14 @@ def test_inside_shard_map(case, types):
     arguments, specs, parts = INSIDE[case]
     named = {} if types else {"reduce_axes": ("data", "fsdp")}
     with pytest.raises(ValueError, match=mentions(*parts)):
-        inside(functools.partial(dot, **{**named, **arguments}), specs, X, W, types=types, out=P("data"))
+        inside(
+            functools.partial(dot, **{**named, **arguments}),
+            specs,
+            X,
+            W,
+            types=types,
+            out=P("data"),
+        )
 
 
 def step(w, state, x, **named):
@@ -139,7 +199,11 @@ def step(w, state, x, **named):
 
 # Whether types tell, what is named, the error.
 REDUCED = {
-    "named where types tell": (True, {"reduce_axes": ("data",)}, ("reduce_axes=('data',)", "types tell", "Drop it")),
+    "named where types tell": (
+        True,
+        {"reduce_axes": ("data",)},
+        ("reduce_axes=('data',)", "types tell", "Drop it"),
+    ),
     "no axis of the mesh": (
         False,
         {"reduce_axes": ("batch",)},
@@ -157,5 +221,13 @@ REDUCED = {
 def test_amaxes_of_a_state(case):
     types, named, parts = REDUCED[case]
     with pytest.raises(ValueError, match=mentions(*parts)) as raised:
-        inside(functools.partial(step, **named), (P(), P(), P("data")), W, STATE, X, types=types, out=P())
+        inside(
+            functools.partial(step, **named),
+            (P(), P(), P("data")),
+            W,
+            STATE,
+            X,
+            types=types,
+            out=P(),
+        )
     assert types or raised.type is fp8.FP8StateError

@@ -1,7 +1,10 @@
-"""One answer on every mesh: a model of two layers, forward and backward, by every recipe in every mode.
+"""One answer on every mesh.
 
-With small integers every sum is exact, in whatever order devices add, so that amaxes, scales, states, loss and gradients have
-to be those of one device to the bit. With real numbers they may differ by what bfloat16 itself differs on that mesh.
+A model of two layers, forward and backward, by every recipe in every mode.
+
+With small integers every sum is exact, in whatever order devices add, so that amaxes, scales,
+states, loss and gradients have to be those of one device to the bit. With real numbers they may
+differ by what bfloat16 itself differs on that mesh.
 """
 
 import functools
@@ -17,13 +20,17 @@ from meshes.recipes import ALL, VARIANTS
 import jaxfp8 as fp8
 
 STATELESS = ("rowwise", "blockwise", "mxfp8")
-# An element of the rounding of bfloat16 is random, and so is its sum: two programs that round as often differ by a tenth or
-# two. A scale of its own on each device shows as twenty times the rounding.
+# An element of the rounding of bfloat16 is random, and so is its sum: two programs that round as
+# often differ by a tenth or two. A scale of its own on each device shows as twenty times the
+# rounding.
 SLACK = 1.5
-# "types" combine the amax of a stateless recipe over all that its tensor varies along, pipeline stages too (README, Limits).
-# Axes that are named settle it.
-ONE_SCALE_FOR_ALL_STAGES = {(layout, "types", "current") for layout in LAYOUTS if LAYOUTS[layout].stages}
-# Tiles with float32 scales are multiplied in turn, so an Explicit mesh must not split what is contracted (README, Limits).
+# "types" combine the amax of a stateless recipe over all that its tensor varies along, pipeline
+# stages too (README, Limits). Axes that are named settle it.
+ONE_SCALE_FOR_ALL_STAGES = {
+    (layout, "types", "current") for layout in LAYOUTS if LAYOUTS[layout].stages
+}
+# Tiles with float32 scales are multiplied in turn, so an Explicit mesh must not split what is
+# contracted (README, Limits).
 REFUSED = {
     (layout, mode, "blockwise_f32")
     for layout in LAYOUTS
@@ -34,8 +41,12 @@ REFUSED = {
 
 @functools.cache
 def integers():
-    """(x, w1, w2), c. The largest of each lies on the last device; of this seed those of relu(x @ w1) and of its gradient are
-    7 times a power of two as well, whose FP8 scales are powers of two: no scale rounds a sum."""
+    """(x, w1, w2), c.
+
+    The largest of each lies on the last device; of this seed those of relu(x @ w1) and of its
+    gradient are 7 times a power of two as well, whose FP8 scales are powers of two: no scale rounds
+    a sum.
+    """
     random = np.random.default_rng(5261)
 
     def draw(largest, corner):
@@ -55,7 +66,10 @@ def reals(dtype):
 
 @functools.cache
 def expected(recipe):
-    """Of one device, after a step from an unset state and after one more: the second casts with the scales of the first."""
+    """Of one device, after a step from an unset state and after one more.
+
+    The second casts with the scales of the first.
+    """
     params, c = integers()
     step, states = on_one_device(ALL[recipe]), unset(recipe)
     first = step(params, states, c)
@@ -71,10 +85,13 @@ def assert_equal(actual, wanted):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", "current", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad", "mxfp8_2d"]
+    "recipe",
+    ["delayed", "current", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad", "mxfp8_2d"],
 )
 def test_one_device_adds_without_rounding(recipe):
-    """The model in float64, with casts whose scale is the power of two that 7 times a power of two has."""
+    """The model in float64, with casts whose scale is the power of two that 7 times a power of two
+    has.
+    """
     (x, w1, w2), c = integers()
     gradient = fp8.E5M2 if ALL[recipe].wgrad.rhs.value_format == fp8.E5M2 else fp8.E4M3
     cast = lambda t, form=fp8.E4M3: np.float64(fp8.quantize(np.float32(t), form).dequantize())
@@ -93,13 +110,17 @@ def test_one_device_adds_without_rounding(recipe):
         assert_equal((loss, grads), tuple(want))
     if recipe == "delayed":
         for state, tensors in zip(expected(recipe)[1][2], ((x, w1, dh), (h, w2, c)), strict=True):
-            np.testing.assert_array_equal(state.amax_history[:, -1], [np.max(np.abs(t)) for t in tensors])
-            np.testing.assert_array_equal(state.scale, state.amax_history[:, -1] / np.float32([448, 448, 57344]))
+            np.testing.assert_array_equal(
+                state.amax_history[:, -1], [np.max(np.abs(t)) for t in tensors]
+            )
+            np.testing.assert_array_equal(
+                state.scale, state.amax_history[:, -1] / np.float32([448, 448, 57344])
+            )
 
 
 MIXED = "data, fsdp and tensor"
-# Every layout, mode and recipe, and the mixture of all with each of them; slow, every layout and every
-# recipe in two modes that share least; the rest by hand.
+# Every layout, mode and recipe, and the mixture of all with each of them; slow, every layout and
+# every recipe in two modes that share least; the rest by hand.
 QUICK = (
     {(MIXED, mode, "current") for mode in MODES}
     | {("data and pipeline", mode, "current") for mode in ("types", "types, axes", "explicit")}
@@ -108,8 +129,16 @@ QUICK = (
         ("tensor and sequence", "explicit, shards", "current"),
         ("data", "types", "current"),
     }
-    | {("pipeline", "types", "delayed"), ("data and pipeline", "no types", "delayed"), (MIXED, "types", "delayed")}
-    | {(MIXED, "auto, shards", "rowwise"), (MIXED, "explicit, shards", "mxfp8"), (MIXED, "types", "blockwise")}
+    | {
+        ("pipeline", "types", "delayed"),
+        ("data and pipeline", "no types", "delayed"),
+        (MIXED, "types", "delayed"),
+    }
+    | {
+        (MIXED, "auto, shards", "rowwise"),
+        (MIXED, "explicit, shards", "mxfp8"),
+        (MIXED, "types", "blockwise"),
+    }
 )
 SLOW = {
     (layout, mode, recipe)
@@ -122,11 +151,16 @@ CONTAINED = ("data", "pipeline")  # in the mixtures, where every recipe meets ev
 
 
 def marks(cell, quick, slow):
-    return () if cell in quick else (pytest.mark.slow,) if cell in slow else (pytest.mark.exhaustive,)
+    return (
+        () if cell in quick else (pytest.mark.slow,) if cell in slow else (pytest.mark.exhaustive,)
+    )
 
 
 def cells(quick, slow, layouts, variant_modes, state_modes=MODES):
-    """Every recipe in every mode; variants, which move what their recipe moves, where much is mixed."""
+    """Every recipe in every mode.
+
+    Variants, which move what their recipe moves, where much is mixed.
+    """
     for layout in layouts:
         for mode in MODES:
             if mode.endswith("shards") and LAYOUTS[layout].shards == ({}, {}):
@@ -138,21 +172,27 @@ def cells(quick, slow, layouts, variant_modes, state_modes=MODES):
                     continue  # a state says it; without stages types do
                 if ALL[recipe].rows and mode not in state_modes:
                     continue  # compiles twice
-                if layout in CONTAINED and recipe != "current" and mode not in ("types", "explicit"):
+                if (
+                    layout in CONTAINED
+                    and recipe != "current"
+                    and mode not in ("types", "explicit")
+                ):
                     continue
                 cell = layout, mode, recipe
                 yield pytest.param(*cell, id="-".join(cell), marks=marks(cell, quick, slow))
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode", "recipe"), list(cells(QUICK, SLOW, LAYOUTS, ("explicit, shards", "explicit", "types")))
+    ("layout", "mode", "recipe"),
+    list(cells(QUICK, SLOW, LAYOUTS, ("explicit, shards", "explicit", "types"))),
 )
 def test_integers(layout, mode, recipe):
     step, states = on_mesh(LAYOUTS[layout], mode, ALL[recipe]), unset(recipe)
     params, c = integers()
     if (layout, mode, recipe) in REFUSED:
         with pytest.raises(
-            ValueError, match=mentions("an Explicit mesh splits over", "power_of_two=True", "shard_map")
+            ValueError,
+            match=mentions("an Explicit mesh splits over", "power_of_two=True", "shard_map"),
         ):
             step(params, states, c)
         return
@@ -170,24 +210,37 @@ def test_integers(layout, mode, recipe):
 def distance(got, want):
     """Of the gradients, in relation to their size, by root mean squares; the worst."""
     norm = lambda t: np.linalg.norm(np.float32(t))
-    return max(norm(np.float32(a) - np.float32(b)) / norm(b) for a, b in zip(got[1], want[1], strict=True))
+    return max(
+        norm(np.float32(a) - np.float32(b)) / norm(b) for a, b in zip(got[1], want[1], strict=True)
+    )
 
 
 @functools.cache
 def bfloat16_rounding(layout, mode):
-    """What bfloat16 does on that mesh: the same program with plain matmuls, from float32 on one device."""
+    """What bfloat16 does on that mesh.
+
+    The same program with plain matmuls, from float32 on one device.
+    """
     identity = fp8.recipes.identity()
-    got = on_mesh(LAYOUTS[layout], mode, identity)(reals("bfloat16")[0], ((), ()), reals("bfloat16")[1])
+    got = on_mesh(LAYOUTS[layout], mode, identity)(
+        reals("bfloat16")[0], ((), ()), reals("bfloat16")[1]
+    )
     params, c = jax.tree.map(lambda t: t.astype(jnp.float32), reals("bfloat16"))
     return distance(got, on_one_device(identity)(params, ((), ()), c))
 
 
 def one_scale_for_both_weights(recipe):
-    """On one device: each layer multiplies by [its w | the other's], and the other half of y is left."""
+    """On one device.
+
+    Each layer multiplies by [its w | the other's], and the other half of y is left.
+    """
 
     def loss(params, states, c):
         x, *ws = params
-        both = [jnp.concatenate([mine, jax.lax.stop_gradient(other)], 1) for mine, other in (ws, ws[::-1])]
+        both = [
+            jnp.concatenate([mine, jax.lax.stop_gradient(other)], 1)
+            for mine, other in (ws, ws[::-1])
+        ]
         h = jax.nn.relu(fp8.dot(x, both[0], recipe=recipe)[:, :N])
         return jnp.sum(fp8.dot(h, both[1], recipe=recipe)[:, :N] * c)
 
@@ -195,9 +248,12 @@ def one_scale_for_both_weights(recipe):
 
 
 QUICK_REAL = {
-    (MIXED, "types", "blockwise"), (MIXED, "explicit", "current"), (MIXED, "auto, shards", "rowwise"),
-    ("data and pipeline", "types", "current"), ("data and pipeline", "types, axes", "current"),
-}  # fmt: skip
+    (MIXED, "types", "blockwise"),
+    (MIXED, "explicit", "current"),
+    (MIXED, "auto, shards", "rowwise"),
+    ("data and pipeline", "types", "current"),
+    ("data and pipeline", "types, axes", "current"),
+}
 SLOW_REAL = (
     {(MIXED, mode, recipe) for mode in ("types", "explicit, shards") for recipe in ALL}
     | {(layout, mode, "current") for layout in MIXTURES for mode in MODES}
@@ -206,7 +262,8 @@ SLOW_REAL = (
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode", "recipe"), list(cells(QUICK_REAL, SLOW_REAL, MIXTURES, ("types",), ("types",)))
+    ("layout", "mode", "recipe"),
+    list(cells(QUICK_REAL, SLOW_REAL, MIXTURES, ("types",), ("types",))),
 )
 def test_real_numbers(layout, mode, recipe):
     step, states = on_mesh(LAYOUTS[layout], mode, ALL[recipe]), unset(recipe)

@@ -1,7 +1,9 @@
-"""Pipeline stages whose tensors differ a hundredfold: each casts with scales of its own, and the check of it can fail.
+"""Pipeline stages whose tensors differ a hundredfold.
 
-The control reduces amaxes over the pipeline axis too, in every way that a user or a change of the library could: the same
-check has to fail there.
+Each casts with scales of its own, and the check of it can fail.
+
+The control reduces amaxes over the pipeline axis too, in every way that a user or a change of the
+library could: the same check has to fail there.
 """
 
 import functools
@@ -15,8 +17,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
-from jaxfp8.ops import _value_and_grad
 from jaxfp8.sharding._amax import varying
+from jaxfp8.state import _value_and_grad
 
 N = 8
 AXES = ("data", "pipe")
@@ -27,7 +29,9 @@ DELAYED, CURRENT = fp8.recipes.delayed(history_length=4), fp8.recipes.current()
 def stages():
     """w, x and c of both stages, [2, N, N]; those of the second are a hundred times larger."""
     random = np.random.default_rng(0)
-    draw = lambda: np.float32([1, 100])[:, None, None] * random.standard_normal((2, N, N)).astype(np.float32)
+    draw = lambda: (
+        np.float32([1, 100])[:, None, None] * random.standard_normal((2, N, N)).astype(np.float32)
+    )
     return draw(), draw(), draw()
 
 
@@ -57,7 +61,9 @@ def inside(recipe, types, axes, w, s, x, c):
     w, s, x, c = jax.tree.map(lambda leaf: leaf[0], (w, s, x, c))
     named = {} if axes is None else {"reduce_axes": axes}
     stateful, stateless = (named, {}) if recipe.rows else ({}, named)
-    _, dw, new = fp8.value_and_grad(functools.partial(loss, recipe, **stateless), **stateful)(w, s, x, c)
+    _, dw, new = fp8.value_and_grad(functools.partial(loss, recipe, **stateless), **stateful)(
+        w, s, x, c
+    )
     return jax.tree.map(lambda leaf: leaf[None], (dw if types else lax.psum(dw, "data"), new))
 
 
@@ -72,7 +78,11 @@ def check(recipe, types, axes):
     mesh = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
     specs = P("pipe"), P("pipe"), P("pipe", "data"), P("pipe", "data")
     step = jax.shard_map(
-        functools.partial(inside, recipe, types, axes), mesh=mesh, in_specs=specs, out_specs=P("pipe"), check_vma=types
+        functools.partial(inside, recipe, types, axes),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P("pipe"),
+        check_vma=types,
     )
     step, (w, x, c) = jax.jit(step), stages()
     states = state(recipe)
@@ -97,7 +107,8 @@ WRONG = {
     "delayed, no types": (DELAYED, False, ("data", "pipe")),
     "current, types and axes": (CURRENT, True, ("data", "pipe")),
     "current, no types": (CURRENT, False, ("data", "pipe")),
-    # Types alone cannot tell a stage from a part of a batch: without state the caller has to (README, Limits).
+    # Types alone cannot tell a stage from a part of a batch: without state the caller has to
+    # (README, Limits).
     "current, types": (CURRENT, True, None),
 }
 
@@ -122,7 +133,10 @@ def test_it_fails_where_the_library_reduces_every_axis(monkeypatch):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(AxisType.Auto, id="Auto", marks=pytest.mark.slow), pytest.param(AxisType.Explicit, id="Explicit")],
+    [
+        pytest.param(AxisType.Auto, id="Auto", marks=pytest.mark.slow),
+        pytest.param(AxisType.Explicit, id="Explicit"),
+    ],
 )
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=lambda recipe: recipe.name)
 def test_stages_in_a_vmap(recipe, kind):
@@ -131,7 +145,12 @@ def test_stages_in_a_vmap(recipe, kind):
     both = lambda w, s, x, c: jnp.sum(jax.vmap(functools.partial(loss, recipe))(w, s, x, c))
     w, x, c = stages()
     place = lambda value, *spec: jax.device_put(value, jax.NamedSharding(mesh, P(*spec)))
-    args = place(w, "pipe"), place(state(recipe), "pipe"), place(x, "pipe", "data"), place(c, "pipe", "data")
+    args = (
+        place(w, "pipe"),
+        place(state(recipe), "pipe"),
+        place(x, "pipe", "data"),
+        place(c, "pipe", "data"),
+    )
     with jax.set_mesh(mesh):
         _, dw, new = jax.jit(fp8.value_and_grad(both))(*args)
     want_dw, want = one_by_one(recipe, state(recipe))

@@ -1,6 +1,9 @@
-"""A checkpoint that is restored on a mesh of another shape: the same bits, and the step that would have come next.
+"""A checkpoint that is restored on a mesh of another shape.
 
-Small integers, scales that are powers of two, and an optimizer that keeps integers, so that no sum rounds on any mesh.
+The same bits, and the step that would have come next.
+
+Small integers, scales that are powers of two, and an optimizer that keeps integers, so that no sum
+rounds on any mesh.
 """
 
 import functools
@@ -21,7 +24,9 @@ STEPS = 2  # in mid-window
 
 @functools.cache
 def batch(step):
-    """x and c, [N, N], twice as large in each step, so that the scales of the steps before saturate: a lost state shows."""
+    """x and c, [N, N], twice as large in each step, so that the scales of the steps before
+    saturate: a lost state shows.
+    """
     random = np.random.default_rng(step)
     return [(random.integers(-5, 6, (N, N)) * 2**step).astype(np.float32) for _ in range(2)]
 
@@ -49,14 +54,18 @@ def placed(layout, mode, ws, states):
     if layout.stages:
         ws, states = stack(ws), stack(states)
     mesh = make_mesh(layout, mode)
-    return jax.device_put((ws, states), jax.tree.map(functools.partial(NamedSharding, mesh), (w_specs, state_spec)))
+    return jax.device_put(
+        (ws, states), jax.tree.map(functools.partial(NamedSharding, mesh), (w_specs, state_spec))
+    )
 
 
 def save_and_restore(path, tree, like):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, tree)
         checkpointer.wait_until_finished()
-        types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
+        types = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like
+        )
         return checkpointer.restore(path, types)
 
 
@@ -81,7 +90,11 @@ def test_resume(move, tmp_path):
 
     assert jax.tree.structure(restored) == jax.tree.structure(like)
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, like))
-    got = [unstack(part) for part in jax.device_get(restored)] if here[0].stages else jax.device_get(restored)
+    got = (
+        [unstack(part) for part in jax.device_get(restored)]
+        if here[0].stages
+        else jax.device_get(restored)
+    )
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(got), jax.tree.leaves((ws, states)))
 
     # The steps that the first run would have taken; with a cold state they are other ones.

@@ -1,7 +1,9 @@
-"""A tensor of real numbers, split in any way, is the same FP8 tensor: values and scales as each of its two matmuls reads them.
+"""A tensor of real numbers, split in any way, is the same FP8 tensor.
 
-They are read with the matrix 7 I, whose FP8 copy is exact in every recipe: a product with it is the tensor as that matmul
-reads it, values * scale * 7, one rounding and no sum.
+Values and scales as each of its two matmuls reads them.
+
+They are read with the matrix 7 I, whose FP8 copy is exact in every recipe: a product with it is the
+tensor as that matmul reads it, values * scale * 7, one rounding and no sum.
 """
 
 import functools
@@ -21,7 +23,8 @@ from jaxfp8.sharding._amax import vary_as
 
 LAYOUT = LAYOUTS["tensor and sequence"]  # the mesh of 4 ('data') x 2 ('tensor') devices
 SPLIT = P("data", "tensor")
-# By the tensor that is read, the only one split both ways: specs of x, w and g, and the axes over which y, dx and dw are sums.
+# By the tensor that is read, the only one split both ways: specs of x, w and g, and the axes over
+# which y, dx and dw are sums.
 PLACES = {
     "x": ((SPLIT, P("tensor"), P("data")), ("tensor", None, "data")),
     "w": ((P(None, "data"), SPLIT, P(None, "tensor")), ("data", "tensor", None)),
@@ -43,15 +46,18 @@ READINGS = [
     Reading("w", "fprop", 0, False, 0), Reading("w", "dgrad", 1, True, 1),
     Reading("g", "dgrad", 1, False, 1), Reading("g", "wgrad", 2, False, 0),
 ]  # fmt: skip
-# Where rows are split and each part has a scale of its own (README, Limits): inside shard_map, as far as types do not tell
-# that the amax belongs to others, too. They do where one operand of a product is split and the other is not, and where the
-# axes are named besides.
+# Where rows are split and each part has a scale of its own (README, Limits): inside shard_map, as
+# far as types do not tell that the amax belongs to others, too. They do where one operand of a
+# product is split and the other is not, and where the axes are named besides.
 OWN = {"types": [("x", "fprop"), ("w", "fprop")], "no types": [reading[:2] for reading in READINGS]}
 
 
 @functools.cache
 def tensor():
-    """[N, N], with another size in each row and column: every part has another amax than the whole."""
+    """[N, N], with another size in each row and column.
+
+    Every part has another amax than the whole.
+    """
     random = np.random.default_rng(1)
     size = np.exp2(random.uniform(-3, 3, (N, 1)) + random.uniform(-3, 3, (1, N)))
     return (random.standard_normal((N, N)) * size).astype(np.float32)
@@ -64,7 +70,9 @@ def operands(name, value):
 def products(recipe, x, w, g, **how):
     """y = x @ w, and dx and dw for that g."""
     state = fp8.init_state(recipe)
-    dot = functools.partial(fp8.dot, recipe=recipe, state=fp8.freeze(state) if recipe.rows else state, **how)
+    dot = functools.partial(
+        fp8.dot, recipe=recipe, state=fp8.freeze(state) if recipe.rows else state, **how
+    )
     y, pull = jax.vjp(dot, x, w)
     return y, *pull(vary_as(g, y))
 
@@ -83,15 +91,23 @@ def on_mesh(recipe, mode, name):
     mesh = make_mesh(LAYOUT, mode)
     x, w, _ = specs
     y = P(x[0], *w[1:])
-    step = functools.partial(products, recipe, **({"out_sharding": y} if mode == "explicit" else {}))
+    step = functools.partial(
+        products, recipe, **({"out_sharding": y} if mode == "explicit" else {})
+    )
     if "types" in mode:
         types = mode.startswith("types")
         named = mode != "types" and (types or not by_row(recipe))
         local = functools.partial(inside, recipe, sums, types=types, named=named)
         step = jax.shard_map(
-            lambda x, w, g: local(x=x, w=w, g=g), mesh=mesh, in_specs=specs, out_specs=(y, x, w), check_vma=types
+            lambda x, w, g: local(x=x, w=w, g=g),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(y, x, w),
+            check_vma=types,
         )
-    arrays = jax.device_put(operands(name, tensor()), [jax.NamedSharding(mesh, spec) for spec in specs])
+    arrays = jax.device_put(
+        operands(name, tensor()), [jax.NamedSharding(mesh, spec) for spec in specs]
+    )
     with jax.set_mesh(mesh):
         return jax.device_get(jax.jit(step)(*arrays))
 
@@ -112,14 +128,20 @@ def on_one_device(recipe, name, axis=None, part=None):
 
 
 def quantizer(recipe, reading):
-    matmul, is_lhs = getattr(recipe, reading.matmul), reading[:2] in (("x", "fprop"), ("g", "dgrad"), ("x", "wgrad"))
+    matmul, is_lhs = (
+        getattr(recipe, reading.matmul),
+        reading[:2] in (("x", "fprop"), ("g", "dgrad"), ("x", "wgrad")),
+    )
     return matmul.lhs if is_lhs else matmul.rhs
 
 
 def expected(recipe, mode, reading):
     if quantizer(recipe, reading).granularity == fp8.PerRow() and reading[:2] in OWN.get(mode, ()):
         parts = range(PARTS[reading.contracted])
-        return sum(on_one_device(recipe, reading.tensor, reading.contracted, part)[reading.result] for part in parts)
+        return sum(
+            on_one_device(recipe, reading.tensor, reading.contracted, part)[reading.result]
+            for part in parts
+        )
     return on_one_device(recipe, reading.tensor)[reading.result]
 
 
@@ -128,8 +150,16 @@ QUICK |= {("auto", "current"), ("types, axes", "rowwise"), ("no types", "rowwise
 
 
 REFUSED = {
-    ("explicit", "blockwise_f32"): (ValueError, "an Explicit mesh splits over", "power_of_two=True"),
-    ("no types", "rowwise_hp_wgrad"): (fp8.FP8StateError, "amaxes of tensors and of rows", "check_vma=True"),
+    ("explicit", "blockwise_f32"): (
+        ValueError,
+        "an Explicit mesh splits over",
+        "power_of_two=True",
+    ),
+    ("no types", "rowwise_hp_wgrad"): (
+        fp8.FP8StateError,
+        "amaxes of tensors and of rows",
+        "check_vma=True",
+    ),
 }
 
 
@@ -138,10 +168,14 @@ def cells():
         for recipe in RECIPES:
             if mode.endswith("shards") or (mode == "types, axes" and RECIPES[recipe].rows):
                 continue  # nothing is gathered here; a state says it
-            if recipe not in ("delayed_pow2", "static", "identity"):  # the same amaxes as others, or none
+            # the same amaxes as others, or none
+            if recipe not in ("delayed_pow2", "static", "identity"):
                 quick = (mode, recipe) in QUICK
                 yield pytest.param(
-                    mode, recipe, id=f"{mode}-{recipe}", marks=() if quick else (pytest.mark.exhaustive,)
+                    mode,
+                    recipe,
+                    id=f"{mode}-{recipe}",
+                    marks=() if quick else (pytest.mark.exhaustive,),
                 )
 
 
@@ -167,8 +201,14 @@ def test_a_reading_is_the_quantized_tensor(recipe):
     for reading in READINGS:
         how = quantizer(RECIPES[recipe], reading)
         granularity = how.granularity.for_matmul((1 - reading.contracted,), 2)
-        rule = {field: getattr(how, field) for field in ("power_of_two", "scale_format") if hasattr(how, field)}
+        rule = {
+            field: getattr(how, field)
+            for field in ("power_of_two", "scale_format")
+            if hasattr(how, field)
+        }
         q = fp8.quantize(tensor(), how.format, granularity, **rule)
         got = on_one_device(RECIPES[recipe], reading.tensor)[reading.result]
         got = got.T if reading.transposed else got
-        np.testing.assert_allclose(got, 7 * np.float64(q.dequantize()), rtol=2**-23, err_msg=str(reading))
+        np.testing.assert_allclose(
+            got, 7 * np.float64(q.dequantize()), rtol=2**-23, err_msg=str(reading)
+        )

@@ -14,7 +14,7 @@ from flax import nnx
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.ops._fresh_state import fresh_like
+from jaxfp8.state._fresh_state import fresh_like
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -26,16 +26,22 @@ def layer():
 
 class Stack(nnx.Module):
     def __init__(self):
-        make = nnx.vmap(lambda rngs: fp8.nnx.FP8Linear(8, 8, recipe=RECIPE, rngs=rngs), in_axes=(0,), out_axes=0)
+        make = nnx.vmap(
+            lambda rngs: fp8.nnx.FP8Linear(8, 8, recipe=RECIPE, rngs=rngs), in_axes=(0,), out_axes=0
+        )
         self.layers = nnx.split_rngs(splits=3)(make)(nnx.Rngs(0))
 
     def __call__(self, x):
-        return nnx.scan(lambda x, f: f(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        return nnx.scan(lambda x, f: f(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
 
 
 class Bridged(nnx.Module):
     def __init__(self):
-        self.inner = nnx.bridge.ToNNX(fp8.linen.FP8Dense(8, recipe=RECIPE), rngs=nnx.Rngs(0)).lazy_init(X)
+        self.inner = nnx.bridge.ToNNX(
+            fp8.linen.FP8Dense(8, recipe=RECIPE), rngs=nnx.Rngs(0)
+        ).lazy_init(X)
 
     def __call__(self, x):
         return self.inner(x)
@@ -112,7 +118,9 @@ def test_a_fresh_state_has_the_shape_the_flag_and_the_sharding_of_an_abstract_on
     mesh = jax.make_mesh((2,), ("layer",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.NamedSharding(mesh, jax.P("layer"))
     many = fp8.freeze(jax.vmap(lambda _: fp8.init_state(RECIPE))(jnp.zeros(4)))
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), many)
+    abstract = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), many
+    )
     fresh = fresh_like(abstract)
     assert_same_bits(fresh, many)
     assert fresh.frozen
@@ -128,7 +136,9 @@ def test_fresh_states_fit_parameters_on_a_mesh():
     params = jax.device_put(nnx.state(layer(), nnx.Param), jax.NamedSharding(mesh, jax.P()))
     model = nnx.eval_shape(layer)
     nnx.update(model, params)
-    loss, _ = nnx.jit(fp8.nnx.value_and_grad(square))(model, jax.device_put(X, jax.NamedSharding(mesh, jax.P("data"))))
+    loss, _ = nnx.jit(fp8.nnx.value_and_grad(square))(
+        model, jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+    )
     np.testing.assert_allclose(loss, square(layer(), X), rtol=1e-6)
 
 
@@ -146,7 +156,9 @@ class Topology(jax.sharding.Sharding):
 
 def test_a_state_on_devices_that_are_only_compiled_for_stays_abstract():
     graphdef, state = nnx.split(layer())
-    there = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=Topology()), state)
+    there = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=Topology()), state
+    )
     leaves = jax.tree.leaves(nnx.state(nnx.merge(graphdef, there)))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 

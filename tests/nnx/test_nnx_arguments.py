@@ -1,4 +1,7 @@
-"""Other nnx objects among the arguments of `fp8.nnx.value_and_grad`: what the loss changes in them is kept."""
+"""Other nnx objects among the arguments of `fp8.nnx.value_and_grad`.
+
+What the loss changes in them is kept.
+"""
 
 import chex
 import jax.numpy as jnp
@@ -16,7 +19,9 @@ def model(recipe):
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("recipe", [fp8.recipes.delayed(), fp8.recipes.current()], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "recipe", [fp8.recipes.delayed(), fp8.recipes.current()], ids=["delayed", "current"]
+)
 @pytest.mark.usefixtures("standard_promotion")  # flax's metrics
 def test_random_streams_and_metrics(jit, recipe):
     drop = nnx.Dropout(0.5)

@@ -1,7 +1,9 @@
-"""`nnx.MultiHeadAttention`: a class with state raises an error, and the advice of its message works.
+"""`nnx.MultiHeadAttention`.
 
-flax makes a new object of `dot_general_cls` at each call. Before, the error of a training step advised
-the call that had raised it: "Use ... fp8.nnx.value_and_grad".
+A class with state raises an error, and the advice of its message works.
+
+flax makes a new object of `dot_general_cls` at each call. Before, the error of a training step
+advised the call that had raised it: "Use ... fp8.nnx.value_and_grad".
 """
 
 import functools
@@ -21,7 +23,9 @@ X = jax.random.normal(jax.random.key(0), (3, 5, 8))
 
 
 def attention(**plugs):
-    return nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), **plugs)
+    return nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), **plugs
+    )
 
 
 def square(model, x):
@@ -68,7 +72,11 @@ def test_the_cure_gives_each_projection_its_state():
     for name in PROJECTIONS:
         theirs = getattr(replaced, name)
         layer = fp8.nnx.FP8LinearGeneral(
-            theirs.in_features, theirs.out_features, axis=theirs.axis, recipe=RECIPE, rngs=nnx.Rngs(0)
+            theirs.in_features,
+            theirs.out_features,
+            axis=theirs.axis,
+            recipe=RECIPE,
+            rngs=nnx.Rngs(0),
         )
         nnx.update(layer, nnx.state(theirs, nnx.Param))
         setattr(replaced, name, layer)
@@ -76,7 +84,8 @@ def test_the_cure_gives_each_projection_its_state():
         assert_same_bits(step(model, factor * X), step(replaced, factor * X))
     for name in PROJECTIONS:
         (state,) = jax.tree.leaves(
-            nnx.state(getattr(model, name), fp8.nnx.FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+            nnx.state(getattr(model, name), fp8.nnx.FP8State),
+            is_leaf=lambda n: isinstance(n, fp8.MatmulState),
         )
         assert_same_bits(state, getattr(replaced, name).dot_general.state.get_value())
         kernel = getattr(model, name).kernel.get_value()
@@ -110,8 +119,12 @@ def test_layers_that_share_an_object_are_tied():
 
     model = Two()
     step(model, X)
-    states = jax.tree.leaves(nnx.state(model, fp8.nnx.FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    states = jax.tree.leaves(
+        nnx.state(model, fp8.nnx.FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+    )
     assert len(states) == 1
     assert model.first.dot_general is model.second.dot_general
-    largest = max(jnp.max(jnp.abs(layer.kernel.get_value())) for layer in (model.first, model.second))
+    largest = max(
+        jnp.max(jnp.abs(layer.kernel.get_value())) for layer in (model.first, model.second)
+    )
     assert largest <= states[0].amax_history[1, -1] <= 1.125 * largest

@@ -1,7 +1,8 @@
 """`nnx.bridge` does not change results: linen layers in nnx models, and nnx layers in linen models.
 
 Before, `fp8.nnx.value_and_grad` found no state in `nnx.bridge.ToNNX` and raised "Use ...
-fp8.nnx.value_and_grad". flax makes a Variable type for these states from the name of their collection.
+fp8.nnx.value_and_grad". flax makes a Variable type for these states from the name of their
+collection.
 """
 
 import jax
@@ -22,7 +23,9 @@ RATE = 0.125
 
 
 def bridged(features=4):
-    return nnx.bridge.ToNNX(fp8.linen.FP8Dense(features, recipe=RECIPE), rngs=nnx.Rngs(0)).lazy_init(X[0])
+    return nnx.bridge.ToNNX(
+        fp8.linen.FP8Dense(features, recipe=RECIPE), rngs=nnx.Rngs(0)
+    ).lazy_init(X[0])
 
 
 def square(model, x):
@@ -135,11 +138,15 @@ def test_inside_a_bigger_model_with_flax_s_optimizer():
     states = states_in(nnx.state(model))
     assert len(states) == 2
     amaxes = np.array([0, *(jnp.max(jnp.abs(x)) for x in X[:3])])
-    np.testing.assert_allclose(model.first.FP8DotGeneral_0["fp8"].get_value().amax_history[0], amaxes)
+    np.testing.assert_allclose(
+        model.first.FP8DotGeneral_0["fp8"].get_value().amax_history[0], amaxes
+    )
     assert all(state.amax_history[:, 1:].all() for state in states)
     assert model.norm.mean.get_value().any()
     assert model.drop.rngs.count.get_value() == 3
-    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(nnx.state(model, nnx.Param)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(before), jax.tree.leaves(nnx.state(model, nnx.Param)), strict=True
+    ):
         assert (a != b).any()
     # Evaluation collects nothing.
     model.eval()
@@ -172,7 +179,9 @@ def test_states_have_no_gradient():
     """Nor have the states of linen layers, which are no `FP8State`."""
     model = bridged()
     model.to_nnx__rngs = None
-    with pytest.raises(ValueError, match=r"wrt=.*Variable.* matches 1 quantizer states, .* write wrt=nnx\.Param"):
+    with pytest.raises(
+        ValueError, match=r"wrt=.*Variable.* matches 1 quantizer states, .* write wrt=nnx\.Param"
+    ):
         fp8.nnx.value_and_grad(square, wrt=nnx.Variable)(model, X[0])
     assert not states_in(nnx.state(model))[0].scale.any()
 
@@ -188,6 +197,8 @@ def test_a_linen_model_with_a_plug():
     model = nnx.bridge.ToNNX(Plugged(), rngs=nnx.Rngs(0)).lazy_init(X[0])
     variables = {
         "params": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        COLLECTION: nnx.to_pure_dict(nnx.state(model, nnx.variable_type_from_name(COLLECTION, allow_register=True))),
+        COLLECTION: nnx.to_pure_dict(
+            nnx.state(model, nnx.variable_type_from_name(COLLECTION, allow_register=True))
+        ),
     }
     assert_same_bits(run_nnx(model, nnx.jit), run_linen(Plugged(), variables))

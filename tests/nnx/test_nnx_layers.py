@@ -1,4 +1,7 @@
-"""nnx layers: flax's own parameters and values, with a recipe; and state through flax's own transformations."""
+"""nnx layers: flax's own parameters and values, with a recipe.
+
+And state through flax's own transformations.
+"""
 
 import chex
 import flax.serialization
@@ -21,29 +24,39 @@ def plug(recipe):
 
 
 def attention(**plugs):
-    return nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), **plugs)
+    return nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, decode=False, rngs=nnx.Rngs(0), **plugs
+    )
 
 
 # name -> (flax's layer, ours with a recipe, how many states)
 LAYERS = {
-    "Linear": (lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)), lambda r: FP8Linear(8, 4, recipe=r, rngs=nnx.Rngs(0)), 1),
+    "Linear": (
+        lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
+        lambda r: FP8Linear(8, 4, recipe=r, rngs=nnx.Rngs(0)),
+        1,
+    ),
     "Linear_bf16": (
         lambda: nnx.Linear(8, 4, dtype=jnp.bfloat16, use_bias=False, rngs=nnx.Rngs(0)),
-        lambda r: FP8Linear(8, 4, dtype=jnp.bfloat16, use_bias=False, recipe=r, rngs=nnx.Rngs(0)), 1,
+        lambda r: FP8Linear(8, 4, dtype=jnp.bfloat16, use_bias=False, recipe=r, rngs=nnx.Rngs(0)),
+        1,
     ),
     "LinearGeneral": (
         lambda: nnx.LinearGeneral((5, 8), (2, 3), axis=(-2, -1), rngs=nnx.Rngs(0)),
-        lambda r: FP8LinearGeneral((5, 8), (2, 3), axis=(-2, -1), recipe=r, rngs=nnx.Rngs(0)), 1,
+        lambda r: FP8LinearGeneral((5, 8), (2, 3), axis=(-2, -1), recipe=r, rngs=nnx.Rngs(0)),
+        1,
     ),
     "Einsum": (
         lambda: nnx.Einsum("bsd,dhk->bshk", (8, 2, 4), (2, 4), rngs=nnx.Rngs(0)),
-        lambda r: FP8Einsum("bsd,dhk->bshk", (8, 2, 4), (2, 4), recipe=r, rngs=nnx.Rngs(0)), 1,
+        lambda r: FP8Einsum("bsd,dhk->bshk", (8, 2, 4), (2, 4), recipe=r, rngs=nnx.Rngs(0)),
+        1,
     ),
     "Linear_plugged": (
         lambda: nnx.Linear(8, 4, rngs=nnx.Rngs(0)),
-        lambda r: nnx.Linear(8, 4, dot_general=FP8DotGeneral(r), rngs=nnx.Rngs(0)), 1,
+        lambda r: nnx.Linear(8, 4, dot_general=FP8DotGeneral(r), rngs=nnx.Rngs(0)),
+        1,
     ),
-}  # fmt: skip
+}
 
 
 def square(model, x):
@@ -54,7 +67,9 @@ step, plain_step = nnx.jit(fp8.nnx.value_and_grad(square)), nnx.jit(nnx.value_an
 
 
 def states_of(model):
-    return jax.tree.leaves(nnx.state(model, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    return jax.tree.leaves(
+        nnx.state(model, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+    )
 
 
 def assert_same(a, b):
@@ -87,9 +102,13 @@ def test_identity_is_bit_equal(layer):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
     theirs, ours, _ = LAYERS[layer]
-    blob = flax.serialization.to_bytes(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params(theirs())))
+    blob = flax.serialization.to_bytes(
+        jax.tree.map(lambda p: p.astype(jnp.bfloat16), params(theirs()))
+    )
     model, plain = ours(DELAYED), theirs()
-    loaded = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), flax.serialization.from_bytes(params(model), blob))
+    loaded = jax.tree.map(
+        lambda p: jnp.asarray(p, jnp.float32), flax.serialization.from_bytes(params(model), blob)
+    )
     for each in (model, plain):
         state = nnx.state(each, nnx.Param)
         nnx.replace_by_pure_dict(state, loaded)
@@ -120,7 +139,11 @@ def test_attention_with_layers_of_its_own():
     for name in ("query", "key", "value", "out"):
         theirs = getattr(model, name)
         ours = FP8LinearGeneral(
-            theirs.in_features, theirs.out_features, axis=theirs.axis, recipe=DELAYED, rngs=nnx.Rngs(0)
+            theirs.in_features,
+            theirs.out_features,
+            axis=theirs.axis,
+            recipe=DELAYED,
+            rngs=nnx.Rngs(0),
         )
         nnx.update(ours, nnx.state(theirs, nnx.Param))
         setattr(model, name, ours)
@@ -132,18 +155,30 @@ def test_attention_with_layers_of_its_own():
 
 
 def test_attention_whose_projections_share_a_plug():
-    """One object for q, k and v is one state: bounded by the largest of the three, and never lost."""
-    model = attention(qkv_dot_general=FP8DotGeneral(DELAYED), out_dot_general=FP8DotGeneral(DELAYED))
+    """One object for q, k and v is one state.
+
+    Bounded by the largest of the three, and never lost.
+    """
+    model = attention(
+        qkv_dot_general=FP8DotGeneral(DELAYED), out_dot_general=FP8DotGeneral(DELAYED)
+    )
     nnx.jit(fp8.nnx.value_and_grad(attend))(model, X)
     assert len(states_of(model)) == 2
-    largest = max(jnp.max(jnp.abs(getattr(model, name).kernel.get_value())) for name in ("query", "key", "value"))
+    largest = max(
+        jnp.max(jnp.abs(getattr(model, name).kernel.get_value()))
+        for name in ("query", "key", "value")
+    )
     assert largest <= states_of(model.query)[0].amax_history[1, -1] <= 1.125 * largest
 
 
 def test_attention_with_a_class_plug():
-    """nnx makes a new object at each call: fine without state, and an error with it, since it would be lost."""
+    """nnx makes a new object at each call.
+
+    Fine without state, and an error with it, since it would be lost.
+    """
     stateless = attention(
-        qkv_dot_general_cls=plug(fp8.recipes.current()), out_dot_general_cls=plug(fp8.recipes.current())
+        qkv_dot_general_cls=plug(fp8.recipes.current()),
+        out_dot_general_cls=plug(fp8.recipes.current()),
     )
     value, _ = nnx.jit(fp8.nnx.value_and_grad(attend))(stateless, X)
     np.testing.assert_allclose(value, nnx.jit(attend)(attention(), X), rtol=0.1)
@@ -226,7 +261,9 @@ def test_scan_over_layers(remat):
         want = step(loop, X * factor)
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states_of(loop))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), states_of(model)[0], stacked)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), states_of(model)[0], stacked
+        )
         kernels = jnp.stack(jax.tree.leaves(want[1]))
         np.testing.assert_allclose(jax.tree.leaves(got[1])[0], kernels, rtol=1e-4, atol=1e-4)
 
@@ -240,12 +277,16 @@ def test_vmap(shared):
             self.inner = model if shared else blocks(3)
 
         def __call__(self, x):
-            return nnx.vmap(lambda block, x: block(x), in_axes=(None if shared else 0, 0), out_axes=0)(self.inner, x)
+            return nnx.vmap(
+                lambda block, x: block(x), in_axes=(None if shared else 0, 0), out_axes=0
+            )(self.inner, x)
 
     experts = Experts()
     step(experts, X)
     (state,) = states_of(experts)
-    np.testing.assert_array_equal(state.amax_history[..., 0, -1], jnp.max(jnp.abs(X), axis=None if shared else (1, 2)))
+    np.testing.assert_array_equal(
+        state.amax_history[..., 0, -1], jnp.max(jnp.abs(X), axis=None if shared else (1, 2))
+    )
 
 
 def test_tied_layer():
@@ -273,9 +314,9 @@ def test_other_state_is_updated_too():
             return self.dropout(self.norm(self.layer(x)))
 
     model = Model()
-    (_, aux), grads = nnx.jit(fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True))(
-        model, X
-    )
+    (_, aux), grads = nnx.jit(
+        fp8.nnx.value_and_grad(lambda m, x: (square(m, x), m(x).shape[0]), has_aux=True)
+    )(model, X)
     assert model.norm.mean.get_value().any()
     assert aux == 3
     assert model.dropout.rngs.count.get_value() == 2
@@ -290,4 +331,6 @@ def test_microbatches_are_committed_once():
     assert not states_of(model)[0].scale.any()
     fp8.nnx.commit(model, seen)
     step(whole, X)
-    np.testing.assert_array_equal(states_of(model)[0].amax_history[:2], states_of(whole)[0].amax_history[:2])
+    np.testing.assert_array_equal(
+        states_of(model)[0].amax_history[:2], states_of(whole)[0].amax_history[:2]
+    )

@@ -1,7 +1,7 @@
 """Updates of quantizer state inside compiled functions: a function that drops them raises an error.
 
-jax.jit gives its function a copy of a model. Before, the states of the model outside always stayed unset
-(scale [0, 0, 0]), without an error.
+jax.jit gives its function a copy of a model. Before, the states of the model outside always stayed
+unset (scale [0, 0, 0]), without an error.
 """
 
 import jax
@@ -16,7 +16,10 @@ import jaxfp8 as fp8
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 X = jax.random.normal(jax.random.key(0), (4, 8))
-LOST = r"fp8\.nnx\.value_and_grad updated .* it would be lost\. .*nnx\.jit.*nnx\.state\(model\).*commit=False"
+LOST = (
+    r"fp8\.nnx\.value_and_grad updated .* it would be lost\. "
+    r".*nnx\.jit.*nnx\.state\(model\).*commit=False"
+)
 
 
 def layer():
@@ -168,7 +171,9 @@ def test_an_update_that_is_returned_is_kept(name):
     step(want, X)
     got = KEPT[name](layer())
     assert state_of(got).scale.all()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state_of(got), state_of(want))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state_of(got), state_of(want)
+    )
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -192,12 +197,16 @@ def test_two_steps_in_one_program():
     for factor in (1, 2):
         step(want, factor * X)
     _, got = jax.jit(steps)(layer(), X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state_of(got), state_of(want))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state_of(got), state_of(want)
+    )
 
 
 def test_a_scan_over_steps_may_return_losses_only():
     """Each step reads the state of the step before it: no update is lost but the last."""
-    losses = jax.jit(lambda model: lax.scan(lambda m, x: (m, step(m, x)[0]), model, stacked(X))[1])(layer())
+    losses = jax.jit(lambda model: lax.scan(lambda m, x: (m, step(m, x)[0]), model, stacked(X))[1])(
+        layer()
+    )
     assert losses.shape == (2,)
 
 

@@ -22,8 +22,16 @@ LAYERS = {
 INPUTS = {
     "None": (None, "is None", "pass an array"),
     "dict": ({"x": X}, "is of type dict", "['x']"),
-    "ShapeDtypeStruct": (jax.ShapeDtypeStruct((2, 8), jnp.float32), "is ShapeDtypeStruct", "jax.eval_shape"),
-    "Partitioned": (nn.Partitioned(X, ("a", "b")), "is of type Partitioned", "flax.linen.meta.unbox"),
+    "ShapeDtypeStruct": (
+        jax.ShapeDtypeStruct((2, 8), jnp.float32),
+        "is ShapeDtypeStruct",
+        "jax.eval_shape",
+    ),
+    "Partitioned": (
+        nn.Partitioned(X, ("a", "b")),
+        "is of type Partitioned",
+        "flax.linen.meta.unbox",
+    ),
 }
 
 
@@ -59,7 +67,9 @@ def through_an_argument():
 
 def through_a_keyword():
     generator, critic = networks()
-    return fp8.nnx.value_and_grad(lambda g, z, critic: jnp.sum(critic(g(z))))(generator, X, critic=critic)
+    return fp8.nnx.value_and_grad(lambda g, z, critic: jnp.sum(critic(g(z))))(
+        generator, X, critic=critic
+    )
 
 
 def through_a_closure():
@@ -68,17 +78,31 @@ def through_a_closure():
 
 
 def under_jit():
-    return nnx.jit(lambda g, d: fp8.nnx.value_and_grad(lambda g, d: jnp.sum(d(g(X))))(g, d))(*networks())
+    return nnx.jit(lambda g, d: fp8.nnx.value_and_grad(lambda g, d: jnp.sum(d(g(X))))(g, d))(
+        *networks()
+    )
 
 
-NO_GRADIENT = ("quantizer states, layers.0.dot_general.state for instance", "have no gradient", "wrt=nnx.Param")
+NO_GRADIENT = (
+    "quantizer states, layers.0.dot_general.state for instance",
+    "have no gradient",
+    "wrt=nnx.Param",
+)
 FROZEN = "fp8.nnx.freeze(network)"
 MESSAGES = {
     "layer with a name": Message(
-        TypeError, lambda: linear(recipe="blockwise"), "recipe='blockwise'", "a Recipe", "fp8.recipes.blockwise()"
+        TypeError,
+        lambda: linear(recipe="blockwise"),
+        "recipe='blockwise'",
+        "a Recipe",
+        "fp8.recipes.blockwise()",
     ),
     "plug with a function": Message(
-        TypeError, lambda: FP8DotGeneral(fp8.recipes.current), "recipe=<function", "a Recipe", "fp8.recipes.current()"
+        TypeError,
+        lambda: FP8DotGeneral(fp8.recipes.current),
+        "recipe=<function",
+        "a Recipe",
+        "fp8.recipes.current()",
     ),
     "dot_general=class": Message(
         TypeError,
@@ -96,7 +120,9 @@ MESSAGES = {
     ),
     "dot_general_cls=instance": Message(
         TypeError,
-        lambda: nnx.LinearGeneral(8, 4, dot_general_cls=FP8DotGeneral(DELAYED), rngs=nnx.Rngs(0))(X),
+        lambda: nnx.LinearGeneral(8, 4, dot_general_cls=FP8DotGeneral(DELAYED), rngs=nnx.Rngs(0))(
+            X
+        ),
         "an instance of FP8DotGeneral was called without operands",
         "needs a class",
         "dot_general=FP8DotGeneral(recipe)",
@@ -120,10 +146,18 @@ MESSAGES = {
         FROZEN,
     ),
     "a GAN's critic, under jit": Message(
-        fp8.FP8StateError, under_jit, "positional argument 2 of the loss is a Critic", "only its first argument", FROZEN
+        fp8.FP8StateError,
+        under_jit,
+        "positional argument 2 of the loss is a Critic",
+        "only its first argument",
+        FROZEN,
     ),
     "a GAN's critic, closure": Message(
-        fp8.FP8StateError, through_a_closure, "No other argument of the loss holds", "a network from outside", FROZEN
+        fp8.FP8StateError,
+        through_a_closure,
+        "No other argument of the loss holds",
+        "a network from outside",
+        FROZEN,
     ),
 }
 
@@ -175,7 +209,9 @@ OTHER_PLUGS = {
     ),
     "einsum_op=plug": Message(
         TypeError,
-        lambda: nnx.Einsum("bd,dk->bk", (8, 4), einsum_op=FP8DotGeneral(DELAYED), rngs=nnx.Rngs(0))(X),
+        lambda: nnx.Einsum("bd,dk->bk", (8, 4), einsum_op=FP8DotGeneral(DELAYED), rngs=nnx.Rngs(0))(
+            X
+        ),
         "the first argument of FP8DotGeneral is an equation",
         "an array is needed",
         "einsum_op=FP8EinsumOp(recipe)",
@@ -195,7 +231,9 @@ def test_a_plug_without_state_goes_into_jnp_einsum():
 
 
 def test_a_plug_with_state_does_not():
-    """jax compiles `jnp.einsum` once for equal static arguments, and would keep the state of the first call."""
+    """jax compiles `jnp.einsum` once for equal static arguments, and would keep the state of the
+    first call.
+    """
     messages.check(
         Message(
             fp8.FP8StateError,
@@ -210,7 +248,9 @@ def test_a_plug_with_state_does_not():
 def test_a_gan_trains_with_a_frozen_critic(standard_promotion):
     """Both networks learn in their own steps, and each step leaves the other's states alone."""
     generator, critic = networks()
-    optimizers = [nnx.Optimizer(network, optax.adam(1e-2), wrt=nnx.Param) for network in (generator, critic)]
+    optimizers = [
+        nnx.Optimizer(network, optax.adam(1e-2), wrt=nnx.Param) for network in (generator, critic)
+    ]
 
     @nnx.jit
     def step(generator, critic, generator_optimizer, critic_optimizer, real, z):

@@ -1,4 +1,7 @@
-"""nnx layers with recipes in tiles: flax's parameters, the core function's values and gradients, and a loss that falls."""
+"""nnx layers with recipes in tiles.
+
+Flax's parameters, the core function's values and gradients, and a loss that falls.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,8 @@ RECIPES = {
     "mxfp8": fp8.recipes.mxfp8(),
     "mxfp8, 2D weights": fp8.recipes.mxfp8(w_tile_dim=2, chip="b200"),
 }
-X = jax.random.normal(jax.random.key(0), (3, 20, 48))  # ragged in tiles of 32, shorter than those of 128
+# ragged in tiles of 32, shorter than those of 128
+X = jax.random.normal(jax.random.key(0), (3, 20, 48))
 
 
 def rngs():
@@ -29,7 +33,8 @@ def plus(y, bias):
 # flax's layer, ours, and the same by hand: (params, x, recipe) -> y
 LAYERS = {
     "Linear": (
-        lambda: nnx.Linear(48, 40, rngs=rngs()), lambda r: FP8Linear(48, 40, recipe=r, rngs=rngs()),
+        lambda: nnx.Linear(48, 40, rngs=rngs()),
+        lambda r: FP8Linear(48, 40, recipe=r, rngs=rngs()),
         lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r, bias=p["bias"]),
     ),
     "Linear, no bias": (
@@ -38,27 +43,37 @@ LAYERS = {
         lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r),
     ),
     "Linear, plugged": (
-        lambda: nnx.Linear(48, 40, rngs=rngs()), lambda r: nnx.Linear(48, 40, dot_general=FP8DotGeneral(r), rngs=rngs()),
+        lambda: nnx.Linear(48, 40, rngs=rngs()),
+        lambda r: nnx.Linear(48, 40, dot_general=FP8DotGeneral(r), rngs=rngs()),
         lambda p, x, r: plus(fp8.dot(x, p["kernel"], recipe=r), p["bias"]),
     ),
     "LinearGeneral": (
         lambda: nnx.LinearGeneral((20, 48), (2, 3), axis=(-2, -1), rngs=rngs()),
         lambda r: FP8LinearGeneral((20, 48), (2, 3), axis=(-2, -1), recipe=r, rngs=rngs()),
-        lambda p, x, r: plus(fp8.dot_general(x, p["kernel"], (((1, 2), (0, 1)), ((), ())), recipe=r), p["bias"]),
+        lambda p, x, r: plus(
+            fp8.dot_general(x, p["kernel"], (((1, 2), (0, 1)), ((), ())), recipe=r), p["bias"]
+        ),
     ),
     "Einsum": (
         lambda: nnx.Einsum("bsd,dhk->bshk", (48, 2, 24), (2, 24), rngs=rngs()),
         lambda r: FP8Einsum("bsd,dhk->bshk", (48, 2, 24), (2, 24), recipe=r, rngs=rngs()),
         lambda p, x, r: plus(fp8.einsum("bsd,dhk->bshk", x, p["kernel"], recipe=r), p["bias"]),
     ),
-}  # fmt: skip
+}
 
 
 def cases():
-    """A layer hands its recipe on to the function: few pairs show that it does, the rest of the product is exhaustive."""
+    """A layer hands its recipe on to the function.
+
+    Few pairs show that it does, the rest of the product is exhaustive.
+    """
     for layer in LAYERS:
         for recipe in RECIPES:
-            some = (layer, recipe) in {("Linear", "blockwise"), ("LinearGeneral", "mxfp8"), ("Einsum", "mxfp8")}
+            some = (layer, recipe) in {
+                ("Linear", "blockwise"),
+                ("LinearGeneral", "mxfp8"),
+                ("Einsum", "mxfp8"),
+            }
             marks = () if some else (pytest.mark.exhaustive,)
             yield pytest.param(layer, recipe, id=f"{layer}-{recipe}", marks=marks)
 
@@ -104,7 +119,9 @@ def test_a_loss_falls(recipe):
 
         @nnx.jit
         def step(model):
-            value, grads = nnx.value_and_grad(lambda model: jnp.mean(jnp.square(model(X) - target)))(model)
+            value, grads = nnx.value_and_grad(
+                lambda model: jnp.mean(jnp.square(model(X) - target))
+            )(model)
             params = nnx.state(model, nnx.Param)
             nnx.update(model, jax.tree.map(lambda p, g: p - g, params, grads))
             return value

@@ -1,4 +1,7 @@
-"""A whole nnx training step: flax's optimizer, which leaves quantizer state alone, and state that is saved and restored."""
+"""A whole nnx training step.
+
+Flax's optimizer, which leaves quantizer state alone, and state that is saved and restored.
+"""
 
 import flax.serialization
 import jax
@@ -22,14 +25,19 @@ def square(model, x):
 
 
 def state_of(layer):
-    (state,) = jax.tree.leaves(nnx.state(layer, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    (state,) = jax.tree.leaves(
+        nnx.state(layer, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+    )
     return state
 
 
 class MLP(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.up, self.down = FP8Linear(8, 8, recipe=DELAYED, rngs=rngs), FP8Linear(8, 2, recipe=DELAYED, rngs=rngs)
+        self.up, self.down = (
+            FP8Linear(8, 8, recipe=DELAYED, rngs=rngs),
+            FP8Linear(8, 2, recipe=DELAYED, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -58,7 +66,9 @@ def run(model, optimizer, steps):
 def test_stock_optimizer_does_not_touch_state(standard_promotion):
     model, optimizer = trainer()
     run(model, optimizer, range(3))
-    np.testing.assert_allclose(state_of(model.up).amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))])
+    np.testing.assert_allclose(
+        state_of(model.up).amax_history[0], [0, *(jnp.max(jnp.abs(X)) * 2.0 ** np.arange(3))]
+    )
 
 
 @pytest.mark.parametrize("through", ["bytes", "orbax"])
@@ -69,7 +79,9 @@ def test_saved_and_restored_in_mid_window(through, tmp_path, standard_promotion)
     fresh = trainer()
     like = nnx.state(fresh)
     if through == "bytes":
-        loaded = flax.serialization.from_bytes(nnx.to_pure_dict(like), flax.serialization.to_bytes(saved))
+        loaded = flax.serialization.from_bytes(
+            nnx.to_pure_dict(like), flax.serialization.to_bytes(saved)
+        )
     else:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "model", saved)

@@ -14,7 +14,10 @@ LARGEST, TINY = np.float32(oracle.FLOAT32_MAX), np.float32(oracle.TINY)
 
 
 def long_division(numerator: int, denominator: np.ndarray) -> np.ndarray:
-    """24-bit integers over 24-bit integers, to 24 significant bits, ties to even: in int64, so nothing is rounded twice."""
+    """24-bit integers over 24-bit integers, to 24 significant bits, ties to even.
+
+    In int64, so nothing is rounded twice.
+    """
     shifted = numerator << 38
     quotient, remainder = shifted // denominator, shifted % denominator  # 2^37 < quotient < 2^39
     drop = np.where(quotient >> 38 > 0, 15, 14)
@@ -33,33 +36,48 @@ def test_every_mantissa(numerator):
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("numerator", [1.0, 448.0, 57344.0, 3.0, 0.1, oracle.FLOAT32_MAX, oracle.TINY])
+@pytest.mark.parametrize(
+    "numerator", [1.0, 448.0, 57344.0, 3.0, 0.1, oracle.FLOAT32_MAX, oracle.TINY]
+)
 def test_fractions(numerator):
     numerator = float(np.float32(numerator))
     random = np.random.default_rng(1)
     bits = random.integers(0x00800000, 0x7F800000, 2000, dtype=np.uint32)
     denominators = bits.view(np.float32)
-    expected = [min(max(oracle.exact_quotient(numerator, float(d)), 2.0**-126), 2.0**126) for d in denominators]
+    expected = [
+        min(max(oracle.exact_quotient(numerator, float(d)), 2.0**-126), 2.0**126)
+        for d in denominators
+    ]
     np.testing.assert_array_equal(divide(numerator, denominators), np.array(expected, np.float32))
 
 
-@given(st.floats(width=32, min_value=float(TINY), allow_infinity=False), st.sampled_from([-64, -1, 0, 3]))
+@given(
+    st.floats(width=32, min_value=float(TINY), allow_infinity=False),
+    st.sampled_from([-64, -1, 0, 3]),
+)
 def test_exponent(denominator, exponent):
     exact = oracle.exact_quotient(448, denominator) * 2.0**exponent
-    assert float(divide(448.0, jnp.float32(denominator), exponent=exponent)) == min(max(exact, 2.0**-126), 2.0**126)
+    assert float(divide(448.0, jnp.float32(denominator), exponent=exponent)) == min(
+        max(exact, 2.0**-126), 2.0**126
+    )
 
 
 def neighbours(values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
-        return np.concatenate([values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(np.inf))])
+        return np.concatenate(
+            [values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(np.inf))]
+        )
 
 
 @pytest.mark.parametrize("largest", [448.0, 57344.0])
 def test_the_largest_value_times_powers_of_two_and_neighbours(largest):
     centres = np.ldexp(np.float32(largest), np.arange(-120, 112)).astype(np.float32)
     amaxes = neighbours(centres)
-    expected = np.float64(largest) / amaxes.astype(np.float64)  # rounded once more by the comparison in float32
-    np.testing.assert_array_equal(divide(largest, amaxes), np.clip(expected, 2.0**-126, 2.0**126).astype(np.float32))
+    # rounded once more by the comparison in float32
+    expected = np.float64(largest) / amaxes.astype(np.float64)
+    np.testing.assert_array_equal(
+        divide(largest, amaxes), np.clip(expected, 2.0**-126, 2.0**126).astype(np.float32)
+    )
     exact = np.asarray(divide(largest, centres))
     np.testing.assert_array_equal(np.frexp(exact)[0], 0.5)
 
@@ -69,7 +87,9 @@ def test_clamp(largest):
     limits = np.array([largest * 2.0**-126, min(largest * 2.0**126, float(LARGEST))], np.float32)
     amaxes = neighbours(limits)
     amaxes = np.append(amaxes[np.isfinite(amaxes) & (amaxes >= TINY)], [TINY, LARGEST])
-    expected = [min(max(oracle.exact_quotient(largest, float(a)), 2.0**-126), 2.0**126) for a in amaxes]
+    expected = [
+        min(max(oracle.exact_quotient(largest, float(a)), 2.0**-126), 2.0**126) for a in amaxes
+    ]
     actual = np.asarray(divide(largest, amaxes))
     np.testing.assert_array_equal(actual, np.array(expected, np.float32))
     assert actual.min() >= 2.0**-126
@@ -77,8 +97,8 @@ def test_clamp(largest):
 
 
 def test_inverse_of_an_inverse_of_an_inverse():
-    # State keeps scales: multiplier -> scale (kept) -> multiplier -> scale must come back to what was kept, or the scale of a
-    # step would differ from the scale in its state.
+    # State keeps scales: multiplier -> scale (kept) -> multiplier -> scale must come back to what
+    # was kept, or the scale of a step would differ from the scale in its state.
     invert = jax.jit(inverse)
     scales = invert(MANTISSAS)
     np.testing.assert_array_equal(invert(invert(scales)), scales)
@@ -88,17 +108,26 @@ def test_the_oracle_agrees_with_fractions():
     random = np.random.default_rng(2)
     amaxes = random.integers(0, 0x7F800001, 500, dtype=np.uint32).view(np.float32)
     for fmt in ("E4M3", "E5M2"):
-        for options in ({}, {"power_of_two": True}, {"margin": 3}, {"margin": 60, "power_of_two": True}):
+        for options in (
+            {},
+            {"power_of_two": True},
+            {"margin": 3},
+            {"margin": 60, "power_of_two": True},
+        ):
             exact = [oracle.exact_multiplier(float(a), fmt, **options) for a in amaxes]
-            np.testing.assert_array_equal(oracle.multiplier(amaxes, fmt, **options), np.array(exact, np.float32))
+            np.testing.assert_array_equal(
+                oracle.multiplier(amaxes, fmt, **options), np.array(exact, np.float32)
+            )
 
 
 @pytest.mark.parametrize("ulps", [-3, 3])
 def test_an_estimate_that_is_off(ulps, monkeypatch):
-    # NVIDIA GPUs divide to within 2 ulp: what the integers correct has to be right whatever the estimate.
+    # NVIDIA GPUs divide to within 2 ulp: what the integers correct has to be right whatever the
+    # estimate.
     off = lambda dividend, divisor: dividend / divisor + ulps
     monkeypatch.setattr("jaxfp8.numerics._division._estimate", off)
     denominators = MANTISSAS[::17]
     for numerator in (1.0, 448.0):
         actual = jax.jit(lambda d, n=numerator: divide.__wrapped__(n, d))(denominators)
-        np.testing.assert_array_equal(actual, np.float32(numerator) / denominators)  # NumPy's division is IEEE's
+        # NumPy's division is IEEE's
+        np.testing.assert_array_equal(actual, np.float32(numerator) / denominators)

@@ -1,4 +1,7 @@
-"""The float32 quotient that only estimates: however a chip rounds it, the scale has the same bits."""
+"""The float32 quotient that only estimates.
+
+However a chip rounds it, the scale has the same bits.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +20,9 @@ def quotients_equal(off, monkeypatch):
     monkeypatch.setattr(_division, "_estimate", estimate)
     divide = _division.divide.__wrapped__  # without the cache of jit, which knows the real estimate
     bits = np.random.default_rng(0).integers(0x00800000, 0x7F800000, 20_000).astype(np.int32)
-    denominator = np.concatenate([bits.view(np.float32), 2.0 ** np.arange(-126, 128, dtype=np.float32)])
+    denominator = np.concatenate(
+        [bits.view(np.float32), 2.0 ** np.arange(-126, 128, dtype=np.float32)]
+    )
     for numerator in (448.0, 57344.0, 1.0):
         with np.errstate(over="ignore"):
             expected = (numerator / denominator.astype(np.float64)).astype(np.float32)

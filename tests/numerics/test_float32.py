@@ -29,7 +29,12 @@ def test_float32(transform):
     # Every exponent, both signs; all around the smallest normal number.
     near = (0x00800000 + np.arange(-3, 4)).astype(np.uint32)
     bits = np.concatenate(
-        [SIXTEEN_BITS.astype(np.uint32) << 16, (SIXTEEN_BITS.astype(np.uint32) << 16) + 1, near, near | 1 << 31]
+        [
+            SIXTEEN_BITS.astype(np.uint32) << 16,
+            (SIXTEEN_BITS.astype(np.uint32) << 16) + 1,
+            near,
+            near | 1 << 31,
+        ]
     )
     x = bits.view(np.float32)
     assert_same_bits(transform(to_float32)(x), oracle.to_float32(x))
@@ -37,7 +42,22 @@ def test_float32(transform):
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_float64(transform):
-    x = np.array([1e300, -1e300, 3.5e38, oracle.FLOAT32_MAX, 1e-300, -1e-40, 0.0, -0.0, 1.1, np.inf, -np.inf, np.nan])
+    x = np.array(
+        [
+            1e300,
+            -1e300,
+            3.5e38,
+            oracle.FLOAT32_MAX,
+            1e-300,
+            -1e-40,
+            0.0,
+            -0.0,
+            1.1,
+            np.inf,
+            -np.inf,
+            np.nan,
+        ]
+    )
     with jax.enable_x64(True):
         actual = transform(to_float32)(jnp.asarray(x))
         assert actual.dtype == jnp.float32

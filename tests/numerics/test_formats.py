@@ -13,7 +13,9 @@ def test_limits(format):
     values = oracle.values_of(format.name)
     assert format.max == values[-1] == oracle.LARGEST[format.name]
     normal = 2.0**format.min_exponent
-    np.testing.assert_array_equal(np.diff(values[values <= normal]), normal * 2.0**-format.mantissa_bits)
+    np.testing.assert_array_equal(
+        np.diff(values[values <= normal]), normal * 2.0**-format.mantissa_bits
+    )
     assert np.diff(values)[-1] == 2.0 ** (np.frexp(format.max)[1] - 1 - format.mantissa_bits)
 
 

@@ -28,7 +28,9 @@ def test_scale_shape_broadcasts_and_matches_the_reduction(granularity):
 @pytest.mark.parametrize("granularity", GRANULARITIES, ids=repr)
 def test_transpose(granularity, permutation):
     shape = granularity.scale_shape(SHAPE)
-    transposed = granularity.transpose(permutation).scale_shape(tuple(SHAPE[a] for a in permutation))
+    transposed = granularity.transpose(permutation).scale_shape(
+        tuple(SHAPE[a] for a in permutation)
+    )
     assert transposed == (tuple(shape[a] for a in permutation) if shape else ())
 
 
@@ -52,7 +54,9 @@ def test_axes_that_do_not_fit(axes, ndim):
     ):
         with pytest.raises(
             ValueError,
-            match=mentions("granularity", repr(PerAxis(*axes)), f"{ndim} axes", "name each axis to keep once"),
+            match=mentions(
+                "granularity", repr(PerAxis(*axes)), f"{ndim} axes", "name each axis to keep once"
+            ),
         ):
             use(PerAxis(*axes))
 
@@ -79,5 +83,12 @@ def test_rows_of_an_array(use):
 
 
 def test_hashable_and_equal():
-    assert len({PerTensor(), PerTensor(), PerAxis(0), PerAxis(0), PerRow(), PerRow(), PerAxis(0, 1)}) == 4
-    assert [repr(g) for g in (PerTensor(), PerAxis(0), PerAxis(0, 2))] == ["PerTensor()", "PerAxis(0)", "PerAxis(0, 2)"]
+    assert (
+        len({PerTensor(), PerTensor(), PerAxis(0), PerAxis(0), PerRow(), PerRow(), PerAxis(0, 1)})
+        == 4
+    )
+    assert [repr(g) for g in (PerTensor(), PerAxis(0), PerAxis(0, 2))] == [
+        "PerTensor()",
+        "PerAxis(0)",
+        "PerAxis(0, 2)",
+    ]

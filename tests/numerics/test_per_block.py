@@ -1,4 +1,7 @@
-"""Tiles as a granularity; what numbers they give is in tests/contracts/test_quantize_backends.py."""
+"""Tiles as a granularity.
+
+What numbers they give is in tests/contracts/test_quantize_backends.py.
+"""
 
 import itertools
 import math
@@ -36,7 +39,9 @@ def test_shapes(tile, shape, scale):
     largest = granularity.maximum(jnp.asarray(x))
     np.testing.assert_array_equal(largest, oracle.tile_amax(x, tile), strict=True)
     expanded = granularity.expand(largest, shape)
-    np.testing.assert_array_equal(np.broadcast_to(expanded, shape), oracle.spread(np.asarray(largest), shape, tile))
+    np.testing.assert_array_equal(
+        np.broadcast_to(expanded, shape), oracle.spread(np.asarray(largest), shape, tile)
+    )
 
 
 @pytest.mark.parametrize("ndim", [0, 1])
@@ -49,7 +54,10 @@ def test_a_tile_that_is_longer_than_the_rank(ndim):
         lambda g: g.transpose(tuple(range(ndim))),
     ):
         with pytest.raises(
-            ValueError, match=mentions("PerBlock(tile=(1, 128))", f"{ndim} axes", "2 sides", "each trailing axis")
+            ValueError,
+            match=mentions(
+                "PerBlock(tile=(1, 128))", f"{ndim} axes", "2 sides", "each trailing axis"
+            ),
         ):
             use(PerBlock((1, 128)))
 
@@ -58,20 +66,34 @@ def test_a_tile_that_is_longer_than_the_rank(ndim):
     "tile", [128, [1, 128], (1, 0), (1, -1), (1, 128.0), (1, True), ("1", 128), (1, None)], ids=str
 )
 def test_what_is_no_tile(tile):
-    with pytest.raises(ValueError, match=mentions(f"tile={tile!r}", "tuple of positive integers", "(1, 128)")):
+    with pytest.raises(
+        ValueError, match=mentions(f"tile={tile!r}", "tuple of positive integers", "(1, 128)")
+    ):
         PerBlock(tile)
 
 
 @pytest.mark.parametrize("tile", [(1,), (1, 1)], ids=str)
 def test_a_tile_of_one_value(tile):
     with pytest.raises(
-        ValueError, match=mentions(f"tile={tile!r}", "scale of its own", "make one of its sides longer")
+        ValueError,
+        match=mentions(f"tile={tile!r}", "scale of its own", "make one of its sides longer"),
     ):
         PerBlock(tile)
 
 
 def test_hashable_and_equal():
-    assert len({PerBlock((1, 128)), PerBlock((1, 128)), PerBlock((128, 1)), PerBlock((1, 32)), PerAxis(0)}) == 4
+    assert (
+        len(
+            {
+                PerBlock((1, 128)),
+                PerBlock((1, 128)),
+                PerBlock((128, 1)),
+                PerBlock((1, 32)),
+                PerAxis(0),
+            }
+        )
+        == 4
+    )
     assert eval(repr(PerBlock((1, 128)))) == PerBlock((1, 128))
 
 
@@ -101,21 +123,26 @@ SIZES = (3, 4, 5)
 
 @pytest.mark.parametrize("permutation", [*itertools.permutations(range(3))], ids=str)
 @pytest.mark.parametrize(
-    "tile", [(2, 2), (2, 3), (2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 1, 1), (1, 2), (2, 1), (2,)], ids=str
+    "tile",
+    [(2, 2), (2, 3), (2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 1, 1), (1, 2), (2, 1), (2,)],
+    ids=str,
 )
 def test_transpose(tile, permutation):
     granularity = PerBlock(tile)
     moved = [granularity.along(3)[axis] for axis in permutation]
     if len(granularity.tiled_axes) == 1 and moved != [*granularity.along(3)]:
         with pytest.raises(
-            ValueError, match=mentions(str(tile), str(permutation), "both directions", "two equal sides")
+            ValueError,
+            match=mentions(str(tile), str(permutation), "both directions", "two equal sides"),
         ):
             granularity.transpose(permutation)
         return
     transposed = granularity.transpose(permutation)
     assert [*transposed.along(3)] == moved
     scale = granularity.scale_shape(SIZES)
-    assert transposed.scale_shape(tuple(SIZES[a] for a in permutation)) == tuple(scale[a] for a in permutation)
+    assert transposed.scale_shape(tuple(SIZES[a] for a in permutation)) == tuple(
+        scale[a] for a in permutation
+    )
     back = tuple(int(axis) for axis in np.argsort(permutation))
     assert transposed.transpose(back).along(3) == granularity.along(3)
 
@@ -134,6 +161,11 @@ def test_what_is_transposed_twice_is_the_same_granularity():
 
 
 def test_tiled_axes():
-    for tile, axes in (((1, 128), (-1,)), ((128, 1), (-2,)), ((128, 128), (-2, -1)), ((4, 1, 8), (-3, -1))):
+    for tile, axes in (
+        ((1, 128), (-1,)),
+        ((128, 1), (-2,)),
+        ((128, 128), (-2, -1)),
+        ((4, 1, 8), (-3, -1)),
+    ):
         assert PerBlock(tile).tiled_axes == axes
         assert math.prod(tile[axis] for axis in axes) == math.prod(tile)

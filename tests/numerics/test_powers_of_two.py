@@ -19,7 +19,9 @@ EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids
 @EAGER_AND_JIT
 def test_power_of_two(transform):
     exponents = np.arange(-126, 128, dtype=np.int32)
-    np.testing.assert_array_equal(transform(power_of_two)(jnp.asarray(exponents)), np.ldexp(np.float32(1), exponents))
+    np.testing.assert_array_equal(
+        transform(power_of_two)(jnp.asarray(exponents)), np.ldexp(np.float32(1), exponents)
+    )
 
 
 def exact_exponent(amax: float, fmt: str, rounding: str) -> int:
@@ -35,7 +37,9 @@ def exact_exponent(amax: float, fmt: str, rounding: str) -> int:
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=repr)
 def test_scale_exponent(format, rounding, transform):
-    actual = np.asarray(transform(lambda amax: scale_exponent(amax, format, rounding))(jnp.asarray(AMAXES)))
+    actual = np.asarray(
+        transform(lambda amax: scale_exponent(amax, format, rounding))(jnp.asarray(AMAXES))
+    )
     exact = [exact_exponent(amax, format.name, rounding) for amax in AMAXES[::3]]
     np.testing.assert_array_equal(actual[::3], exact)
     byte = oracle.e8m0_bytes(AMAXES, format.name, rounding)
@@ -58,7 +62,9 @@ def test_to_e8m0(transform):
     exponents = np.array([-300, -128, -127, -126, 0, 126, 127, 128, 300, 0], np.int32)
     nan = np.array([False] * 9 + [True])
     result = transform(to_e8m0)(jnp.asarray(exponents), ~jnp.asarray(nan))
-    np.testing.assert_array_equal(np.asarray(result).view(np.uint8), [0, 0, 0, 1, 127, 253, 254, 254, 254, 255])
+    np.testing.assert_array_equal(
+        np.asarray(result).view(np.uint8), [0, 0, 0, 1, 127, 253, 254, 254, 254, 255]
+    )
 
 
 @EAGER_AND_JIT

@@ -1,4 +1,7 @@
-"""Reshapes on an Explicit mesh: values equal those of NumPy, and mesh axes stay on their array axes."""
+"""Reshapes on an Explicit mesh.
+
+Values equal those of NumPy, and mesh axes stay on their array axes.
+"""
 
 import math
 
@@ -16,10 +19,13 @@ NAMES = ("data", "fsdp", "tensor")
 def place(shape, spec, sizes, kind=AxisType.Explicit):
     devices = jax.devices()[: math.prod(sizes)]
     mesh = jax.make_mesh(sizes, NAMES, axis_types=(kind,) * 3, devices=devices)
-    return jax.device_put(np.arange(math.prod(shape), dtype=np.float32).reshape(shape), NamedSharding(mesh, spec))
+    return jax.device_put(
+        np.arange(math.prod(shape), dtype=np.float32).reshape(shape), NamedSharding(mesh, spec)
+    )
 
 
-# spec, sizes of the mesh axes, cells, the spec of (cells, side), and what JAX's own rule says where that differs
+# spec, sizes of the mesh axes, cells, the spec of (cells, side), and what JAX's own rule says where
+# that differs
 SPLITS = [
     (P(("data", "fsdp")), (4, 1, 1), 4, P(("data", "fsdp"), None), P("data", "fsdp")),
     (P(("fsdp", "data")), (1, 4, 1), 4, P(("fsdp", "data"), None), P("fsdp", "data")),
@@ -44,15 +50,23 @@ def test_split_axis(spec, sizes, cells, want, jax_gives):
 
 # shape, spec, sizes of the mesh axes, counts, the spec of the merged array
 MERGES = [
-    ((4, 4, 3), P(("data", "fsdp"), None, "tensor"), (4, 1, 1), (2, 1), P(("data", "fsdp"), "tensor")),
+    (
+        (4, 4, 3),
+        P(("data", "fsdp"), None, "tensor"),
+        (4, 1, 1),
+        (2, 1),
+        P(("data", "fsdp"), "tensor"),
+    ),
     ((4, 4, 3), P("data", "tensor", None), (2, 1, 1), (2, 1), P("data", None)),
     ((4, 4, 3), P(None, "tensor", None), (2, 1, 1), (1, 2), P(None, "tensor")),
     ((4, 4, 3), P(None, "tensor", None), (2, 1, 1), (2, 1), P(None, None)),  # JAX's rule refuses it
     ((1, 4, 3), P("fsdp", "data", None), (2, 1, 1), (2, 1), P("data", None)),
     ((1, 4, 3), P(None, "data", "tensor"), (2, 1, 1), (3,), P("data")),  # this, too
-    ((2, 4, 4, 2), P("data", None, "fsdp", None), (2, 2, 1), (2, 2), P("data", "fsdp")),  # and two at once
+    # and two at once
+    ((2, 4, 4, 2), P("data", None, "fsdp", None), (2, 2, 1), (2, 2), P("data", "fsdp")),
     ((4, 4, 3), P("data", None, None), (2, 1, 1), (1, 2, 0), P("data", None, None)),
-    ((2, 4, 3), P("data", "fsdp", None), (2, 2, 1), (2, 1), P(("data", "fsdp"), None)),  # by JAX's rule
+    # by JAX's rule
+    ((2, 4, 3), P("data", "fsdp", None), (2, 2, 1), (2, 1), P(("data", "fsdp"), None)),
 ]
 
 
@@ -83,4 +97,6 @@ def test_under_transformations():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_without_a_mesh_that_is_set(kind):
     x = place((8,), P(("data", "fsdp")), (4, 1, 1), kind)
-    np.testing.assert_array_equal(jax.jit(lambda x: split_axis(x, 0, 4))(x), np.arange(8).reshape(4, 2))
+    np.testing.assert_array_equal(
+        jax.jit(lambda x: split_axis(x, 0, 4))(x), np.arange(8).reshape(4, 2)
+    )

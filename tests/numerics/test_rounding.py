@@ -21,12 +21,16 @@ def cast(jit: bool, **options):
 
 
 def boundaries(fmt: str) -> np.ndarray:
-    """All values of a format, the midpoints between neighbours, and the float32 neighbours of both; both signs."""
+    """All values of a format, the midpoints between neighbours, and the float32 neighbours of both;
+    both signs.
+    """
     values = oracle.values_of(fmt)
     beyond = [values[-1] + (values[-1] - values[-2]) / 2, values[-1] * 2, oracle.FLOAT32_MAX]
     points = np.concatenate([values, (values[1:] + values[:-1]) / 2, beyond]).astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
-        points = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
+        points = np.concatenate(
+            [points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))]
+        )
     return np.concatenate([points, -points])
 
 
@@ -38,7 +42,9 @@ def test_every_value(dtype, format, jit):
     function = cast(jit)
     for m in MULTIPLIERS:
         actual = function(jnp.asarray(x), jnp.float32(m), format)
-        np.testing.assert_array_equal(oracle.codes(actual), oracle.cast(x, m, format.name), err_msg=str(m))
+        np.testing.assert_array_equal(
+            oracle.codes(actual), oracle.cast(x, m, format.name), err_msg=str(m)
+        )
 
 
 @FORMATS
@@ -58,7 +64,9 @@ def test_float32_bit_patterns(format):
     x = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32)
     for m in MULTIPLIERS:
         actual = cast(True)(jnp.asarray(x), jnp.float32(m), format)
-        np.testing.assert_array_equal(oracle.codes(actual), oracle.cast(x, m, format.name), err_msg=str(m))
+        np.testing.assert_array_equal(
+            oracle.codes(actual), oracle.cast(x, m, format.name), err_msg=str(m)
+        )
 
 
 @FORMATS
@@ -75,7 +83,9 @@ def test_the_oracle_agrees_with_ml_dtypes(format):
 def test_saturates(format, rounding):
     x = jnp.array([1e9, -1e9, oracle.FLOAT32_MAX, -oracle.FLOAT32_MAX, format.max], jnp.float32)
     key = jax.random.key(0) if rounding == "stochastic" else None
-    result = saturating_cast(x, jnp.float32(2.0**100), format, rounding=rounding, key=key).astype(jnp.float32)
+    result = saturating_cast(x, jnp.float32(2.0**100), format, rounding=rounding, key=key).astype(
+        jnp.float32
+    )
     np.testing.assert_array_equal(result, np.sign(x) * format.max)
 
 
@@ -85,7 +95,9 @@ def test_saturates(format, rounding):
 def test_what_is_not_finite(format, jit, rounding):
     key = jax.random.key(0) if rounding == "stochastic" else None
     x = np.array([1.0, np.inf, -2.0, np.nan, -np.inf, 0.5], np.float32)
-    result = cast(jit, rounding=rounding, key=key)(jnp.asarray(x), jnp.float32(1.0), format).astype(jnp.float32)
+    result = cast(jit, rounding=rounding, key=key)(jnp.asarray(x), jnp.float32(1.0), format).astype(
+        jnp.float32
+    )
     np.testing.assert_array_equal(result, np.where(np.isfinite(x), x, np.nan))
 
 
@@ -105,7 +117,9 @@ def test_a_multiplier_that_is_not_finite(format, jit, rounding):
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def stochastic(x, format, seed):
     # rbg compiles in a fraction of threefry's time.
-    return saturating_cast(x, jnp.float32(1.0), format, rounding="stochastic", key=jax.random.key(seed, impl="rbg"))
+    return saturating_cast(
+        x, jnp.float32(1.0), format, rounding="stochastic", key=jax.random.key(seed, impl="rbg")
+    )
 
 
 @FORMATS
@@ -113,7 +127,9 @@ def test_stochastic_leaves_what_is_exact(format):
     values = oracle.values_of(format.name).astype(np.float32)
     x = np.concatenate([values, -values])
     for seed in range(4):
-        np.testing.assert_array_equal(oracle.codes(stochastic(x, format, seed)), oracle.nearest_codes(x, format.name))
+        np.testing.assert_array_equal(
+            oracle.codes(stochastic(x, format, seed)), oracle.nearest_codes(x, format.name)
+        )
 
 
 @FORMATS
@@ -122,7 +138,9 @@ def test_stochastic_stays_on_the_two_neighbours(format, dtype):
     values = oracle.values_of(format.name)
     x = boundaries(format.name).astype(np.float64)
     x = np.clip(
-        np.concatenate([x, np.random.default_rng(0).uniform(-1, 1, 20_000) * format.max]), -format.max, format.max
+        np.concatenate([x, np.random.default_rng(0).uniform(-1, 1, 20_000) * format.max]),
+        -format.max,
+        format.max,
     )
     x = x.astype(DTYPES[dtype])
     magnitude = np.minimum(np.abs(oracle.to_float32(x).astype(np.float64)), format.max)
@@ -135,14 +153,17 @@ def test_stochastic_stays_on_the_two_neighbours(format, dtype):
 
 @FORMATS
 def test_stochastic_is_unbiased(format):
-    # Fractions of the gap between neighbours, in the subnormal, a low, a middle and the topmost binade.
+    # Fractions of the gap between neighbours, in the subnormal, a low, a middle and the topmost
+    # binade.
     values = oracle.values_of(format.name)
     starts = np.array([0, 1, len(values) // 3, len(values) // 2, len(values) - 2])
     fractions = np.array([2.0**-10, 0.1, 0.25, 0.5, 0.75, 1 - 2.0**-10])
     low, gap = values[starts][:, None], (values[starts + 1] - values[starts])[:, None]
     x = (low + fractions * gap).astype(np.float32)
     draws = 40_000
-    rounded = np.asarray(stochastic(np.broadcast_to(x, (draws, *x.shape)), format, 2)).astype(np.float64)
+    rounded = np.asarray(stochastic(np.broadcast_to(x, (draws, *x.shape)), format, 2)).astype(
+        np.float64
+    )
     mean = (rounded.mean(0) - low) / gap
     exact = (x.astype(np.float64) - low) / gap
     # 5 standard deviations of a Bernoulli mean; thirty means and a fixed key.
@@ -152,12 +173,18 @@ def test_stochastic_is_unbiased(format):
 @FORMATS
 def test_stochastic_of_tiny_values(format):
     smallest = oracle.values_of(format.name)[1]
-    rounded = np.asarray(stochastic(np.full(100_000, -smallest / 8, np.float32), format, 3)).astype(np.float64)
+    rounded = np.asarray(stochastic(np.full(100_000, -smallest / 8, np.float32), format, 3)).astype(
+        np.float64
+    )
     assert set(np.unique(rounded)) == {-smallest, 0.0}
     assert abs(rounded.mean() / smallest + 1 / 8) < 0.005
     assert np.signbit(rounded).all()
     # A chance of 2^-60 is none; it must not become certainty.
-    assert not np.asarray(stochastic(np.full(100, smallest * 2.0**-60, np.float32), format, 4)).astype(np.float32).any()
+    assert (
+        not np.asarray(stochastic(np.full(100, smallest * 2.0**-60, np.float32), format, 4))
+        .astype(np.float32)
+        .any()
+    )
 
 
 @FORMATS

@@ -54,7 +54,9 @@ def step(recipe, x, w, b, c, state, *, dot=matmul, **how):
 
 
 def check(mine, theirs, g, dtype, parts=1):
-    """Everything but the gradient of the bias has the bits of the two steps; that is nearly the exact sum of g [B, S, F].
+    """Everything but the gradient of the bias has the bits of the two steps.
+
+    That is nearly the exact sum of g [B, S, F].
 
     `parts`: how many gradients it is the sum of, each rounded to the dtype.
     """
@@ -81,7 +83,9 @@ def test_value_and_gradients(name):
     recipe, (x, w, b, c) = RECIPES[name], arrays()
     state = fp8.init_state(recipe)
     for _ in range(2 if recipe.rows else 1):  # the second step finds its scales set
-        mine, theirs = (jitted(recipe, x, w, b, c, state, inside=inside) for inside in (True, False))
+        mine, theirs = (
+            jitted(recipe, x, w, b, c, state, inside=inside) for inside in (True, False)
+        )
         if recipe.is_identity:
             assert_same_bits(mine, theirs)  # JAX's own gradient
         else:
@@ -111,7 +115,13 @@ def test_kernels_do_not_sum_over_an_axis_of_the_weight():
     def dot(recipe, x, w, b, state, *, casts):
         kernels = fp8.Implementations(casts=casts)
         return fp8.dot_general(
-            x, w, (((2,), (0,)), ((), ())), recipe=recipe, state=state, bias=b, implementation=kernels
+            x,
+            w,
+            (((2,), (0,)), ((), ())),
+            recipe=recipe,
+            state=state,
+            bias=b,
+            implementation=kernels,
         )
 
     run = functools.partial(step, recipe, x, w, b, c, (), dot=dot)
@@ -119,7 +129,10 @@ def test_kernels_do_not_sum_over_an_axis_of_the_weight():
 
 
 def test_a_float32_bias_of_a_bfloat16_matmul():
-    """Is added in bfloat16, but the sum of its gradient never is in it: of many ones no bit is lost."""
+    """Is added in bfloat16, but the sum of its gradient never is in it.
+
+    Of many ones no bit is lost.
+    """
     x, w, b, c = arrays()
     c = jnp.ones((16, S, F), jnp.bfloat16).at[:, :, 0].set(1 + 2.0**-7)
     x = jnp.concatenate([x] * 8)
@@ -132,14 +145,18 @@ def test_a_float32_bias_of_a_bfloat16_matmul():
 def heads(recipe, x, w, b, state, *, inside):
     """Several kept axes of w, between others."""
     w, b = w.reshape(D, 8, F // 8).swapaxes(0, 1), b.reshape(8, F // 8)
-    dot = functools.partial(fp8.dot_general, x, w, (((2,), (1,)), ((), ())), recipe=recipe, state=state)
+    dot = functools.partial(
+        fp8.dot_general, x, w, (((2,), (1,)), ((), ())), recipe=recipe, state=state
+    )
     return (dot(bias=b) if inside else dot() + b[None, None]).reshape(B, S, F)
 
 
 def experts(recipe, x, w, b, state, *, inside):
     """A batch axis: a bias for each matrix."""
     w, b = jnp.stack([w, 2 * w]), jnp.stack([b, 2 * b])
-    dot = functools.partial(fp8.dot_general, x, w, (((2,), (1,)), ((0,), (0,))), recipe=recipe, state=state)
+    dot = functools.partial(
+        fp8.dot_general, x, w, (((2,), (1,)), ((0,), (0,))), recipe=recipe, state=state
+    )
     return dot(bias=b) if inside else dot() + b[:, None]
 
 
@@ -150,7 +167,9 @@ def mapped(recipe, x, w, b, state, *, inside):
 
 def layers(recipe, x, w, b, state, *, inside):
     """scan over remat."""
-    dot = jax.checkpoint(functools.partial(matmul, recipe, inside=inside), policy=fp8.save_fp8_residuals())
+    dot = jax.checkpoint(
+        functools.partial(matmul, recipe, inside=inside), policy=fp8.save_fp8_residuals()
+    )
     return jax.lax.scan(lambda carry, x: (carry, dot(x, w, b, state)), None, x)[1]
 
 
@@ -164,7 +183,9 @@ def vector(recipe, x, w, b, state, *, inside):
 @pytest.mark.parametrize("dot", [heads, experts, mapped, layers, vector])
 def test_shapes_and_transformations(dot, name):
     recipe, (x, w, b, c) = RECIPES[name], arrays()
-    mine, theirs = (jitted(recipe, x, w, b, c, (), dot=dot, inside=inside) for inside in (True, False))
+    mine, theirs = (
+        jitted(recipe, x, w, b, c, (), dot=dot, inside=inside) for inside in (True, False)
+    )
     if dot is vector:
         c = c.at[1:].set(0).at[0, 1:].set(0)
     if dot is experts:
@@ -199,7 +220,10 @@ def test_on_meshes(kind, how, name):
     state = fp8.init_state(recipe)
     wanted = jitted(recipe, x, w, b, c, state, inside=True)
     mesh = jax.make_mesh(
-        (2, 2), ("a", "b"), axis_types=(AxisType.Auto if kind == "shard_map" else kind,) * 2, devices=jax.devices()[:4]
+        (2, 2),
+        ("a", "b"),
+        axis_types=(AxisType.Auto if kind == "shard_map" else kind,) * 2,
+        devices=jax.devices()[:4],
     )
     of_x, of_w, of_b = SPECS[how]
     of_c = P(*(of_x[:1] or (None,)), *of_w[1:])
@@ -208,12 +232,20 @@ def test_on_meshes(kind, how, name):
         matmul_here = functools.partial(matmul, recipe, inside=inside)
         if kind != "shard_map":
             return matmul_here(x, w, b, state)
-        return jax.shard_map(matmul_here, in_specs=(of_x, of_w, of_b, P()), out_specs=of_c)(x, w, b, state)
+        return jax.shard_map(matmul_here, in_specs=(of_x, of_w, of_b, P()), out_specs=of_c)(
+            x, w, b, state
+        )
 
     with jax.set_mesh(mesh):
         place = lambda array, spec: jax.device_put(array, NamedSharding(mesh, spec))
         arguments = [place(*each) for each in ((x, of_x), (w, of_w), (b, of_b), (c, of_c))]
-        mine = jitted(recipe, *arguments, jax.device_put(state, NamedSharding(mesh, P())), dot=dot, inside=True)
+        mine = jitted(
+            recipe,
+            *arguments,
+            jax.device_put(state, NamedSharding(mesh, P())),
+            dot=dot,
+            inside=True,
+        )
     assert_same_bits(jax.tree.map(np.asarray, mine[1][2]), np.asarray(wanted[1][2]))
     np.testing.assert_allclose(mine[0][1], wanted[0][1], rtol=1e-5, atol=1e-3)
     if kind == AxisType.Explicit:
@@ -221,7 +253,10 @@ def test_on_meshes(kind, how, name):
 
 
 def test_a_bias_alone_can_be_trained():
-    """No matmul is differentiated, so that no state has to be collected; by kernels, and by ours."""
+    """No matmul is differentiated, so that no state has to be collected.
+
+    By kernels, and by ours.
+    """
     x, w, b, c = arrays(jnp.float32)
     recipe = RECIPES["delayed"]
     state = fp8.init_state(recipe)
@@ -237,14 +272,20 @@ def test_a_bias_alone_can_be_trained():
 
 def test_the_bias_does_not_decide_how_the_result_lies():
     """In an Explicit mesh: else the gradient would be cut as the bias is, and its tiles with it."""
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
     x, w, b = jnp.ones((256, 128)), jnp.ones((128, 128)), jnp.ones(128)
     with jax.set_mesh(mesh):
         x, w, b = (
-            jax.device_put(v, NamedSharding(mesh, spec)) for v, spec in ((x, P("a")), (w, P()), (b, P(("a", "b"))))
+            jax.device_put(v, NamedSharding(mesh, spec))
+            for v, spec in ((x, P("a")), (w, P()), (b, P(("a", "b"))))
         )
         run = jax.jit(
-            jax.grad(lambda b, x, w: jnp.sum(fp8.dot(x, w, recipe=RECIPES["blockwise"], bias=b)), argnums=(0, 1, 2))
+            jax.grad(
+                lambda b, x, w: jnp.sum(fp8.dot(x, w, recipe=RECIPES["blockwise"], bias=b)),
+                argnums=(0, 1, 2),
+            )
         )
         db, _, _ = run(b, x, w)
     assert jax.typeof(db).sharding.spec == P(("a", "b"))
@@ -254,7 +295,9 @@ def test_the_bias_does_not_decide_how_the_result_lies():
 def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         c = np.array([[1e9], [1.0], [-1e9], [0.0]])
-        loss = lambda b: jnp.sum(c * fp8.dot(jnp.ones((4, 2)), jnp.ones((2, 1)), recipe=RECIPES["current"], bias=b))
+        loss = lambda b: jnp.sum(
+            c * fp8.dot(jnp.ones((4, 2)), jnp.ones((2, 1)), recipe=RECIPES["current"], bias=b)
+        )
         assert jax.grad(loss)(jnp.zeros(1)) == 1.0
 
 

@@ -21,8 +21,15 @@ RECIPES = {
 }
 # x and w once (or once for each matmul that reads other rows or tiles of it), g likewise.
 CASTS = {
-    "delayed": 3, "current": 3, "rowwise": 6, "rowwise_hp_wgrad": 4, "static": 3, "blockwise": 5, "mxfp8": 6, "mxfp8_2d": 5,
-}  # fmt: skip
+    "delayed": 3,
+    "current": 3,
+    "rowwise": 6,
+    "rowwise_hp_wgrad": 4,
+    "static": 3,
+    "blockwise": 5,
+    "mxfp8": 6,
+    "mxfp8_2d": 5,
+}
 POLICIES = {
     "none": lambda block: block,
     "fp8": lambda block: jax.checkpoint(block, policy=fp8.save_fp8_residuals()),
@@ -39,7 +46,9 @@ def program(recipe, policy):
 
     def loss(w, s, x):
         for i in range(LAYERS):
-            x = POLICIES[policy](lambda w, s, x: jnp.tanh(fp8.dot(x, w, recipe=recipe, state=s)))(w[i], s, x)
+            x = POLICIES[policy](lambda w, s, x: jnp.tanh(fp8.dot(x, w, recipe=recipe, state=s)))(
+                w[i], s, x
+            )
         return jnp.sum(x)
 
     return jax.make_jaxpr(fp8.value_and_grad(loss))(w, state, jnp.ones((8, 4)))
@@ -50,13 +59,18 @@ def casts(jaxpr):
     makers = {var: e.primitive.name for e in jaxpr.eqns for var in e.outvars}
 
     def is_cast(e):
-        """A byte of FP8 that is made here. What is saved has the same bitcast, of a byte that has a name."""
+        """A byte of FP8 that is made here.
+
+        What is saved has the same bitcast, of a byte that has a name.
+        """
         if e.primitive.name != "bitcast_convert_type" or e.params["new_dtype"].name not in VALUES:
             return False
         return makers.get(e.invars[0]) == "convert_element_type"
 
     parameters = [
-        p for e in jaxpr.eqns for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))
+        p
+        for e in jaxpr.eqns
+        for p in jax.tree.leaves(list(e.params.values()), is_leaf=lambda n: hasattr(n, "eqns"))
     ]
     return sum(map(is_cast, jaxpr.eqns)) + sum(casts(p) for p in parameters if hasattr(p, "eqns"))
 
@@ -75,7 +89,9 @@ def test_no_second_cast(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_plain_remat_casts_again(recipe):
     """The count can fail."""
-    assert casts(program(RECIPES[recipe], "everything")) > CASTS[recipe] * LAYERS * branches(RECIPES[recipe])
+    assert casts(program(RECIPES[recipe], "everything")) > CASTS[recipe] * LAYERS * branches(
+        RECIPES[recipe]
+    )
 
 
 @functools.cache
@@ -89,12 +105,19 @@ def gradients(recipe, *policy):
 
 
 @pytest.mark.parametrize("policy", [
-    fp8.save_fp8_residuals(), jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable,
-    jax.checkpoint_policies.save_anything_except_these_names("other"), jax.checkpoint_policies.nothing_saveable,
+    fp8.save_fp8_residuals(),
+    jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable,
+    jax.checkpoint_policies.save_anything_except_these_names("other"),
+    jax.checkpoint_policies.nothing_saveable,
 ], ids=["fp8", "everything", "dots", "anything_except", "nothing"])  # fmt: skip
-@pytest.mark.parametrize("recipe", [fp8.recipes.current(power_of_two=True), fp8.recipes.mxfp8()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "recipe", [fp8.recipes.current(power_of_two=True), fp8.recipes.mxfp8()], ids=lambda r: r.name
+)
 def test_every_policy_gives_the_gradients_of_none(policy, recipe):
-    """Saved values reach 448: jax.checkpoint's reduce_precision would make NaN of E4M3FN above 240."""
+    """Saved values reach 448.
+
+    Jax.checkpoint's reduce_precision would make NaN of E4M3FN above 240.
+    """
     want, got = gradients(recipe), gradients(recipe, policy)
     chex.assert_tree_all_finite(want)
     chex.assert_trees_all_equal(got, want, strict=True)
@@ -103,8 +126,14 @@ def test_every_policy_gives_the_gradients_of_none(policy, recipe):
 def test_a_linear_block_keeps_no_unquantized_activation():
     """What is saved for a block whose y nobody needs again: its FP8 operands, scales and amaxes."""
     recipe = fp8.recipes.current()
-    block = jax.checkpoint(lambda x, w: fp8.dot(jnp.sin(x), w, recipe=recipe), policy=fp8.save_fp8_residuals())
-    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(block, *args)[1], jnp.ones((8, 4)), jnp.ones((4, 4))))
+    block = jax.checkpoint(
+        lambda x, w: fp8.dot(jnp.sin(x), w, recipe=recipe), policy=fp8.save_fp8_residuals()
+    )
+    kept = jax.tree.leaves(
+        jax.eval_shape(lambda *args: jax.vjp(block, *args)[1], jnp.ones((8, 4)), jnp.ones((4, 4)))
+    )
     names = [f"{aval.dtype}{list(aval.shape)}" for aval in kept if aval.ndim]
     arguments = ["float32[4, 4]", "float32[8, 4]"]
-    assert sorted(names) == sorted(["uint8[4, 4]", "uint8[8, 4]", *(a for a in arguments if a in names)])
+    assert sorted(names) == sorted(
+        ["uint8[4, 4]", "uint8[8, 4]", *(a for a in arguments if a in names)]
+    )

@@ -33,7 +33,9 @@ def cast(state, dtype):
         ),
         (
             fp8.FP8StateError,
-            lambda: fp8.dot(X, W, recipe=DELAYED, state=cast(fp8.init_state(DELAYED), jnp.bfloat16)),
+            lambda: fp8.dot(
+                X, W, recipe=DELAYED, state=cast(fp8.init_state(DELAYED), jnp.bfloat16)
+            ),
             ("bfloat16", "cast parameters only"),
         ),
         (
@@ -56,14 +58,26 @@ def cast(state, dtype):
             lambda: fp8.dot_general(X, W, (((1.5,), (0,)), ((), ())), recipe=CURRENT),
             ("1.5", "as in jax.lax.dot_general"),
         ),
-        (TypeError, lambda: fp8.einsum(5, X, W, recipe=CURRENT), ("equation=5", "must be a string")),
+        (
+            TypeError,
+            lambda: fp8.einsum(5, X, W, recipe=CURRENT),
+            ("equation=5", "must be a string"),
+        ),
         (
             ValueError,
             lambda: fp8.einsum("mk,kn->nm", X, W, recipe=CURRENT, out_sharding=P(None, None, None)),
             ("out_sharding", "3 axes", "drop the surplus"),
         ),
-        (ValueError, lambda: fp8.dot([[1.0]], [1.0], recipe=CURRENT), ("[1, 1]", "[1]", "use fp8.dot_general")),
-        (ValueError, lambda: fp8.recipes.static(x_scale=1, w_scale=0, g_scale=1), ("w_scale=0", "positive")),
+        (
+            ValueError,
+            lambda: fp8.dot([[1.0]], [1.0], recipe=CURRENT),
+            ("[1, 1]", "[1]", "use fp8.dot_general"),
+        ),
+        (
+            ValueError,
+            lambda: fp8.recipes.static(x_scale=1, w_scale=0, g_scale=1),
+            ("w_scale=0", "positive"),
+        ),
     ],
     ids=range(11),
 )
@@ -90,7 +104,9 @@ def test_row_parallel_layout_on_an_explicit_mesh(name):
     w = jnp.asarray(np.random.default_rng(1).integers(-4, 5, (8, 6)), jnp.float32)
 
     def gradient(x, w, out_sharding=None):
-        return jax.grad(lambda w: jnp.sum(fp8.dot(x, w, recipe=recipe, out_sharding=out_sharding) ** 2))(w)
+        return jax.grad(
+            lambda w: jnp.sum(fp8.dot(x, w, recipe=recipe, out_sharding=out_sharding) ** 2)
+        )(w)
 
     want = jax.jit(gradient)(x, w)
     with jax.set_mesh(mesh):

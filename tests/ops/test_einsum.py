@@ -1,4 +1,6 @@
-"""einsum takes the equations of two operands that jnp.einsum takes, and names their indices in errors."""
+"""einsum takes the equations of two operands that jnp.einsum takes, and names their indices in
+errors.
+"""
 
 import functools
 import re
@@ -71,7 +73,10 @@ def test_fp8_takes_what_jnp_takes(equation):
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_identity_is_jnp_einsum_to_the_bit(equation):
     dtype = jnp.bfloat16 if len(equation) % 2 else jnp.float32
-    x, w = (jax.random.normal(jax.random.key(seed), s, dtype) for seed, s in enumerate(EQUATIONS[equation]))
+    x, w = (
+        jax.random.normal(jax.random.key(seed), s, dtype)
+        for seed, s in enumerate(EQUATIONS[equation])
+    )
     got = values_and_gradients(lambda x, w: fp8.einsum(equation, x, w, recipe=IDENTITY), x, w)
     assert_equal(got, values_and_gradients(functools.partial(jnp.einsum, equation), x, w))
 
@@ -95,7 +100,8 @@ def test_any_equation(case):
     got = jax.jit(lambda x, w: fp8.einsum(equation, x, w, recipe=EXACT))(x, w)
     want = jnp.einsum(equation, x, w)
     assert got.shape == want.shape
-    # A sum may be an integer that E4M3 does not hold. Each operand is then rounded, by at most 2^-4 of its magnitude.
+    # A sum may be an integer that E4M3 does not hold. Each operand is then rounded, by at most 2^-4
+    # of its magnitude.
     assert (jnp.abs(got - want) <= 0.13 * jnp.einsum(equation, jnp.abs(x), jnp.abs(w))).all()
 
 
@@ -109,35 +115,42 @@ def test_an_operand_is_summed_in_float32():
 
 def test_state_sees_the_operand_that_is_cast():
     recipe = fp8.recipes.delayed()
-    loss_fn = lambda w, state: jnp.sum(fp8.einsum("bcd,dk->bk", jnp.ones((2, 6, 4)), w, recipe=recipe, state=state))
+    loss_fn = lambda w, state: jnp.sum(
+        fp8.einsum("bcd,dk->bk", jnp.ones((2, 6, 4)), w, recipe=recipe, state=state)
+    )
     _, _, state = jax.jit(fp8.value_and_grad(loss_fn))(jnp.ones((4, 3)), fp8.init_state(recipe))
     np.testing.assert_array_equal(state.amax_history[:, -1], [6, 1, 1])
 
 
 @pytest.mark.parametrize("kind", ["manual", "auto", "explicit"])
 def test_a_shard_follows_its_axis(kind):
-    """The axis of `rhs_shard` is of the operand as it is given; a sum before it moves it."""
+    """The axis of `w_shard` is of the operand as it is given; a sum before it moves it."""
     x, w = small_integers(0, (4, 6)), small_integers(1, (3, 6, 2))
-    run = lambda x, w, shard: fp8.einsum("bd,cdk->bk", x, w, recipe=EXACT, rhs_shard=shard)
+    run = lambda x, w, shard: fp8.einsum("bd,cdk->bk", x, w, recipe=EXACT, w_shard=shard)
     want = jnp.einsum("bd,cdk->bk", x, w)
     types = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(types.get(kind, jax.sharding.AxisType.Auto),))
     function = functools.partial(run, shard=Shard(1, "fsdp"))
     spec = P(None, "fsdp")
     if kind == "manual":
-        function = jax.shard_map(function, mesh=mesh, in_specs=(P("fsdp"), spec), out_specs=P("fsdp"))
+        function = jax.shard_map(
+            function, mesh=mesh, in_specs=(P("fsdp"), spec), out_specs=P("fsdp")
+        )
     with jax.set_mesh(mesh):
         got = jax.jit(function)(
-            jax.device_put(x, jax.NamedSharding(mesh, P())), jax.device_put(w, jax.NamedSharding(mesh, spec))
+            jax.device_put(x, jax.NamedSharding(mesh, P())),
+            jax.device_put(w, jax.NamedSharding(mesh, spec)),
         )
     np.testing.assert_array_equal(got, want)
 
 
 def sharded(equation, shard, w_shape):
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    run = lambda x, w: fp8.einsum(equation, x, w, recipe=CURRENT, rhs_shard=shard)
+    run = lambda x, w: fp8.einsum(equation, x, w, recipe=CURRENT, w_shard=shard)
     spec = P(*[None] * shard.axis, "fsdp")
-    return jax.shard_map(run, mesh=mesh, in_specs=(P(), spec), out_specs=P())(jnp.ones((4, 6)), jnp.ones(w_shape))
+    return jax.shard_map(run, mesh=mesh, in_specs=(P(), spec), out_specs=P())(
+        jnp.ones((4, 6)), jnp.ones(w_shape)
+    )
 
 
 X, W = jnp.ones((2, 4)), jnp.ones((5, 3))
@@ -165,16 +178,32 @@ MESSAGES = {
         "'...d,...dk->...k'",
     ),
     "too few indices": Message(
-        ValueError, call("d,dk->k", X, W), "'d' names 1 axes, but lhs has 2", "one index for each axis", "'...'"
+        ValueError,
+        call("d,dk->k", X, W),
+        "'d' names 1 axes, but lhs has 2",
+        "one index for each axis",
+        "'...'",
     ),
     "too many indices": Message(
-        ValueError, call("bd,dkc->bk", X, W), "'dkc' names 3 axes, but rhs has 2", "one index for each axis", "'...'"
+        ValueError,
+        call("bd,dkc->bk", X, W),
+        "'dkc' names 3 axes, but rhs has 2",
+        "one index for each axis",
+        "'...'",
     ),
     "an ellipsis of too few axes": Message(
-        ValueError, call("...abc,dk->...k", X, W), "'...abc,dk->...k' of lhs [2, 4]", "Ellips", "Write for instance"
+        ValueError,
+        call("...abc,dk->...k", X, W),
+        "'...abc,dk->...k' of lhs [2, 4]",
+        "Ellips",
+        "Write for instance",
     ),
     "unknown in the output": Message(
-        ValueError, call("bd,dk->bz", X, jnp.ones((4, 3))), "'bd,dk->bz'", "z", "Write for instance 'bd,dk->bk'"
+        ValueError,
+        call("bd,dk->bz", X, jnp.ones((4, 3))),
+        "'bd,dk->bz'",
+        "z",
+        "Write for instance 'bd,dk->bk'",
     ),
     "twice in the output": Message(
         ValueError,
@@ -184,14 +213,20 @@ MESSAGES = {
         "Write for instance",
     ),
     "three operands": Message(
-        ValueError, call("ab,bc,cd->ad", X, W), "has 3 operands", "takes two", "split it into einsums of two"
+        ValueError,
+        call("ab,bc,cd->ad", X, W),
+        "has 3 operands",
+        "takes two",
+        "split it into einsums of two",
     ),
-    "one operand": Message(ValueError, call("ab->b", X, W), "has 1 operands", "takes two", "einsums of two"),
+    "one operand": Message(
+        ValueError, call("ab->b", X, W), "has 1 operands", "takes two", "einsums of two"
+    ),
     "no string": Message(TypeError, call(5, X, W), "equation=5", "must be a string", "'bd,dk->bk'"),
     "a summed index is split": Message(
         ValueError,
         lambda: sharded("bd,cdk->bk", Shard(0, "fsdp"), (2, 6, 2)),
-        "rhs_shard=Shard(axis=0, axis_name='fsdp')",
+        "w_shard=Shard(axis=0, axis_name='fsdp')",
         "cannot be split",
         "Reduce it yourself (in shard_map also over mesh axis 'fsdp')",
     ),

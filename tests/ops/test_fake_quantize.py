@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hard_inputs import hard_arrays
+from hard_inputs import hard_arrays, mentions
 
 import jaxfp8 as fp8
 
 # Eagerly each operation is compiled alone: tiles ask nothing of that.
 NAMES = "power_of_two", "scale_format", "scale_rounding"
 quantize_at_once, fake_quantize_at_once = (
-    jax.jit(function, static_argnums=(1, 2), static_argnames=NAMES) for function in (fp8.quantize, fp8.fake_quantize)
+    jax.jit(function, static_argnums=(1, 2), static_argnames=NAMES)
+    for function in (fp8.quantize, fp8.fake_quantize)
 )
 dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
 
@@ -20,11 +21,15 @@ dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
 def test_fake_quantize(format):
     for x in hard_arrays(np.float32).values():
         x = jnp.asarray(x)
-        np.testing.assert_array_equal(fp8.fake_quantize(x, format), fp8.quantize(x, format).dequantize())
+        np.testing.assert_array_equal(
+            fp8.fake_quantize(x, format), fp8.quantize(x, format).dequantize()
+        )
     x = jnp.asarray(np.array([-1e-9, 1e-9, 1.0, -0.0], np.float32))
     for function in (fp8.fake_quantize, jax.jit(fp8.fake_quantize, static_argnums=1)):
         np.testing.assert_array_equal(np.signbit(function(x, format)), [True, False, False, True])
-    np.testing.assert_array_equal(jax.grad(lambda x: (2 * fp8.fake_quantize(x, format)).sum())(x), 2.0)
+    np.testing.assert_array_equal(
+        jax.grad(lambda x: (2 * fp8.fake_quantize(x, format)).sum())(x), 2.0
+    )
 
 
 def test_fake_quantize_in_tiles():
@@ -32,9 +37,28 @@ def test_fake_quantize_in_tiles():
     arguments = fp8.E4M3, fp8.PerBlock((1, 32))
     for options in ({"power_of_two": True}, {"scale_format": fp8.E8M0, "scale_rounding": "floor"}):
         q = quantize_at_once(x, *arguments, **options)
-        np.testing.assert_array_equal(fake_quantize_at_once(x, *arguments, **options), dequantize_at_once(q))
-        gradient = jax.grad(lambda x, options=options: (2 * fake_quantize_at_once(x, *arguments, **options)).sum())(x)
+        np.testing.assert_array_equal(
+            fake_quantize_at_once(x, *arguments, **options), dequantize_at_once(q)
+        )
+        gradient = jax.grad(
+            lambda x, options=options: (2 * fake_quantize_at_once(x, *arguments, **options)).sum()
+        )(x)
         np.testing.assert_array_equal(gradient, 2.0)
+
+
+def test_stochastic_rounding():
+    x, key = jnp.asarray(hard_arrays(np.float32)["gaussian"]), jax.random.key(0)
+    how = {"rounding": "stochastic", "key": key}
+    drawn = fp8.fake_quantize(x, fp8.E4M3, **how)
+    np.testing.assert_array_equal(drawn, fp8.quantize(x, fp8.E4M3, **how).dequantize())
+    assert (drawn != fp8.fake_quantize(x, fp8.E4M3)).any()
+
+
+@pytest.mark.parametrize("name", ["quantize", "fake_quantize"])
+def test_an_unknown_option(name):
+    known = "power_of_two, rounding, scale_format, scale_rounding"
+    with pytest.raises(TypeError, match=mentions(f"fp8.{name}", "power_of_tow=True", known)):
+        getattr(fp8, name)(jnp.ones(3), fp8.E4M3, power_of_tow=True)
 
 
 def test_quantize_has_no_silent_gradient():

@@ -1,4 +1,7 @@
-"""A layer whose casts are kernels: the bits of one whose casts are XLA's, gradients and quantizer state included."""
+"""A layer whose casts are kernels.
+
+The bits of one whose casts are XLA's, gradients and quantizer state included.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +29,16 @@ B, S, D, F = 2, 64, 160, 96
 def arrays():
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (B, S, D), (D, F), (B, S, F)
-    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+    return [
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    ]
 
 
 def step(recipe, casts, x, w, c, state):
     def loss(params, state):
-        y = fp8.dot(*params, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts))
+        y = fp8.dot(
+            *params, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts)
+        )
         return jnp.sum((y * c).astype(jnp.float32))
 
     return fp8.value_and_grad(loss)((x, w), state)
@@ -57,13 +64,17 @@ def test_same_bits(name):
 def test_experts_have_states_of_their_own():
     recipe, (x, w, c) = RECIPES["delayed"], arrays()
     state = fp8.init_state(recipe)
-    experts = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (w[:, :64].T.reshape(64, D).T, state))
+    experts = jax.tree.map(
+        lambda leaf: jnp.stack([leaf, leaf]), (w[:, :64].T.reshape(64, D).T, state)
+    )
     ws = experts[0] * jnp.array([1, 8], jnp.bfloat16)[:, None, None]
 
     def together(casts):
         def loss(params, state):
             x, w = params
-            dot = lambda x, w, s: fp8.dot(x, w, recipe=recipe, state=s, implementation=fp8.Implementations(casts=casts))
+            dot = lambda x, w, s: fp8.dot(
+                x, w, recipe=recipe, state=s, implementation=fp8.Implementations(casts=casts)
+            )
             return jnp.sum((jax.vmap(dot)(x, w, state) * c[..., :64]).astype(jnp.float32))
 
         return fp8.value_and_grad(loss)((x, ws), experts[1])
@@ -82,13 +93,22 @@ def test_a_name_is_checked():
 @needs_mosaic
 @pytest.mark.slow
 def test_a_weight_of_heads():
-    """Contracted along the first of three axes: swapping the last two would help nobody, and changes nothing."""
+    """Contracted along the first of three axes.
+
+    Swapping the last two would help nobody, and changes nothing.
+    """
     recipe, (x, _, _) = RECIPES["current"], arrays()
     w = jax.random.normal(jax.random.key(1), (D, 32, 64), jnp.bfloat16)
 
     def run(casts):
         def loss(x, w):
-            y = fp8.einsum("bsd,dhk->bshk", x, w, recipe=recipe, implementation=fp8.Implementations(casts=casts))
+            y = fp8.einsum(
+                "bsd,dhk->bshk",
+                x,
+                w,
+                recipe=recipe,
+                implementation=fp8.Implementations(casts=casts),
+            )
             return jnp.sum(y.astype(jnp.float32) ** 2)
 
         return jax.value_and_grad(loss, argnums=(0, 1))(x, w)

@@ -12,9 +12,15 @@ X = jax.random.normal(jax.random.key(0), (2, 64, D))
 
 
 def test_layers_give_it_to_their_matmul():
-    """As flax's layers with the plug, which add it after the matmul; and nobody sums what nobody asks for."""
+    """As flax's layers with the plug, which add it after the matmul.
+
+    And nobody sums what nobody asks for.
+    """
     x = X.astype(jnp.bfloat16)
-    recipe, how = fp8.recipes.blockwise(), {"dtype": jnp.bfloat16, "bias_init": linen.initializers.normal()}
+    recipe, how = (
+        fp8.recipes.blockwise(),
+        {"dtype": jnp.bfloat16, "bias_init": linen.initializers.normal()},
+    )
     ours = fp8.linen.FP8Dense(F, recipe=recipe, **how)
     plug = linen.Dense(F, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe), **how)
     mine = fp8.nnx.FP8Linear(D, F, recipe=recipe, rngs=nnx.Rngs(0), **how)
@@ -23,7 +29,10 @@ def test_layers_give_it_to_their_matmul():
     @jax.jit
     def run(x):
         variables = ours.init(jax.random.key(0), x)
-        return (ours.apply(variables, x), mine(x)), (plug.apply(plug.init(jax.random.key(0), x), x), theirs(x))
+        return (ours.apply(variables, x), mine(x)), (
+            plug.apply(plug.init(jax.random.key(0), x), x),
+            theirs(x),
+        )
 
     assert_same_bits(*run(x))
     variables = jax.eval_shape(ours.init, jax.random.key(0), x)
@@ -32,7 +41,11 @@ def test_layers_give_it_to_their_matmul():
         (lambda b, x: fp8.dot(x, x[0].mT, recipe=recipe, bias=b), x[0, :, 0]),
     ):
         both, of_x = (
-            str(jax.make_jaxpr(jax.grad(lambda v, x, f=apply: f(v, x).astype(jnp.float32).sum(), which))(learned, x))
+            str(
+                jax.make_jaxpr(
+                    jax.grad(lambda v, x, f=apply: f(v, x).astype(jnp.float32).sum(), which)
+                )(learned, x)
+            )
             for which in ((0, 1), 1)
         )
         assert both.count("reduce_sum") == of_x.count("reduce_sum") + 1
@@ -65,5 +78,7 @@ def keep(*arrays, dtype=None):
 
 def test_another_matmul_put_in_takes_no_bias():
     layer = fp8.nnx.FP8Linear(D, F, recipe=fp8.recipes.current(), rngs=nnx.Rngs(0))
-    layer.dot_general = lambda *args, precision, out_sharding: jax.lax.dot_general(*args, precision=precision)
+    layer.dot_general = lambda *args, precision, out_sharding: jax.lax.dot_general(
+        *args, precision=precision
+    )
     assert_same_bits(layer(X), nnx.Linear(D, F, rngs=nnx.Rngs(0))(X))

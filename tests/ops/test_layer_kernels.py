@@ -7,19 +7,25 @@ from flax import linen, nnx
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul._autotune import Recorder
+from jaxfp8.kernels.tuning._autotune import Recorder
 
 X = jnp.ones((2, 8))
 LINEN = {
     "FP8Dense": lambda **fields: fp8.linen.FP8Dense(4, **fields),
     "FP8DenseGeneral": lambda **fields: fp8.linen.FP8DenseGeneral((2, 2), **fields),
     "FP8Einsum": lambda **fields: fp8.linen.FP8Einsum((8, 4), "bd,dk->bk", **fields),
-    "plug": lambda recipe, **fields: linen.Dense(4, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe, **fields)),
+    "plug": lambda recipe, **fields: linen.Dense(
+        4, dot_general_cls=fp8.linen.FP8DotGeneral.using(recipe, **fields)
+    ),
 }
 NNX = {
     "FP8Linear": lambda **fields: fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0), **fields),
-    "FP8LinearGeneral": lambda **fields: fp8.nnx.FP8LinearGeneral(8, (2, 2), rngs=nnx.Rngs(0), **fields),
-    "FP8Einsum": lambda **fields: fp8.nnx.FP8Einsum("bd,dk->bk", (8, 4), rngs=nnx.Rngs(0), **fields),
+    "FP8LinearGeneral": lambda **fields: fp8.nnx.FP8LinearGeneral(
+        8, (2, 2), rngs=nnx.Rngs(0), **fields
+    ),
+    "FP8Einsum": lambda **fields: fp8.nnx.FP8Einsum(
+        "bd,dk->bk", (8, 4), rngs=nnx.Rngs(0), **fields
+    ),
     "plug": lambda recipe, **fields: nnx.Linear(
         8, 4, dot_general=fp8.nnx.FP8DotGeneral(recipe, **fields), rngs=nnx.Rngs(0)
     ),

@@ -1,4 +1,7 @@
-"""The three matmuls of recipes in tiles against NumPy: in which direction an operand is quantized, and how close they come."""
+"""The three matmuls of recipes in tiles against NumPy.
+
+In which direction an operand is quantized, and how close they come.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +24,22 @@ def cast(v, tile, form="e4m3", scales="power of two"):
     amax = np.max(np.abs(padded).reshape(cells[0], tile[0], cells[1], tile[1]), axis=(1, 3))
     multiplier = np.float32(LARGEST[form]) / amax
     if scales != "float32":
-        multiplier = np.ldexp(np.float32(0.5), np.frexp(multiplier)[1])  # rounded down: the scale is rounded up
+        # rounded down: the scale is rounded up
+        multiplier = np.ldexp(np.float32(0.5), np.frexp(multiplier)[1])
     if scales == "floor":  # 2^(the exponent of 448 - that of amax)
-        multiplier = np.ldexp(np.float32(1), np.frexp(np.float32(LARGEST[form]))[1] - np.frexp(amax)[1])
+        multiplier = np.ldexp(
+            np.float32(1), np.frexp(np.float32(LARGEST[form]))[1] - np.frexp(amax)[1]
+        )
     over = lambda m: np.repeat(np.repeat(m, tile[0], axis=0), tile[1], axis=1)[:a, :b]
     values = np.clip(v * over(multiplier), -LARGEST[form], LARGEST[form]).astype(DTYPE[form])
     return values.astype(np.float64) * over(np.float32(1) / multiplier)
 
 
 def table(T, x=1, w=2, g=1, form="e4m3", scales="power of two"):
-    """How x and w are cast in fprop, g and w in dgrad, x and g in wgrad; tiles run along what the matmul contracts."""
+    """How x and w are cast in fprop, g and w in dgrad, x and g in wgrad.
+
+    Tiles run along what the matmul contracts.
+    """
     tile = lambda dim, axis: (T, T) if dim == 2 else (1, T) if axis == 1 else (T, 1)
     of = lambda dim, axis, form="e4m3": lambda v: cast(v, tile(dim, axis), form, scales)
     return (of(x, 1), of(w, 0)), (of(g, 1, form), of(w, 1)), (of(x, 0), of(g, 0, form))
@@ -41,7 +50,8 @@ RECIPES = {
     "float32 scales": (fp8.recipes.blockwise(power_of_two=False), table(128, scales="float32")),
     "hybrid": (fp8.recipes.blockwise(gradient=fp8.E5M2), table(128, form="e5m2")),
     "hybrid, float32 scales": (
-        fp8.recipes.blockwise(gradient=fp8.E5M2, power_of_two=False), table(128, form="e5m2", scales="float32"),
+        fp8.recipes.blockwise(gradient=fp8.E5M2, power_of_two=False),
+        table(128, form="e5m2", scales="float32"),
     ),
     "1D weights": (fp8.recipes.blockwise(w_tile_dim=1), table(128, w=1)),
     "2D activations": (fp8.recipes.blockwise(x_tile_dim=2, w_tile_dim=1), table(128, x=2, w=1)),
@@ -50,7 +60,7 @@ RECIPES = {
     "mxfp8, 2D weights": (fp8.recipes.mxfp8(w_tile_dim=2), table(32)),
     "mxfp8, floor": (fp8.recipes.mxfp8(scale_rounding="floor"), table(32, w=1, scales="floor")),
     "mxfp8, 2D weights, on a chip": (fp8.recipes.mxfp8(w_tile_dim=2, chip="b200"), table(32)),
-}  # fmt: skip
+}
 
 
 def some(names, fast):
@@ -71,7 +81,9 @@ def layer(recipe, x, w, g):
         return jnp.sum(y * g), y
 
     x, w, g = map(jnp.asarray, (x, w, g))
-    (_, y), (dx, dw), _ = jax.jit(fp8.value_and_grad(loss, has_aux=True))((x, w), fp8.init_state(recipe), g)
+    (_, y), (dx, dw), _ = jax.jit(fp8.value_and_grad(loss, has_aux=True))(
+        (x, w), fp8.init_state(recipe), g
+    )
     return {"y": y, "dx": dx, "dw": dw}
 
 
@@ -91,21 +103,26 @@ def decibels(got, want):
     [(150, 200, 300), pytest.param((20, 24, 28), marks=pytest.mark.slow)],
     ids=["ragged tiles", "shorter than a tile"],
 )
-@pytest.mark.parametrize("recipe", some(RECIPES, ("blockwise", "hybrid, float32 scales", "mxfp8", "mxfp8, 2D weights")))
+@pytest.mark.parametrize(
+    "recipe", some(RECIPES, ("blockwise", "hybrid, float32 scales", "mxfp8", "mxfp8, 2D weights"))
+)
 def test_against_numpy(recipe, shape):
     recipe, casts = RECIPES[recipe]
     operands = gaussian(*shape)
-    sizes = [2.0 ** (np.arange(t.shape[0])[:, None] % 7 - np.arange(t.shape[1])[None] % 5) for t in operands]
-    operands = [
-        (t * size).astype(np.float32) for t, size in zip(operands, sizes, strict=True)
-    ]  # a tile is not its neighbour
+    sizes = [
+        2.0 ** (np.arange(t.shape[0])[:, None] % 7 - np.arange(t.shape[1])[None] % 5)
+        for t in operands
+    ]
+    # A tile is not its neighbour.
+    operands = [(t * size).astype(np.float32) for t, size in zip(operands, sizes, strict=True)]
     got, want = layer(recipe, *operands), products(*operands, casts)
     for tensor in got:
         error = np.linalg.norm(got[tensor] - want[tensor]) / np.linalg.norm(want[tensor])
         assert error < 2e-6, f"{tensor}: {error}"
 
 
-# The least signal to noise of y, dx and dw, in decibels, on Gaussian data: a lost bit of the significand costs 6.
+# The least signal to noise of y, dx and dw, in decibels, on Gaussian data: a lost bit of the
+# significand costs 6.
 MARKS = {
     "blockwise": (28, 27),
     "float32 scales": (28, 27),

@@ -45,7 +45,11 @@ def quantized_sum(x, **options):
     return jnp.sum(fp8.quantize(x, fp8.E4M3, **options).dequantize())
 
 
-NO_GRADIENT = ("fp8.quantize of x [2, 8] is being differentiated", "no gradient", "fp8.fake_quantize")
+NO_GRADIENT = (
+    "fp8.quantize of x [2, 8] is being differentiated",
+    "no gradient",
+    "fp8.fake_quantize",
+)
 NO_STATE = ("found an object of type ndarray of shape", "expected quantizer state", RESTORED)
 
 MESSAGES = {
@@ -54,9 +58,15 @@ MESSAGES = {
     "grad of quantize, scale": Message(
         TypeError, lambda: jax.grad(lambda x: quantized_sum(x, scale=1.0))(X), *NO_GRADIENT
     ),
-    "grad of quantize under jit": Message(TypeError, lambda: jax.jit(jax.grad(quantized_sum))(X), *NO_GRADIENT),
+    "grad of quantize under jit": Message(
+        TypeError, lambda: jax.jit(jax.grad(quantized_sum))(X), *NO_GRADIENT
+    ),
     "recipe by name": Message(
-        TypeError, lambda: dot(recipe="mxfp8"), "recipe='mxfp8'", "a Recipe is needed", "fp8.recipes.mxfp8()"
+        TypeError,
+        lambda: dot(recipe="mxfp8"),
+        "recipe='mxfp8'",
+        "a Recipe is needed",
+        "fp8.recipes.mxfp8()",
     ),
     "recipe not called": Message(
         TypeError,
@@ -66,7 +76,11 @@ MESSAGES = {
         "fp8.recipes.rowwise()",
     ),
     "class of recipes": Message(
-        TypeError, lambda: fp8.init_state(fp8.Recipe), "of type type", "a Recipe is needed", "fp8.recipes.delayed()"
+        TypeError,
+        lambda: fp8.init_state(fp8.Recipe),
+        "of type type",
+        "a Recipe is needed",
+        "fp8.recipes.delayed()",
     ),
     "compiler options": Message(
         TypeError,
@@ -83,7 +97,11 @@ MESSAGES = {
         "fp8.PerTensor()",
     ),
     "class of shards": Message(
-        TypeError, lambda: dot(rhs_shard=fp8.sharding.Shard), "rhs_shard=<class", "is no Shard", 'Shard(0, "fsdp")'
+        TypeError,
+        lambda: dot(w_shard=fp8.sharding.Shard),
+        "w_shard=<class",
+        "is no Shard",
+        'Shard(0, "fsdp")',
     ),
     "class of implementations": Message(
         TypeError,
@@ -93,7 +111,11 @@ MESSAGES = {
         "fp8.Implementations(matmuls=timings)",
     ),
     "class of prologues": Message(
-        TypeError, lambda: dot((X, X), prologue=fp8.SwiGLU), "prologue=<class", "is none", "fp8.SwiGLU()"
+        TypeError,
+        lambda: dot((X, X), prologue=fp8.SwiGLU),
+        "prologue=<class",
+        "is none",
+        "fp8.SwiGLU()",
     ),
     "class of quantizers": Message(
         TypeError,
@@ -108,7 +130,9 @@ MESSAGES = {
     "restored without a target: commit": Message(
         fp8.FP8StateError, lambda: fp8.commit(restored(), fp8.nothing_seen(STATE)), *NO_STATE
     ),
-    "restored without a target: freeze": Message(fp8.FP8StateError, lambda: fp8.freeze(restored()), *NO_STATE),
+    "restored without a target: freeze": Message(
+        fp8.FP8StateError, lambda: fp8.freeze(restored()), *NO_STATE
+    ),
     "restored without a target: dot": Message(
         fp8.FP8StateError,
         lambda: dot(recipe=DELAYED, state=restored()["FP8DotGeneral_0"]["fp8"]),
@@ -167,7 +191,9 @@ MESSAGES = {
     ),
     "list leaves, value_and_grad": Message(
         fp8.FP8StateError,
-        lambda: fp8.value_and_grad(scaled_loss)(W, with_state(amax_history=np.zeros((3, 16)).tolist())),
+        lambda: fp8.value_and_grad(scaled_loss)(
+            W, with_state(amax_history=np.zeros((3, 16)).tolist())
+        ),
         "amax_history is an object of type list",
         "must be an array of float32",
         "fp8.check_state(state, like=fresh_state)",
@@ -194,7 +220,11 @@ MESSAGES = {
         DTYPES,
     ),
     "preferred_element_type, object": Message(
-        TypeError, lambda: dot(preferred_element_type=dict), "preferred_element_type=object", "dtype", DTYPES
+        TypeError,
+        lambda: dot(preferred_element_type=dict),
+        "preferred_element_type=object",
+        "dtype",
+        DTYPES,
     ),
     "preferred_element_type of identity": Message(
         TypeError,
@@ -241,7 +271,11 @@ NO_OPERANDS = {
         "is ShapeDtypeStruct(shape=(8, 4)",
         "jax.eval_shape",
     ),
-    "Partitioned": (nn.Partitioned(W, ("a", "b")), "is of type Partitioned", "flax.linen.meta.unbox"),
+    "Partitioned": (
+        nn.Partitioned(W, ("a", "b")),
+        "is of type Partitioned",
+        "flax.linen.meta.unbox",
+    ),
     "string": ("foo", "is 'foo'", "an array of numbers"),
     "ragged list": ([[1.0, 2.0], [3.0]], "is a list of 2", "an array of numbers"),
     "tuple": ((X, X), "is a tuple of 2", "prologue="),
@@ -272,7 +306,9 @@ def test_an_operand_that_is_no_array_is_named(given, taking):
     if taking == "bias" and given == "None":
         pytest.skip("None is no bias")
     name, call = TAKING[taking]
-    messages.check(Message(TypeError, lambda: call(value), f"{name} {what}", "one array is needed", cure))
+    messages.check(
+        Message(TypeError, lambda: call(value), f"{name} {what}", "one array is needed", cure)
+    )
 
 
 def test_state_specs_of_trees_with_gaps():

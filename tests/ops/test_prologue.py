@@ -1,4 +1,7 @@
-"""A matmul with a prologue: the result, gradients and quantizer state of the two steps, to the bit."""
+"""A matmul with a prologue.
+
+The result, gradients and quantizer state of the two steps, to the bit.
+"""
 
 import functools
 import itertools
@@ -33,7 +36,10 @@ def arrays(name, batch=2, dtype=jnp.bfloat16):
     keys = jax.random.split(jax.random.key(0), 5)
     x, up = (3 * jax.random.normal(key, (batch, S, D), dtype) for key in keys[:2])
     gain = 1 + jax.random.normal(keys[2], (D,), jnp.float32)
-    w, c = (jax.random.normal(key, shape, dtype) for key, shape in zip(keys[3:], ((D, F), (batch, S, F)), strict=True))
+    w, c = (
+        jax.random.normal(key, shape, dtype)
+        for key, shape in zip(keys[3:], ((D, F), (batch, S, F)), strict=True)
+    )
     return (x, up if name == "swiglu" else gain), w, c
 
 
@@ -57,7 +63,12 @@ def step(recipe, prologue, given, state, dot=matmul, **how):
 jitted = jax.jit(step, static_argnums=(0, 1), static_argnames=("dot", "fused", "casts"))
 
 
-FEW = [("delayed", "swiglu"), ("careful", "swiglu"), ("blockwise", "rms_norm"), ("identity", "rms_norm")]
+FEW = [
+    ("delayed", "swiglu"),
+    ("careful", "swiglu"),
+    ("blockwise", "rms_norm"),
+    ("identity", "rms_norm"),
+]
 
 
 def cases(few):
@@ -75,11 +86,15 @@ def test_same_bits(recipe, name):
         assert_same_bits(one, two)
         state = two[2]
     if recipe.rows:  # the amax of h
-        assert state.amax_history[0, -1] == jnp.max(jnp.abs(prologue(*given[0]))).astype(jnp.float32)
+        assert state.amax_history[0, -1] == jnp.max(jnp.abs(prologue(*given[0]))).astype(
+            jnp.float32
+        )
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("recipe", "name"), cases([("delayed", "swiglu"), ("blockwise", "rms_norm")]))
+@pytest.mark.parametrize(
+    ("recipe", "name"), cases([("delayed", "swiglu"), ("blockwise", "rms_norm")])
+)
 def test_same_bits_in_kernels(recipe, name):
     if recipe == "identity":
         pytest.skip("it casts nothing")
@@ -102,7 +117,10 @@ def of_layers(recipe, prologue, lhs, w, state, *, fused):
     """scan over remat, residuals in FP8 kept."""
     dot = functools.partial(matmul, recipe, prologue, fused=fused)
     again = jax.checkpoint(dot, policy=fp8.save_fp8_residuals())
-    per_layer = lambda carry, x: (carry, again((x, lhs[1][0] if lhs[1].ndim > 1 else lhs[1]), w, state))
+    per_layer = lambda carry, x: (
+        carry,
+        again((x, lhs[1][0] if lhs[1].ndim > 1 else lhs[1]), w, state),
+    )
     return jax.lax.scan(per_layer, None, lhs[0])[1]
 
 
@@ -111,7 +129,9 @@ def of_layers(recipe, prologue, lhs, w, state, *, fused):
 def test_transformations(dot, name, recipe):
     recipe, prologue, given = RECIPES[recipe], PROLOGUES[name], arrays(name)
     state = fp8.init_state(recipe)
-    one, two = (jitted(recipe, prologue, given, state, dot=dot, fused=fused) for fused in (True, False))
+    one, two = (
+        jitted(recipe, prologue, given, state, dot=dot, fused=fused) for fused in (True, False)
+    )
     assert_same_bits(one, two)
 
 
@@ -120,7 +140,11 @@ def test_transformations(dot, name, recipe):
     [
         *(
             (kind, name, "current")
-            for kind, name in (("auto", "rms_norm"), ("explicit", "swiglu"), ("shard_map", "rms_norm"))
+            for kind, name in (
+                ("auto", "rms_norm"),
+                ("explicit", "swiglu"),
+                ("shard_map", "rms_norm"),
+            )
         ),
         *(
             pytest.param(kind, name, "delayed", marks=pytest.mark.slow)
@@ -141,11 +165,15 @@ def test_on_a_mesh(kind, name, recipe):
         go = functools.partial(step, recipe, prologue, fused=fused)
         if kind == "shard_map":
             go = functools.partial(inside, recipe, prologue, fused)
-            go = jax.shard_map(go, in_specs=(specs, P()), out_specs=((P(), P("d")), [specs[0], P()], P()))
+            go = jax.shard_map(
+                go, in_specs=(specs, P()), out_specs=((P(), P("d")), [specs[0], P()], P())
+            )
         with jax.set_mesh(mesh):
             given = jax.tree.map(
-                lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), (lhs, w, c), specs,
-            )  # fmt: skip
+                lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)),
+                (lhs, w, c),
+                specs,
+            )
             return jax.jit(go)(given, state)
 
     one, two = run(True), run(False)
@@ -169,23 +197,39 @@ def test_a_part_of_the_axis_that_is_normalized_is_refused():
 
     def run(x, gain, w):
         shard = fp8.sharding.Shard(-1, "d")
-        return fp8.dot((x, gain), w, recipe=RECIPES["current"], prologue=fp8.RMSNorm(), lhs_shard=shard)
+        return fp8.dot(
+            (x, gain), w, recipe=RECIPES["current"], prologue=fp8.RMSNorm(), x_shard=shard
+        )
 
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=mentions("needs all of axis -1 of lhs", "split another")):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=mentions("needs all of axis -1 of lhs", "split another")),
+    ):
         jax.shard_map(run, in_specs=(P(None, None, "d"), P("d"), P()), out_specs=P())(x, gain, w)
 
 
 def test_tiles_over_merged_axes():
-    """Tokens of 4 sequences of 32 are rows of one tile; heads of 64 are contracted as one axis, and a gain with them."""
+    """Tokens of 4 sequences of 32 are rows of one tile.
+
+    Heads of 64 are contracted as one axis, and a gain with them.
+    """
     recipe, keys = RECIPES["blockwise"], jax.random.split(jax.random.key(1), 3)
     x = jax.random.normal(keys[0], (4, 32, 2, 64), jnp.bfloat16)
-    gain, w = jax.random.normal(keys[1], (64,), jnp.bfloat16), jax.random.normal(keys[2], (2, 64, 96), jnp.bfloat16)
+    gain, w = (
+        jax.random.normal(keys[1], (64,), jnp.bfloat16),
+        jax.random.normal(keys[2], (2, 64, 96), jnp.bfloat16),
+    )
     numbers = (((2, 3), (0, 1)), ((), ()))
-    run = jax.jit(functools.partial(fp8.dot_general, dimension_numbers=numbers, recipe=recipe), static_argnames=STATIC)
+    run = jax.jit(
+        functools.partial(fp8.dot_general, dimension_numbers=numbers, recipe=recipe),
+        static_argnames=STATIC,
+    )
     h = fp8.RMSNorm()(x, gain)
     wanted = run(h, w)
     assert_same_bits(run((x, gain), w, prologue=fp8.RMSNorm()), wanted)
     if LOADS_TRANSPOSED:
         by_kernels = fp8.Implementations(casts="mosaic")
-        mine = interpreted(lambda: run((x, gain), w, prologue=fp8.RMSNorm(), implementation=by_kernels))
+        mine = interpreted(
+            lambda: run((x, gain), w, prologue=fp8.RMSNorm(), implementation=by_kernels)
+        )
         assert_same_bits(mine, wanted)

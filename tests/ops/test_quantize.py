@@ -15,7 +15,9 @@ import jaxfp8 as fp8
 from jaxfp8.tensors._quantized_tensor import validate
 
 FORMATS = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
-POWER_OF_TWO = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
+POWER_OF_TWO = pytest.mark.parametrize(
+    "power_of_two", [False, True], ids=["float32", "power_of_two"]
+)
 GRANULARITIES = {None: fp8.PerTensor(), (0,): fp8.PerAxis(0), (1,): fp8.PerAxis(-1)}
 
 
@@ -29,10 +31,13 @@ def assert_equals_oracle(q, x, kept, *, power_of_two, message=""):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def jitted(x, format, granularity, power_of_two, implementation=None):
-    return fp8.quantize(x, format, granularity, power_of_two=power_of_two, implementation=implementation)
+    return fp8.quantize(
+        x, format, granularity, power_of_two=power_of_two, implementation=implementation
+    )
 
 
-# Eagerly each operation is compiled alone, for each shape: what asks nothing of that runs as one program.
+# Eagerly each operation is compiled alone, for each shape: what asks nothing of that runs as one
+# program.
 NAMES = "power_of_two", "scale_format", "scale_rounding"
 quantize_at_once = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=NAMES)
 dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
@@ -42,7 +47,9 @@ dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
 
 
 @FORMATS
-@pytest.mark.parametrize(("kept", "power_of_two"), [(None, False), (None, True), ((0,), False), ((1,), True)], ids=str)
+@pytest.mark.parametrize(
+    ("kept", "power_of_two"), [(None, False), (None, True), ((0,), False), ((1,), True)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hard_arrays(dtype, kept, power_of_two, format):
     granularity = GRANULARITIES[kept]
@@ -59,7 +66,9 @@ def test_hard_arrays(dtype, kept, power_of_two, format):
 @pytest.mark.parametrize("kept", GRANULARITIES, ids=str)
 def test_vmap(kept, format):
     arrays = hard_arrays(np.float32)
-    together = jax.vmap(lambda x: jitted(x, format, GRANULARITIES[kept], False))(jnp.stack([*arrays.values()]))
+    together = jax.vmap(lambda x: jitted(x, format, GRANULARITIES[kept], False))(
+        jnp.stack([*arrays.values()])
+    )
     for index, (name, x) in enumerate(arrays.items()):
         q = jax.tree.map(lambda leaf, index=index: leaf[index], together)
         assert_equals_oracle(q, x, kept, power_of_two=False, message=name)
@@ -70,7 +79,9 @@ def test_vmap(kept, format):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_value_as_the_amax_of_its_row(dtype, power_of_two, format):
     x = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])[:, None]
-    assert_equals_oracle(jitted(x, format, fp8.PerAxis(0), power_of_two), x, (0,), power_of_two=power_of_two)
+    assert_equals_oracle(
+        jitted(x, format, fp8.PerAxis(0), power_of_two), x, (0,), power_of_two=power_of_two
+    )
 
 
 BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
@@ -80,7 +91,9 @@ BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_bits(dtype, data):
     x = data.draw(hnp.arrays(BITS[dtype], (3, 5))).view(DTYPES[dtype])
-    format, kept, power_of_two = data.draw(st.sampled_from([(fp8.E4M3, None, False), (fp8.E5M2, (0,), True)]))
+    format, kept, power_of_two = data.draw(
+        st.sampled_from([(fp8.E4M3, None, False), (fp8.E5M2, (0,), True)])
+    )
     q = jitted(x, format, GRANULARITIES[kept], power_of_two)
     assert_equals_oracle(q, x, kept, power_of_two=power_of_two)
 
@@ -114,7 +127,9 @@ def test_shapes(shape, granularity):
 
 def test_one_scale_an_element():
     x = hard_arrays(np.float32)["wide"]
-    assert_equals_oracle(quantize_at_once(x, fp8.E4M3, fp8.PerAxis(0, 1)), x, (0, 1), power_of_two=False)
+    assert_equals_oracle(
+        quantize_at_once(x, fp8.E4M3, fp8.PerAxis(0, 1)), x, (0, 1), power_of_two=False
+    )
 
 
 # Rules
@@ -134,7 +149,8 @@ def test_a_bad_element_leaves_the_others_alone(format, bad, size):
 
 
 def test_below_the_limit_of_transformer_engine():
-    # 448 / amax overflows below 1.3e-36; theirs then turns finite input into NaN (zeros) and 448 times 0 (the rest).
+    # 448 / amax overflows below 1.3e-36; theirs then turns finite input into NaN (zeros) and 448
+    # times 0 (the rest).
     x = np.array([0.0, 1e-37, -5e-37, 3e-38], np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         multiplier = np.float32(448) / np.abs(x).max()
@@ -205,7 +221,9 @@ def decibels(signal: np.ndarray, approximation: np.ndarray) -> float:
 
 
 @POWER_OF_TWO
-@pytest.mark.parametrize(("format", "least"), [(fp8.E4M3, 31), (fp8.E5M2, 25)], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize(
+    ("format", "least"), [(fp8.E4M3, 31), (fp8.E5M2, 25)], ids=["E4M3", "E5M2"]
+)
 @pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerAxis(0)], ids=repr)
 def test_signal_to_noise(granularity, format, least, power_of_two):
     x = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
@@ -228,7 +246,9 @@ def test_signal_to_noise(granularity, format, least, power_of_two):
 )
 def test_signal_to_noise_of_tiles(format, options, least, tile):
     x = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
-    dequantized = jax.jit(lambda x: fp8.quantize(x, format, fp8.PerBlock(tile), **options).dequantize())(x)
+    dequantized = jax.jit(
+        lambda x: fp8.quantize(x, format, fp8.PerBlock(tile), **options).dequantize()
+    )(x)
     assert least <= decibels(x, dequantized) < least + 2  # a mantissa bit is 6 dB
 
 
@@ -272,8 +292,13 @@ def test_tiles(options, rule, implementation):
 def test_float64_in_tiles():
     random = np.random.default_rng(0)
     with jax.enable_x64(True):
-        for x in (np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE)), np.full(SHAPE, 1e300)):
-            q = quantize_at_once(jnp.asarray(x), fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0)
+        for x in (
+            np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE)),
+            np.full(SHAPE, 1e300),
+        ):
+            q = quantize_at_once(
+                jnp.asarray(x), fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0
+            )
             hard_tiles.assert_equals_oracle(q, x, (1, 32), "rceil")
             assert np.isfinite(dequantize_at_once(q)).all()
 

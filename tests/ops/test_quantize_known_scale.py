@@ -1,4 +1,7 @@
-"""`fp8.quantize(x, format, scale=)` with a concrete scale while JAX traces: a calibrated one, closed over."""
+"""`fp8.quantize(x, format, scale=)` with a concrete scale while JAX traces.
+
+A calibrated one, closed over.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,9 @@ SCALE = jnp.asarray([[0.125], [0.25], [0.5], [1.0]], jnp.float32)
 
 
 def scanned(f):
-    return lambda x: jax.lax.scan(lambda total, _: (total + f(x), None), jnp.zeros_like(x), None, length=1)[0]
+    return lambda x: jax.lax.scan(
+        lambda total, _: (total + f(x), None), jnp.zeros_like(x), None, length=1
+    )[0]
 
 
 def mapped(f):
@@ -46,17 +51,26 @@ TRACED = {
 
 def cast(scale, granularity=None):
     """x with that scale, and back; no gradient goes through it."""
-    return lambda x: fp8.quantize(jax.lax.stop_gradient(x), fp8.E4M3, granularity, scale=scale).dequantize()
+    return lambda x: fp8.quantize(
+        jax.lax.stop_gradient(x), fp8.E4M3, granularity, scale=scale
+    ).dequantize()
 
 
 @pytest.mark.parametrize("trace", TRACED)
 @pytest.mark.parametrize(
     ("scale", "granularity"),
-    [(jnp.float32(0.25), None), (np.float32(0.25), None), (0.25, None), (SCALE, ROWS), (np.asarray(SCALE), ROWS)],
+    [
+        (jnp.float32(0.25), None),
+        (np.float32(0.25), None),
+        (0.25, None),
+        (SCALE, ROWS),
+        (np.asarray(SCALE), ROWS),
+    ],
     ids=["[]", "[] of NumPy", "a number", "rows", "rows of NumPy"],
 )
 def test_the_same_values_as_outside(scale, granularity, trace):
-    # Before, jax.Arrays inside of a trace: TracerBoolConversionError, "Attempted boolean conversion of traced array".
+    # Before, jax.Arrays inside of a trace: TracerBoolConversionError, "Attempted boolean conversion
+    # of traced array".
     want = np.asarray(fp8.quantize(X, fp8.E4M3, granularity, scale=scale).dequantize())
     assert not np.array_equal(want, X)
     np.testing.assert_array_equal(TRACED[trace](cast(scale, granularity))(X), want)
@@ -76,10 +90,13 @@ BAD = {
 @pytest.mark.parametrize("kind", [float, np.float64, jnp.float32], ids=["number", "NumPy", "JAX"])
 @pytest.mark.parametrize("bad", BAD)
 def test_what_is_no_scale(bad, kind, trace):
-    # Before, inside of a trace: numbers and NumPy's were taken without a look; x came back as 0, NaN or inf.
+    # Before, inside of a trace: numbers and NumPy's were taken without a look; x came back as 0,
+    # NaN or inf.
     message = mentions("scale=", "must be positive, between 2**-126 and 2**126", "leave it out")
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(TRACED[trace](cast(kind(BAD[bad]))), X) if trace != "eager" else cast(kind(BAD[bad]))(X)
+        jax.eval_shape(TRACED[trace](cast(kind(BAD[bad]))), X) if trace != "eager" else cast(
+            kind(BAD[bad])
+        )(X)
 
 
 @pytest.mark.parametrize("trace", ["eager", "jit", "checkpoint"])
@@ -89,9 +106,13 @@ def test_one_bad_scale_of_several(trace):
 
 
 @pytest.mark.parametrize("trace", ["eager", "jit", "checkpoint"])
-@pytest.mark.parametrize("scale", [jnp.ones((4,)), jnp.zeros((8, 1)), jnp.float32(0.0)], ids=["[4]", "[8, 1]", "[]"])
+@pytest.mark.parametrize(
+    "scale", [jnp.ones((4,)), jnp.zeros((8, 1)), jnp.float32(0.0)], ids=["[4]", "[8, 1]", "[]"]
+)
 def test_a_wrong_shape_comes_first(scale, trace):
-    with pytest.raises(ValueError, match=mentions(f"scale has shape {list(scale.shape)}", "needs [4, 1]")):
+    with pytest.raises(
+        ValueError, match=mentions(f"scale has shape {list(scale.shape)}", "needs [4, 1]")
+    ):
         TRACED[trace](cast(scale, ROWS))(X)
 
 
@@ -132,7 +153,9 @@ def test_a_scale_of_many_hosts(value, monkeypatch):
     """No process can fetch all of it, so that each looks at what it holds."""
     scale = jax.device_put(
         jnp.full((4, 1), value, jnp.float32),
-        jax.NamedSharding(jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("data")),
+        jax.NamedSharding(
+            jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("data")
+        ),
     )
     want = None if value < 0 else np.asarray(cast(0.25)(X))
     whole = lambda self: self.shape != (4, 1)

@@ -1,4 +1,7 @@
-"""Inside shard_map: `reduce_axes=` where types do not decide, and cases where it cannot decide either."""
+"""Inside shard_map.
+
+`reduce_axes=` where types do not decide, and cases where it cannot decide either.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,10 @@ def value_and_grads(x, w, **arguments):
 
 @pytest.mark.parametrize(("named", "own"), [(("data",), True), (None, False)])
 def test_stages_without_state_keep_their_amaxes(named, own):
-    """Amaxes 100 times apart. By default types cannot tell a stage from a shard, and the smaller one pays for it."""
+    """Amaxes 100 times apart.
+
+    By default types cannot tell a stage from a shard, and the smaller one pays for it.
+    """
     recipe = fp8.recipes.current()
     stages = [(X, W), (X / 100, W / 100)]
     alone = [jax.jit(lambda x, w: value_and_grads(x, w, recipe=recipe))(*stage) for stage in stages]
@@ -39,10 +45,15 @@ def test_stages_without_state_keep_their_amaxes(named, own):
         return tuple(t[None] for t in value_and_grads(x[0], w[0], recipe=recipe, reduce_axes=named))
 
     lie = P("pipe", "data"), P("pipe")
-    step = jax.shard_map(local, mesh=mesh("pipe", "data"), in_specs=lie, out_specs=(P("pipe", "data"), *lie))
+    step = jax.shard_map(
+        local, mesh=mesh("pipe", "data"), in_specs=lie, out_specs=(P("pipe", "data"), *lie)
+    )
     xs, ws = (np.stack(tensors) for tensors in zip(*stages, strict=True))
     for together, *apart in zip(jax.jit(step)(xs, ws), *alone, strict=True):
-        same = [np.allclose(together[i], apart[i], rtol=1e-5, atol=1e-6 * np.abs(apart[i]).max()) for i in (0, 1)]
+        same = [
+            np.allclose(together[i], apart[i], rtol=1e-5, atol=1e-6 * np.abs(apart[i]).max())
+            for i in (0, 1)
+        ]
         assert same == [True, own]
 
 
@@ -59,9 +70,14 @@ def test_rows_that_a_contraction_splits(named, whole):
         return lax.psum(fp8.dot(x, w, recipe=recipe, reduce_axes=named), "tensor")
 
     step = jax.shard_map(
-        local, mesh=mesh("data", "tensor"), in_specs=(P("data", "tensor"), P("tensor")), out_specs=P("data")
+        local,
+        mesh=mesh("data", "tensor"),
+        in_specs=(P("data", "tensor"), P("tensor")),
+        out_specs=P("data"),
     )
-    assert np.allclose(jax.jit(step)(x, w), want, rtol=1e-6, atol=1e-6 * np.abs(want).max()) == whole
+    assert (
+        np.allclose(jax.jit(step)(x, w), want, rtol=1e-6, atol=1e-6 * np.abs(want).max()) == whole
+    )
 
 
 @pytest.mark.parametrize("named", [(), None])
@@ -83,15 +99,18 @@ def test_a_part_says_its_axis_itself():
 
     def local(x, w, state):
         loss = lambda w, state: jnp.sum(
-            fp8.dot(x, w, recipe=recipe, state=state, rhs_shard=fp8.sharding.Shard(0, "fsdp"))
+            fp8.dot(x, w, recipe=recipe, state=state, w_shard=fp8.sharding.Shard(0, "fsdp"))
         )
         state = fp8.value_and_grad(loss, reduce_axes=("data",))(w, state)[-1]
         return jax.tree.map(lambda leaf: leaf[None, None], state)
 
     step = jax.shard_map(
-        local, mesh=mesh("data", "fsdp"), in_specs=(P("data"), P("fsdp"), P()), out_specs=P("data", "fsdp"),
+        local,
+        mesh=mesh("data", "fsdp"),
+        in_specs=(P("data"), P("fsdp"), P()),
+        out_specs=P("data", "fsdp"),
         check_vma=False,
-    )  # fmt: skip
+    )
     rising = np.arange(64 * 16, dtype=np.float32).reshape(64, 16)
     amaxes = jax.jit(step)(X, rising, state).amax_history[..., 1, -1]  # of w on each device
     np.testing.assert_array_equal(amaxes, np.full((2, 2), 64 * 16 - 1))
@@ -101,10 +120,18 @@ def test_wrong_names():
     dot = lambda **named: fp8.dot(X, W, recipe=fp8.recipes.current(), **named)
     with pytest.raises(TypeError, match=r"reduce_axes='data'.*write \('data',\)"):
         dot(reduce_axes="data")
-    with jax.set_mesh(mesh("data", "tensor")), pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"):
+    with (
+        jax.set_mesh(mesh("data", "tensor")),
+        pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"),
+    ):
         dot(reduce_axes=("dat",))
-    with jax.set_mesh(mesh("data", "tensor")), pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"):
-        fp8.value_and_grad(lambda w, s: jnp.sum(w), reduce_axes=("dat",))(W, fp8.init_state(fp8.recipes.delayed()))
+    with (
+        jax.set_mesh(mesh("data", "tensor")),
+        pytest.raises(fp8.FP8StateError, match=r"'dat'.*'data'"),
+    ):
+        fp8.value_and_grad(lambda w, s: jnp.sum(w), reduce_axes=("dat",))(
+            W, fp8.init_state(fp8.recipes.delayed())
+        )
     dot(reduce_axes=("data",))  # no mesh: a layer made for one, as flax initializes it
 
 
@@ -133,7 +160,11 @@ def split_contraction(recipe, named, *, vma):
 
     specs = P("data", "tensor"), P("tensor"), P("data")
     return jax.shard_map(
-        local, mesh=mesh("data", "tensor"), in_specs=specs, out_specs=(P("data"), *specs[:2]), check_vma=vma
+        local,
+        mesh=mesh("data", "tensor"),
+        in_specs=specs,
+        out_specs=(P("data"), *specs[:2]),
+        check_vma=vma,
     )
 
 
@@ -146,7 +177,10 @@ def test_how_far_local_amaxes_of_rows_are_from_one_device(named, vma, y_differs,
     recipe, g = ROWWISE["float32 scales"], rng_gradient()
     y, pull = jax.vjp(lambda x, w: fp8.dot(x, w, recipe=recipe), X, W)
     got = jax.jit(split_contraction(recipe, named, vma=vma))(X, W, g)
-    differences = [float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(got, (y, *pull(g)), strict=True)]
+    differences = [
+        float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+        for a, b in zip(got, (y, *pull(g)), strict=True)
+    ]
     np.testing.assert_allclose(differences, [y_differs, 0, dw_differs], atol=5e-4)
 
 
@@ -165,9 +199,14 @@ def test_rows_ignore_no_axes(named, recipe):
 
 
 def test_which_cure_an_error_names():
-    """Without names a recipe that has amaxes of tensors, too, is refused as before: they need them."""
+    """Without names a recipe that has amaxes of tensors, too, is refused as before.
+
+    They need them.
+    """
     alone, both = ROWWISE["rowwise"], ROWWISE["high precision"]
-    shapes = lambda recipe, named: jax.eval_shape(split_contraction(recipe, named, vma=False), X, W, rng_gradient())
+    shapes = lambda recipe, named: jax.eval_shape(
+        split_contraction(recipe, named, vma=False), X, W, rng_gradient()
+    )
     for recipe, named, parts in (
         (alone, ("data",), ("row of x, w, g", "leave reduce_axes= out")),
         (both, ("data",), ("row of x, w, g", "Use check_vma=True")),
@@ -180,15 +219,21 @@ def test_which_cure_an_error_names():
 
 
 def test_rows_ignore_no_axes_of_value_and_grad():
-    """It names the axes for the amaxes of x that a state follows; those of rows would ignore them."""
+    """It names the axes for the amaxes of x that a state follows.
+
+    Those of rows would ignore them.
+    """
     state = fp8.init_state(MIXED)
     loss = lambda w, state, x: jnp.sum(fp8.dot(x, w, recipe=MIXED, state=state))
     share = lambda step, **how: jax.shard_map(
         step, mesh=mesh("data", "tensor"), in_specs=(P(), P(), P("data")), out_specs=P(), **how
     )
-    step = share(lambda *args: fp8.value_and_grad(loss, reduce_axes=("data",))(*args)[2], check_vma=False)
+    step = share(
+        lambda *args: fp8.value_and_grad(loss, reduce_axes=("data",))(*args)[2], check_vma=False
+    )
     with pytest.raises(
-        fp8.FP8StateError, match=mentions("reduce_axes=('data',)", "'rows and states'", "check_vma=True")
+        fp8.FP8StateError,
+        match=mentions("reduce_axes=('data',)", "'rows and states'", "check_vma=True"),
     ):
         jax.eval_shape(step, W, state, X)
     step = share(lambda *args: fp8.value_and_grad(loss)(*args)[2])
@@ -196,15 +241,22 @@ def test_rows_ignore_no_axes_of_value_and_grad():
     np.testing.assert_array_equal(new.amax_history[:, -1], np.max(np.abs(X)))
 
 
-@pytest.mark.parametrize("recipe", [fp8.recipes.blockwise(), fp8.recipes.mxfp8()], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [fp8.recipes.blockwise(), fp8.recipes.mxfp8()], ids=lambda recipe: recipe.name
+)
 def test_tiles_need_no_axes_and_take_them(recipe):
     """A tile lies on one device."""
     x, w = np.tile(X, (1, 4)), np.tile(W, (4, 1))  # K = 256: 128 for each device
-    local = lambda x, w: lax.psum(fp8.dot(x, w, recipe=recipe, reduce_axes=("data", "tensor")), "tensor")
+    local = lambda x, w: lax.psum(
+        fp8.dot(x, w, recipe=recipe, reduce_axes=("data", "tensor")), "tensor"
+    )
     step = jax.shard_map(
-        local, mesh=mesh("data", "tensor"), in_specs=(P("data", "tensor"), P("tensor")), out_specs=P("data"),
+        local,
+        mesh=mesh("data", "tensor"),
+        in_specs=(P("data", "tensor"), P("tensor")),
+        out_specs=P("data"),
         check_vma=False,
-    )  # fmt: skip
+    )
     want = jax.jit(lambda x, w: fp8.dot(x, w, recipe=recipe))(x, w)
     np.testing.assert_allclose(jax.jit(step)(x, w), want, rtol=1e-5, atol=1e-5)
 
@@ -222,7 +274,11 @@ def test_a_layer_for_shard_map_is_initialized_outside(library):
         run = lambda params, x: nnx.merge(graph, params)(x)
     want = jax.jit(run)(params, X)
     share = lambda vma: jax.shard_map(
-        run, mesh=mesh("data", "tensor"), in_specs=(P(), P("data")), out_specs=P("data"), check_vma=vma
+        run,
+        mesh=mesh("data", "tensor"),
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=vma,
     )
     np.testing.assert_array_equal(jax.jit(share(True))(params, X), want)
     with pytest.raises(fp8.FP8StateError, match=mentions("'rowwise'", "check_vma=True")):

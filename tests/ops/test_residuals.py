@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.ops._probes import with_probes, zero_ledgers
+from jaxfp8.state._probes import with_probes, zero_ledgers
 
 M, K, N = 64, 32, 16
 F8, BF16 = "float8_e4m3fn", "bfloat16"
@@ -52,7 +52,9 @@ def saved(recipe, x_shape, w_shape):
         return jax.vjp(forward, x, w, ledgers)[1]
 
     return jax.tree.leaves(
-        jax.eval_shape(backward, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (x_shape, w_shape)))
+        jax.eval_shape(
+            backward, *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (x_shape, w_shape))
+        )
     )
 
 
@@ -60,9 +62,12 @@ def saved(recipe, x_shape, w_shape):
 def test_residuals(name):
     recipe = RECIPES[name]
     residuals = saved(recipe, (M, K), (K, N))
-    of_x, of_w = ([leaf.dtype.name for leaf in residuals if leaf.size == size] for size in (M * K, K * N))
+    of_x, of_w = (
+        [leaf.dtype.name for leaf in residuals if leaf.size == size] for size in (M * K, K * N)
+    )
     assert (of_x, of_w) == SAVED[name]
-    # All else is scales and amaxes (and, of delayed scaling, the ledger of zeros that tells where amaxes go).
+    # All else is scales and amaxes (and, of delayed scaling, the ledger of zeros that tells where
+    # amaxes go).
     rest = [leaf for leaf in residuals if leaf.size not in (M * K, K * N)]
     assert sum(math.prod(leaf.shape) for leaf in rest) <= M + K + N + len(recipe.rows) * 1024
 
@@ -76,7 +81,8 @@ def test_bytes_of_a_large_layer(name):
     assert size(RECIPES[name]) <= 0.55 * size(fp8.recipes.identity())
 
 
-# The granularities of the saved copies of x [M, K] and w [K, N]: along M, which wgrad contracts, and along N, which dgrad does.
+# The granularities of the saved copies of x [M, K] and w [K, N]: along M, which wgrad contracts,
+# and along N, which dgrad does.
 DIRECTIONS = {
     "blockwise": ((128, 1), (128, 128)),
     "blockwise, float32 scales": ((128, 1), (128, 128)),
@@ -87,10 +93,18 @@ DIRECTIONS = {
 
 @pytest.mark.parametrize("name", IN_TILES)
 def test_scales_of_the_saved_copies(name):
-    """FP8 values with the scales of the direction in which the backward pass reads them, and nothing else."""
+    """FP8 values with the scales of the direction in which the backward pass reads them, and
+    nothing else.
+    """
     shapes = (256, 384), (384, 640)
-    cells = lambda shape, tile: tuple(-(-size // side) for size, side in zip(shape, tile, strict=True))
+    cells = lambda shape, tile: tuple(
+        -(-size // side) for size, side in zip(shape, tile, strict=True)
+    )
     scale = "float8_e8m0fnu" if name.startswith("mxfp8") else "float32"
     want = [(F8, shape) for shape in shapes]
-    want += [(scale, cells(shape, tile)) for shape, tile in zip(shapes, DIRECTIONS[name], strict=True)]
-    assert sorted((leaf.dtype.name, leaf.shape) for leaf in saved(RECIPES[name], *shapes)) == sorted(want)
+    want += [
+        (scale, cells(shape, tile)) for shape, tile in zip(shapes, DIRECTIONS[name], strict=True)
+    ]
+    assert sorted(
+        (leaf.dtype.name, leaf.shape) for leaf in saved(RECIPES[name], *shapes)
+    ) == sorted(want)

@@ -1,4 +1,7 @@
-"""The three matmuls of each recipe against NumPy: which scale each operand is cast by, and what is multiplied with what."""
+"""The three matmuls of each recipe against NumPy.
+
+Which scale each operand is cast by, and what is multiplied with what.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.ops._state import SeenAmax
+from jaxfp8.state._state import SeenAmax
 
 M, K, N = 6, 5, 4
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -47,8 +50,10 @@ def alone(v, axis, seen):
 
 WHOLE = [[whole("e4m3")] * 2, [whole("e5m2"), whole("e4m3")], [whole("e4m3"), whole("e5m2")]]
 REMEMBERED = [
-    [remembered("e4m3")] * 2, [remembered("e5m2"), remembered("e4m3")], [remembered("e4m3"), remembered("e5m2")],
-]  # fmt: skip
+    [remembered("e4m3")] * 2,
+    [remembered("e5m2"), remembered("e4m3")],
+    [remembered("e4m3"), remembered("e5m2")],
+]
 # recipe, state is warm, and the cast of (x, w) in fprop, (g, w) in dgrad, (x, g) in wgrad
 TABLE = {
     "delayed_unset": (fp8.recipes.delayed(), False, *WHOLE),
@@ -91,7 +96,9 @@ def test_against_numpy(name):
         y = fp8.dot(*operands, recipe=recipe, state=state)
         return jnp.sum(y * g), y
 
-    (_, y), (dx, dw), _ = jax.jit(fp8.value_and_grad(loss, has_aux=True))((jnp.asarray(x), jnp.asarray(w)), state)
+    (_, y), (dx, dw), _ = jax.jit(fp8.value_and_grad(loss, has_aux=True))(
+        (jnp.asarray(x), jnp.asarray(w)), state
+    )
 
     def multiply(lhs, rhs, casts, seen):
         """[a, k] @ [k, b] of cast operands."""

@@ -1,4 +1,7 @@
-"""What matmuls of tiles hold in memory, read in the program that XLA compiles for CPUs: nothing that grows with the tiles."""
+"""What matmuls of tiles hold in memory, read in the program that XLA compiles for CPUs.
+
+Nothing that grows with the tiles.
+"""
 
 import math
 import re
@@ -15,7 +18,9 @@ RECIPES = {
     "mxfp8": fp8.recipes.mxfp8(),
     "mxfp8, 2D weights": fp8.recipes.mxfp8(w_tile_dim=2),
 }
-INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* ([\w\-]+)\((.*)$", re.MULTILINE)
+INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?\S+ = (\w+)\[([\d,]+)\]\S* ([\w\-]+)\((.*)$", re.MULTILINE
+)
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 
 
@@ -26,7 +31,11 @@ def on_a_cpu():
 
 
 def compiled(function, *shapes):
-    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)).compile()
+    return (
+        jax.jit(function)
+        .lower(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+        .compile()
+    )
 
 
 def instructions(text):
@@ -49,7 +58,9 @@ def test_nothing_as_large_as_a_product_for_each_tile(recipe, cells):
 
 def outside_fusions(text):
     """Instructions whose results are arrays in memory: of the entry, and of the bodies of loops."""
-    inside = set(re.findall(r"calls=%?([\w.\-]+)", text)) | set(re.findall(r"to_apply=%?([\w.\-]+)", text))
+    inside = set(re.findall(r"calls=%?([\w.\-]+)", text)) | set(
+        re.findall(r"to_apply=%?([\w.\-]+)", text)
+    )
     for _, name, body in COMPUTATION.findall(text):
         if name not in inside:
             yield from instructions(body)
@@ -61,8 +72,11 @@ PRODUCT = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_operand_in_float32(name):
-    """Forward and backward of a bfloat16 layer: in float32 are y, dx and dw only, before they are rounded (in a loop over
-    tiles the sum and the partial product)."""
+    """Forward and backward of a bfloat16 layer.
+
+    In float32 are y, dx and dw only, before they are rounded (in a loop over tiles the sum and the
+    partial product).
+    """
     recipe = RECIPES[name]
     M, K, N = 384, 512, 640  # so that x, w and y differ in size
 
@@ -87,5 +101,9 @@ def test_no_operand_in_float32(name):
 def test_no_operand_in_float32_forward(name):
     M, K, N = 384, 512, 640
     text = compiled(lambda x, w: fp8.dot(x, w, recipe=RECIPES[name]), (M, K), (K, N)).as_text()
-    wide = {math.prod(shape) for dtype, shape, *_ in outside_fusions(text) if dtype in ("f32", "s32", "u32")}
+    wide = {
+        math.prod(shape)
+        for dtype, shape, *_ in outside_fusions(text)
+        if dtype in ("f32", "s32", "u32")
+    }
     assert not wide & {M * K, K * N}

@@ -1,4 +1,7 @@
-"""dot_general, einsum and dot in tiles, any axes and shapes: on numbers that FP8 holds exactly they are the exact product."""
+"""dot_general, einsum and dot in tiles, any axes and shapes.
+
+On numbers that FP8 holds exactly they are the exact product.
+"""
 
 import functools
 import math
@@ -12,14 +15,17 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxfp8 as fp8
-from jaxfp8.ops._dimension_numbers import geometry
-from jaxfp8.ops._tile_view import tile_view
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8.ops._tile_view import view_for
 from jaxfp8.quantizers import Current
 
 
 def tiny(T, *, square=True, **fields):
     """A recipe in tiles so small that a few values fill several."""
-    x, w = (Current(format=fp8.E4M3, granularity=fp8.PerBlock(tile), **fields) for tile in ((1, T), (T, T)))
+    x, w = (
+        Current(format=fp8.E4M3, granularity=fp8.PerBlock(tile), **fields)
+        for tile in ((1, T), (T, T))
+    )
     w = w if square else x
     return fp8.Recipe(
         name="tiny",
@@ -37,7 +43,9 @@ RECIPES = {
     "E8M0, 4": tiny(4, square=False, scale_format=fp8.E8M0),
     "E8M0, square 3": tiny(3, scale_format=fp8.E8M0),
 }
-integers = lambda seed, shape: jnp.asarray(np.random.default_rng(seed).integers(-8, 9, shape), jnp.float32)
+integers = lambda seed, shape: jnp.asarray(
+    np.random.default_rng(seed).integers(-8, 9, shape), jnp.float32
+)
 
 
 def check(function, reference, *shapes):
@@ -59,14 +67,19 @@ def check(function, reference, *shapes):
 def check_dot_general(recipe, x_shape, w_shape, dimension_numbers):
     check(
         functools.partial(fp8.dot_general, dimension_numbers=dimension_numbers, recipe=recipe),
-        functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, precision="highest"),
-        x_shape, w_shape,
-    )  # fmt: skip
+        functools.partial(
+            lax.dot_general, dimension_numbers=dimension_numbers, precision="highest"
+        ),
+        x_shape,
+        w_shape,
+    )
 
 
 @st.composite
 def geometries(draw):
-    """Shapes and dimension numbers of up to two batch, two contracted and two kept axes on each side, in any order."""
+    """Shapes and dimension numbers of up to two batch, two contracted and two kept axes on each
+    side, in any order.
+    """
     size = st.integers(1, 9)
     batch, contracted = (draw(st.lists(size, max_size=2)) for _ in range(2))
     shapes, groups = [], []
@@ -86,7 +99,12 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "recipe", ["blockwise", "square 4", *(pytest.param(n, marks=SLOW) for n in ("mxfp8", "E8M0, 4", "E8M0, square 3"))]
+    "recipe",
+    [
+        "blockwise",
+        "square 4",
+        *(pytest.param(n, marks=SLOW) for n in ("mxfp8", "E8M0, 4", "E8M0, square 3")),
+    ],
 )
 @settings(max_examples=5)
 @given(case=geometries())
@@ -120,7 +138,9 @@ def test_named_cases(case):
 
 
 @SLOW
-@pytest.mark.parametrize("recipe", [tiny(4, power_of_two=False), RECIPES["mxfp8"]], ids=["float32 scales", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", [tiny(4, power_of_two=False), RECIPES["mxfp8"]], ids=["float32 scales", "mxfp8"]
+)
 @pytest.mark.parametrize("case", NAMED)
 def test_named_cases_with_other_scales(case, recipe):
     """Float32 scales are no powers of two: what they give is close, and of the right shape."""
@@ -151,15 +171,20 @@ EINSUMS = {
 @pytest.mark.parametrize("equation", EINSUMS)
 def test_einsum(equation):
     function = lambda x, w: fp8.einsum(equation, x, w, recipe=RECIPES["square 4"])
-    check(function, functools.partial(jnp.einsum, equation, precision="highest"), *EINSUMS[equation])
+    check(
+        function, functools.partial(jnp.einsum, equation, precision="highest"), *EINSUMS[equation]
+    )
 
 
-@pytest.mark.parametrize("recipe", ["square 4", *(pytest.param(name, marks=SLOW) for name in ("blockwise", "mxfp8"))])
+@pytest.mark.parametrize(
+    "recipe", ["square 4", *(pytest.param(name, marks=SLOW) for name in ("blockwise", "mxfp8"))]
+)
 def test_forms_of_one_product_are_equal(recipe):
     """einsum, dot and dot_general quantize the same tiles, of any numbers."""
     recipe = RECIPES[recipe]
     x, w, g = (
-        jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(((2, 9, 40), (40, 36), (2, 9, 36)))
+        jax.random.normal(jax.random.key(seed), shape)
+        for seed, shape in enumerate(((2, 9, 40), (40, 36), (2, 9, 36)))
     )
 
     def run(function):
@@ -174,7 +199,9 @@ def test_forms_of_one_product_are_equal(recipe):
         lambda x, w: fp8.einsum("bsd,df->bsf", x, w, recipe=recipe),
         lambda x, w: fp8.dot_general(x, w, (((2,), (0,)), ((), ())), recipe=recipe),
         lambda x, w: fp8.dot_general(x, w.T, (((2,), (1,)), ((), ())), recipe=recipe),
-        lambda x, w: fp8.dot_general(x.transpose(2, 0, 1), w, (((0,), (0,)), ((), ())), recipe=recipe),
+        lambda x, w: fp8.dot_general(
+            x.transpose(2, 0, 1), w, (((0,), (0,)), ((), ())), recipe=recipe
+        ),
     ):
         for got, exact in zip(run(form), want, strict=True):
             np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
@@ -183,8 +210,18 @@ def test_forms_of_one_product_are_equal(recipe):
 # lhs, rhs, dimension numbers; the groups of the view for tiles of 128: batch, m, k, n
 VIEWS = {
     "matrices": ((8, 16), (16, 4), (((1,), (0,)), ((), ())), ((), (8,), (16,), (4,))),
-    "tokens stay": ((8, 512, 256), (256, 768), (((2,), (0,)), ((), ())), ((), (8, 512), (256,), (768,))),
-    "few tokens are merged": ((8, 100, 256), (256, 768), (((2,), (0,)), ((), ())), ((), (800,), (256,), (768,))),
+    "tokens stay": (
+        (8, 512, 256),
+        (256, 768),
+        (((2,), (0,)), ((), ())),
+        ((), (8, 512), (256,), (768,)),
+    ),
+    "few tokens are merged": (
+        (8, 100, 256),
+        (256, 768),
+        (((2,), (0,)), ((), ())),
+        ((), (800,), (256,), (768,)),
+    ),
     "heads of 64 are merged": (
         (8, 512, 12, 64),
         (12, 64, 768),
@@ -197,36 +234,53 @@ VIEWS = {
         (((2, 3), (0, 1)), ((), ())),
         ((), (8, 512), (6, 128), (768,)),
     ),
-    "an empty group is an axis of 1": ((256,), (256, 3, 5), (((0,), (0,)), ((), ())), ((), (1,), (256,), (15,))),
-    "batch stays": ((3, 5, 256), (3, 256, 7), (((2,), (1,)), ((0,), (0,))), ((3,), (5,), (256,), (7,))),
+    "an empty group is an axis of 1": (
+        (256,),
+        (256, 3, 5),
+        (((0,), (0,)), ((), ())),
+        ((), (1,), (256,), (15,)),
+    ),
+    "batch stays": (
+        (3, 5, 256),
+        (3, 256, 7),
+        (((2,), (1,)), ((0,), (0,))),
+        ((3,), (5,), (256,), (7,)),
+    ),
 }
 
 
-def sizes(view):
-    """Of the axes of each group of the view."""
-    groups = []
-    for before, counts in zip(view.sizes, view.merged, strict=True):
-        ends = np.cumsum(counts)
-        groups.append(tuple(math.prod(before[end - count : end]) for count, end in zip(counts, ends, strict=True)))
-    return tuple(groups)
+def view_of(lhs, rhs, dimension_numbers):
+    geometry = TrainingGeometry.of(dimension_numbers, len(lhs), len(rhs))
+    return view_for(128, geometry, (lhs, rhs))
+
+
+def sizes(view, lhs, rhs):
+    """Of the axes of each group of the view: batch, m, k, n."""
+    fprop = view.geometry.fprop
+    batch, m, k = fprop.lhs.shape(view.of_x(jnp.zeros(lhs)).shape)
+    of_w = fprop.rhs.shape(view.of_w(jnp.zeros(rhs)).shape)
+    assert (of_w[0], of_w[2]) == (batch, k)
+    return batch, m, k, of_w[1]
 
 
 @pytest.mark.parametrize("case", VIEWS)
 def test_groups(case):
     lhs, rhs, dimension_numbers, merged = VIEWS[case]
-    view = tile_view(lhs, rhs, dimension_numbers, 128)
-    assert sizes(view) == merged
-    x, w = view.lhs(jnp.zeros(lhs)), view.rhs(jnp.zeros(rhs))
+    view = view_of(lhs, rhs, dimension_numbers)
+    assert sizes(view, lhs, rhs) == merged
+    x, w = view.of_x(jnp.zeros(lhs)), view.of_w(jnp.zeros(rhs))
     assert (x.shape, w.shape) == (sum(merged[:3], ()), (*merged[0], *merged[2], *merged[3]))
-    assert geometry(view.dimension_numbers, x.ndim, w.ndim).dimension_numbers[0] == view.dimension_numbers
 
 
 def test_an_axis_that_is_merged_into_another_cannot_be_split():
-    view = tile_view((8, 100, 256), (256, 12, 64), (((2,), (0,)), ((), ())), 128)
-    assert sizes(view) == ((), (800,), (256,), (768,))
-    assert [view.lhs_axis(0), view.lhs_axis(2), view.rhs_axis(0), view.rhs_axis(1)] == [0, 1, 0, 1]
-    for axis_of, axis in ((view.lhs_axis, 1), (view.rhs_axis, 2)):
-        with pytest.raises(ValueError, match=f"axis {axis}, along which an operand is split, is merged into"):
+    view = view_of((8, 100, 256), (256, 12, 64), (((2,), (0,)), ((), ())))
+    assert sizes(view, (8, 100, 256), (256, 12, 64)) == ((), (800,), (256,), (768,))
+    assert [view.of_x.axis(0), view.of_x.axis(2)] == [0, 1]
+    assert [view.of_w.axis(0), view.of_w.axis(1)] == [0, 1]
+    for axis_of, axis in ((view.of_x.axis, 1), (view.of_w.axis, 2)):
+        with pytest.raises(
+            ValueError, match=f"axis {axis}, along which an operand is split, is merged into"
+        ):
             axis_of(axis)
     assert view.out_sharding(jax.P("data", None, "tp")) == jax.P("data", "tp")
     with pytest.raises(ValueError, match="splits an axis"):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxfp8._hlo import tensors_of
+from jaxfp8.programs._hlo import tensors_of
 from jaxfp8.programs._run_on_cpu import run_on_cpu
 from jaxfp8.programs._types import array_type, parts_of, split
 
 
 def program(source, result):
-    return f"HloModule m\nENTRY %e {{\n  %x = {source} parameter(0)\n  ROOT %y = {result} bitcast(%x)\n}}"
+    body = f"  %x = {source} parameter(0)\n  ROOT %y = {result} bitcast(%x)"
+    return f"HloModule m\nENTRY %e {{\n{body}\n}}"
 
 
 def spelled(dtype, shape, order):
@@ -49,7 +50,9 @@ def shapes_of_size(draw, size):
 def test_layouts_and_shapes(data):
     size = data.draw(st.sampled_from([1, 2, 6, 24, 30]))
     (shape, order), (new_shape, new_order) = (data.draw(shapes_of_size(size)) for _ in range(2))
-    dtype, new_dtype = data.draw(st.sampled_from([("f32", "s32"), ("bf16", "f16"), ("f8e4m3fn", "u8"), ("f32", "f32")]))
+    dtype, new_dtype = data.draw(
+        st.sampled_from([("f32", "s32"), ("bf16", "f16"), ("f8e4m3fn", "u8"), ("f32", "f32")])
+    )
     x = np.random.default_rng(size).normal(size=shape).astype(numpy_dtype(dtype))
     text = program(spelled(dtype, shape, order), spelled(new_dtype, new_shape, new_order))
     (y,) = run_on_cpu(text, jnp.asarray(x))
@@ -59,7 +62,9 @@ def test_layouts_and_shapes(data):
     assert np.asarray(y).tobytes() == wanted.tobytes()
 
 
-@pytest.mark.parametrize(("dtype", "new_dtype"), [("f32", "u8"), ("u8", "f32"), ("bf16", "s32"), ("f32", "f8e5m2")])
+@pytest.mark.parametrize(
+    ("dtype", "new_dtype"), [("f32", "u8"), ("u8", "f32"), ("bf16", "s32"), ("f32", "f8e5m2")]
+)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_other_width(dtype, new_dtype, order):
     shape = (8, 4)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8._hlo import tensors_of
+from jaxfp8.programs._hlo import tensors_of
 from jaxfp8.programs._run_on_cpu import run_on_cpu
 
 GEMM, LT, F8 = "__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
@@ -34,19 +34,27 @@ def type_of(x):
 def call(target, operands, results, dims=((1,), (0,), (), ()), **config):
     """Runs a program of one call; its results without the workspace."""
     sides = "lhs_contracting", "rhs_contracting", "lhs_batch", "rhs_batch"
-    config["dot_dimension_numbers"] = {f"{s}_dimensions": list(map(str, d)) for s, d in zip(sides, dims, strict=True)}
-    config = json.dumps({"gemm_backend_config": {"alpha_real": 1, "alpha_imag": 0, "beta": 0, **config}})
+    config["dot_dimension_numbers"] = {
+        f"{s}_dimensions": list(map(str, d)) for s, d in zip(sides, dims, strict=True)
+    }
+    config = json.dumps(
+        {"gemm_backend_config": {"alpha_real": 1, "alpha_imag": 0, "beta": 0, **config}}
+    )
     names = ", ".join(f"%p{n}" for n in range(len(operands)))
-    gotten = [f"  %r{n} = {type} get-tuple-element(%c), index={n}" for n, type in enumerate(results)]
+    gotten = [
+        f"  %r{n} = {type} get-tuple-element(%c), index={n}" for n, type in enumerate(results)
+    ]
     text = "\n".join(
         [
             "HloModule m, is_scheduled=true",
             "ENTRY %e {",
             *(f"  %p{n} = {type_of(x)} parameter({n})" for n, x in enumerate(operands)),
             f"  %c = ({', '.join(results)}, s8[4194304]{{0}}) custom-call({names}), "
-            f'custom_call_target="{target}", metadata={{op_name="jaxfp8.fprop"}}, backend_config={config}',
+            f'custom_call_target="{target}", metadata={{op_name="jaxfp8.fprop"}}, '
+            f"backend_config={config}",
             *gotten,
-            f"  ROOT %t = ({', '.join(results)}) tuple({', '.join(f'%r{n}' for n in range(len(results)))})",
+            f"  ROOT %t = ({', '.join(results)}) "
+            f"tuple({', '.join(f'%r{n}' for n in range(len(results)))})",
             "}",
         ]
     )
@@ -74,7 +82,9 @@ def close(got, wanted, dtype="float32"):
         pytest.param((6, 8), (8, 5), ((1,), (0,), (), ()), "mk,kn->mn", id="plain"),
         pytest.param((8, 6), (5, 8), ((0,), (1,), (), ()), "km,nk->mn", id="transposed"),
         pytest.param((3, 6, 8), (3, 8, 5), ((2,), (1,), (0,), (0,)), "bmk,bkn->bmn", id="batch"),
-        pytest.param((6, 3, 8), (3, 5, 8), ((2,), (2,), (1,), (0,)), "mbk,bnk->bmn", id="batch inside"),
+        pytest.param(
+            (6, 3, 8), (3, 5, 8), ((2,), (2,), (1,), (0,)), "mbk,bnk->bmn", id="batch inside"
+        ),
     ],
 )
 def test_operands(target, dtype, lhs, rhs, dims, equation):
@@ -97,7 +107,9 @@ def gelu(x):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("epilogue", "function"), [("RELU", lambda x: np.maximum(x, 0)), ("GELU", gelu)])
+@pytest.mark.parametrize(
+    ("epilogue", "function"), [("RELU", lambda x: np.maximum(x, 0)), ("GELU", gelu)]
+)
 def test_activations(epilogue, function, bias):
     a, b, vector = values(6, 8), values(8, 5, seed=1), values(5, seed=2)
     operands = [a, b, *([vector] if bias else [])]
@@ -135,7 +147,9 @@ def test_fp8_result_is_scaled_and_saturated_and_its_amax_is_that_before():
     product = wide(a) @ wide(b).T
     one, scale = jnp.float32(1), jnp.float32(40)
     operands = [a, b, one, one, scale]
-    (d, amax), _ = call(F8, operands, ["f8e4m3fn[16,16]", "f32[]"], ((1,), (1,), (), ()), damax_output=True)
+    (d, amax), _ = call(
+        F8, operands, ["f8e4m3fn[16,16]", "f32[]"], ((1,), (1,), (), ()), damax_output=True
+    )
     assert np.abs(product * 40).max() > 448
     wanted = jnp.asarray(np.clip(np.float32(product) * 40, -448, 448)).astype(jnp.float8_e4m3fn)
     assert np.asarray(d).tobytes() == np.asarray(wanted).tobytes()
@@ -143,7 +157,10 @@ def test_fp8_result_is_scaled_and_saturated_and_its_amax_is_that_before():
 
 
 def swizzled(scale):
-    """[.., R, T] as cuDNN reads it: padded to 128 x 4, in each such tile row r beside row r + 32."""
+    """[.., R, T] as cuDNN reads it.
+
+    Padded to 128 x 4, in each such tile row r beside row r + 32.
+    """
     *batch, rows, tiles = scale.shape
     pad = [(0, 0)] * len(batch) + [(0, -rows % 128), (0, -tiles % 4)]
     padded = np.pad(scale.view(np.uint8), pad)
@@ -151,15 +168,21 @@ def swizzled(scale):
     lies = np.zeros((*batch, rows // 128, tiles // 4, 32, 4, 4), np.uint8)
     for row in range(rows):
         for tile in range(tiles):
-            lies[..., row // 128, tile // 4, row % 32, row % 128 // 32, tile % 4] = padded[..., row, tile]
+            lies[..., row // 128, tile // 4, row % 32, row % 128 // 32, tile % 4] = padded[
+                ..., row, tile
+            ]
     return jnp.asarray(lies.reshape(padded.shape).view(scale.dtype))
 
 
 @pytest.mark.parametrize("batch", [(), (2,)])
-@pytest.mark.parametrize(("m", "n", "k"), [(128, 128, 128), (256, 384, 512), (40, 72, 96), (300, 200, 288)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(128, 128, 128), (256, 384, 512), (40, 72, 96), (300, 200, 288)]
+)
 def test_block_scaled(batch, m, n, k):
     a, b = values(*batch, m, k, dtype="f8e4m3fn"), values(*batch, n, k, dtype="f8e4m3fn", seed=1)
-    exponents = np.random.default_rng(2).integers(120, 134, (*batch, m + n, k // 32)).astype(np.uint8)
+    exponents = (
+        np.random.default_rng(2).integers(120, 134, (*batch, m + n, k // 32)).astype(np.uint8)
+    )
     a_scale, b_scale = (part.view(jnp.float8_e8m0fnu) for part in np.split(exponents, [m], axis=-2))
     shape = ",".join(map(str, (*batch, m, n)))
     operands = [a, b, swizzled(a_scale.copy()), swizzled(b_scale.copy())]

@@ -16,8 +16,8 @@ FUSED_ADD = """%add (a: f32[4], b: f32[4]) -> f32[4] {
 
 
 def program(*lines, before="", head=""):
-    body = "\n  ".join(lines)
-    return f"HloModule m, is_scheduled=true{head}\n\n{before}\nENTRY %main (x: f32[4]) -> f32[4] {{\n  {body}\n}}\n"
+    entry = "\n  ".join(["ENTRY %main (x: f32[4]) -> f32[4] {", *lines])
+    return f"HloModule m, is_scheduled=true{head}\n\n{before}\n{entry}\n}}\n"
 
 
 X = jnp.arange(4.0)
@@ -56,7 +56,8 @@ ASYNCHRONOUS = {
         "ROOT %y = f32[4]{0} add(%d, %d)",
     ),
     "fusion": (
-        "%s = ((f32[4]{0}, f32[4]{0}), f32[4]{0}, s32[]) fusion-start(%x, %x), kind=kLoop, calls=%add",
+        "%s = ((f32[4]{0}, f32[4]{0}), f32[4]{0}, s32[]) fusion-start(%x, %x), kind=kLoop, "
+        "calls=%add",
         "ROOT %y = f32[4]{0} fusion-done(%s)",
     ),
     "call": (
@@ -64,7 +65,8 @@ ASYNCHRONOUS = {
         "ROOT %y = f32[4]{0} call-done(%s)",
     ),
     "wrapper": (
-        '%s = ((f32[4]{0}, f32[4]{0}), f32[4]{0}) async-start(%x, %x), async_execution_thread="main", calls=%add',
+        "%s = ((f32[4]{0}, f32[4]{0}), f32[4]{0}) async-start(%x, %x), "
+        'async_execution_thread="main", calls=%add',
         "%u = ((f32[4]{0}, f32[4]{0}), f32[4]{0}) async-update(%s)",
         "ROOT %y = f32[4]{0} async-done(%u)",
     ),
@@ -104,7 +106,7 @@ LOOP = """%body (c: (s32[], f32[2,2])) -> (s32[], f32[2,2]) {
   %c = (f32[2,2]{1,0}) parameter(0)
   ROOT %x = f32[2,2]{1,0} get-tuple-element(%c), index=0
 }
-"""
+"""  # noqa: E501 - one instruction, one line
 BRANCHES = {
     "pred": "true_computation=%chosen, false_computation=%other",
     "s32": "branch_computations={%other, %chosen}",
@@ -178,10 +180,11 @@ ROUNDED = {"dot_bf16_bf16_f32": 7, "dot_tf32_tf32_f32": 10, "dot_bf16_bf16_f32_x
 
 @pytest.mark.parametrize("algorithm", ROUNDED)
 def test_algorithms_round_their_operands(algorithm):
+    how = f"algorithm={algorithm}"
     text = f"""HloModule m
 ENTRY %e {{
   %x = f32[1]{{0}} parameter(0)
-  ROOT %y = f32[] dot(%x, %x), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}, algorithm={algorithm}
+  ROOT %y = f32[] dot(%x, %x), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}, {how}
 }}"""
     x = jnp.full(1, 1 / 3)
     rounded = jax.lax.reduce_precision(x, 8, ROUNDED[algorithm])
@@ -207,7 +210,8 @@ REFUSED = {
     "collective": ("ROOT %y = f32[4]{0} all-gather(%x), dimensions={0}", "y is all-gather"),
     "constant": ("ROOT %y = f32[4]{0} constant({...})", "leaves out the value of the constant y"),
     "sparse": (
-        "ROOT %y = f32[] dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}, sparsity=L.0@2:4",
+        "ROOT %y = f32[] dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}, "
+        "sparsity=L.0@2:4",
         "sparse operands",
     ),
     "no config": (

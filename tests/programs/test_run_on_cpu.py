@@ -72,7 +72,10 @@ assert run_on_cpu(program, x, x).tolist() == (table + 1).tolist()
 
 def test_constants_that_jit_made_arguments():
     # jax reads the option when it is imported.
-    environment = os.environ | {"JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     subprocess.run([sys.executable, "-c", MOVED_OUT], env=environment, check=True)
 
 
@@ -83,7 +86,9 @@ def test_a_name_for_each_matmul():
         return jax.lax.scan(lambda c, w: (c @ w, None), y, jnp.stack([x] * 3))[0]
 
     x, seen = jnp.eye(16) * 2, []
-    got = run_on_cpu(compiled(f, x), x, seen=lambda label, *operands: seen.append((label, *operands)))
+    got = run_on_cpu(
+        compiled(f, x), x, seen=lambda label, *operands: seen.append((label, *operands))
+    )
     np.testing.assert_array_equal(got, np.eye(16) * 32)
     assert sum("first" in label for label, *_ in seen) == 1
     assert sorted(float(lhs[0, 0] * rhs[0, 0]) for _, lhs, rhs, *_ in seen) == [4, 8, 16, 32]
@@ -140,7 +145,9 @@ def test_keyword_arguments_are_refused():
 
 def test_arrays_that_a_text_does_not_take():
     text = "HloModule m\nENTRY %e {\n  ROOT %x = f32[3] parameter(0)\n}"
-    with pytest.raises(ValueError, match=r"takes 1 arrays, float32\[3\]; given are 1, float32\[4\]"):
+    with pytest.raises(
+        ValueError, match=r"takes 1 arrays, float32\[3\]; given are 1, float32\[4\]"
+    ):
         run_on_cpu(text, jnp.ones(4))
     with pytest.raises(ValueError, match="given are 0"):
         run_on_cpu(text)

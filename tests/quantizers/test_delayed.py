@@ -10,8 +10,7 @@ import oracle
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.quantizers import Delayed
-from jaxfp8.quantizers._delayed import DelayedRow
+from jaxfp8.quantizers import Delayed, RowState
 
 STEPS = 40
 
@@ -26,8 +25,12 @@ def traces() -> dict[str, np.ndarray]:
     bad[[0, 3, 4, 17]], bad[[5, 6, 30]] = np.inf, np.nan
     tiny = random.choice([2e-38, 1e-38, 0.0, 1.2e-38, 1.17e-38, 1e-45, 1.3e-36], STEPS)
     late = np.where(np.arange(STEPS) < 25, 0.0, smooth)
-    everything = random.choice([0.0, np.inf, np.nan, 2e-38, 1e-38, 3.0, 300.0, 0.03, 448.0, oracle.FLOAT32_MAX], STEPS)
-    powers = np.ldexp(448.0, random.integers(-100, 100, STEPS)) * random.choice([1, 1 - 2**-24, 1 + 2**-23], STEPS)
+    everything = random.choice(
+        [0.0, np.inf, np.nan, 2e-38, 1e-38, 3.0, 300.0, 0.03, 448.0, oracle.FLOAT32_MAX], STEPS
+    )
+    powers = np.ldexp(448.0, random.integers(-100, 100, STEPS)) * random.choice(
+        [1, 1 - 2**-24, 1 + 2**-23], STEPS
+    )
     return {
         "smooth": smooth,
         "jumps": jumps,
@@ -45,7 +48,7 @@ NAMES = [*traces()]
 N = len(NAMES)
 
 
-def expected(amaxes, *settings) -> DelayedRow:
+def expected(amaxes, *settings) -> RowState:
     """Scales, histories and counts after every step, [step, trace, ...]."""
     rows = [oracle.DelayedRow(*settings) for _ in range(N)]
     seen = []
@@ -53,20 +56,24 @@ def expected(amaxes, *settings) -> DelayedRow:
         for row, amax in zip(rows, amaxes_of_step, strict=True):
             row.step(float(amax))
         seen.append(
-            ([row.scale for row in rows], [list(row.history) for row in rows], [row.nonfinite_steps for row in rows])
+            (
+                [row.scale for row in rows],
+                [list(row.history) for row in rows],
+                [row.nonfinite_steps for row in rows],
+            )
         )
-    return DelayedRow(*(np.array(field, np.float32) for field in zip(*seen, strict=True)))
+    return RowState(*(np.array(field, np.float32) for field in zip(*seen, strict=True)))
 
 
 def assert_same(actual, exact, message=""):
-    for field in DelayedRow._fields:
+    for field in RowState._fields:
         np.testing.assert_array_equal(
             getattr(actual, field), getattr(exact, field), err_msg=f"{field} {message}", strict=True
         )
 
 
-def start(*leading, history_length) -> DelayedRow:
-    return DelayedRow(jnp.zeros(leading), jnp.zeros((*leading, history_length)), jnp.zeros(leading))
+def start(*leading, history_length) -> RowState:
+    return RowState(jnp.zeros(leading), jnp.zeros((*leading, history_length)), jnp.zeros(leading))
 
 
 SETTINGS = [
@@ -84,11 +91,19 @@ def settings(function):
 @settings
 def test_update_in_a_scan(history_length, algorithm, margin, power_of_two):
     quantizer = Delayed(
-        format=fp8.E4M3, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+        format=fp8.E4M3,
+        history_length=history_length,
+        algorithm=algorithm,
+        margin=margin,
+        power_of_two=power_of_two,
     )
     step = lambda row, amax: (quantizer.update(row, amax),) * 2
     _, rows = jax.lax.scan(step, start(N, history_length=history_length), TRACES)
-    assert_same(rows, expected(TRACES, "E4M3", history_length, algorithm, margin, power_of_two), f"of {NAMES}")
+    assert_same(
+        rows,
+        expected(TRACES, "E4M3", history_length, algorithm, margin, power_of_two),
+        f"of {NAMES}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +112,11 @@ def test_update_in_a_scan(history_length, algorithm, margin, power_of_two):
 )
 def test_update_eagerly(history_length, algorithm, margin, power_of_two):
     quantizer = Delayed(
-        format=fp8.E4M3, history_length=history_length, algorithm=algorithm, margin=margin, power_of_two=power_of_two
+        format=fp8.E4M3,
+        history_length=history_length,
+        algorithm=algorithm,
+        margin=margin,
+        power_of_two=power_of_two,
     )
     exact = expected(TRACES, "E4M3", history_length, algorithm, margin, power_of_two)
     row = start(N, history_length=history_length)
@@ -109,7 +128,9 @@ def test_update_eagerly(history_length, algorithm, margin, power_of_two):
 @pytest.mark.parametrize("leading", [(), (2, N // 2)], ids=str)
 def test_update_of_stacked_rows(leading):
     quantizer = Delayed(format=fp8.E5M2, history_length=4)
-    amaxes = TRACES[:, NAMES.index("everything")] if not leading else TRACES.reshape(STEPS, *leading)
+    amaxes = (
+        TRACES[:, NAMES.index("everything")] if not leading else TRACES.reshape(STEPS, *leading)
+    )
     update = jax.jit(quantizer.update)
     row = start(*leading, history_length=4)
     for amax in amaxes:
@@ -124,7 +145,12 @@ def test_update_of_stacked_rows(leading):
 
 @pytest.mark.parametrize(
     ("history_length", "algorithm", "margin", "power_of_two"),
-    [(1, "max", 0, False), (4, "most_recent", 2, True), (16, "max", 2, False), (16, "max", 0, True)],
+    [
+        (1, "max", 0, False),
+        (4, "most_recent", 2, True),
+        (16, "max", 2, False),
+        (16, "max", 0, True),
+    ],
 )
 def test_commit(history_length, algorithm, margin, power_of_two):
     recipe = fp8.recipes.delayed(
@@ -144,12 +170,14 @@ def test_commit(history_length, algorithm, margin, power_of_two):
     _, seen = jax.lax.scan(step, state, amaxes)
     for r, format in enumerate(("E4M3", "E4M3", "E5M2")):
         exact = expected(amaxes[..., r], format, history_length, algorithm, margin, power_of_two)
-        assert_same(DelayedRow(seen[0][..., r], seen[1][..., r, :], seen[2][..., r]), exact, f"row {r}")
+        assert_same(
+            RowState(seen[0][..., r], seen[1][..., r, :], seen[2][..., r]), exact, f"row {r}"
+        )
 
 
 def test_a_step_that_saw_nothing_leaves_the_state_bit_for_bit():
     quantizer = Delayed(format=fp8.E4M3, history_length=4)
-    row = DelayedRow(jnp.float32(0.1), jnp.array([0.0, 3.0, 2.0, 1.0]), jnp.float32(5.0))
+    row = RowState(jnp.float32(0.1), jnp.array([0.0, 3.0, 2.0, 1.0]), jnp.float32(5.0))
     for amax in (0.0, 1e-38):
         for new, old in zip(quantizer.update(row, jnp.float32(amax)), row, strict=True):
             np.testing.assert_array_equal(new, old)

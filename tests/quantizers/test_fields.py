@@ -31,7 +31,12 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
             ("granularity=None", "use PerTensor(), PerRow() or PerBlock("),
         ),
         *(
-            (ValueError, Current, {**FORMAT, "granularity": fp8.PerBlock(tile)}, (f"tile={tile}", "(1, T)", "(T, T)"))
+            (
+                ValueError,
+                Current,
+                {**FORMAT, "granularity": fp8.PerBlock(tile)},
+                (f"tile={tile}", "(1, T)", "(T, T)"),
+            )
             for tile in ((128,), (128, 1), (64, 128), (1, 1, 128))
         ),
         (
@@ -46,8 +51,18 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
             {**FORMAT, "scale_format": fp8.E8M0, "granularity": fp8.PerRow()},
             ("scale_format=E8M0 needs tiles", "granularity=PerRow()"),
         ),
-        (ValueError, Current, {**TILES, "scale_format": fp8.E4M3}, ("scale_format=E4M3", "holds no scales")),
-        (ValueError, Current, {**TILES, "scale_rounding": "floor"}, ("scale_rounding='floor'", "scale_format=E8M0")),
+        (
+            ValueError,
+            Current,
+            {**TILES, "scale_format": fp8.E4M3},
+            ("scale_format=E4M3", "holds no scales"),
+        ),
+        (
+            ValueError,
+            Current,
+            {**TILES, "scale_rounding": "floor"},
+            ("scale_rounding='floor'", "scale_format=E8M0"),
+        ),
         (
             ValueError,
             Current,
@@ -62,26 +77,66 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
         ),
         (ValueError, Delayed, {"format": None}, ("format=None", "use one of [E4M3, E5M2]")),
         (ValueError, Delayed, {**FORMAT, "history_length": 0}, ("history_length=0", "at least 1")),
-        (ValueError, Delayed, {**FORMAT, "history_length": 16.0}, ("history_length=16.0", "integer")),
-        (ValueError, Delayed, {**FORMAT, "history_length": True}, ("history_length=True", "integer")),
-        (ValueError, Delayed, {**FORMAT, "algorithm": "mean"}, ("algorithm='mean'", "use 'max' or 'most_recent'")),
+        (
+            ValueError,
+            Delayed,
+            {**FORMAT, "history_length": 16.0},
+            ("history_length=16.0", "integer"),
+        ),
+        (
+            ValueError,
+            Delayed,
+            {**FORMAT, "history_length": True},
+            ("history_length=True", "integer"),
+        ),
+        (
+            ValueError,
+            Delayed,
+            {**FORMAT, "algorithm": "mean"},
+            ("algorithm='mean'", "use 'max' or 'most_recent'"),
+        ),
         (ValueError, Delayed, {**FORMAT, "margin": -1}, ("margin=-1", "between 0 and 64")),
         (ValueError, Delayed, {**FORMAT, "margin": 65}, ("margin=65", "between 0 and 64")),
         (ValueError, Delayed, {**FORMAT, "margin": 0.5}, ("margin=0.5", "integer")),
-        (TypeError, Delayed, {**FORMAT, "power_of_two": None}, ("power_of_two=None", "True or False")),
-        (ValueError, Delayed, {**FORMAT, "granularity": fp8.PerRow()}, ("granularity=PerRow()", "use PerTensor()")),
+        (
+            TypeError,
+            Delayed,
+            {**FORMAT, "power_of_two": None},
+            ("power_of_two=None", "True or False"),
+        ),
+        (
+            ValueError,
+            Delayed,
+            {**FORMAT, "granularity": fp8.PerRow()},
+            ("granularity=PerRow()", "use PerTensor()"),
+        ),
         *(
-            (ValueError, Static, {**FORMAT, "scale": scale}, (f"scale={scale!r}", "between 2**-126 and 2**126"))
+            (
+                ValueError,
+                Static,
+                {**FORMAT, "scale": scale},
+                (f"scale={scale!r}", "between 2**-126 and 2**126"),
+            )
             for scale in (0.0, -1.0, np.inf, np.nan, 2.0**127, 10**400, "1", None, True)
         ),
-        (ValueError, Static, {"format": fp8.E8M0, "scale": 1.0}, ("format=E8M0", "use one of [E4M3, E5M2]")),
+        (
+            ValueError,
+            Static,
+            {"format": fp8.E8M0, "scale": 1.0},
+            ("format=E8M0", "use one of [E4M3, E5M2]"),
+        ),
         (
             ValueError,
             Static,
             {**FORMAT, "scale": 1.0, "granularity": fp8.PerRow()},
             ("granularity=PerRow()", "use PerTensor()"),
         ),
-        (ValueError, Identity, {"granularity": fp8.PerRow()}, ("granularity=PerRow()", "not used", "leave it out")),
+        (
+            ValueError,
+            Identity,
+            {"granularity": fp8.PerRow()},
+            ("granularity=PerRow()", "not used", "leave it out"),
+        ),
         (TypeError, Identity, FORMAT, ("format",)),
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value)[:50],

@@ -26,12 +26,19 @@ def test_compiler_options(chip):
     for name, (with_units, without) in COMPILER_OPTIONS.items():
         on_a_gpu = with_units if CHIPS[chip].fp8_matmul else without
         expected = on_a_gpu if CHIPS[chip].platform == "cuda" else {}
-        assert fp8.compiler_options(fp8.recipes.get(name, **(STATIC if name == "static" else {})), chip) == expected
+        assert (
+            fp8.compiler_options(
+                fp8.recipes.get(name, **(STATIC if name == "static" else {})), chip
+            )
+            == expected
+        )
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_scales_that_bfloat16_holds_may_be_rounded(name):
-    """Excess precision is what keeps other scales of whole tensors in float32 on their way to cuBLASLt."""
+    """Excess precision is what keeps other scales of whole tensors in float32 on their way to
+    cuBLASLt.
+    """
     exact = fp8.recipes.get(name, power_of_two=True)
     assert fp8.compiler_options(exact, "h200") == BY_CUBLASLT | AS_WRITTEN
     mixed = dataclasses.replace(exact, dgrad=fp8.recipes.get(name).dgrad)

@@ -45,12 +45,23 @@ def test_table(name, rows, fp8_matmuls):
     assert len(recipe.rows) == rows
     assert recipe.fp8_matmuls == fp8_matmuls
     assert recipe.is_identity == (name == "identity")
-    formats = {tensor: {q.value_format for _, q in recipe.uses(tensor)} for tensor in ("x", "w", "g")}
+    formats = {
+        tensor: {q.value_format for _, q in recipe.uses(tensor)} for tensor in ("x", "w", "g")
+    }
     if fp8_matmuls:
         only_e4m3 = name in ("rowwise", "blockwise", "mxfp8")
-        assert formats == {"x": {fp8.E4M3}, "w": {fp8.E4M3}, "g": {fp8.E4M3 if only_e4m3 else fp8.E5M2}}
+        assert formats == {
+            "x": {fp8.E4M3},
+            "w": {fp8.E4M3},
+            "g": {fp8.E4M3 if only_e4m3 else fp8.E5M2},
+        }
     assert recipe.tile == {"blockwise": 128, "mxfp8": 32}.get(name)
-    assert recipe.fprop.in_tiles == recipe.dgrad.in_tiles == recipe.wgrad.in_tiles == (recipe.tile is not None)
+    assert (
+        recipe.fprop.in_tiles
+        == recipe.dgrad.in_tiles
+        == recipe.wgrad.in_tiles
+        == (recipe.tile is not None)
+    )
     assert recipe.chip is None
 
 
@@ -58,7 +69,9 @@ def test_defaults():
     assert RECIPES["delayed"].fprop.lhs == Delayed(
         format=fp8.E4M3, history_length=16, algorithm="max", margin=0, power_of_two=False
     )
-    assert RECIPES["delayed"].dgrad.lhs == dataclasses.replace(RECIPES["delayed"].fprop.lhs, format=fp8.E5M2)
+    assert RECIPES["delayed"].dgrad.lhs == dataclasses.replace(
+        RECIPES["delayed"].fprop.lhs, format=fp8.E5M2
+    )
 
 
 def one_quantizer(recipe, tensor):
@@ -100,9 +113,15 @@ def test_defaults_of_mxfp8():
     )
     assert [one_quantizer(recipe, tensor) for tensor in "xwg"] == [every] * 3
     floor = dataclasses.replace(every, scale_rounding="floor")
-    assert [one_quantizer(fp8.recipes.mxfp8(scale_rounding="floor"), tensor) for tensor in "xwg"] == [floor] * 3
+    assert [
+        one_quantizer(fp8.recipes.mxfp8(scale_rounding="floor"), tensor) for tensor in "xwg"
+    ] == [floor] * 3
     square = dataclasses.replace(every, granularity=fp8.PerBlock((32, 32)))
-    assert [one_quantizer(fp8.recipes.mxfp8(w_tile_dim=2), tensor) for tensor in "xwg"] == [every, square, every]
+    assert [one_quantizer(fp8.recipes.mxfp8(w_tile_dim=2), tensor) for tensor in "xwg"] == [
+        every,
+        square,
+        every,
+    ]
 
 
 def test_presets_of_tiles_are_values():
@@ -134,14 +153,21 @@ def test_chip(name):
         fp8.compiler_options(recipe, "h200")
     for chip in CHIPS:
         if not CHIPS[chip].block_scaled_matmul:
-            with pytest.raises(ValueError, match=mentions(f"chip={chip!r}", "no block-scaled matmul", "leave it out")):
+            with pytest.raises(
+                ValueError,
+                match=mentions(f"chip={chip!r}", "no block-scaled matmul", "leave it out"),
+            ):
                 fp8.recipes.get(name, chip=chip)
 
 
 def test_a_chip_takes_tiles_with_powers_of_two():
-    with pytest.raises(ValueError, match=mentions("chip='b200'", "powers of two", "power_of_two=True")):
+    with pytest.raises(
+        ValueError, match=mentions("chip='b200'", "powers of two", "power_of_two=True")
+    ):
         fp8.recipes.blockwise(power_of_two=False, chip="b200")
-    short = fp8.quantizers.Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 48)), power_of_two=True)
+    short = fp8.quantizers.Current(
+        format=fp8.E4M3, granularity=fp8.PerBlock((1, 48)), power_of_two=True
+    )
     operands = fp8.Operands(lhs=short, rhs=short)
     with pytest.raises(ValueError, match=mentions("chip='b200'", "multiples of 32", "(1, 48)")):
         fp8.Recipe(name="a", fprop=operands, dgrad=operands, wgrad=operands, chip="b200")
@@ -184,7 +210,9 @@ def in_tiles(*tile):
 
 def differing_histories():
     lhs, rhs = (Delayed(format=fp8.E4M3, history_length=length) for length in (4, 8))
-    return fp8.Recipe(name="mine", fprop=fp8.Operands(lhs=lhs, rhs=rhs), dgrad=OPERANDS, wgrad=OPERANDS)
+    return fp8.Recipe(
+        name="mine", fprop=fp8.Operands(lhs=lhs, rhs=rhs), dgrad=OPERANDS, wgrad=OPERANDS
+    )
 
 
 E5M2 = Current(format=fp8.E5M2)
@@ -202,14 +230,38 @@ MISUSE = [
         ("scale=0.0", "between 2**-126 and 2**126"),
     ),
     (ValueError, lambda: fp8.recipes.delayed(history_length=0), ("history_length=0", "at least 1")),
-    (ValueError, lambda: fp8.recipes.delayed(algorithm="mean"), ("algorithm='mean'", "'most_recent'")),
+    (
+        ValueError,
+        lambda: fp8.recipes.delayed(algorithm="mean"),
+        ("algorithm='mean'", "'most_recent'"),
+    ),
     (ValueError, lambda: fp8.recipes.delayed(margin=-1), ("margin=-1", "between 0 and 64")),
     (ValueError, lambda: fp8.recipes.delayed(forward=fp8.E8M0), ("format=E8M0", "use one of")),
-    (TypeError, lambda: fp8.recipes.current(power_of_two="yes"), ("power_of_two='yes'", "True or False")),
-    (TypeError, lambda: fp8.recipes.rowwise(high_precision_wgrad=1), ("high_precision_wgrad=1", "True or False")),
-    (ValueError, lambda: fp8.recipes.current(forward=fp8.E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
-    (ValueError, lambda: fp8.Operands(lhs=E5M2, rhs=E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
-    (TypeError, lambda: fp8.Operands(lhs=fp8.E4M3, rhs=E5M2), ("lhs=E4M3", "use one of fp8.quantizers")),
+    (
+        TypeError,
+        lambda: fp8.recipes.current(power_of_two="yes"),
+        ("power_of_two='yes'", "True or False"),
+    ),
+    (
+        TypeError,
+        lambda: fp8.recipes.rowwise(high_precision_wgrad=1),
+        ("high_precision_wgrad=1", "True or False"),
+    ),
+    (
+        ValueError,
+        lambda: fp8.recipes.current(forward=fp8.E5M2),
+        ("lhs and rhs", "E5M2", "give one of them E4M3"),
+    ),
+    (
+        ValueError,
+        lambda: fp8.Operands(lhs=E5M2, rhs=E5M2),
+        ("lhs and rhs", "E5M2", "give one of them E4M3"),
+    ),
+    (
+        TypeError,
+        lambda: fp8.Operands(lhs=fp8.E4M3, rhs=E5M2),
+        ("lhs=E4M3", "use one of fp8.quantizers"),
+    ),
     (TypeError, lambda: fp8.Operands(lhs=E5M2, rhs=None), ("rhs=None", "Identity() for none")),
     (
         TypeError,
@@ -221,16 +273,28 @@ MISUSE = [
         lambda: fp8.Recipe(name=3, fprop=OPERANDS, dgrad=OPERANDS, wgrad=OPERANDS),
         ("name=3", "must be a string"),
     ),
-    (ValueError, differing_histories, ("history_length", "[4, 8]", "give all Delayed quantizers the same")),
+    (
+        ValueError,
+        differing_histories,
+        ("history_length", "[4, 8]", "give all quantizers with state the same"),
+    ),
     *(
         (
             ValueError,
             functools.partial(fp8.recipes.blockwise, **fields),
             ("takes one operand in 2D tiles", "give 2 to one"),
         )
-        for fields in ({"x_tile_dim": 2}, {"g_tile_dim": 2}, {"x_tile_dim": 2, "w_tile_dim": 1, "g_tile_dim": 2})
+        for fields in (
+            {"x_tile_dim": 2},
+            {"g_tile_dim": 2},
+            {"x_tile_dim": 2, "w_tile_dim": 1, "g_tile_dim": 2},
+        )
     ),
-    (ValueError, lambda: fp8.recipes.blockwise(forward=fp8.E5M2), ("lhs and rhs", "E5M2", "give one of them E4M3")),
+    (
+        ValueError,
+        lambda: fp8.recipes.blockwise(forward=fp8.E5M2),
+        ("lhs and rhs", "E5M2", "give one of them E4M3"),
+    ),
     (
         ValueError,
         lambda: fp8.recipes.blockwise(forward=fp8.E5M2, gradient=fp8.E5M2),
@@ -253,11 +317,19 @@ MISUSE = [
         )
         for wrong in (0, 32, False)
     ),
-    (ValueError, lambda: fp8.recipes.mxfp8(scale_rounding="ceil"), ("scale_rounding='ceil'", "'rceil' or 'floor'")),
+    (
+        ValueError,
+        lambda: fp8.recipes.mxfp8(scale_rounding="ceil"),
+        ("scale_rounding='ceil'", "'rceil' or 'floor'"),
+    ),
     (TypeError, lambda: fp8.recipes.mxfp8(power_of_two=True), ("power_of_two",)),
     (TypeError, lambda: fp8.recipes.blockwise(power_of_two=1), ("power_of_two=1", "True or False")),
     (TypeError, lambda: fp8.recipes.blockwise(scale_rounding="rceil"), ("scale_rounding",)),
-    (ValueError, lambda: fp8.recipes.blockwise(chip="h300"), ("chip='h300'", "use one of", "'b200'")),
+    (
+        ValueError,
+        lambda: fp8.recipes.blockwise(chip="h300"),
+        ("chip='h300'", "use one of", "'b200'"),
+    ),
     (ValueError, lambda: fp8.recipes.mxfp8(chip="B200"), ("chip='B200'", "use one of", "'b200'")),
     (TypeError, lambda: fp8.recipes.get("current", chip="b200"), ("'current'", "['chip']")),
     (
@@ -276,10 +348,22 @@ MISUSE = [
         ("both in 2D", "PerBlock((1, 32))"),
     ),
     (ValueError, lambda: fp8.recipes.get("fp8"), ("'fp8'", "use one of", "'delayed'")),
-    (TypeError, lambda: fp8.recipes.get("current", margin=1), ("'current'", "['margin']", "'power_of_two'")),
+    (
+        TypeError,
+        lambda: fp8.recipes.get("current", margin=1),
+        ("'current'", "['margin']", "'power_of_two'"),
+    ),
     (TypeError, lambda: fp8.init_state("delayed"), ("recipe='delayed'", "fp8.recipes.delayed()")),
-    (TypeError, lambda: fp8.compiler_options("delayed", "h200"), ("recipe='delayed'", "fp8.recipes.delayed()")),
-    (ValueError, lambda: fp8.compiler_options(RECIPES["delayed"], "h300"), ("chip='h300'", "use one of")),
+    (
+        TypeError,
+        lambda: fp8.compiler_options("delayed", "h200"),
+        ("recipe='delayed'", "fp8.recipes.delayed()"),
+    ),
+    (
+        ValueError,
+        lambda: fp8.compiler_options(RECIPES["delayed"], "h300"),
+        ("chip='h300'", "use one of"),
+    ),
 ]
 
 

@@ -16,8 +16,13 @@ P = jax.P
         (MeshRoles(), P(None, None, None), P(None, None)),
         (MeshRoles(data="d"), P("d", None, None), P(None, None)),
         (MeshRoles(fsdp="f", tensor="t"), P("f", None, None), P("f", "t")),
-        (MeshRoles(data="d", fsdp="f", tensor="t", sequence="t"), P(("d", "f"), "t", None), P("f", "t")),
-        (MeshRoles(data="x", fsdp="x"), P("x", None, None), P("x", None)),  # weights over all that the batch is over
+        (
+            MeshRoles(data="d", fsdp="f", tensor="t", sequence="t"),
+            P(("d", "f"), "t", None),
+            P("f", "t"),
+        ),
+        # weights over all that the batch is over
+        (MeshRoles(data="x", fsdp="x"), P("x", None, None), P("x", None)),
     ],
 )
 def test_roles_without_an_axis_drop_out(roles, activations, weight):
@@ -42,8 +47,16 @@ def test_every_axis_but_pipeline_is_reduced():
             ValueError,
             ["two array axes", "['t']"],
         ),
-        (lambda: MeshRoles(data="a", fsdp="b").check(mesh(data=2)), ValueError, ["['data']", "'data': 'a'", "'b'"]),
-        (lambda: MeshRoles(data="data").check(mesh(data=2, spare=2)), ValueError, ["['spare']", "no role"]),
+        (
+            lambda: MeshRoles(data="a", fsdp="b").check(mesh(data=2)),
+            ValueError,
+            ["['data']", "'data': 'a'", "'b'"],
+        ),
+        (
+            lambda: MeshRoles(data="data").check(mesh(data=2, spare=2)),
+            ValueError,
+            ["['spare']", "no role"],
+        ),
     ],
 )
 def test_wrong(wrong, error, mentions):

@@ -1,4 +1,7 @@
-"""Specs of scales and of state, from those of their tensors: they place real arrays, each device its own scales."""
+"""Specs of scales and of state, from those of their tensors.
+
+They place real arrays, each device its own scales.
+"""
 
 import re
 
@@ -31,7 +34,16 @@ def mesh():
 
 @pytest.mark.parametrize(
     "spec",
-    [P(), P("a"), P(None, "b"), P("b", "a"), P(("a", "b")), P(("b", "a")), P(None, ("b", "a")), P(None, None, "a")],
+    [
+        P(),
+        P("a"),
+        P(None, "b"),
+        P("b", "a"),
+        P(("a", "b")),
+        P(("b", "a")),
+        P(None, ("b", "a")),
+        P(None, None, "a"),
+    ],
     ids=str,
 )
 def test_mesh_axes_are_found_again(spec):
@@ -44,7 +56,9 @@ def test_mesh_axes_are_found_again(spec):
 
 
 def test_a_part_of_a_mesh_axis_is_none():
-    """2 x 2 x 2 devices see "a" of four as two axes, of which a spec on the mesh of 4 x 2 knows nothing."""
+    """2 x 2 x 2 devices see "a" of four as two axes, of which a spec on the mesh of 4 x 2 knows
+    nothing.
+    """
     finer = jax.sharding.Mesh(mesh().devices.reshape(2, 2, 2), ("a0", "a1", "b"))
     for spec, wanted in (
         (P("a0", "b"), ((), ("b",))), (P("a1"), ((), ())), (P(("a0", "a1"), "b"), (("a",), ("b",))),
@@ -63,7 +77,9 @@ def test_of_scales(name):
     specs = quantized_specs(q, P("a", "b"), mesh=mesh())
     assert (specs.values, specs.scale) == (P("a", "b"), want)
     # Each device has the scales of its own values, and no others.
-    own = jax.shard_map(lambda q: q.dequantize(), mesh=mesh(), in_specs=(specs,), out_specs=P("a", "b"))
+    own = jax.shard_map(
+        lambda q: q.dequantize(), mesh=mesh(), in_specs=(specs,), out_specs=P("a", "b")
+    )
     np.testing.assert_array_equal(jax.jit(own)(q), dequantize(q))
     placed = jax.device_put(q, jax.tree.map(lambda spec: NamedSharding(mesh(), spec), specs))
     np.testing.assert_array_equal(dequantize(placed), dequantize(q))
@@ -88,7 +104,9 @@ def test_wrong_specs(shape, spec, mentions):
 
 
 def test_an_axis_of_one_device_cuts_nothing():
-    q = jax.eval_shape(lambda x: fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 128))), jnp.ones((128, 200)))
+    q = jax.eval_shape(
+        lambda x: fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 128))), jnp.ones((128, 200))
+    )
     one = jax.make_mesh((4, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     assert quantized_specs(q, P("a", "b"), mesh=one).scale == P("a", "b")
 
@@ -96,10 +114,14 @@ def test_an_axis_of_one_device_cuts_nothing():
 def test_of_stacked_states():
     one = fp8.init_state(fp8.recipes.delayed())
     stages = jax.tree.map(lambda leaf: jnp.stack([jnp.stack([leaf] * 3)] * 4), one)
-    specs = fp8.state_specs({"one": one, "stages": stages}, {"one": P("b"), "stages": P("a", None, "b")})
+    specs = fp8.state_specs(
+        {"one": one, "stages": stages}, {"one": P("b"), "stages": P("a", None, "b")}
+    )
     assert set(jax.tree.leaves(specs["one"])) == {P()}
     assert set(jax.tree.leaves(specs["stages"])) == {P("a", None)}
-    placed = jax.device_put(stages, jax.tree.map(lambda spec: NamedSharding(mesh(), spec), specs["stages"]))
+    placed = jax.device_put(
+        stages, jax.tree.map(lambda spec: NamedSharding(mesh(), spec), specs["stages"])
+    )
     assert placed.amax_history.addressable_shards[0].data.shape == (1, 3, 3, 16)
     with pytest.raises(ValueError, match="weight_specs has None"):
         fp8.state_specs(one, None)
@@ -121,10 +143,20 @@ class Model(nn.Module):
 
 def test_of_a_linen_model():
     variables = Model().init(jax.random.key(0), jnp.ones((2, 8)))
-    assert len(jax.tree.leaves(variables[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.MatmulState))) == 3
+    assert (
+        len(
+            jax.tree.leaves(variables[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+        )
+        == 3
+    )
     kernels = {"stack": P("a", "b"), "plug": P("a", "b"), "einsum": P("b")}
-    specs = state_specs(variables[COLLECTION], {layer: {"kernel": spec} for layer, spec in kernels.items()})
+    specs = state_specs(
+        variables[COLLECTION], {layer: {"kernel": spec} for layer, spec in kernels.items()}
+    )
     assert set(jax.tree.leaves(specs["stack"])) == {P("a")}
     assert set(jax.tree.leaves((specs["plug"], specs["einsum"]))) == {P()}
     with pytest.raises(ValueError, match=r"no kernel for the state at .*einsum"):
-        state_specs(variables[COLLECTION], {layer: {"kernel": kernels[layer]} for layer in ("stack", "plug")})
+        state_specs(
+            variables[COLLECTION],
+            {layer: {"kernel": kernels[layer]} for layer in ("stack", "plug")},
+        )

@@ -101,7 +101,8 @@ def test_tiles_along_one_axis_are_not_transposed(shape, tile, permutation):
     _, q = in_tiles(shape, tile, "E8M0")
     for transpose in (lambda q: q.transpose(*permutation), lambda q: q.T):
         with pytest.raises(
-            ValueError, match=mentions(str(tile), "cannot be transposed", "both directions", "fp8.quantize(x")
+            ValueError,
+            match=mentions(str(tile), "cannot be transposed", "both directions", "fp8.quantize(x"),
         ):
             transpose(q)
 
@@ -122,9 +123,13 @@ def test_dequantize_a_scale_that_is_nan():
     np.testing.assert_array_equal(y, np.repeat([[1.0, np.nan]], 32, axis=1))
 
 
-@pytest.mark.parametrize("permutation", [(0, 1), (0, 0, 1), (0, 1, 3), (-1, 0, 1), ((2, 1, 0),)], ids=str)
+@pytest.mark.parametrize(
+    "permutation", [(0, 1), (0, 0, 1), (0, 1, 3), (-1, 0, 1), ((2, 1, 0),)], ids=str
+)
 def test_what_is_no_permutation(tensor, permutation):
-    with pytest.raises(ValueError, match=mentions("permutation", str(permutation), "3 axes", "(3, 3, 3)")):
+    with pytest.raises(
+        ValueError, match=mentions("permutation", str(permutation), "3 axes", "(3, 3, 3)")
+    ):
         tensor(fp8.PerTensor()).transpose(*permutation)
 
 
@@ -138,10 +143,13 @@ def test_dequantize_is_finite_where_x_is(dtype, power_of_two, format):
         y = q.dequantize()
         assert y.dtype == x.dtype
         np.testing.assert_array_equal(np.isfinite(y), np.isfinite(x), err_msg=name)
-        # One product in float32, one rounding to the dtype; the limits of the dtype where that overflows.
+        # One product in float32, one rounding to the dtype; the limits of the dtype where that
+        # overflows.
         with np.errstate(over="ignore", invalid="ignore"):
             product = np.asarray(q.values).astype(np.float32) * np.asarray(q.scale)
-            exact = np.clip(product, -float(jnp.finfo(x.dtype).max), float(jnp.finfo(x.dtype).max)).astype(x.dtype)
+            exact = np.clip(
+                product, -float(jnp.finfo(x.dtype).max), float(jnp.finfo(x.dtype).max)
+            ).astype(x.dtype)
         y, exact = (np.asarray(z).astype(np.float32) for z in (y, exact))
         normal = ~(np.abs(exact) < oracle.TINY)
         np.testing.assert_array_equal(y[normal], exact[normal], err_msg=name)
@@ -155,7 +163,10 @@ def test_dequantize_into_another_dtype(tensor):
 
 def test_infinities_of_others_stay():
     q = fp8.QuantizedTensor(
-        jnp.array([jnp.inf, -jnp.inf, 1.0], jnp.float8_e5m2), jnp.float32(2.0), fp8.PerTensor(), jnp.dtype("float32")
+        jnp.array([jnp.inf, -jnp.inf, 1.0], jnp.float8_e5m2),
+        jnp.float32(2.0),
+        fp8.PerTensor(),
+        jnp.dtype("float32"),
     )
     np.testing.assert_array_equal(q.dequantize(), [np.inf, -np.inf, 2.0])
 
@@ -165,11 +176,8 @@ def test_pytree(tensor):
     leaves, structure = jax.tree.flatten(q)
     assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.float32]
     assert jax.tree.unflatten(structure, leaves).granularity == q.granularity
-    assert jax.tree.map(lambda leaf: leaf.shape, q).values == (
-        3,
-        3,
-        3,
-    )  # a tree of shapes is none of arrays, and no error
+    # A tree of shapes is none of arrays, and no error.
+    assert jax.tree.map(lambda leaf: leaf.shape, q).values == (3, 3, 3)
     assert jax.jit(lambda q: q)(q).dtype == q.dtype
     with pytest.raises(dataclasses.FrozenInstanceError):
         q.scale = None
@@ -178,13 +186,22 @@ def test_pytree(tensor):
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"scale": jnp.ones(2)}, ("scale float32[2]", "[3, 3, 3]", "PerAxis(0)", "float32[3, 1, 1]", "fp8.quantize")),
+        (
+            {"scale": jnp.ones(2)},
+            ("scale float32[2]", "[3, 3, 3]", "PerAxis(0)", "float32[3, 1, 1]", "fp8.quantize"),
+        ),
         (
             {"scale": jnp.ones((3, 1, 1), jnp.bfloat16)},
             ("scale bfloat16[3, 1, 1]", "need float32[3, 1, 1]", "fp8.quantize"),
         ),
-        ({"granularity": fp8.PerTensor()}, ("scale float32[3, 1, 1]", "PerTensor()", "need float32[]", "fp8.quantize")),
-        ({"granularity": fp8.PerAxis(3)}, ("granularity", "PerAxis(3)", "3 axes", "name each axis to keep once")),
+        (
+            {"granularity": fp8.PerTensor()},
+            ("scale float32[3, 1, 1]", "PerTensor()", "need float32[]", "fp8.quantize"),
+        ),
+        (
+            {"granularity": fp8.PerAxis(3)},
+            ("granularity", "PerAxis(3)", "3 axes", "name each axis to keep once"),
+        ),
         ({"values": jnp.ones((3, 3, 3))}, ("values", "float32", "float8_e4m3fn", "fp8.quantize")),
         (
             {"values": jnp.ones((3, 3, 3), jnp.float8_e8m0fnu)},
@@ -205,9 +222,15 @@ def test_validate(tensor, change, parts):
             {"scale": jnp.ones((2, 2))},
             ("scale float32[2, 2]", "[50, 70]", "PerBlock(tile=(32, 32))", "float32[2, 3]", "E8M0"),
         ),
-        ({"granularity": fp8.PerBlock((1, 32))}, ("scale float8_e8m0fnu[2, 3]", "float32[50, 3]", "fp8.quantize")),
+        (
+            {"granularity": fp8.PerBlock((1, 32))},
+            ("scale float8_e8m0fnu[2, 3]", "float32[50, 3]", "fp8.quantize"),
+        ),
         ({"power_of_two": False}, ("E8M0 scales and power_of_two=False", "pass power_of_two=True")),
-        ({"granularity": fp8.PerBlock((2, 2, 2))}, ("PerBlock(tile=(2, 2, 2))", "2 axes", "each trailing axis")),
+        (
+            {"granularity": fp8.PerBlock((2, 2, 2))},
+            ("PerBlock(tile=(2, 2, 2))", "2 axes", "each trailing axis"),
+        ),
     ],
     ids=["scale shape", "granularity", "power_of_two", "rank"],
 )

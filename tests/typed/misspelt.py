@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
+import jaxfp8 as fp8
 from jaxfp8 import linen
 from jaxfp8.nnx import FP8Einsum, FP8Linear, FP8LinearGeneral
 
@@ -25,3 +26,12 @@ linen.FP8Dense(4, use_bias=False)
 linen.FP8Dense(4, use_bais=False)  # type: ignore[call-arg]
 linen.FP8Dense(4, recipe="delayed")  # type: ignore[arg-type]
 linen.FP8EinsumOp(recipe="delayed")  # type: ignore[arg-type]
+
+x = jnp.ones((2, 64))
+fp8.quantize(x, fp8.E4M3, power_of_two=True, rounding="nearest", scale_rounding="rceil")
+fp8.quantize(x, fp8.E4M3, power_of_tow=True)  # type: ignore[call-overload]
+fp8.quantize(x, fp8.E4M3, rounding="up")  # type: ignore[call-overload]
+fp8.quantize(x, fp8.E4M3, scale_format="e8m0")  # type: ignore[call-overload]
+fp8.fake_quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), scale_format=fp8.E8M0)
+fp8.fake_quantize(x, fp8.E4M3, scale_formt=fp8.E8M0)  # type: ignore[call-arg]
+fp8.fake_quantize(x, fp8.E4M3, power_of_two="yes")  # type: ignore[arg-type]

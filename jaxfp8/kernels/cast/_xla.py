@@ -1,33 +1,35 @@
-"""The cast for XLA: elementwise, so that it fuses into whatever produced x, and into the amax beside it."""
+"""The cast for XLA: elementwise, so that it fuses with what produced x, and with an amax of x.
 
-from jaxfp8._typing import Array, Rounding
-from jaxfp8.kernels._met import Met
+With barriers it is the reference: XLA cannot fuse or rewrite anything across them.
+"""
+
+from collections.abc import Sequence
+
+import jax
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._prologue import Source, value_of
-from jaxfp8.numerics._formats import Format
-from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def cast(
+def cast_copies(
     x: Source,
-    multipliers: tuple[Array, ...],
-    scales: tuple[Array, ...],
-    format: Format,
-    granularities: tuple[AbstractGranularity, ...],
+    cast: Cast,
+    scales: Sequence[tuple[Array, Array]],
     *,
-    transposed: tuple[bool, ...],
-    column_sums: bool,
-    power_of_two: bool,
-    rounding: Rounding,
     key: Array | None,
-) -> tuple[tuple[QuantizedTensor, ...], Met]:
+    barriers: bool,
+) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.cast._api.cast_copies`."""
-    del transposed, column_sums  # XLA chooses layouts, and reduces what it fuses
     array = value_of(x)
-
-    def one(multiplier: Array, scale: Array, granularity: AbstractGranularity) -> QuantizedTensor:
-        values = saturating_cast(array, granularity.expand(multiplier, array.shape), format, rounding=rounding, key=key)
-        return QuantizedTensor(values, scale, granularity, array.dtype, power_of_two)
-
-    return tuple(map(one, multipliers, scales, granularities)), Met()
+    values, known = [], []
+    for granularity, (multiplier, scale) in zip(cast.granularities, scales, strict=True):
+        if barriers:
+            multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
+        spread = granularity.expand(multiplier, array.shape)
+        values.append(saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key))
+        known.append(scale)
+    return cast.copies(tuple(values), tuple(known), array.dtype), CastExtras()

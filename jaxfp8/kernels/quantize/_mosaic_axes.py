@@ -1,13 +1,14 @@
-"""The quantizer in Pallas (Mosaic GPU) for scales that span x: of the tensor, of rows and of columns.
+"""The quantizer in Pallas (Mosaic GPU) for scales that span x: of the tensor, of rows, of columns.
 
-Such a scale needs its amax before the first value is cast: x is read twice, whatever the number of directions; XLA reads it
-three times for rows and columns, and their values have to be transposed after that.
+Such a scale needs its amax before the first value is cast. So x is read twice, whatever the number
+of directions. XLA reads it three times for rows and columns, and then transposes values.
 
-Letters: M, K the last two axes of x; T = 128.
+Letters: L the leading axes as one, M, K the last two axes of x; T = 128.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,122 +16,129 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels._met import Met
-from jaxfp8.kernels._mosaic_source import Reader, operands_of, reader
-from jaxfp8.kernels._mosaic_tiles import T, grid, parts, place
+from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import on_mesh
-from jaxfp8.kernels._prologue import Produced, Source
+from jaxfp8.kernels._prologue import Source, prologue_of
 from jaxfp8.kernels.cast._mosaic import copies
+from jaxfp8.kernels.mosaic._source import Reader, Staged, operands_of, reader
+from jaxfp8.kernels.mosaic._tiles import T, grid, parts, place, tiles_of
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._float32 import to_float32
-from jaxfp8.numerics._formats import Format
-from jaxfp8.numerics._granularity import AbstractGranularity, PerAxis, PerTensor
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Along: TypeAlias = Literal["tensor", "rows", "columns"]
 CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
 
 
-def quantize(
-    x: Source,
-    format: Format,
-    granularities: tuple[AbstractGranularity, ...],
-    rule: ScaleRule,
-    transposed: tuple[bool, ...],
-    *,
-    column_sums: bool,
-) -> tuple[tuple[QuantizedTensor, ...], Met]:
+def quantize(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.quantize._api.quantize`, of granularities that `along` knows.
 
     Raises:
       NotImplementedError: see `kernels.cast._mosaic.copies`.
     """
-    kinds = tuple(along(granularity, x.ndim) for granularity in granularities)
+    kinds = tuple(along(granularity, x.ndim) for granularity in cast.granularities)
     largest = largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
     multipliers, scales = zip(
         *(
-            rule.apply(to_float32(granularity.maximum(largest[kind])), format)
-            for granularity, kind in zip(granularities, kinds, strict=True)
+            cast.rule.apply(to_float32(granularity.maximum(largest[kind])), cast.format)
+            for granularity, kind in zip(cast.granularities, kinds, strict=True)
         ),
         strict=True,
     )
-    turned = tuple(kind == "columns" or turn for kind, turn in zip(kinds, transposed, strict=True))
-    values, met = copies(x, multipliers, format, turned, column_sums=column_sums)
-    made = tuple(
-        QuantizedTensor(value, scale, granularity, x.dtype, rule.exact)
-        for value, scale, granularity in zip(values, scales, granularities, strict=True)
-    )
-    return made, met
+    values, extras = copies(x, cast, multipliers)
+    return cast.copies(values, scales, x.dtype), extras
 
 
 def along(granularity: AbstractGranularity, ndim: int) -> Along:
-    """What shares a scale: all of x, what lies along K, or what lies along M (and axes in front).
+    """What shares a scale: all of x, what is along K, or what is along M (and axes in front).
 
     Raises:
       NotImplementedError: for another granularity.
     """
-    if isinstance(granularity, PerTensor):
+    if granularity.in_one:
         return "tensor"
-    if isinstance(granularity, PerAxis) and ndim >= 2:
-        kept = {axis % ndim for axis in granularity.axes}
-        if ndim - 1 not in kept:
+    if granularity.in_rows and ndim >= 2:
+        if not granularity.has_cells_along(-1, ndim):
             return "rows"
-        if ndim - 2 not in kept:
+        if not granularity.has_cells_along(-2, ndim):
             return "columns"
     raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
 
 
 def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
-    """For each kind the largest of what a tile has of a scale cell, in one read: [.., M/T, K/T], [.., M, K/T], [.., M/T, K]."""
-    operands, prologue = operands_of(x), x.prologue if isinstance(x, Produced) else None
+    """Amaxes of the parts of scale cells that are in one tile of T x T, in one read of x.
+
+    There is one array for each kind: "tensor" [.., M/T, K/T], "rows" [.., M, K/T], "columns"
+    [.., M/T, K].
+    """
+    operands, prologue = operands_of(x), prologue_of(x)
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         source, read = reader(arrays, prologue)
         *lead, m, k = arrays[0].shape
         results = []
-        for kind, largest in zip(kinds, _kernel(source, kinds)(*read), strict=True):
+        for kind, largest in zip(kinds, _AmaxKernel(source, kinds)(read), strict=True):
             down, across = CELLS[kind]
             largest = largest.swapaxes(1, 2) if kind == "rows" else largest
             largest = largest[:, : pl.cdiv(source.shape[1], down), : pl.cdiv(k, across)]
             results.append(largest.reshape(*lead, pl.cdiv(m, down), pl.cdiv(k, across)))
         return tuple(results)
 
-    return dict(zip(kinds, on_mesh(local, (T, T), tuple(CELLS[kind] for kind in kinds))(*operands), strict=True))
+    cells = tuple(CELLS[kind] for kind in kinds)
+    return dict(zip(kinds, on_mesh(local, (T, T), cells)(*operands), strict=True))
 
 
-def _kernel(source: Reader, kinds: Sequence[Along]) -> Callable[..., Sequence[Array]]:
-    """The kernel for what is read for x [L, M, K].
+class _Scratch(NamedTuple):
+    """Shared memory of the kernel: what it reads, and for each kind a line of amaxes or None."""
 
-    It gives amaxes, of rows [L, K/T, M], of columns [L, M/T, K] (whole tiles), of the tensor [L, M/T, K/T].
+    read: Staged
+    lines: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _AmaxKernel:
+    """The kernel that finds amaxes in x [L, M, K].
+
+    It writes amaxes of rows [L, K/T, M], of columns [L, M/T, K], and of tiles [L, M/T, K/T] for the
+    tensor. M and K of rows and columns are whole tiles.
     """
-    lead, m, k = source.shape
-    tall, wide = pl.cdiv(m, T), pl.cdiv(k, T)
-    shapes = {"tensor": (lead, tall, wide), "rows": (lead, wide, tall * T), "columns": (lead, tall, wide * T)}
 
-    def body(*refs: Any) -> None:
-        operands, refs = refs[: len(source.operands)], refs[len(source.operands) :]
-        results, (read, arrived, lines) = refs[: len(kinds)], refs[len(kinds) :]
-        at, i, j = place(source.shape)
-        source.start(operands, read, arrived)
-        plgpu.barrier_wait(arrived)
-        tile = source.tile(read)
-        for kind, result, line in zip(kinds, results, lines, strict=True):
-            of_parts = []
-            for taken, rows in parts(tile, turned=kind == "columns"):
-                of_parts.append(jnp.max(magnitude(rows), axis=1))
+    source: Reader
+    kinds: Sequence[Along]
+
+    def __call__(self, operands: Sequence[Array]) -> Sequence[Array]:
+        lead, (down, across) = self.source.shape[0], tiles_of(self.source.shape)
+        shapes = {
+            "tensor": (lead, down, across),
+            "rows": (lead, across, down * T),
+            "columns": (lead, down, across * T),
+        }
+        lines = [None if kind == "tensor" else plgpu.SMEM((T,), jnp.float32) for kind in self.kinds]
+        (results,) = plgpu.kernel(
+            self.body,
+            out_type=([jax.ShapeDtypeStruct(shapes[kind], jnp.float32) for kind in self.kinds],),
+            scratch_types=(_Scratch(self.source.staged(), lines),),
+            **grid(self.source.shape),
+        )(operands)
+        return results
+
+    def body(self, operands: Sequence[Any], results: Sequence[Any], scratch: _Scratch) -> None:
+        """What a block of threads does. Its name is the kernel's name in the program."""
+        self.source.start(operands, scratch.read)
+        tile = self.source.tile(scratch.read)
+        for kind, result, line in zip(self.kinds, results, scratch.lines, strict=True):
+            at = place(self.source.shape).of_copy(transposed=kind == "columns")
+            amaxes = []
+            for index, rows in parts(tile, transposed=kind == "columns"):
+                amaxes.append(jnp.max(magnitude(rows), axis=1))
                 if line is not None:
-                    line[taken] = of_parts[-1]
+                    line[index] = amaxes[-1]
             if line is None:
-                result[at, i, j] = jnp.max(jnp.maximum(*of_parts))
+                result[tuple(at)] = jnp.max(jnp.maximum(*amaxes))
             else:
                 plgpu.commit_smem()  # so that TMA sees what threads stored
-                down, across = (j, i) if kind == "columns" else (i, j)
-                plgpu.copy_smem_to_gmem(line, result.at[at, across, pl.ds(down * T, T)])
+                where = at.matrix, at.column, pl.ds(at.row * T, T)
+                plgpu.copy_smem_to_gmem(line, result.at[where])
         plgpu.wait_smem_to_gmem(0)
-
-    lines = [None if kind == "tensor" else plgpu.SMEM((T,), jnp.float32) for kind in kinds]
-    return plgpu.kernel(
-        body, out_type=[jax.ShapeDtypeStruct(shapes[kind], jnp.float32) for kind in kinds],
-        scratch_types=[source.staged, plgpu.Barrier(num_arrivals=len(source.operands)), lines], **grid(source.shape),
-    )  # fmt: skip

@@ -1,9 +1,10 @@
 """The Triton quantizer's device code: the rules of numerics, on a block of x that is read once.
 
-An amax is a maximum of bits, as integers: Triton's maximum of floats loses NaN, and the bits of floats that are not negative
-are in their order, with those of inf and NaN above all others.
+An amax is a maximum of bits, as integers: Triton's maximum of floats loses NaN, and the bits of
+floats that are not negative are in their order, with those of inf and NaN above all others.
 
-Letters: L the leading axes, merged; M K the last two; T the side of a tile. Of the format LARGEST is the largest value,
+Letters: L the leading axes, merged; M K the last two; T the side of a tile. Of the format LARGEST
+  is the largest value,
 EXPONENT its exponent, NAN the byte of NaN; E8M0, POWER_OF_TWO and CEIL say what the scale rule is.
 """
 
@@ -29,7 +30,10 @@ def quantize_tiles(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
     E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """x [L, M, K] in up to three TILES, of which `_write_tiles` has the results; a program reads BLOCK x BLOCK values."""
+    """x [L, M, K] in up to three TILES, of which `_write_tiles` has the results.
+
+    A program reads BLOCK x BLOCK values.
+    """
     across: tl.constexpr = (K + BLOCK - 1) // BLOCK
     down: tl.constexpr = (M + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -38,7 +42,9 @@ def quantize_tiles(
     inside = (i * BLOCK + row < M)[:, None] & (j * BLOCK + column < K)[None, :]
     # Arrays have more elements than int32 counts, a block's reach has not.
     first = (lead.to(tl.int64) * M + i * BLOCK) * K + j * BLOCK
-    block = tl.load(x + first + (row[:, None] * K + column[None, :]), mask=inside, other=0.0).to(tl.float32)
+    block = tl.load(x + first + (row[:, None] * K + column[None, :]), mask=inside, other=0.0).to(
+        tl.float32
+    )
     _write_tiles(
         block, values_0, scale_0, lead, i, j, M, K, BLOCK, TILES[0][0], TILES[0][1],
         LARGEST, EXPONENT, NAN, E8M0, POWER_OF_TWO, CEIL,
@@ -62,7 +68,9 @@ def _write_tiles(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
     E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """The block in tiles of DOWN x ACROSS: values [L, M, K] and scale [L, ceil(M / DOWN), ceil(K / ACROSS)].
+    """The block in tiles of DOWN x ACROSS.
+
+    Values [L, M, K] and scale [L, ceil(M / DOWN), ceil(K / ACROSS)].
 
     Values of columns and scales of rows are written with the last two axes in the other order.
     """
@@ -72,13 +80,17 @@ def _write_tiles(
     amax = tl.max(tl.max(bits, axis=3), axis=1)
     multiplier, scales, odd = _scales_of(amax, LARGEST, EXPONENT, E8M0, POWER_OF_TWO, CEIL)
     spread = tl.broadcast_to(multiplier[:, None, :, None], (rows, DOWN, columns, ACROSS))
-    codes = _cast(block, tl.reshape(spread, (BLOCK, BLOCK)), odd, values.dtype.element_ty, LARGEST, NAN)
+    codes = _cast(
+        block, tl.reshape(spread, (BLOCK, BLOCK)), odd, values.dtype.element_ty, LARGEST, NAN
+    )
 
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     if ACROSS == 1:
         first = (lead.to(tl.int64) * K + j * BLOCK) * M + i * BLOCK
         inside = (j * BLOCK + column < K)[:, None] & (i * BLOCK + row < M)[None, :]
-        tl.store(values + first + (column[:, None] * M + row[None, :]), tl.trans(codes), mask=inside)
+        tl.store(
+            values + first + (column[:, None] * M + row[None, :]), tl.trans(codes), mask=inside
+        )
     else:
         first = (lead.to(tl.int64) * M + i * BLOCK) * K + j * BLOCK
         inside = (i * BLOCK + row < M)[:, None] & (j * BLOCK + column < K)[None, :]
@@ -86,7 +98,10 @@ def _write_tiles(
 
     most_down: tl.constexpr = (M + DOWN - 1) // DOWN
     most_across: tl.constexpr = (K + ACROSS - 1) // ACROSS
-    row, column = (i * rows + tl.arange(0, rows))[:, None], (j * columns + tl.arange(0, columns))[None, :]
+    row, column = (
+        (i * rows + tl.arange(0, rows))[:, None],
+        (j * columns + tl.arange(0, columns))[None, :],
+    )
     place = column * most_down + row if DOWN == 1 else row * most_across + column
     inside = (row < most_down) & (column < most_across)
     tl.store(scale + lead.to(tl.int64) * (most_down * most_across) + place, scales, mask=inside)
@@ -99,7 +114,10 @@ def quantize_rows(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
     E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] with one scale a row: values [M, K], scale [M]. A program reads ROWS of them, each in BLOCK >= K values."""
+    """x [M, K] with one scale a row: values [M, K], scale [M].
+
+    A program reads ROWS of them, each in BLOCK >= K values.
+    """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     place = first * K + (row[:, None] * K + column[None, :])
@@ -114,9 +132,12 @@ def quantize_rows(
 
 @triton.jit
 def _scales_of(
-    amax, LARGEST: tl.constexpr, EXPONENT: tl.constexpr, E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr
+    amax, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
+    E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """`ScaleRule.apply` to the bits of amaxes [..]: multipliers, float32, and scales, float32 or bytes.
+    """`ScaleRule.apply` to the bits of amaxes [..].
+
+    Multipliers, float32, and scales, float32 or bytes.
 
     Also whether a value under one of them may be inf, NaN, or below 2^-126 and yet no zero in FP8.
     """
@@ -134,7 +155,9 @@ def _scales_of(
         else:
             scales = ((tl.where(usable, exponent, 0) + 127) << 23).to(tl.float32, bitcast=True)
     else:
-        multiplier = tl.div_rn(LARGEST, tl.where(usable, amax, _ONE_BITS).to(tl.float32, bitcast=True))
+        multiplier = tl.div_rn(
+            LARGEST, tl.where(usable, amax, _ONE_BITS).to(tl.float32, bitcast=True)
+        )
         multiplier = tl.clamp(multiplier, _TINY, _HUGE)
         scales = tl.div_rn(1.0, tl.where(usable, multiplier, 1.0))
     multiplier = tl.where(usable, multiplier, 1.0)
@@ -144,11 +167,16 @@ def _scales_of(
 
 @triton.jit
 def _cast(block, multiplier, odd, dtype: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr):
-    """`saturating_cast`: float32 to `dtype`. The NaN is chosen by its byte, since the hardware's is not JAX's in E5M2."""
+    """`saturating_cast`: float32 to `dtype`.
+
+    The NaN is chosen by its byte, since the hardware's is not JAX's in E5M2.
+    """
     codes = tl.clamp(block * multiplier, -LARGEST, LARGEST).to(dtype).to(tl.uint8, bitcast=True)
-    if odd > 0:  # in a branch: nearly no block takes it, and it would double the instructions of all
+    # in a branch: nearly no block takes it, and it would double the instructions of all
+    if odd > 0:
         magnitude = tl.abs(block)
-        scaled = block * tl.where(magnitude < _TINY, 0.0, multiplier)  # a zero with the sign of the value
+        # a zero with the sign of the value
+        scaled = block * tl.where(magnitude < _TINY, 0.0, multiplier)
         codes = tl.clamp(scaled, -LARGEST, LARGEST).to(dtype).to(tl.uint8, bitcast=True)
         codes = tl.where(magnitude < _INF, codes, NAN).to(tl.uint8)
     return codes.to(dtype, bitcast=True)

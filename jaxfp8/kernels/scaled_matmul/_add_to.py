@@ -5,14 +5,15 @@ Letters: M N of the product.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._typing import Array, Axes, DType
+from jaxfp8._typing import Array, Axes
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def check_add_to(add_to: Array, shape: Axes) -> None:
@@ -26,23 +27,37 @@ def check_add_to(add_to: Array, shape: Axes) -> None:
       >>> check_add_to(jnp.zeros((2, 3)), (2, 3))
     """
     if not isinstance(add_to, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}.")
+        raise TypeError(
+            f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}."
+        )
     if add_to.shape != shape:
         raise ValueError(
-            f"add_to has shape {list(add_to.shape)}, but the product that is added to it has {list(shape)}: give it that shape."
+            f"add_to has shape {list(add_to.shape)}, but the product that is added to it has "
+            f"{list(shape)}: give it that shape."
         )
     if add_to.dtype.name not in FLOAT_DTYPES:
-        raise TypeError(f"add_to is of dtype {add_to.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}.")
+        raise TypeError(
+            f"add_to is of dtype {add_to.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
+        )
 
 
 def adding(backend: Callable[..., Array]) -> Callable[..., Array]:
-    """A backend of the scaled matmul that takes `add_to` as well: it writes float32, to which C is added; one rounding."""
+    """A backend of the scaled matmul that takes `add_to` as well.
+
+    It writes float32, to which C is added; one rounding.
+    """
 
     @functools.wraps(backend)
-    def scaled_matmul(*operands: Any, out_dtype: DType, add_to: Array | None, **options: Any) -> Array:
+    def scaled_matmul(
+        lhs: QuantizedTensor,
+        rhs: QuantizedTensor,
+        call: MatmulCall,
+        *,
+        add_to: Array | None = None,
+    ) -> Array:
         if add_to is None:
-            return backend(*operands, out_dtype=out_dtype, **options)
-        product = backend(*operands, out_dtype=jnp.dtype(jnp.float32), **options)
-        return (add_to.astype(jnp.float32) + product).astype(out_dtype)
+            return backend(lhs, rhs, call)
+        product = backend(lhs, rhs, call.in_float32)
+        return (add_to.astype(jnp.float32) + product).astype(call.out_dtype)
 
     return scaled_matmul

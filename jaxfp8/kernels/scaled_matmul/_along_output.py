@@ -3,42 +3,39 @@
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers
+from jaxfp8._geometry import Geometry
+from jaxfp8._typing import Array
 
 
-def along_output(scale: Array, ndims: tuple[int, int], dimension_numbers: DotDimensionNumbers, side: int) -> Array:
-    """The scale of one operand, of its rank and 1 along contracted axes, as [batch, lhs kept, rhs kept]; [] as it is.
+def along_output(scale: Array, geometry: Geometry, side: int) -> Array:
+    """A scale as [*batch, *lhs kept, *rhs kept], 1 along the axes that its operand does not have.
 
     Args:
-      scale: of lhs (side 0) or rhs (side 1).
-      ndims: ranks of lhs and rhs.
-      dimension_numbers: of the product.
+      scale: of lhs (side 0) or rhs (side 1), of its rank and 1 along contracted axes; or [], which
+        is returned as it is.
+      geometry: of the matmul.
       side: 0 or 1.
     """
     if not scale.ndim:
         return scale
-    contracted, batch = ((tuple(lhs_axes), tuple(rhs_axes)) for lhs_axes, rhs_axes in dimension_numbers)
-    kept: list[Axes] = [tuple(axis for axis in range(ndims[i]) if axis not in contracted[i] + batch[i]) for i in (0, 1)]
-    scale = scale.transpose(batch[side] + kept[side] + contracted[side])
-    n_batch, n_kept = len(batch[side]), len(kept[side])
-    scale = jnp.squeeze(
-        scale, axis=tuple(range(n_batch + n_kept, scale.ndim))
-    )  # contracted: size 1, or it had been refused
-    first = n_batch if side == 1 else n_batch + n_kept
-    return jnp.expand_dims(scale, tuple(range(first, first + len(kept[1 - side]))))
+    axes = geometry.sides[side]
+    contracted = axes.in_order.contracted  # of size 1, or the door had refused the scale
+    scale = jnp.squeeze(scale.transpose(axes.order), contracted)
+    return jnp.expand_dims(scale, geometry.added_axes[side])
 
 
 def scaled(product: Array, *scales: Array) -> Array:
     """`product * scale * scale`, [batch, lhs kept, rhs kept] float32."""
+    first, second = scales
+    if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
+        first, second = (_laid_as(each, product) if each.ndim else each for each in scales)
     # The smaller scale first, so that a finite result never overflows on the way.
-    first, second = (_laid_as(scale, product) for scale in scales)
     return (product * jnp.minimum(first, second)) * jnp.maximum(first, second)
 
 
 def _laid_as(scale: Array, product: Array) -> Array:
-    """A scale with the sharding of the product that it multiplies, which in an Explicit mesh it must have."""
+    """A scale with the sharding of the product, which it must have in an Explicit mesh."""
     sharding = jax.typeof(product).sharding
-    if not scale.ndim or sharding.mesh.empty or jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
-        return scale
-    spec = jax.P(*(along if size > 1 else None for along, size in zip(sharding.spec, scale.shape, strict=True)))
+    axes = zip(sharding.spec, scale.shape, strict=True)
+    spec = jax.P(*(along if size > 1 else None for along, size in axes))
     return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))

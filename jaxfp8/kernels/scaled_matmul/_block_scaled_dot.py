@@ -1,8 +1,9 @@
 """XLA's block-scaled matmul as an operation of JAX: on one device, on a mesh, under `jax.vmap`.
 
-`jax.nn.scaled_matmul` is the same operation. It is not used, for its rule of partitioning splits values and scales of the
-contracted axis by themselves: where a device would hold part of a tile, results are wrong, silently (seen with jax 0.12);
-and its type varies over no manual axis, so that `jax.shard_map` refuses it. Here tiles stay whole.
+`jax.nn.scaled_matmul` is the same operation. It is not used, for its rule of partitioning splits
+values and scales of the contracted axis by themselves: where a device would hold part of a tile,
+results are wrong, silently (seen with jax 0.12); and its type varies over no manual axis, so that
+`jax.shard_map` refuses it. Here tiles stay whole.
 
 Letters: B batch, M N K matmul, T = K / 32 tiles.
 """
@@ -26,22 +27,29 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @functools.cache
-def block_scaled_dot(out_dtype: DType, turned: tuple[bool, bool]) -> Dot:
+def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, bool]) -> Dot:
     """The operation, for CUDA; E8M0 scales.
 
     Args:
       out_dtype: of the result, bfloat16, float16 or float32.
-      turned: for lhs and rhs, whether values [B, M, K] were [B, K, M] before they were transposed for this.
+      transposed: for lhs and rhs, whether values [B, M, K] were [B, K, M] before they were
+        transposed for this.
     """
-    local = functools.partial(_call, out_dtype, turned)
+    local = functools.partial(_call, out_dtype, transposed)
     return mapped(local, partitioned(local, Cells(step=TILE)))
 
 
-def _call(out_dtype: DType, turned: tuple[bool, bool], *arguments: Array) -> Array:
+def _call(out_dtype: DType, transposed: tuple[bool, bool], *arguments: Array) -> Array:
     """XLA's operation on the arrays of one device."""
-    values = [_transposed_last(x) if was else x for x, was in zip(arguments[:2], turned, strict=True)]
+    values = [
+        _transposed_last(x) if was else x for x, was in zip(arguments[:2], transposed, strict=True)
+    ]
     (batch, rows, _), (_, columns, _) = (x.shape for x in values)
-    config = {"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": _NAMES[out_dtype.name]}
+    config = {
+        "lhs_batch_dimensions": [0],
+        "rhs_batch_dimensions": [0],
+        "dequantize_type": _NAMES[out_dtype.name],
+    }
     call = jax.ffi.ffi_call(
         "__op$block_scaled_dot",
         jax.ShapeDtypeStruct((batch, rows, columns), out_dtype),
@@ -52,10 +60,13 @@ def _call(out_dtype: DType, turned: tuple[bool, bool], *arguments: Array) -> Arr
 
 
 def _transposed_last(x: Array) -> Array:
-    """x [B, M, K], which XLA has to transpose after all else: FP8, and not the wider array that it was cast from.
+    """x [B, M, K], which XLA has to transpose after all else.
 
-    Left alone it moves the transposition up through the cast, and then casts the copy of the other direction, and masks for
-    both, in that order too: a third more traffic in a layer. Nothing passes a barrier in one dimension.
+    FP8, and not the wider array that it was cast from.
+
+    Left alone it moves the transposition up through the cast, and then casts the copy of the other
+    direction, and masks for both, in that order too: a third more traffic in a layer. Nothing
+    passes a barrier in one dimension.
     """
     before = x.mT
     return lax.optimization_barrier(before.reshape(-1)).reshape(before.shape).mT
@@ -85,10 +96,17 @@ def mapped(local: Dot, on_mesh: Dot) -> Dot:
         if all(sides):
             product = dot(*(x.reshape(-1, *x.shape[2:]) for x in full))
             return product.reshape(size, -1, *product.shape[1:]), True
-        rows = [x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) if x.ndim == 4 else x for x in full]
+        rows = [
+            x.swapaxes(0, 1).reshape(x.shape[1], -1, x.shape[3]) if x.ndim == 4 else x for x in full
+        ]
         product = dot(*rows)
         axis = 1 if sides[0] else 2
-        split = (*product.shape[:axis], size, product.shape[axis] // size, *product.shape[axis + 1 :])
+        split = (
+            *product.shape[:axis],
+            size,
+            product.shape[axis] // size,
+            *product.shape[axis + 1 :],
+        )
         return jnp.moveaxis(product.reshape(split), axis, 0), True
 
     return dot

@@ -1,37 +1,41 @@
-"""Operands of any rank as the matrices that kernels multiply.
+"""Operands of any rank, and their scales, as the matrices that kernels multiply.
 
-Letters: B batch, M N K matmul.
+Letters: B batch, M N K matmul, S values along K.
 """
-
-import math
-from typing import TypeAlias
 
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, Axes, DotDimensionNumbers
-
-Shape: TypeAlias = tuple[Axes, Axes, Axes]
-"""Sizes of the batch, kept and contracted axes."""
-
-
-def axes_of(ndim: int, dimension_numbers: DotDimensionNumbers, side: int) -> tuple[Axes, Axes, Axes]:
-    """The batch, kept and contracted axes of lhs (side 0) or rhs (side 1), an array of `ndim` axes."""
-    contracted, batch = (tuple(pair[side]) for pair in dimension_numbers)
-    return batch, tuple(a for a in range(ndim) if a not in batch + contracted), contracted
+from jaxfp8._geometry import OperandAxes
+from jaxfp8._typing import Array
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def matrix_shape(shape: Axes, dimension_numbers: DotDimensionNumbers, side: int) -> Shape:
-    """The same of an array of this shape, their sizes."""
-    batch, kept, contracted = (
-        tuple(shape[axis] for axis in axes) for axes in axes_of(len(shape), dimension_numbers, side)
-    )
-    return batch, kept, contracted
+def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:
+    """x [...] as [B, M, K] (of rhs [B, N, K]).
 
-
-def as_matrix(x: Array, dimension_numbers: DotDimensionNumbers, side: int, *, tile: int = 1) -> Array:
-    """x [...] as [B, M, K] (of rhs [B, N, K]), the innermost contracted axis padded with zeros to whole tiles."""
-    batch, kept, contracted = axes_of(x.ndim, dimension_numbers, side)
-    pads = [(0, -x.shape[a] % tile if a == contracted[-1] else 0) for a in range(x.ndim)]
+    The innermost contracted axis is padded with zeros to whole tiles.
+    """
+    pads = [(0, -x.shape[a] % tile if a == axes.contracted[-1] else 0) for a in range(x.ndim)]
     x = jnp.pad(x, pads) if any(after for _, after in pads) else x
-    sizes = (math.prod(x.shape[a] for a in axes) for axes in (batch, kept, contracted))
-    return x.transpose(batch + kept + contracted).reshape(*sizes)
+    return x.transpose(axes.order).reshape(axes.matrix_shape(x.shape))
+
+
+def repeated_scale(operand: QuantizedTensor, scale: Array, inner: int, values: int) -> Array:
+    """A scale for each S values along the axis `inner`, and along other axes for each value.
+
+    Args:
+      operand: [...] in tiles, whose side along `inner` is a multiple of S.
+      scale: its scale, or anything of that shape.
+      inner: an axis of the operand.
+      values: S.
+
+    Returns:
+      The shape of the operand, with ceil(size / S) along `inner`.
+    """
+    shape, sides = list(operand.shape), list(operand.granularity.along(operand.ndim))
+    shape[inner] = -(-shape[inner] // values)
+    sides[inner] //= values
+    if all(side == 1 for side in sides):
+        return scale
+    return jnp.broadcast_to(PerBlock(tuple(sides)).expand(scale, tuple(shape)), shape)

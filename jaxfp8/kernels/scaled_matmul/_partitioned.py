@@ -1,9 +1,11 @@
-"""A scaled matmul of matrices on the devices of a mesh: what a device holds, and what is added up across devices.
+"""A scaled matmul of matrices on the devices of a mesh.
 
-XLA does not know how a kernel's result depends on its operands, so that it would give every device all of them. Here rows,
-columns and batch stay split as they are, and K where both operands are split alike into whole steps; partial products are then
-added across devices. In an Explicit mesh that happens inside of an Auto one, around which types are those of
-`jax.lax.dot_general`.
+What a device holds, and what is added up across devices.
+
+XLA does not know how a kernel's result depends on its operands, so that it would give every device
+all of them. Here rows, columns and batch stay split as they are, and K where both operands are
+split alike into whole steps; partial products are then added across devices. In an Explicit mesh
+that happens inside of an Auto one, around which types are those of `jax.lax.dot_general`.
 
 Letters: B batch, M N K matmul, C = K / step.
 """
@@ -20,7 +22,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
-from jaxfp8._typing import Array, DotDimensionNumbers
+from jaxfp8._typing import Array
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.sharding._specs import whole_mesh_axes
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -47,10 +50,13 @@ class Cells:
     parts: int = 1
     columns: int = 1
 
-    def rule(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[str, dict[str, int], tuple[str, ...]]:
-        """Shardy's rule for operands of these shapes, the sizes that it has to be told, and the factors that are never split.
+    def rule(
+        self, lhs: tuple[int, ...], rhs: tuple[int, ...]
+    ) -> tuple[str, dict[str, int], tuple[str, ...]]:
+        """Shardy's rule for operands of these shapes, the sizes that it needs, and whole factors.
 
-        A factor in parentheses must not be 1: where there is one step only, or one tile of columns, it is inside as a whole.
+        Whole factors are never split. A factor in parentheses must not be 1. If there is only one
+        step, or one tile of columns, the rule has it as one whole factor.
         """
         steps, n = lhs[2] // self.step, rhs[1]
         inner = "(t k)" if steps > 1 else "k"
@@ -64,7 +70,11 @@ class Cells:
         rule = f"b m {inner}, b {kept} {inner}, b m {cells}, b {scaled} {cells} -> b m {kept}"
         sizes = {"t": steps, **whole}
         alone = {*re.findall(r"\w+", re.sub(r"\(.*?\)", "", rule))}  # their sizes are seen
-        told = {name: size for name, size in sizes.items() if name not in alone and re.search(rf"\b{name}\b", rule)}
+        told = {
+            name: size
+            for name, size in sizes.items()
+            if name not in alone and re.search(rf"\b{name}\b", rule)
+        }
         in_order = dict.fromkeys(name for name in re.findall(r"\w+", rule) if name in whole)
         return rule, told, tuple(in_order)
 
@@ -75,35 +85,47 @@ def takes_mesh(mesh: Any) -> bool:
 
 
 def in_auto_mesh(
-    scaled_matmul: Callable[[QuantizedTensor, QuantizedTensor], Array],
+    scaled_matmul: Callable[[QuantizedTensor, QuantizedTensor, MatmulCall], Array],
     lhs: QuantizedTensor,
     rhs: QuantizedTensor,
-    dimension_numbers: DotDimensionNumbers,
-    out_sharding: Any,
+    call: MatmulCall,
 ) -> Array:
-    """`scaled_matmul(lhs, rhs)`, of operands whose types say how they lie in an Explicit mesh, traced in an Auto one.
+    """`scaled_matmul(lhs, rhs, call)` of operands on an Explicit mesh, traced in an Auto one.
+
+    Before and behind it types are those of `jax.lax.dot_general`.
 
     Raises:
-      ShardingTypeError: JAX's own, where the types leave open how the result lies, and `out_sharding` does not say it.
+      ShardingTypeError: JAX's own, where the types leave open how the result lies, and
+        `out_sharding` does not say it.
     """
-    dot = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding)
+    dot = functools.partial(
+        lax.dot_general,
+        dimension_numbers=call.geometry.dimension_numbers,
+        out_sharding=call.out_sharding,
+    )
     (result,) = jax.make_jaxpr(dot)(lhs.values, rhs.values).out_avals
-    return jax.sharding.auto_axes(scaled_matmul, out_sharding=result.sharding)(lhs, rhs)
+    inside = jax.sharding.auto_axes(
+        lambda lhs, rhs: scaled_matmul(lhs, rhs, call.in_auto_mesh), out_sharding=result.sharding
+    )
+    return inside(lhs, rhs)
 
 
 def partitioned(local: Dot, cells: Cells) -> Dot:
     """`local` on the devices of an Auto mesh."""
 
-    def lie(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
+    def specs(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
         lhs, rhs = arguments[:2]
-        return _specs(mesh, cells, lhs.shape[2], rhs.shape[1], *(whole_mesh_axes(x, mesh) for x in (lhs, rhs)))
+        return _specs(
+            mesh, cells, lhs.shape[2], rhs.shape[1], *(whole_mesh_axes(x, mesh) for x in (lhs, rhs))
+        )
 
     def partition(mesh: Any, arguments: Any, result: Any) -> Any:
         del result
-        lhs, rhs, out, summed = lie(mesh, arguments)
+        lhs, rhs, out, summed = specs(mesh, arguments)
 
         def on_device(*arguments: Array) -> Array:
-            # No types: those of an Explicit mesh would put constraints into the sum, which XLA then does not know for one.
+            # No types: those of an Explicit mesh would put constraints into the sum, which XLA then
+            # does not know for one.
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 product = local(*arguments)
                 return lax.psum(product, summed) if summed else product
@@ -114,12 +136,12 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
 
     def infer(mesh: Any, arguments: Any, result: Any) -> Any:
         del result
-        return NamedSharding(mesh, jax.P(*lie(mesh, arguments)[2]))
+        return NamedSharding(mesh, jax.P(*specs(mesh, arguments)[2]))
 
     def dot(*arguments: Array) -> Array:
         rule, sizes, whole = cells.rule(*(x.shape for x in arguments[:2]))
-        call = custom_partitioning(lambda *arguments: local(*arguments))
-        call.def_partition(
+        on_mesh = custom_partitioning(lambda *arguments: local(*arguments))
+        on_mesh.def_partition(
             partition,
             infer_sharding_from_operands=infer,
             decode_shardings=False,  # JAX raises where XLA splits an axis by a part of a mesh axis
@@ -127,7 +149,7 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
             need_replication_factors=whole,
             **sizes,
         )
-        return call(*arguments)
+        return on_mesh(*arguments)
 
     return dot
 
@@ -135,7 +157,10 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
 def _specs(
     mesh: Any, cells: Cells, k: int, n: int, lhs: _Spec, rhs: _Spec
 ) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
-    """How lhs [B, M, K], rhs [B, N, K] and the result have to lie, and over which mesh axes partial results are summed."""
+    """Specs of lhs [B, M, K], rhs [B, N, K] and the result, and the mesh axes that split K.
+
+    Partial results are summed over the axes that split K.
+    """
     sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     taken: set[str] = set()
 
@@ -148,8 +173,14 @@ def _specs(
         return left
 
     batch = free(lhs[0] or rhs[0], 0, 1)
-    # K stays split if both sides agree. Of axes that the batch took a part would be left, hence all or none.
+    # K stays split if both sides agree. Of axes that the batch took a part would be left, hence all
+    # or none.
     agreed = lhs[2] if lhs[2] == rhs[2] and not taken & {*lhs[2]} else ()
     contracted = free(agreed, k, cells.step)
     rows, columns = free(lhs[1], 0, 1), free(rhs[1], n, cells.columns)
-    return (batch, rows, contracted), (batch, columns, contracted), (batch, rows, columns), contracted
+    return (
+        (batch, rows, contracted),
+        (batch, columns, contracted),
+        (batch, rows, columns),
+        contracted,
+    )

@@ -1,13 +1,16 @@
-"""The scaled matmul for XLA: one spelling that NVIDIA's compiler turns into cuBLASLt, one for CPUs, one for the rest.
+"""The scaled matmul for XLA.
+
+One spelling that NVIDIA's compiler turns into cuBLASLt, one for CPUs, one for the rest.
 
 On CUDA the operands are dequantized in the graph ("QDQ"): XLA's GEMM rewriter recognises
-`dot(convert(values) * broadcast(scale), ...)` with scalar scales and emits one `__cublas$lt$matmul$f8` call that takes the
-FP8 payloads and the float32 scales. Scales that vary along an axis never match, be it an axis of the operand or one that
-`jax.vmap` adds (experts); then the bare payloads are multiplied (which matches too) and the result is scaled by one more
+`dot(convert(values) * broadcast(scale), ...)` with scalar scales and emits one
+`__cublas$lt$matmul$f8` call that takes the FP8 payloads and the float32 scales. Scales that vary
+along an axis never match, be it an axis of the operand or one that `jax.vmap` adds (experts); then
+the bare payloads are multiplied (which matches too) and the result is scaled by one more
 elementwise pass.
 
-Elsewhere every FP8 value is exact in bfloat16, so the payloads are multiplied as bfloat16 with float32 accumulation, and
-the float32 product is scaled.
+Elsewhere every FP8 value is exact in bfloat16, so the payloads are multiplied as bfloat16 with
+float32 accumulation, and the float32 product is scaled.
 
 Operands in tiles go to `_xla_blocks.py`.
 
@@ -17,46 +20,36 @@ References:
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import cpu_dot
-from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
-def scaled_matmul(
-    lhs: QuantizedTensor,
-    rhs: QuantizedTensor,
-    *,
-    dimension_numbers: DotDimensionNumbers,
-    out_dtype: DType,
-    fast_accumulation: bool,
-    out_sharding: Any,
-    chip: str | None,
-) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`."""
-    del chip  # one program for all of them
-    if any(isinstance(operand.granularity, PerBlock) for operand in (lhs, rhs)):
-        return _xla_blocks.scaled_matmul(
-            lhs, rhs, dimension_numbers=dimension_numbers, out_dtype=out_dtype, out_sharding=out_sharding
-        )
+def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
+    """See `kernels.scaled_matmul._api.scaled_matmul`; one program for all chips."""
+    if lhs.granularity.in_tiles or rhs.granularity.in_tiles:
+        return _xla_blocks.scaled_matmul(lhs, rhs, call)
+    out_dtype = call.out_dtype
     # XLA passes HIGHEST on to cuBLASLt as "no fast accumulation".
-    precision = lax.Precision.DEFAULT if fast_accumulation else lax.Precision.HIGHEST
+    precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
     dot = functools.partial(
-        lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, out_sharding=out_sharding
+        lax.dot_general,
+        dimension_numbers=call.geometry.dimension_numbers,
+        precision=precision,
+        out_sharding=call.out_sharding,
     )
-    per_tensor = isinstance(lhs.granularity, PerTensor) and isinstance(rhs.granularity, PerTensor)
     scales = [
-        along_output(operand.scale, (lhs.ndim, rhs.ndim), dimension_numbers, i) for i, operand in enumerate((lhs, rhs))
+        along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
+        for side, operand in enumerate((lhs, rhs))
     ]
     # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
@@ -68,25 +61,36 @@ def scaled_matmul(
         return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)
 
     def dequantizing(a: Array, b: Array, *scales: Array) -> Array:
-        # The scales' cast to bfloat16 is not rounding: the rewriter passes the float32 scalars to the call. Of a constant
-        # it would be, for that is folded before the rewriter comes; hence the barrier.
+        # The scales' cast to bfloat16 is not rounding: the rewriter passes the float32 scalars to
+        # the call. Of a constant it would be, for that is folded before the rewriter comes; hence
+        # the barrier.
         scales = lax.optimization_barrier(scales)
-        a, b = (v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for v, scale in zip((a, b), scales, strict=True))
+        a, b = (
+            v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
+            for v, scale in zip((a, b), scales, strict=True)
+        )
         return dot(a, b, preferred_element_type=matmul_dtype).astype(out_dtype)
 
     def portable(a: Array, b: Array, *scales: Array) -> Array:
-        product = dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        product = dot(
+            a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+        )
         return scale_by_rows(product, *scales)
 
     def cpu(a: Array, b: Array, *scales: Array) -> Array:
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        return scale_by_rows(cpu_dot(a, b, dimension_numbers, out_sharding), *scales)
+        return scale_by_rows(cpu_dot(a, b, call), *scales)
 
+    per_tensor = lhs.granularity.in_one and rhs.granularity.in_one
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare
-    return lax.platform_dependent(lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, default=portable)
+    return lax.platform_dependent(
+        lhs.values, rhs.values, *scales, cpu=cpu, cuda=cuda, default=portable
+    )
 
 
-def _unless_scales_are_mapped(function: Callable[..., Array], otherwise: Callable[..., Array]) -> Callable[..., Array]:
+def _unless_scales_are_mapped(
+    function: Callable[..., Array], otherwise: Callable[..., Array]
+) -> Callable[..., Array]:
     """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale."""
 
     @custom_vmap

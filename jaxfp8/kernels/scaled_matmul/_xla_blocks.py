@@ -1,27 +1,27 @@
 """The scaled matmul of operands in tiles, for XLA.
 
-**Scales that are powers of two are folded into the values**: an FP8 value times a power of two is exact in bfloat16, so
-one bfloat16 matmul with float32 accumulation is the exact scaled product, and nothing grows with the number of tiles. XLA
-has no block-scaled matmul for Hopper, hence this runs there at the speed of bfloat16.
+**Scales that are powers of two are folded into the values.** An FP8 value times a power of two is
+exact in bfloat16. So one bfloat16 matmul with float32 accumulation has the exact scaled products,
+and nothing grows with the number of tiles. XLA has no block-scaled matmul for Hopper, so this runs
+there at the speed of bfloat16.
 
-**Float32 scales** cannot be folded: each tile of the contracted axis is multiplied by itself, its partial product scaled
-in float32 and added, in a loop over tiles that holds one partial product at a time.
+**Float32 scales** cannot be folded. A loop multiplies one tile of the contracted axis at a time,
+scales the partial product in float32, and adds it. It holds one partial product at a time.
 
 Letters: T the tile along a contracted axis.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
-from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._powers_of_two import factors_of
 from jaxfp8.numerics._reshape import devices_of, is_explicit
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -29,58 +29,52 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
-def scaled_matmul(
-    lhs: QuantizedTensor,
-    rhs: QuantizedTensor,
-    *,
-    dimension_numbers: DotDimensionNumbers,
-    out_dtype: DType,
-    out_sharding: Any,
-) -> Array:
+def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
     """See `kernels.scaled_matmul._api.scaled_matmul`."""
     if lhs.power_of_two and rhs.power_of_two:
-        return bfloat16_dot(fold(lhs), fold(rhs), dimension_numbers, out_dtype, out_sharding)
-    return _tile_by_tile(lhs, rhs, dimension_numbers, out_sharding).astype(out_dtype)
+        return bfloat16_dot(fold(lhs), fold(rhs), call)
+    return _tile_by_tile(lhs, rhs, call.in_float32).astype(call.out_dtype)
 
 
 def fold(operand: QuantizedTensor) -> Array:
     """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
 
-    Rounded up to 8 bits, the largest float32 stands for 2^128, which nothing can hold: it becomes the largest bfloat16.
+    Rounded up to 8 bits, the largest float32 stands for 2^128, which nothing can hold: it becomes
+    the largest bfloat16.
     """
     product = operand.values.astype(jnp.bfloat16)
     for factor in factors_of(operand.scale):
-        product = product * operand.granularity.expand(factor.astype(jnp.bfloat16), operand.shape)
-    # Scalar bounds: XLA:CPU would write those of jnp.clip to memory, each as large as the operand and in float32.
+        product = product * operand.granularity.expand(factor.astype(jnp.bfloat16), product.shape)
+    # Scalar bounds: XLA:CPU would write those of jnp.clip to memory, each as large as the operand
+    # and in float32.
     return lax.clamp(jnp.bfloat16(-_LARGEST), product, jnp.bfloat16(_LARGEST))
 
 
-def _tile_by_tile(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, dimension_numbers: DotDimensionNumbers, out_sharding: Any
-) -> Array:
-    """The sum over tiles of (product of tiles) * scales, float32."""
-    contracted = dimension_numbers[0]
-    if not math.prod(lhs.shape[axis] for axis in contracted[0]):  # nothing to sum, no scale to take
+def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
+    """The sum over tiles of (product of tiles) * scales, float32, as the call has it."""
+    of_lhs, of_rhs = (axes.contracted for axes in call.geometry.sides)
+    if not math.prod(lhs.shape[axis] for axis in of_lhs):  # nothing to sum, no scale to take
         a, b = (operand.values.astype(jnp.bfloat16) for operand in (lhs, rhs))
-        return bfloat16_dot(a, b, dimension_numbers, jnp.dtype(jnp.float32), out_sharding)
-    tiles = [_tile(lhs, i, rhs, j) for i, j in zip(*contracted, strict=True)]
-    cells = [-(-lhs.shape[i] // tile) for i, tile in zip(contracted[0], tiles, strict=True)]
-    operands = [_parts(operand, axes, tiles) for operand, axes in zip((lhs, rhs), contracted, strict=True)]
+        return bfloat16_dot(a, b, call)
+    tiles = [_tile(lhs, i, rhs, j) for i, j in zip(of_lhs, of_rhs, strict=True)]
+    cells = [-(-lhs.shape[axis] // tile) for axis, tile in zip(of_lhs, tiles, strict=True)]
+    sides = [
+        (operand, axes, *_parts(operand, axes, tiles))
+        for operand, axes in ((lhs, of_lhs), (rhs, of_rhs))
+    ]
 
     def partial(step: Array | int) -> Array:
         at = _unravel(step, cells)
         values, scales = [], []
-        for side, (operand, (whole, scale)) in enumerate(zip((lhs, rhs), operands, strict=True)):
-            axes = contracted[side]
+        for side, (operand, axes, whole, scale) in enumerate(sides):
             values.append(_slice(whole, axes, at, tiles).astype(jnp.bfloat16))
             if scale.ndim:
                 scale = _slice(scale, axes, at, [1] * len(axes))
                 # Along kept axes; along contracted ones a single cell is left, which broadcasts.
                 shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
                 scale = operand.granularity.expand(scale, tuple(shape))
-            scales.append(along_output(scale, (lhs.ndim, rhs.ndim), dimension_numbers, side))
-        product = bfloat16_dot(values[0], values[1], dimension_numbers, jnp.dtype(jnp.float32), out_sharding)
-        return scaled(product, *scales)
+            scales.append(along_output(scale, call.geometry, side))
+        return scaled(bfloat16_dot(values[0], values[1], call), *scales)
 
     # The first one gives the sum its type: sharding, and manual axes along which it varies.
     return lax.fori_loop(1, math.prod(cells), lambda step, total: total + partial(step), partial(0))
@@ -89,13 +83,16 @@ def _tile_by_tile(
 def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
     """T of a pair of contracted axes: that of an operand in tiles, else the whole axis."""
     for operand, axis in ((lhs, i), (rhs, j)):
-        if isinstance(operand.granularity, PerBlock):
+        if operand.granularity.in_tiles:
             return min(operand.granularity.along(operand.ndim)[axis], max(operand.shape[axis], 1))
     return max(lhs.shape[i], 1)
 
 
 def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> tuple[Array, Array]:
-    """Values padded with zeros to whole tiles, and float32 scales; powers of two go into the values, which stay exact."""
+    """Values padded with zeros to whole tiles, and float32 scales.
+
+    Powers of two go into the values, which stay exact.
+    """
     values, scale = operand.values, operand.scale
     if operand.power_of_two:
         values, scale = fold(operand), jnp.float32(1.0)
@@ -111,9 +108,10 @@ def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
     sharding = jax.typeof(operand.values).sharding
     if is_explicit(operand.values) and devices_of(sharding.mesh, sharding.spec[axis]) > 1:
         raise ValueError(
-            f"float32 scales in tiles along axis {axis} of {list(operand.shape)}, which an Explicit mesh splits over "
-            f"{sharding.spec[axis]!r}: tiles are multiplied one after the other, not on several devices. Use "
-            "power_of_two=True, or call it inside jax.shard_map."
+            f"float32 scales in tiles along axis {axis} of {list(operand.shape)}, which an "
+            f"Explicit mesh splits over {sharding.spec[axis]!r}: tiles are multiplied one after "
+            "the other, not on several devices. Use power_of_two=True, or call it inside "
+            "jax.shard_map."
         )
 
 

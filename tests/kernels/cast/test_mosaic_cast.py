@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import cast_in, cast_one
 from hard_tiles import uneven
 from interpreter import interpreted, needs_mosaic
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.cast._api import cast
 from jaxfp8.numerics._amax import amax
 
 WHOLE, RAGGED = (2, 128, 256), (2, 160, 224)
@@ -57,15 +57,17 @@ def test_has_the_bits_of_the_reference(name, shape, dtype, format):
     for raw in (uneven(shape), np.nan_to_num(uneven(shape), nan=0, neginf=0)):
         x = jnp.asarray(raw, dtype)
         multipliers = tuple(multipliers_of(kinds, shape))
-        values, (largest, _) = interpreted(
-            lambda x=x, m=multipliers: copies(x, m, format, tuple("T" in k for k in kinds))
-        )
-        wanted = []
+        granularities = []
         for multiplier in multipliers:
             kept = [axis for axis, size in enumerate(multiplier.shape) if size > 1]
-            granularity = fp8.PerAxis(*kept) if kept else fp8.PerTensor()
-            wanted.append(cast(x, multiplier, format, granularity, implementation="reference").values)
-        assert_same_bits(values, tuple(wanted))
+            granularities.append(fp8.PerAxis(*kept) if kept else fp8.PerTensor())
+        cast = cast_in(format, *granularities, transposed=tuple("T" in kind for kind in kinds))
+        values, (largest, _) = interpreted(lambda x=x, m=multipliers, cast=cast: copies(x, cast, m))
+        wanted = tuple(
+            cast_one(x, multiplier, format, granularity, implementation="reference").values
+            for multiplier, granularity in zip(multipliers, granularities, strict=True)
+        )
+        assert_same_bits(values, wanted)
         np.testing.assert_array_equal(jnp.max(largest), amax(x, fp8.PerTensor()))
 
 
@@ -81,9 +83,11 @@ def test_by_its_name(granularity):
 @needs_mosaic
 def test_under_vmap():
     x, m = jnp.asarray(uneven((3, 128, 256)), jnp.bfloat16), jnp.array([0.5, 3.0, 100.0])
-    run = lambda x, m, how: cast(x, m, fp8.E4M3, fp8.PerTensor(), implementation=how)
+    run = lambda x, m, how: cast_one(x, m, fp8.E4M3, fp8.PerTensor(), implementation=how)
     for axes in ((0, 0), (0, None), (None, 0)):
-        arguments = [each if axis == 0 else each[0] for each, axis in zip((x, m), axes, strict=True)]
+        arguments = [
+            each if axis == 0 else each[0] for each, axis in zip((x, m), axes, strict=True)
+        ]
         mapped = jax.vmap(functools.partial(run, how="mosaic"), in_axes=axes)
         wanted = jax.vmap(functools.partial(run, how="xla"), in_axes=axes)(*arguments)
         assert_same_bits(interpreted(mapped, *arguments), wanted)
@@ -93,9 +97,14 @@ CANNOT = {
     "ragged": (jnp.ones((128, 200)), fp8.PerTensor(), {}, "[128, 200]"),
     "per value": (jnp.ones((128, 128)), fp8.PerAxis(0, 1), {}, "[128, 128]"),
     "tiles": (jnp.ones((128, 128)), fp8.PerBlock((1, 128)), {}, "(1, 128)"),
-    "stochastic": (jnp.ones((128, 128)), fp8.PerTensor(), {"rounding": "stochastic", "key": jax.random.key(0)}, "'stochastic'"),
+    "stochastic": (
+        jnp.ones((128, 128)),
+        fp8.PerTensor(),
+        {"rounding": "stochastic", "key": jax.random.key(0)},
+        "'stochastic'",
+    ),
     "one axis": (jnp.ones(128), fp8.PerTensor(), {}, "[128]"),
-}  # fmt: skip
+}
 
 
 @needs_mosaic
@@ -104,4 +113,4 @@ def test_what_it_cannot_do_fails_loudly(case):
     x, granularity, how, mentions = CANNOT[case]
     multiplier = jnp.ones(granularity.scale_shape(x.shape))
     with pytest.raises(NotImplementedError, match=re.escape(mentions)):
-        cast(x, multiplier, fp8.E4M3, granularity, implementation="mosaic", **how)
+        cast_one(x, multiplier, fp8.E4M3, granularity, implementation="mosaic", **how)

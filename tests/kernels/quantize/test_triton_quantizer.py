@@ -1,4 +1,7 @@
-"""The Triton quantizer, interpreted: the bits of the reference, and no write outside of its results."""
+"""The Triton quantizer, interpreted.
+
+The bits of the reference, and no write outside of its results.
+"""
 
 import re
 import sys
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from casts import cast_in
 from hard_tiles import hard_tiles, uneven
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -29,7 +33,8 @@ ROWS_32, COLUMNS_32, SQUARES_32 = (fp8.PerBlock(tile) for tile in ((1, 32), (32,
 
 def quantized(implementation, x, format, granularities, rule):
     """Leaves of the results, one after the other."""
-    return jax.tree.leaves(_api.quantize(x, format, granularities, rule, implementation=implementation))
+    cast = cast_in(format, *granularities, rule=rule, implementation=implementation)
+    return jax.tree.leaves(_api.quantize(x, cast))
 
 
 def assert_same_bits(mine, theirs):
@@ -44,24 +49,50 @@ def reference(x, *case):
 
 CASES = {
     "both": ((2, 256, 384), "bfloat16", fp8.E4M3, (ROWS, COLUMNS), "power_of_two"),
-    "all, ragged, columns end with an example": ((2, 250, 390), "float32", fp8.E5M2, (COLUMNS, ROWS, SQUARES), "float32"),
+    "all, ragged, columns end with an example": (
+        (2, 250, 390),
+        "float32",
+        fp8.E5M2,
+        (COLUMNS, ROWS, SQUARES),
+        "float32",
+    ),
     "columns": ((257, 300), "float16", fp8.E4M3, (COLUMNS,), "float32"),
     "squares": ((3, 128, 201), "bfloat16", fp8.E5M2, (SQUARES,), "power_of_two"),
     "rows, less than a tile high": ((3, 7, 257), "float16", fp8.E4M3, (ROWS,), "rceil"),
     "both, 32": ((96, 192), "float32", fp8.E5M2, (ROWS_32, COLUMNS_32), "floor"),
-    "all, 32, ragged": ((2, 70, 137), "bfloat16", fp8.E4M3, (SQUARES_32, ROWS_32, COLUMNS_32), "rceil"),
+    "all, 32, ragged": (
+        (2, 70, 137),
+        "bfloat16",
+        fp8.E4M3,
+        (SQUARES_32, ROWS_32, COLUMNS_32),
+        "rceil",
+    ),
     "squares, 32": ((65, 105), "float16", fp8.E5M2, (SQUARES_32,), "float32"),
-    "32 by two names": ((40, 110), "bfloat16", fp8.E4M3, (ROWS_32, fp8.PerBlock((32,)), ROWS_32), "power_of_two"),
+    "32 by two names": (
+        (40, 110),
+        "bfloat16",
+        fp8.E4M3,
+        (ROWS_32, fp8.PerBlock((32,)), ROWS_32),
+        "power_of_two",
+    ),
     "whole rows": ((2, 37, 300), "float32", fp8.E4M3, (fp8.PerAxis(0, 1),), "float32"),
-    "whole rows, a power of two": ((6, 4096), "bfloat16", fp8.E5M2, (fp8.PerAxis(-2),), "power_of_two"),
-}  # fmt: skip
+    "whole rows, a power of two": (
+        (6, 4096),
+        "bfloat16",
+        fp8.E5M2,
+        (fp8.PerAxis(-2),),
+        "power_of_two",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_has_the_bits_of_the_reference(case):
     shape, dtype, *how, rule = CASES[case]
     x = np.asarray(jnp.asarray(uneven(shape, 32 if "32" in case else 128), dtype))
-    assert_same_bits(interpreted(quantized, "triton", x, *how, RULES[rule]), reference(x, *how, RULES[rule]))
+    assert_same_bits(
+        interpreted(quantized, "triton", x, *how, RULES[rule]), reference(x, *how, RULES[rule])
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +101,10 @@ def test_has_the_bits_of_the_reference(case):
     ids=str,
 )
 def test_at_every_amax_where_a_scale_changes(rule, format):
-    """Against NumPy: where float32 divisions are exact in their last bit, and powers of two step."""
+    """Against NumPy.
+
+    Where float32 divisions are exact in their last bit, and powers of two step.
+    """
     x = hard_tiles((1, 128), np.float32, 150)
     values, scale = interpreted(quantized, "triton", x, format, (ROWS,), RULES[rule])
     codes, scales = oracle.quantize_tiles(x, format.name, (1, 128), rule)
@@ -92,7 +126,9 @@ def mapped(implementation, x, *case):
 def test_under_vmap(granularities):
     x = uneven((2, 40, 106), 32).swapaxes(0, 1).astype(np.float32)
     case = fp8.E4M3, granularities, RULES["power_of_two"]
-    assert_same_bits(interpreted(mapped, "triton", x, *case), jax.jit(lambda x: mapped("xla", x, *case))(x))
+    assert_same_bits(
+        interpreted(mapped, "triton", x, *case), jax.jit(lambda x: mapped("xla", x, *case))(x)
+    )
 
 
 def on_a_mesh(implementation, kind, spec, x, *case):
@@ -130,7 +166,12 @@ CANNOT = {
     "rows beside tiles": (jnp.ones((4, 256)), (fp8.PerAxis(0), ROWS), {}, "PerAxis(0)"),
     "a long row": (jnp.ones((1, 32769), jnp.bfloat16), fp8.PerAxis(0), {}, "up to 32768"),
     "the whole": (WHOLE, fp8.PerTensor(), {}, "PerTensor()"),
-    "stochastic": (WHOLE, ROWS, {"rounding": "stochastic", "key": jax.random.key(0)}, "'stochastic'"),
+    "stochastic": (
+        WHOLE,
+        ROWS,
+        {"rounding": "stochastic", "key": jax.random.key(0)},
+        "'stochastic'",
+    ),
     "empty": (jnp.ones((0, 128)), ROWS, {}, "[0, 128]"),
 }
 
@@ -152,7 +193,7 @@ def test_without_a_gpu_the_kernel_is_traced_and_refused():
 def test_without_the_package_it_names_the_extra(monkeypatch):
     from jaxfp8.kernels import quantize
 
-    for module in ("jaxfp8.kernels._triton_call", "jaxfp8.kernels.quantize._triton"):
+    for module in ("jaxfp8.kernels.triton._call", "jaxfp8.kernels.quantize._triton"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delattr(quantize, "_triton", raising=False)
     monkeypatch.setitem(sys.modules, "jax_triton", None)

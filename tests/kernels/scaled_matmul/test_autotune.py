@@ -1,5 +1,6 @@
 """Timings: which backend they choose, and that they are measured, saved and loaded whole."""
 
+import dataclasses
 import functools
 import json
 
@@ -11,16 +12,18 @@ from hard_inputs import mentions
 from interpreter import needs_mosaic
 
 import jaxfp8 as fp8
-from jaxfp8.kernels import _timer
-from jaxfp8.kernels.scaled_matmul import _api, _autotune
-from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, search_space
-from jaxfp8.kernels.scaled_matmul._timings import Choice, Time, describe
+from jaxfp8._geometry import Geometry
+from jaxfp8.kernels.scaled_matmul import _api
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
+from jaxfp8.kernels.tuning import _autotune, _timer
+from jaxfp8.kernels.tuning._timings import Choice, Time, describe
 
 M, K, N = 8, 256, 24
 RECIPE = fp8.recipes.blockwise()
-OPTIONS = {
-    "dimension_numbers": (((1,), (0,)), ((), ())), "out_dtype": jnp.dtype(jnp.float32), "fast_accumulation": False
-}  # fmt: skip
+CALL = MatmulCall(
+    geometry=Geometry.of((((1,), (0,)), ((), ())), 2, 2), out_dtype=jnp.dtype(jnp.float32)
+)
 
 
 quantize = jax.jit(fp8.quantize, static_argnums=(1, 2))
@@ -30,16 +33,24 @@ quantize = jax.jit(fp8.quantize, static_argnums=(1, 2))
 def operands(m=M, k=K, n=N):
     random = np.random.default_rng(0)
     x, w = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((m, k), (k, n)))
-    return quantize(x, fp8.E4M3, fp8.PerBlock((1, 128))), quantize(w, fp8.E4M3, fp8.PerBlock((128, 128)))
+    return quantize(x, fp8.E4M3, fp8.PerBlock((1, 128))), quantize(
+        w, fp8.E4M3, fp8.PerBlock((128, 128))
+    )
 
 
 def time(backend, seconds, tiling=None):
-    return Time(choice=Choice(backend=backend, tiling=tiling), seconds=seconds, quartiles=(seconds / 2, 2 * seconds))
+    return Time(
+        choice=Choice(backend=backend, tiling=tiling),
+        seconds=seconds,
+        quartiles=(seconds / 2, 2 * seconds),
+    )
 
 
 def table(*times, matmul=None, chip="h200"):
-    matmul = describe(*operands(), **OPTIONS) if matmul is None else matmul
-    return fp8.Timings(chip=chip, device="a GPU", versions=(("jax", "1"),), times=((matmul, times),))
+    matmul = describe(*operands(), CALL) if matmul is None else matmul
+    return fp8.Timings(
+        chip=chip, device="a GPU", versions=(("jax", "1"),), times=((matmul, times),)
+    )
 
 
 @pytest.fixture
@@ -61,21 +72,26 @@ def called(monkeypatch):
 def test_the_fastest_that_can(called):
     large = CHOICES["large"]
     timings = table(time("xla", 3.0), time("mosaic", 1.0, large), time("reference", 2.0))
-    multiply = lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, preferred_element_type=jnp.float32, implementation=timings)
+    multiply = lambda lhs, rhs: fp8.scaled_matmul(
+        lhs, rhs, preferred_element_type=jnp.float32, implementation=timings
+    )
     jax.eval_shape(multiply, *operands())
     assert called == [("mosaic", large), ("reference", None)]
     called.clear()
     c = jax.ShapeDtypeStruct((M, N), jnp.float32)  # for which that tiling may have no room
     jax.eval_shape(lambda c: fp8.scaled_matmul(*operands(), add_to=c, implementation=timings), c)
     assert called == [("mosaic", None), ("reference", None)]
-    assert timings.fastest(describe(*operands(), **OPTIONS)) == Choice(backend="mosaic", tiling=large)
+    assert timings.fastest(describe(*operands(), CALL)) == Choice(backend="mosaic", tiling=large)
 
 
 def test_another_matmul_is_done_as_by_none(called):
     timings = table(time("reference", 1.0))
 
     def trace(*operands, **options):
-        jax.eval_shape(lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, implementation=timings, **options), *operands)
+        jax.eval_shape(
+            lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, implementation=timings, **options),
+            *operands,
+        )
 
     for lhs, rhs in (operands(m=M + 1), operands(k=K + 128), operands(n=N + 1)):
         trace(lhs, rhs)
@@ -151,8 +167,8 @@ def test_a_file_that_was_edited(tmp_path, name, value):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tiling": {"depth": 1}}, {"tiling": {"rows": 64, "columns": 64}}, {"seconds": None}, {"seconds": float("nan")},
-        {"quartiles": [1.0]}, {"backend": ["xla"]},
+        {"tiling": {"depth": 1}}, {"tiling": {"rows": 64, "columns": 64}}, {"seconds": None},
+        {"seconds": float("nan")}, {"quartiles": [1.0]}, {"backend": ["xla"]},
     ],
 )  # fmt: skip
 def test_a_time_that_was_edited(tmp_path, wrong):
@@ -175,7 +191,9 @@ def test_a_file_that_was_cut(tmp_path, end):
 
 
 def test_a_backend_that_is_no_more():
-    with pytest.raises(ValueError, match=mentions("Timings(...)", "['fast']", "of scaled_matmul", "measure again")):
+    with pytest.raises(
+        ValueError, match=mentions("Timings(...)", "['fast']", "of scaled_matmul", "measure again")
+    ):
         fp8.scaled_matmul(*operands(), implementation=table(time("xla", 1.0), time("fast", 2.0)))
 
 
@@ -183,7 +201,8 @@ def test_timings_are_of_matmuls():
     timings = table(time("xla", 1.0))
     x = jnp.ones((2, 2))
     with pytest.raises(
-        TypeError, match=mentions("implementation=Timings(...)", "fp8.Implementations(matmuls=timings)")
+        TypeError,
+        match=mentions("implementation=Timings(...)", "fp8.Implementations(matmuls=timings)"),
     ):
         fp8.dot(x, x, recipe=RECIPE, implementation=timings)
     with pytest.raises(TypeError, match=mentions("matmuls=Implementations(", "fp8.Timings")):
@@ -230,7 +249,10 @@ def test_autotune_times_each_matmul_once():
     again = fp8.autotune(step, *TYPES, chip="h200", timings=timings)
     assert again == timings  # what is there is not timed again
     more = fp8.autotune(
-        step, *(jax.ShapeDtypeStruct(t.shape, jnp.float32) for t in TYPES), chip="h200", timings=timings
+        step,
+        *(jax.ShapeDtypeStruct(t.shape, jnp.float32) for t in TYPES),
+        chip="h200",
+        timings=timings,
     )
     assert more.times[:1] == timings.times
     assert len(more.times) == 2
@@ -238,7 +260,9 @@ def test_autotune_times_each_matmul_once():
 
 
 def test_autotune_refuses_a_wrong_product(gpu):
-    gpu.setitem(_api.BACKENDS, "cudnn", lambda *args, **kwargs: 1.1 * _api.BACKENDS["xla"](*args, **kwargs))
+    gpu.setitem(
+        _api.BACKENDS, "cudnn", lambda *args, **kwargs: 1.1 * _api.BACKENDS["xla"](*args, **kwargs)
+    )
     with pytest.raises(RuntimeError, match="xla gives a wrong product"):
         fp8.autotune(step, *TYPES, chip="h200")
 
@@ -254,17 +278,21 @@ def test_a_training_step_has_three_matmuls():
 
 @needs_mosaic
 def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
-    found = list(_autotune.choices(operands(), OPTIONS, "h200"))
+    found = list(_autotune.choices(operands(), dataclasses.replace(CALL, chip="h200")))
     assert Choice(backend="xla") in found
-    assert {Choice(backend="mosaic", tiling=CHOICES[name]) for name in ("decode", "few", "small", "large")} <= {*found}
-    assert Choice(backend="mosaic", tiling=CHOICES["wide"]) not in found  # its sums and products have no room together
+    assert {
+        Choice(backend="mosaic", tiling=CHOICES[name])
+        for name in ("decode", "few", "small", "large")
+    } <= {*found}
+    # its sums and products have no room together
+    assert Choice(backend="mosaic", tiling=CHOICES["wide"]) not in found
 
     def broken(*args, **kwargs):
         raise ValueError("a bug")
 
     monkeypatch.setitem(_api.BACKENDS, "mosaic", broken)
     with pytest.raises(ValueError, match="a bug"):
-        list(_autotune.choices(operands(), OPTIONS, "h200"))
+        list(_autotune.choices(operands(), dataclasses.replace(CALL, chip="h200")))
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,4 +1,7 @@
-"""Blackwell's matmul on meshes and under vmap, with a plain product in place of the chip's: what is computed where."""
+"""Blackwell's matmul on meshes and under vmap, with a plain product in place of the chip's.
+
+What is computed where.
+"""
 
 import itertools
 
@@ -29,7 +32,9 @@ def operands(k, *leading):
     rng = np.random.default_rng(k)
     values = [rng.integers(-4, 5, (*leading, B, rows, k)) for rows in (M, N)]
     scales = [2.0 ** rng.integers(-2, 3, (*leading, B, rows, k // TILE)) for rows in (M, N)]
-    return [jnp.asarray(v, jnp.float8_e4m3fn) for v in values] + [jnp.asarray(s, jnp.float8_e8m0fnu) for s in scales]
+    return [jnp.asarray(v, jnp.float8_e4m3fn) for v in values] + [
+        jnp.asarray(s, jnp.float8_e8m0fnu) for s in scales
+    ]
 
 
 def mesh():
@@ -83,12 +88,17 @@ def test_shard_map(check_vma):
     arguments = operands(64)
     dot = jax.shard_map(
         mapped(local, lambda *_: pytest.fail("inside shard_map each device has its own arrays")),
-        mesh=mesh(), in_specs=(P(None, "data"), P(), P(None, "data"), P()), out_specs=P(None, "data"), check_vma=check_vma,
-    )  # fmt: skip
+        mesh=mesh(),
+        in_specs=(P(None, "data"), P(), P(None, "data"), P()),
+        out_specs=P(None, "data"),
+        check_vma=check_vma,
+    )
     np.testing.assert_array_equal(jax.jit(dot)(*arguments), local(*arguments))
 
 
-@pytest.mark.parametrize("is_mapped", [m for m in itertools.product([True, False], repeat=4) if any(m)], ids=str)
+@pytest.mark.parametrize(
+    "is_mapped", [m for m in itertools.product([True, False], repeat=4) if any(m)], ids=str
+)
 def test_vmap(is_mapped):
     shapes = []
 
@@ -99,18 +109,27 @@ def test_vmap(is_mapped):
     stacked = operands(64, 3)
     arguments = [x if m else x[0] for x, m in zip(stacked, is_mapped, strict=True)]
     axes = [0 if m else None for m in is_mapped]
-    expected = [local(*(x[i] if m else x for x, m in zip(arguments, is_mapped, strict=True))) for i in range(3)]
-    np.testing.assert_array_equal(jax.vmap(mapped(seen, seen), axes)(*arguments), jnp.stack(expected))
+    expected = [
+        local(*(x[i] if m else x for x, m in zip(arguments, is_mapped, strict=True)))
+        for i in range(3)
+    ]
+    np.testing.assert_array_equal(
+        jax.vmap(mapped(seen, seen), axes)(*arguments), jnp.stack(expected)
+    )
     both = (is_mapped[0] or is_mapped[2]) and (is_mapped[1] or is_mapped[3])
     (lhs, rhs, *_) = shapes[-1]
     assert lhs[0] == rhs[0] == (3 * B if both else B)
     # Of an operand that is not mapped there is one copy.
-    assert (lhs[1], rhs[1]) == ((M, N) if both else (3 * M, N) if is_mapped[0] or is_mapped[2] else (M, 3 * N))
+    assert (lhs[1], rhs[1]) == (
+        (M, N) if both else (3 * M, N) if is_mapped[0] or is_mapped[2] else (M, 3 * N)
+    )
 
 
 def test_vmap_twice():
     arguments = operands(64, 3, 2)
-    expected = jnp.stack([jnp.stack([local(*(x[i, j] for x in arguments)) for j in range(2)]) for i in range(3)])
+    expected = jnp.stack(
+        [jnp.stack([local(*(x[i, j] for x in arguments)) for j in range(2)]) for i in range(3)]
+    )
     np.testing.assert_array_equal(jax.vmap(jax.vmap(mapped(local, local)))(*arguments), expected)
 
 
@@ -126,5 +145,7 @@ def test_vmap_twice():
     ],
 )
 def test_meshes(types, taken):
-    assert takes_mesh(jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=types)) is taken
+    assert (
+        takes_mesh(jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=types)) is taken
+    )
     assert takes_mesh(jax.sharding.get_abstract_mesh())  # none

@@ -1,4 +1,7 @@
-"""Blackwell's block-scaled matmul: what is handed to XLA's operation, evaluated by its definition on a CPU."""
+"""Blackwell's block-scaled matmul.
+
+What is handed to XLA's operation, evaluated by its definition on a CPU.
+"""
 
 import functools
 
@@ -21,7 +24,8 @@ def definition(out_dtype, turned, a, b, a_scale, b_scale):
     assert a_scale.shape == (*a.shape[:2], a.shape[2] // 32)
     assert b_scale.shape == (*b.shape[:2], b.shape[2] // 32)
     wide = (
-        v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2) for v, s in ((a, a_scale), (b, b_scale))
+        v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), 32, axis=2)
+        for v, s in ((a, a_scale), (b, b_scale))
     )
     return jnp.einsum("bmk,bnk->bmn", *wide, precision="highest").astype(out_dtype)
 
@@ -41,7 +45,9 @@ def gaussian(*shape, seed=0):
 
 
 # As one program: eager code is a dozen for each shape.
-quantize = jax.jit(fp8.quantize, static_argnums=(1, 2), static_argnames=("power_of_two", "scale_format"))
+quantize = jax.jit(
+    fp8.quantize, static_argnums=(1, 2), static_argnames=("power_of_two", "scale_format")
+)
 dequantize = jax.jit(fp8.QuantizedTensor.dequantize)
 
 MX = {"scale_format": fp8.E8M0}
@@ -52,9 +58,30 @@ CASES = {
     "mx dgrad, 32x32": ((48, 40), (1, 32), (96, 40), (32, 32), (((1,), (1,)), ((), ())), MX),
     "mx wgrad": ((64, 24), (32, 1), (64, 40), (32, 1), (((0,), (0,)), ((), ())), MX),
     "mx ragged": ((33, 71), (1, 32), (71, 45), (32, 32), (((1,), (0,)), ((), ())), MX),
-    "blocks fprop": ((200, 256), (1, 128), (256, 300), (128, 128), (((1,), (0,)), ((), ())), POWER_OF_TWO),
-    "blocks wgrad": ((300, 24), (128, 1), (300, 40), (128, 1), (((0,), (0,)), ((), ())), POWER_OF_TWO),
-    "tokens in rows": ((3, 70, 24), (32, 1), (3, 70, 40), (32, 1), (((0, 1), (0, 1)), ((), ())), MX),
+    "blocks fprop": (
+        (200, 256),
+        (1, 128),
+        (256, 300),
+        (128, 128),
+        (((1,), (0,)), ((), ())),
+        POWER_OF_TWO,
+    ),
+    "blocks wgrad": (
+        (300, 24),
+        (128, 1),
+        (300, 40),
+        (128, 1),
+        (((0,), (0,)), ((), ())),
+        POWER_OF_TWO,
+    ),
+    "tokens in rows": (
+        (3, 70, 24),
+        (32, 1),
+        (3, 70, 40),
+        (32, 1),
+        (((0, 1), (0, 1)), ((), ())),
+        MX,
+    ),
     "batch": ((3, 48, 96), (1, 32), (3, 96, 40), (32, 32), (((2,), (1,)), ((0,), (0,))), MX),
     "scales of two kinds": ((48, 96), (1, 32), (96, 40), (32, 1), (((1,), (0,)), ((), ())), None),
 }
@@ -64,30 +91,43 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        c if c in ("mx ragged", "blocks fprop", "tokens in rows") else pytest.param(c, marks=pytest.mark.slow)
+        c
+        if c in ("mx ragged", "blocks fprop", "tokens in rows")
+        else pytest.param(c, marks=pytest.mark.slow)
         for c in CASES
     ],
 )
 def test_hands_over_what_it_was_given(case):
     lhs, lhs_tile, rhs, rhs_tile, dimension_numbers, scales = CASES[case]
     a = quantize(gaussian(*lhs), fp8.E4M3, fp8.PerBlock(lhs_tile), **(scales or MX))
-    b = quantize(1e-3 * gaussian(*rhs, seed=1), fp8.E4M3, fp8.PerBlock(rhs_tile), **(scales or POWER_OF_TWO))
+    b = quantize(
+        1e-3 * gaussian(*rhs, seed=1), fp8.E4M3, fp8.PerBlock(rhs_tile), **(scales or POWER_OF_TWO)
+    )
     product = jax.jit(functools.partial(B200, dimension_numbers=dimension_numbers))(a, b)
-    exact = lax.dot_general(*(np.asarray(dequantize(q)) for q in (a, b)), dimension_numbers, precision="highest")
-    np.testing.assert_allclose(product, exact, rtol=2e-6, atol=2e-6 * float(jnp.max(jnp.abs(exact))))
+    exact = lax.dot_general(
+        *(np.asarray(dequantize(q)) for q in (a, b)), dimension_numbers, precision="highest"
+    )
+    np.testing.assert_allclose(
+        product, exact, rtol=2e-6, atol=2e-6 * float(jnp.max(jnp.abs(exact)))
+    )
 
 
 @pytest.mark.usefixtures("on_blackwell")
-@pytest.mark.parametrize("in_axes", [(0, 0), pytest.param((0, None), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "in_axes", [(0, 0), pytest.param((0, None), marks=pytest.mark.slow)], ids=str
+)
 def test_under_vmap(in_axes):
     a = quantize(gaussian(3, 48, 64), fp8.E4M3, fp8.PerBlock((1, 32)), **MX)
     b = quantize(gaussian(3, 64, 40, seed=1), fp8.E4M3, fp8.PerBlock((32, 32)), **MX)
     one = lambda q, i: jax.tree.map(lambda leaf: leaf[i], q)
     arguments = [q if axis == 0 else one(q, 0) for q, axis in zip((a, b), in_axes, strict=True)]
     product = jax.jit(jax.vmap(B200, in_axes=in_axes))(*arguments)
-    alone = jax.jit(lambda a, b: B200(a, b))  # a trace of its own: that of B200 is kept, and may be of no Blackwell
+    # a trace of its own: that of B200 is kept, and may be of no Blackwell
+    alone = jax.jit(lambda a, b: B200(a, b))
     for i in range(3):
-        each = (one(q, i) if axis == 0 else one(q, 0) for q, axis in zip((a, b), in_axes, strict=True))
+        each = (
+            one(q, i) if axis == 0 else one(q, 0) for q, axis in zip((a, b), in_axes, strict=True)
+        )
         np.testing.assert_allclose(product[i], alone(*each), rtol=1e-5, atol=1e-5)
 
 
@@ -104,6 +144,8 @@ def test_says_why_it_cannot():
     floats = quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock((32, 32)))
     with pytest.raises(NotImplementedError, match="power_of_two=False"):
         B200(tiles, floats)
-    short = [quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock(t), **MX) for t in ((1, 16), (16, 16))]
+    short = [
+        quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock(t), **MX) for t in ((1, 16), (16, 16))
+    ]
     with pytest.raises(NotImplementedError, match="a tile of 16 along the contracted axis"):
         B200(*short)

@@ -1,4 +1,7 @@
-"""Hopper's block-scaled matmul of tiles of 128, interpreted: a float64 product of what the operands stand for, and no races."""
+"""Hopper's block-scaled matmul of tiles of 128, interpreted.
+
+A float64 product of what the operands stand for, and no races.
+"""
 
 import dataclasses
 import functools
@@ -13,6 +16,8 @@ from contracts.test_scaled_matmul_tiles import MATRICES, made, tensor, tensors
 from interpreter import LOADS_TRANSPOSED, interpreted, needs_mosaic
 
 import jaxfp8 as fp8
+from jaxfp8._geometry import Geometry
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 
 CLOSE = 2e-6  # the interpreter adds in float32; of a GPU the numerics page wants 1e-3
 ROUNDED = 3e-3  # of a result in bfloat16
@@ -36,15 +41,29 @@ FORMS = {
     "few rows": ((3, 70), (70, 40), (1, 128), (128, 128), MATRICES),
     "vectors": ((100,), (100,), (128,), (128,), (((0,), (0,)), ((), ()))),
     "experts": ((2, 40, 130), (2, 130, 72), (1, 128), (128, 128), (((2,), (1,)), ((0,), (0,)))),
-    "batch in the middle": ((40, 2, 130), (130, 72, 2), (1, 1, 128), (128, 128, 1), (((2,), (0,)), ((1,), (2,)))),
-    "two contracted": ((3, 150, 40), (3, 150, 72), (128, 1), (128, 1), (((1, 0), (1, 0)), ((), ()))),
+    "batch in the middle": (
+        (40, 2, 130),
+        (130, 72, 2),
+        (1, 1, 128),
+        (128, 128, 1),
+        (((2,), (0,)), ((1,), (2,))),
+    ),
+    "two contracted": (
+        (3, 150, 40),
+        (3, 150, 72),
+        (128, 1),
+        (128, 1),
+        (((1, 0), (1, 0)), ((), ())),
+    ),
     "two kept": ((40, 130), (130, 3, 24), (1, 128), (128, 1, 1), MATRICES),
 }
 
 
 @needs_mosaic
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("scales", ["float32", pytest.param("power of two", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "scales", ["float32", pytest.param("power of two", marks=pytest.mark.slow)]
+)
 def test_forms(form, scales):
     *parts, dimension_numbers = FORMS[form]
     lhs, rhs = tensors(parts[:2], parts[2:], scales)
@@ -80,26 +99,38 @@ def integers(seed, shape, tile):
 
 
 def tilings():
-    """Those of the table and others, with so few blocks that each takes several tiles, and a ring shorter than K."""
-    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, Tiling
+    """Those of the table and others, with so few blocks that each takes several tiles, and a ring
+    shorter than K.
+    """
+    from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, Tiling
 
-    few = {name: dataclasses.replace(choice, blocks=2, stages=2, group=2) for name, choice in CHOICES.items()}
+    few = {
+        name: dataclasses.replace(choice, blocks=2, stages=2, group=2)
+        for name, choice in CHOICES.items()
+    }
     broad = Tiling(rows=128, columns=32, beside=True, stages=3, blocks=2, cluster=2)
     return few | {"high": Tiling(rows=128, columns=64, stages=2, blocks=3, group=1), "broad": broad}
+
+
+def tiled(name, fast=False):
+    """The matmul of two matrices with one of `tilings`, which the door does not take."""
+    from jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul import scaled_matmul
+
+    call = MatmulCall(
+        geometry=Geometry.of(MATRICES, 2, 2),
+        out_dtype=jnp.dtype(jnp.float32),
+        fast_accumulation=fast,
+        chip="h200",
+    )
+    return jax.jit(functools.partial(scaled_matmul, call=call, tiling=tilings()[name]))
 
 
 @needs_mosaic
 @pytest.mark.parametrize("rhs_tile", [(128, 128), (128, 1)], ids=["square", "columns"])
 @pytest.mark.parametrize("name", [name for name in tilings() if name != "wide"])
 def test_every_tiling_has_the_exact_bits(name, rhs_tile):
-    from jaxfp8.kernels.scaled_matmul import _mosaic
-
     lhs, rhs = integers(0, (264, 384), (1, 128)), integers(1, (384, 200), rhs_tile)
-    options = {"dimension_numbers": MATRICES, "out_dtype": jnp.dtype(jnp.float32), "fast_accumulation": False}
-    multiply = functools.partial(
-        _mosaic.scaled_matmul, out_sharding=None, chip="h200", tiling=tilings()[name], **options
-    )
-    np.testing.assert_array_equal(interpreted(jax.jit(multiply), lhs, rhs), product(lhs, rhs))
+    np.testing.assert_array_equal(interpreted(tiled(name), lhs, rhs), product(lhs, rhs))
 
 
 @needs_mosaic
@@ -107,7 +138,9 @@ def test_every_tiling_has_the_exact_bits(name, rhs_tile):
 def test_a_wrong_scale_shows(side):
     operands = tensors(((M, K), (K, N)), ((1, 128), (128, 128)), "float32")
     wrong = list(operands)
-    wrong[side] = dataclasses.replace(operands[side], scale=jnp.roll(operands[side].scale, 1, axis=1 - side))
+    wrong[side] = dataclasses.replace(
+        operands[side], scale=jnp.roll(operands[side].scale, 1, axis=1 - side)
+    )
     assert distance(run(*wrong), product(*operands)) > 0.1
 
 
@@ -116,7 +149,12 @@ def test_what_is_not_finite_shows_where_it_is():
     lhs, rhs = tensors(((40, 200), (200, 72)), ((1, 128), (128, 128)), "float32")
     spoilt = np.asarray(lhs.values).copy(), np.asarray(rhs.values).copy()
     spoilt[0][3, 190], spoilt[1][5, 60] = np.nan, np.nan
-    y = run(*(dataclasses.replace(q, values=jnp.asarray(v)) for q, v in zip((lhs, rhs), spoilt, strict=True)))
+    y = run(
+        *(
+            dataclasses.replace(q, values=jnp.asarray(v))
+            for q, v in zip((lhs, rhs), spoilt, strict=True)
+        )
+    )
     want = np.ones((40, 72), bool)
     want[3], want[:, 60] = False, False
     np.testing.assert_array_equal(np.isfinite(y), want)
@@ -125,16 +163,23 @@ def test_what_is_not_finite_shows_where_it_is():
 @needs_mosaic
 @pytest.mark.parametrize("tile", [(128, 1), (128, 128)], ids=["columns", "square"])
 def test_huge_scales_times_zero_are_zero(tile):
-    lhs = made(np.zeros((8, 128)), np.full((8, 1), 2.0**119, np.float32), fp8.PerBlock((1, 128)), True)
+    lhs = made(
+        np.zeros((8, 128)), np.full((8, 1), 2.0**119, np.float32), fp8.PerBlock((1, 128)), True
+    )
     scale = np.full(fp8.PerBlock(tile).scale_shape((128, 16)), 2.0**119, np.float32)
-    np.testing.assert_array_equal(run(lhs, made(np.ones((128, 16)), scale, fp8.PerBlock(tile), True)), 0.0)
+    np.testing.assert_array_equal(
+        run(lhs, made(np.ones((128, 16)), scale, fp8.PerBlock(tile), True)), 0.0
+    )
 
 
 @needs_mosaic
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
 def test_vmap(axes):
     kinds = (((9, 150), fp8.PerBlock((1, 128))), ((150, 40), fp8.PerBlock((128, 128))))
-    experts = [[tensor(2 * i + side, *kind, "float32") for side, kind in enumerate(kinds)] for i in range(2)]
+    experts = [
+        [tensor(2 * i + side, *kind, "float32") for side, kind in enumerate(kinds)]
+        for i in range(2)
+    ]
     stacked = [
         jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_side) if axis == 0 else of_side[0]
         for of_side, axis in zip(zip(*experts, strict=True), axes, strict=True)
@@ -147,13 +192,19 @@ def test_vmap(axes):
 
 @needs_mosaic
 def test_a_layer_forward_and_backward():
-    """Quantizer and matmuls; the bits of FP8 are those of XLA's quantizer, so products differ by their sums only."""
+    """Quantizer and matmuls.
+
+    The bits of FP8 are those of XLA's quantizer, so products differ by their sums only.
+    """
     x, w, g = (
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((160, 256), (256, 96), (160, 96)))
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate(((160, 256), (256, 96), (160, 96)))
     )
 
     def step(implementation):
-        dot = functools.partial(fp8.dot, recipe=fp8.recipes.blockwise(), state=(), implementation=implementation)
+        dot = functools.partial(
+            fp8.dot, recipe=fp8.recipes.blockwise(), state=(), implementation=implementation
+        )
         y, pullback = jax.vjp(dot, x, w)
         return y, *pullback(g)
 
@@ -170,7 +221,11 @@ def columns(shape=(128, 16), tile=(128, 128), scales="float32"):
 
 
 CANNOT = {
-    "tiles of 16": ((tensor(0, (8, 64), fp8.PerBlock((1, 16)), "float32"), columns((64, 16), (16, 16))), {}, "[16]"),
+    "tiles of 16": (
+        (tensor(0, (8, 64), fp8.PerBlock((1, 16)), "float32"), columns((64, 16), (16, 16))),
+        {},
+        "[16]",
+    ),
     "rows in E8M0": (
         (tensor(0, (8, 128), fp8.PerAxis(0), "E8M0"), tensor(1, (128, 16), fp8.PerAxis(1), "E8M0")),
         {},
@@ -193,8 +248,8 @@ def test_what_it_cannot_do_fails_loudly(case):
 
 @needs_mosaic
 def test_a_tiling_without_room_is_refused():
-    from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
-    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, Tiling
+    from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling
+    from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, Tiling
 
     scalings = [Scaling(), Scaling(square=True), Scaling(at_end=True), Scaling(tile=32)]
     scalings += [Scaling(tile=32, square=True), Scaling(at_end=True, fast=True)]
@@ -219,11 +274,16 @@ def test_a_tiling_without_room_is_refused():
 
 @needs_mosaic
 def test_a_tiling_is_chosen_by_the_shape_and_by_what_has_registers():
-    from jaxfp8.kernels.scaled_matmul._mosaic_scaling import Scaling
-    from jaxfp8.kernels.scaled_matmul._mosaic_tiling import CHOICES, choose
+    from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling
+    from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, choose
 
     fast = Scaling(at_end=True, fast=True)
-    shapes = {"decode": (1, 64, 4096), "few": (1, 128, 4096), "small": (1, 1024, 1024), "large": (8, 1024, 1024)}
+    shapes = {
+        "decode": (1, 64, 4096),
+        "few": (1, 128, 4096),
+        "small": (1, 1024, 1024),
+        "large": (8, 1024, 1024),
+    }
     for name, shape in shapes.items():
         assert choose(*shape, Scaling()) is CHOICES[name]
     assert choose(1, 8192, 8192, fast) is CHOICES["wide"]

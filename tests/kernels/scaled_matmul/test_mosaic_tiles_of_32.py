@@ -1,4 +1,7 @@
-"""Hopper's matmul of tiles of 32 (MXFP8), interpreted: a float64 product of what the operands stand for, and no races."""
+"""Hopper's matmul of tiles of 32 (MXFP8), interpreted.
+
+A float64 product of what the operands stand for, and no races.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +13,15 @@ import pytest
 from contracts.test_scaled_matmul_backends import distance, product
 from contracts.test_scaled_matmul_tiles import MATRICES, made, tensor, tensors
 from interpreter import interpreted, needs_mosaic
-from kernels.scaled_matmul.test_mosaic_matmul import CLOSE, ROUNDED, integers, mosaic, run, tilings
+from kernels.scaled_matmul.test_mosaic_matmul import (
+    CLOSE,
+    ROUNDED,
+    integers,
+    mosaic,
+    run,
+    tiled,
+    tilings,
+)
 
 import jaxfp8 as fp8
 
@@ -26,9 +37,23 @@ FORMS = {
     "dgrad": ((M, N), (K, N), (1, 32), (32, 32), (((1,), (1,)), ((), ())), "float32"),
     "wgrad": ((150, 40), (150, 72), (32, 1), (32, 1), (((0,), (0,)), ((), ())), "float32"),
     "2D @ 1D": ((40, 100), (100, 72), (32, 32), (32, 1), MATRICES, "power of two"),
-    "experts": ((2, 40, 130), (2, 130, 72), (1, 32), (32, 32), (((2,), (1,)), ((0,), (0,))), "E8M0"),
+    "experts": (
+        (2, 40, 130),
+        (2, 130, 72),
+        (1, 32),
+        (32, 32),
+        (((2,), (1,)), ((0,), (0,))),
+        "E8M0",
+    ),
     "tiles of 64": ((8, 200), (200, 40), (1, 64), (64, 1), MATRICES, "float32"),
-    "two contracted": ((3, 150, 40), (3, 150, 72), (32, 1), (32, 1), (((1, 0), (1, 0)), ((), ())), "E8M0"),
+    "two contracted": (
+        (3, 150, 40),
+        (3, 150, 72),
+        (32, 1),
+        (32, 1),
+        (((1, 0), (1, 0)), ((), ())),
+        "E8M0",
+    ),
     "two kept": ((40, 130), (130, 3, 24), (1, 32), (32, 1, 1), MATRICES, "E8M0"),
     "tiles of 128 in bytes": ((40, 200), (200, 72), (1, 128), (128, 128), MATRICES, "E8M0"),
 }
@@ -48,7 +73,10 @@ def test_forms(form):
 @pytest.mark.slow
 def test_formats_and_results():
     tiles = fp8.PerBlock((1, 32)), fp8.PerBlock((32, 32))
-    lhs, rhs = tensor(0, (40, 200), tiles[0], "E8M0"), tensor(1, (200, 72), tiles[1], "E8M0", format=fp8.E5M2)
+    lhs, rhs = (
+        tensor(0, (40, 200), tiles[0], "E8M0"),
+        tensor(1, (200, 72), tiles[1], "E8M0", format=fp8.E5M2),
+    )
     y = run(lhs, rhs, out=jnp.bfloat16)
     assert y.dtype == jnp.bfloat16
     assert distance(y, product(lhs, rhs)) <= ROUNDED
@@ -64,14 +92,8 @@ def test_formats_and_results():
     ],
 )
 def test_every_tiling_has_the_exact_bits(name, rhs_tile):
-    from jaxfp8.kernels.scaled_matmul import _mosaic
-
     lhs, rhs = integers(0, (264, 384), (1, 32)), integers(1, (384, 200), rhs_tile)
-    options = {"dimension_numbers": MATRICES, "out_dtype": jnp.dtype(jnp.float32), "fast_accumulation": False}
-    multiply = functools.partial(
-        _mosaic.scaled_matmul, out_sharding=None, chip="h200", tiling=tilings()[name], **options
-    )
-    np.testing.assert_array_equal(interpreted(jax.jit(multiply), lhs, rhs), product(lhs, rhs))
+    np.testing.assert_array_equal(interpreted(tiled(name), lhs, rhs), product(lhs, rhs))
 
 
 def bytes_of(byte, shape):
@@ -89,7 +111,7 @@ def test_bytes_at_the_ends(left, right):
 
 
 def test_every_byte_becomes_its_power_of_two():
-    from jaxfp8.kernels.scaled_matmul._mosaic_scaling import of_bytes
+    from jaxfp8.kernels.scaled_matmul.hopper._scaling import of_bytes
 
     found = np.asarray(jax.jit(of_bytes)(jnp.arange(256, dtype=jnp.uint8)))
     np.testing.assert_array_equal(
@@ -116,14 +138,23 @@ def test_nan_scales_show_where_they_are_and_huge_ones_times_zero_are_zero(tile):
 def test_a_wrong_scale_shows(side, axis):
     operands = tensors(((40, 130), (130, 72)), ((1, 32), (32, 32)), "E8M0")
     wrong = list(operands)
-    wrong[side] = dataclasses.replace(operands[side], scale=jnp.roll(operands[side].scale, 1, axis=axis))
+    wrong[side] = dataclasses.replace(
+        operands[side], scale=jnp.roll(operands[side].scale, 1, axis=axis)
+    )
     assert distance(run(*wrong), product(*operands)) > 0.1
 
 
 @pytest.mark.slow  # with E8M0 also in contracts/test_scaled_matmul_add_to.py
 def test_vmap():
     kinds = (((9, 150), fp8.PerBlock((1, 32))), ((150, 40), fp8.PerBlock((32, 32))))
-    experts = [[tensor(2 * i + side, *kind, "E8M0") for side, kind in enumerate(kinds)] for i in range(2)]
-    stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_side) for of_side in zip(*experts, strict=True)]
-    for y, (lhs, rhs) in zip(interpreted(jax.jit(jax.vmap(mosaic)), *stacked), experts, strict=True):
+    experts = [
+        [tensor(2 * i + side, *kind, "E8M0") for side, kind in enumerate(kinds)] for i in range(2)
+    ]
+    stacked = [
+        jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_side)
+        for of_side in zip(*experts, strict=True)
+    ]
+    for y, (lhs, rhs) in zip(
+        interpreted(jax.jit(jax.vmap(mosaic)), *stacked), experts, strict=True
+    ):
         assert distance(y, product(lhs, rhs)) <= CLOSE

@@ -1,4 +1,7 @@
-"""Matmuls on an Auto mesh, with a plain product in place of a kernel's: scales in every shape, K and N in whole tiles."""
+"""Matmuls on an Auto mesh, with a plain product in place of a kernel's.
+
+Scales in every shape, K and N in whole tiles.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +33,9 @@ SHAPES = ((128, 200), (256, 512), (512, 128), (512, 96))
 
 
 def local(cells):
-    """The product of one device, which holds whole steps and the scales of all its columns, or fails."""
+    """The product of one device, which holds whole steps and the scales of all its columns, or
+    fails.
+    """
 
     def product(a, b, a_scale, b_scale):
         k, n = a.shape[2], b.shape[1]
@@ -38,7 +43,10 @@ def local(cells):
         each = k if cells.parts == 0 else STEP // cells.parts
         assert b_scale.shape[1] == -(-n // cells.columns)
         b_scale = jnp.repeat(b_scale, cells.columns, axis=1)[:, :n]
-        a, b = (v.astype(jnp.float32) * jnp.repeat(s, each, axis=2) for v, s in ((a, a_scale), (b, b_scale)))
+        a, b = (
+            v.astype(jnp.float32) * jnp.repeat(s, each, axis=2)
+            for v, s in ((a, a_scale), (b, b_scale))
+        )
         return jnp.einsum("bmk,bnk->bmn", a, b, precision="highest")
 
     return product
@@ -49,8 +57,12 @@ def operands(cells, k, n):
     random = np.random.default_rng(k + n)
     values = [random.integers(-4, 5, (B, rows, k)) for rows in (M, n)]
     steps = k // STEP * cells.parts or 1
-    scales = [2.0 ** random.integers(-2, 3, (B, rows, steps)) for rows in (M, -(-n // cells.columns))]
-    return [jnp.asarray(v, jnp.float8_e4m3fn) for v in values] + [jnp.asarray(s, jnp.float32) for s in scales]
+    scales = [
+        2.0 ** random.integers(-2, 3, (B, rows, steps)) for rows in (M, -(-n // cells.columns))
+    ]
+    return [jnp.asarray(v, jnp.float8_e4m3fn) for v in values] + [
+        jnp.asarray(s, jnp.float32) for s in scales
+    ]
 
 
 def table():

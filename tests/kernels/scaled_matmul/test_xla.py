@@ -1,4 +1,7 @@
-"""Operands in every order of axes: XLA:CPU chooses a matmul by layout, and may choose one that it cannot run."""
+"""Operands in every order of axes.
+
+XLA:CPU chooses a matmul by layout, and may choose one that it cannot run.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +10,31 @@ import pytest
 
 import jaxfp8 as fp8
 
-# name: (lhs shape, rhs shape, axes of the given lhs and rhs, shapes that they are reshaped to, dimension numbers)
+# name: (lhs shape, rhs shape, axes of the given lhs and rhs, shapes that they are reshaped to,
+# dimension numbers)
 LAYOUTS = {
     "fprop": ((64, 32), (32, 48), (0, 1), (0, 1), None, None, (((1,), (0,)), ((), ()))),
     "dgrad": ((64, 32), (48, 32), (0, 1), (0, 1), None, None, (((1,), (1,)), ((), ()))),
     "wgrad": ((32, 64), (32, 48), (0, 1), (0, 1), None, None, (((0,), (0,)), ((), ()))),
     "transposed lhs": ((32, 64), (32, 48), (1, 0), (0, 1), None, None, (((1,), (0,)), ((), ()))),
-    "transposed lhs, new axis": ((32, 64), (32, 48), (1, 0), (0, 1), (64, 1, 32), None, (((2,), (0,)), ((), ()))),
-    "transposed lhs, split": ((32, 64), (32, 48), (1, 0), (0, 1), (4, 16, 32), None, (((2,), (0,)), ((), ()))),
+    "transposed lhs, new axis": (
+        (32, 64),
+        (32, 48),
+        (1, 0),
+        (0, 1),
+        (64, 1, 32),
+        None,
+        (((2,), (0,)), ((), ())),
+    ),
+    "transposed lhs, split": (
+        (32, 64),
+        (32, 48),
+        (1, 0),
+        (0, 1),
+        (4, 16, 32),
+        None,
+        (((2,), (0,)), ((), ())),
+    ),
     "transposed lhs, batch": (
         (32, 64),
         (32, 48),
@@ -24,9 +44,33 @@ LAYOUTS = {
         (1, 32, 48),
         (((2,), (1,)), ((0,),) * 2),
     ),
-    "transposed rhs, new axis": ((64, 32), (48, 32), (0, 1), (1, 0), None, (32, 1, 48), (((1,), (0,)), ((), ()))),
-    "two contracted axes": ((4, 8, 64), (4, 8, 48), (0, 1, 2), (0, 1, 2), None, None, (((0, 1), (0, 1)), ((), ()))),
-    "batched wgrad": ((4, 8, 64), (4, 8, 48), (0, 1, 2), (0, 1, 2), None, None, (((1,), (1,)), ((0,), (0,)))),
+    "transposed rhs, new axis": (
+        (64, 32),
+        (48, 32),
+        (0, 1),
+        (1, 0),
+        None,
+        (32, 1, 48),
+        (((1,), (0,)), ((), ())),
+    ),
+    "two contracted axes": (
+        (4, 8, 64),
+        (4, 8, 48),
+        (0, 1, 2),
+        (0, 1, 2),
+        None,
+        None,
+        (((0, 1), (0, 1)), ((), ())),
+    ),
+    "batched wgrad": (
+        (4, 8, 64),
+        (4, 8, 48),
+        (0, 1, 2),
+        (0, 1, 2),
+        None,
+        None,
+        (((1,), (1,)), ((0,), (0,))),
+    ),
 }
 
 
@@ -35,17 +79,27 @@ def test_every_layout_of_the_payloads_is_multiplied(name):
     l_shape, r_shape, l_axes, r_axes, l_new, r_new, dimension_numbers = LAYOUTS[name]
     keys = jax.random.split(jax.random.key(0))
     shapes = (l_shape, r_shape)
-    lhs, rhs = (jax.random.normal(k, s).astype(jnp.float8_e4m3fn) for k, s in zip(keys, shapes, strict=True))
+    lhs, rhs = (
+        jax.random.normal(k, s).astype(jnp.float8_e4m3fn) for k, s in zip(keys, shapes, strict=True)
+    )
 
     def product(lhs, rhs, implementation):
         operands = []
         for values, axes, shape in ((lhs, l_axes, l_new), (rhs, r_axes, r_new)):
             values = values.transpose(axes)
             values = values if shape is None else values.reshape(shape)
-            operands.append(fp8.QuantizedTensor(values, jnp.float32(0.5), fp8.PerTensor(), jnp.dtype(jnp.float32)))
-        return fp8.scaled_matmul(*operands, dimension_numbers=dimension_numbers, implementation=implementation)
+            operands.append(
+                fp8.QuantizedTensor(
+                    values, jnp.float32(0.5), fp8.PerTensor(), jnp.dtype(jnp.float32)
+                )
+            )
+        return fp8.scaled_matmul(
+            *operands, dimension_numbers=dimension_numbers, implementation=implementation
+        )
 
-    got, want = (jax.jit(product, static_argnums=2)(lhs, rhs, backend) for backend in ("xla", "reference"))
+    got, want = (
+        jax.jit(product, static_argnums=2)(lhs, rhs, backend) for backend in ("xla", "reference")
+    )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -56,7 +110,10 @@ def test_wgrad_multiplies_bfloat16_on_cpus():
     x, g = (jnp.ones((256, n), jnp.float8_e4m3fn) for n in (512, 1024))
 
     def wgrad(x, g):
-        x, g = (fp8.QuantizedTensor(v, jnp.float32(1.0), fp8.PerTensor(), jnp.dtype(jnp.bfloat16)) for v in (x, g))
+        x, g = (
+            fp8.QuantizedTensor(v, jnp.float32(1.0), fp8.PerTensor(), jnp.dtype(jnp.bfloat16))
+            for v in (x, g)
+        )
         return fp8.scaled_matmul(x, g, dimension_numbers=(((0,), (0,)), ((), ())))
 
     compiled = jax.jit(wgrad).lower(x, g).compile().as_text()
@@ -71,5 +128,7 @@ def test_a_transposed_product(name):
     x, w = jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
     y = jax.jit(lambda x, w: fp8.dot(x, w, recipe=recipe).T)(x, w)
     np.testing.assert_array_equal(y.astype(jnp.float32), np.full((32, 16), 64.0))
-    gradient = jax.grad(lambda w: jnp.sum(fp8.einsum("bd,dn->nb", x, w, recipe=recipe).astype(jnp.float32)))
+    gradient = jax.grad(
+        lambda w: jnp.sum(fp8.einsum("bd,dn->nb", x, w, recipe=recipe).astype(jnp.float32))
+    )
     np.testing.assert_array_equal(jax.jit(gradient)(w).astype(jnp.float32), np.full((64, 32), 16.0))

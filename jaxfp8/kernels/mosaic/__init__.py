@@ -1,0 +1,1 @@
+"""What kernels in Pallas (Mosaic GPU) share."""

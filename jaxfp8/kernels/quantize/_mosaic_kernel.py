@@ -1,0 +1,132 @@
+"""The kernel of the quantizer in tiles, in Pallas (Mosaic GPU).
+
+Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
+  scale.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.mosaic._source import Reader, Staged
+from jaxfp8.kernels.mosaic._sums import ColumnSums
+from jaxfp8.kernels.mosaic._tiles import PART, T, grid, parts, place
+from jaxfp8.kernels.quantize._mosaic_tiling import Copy, Tiling
+from jaxfp8.numerics._amax import magnitude
+from jaxfp8.numerics._rounding import kernel_cast
+from jaxfp8.tensors._cast import Cast
+
+
+class Written(NamedTuple):
+    """What the kernel writes: types, refs inside the kernel, arrays after it.
+
+    Attributes:
+      copies: see `Tiling.written`.
+      sums: `ColumnSums.result`, or None.
+    """
+
+    copies: Sequence[Copy]
+    sums: Any
+
+
+class _Scratch(NamedTuple):
+    """Shared memory of the kernel."""
+
+    read: Staged
+    copies: Sequence[Copy]
+    sums: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TilesKernel:
+    """The kernel that writes copies of x [L, M, K] in tiles with their scales, and sums of columns.
+
+    Attributes:
+      source: how x is read.
+      cast: how values and scales are made.
+      tilings: of each copy.
+      sums: how columns are summed; None if they are not.
+    """
+
+    source: Reader
+    cast: Cast
+    tilings: tuple[Tiling, ...]
+    sums: ColumnSums | None
+
+    def __call__(self, operands: Sequence[Array]) -> Written:
+        format, rule = self.cast.format, self.cast.rule
+        copies = [each.written(self.source.shape, format, rule) for each in self.tilings]
+        staged = [each.staged(copy, rule) for each, copy in zip(self.tilings, copies, strict=True)]
+        written = Written(copies, self.sums.result if self.sums else None)
+        sums = self.sums.staged if self.sums else None
+        (result,) = plgpu.kernel(
+            self.body,
+            out_type=(written,),
+            scratch_types=(_Scratch(self.source.staged(), staged, sums),),
+            **grid(self.source.shape),
+        )(operands)
+        return result
+
+    def body(self, operands: Sequence[Any], written: Written, scratch: _Scratch) -> None:
+        """What a block of threads does. Its name is the kernel's name in the program."""
+        self.source.start(operands, scratch.read)
+        tile = self.source.tile(scratch.read)
+        # Columns are summed while they are in registers for the first transposed copy.
+        summing = next((n for n, each in enumerate(self.tilings) if each.transposed), None)
+        for n, (tiling, staged, copy) in enumerate(
+            zip(self.tilings, scratch.copies, written.copies, strict=True)
+        ):
+            at = place(self.source.shape).of_copy(transposed=tiling.transposed)
+            for index, rows in parts(
+                tile, transposed=tiling.transposed, rows=T if tiling.whole else PART
+            ):
+                staged.values[index], scales = _encode(rows, self.cast, tiling)
+                if self.sums and n == summing:
+                    self.sums.take(scratch.sums, index, rows)
+                for cell, scale in enumerate(scales):
+                    if staged.scales is None:
+                        copy.scales[at.matrix, at.column, at.row] = jnp.max(scale)
+                    else:
+                        staged.scales[cell, index] = scale
+            plgpu.commit_smem()  # so that TMA sees what threads stored
+            plgpu.copy_smem_to_gmem(staged.values, copy.values.at[at.window])
+            if staged.scales is not None:
+                cells = pl.ds(at.column * tiling.cells, tiling.cells)
+                where = at.matrix, cells, pl.ds(at.row * T, T)
+                plgpu.copy_smem_to_gmem(staged.scales, copy.scales.at[where])
+        if self.sums:
+            self.sums.write(scratch.sums, written.sums, tile if summing is None else None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _encode(rows: Array, cast: Cast, tiling: Tiling) -> tuple[Array, list[Array]]:
+    """Rows [R, T] in FP8, and the scale [R] of each of their T/S cells."""
+    multipliers, scales = [], []
+    for first in range(0, T, tiling.side):
+        cell = rows[:, first : first + tiling.side]
+        largest = jnp.max(magnitude(cell), axis=1)
+        if tiling.square:
+            largest = _largest_of_squares(largest, tiling.side)
+        multiplier, scale = cast.rule.apply(largest, cast.format)
+        multipliers.append(lax.broadcast_in_dim(multiplier, cell.shape, (0,)))
+        as_bytes = cast.rule.scale_format is not None
+        scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if as_bytes else scale)
+    return kernel_cast(rows, jnp.concatenate(multipliers, axis=1), cast.format), scales
+
+
+def _largest_of_squares(largest: Array, side: int) -> Array:
+    """The largest of each `side` rows [R], for every one of them."""
+    if len(largest) == side:
+        return lax.broadcast_in_dim(jnp.max(largest), largest.shape, ())
+    square = lax.broadcasted_iota(jnp.int32, largest.shape, 0) // side
+    result = jnp.zeros_like(largest)
+    for index in range(len(largest) // side):
+        inside = square == index
+        result = jnp.where(inside, jnp.max(jnp.where(inside, largest, 0.0)), result)
+    return result

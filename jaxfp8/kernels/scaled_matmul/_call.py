@@ -1,0 +1,49 @@
+"""MatmulCall: what a backend of the scaled matmul gets besides its operands."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxfp8._geometry import Geometry
+from jaxfp8._typing import DType
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulCall:
+    """One matmul: its axes, and all that was chosen for it. Hashable.
+
+    A backend is a function `(lhs, rhs, call, *, add_to=None)`. `lhs` and `rhs` are
+    `QuantizedTensor`s. `add_to` is an array of the result's shape that the product is added to. A
+    new option is a new field here. A backend that cannot do it raises `NotImplementedError`.
+
+    Attributes:
+      geometry: the axes.
+      out_dtype: of the result.
+      fast_accumulation: whether tensor cores may keep about 14 bits of each partial sum.
+      out_sharding: as in `jax.lax.dot_general`; None outside of Explicit meshes.
+      chip: the chip that the program is compiled for; None for a program that runs on every chip.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> geometry = Geometry.of((((1,), (0,)), ((), ())), 2, 2)
+      >>> call = MatmulCall(geometry=geometry, out_dtype=jnp.dtype("bfloat16"))
+      >>> call.in_float32.out_dtype
+      dtype('float32')
+    """
+
+    geometry: Geometry
+    out_dtype: DType
+    fast_accumulation: bool = False
+    out_sharding: Any = None
+    chip: str | None = None
+
+    @property
+    def in_float32(self) -> "MatmulCall":
+        """The same with a result that is not rounded yet."""
+        return dataclasses.replace(self, out_dtype=jnp.dtype(jnp.float32))
+
+    @property
+    def in_auto_mesh(self) -> "MatmulCall":
+        """The same inside an Auto mesh, where no type says how the result is split."""
+        return dataclasses.replace(self, out_sharding=None)

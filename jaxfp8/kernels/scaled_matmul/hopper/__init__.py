@@ -1,0 +1,1 @@
+"""The scaled matmul in Pallas (Mosaic GPU) for Hopper."""

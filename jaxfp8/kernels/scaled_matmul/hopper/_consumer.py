@@ -1,0 +1,54 @@
+"""The consumers: two warpgroups, each multiplies, scales and stores its share of every tile.
+
+Letters: R C the share of a warpgroup.
+"""
+
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.scaled_matmul.hopper._epilogue import Epilogue, wait_until_written
+from jaxfp8.kernels.scaled_matmul.hopper._in_registers import sums_in_registers
+from jaxfp8.kernels.scaled_matmul.hopper._in_tensor_cores import sums_in_tensor_cores
+from jaxfp8.kernels.scaled_matmul.hopper._memory import Block
+from jaxfp8.kernels.scaled_matmul.hopper._share import Share
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import MULTIPLYING_REGISTERS
+
+
+def consume(block: Block, warpgroup: Array) -> None:
+    """Compute and store this warpgroup's share of each tile of the block.
+
+    The two consumers never wait for each other. They share only the ring, where the slower one
+    holds up the producer.
+    """
+    matmul = block.matmul
+    plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
+    row, column = _first_in_tile(block, warpgroup)
+
+    @plgpu.nd_loop((matmul.tiles,), collective_axes="clusters")
+    def _tile(turn: Any) -> None:
+        tile = matmul.tile(turn.index[0])
+        share = Share(
+            block=block,
+            warpgroup=warpgroup,
+            turn=turn.local_index,
+            tile=tile,
+            row=row,
+            column=column,
+            column_of_product=tile.across * matmul.tiling.tile[1] + column,
+        )
+        epilogue = Epilogue(share)
+        epilogue.bring_addend(0)  # now, so that it comes while the tile is multiplied
+        fast = matmul.scaling.fast
+        epilogue.store(sums_in_tensor_cores(share) if fast else sums_in_registers(share))
+
+    wait_until_written()
+
+
+def _first_in_tile(block: Block, warpgroup: Array) -> tuple[Array | int, Array | int]:
+    """First row and column of a warpgroup's share in each tile."""
+    tiling = block.matmul.tiling
+    if tiling.beside:
+        return 0, warpgroup * tiling.columns
+    return warpgroup * tiling.rows, 0

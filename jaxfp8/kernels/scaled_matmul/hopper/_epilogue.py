@@ -1,0 +1,102 @@
+"""The epilogue: a consumer's sums become the result, patch after patch.
+
+For each patch: scale the sum, add C, round, store in shared memory, let TMA write it.
+
+Letters: M N K matmul, C the array that the product is added to, W the width of a patch.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.scaled_matmul.hopper._memory import load_scales
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import scaled_sum
+from jaxfp8.kernels.scaled_matmul.hopper._share import Share
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What is done to the sums of a share.
+
+    Shared memory has room for one patch of C, and for `Matmul.slots` patches of the result.
+    """
+
+    share: Share
+
+    def bring_addend(self, patch: int) -> None:
+        """Start to copy a patch of C to shared memory; behind the last one there is none.
+
+        The caller has read the patch before it.
+        """
+        block, warpgroup = self.share.block, self.share.warpgroup
+        outgoing, matmul = block.shared.outgoing, block.matmul
+        if matmul.add_to is None or patch >= len(matmul.patches):
+            return
+        source = block.result if matmul.in_place else block.given.addend
+        there = source.at[self.share.tile.lead, *self.share.patch(patch)]
+        here, filled = outgoing.addend.at[warpgroup], outgoing.addend_filled.at[warpgroup]
+        plgpu.copy_gmem_to_smem(there, here, filled)
+
+    def store(self, sums: tuple[Array, ...]) -> None:
+        """Make patches of the result of their sums [64, W], and start to write them.
+
+        `bring_addend(0)` has started to copy the patch of C for the first one.
+        """
+        for patch, result in enumerate(sums):
+            rows, columns = self.share.patch(patch)
+            result = self._scaled(result, rows, columns)
+            self._write(patch, self._added(result), rows, columns)
+
+    def _scaled(self, sums: Array, rows: Any, columns: Any) -> Array:
+        """A sum of all of K, scaled if it was not scaled step by step."""
+        given, lead = self.share.block.given, self.share.tile.lead
+        if not self.share.block.matmul.scaling.at_end:
+            return sums
+        of_rows = given.lhs_scale.at[lead, 0, rows]
+        of_columns = given.rhs_scale.at[lead, 0, columns]
+        return scaled_sum(sums, load_scales(of_rows, 1), load_scales(of_columns, 0))
+
+    def _added(self, sums: Array) -> Array:
+        """Sums and the patch of C, once it has arrived: before, shared memory has an older one."""
+        outgoing, warpgroup = self.share.block.shared.outgoing, self.share.warpgroup
+        if self.share.block.matmul.add_to is None:
+            return sums
+        plgpu.barrier_wait(outgoing.addend_filled.at[warpgroup])
+        here, layout = outgoing.addend.at[warpgroup], plgpu.Layout.WGMMA
+        addend = plgpu.load(here, layout=layout)  # type: ignore[call-arg]  # of jax before 0.11
+        return sums + addend.astype(jnp.float32)
+
+    def _write(self, patch: int, result: Array, rows: Any, columns: Any) -> None:
+        """Round a patch, store it in shared memory, and let TMA write it to the result.
+
+        Four things, in this order:
+
+        1. Wait until TMA has read what the slot held, `slots` patches ago: for all writes but the
+           `slots` - 1 latest. `slots` divides the patches of a tile, so this also holds from one
+           tile to the next. Without the wait that patch would be overwritten before TMA wrote it.
+        2. Store the patch, then `commit_smem`: all threads have stored, and TMA sees it. Without it
+           TMA would write what a slower warp has not stored yet.
+        3. Only now copy the next patch of C: the same `commit_smem` says that all threads have
+           read the last one, which is overwritten.
+        4. Write the patch. This may come before 3, too, but this warpgroup waits for C next, and
+           for the write only when the slot is used again.
+        """
+        block, warpgroup, matmul = self.share.block, self.share.warpgroup, self.share.block.matmul
+        patches, slot = block.shared.outgoing.patches, patch % matmul.slots
+        plgpu.wait_smem_to_gmem(matmul.slots - 1, wait_read_only=True)
+        patches[warpgroup, slot] = result.astype(matmul.out_dtype)
+        plgpu.commit_smem()
+        self.bring_addend(patch + 1)
+        there = block.result.at[self.share.tile.lead, rows, columns]
+        plgpu.copy_smem_to_gmem(patches.at[warpgroup, slot], there)
+
+
+def wait_until_written() -> None:
+    """A consumer, at the end: until TMA has written all of its patches.
+
+    Without it the block could end, and its shared memory go to another one, before TMA read it.
+    """
+    plgpu.wait_smem_to_gmem(0)

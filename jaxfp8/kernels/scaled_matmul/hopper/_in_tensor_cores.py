@@ -1,0 +1,67 @@
+"""Sums in the tensor cores: fast accumulation, which keeps about 14 bits of a sum.
+
+All of K shares its scales, and the sum is scaled at the end. So `wgmma` adds step after step to
+the same accumulators, and no product of a step comes to registers.
+
+Letters: M N K matmul, R C the share of a warpgroup, W the width of a patch; T = 128.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.scaled_matmul.hopper._share import Share
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS
+
+
+def sums_in_tensor_cores(share: Share) -> tuple[Array, ...]:
+    """The patches [64, W] of a share, summed over all steps of its tile."""
+    matmul = share.block.matmul
+
+    def summed(*accumulators: Any) -> tuple[Array, ...]:
+        _accumulate(share, accumulators)
+        whole = [accumulator[...] for accumulator in accumulators]
+        return tuple(
+            whole[above // ROWS][:, left : left + matmul.width] for above, left in matmul.patches
+        )
+
+    accumulator = plgpu.WGMMAAccumulatorRef((ROWS, matmul.tiling.columns), jnp.float32)
+    return pl.run_scoped(summed, *[accumulator] * len(matmul.bands))
+
+
+def _accumulate(share: Share, accumulators: tuple[Any, ...]) -> None:
+    """Add all steps to the accumulators [64, C], one for each 64 rows of the share.
+
+    A step is begun before the one before it is waited for, or the tensor cores would idle in
+    between. So a slot is freed one step late: a step's own `wgmma` may still read its slot, those
+    of the step before have read theirs. Freed in its own step, a slot could be overwritten while
+    it is multiplied.
+    """
+    matmul, ring = share.block.matmul, share.block.ring
+
+    @pl.loop(0, matmul.steps)
+    def _step(step: Array) -> None:
+        count, slot = ring.at(share.turn, step)
+        ring.wait_filled(slot)
+        _begin(share, slot, accumulators)
+        # Each accumulator has one `wgmma` a step: all are done but those of this step.
+        plgpu.wgmma_wait(len(accumulators))
+
+        @pl.when(step > 0)
+        def _free_the_last() -> None:
+            ring.free(ring.slot(count - 1))
+
+    plgpu.wgmma_wait(0)
+    _, slot = ring.at(share.turn, jnp.int32(matmul.steps - 1))
+    ring.free(slot)
+
+
+def _begin(share: Share, slot: Array, accumulators: tuple[Any, ...]) -> None:
+    """Start to multiply a step; the tensor cores go on by themselves."""
+    staged = share.block.shared.staged
+    for above, into in zip(share.block.matmul.bands, accumulators, strict=True):
+        lhs, rhs = staged.lhs.at[slot, share.rows(above)], staged.rhs.at[slot, share.columns]
+        plgpu.wgmma(into, lhs, rhs.transpose((1, 0)))

@@ -1,0 +1,94 @@
+"""The kernel of Hopper's scaled matmul.
+
+A block of threads takes tile after tile of the product. It has three warpgroups:
+
+  one producer     copies steps of 128 along K to shared memory          `_producer.produce`
+  two consumers    multiply the steps, add them, scale, store a tile     `_consumer.consume`
+
+The producer hands steps over in a ring of slots (`_ring`). A consumer sums them in float32
+registers (`_in_registers`), or in the tensor cores (`_in_tensor_cores`, fast accumulation), and
+stores the result (`_epilogue`). `_matmul` has what is known before, `_memory` what they work on.
+
+Letters: B batch, M N K matmul, S the tile along K that shares a scale; T = 128.
+
+References:
+  Pallas Mosaic GPU reference, docs.jax.dev/en/latest/pallas/gpu/reference.html; CUDA C++
+  Programming Guide, "Asynchronous Barrier" and "Tensor Memory Access".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.scaled_matmul.hopper._consumer import consume
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+from jaxfp8.kernels.scaled_matmul.hopper._memory import (
+    Block,
+    Given,
+    Shared,
+    shared_memory,
+    whole_row,
+)
+from jaxfp8.kernels.scaled_matmul.hopper._producer import produce
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import WARPGROUPS
+
+
+def kernel(matmul: Matmul) -> Callable[..., Array]:
+    """The kernel of one matmul: `multiply(lhs, rhs, lhs_scale, rhs_scale[, C])`.
+
+    It takes values [B, M, K] and [B, N, K]. With P = `scaling.parts` it takes scales [B, P K/T, M]
+    and [B, P K/T, N]; of square tiles of rhs [B, N/T, K/T] for 128, [B, K/T, P N/S] for 32; at the
+    end [B, 1, M] and [B, 1, N]. M and N of scales are whole tiles (of a cluster). C and the result
+    are [B, M, N] with N of whole rows, see `whole_row`.
+
+    With C the product is added to it before it is rounded. If C has the dtype of the result, the
+    result is written over C. XLA copies C before, unless nothing else reads it.
+    """
+    launch = _over_addend if matmul.in_place else _to_new_array
+
+    def multiply(
+        lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, addend: Array | None = None
+    ) -> Array:
+        return launch(matmul, Given(lhs, rhs, lhs_scale, rhs_scale, addend))
+
+    return multiply
+
+
+def _to_new_array(matmul: Matmul, given: Given) -> Array:
+    shape = (matmul.batch, matmul.m, whole_row(matmul.n, matmul.out_dtype.itemsize))
+    return _launched(matmul, jax.ShapeDtypeStruct(shape, matmul.out_dtype))(given)
+
+
+def _over_addend(matmul: Matmul, given: Given) -> Array:
+    """C is the result's memory. A share reads each patch of C before it writes there."""
+    result = jax.new_ref(given.addend)
+    _launched(matmul, ())(given._replace(addend=None), result)
+    return jax.freeze(result)
+
+
+def _launched(matmul: Matmul, out_type: Any) -> Callable[..., Any]:
+    """The kernel as a function of what is given, and of the result if that is no new array."""
+
+    def body(given: Given, result: Any, shared: Shared) -> None:
+        block, warpgroup = Block(matmul, given, result, shared), lax.axis_index("warpgroup")
+        pl.when(warpgroup == WARPGROUPS)(lambda: produce(block))
+        pl.when(warpgroup < WARPGROUPS)(lambda: consume(block, warpgroup))
+
+    cluster: dict[str, Any] = {}
+    if matmul.tiling.cluster == 2:
+        cluster = {"cluster": (2,), "cluster_names": ("cluster",)}
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[shared_memory(matmul)],
+        grid=(matmul.clusters,),
+        grid_names=("clusters",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        **cluster,
+    )

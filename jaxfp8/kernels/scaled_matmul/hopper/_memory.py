@@ -1,0 +1,142 @@
+"""The memory that the kernel works on: operands in global memory, a block's shared memory.
+
+`Block` has all of it. `shared_memory` says what to allocate.
+
+  in shared memory   written by                  read by                guarded by
+  staged, a slot     TMA, for the producer       the two consumers      ring: filled, emptied
+  outgoing.patches   their consumer              TMA, to the result     wait_smem_to_gmem
+  outgoing.addend    TMA, for the same consumer  that consumer          outgoing.addend_filled
+
+A patch and an addend belong to one warpgroup. So no barrier between warpgroups guards them.
+
+Letters: B batch, M N K matmul, W the width of a patch; T = 128.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+from jaxfp8.kernels.scaled_matmul.hopper._ring import Ring, RingBarriers
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T, of_bytes
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS
+
+_LEAST = 32  # bytes of a permuted row in shared memory
+
+
+class Given(NamedTuple):
+    """What the kernel reads, in global memory; see `_kernel.kernel` for the shapes."""
+
+    lhs: Any
+    rhs: Any
+    lhs_scale: Any
+    rhs_scale: Any
+    addend: Any = None  # C; None without one, and where the result is written over it
+
+
+class Staged(NamedTuple):
+    """Slots for steps of both operands, in shared memory; the first axis is the slot."""
+
+    lhs: Any  # [stages, tile's M, T]
+    rhs: Any  # [stages, tile's N, T]
+    lhs_scale: Any  # [stages, *box]; None if scales of lhs do not come with a step
+    rhs_scale: Any  # likewise
+
+
+class Outgoing(NamedTuple):
+    """Shared memory for what leaves a block; the first axis is the warpgroup."""
+
+    patches: Any  # [2, slots, 64, W]
+    addend: Any  # [2, 64, W] of C, for the patch that is stored next; None without C
+    addend_filled: Any  # a barrier for each warpgroup: its addend has arrived
+
+
+class Shared(NamedTuple):
+    """The shared memory of a block of threads."""
+
+    staged: Staged
+    outgoing: Outgoing
+    barriers: RingBarriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What a block of threads works on: the matmul, global and shared memory."""
+
+    matmul: Matmul
+    given: Given
+    result: Any  # [B, M, N] in global memory; C before it is written, if the matmul is in place
+    shared: Shared
+
+    @property
+    def ring(self) -> Ring:
+        """The slots of `shared.staged`, in the order in which they are used."""
+        return Ring(self.matmul.tiling.stages, self.matmul.steps, self.shared.barriers)
+
+
+def shared_memory(matmul: Matmul) -> Shared:
+    """What to allocate for a block of threads."""
+    tiling, scaling, boxes = matmul.tiling, matmul.scaling, matmul.boxes
+    values = (
+        _permuted((tiling.stages, extent, T), format, scaling.tile)
+        for extent, format in zip(tiling.tile, matmul.formats, strict=True)
+    )
+    scales = (None if box is None else _scales(tiling.stages, *box) for box in boxes)
+    copies = 2 + sum(box is not None for box in boxes)
+    return Shared(
+        Staged(*values, *scales),
+        _outgoing(matmul),
+        RingBarriers.allocated(copies, tiling.stages, tiling.cluster),
+    )
+
+
+def _outgoing(matmul: Matmul) -> Outgoing:
+    out_dtype, add_to, patch = matmul.out_dtype, matmul.add_to, (ROWS, matmul.width)
+    row = whole_row(matmul.n, out_dtype.itemsize)
+    patches = _permuted((WARPGROUPS, matmul.slots, *patch), out_dtype, row)
+    if add_to is None:
+        return Outgoing(patches, None, None)
+    addend = _permuted((WARPGROUPS, *patch), add_to, whole_row(matmul.n, add_to.itemsize))
+    return Outgoing(patches, addend, plgpu.Barrier(num_barriers=WARPGROUPS))
+
+
+def _permuted(shape: Axes, dtype: DType, row: int) -> Any:
+    """An array in shared memory as TMA writes it and the tensor cores read it, permuted.
+
+    TMA copies boxes. `row`, the values of a row of global memory, or the tile of K that one
+    `wgmma` reads: no box is longer, so that each is whole.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    inner = math.gcd(128 // itemsize, shape[-1], row)
+    transforms = (plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _scales(stages: int, shape: Axes, dtype: Any) -> Any:
+    """Scales of the steps, each step at a multiple of the bytes that TMA writes at."""
+    *lead, last = shape
+    return plgpu.SMEM((stages, *lead, max(last, ALIGNED // 4) if not lead else last), dtype)
+
+
+def whole_row(n: int, itemsize: int) -> int:
+    """N up to what global memory has to have for shared memory, multiples of 32 bytes.
+
+    Example:
+      >>> whole_row(200, 2), whole_row(200, 4)
+      (208, 200)
+    """
+    return n + -n % (_LEAST // itemsize)
+
+
+def load_scales(scales: Any, across: int) -> Array:
+    """Scales as float32, in the registers of the threads that hold what they scale.
+
+    `across` is the axis of a patch that shares a scale: 1 for scales of rows, 0 for columns.
+    """
+    layout = plgpu.Layout.WGMMA.reduce(across)
+    found = plgpu.load(scales, layout=layout)  # type: ignore[call-arg]  # of jax before 0.11
+    return of_bytes(found) if found.dtype == jnp.uint8 else found

@@ -1,0 +1,227 @@
+"""The scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU).
+
+Both operands are in tiles of 128 or 32, and the product of each tile is scaled. Or both are scaled
+per tensor or along kept axes. Then the sum is scaled before it is written, without the second pass
+over the result that XLA's backend needs for rows.
+
+The kernel (`_kernel.py`) reads both operands with K last, as Hopper multiplies FP8. XLA transposes
+other operands before: one pass over FP8 values. There is no pass if the quantizer wrote the copy
+transposed, as it does for tiles of 128x1. XLA also copies an operand with zeros behind it if K is
+no multiple of 128, or its rows are no multiple of 8.
+
+Letters: B batch, M N K matmul; T = 128.
+
+References:
+  DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+
+from jaxfp8._geometry import Geometry
+from jaxfp8._typing import Array, DType
+from jaxfp8.kernels._on_mesh import mesh_of
+from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.kernels.scaled_matmul._matrices import as_matrix
+from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
+from jaxfp8.kernels.scaled_matmul.hopper._kernel import kernel
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+from jaxfp8.kernels.scaled_matmul.hopper._memory import whole_row
+from jaxfp8.kernels.scaled_matmul.hopper._scales import (
+    inner_tile,
+    laid,
+    padded,
+    scale_matrix,
+    shares_columns,
+)
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling, choose
+from jaxfp8.numerics._formats import E8M0
+from jaxfp8.sharding._amax import vary_as
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
+_FEW = 128
+"""Up to so many rows of lhs the bytes of rhs bound the time.
+
+With more rows operations bound it, and E8M0 takes five of them to become float32.
+"""
+_BOX = 8  # rows of a permuted box in shared memory
+
+
+def scaled_matmul(
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    call: MatmulCall,
+    *,
+    add_to: Array | None = None,
+    tiling: Tiling | None = None,
+) -> Array:
+    """See `kernels.scaled_matmul._api.scaled_matmul`.
+
+    Args:
+      lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32
+        along a contracted axis.
+      rhs: likewise; in tiles if lhs is.
+      call: into bfloat16, float16 or float32, for no chip or one of Hopper. With fast accumulation
+        sums stay in the tensor cores, if the operands are not in tiles; else each 128 products are
+        added in float32.
+      add_to: bfloat16, float16 or float32, of the result's shape.
+      tiling: how the product is cut; default: by its shape (`_tiling.choose`).
+
+    Raises:
+      NotImplementedError: for other tiles and scales, an empty operand, another chip, a partly
+        manual mesh, `add_to` on several devices but inside `jax.shard_map`, and jax before 0.11.
+    """
+    _check_chip(call.chip)
+    for operand in (lhs, rhs):
+        _check_operand(operand)
+    _check_call(lhs, rhs, call, add_to)
+    if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
+        inside = functools.partial(scaled_matmul, add_to=add_to, tiling=tiling)
+        return in_auto_mesh(inside, lhs, rhs, call)
+    if call.out_sharding is not None:
+        raise NotImplementedError(f"out_sharding={call.out_sharding}, which is for Explicit meshes")
+    geometry, scaling = _scaling(lhs, rhs, call)
+    sides = list(zip((lhs, rhs), geometry.sides, strict=True))
+    values = [as_matrix(operand.values, axes, tile=T) for operand, axes in sides]
+    scales = [
+        scale_matrix(operand, axes, side, scaling) for side, (operand, axes) in enumerate(sides)
+    ]
+    rows, columns = (x.shape[1] for x in values)
+    before = () if add_to is None else (add_to.reshape(values[0].shape[0], rows, columns),)
+    product = _multiply(call.out_dtype, tiling, scaling)(*values, *scales, *before)
+    return product.reshape(geometry.out_shape(lhs.shape, rhs.shape))
+
+
+def _scaling(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall
+) -> tuple[Geometry, Scaling]:
+    """The axes of the matmul, with those of tiles innermost, and how the result is scaled."""
+    if not lhs.granularity.in_tiles:
+        return call.geometry, Scaling(at_end=True, fast=call.fast_accumulation)
+    pair, tile = inner_tile(lhs, call.geometry)
+    geometry = call.geometry.with_innermost(pair)
+    square = shares_columns(rhs, geometry.rhs, tile)
+    # Scales of 1x32 can come to the kernel as the bytes that they are: those of lhs always do,
+    # those of rhs where that saves time.
+    lhs_in_bytes, rhs_in_bytes = (
+        tile < T and operand.scale.dtype == E8M0.dtype for operand in (lhs, rhs)
+    )
+    _, rows, _ = geometry.lhs.matrix_shape(lhs.shape)
+    rhs_in_bytes = rhs_in_bytes and not square and rows <= _FEW
+    return geometry, Scaling(tile=tile, square=square, in_bytes=(lhs_in_bytes, rhs_in_bytes))
+
+
+def _check_chip(chip: str | None) -> None:
+    """Raise NotImplementedError for another chip, and for jax without the kernel's loads."""
+    if "idx" in inspect.signature(plgpu.load).parameters:
+        raise NotImplementedError("jax before 0.11 cannot multiply a transposed FP8 tile")
+    if chip is not None and (chip_named(chip).compute_capability or (0,))[0] != 9:
+        raise NotImplementedError(
+            f"chip={chip!r} is no Hopper chip, for which the kernel is written"
+        )
+
+
+def _check_operand(operand: QuantizedTensor) -> None:
+    """Raise NotImplementedError for an operand that the kernel cannot read."""
+    if operand.scale.dtype != jnp.float32 and not operand.granularity.in_tiles:
+        raise NotImplementedError(
+            f"{operand.granularity!r} with scales in {operand.scale.dtype}; it takes float32"
+        )
+    if 0 in operand.shape:
+        raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
+
+
+def _check_call(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall, add_to: Array | None
+) -> None:
+    """Raise NotImplementedError for a pair of operands, or a result, that the kernel cannot do."""
+    if call.out_dtype not in _WRITTEN:
+        raise NotImplementedError(f"a result in {call.out_dtype}")
+    if add_to is not None and add_to.dtype not in _WRITTEN:
+        raise NotImplementedError(f"add_to in {add_to.dtype}")
+    mesh = mesh_of(lhs.values, rhs.values)
+    if not takes_mesh(mesh):
+        raise NotImplementedError(
+            f"{mesh}; inside jax.shard_map it takes meshes that are manual along all axes"
+        )
+    if add_to is not None and mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
+        raise NotImplementedError(f"add_to in {mesh}; on several devices add inside jax.shard_map")
+    if not call.geometry.lhs.contracted:
+        raise NotImplementedError("no axis is contracted")
+    if lhs.granularity.in_tiles != rhs.granularity.in_tiles:
+        raise NotImplementedError(
+            f"{lhs.granularity!r} with {rhs.granularity!r}; it takes tiles with tiles"
+        )
+
+
+def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
+    """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
+
+    A fifth argument [B, M, N] is added to the result. Under `jax.vmap` B grows.
+    """
+
+    @custom_vmap
+    def product(*arguments: Array) -> Array:
+        local = functools.partial(_padded_product, out_dtype, tiling, scaling)
+        # Also where no mesh is known. The type of a kernel's result names no mesh, but the result
+        # may be on several devices.
+        if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
+            return partitioned(local, scaling.cells)(*arguments)
+        for argument in arguments:
+            arguments = tuple(vary_as(x, argument) for x in arguments)
+        return vary_as(local(*arguments), arguments[0])
+
+    @product.def_vmap
+    def batched(size: int, is_mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
+        stacked = [
+            x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+            for x, mapped in zip(arguments, is_mapped, strict=True)
+        ]
+        result = product(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
+        return result.reshape(size, -1, *result.shape[1:]), True
+
+    return product
+
+
+def _padded_product(
+    out_dtype: DType,
+    tiling: Tiling | None,
+    scaling: Scaling,
+    lhs: Array,
+    rhs: Array,
+    lhs_scale: Array,
+    rhs_scale: Array,
+    add_to: Array | None = None,
+) -> Array:
+    (batch, m, k), n = lhs.shape, rhs.shape[1]
+    tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
+    down, across = tiling.tile
+    across *= tiling.cluster
+    lhs, rhs = (padded(x, 1, _BOX) for x in (lhs, rhs))
+    lhs_scale, rhs_scale = (
+        laid(x, i, side, scaling)
+        for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
+    )
+    formats = (lhs.dtype, rhs.dtype)
+    before: tuple[Array, ...] = ()
+    dtype = None
+    if add_to is not None:
+        before, dtype = (
+            (padded(padded(add_to, 1, _BOX), 2, whole_row(1, add_to.dtype.itemsize)),),
+            add_to.dtype,
+        )
+    matmul = Matmul(
+        batch=batch, m=lhs.shape[1], n=rhs.shape[1], k=k, formats=formats, out_dtype=out_dtype,
+        tiling=tiling, scaling=scaling, add_to=dtype,
+    )  # fmt: skip
+    call = kernel(matmul)
+    return call(lhs, rhs, lhs_scale, rhs_scale, *before)[:, :m, :n]

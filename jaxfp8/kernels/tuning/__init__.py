@@ -1,0 +1,1 @@
+"""Timing backends against each other, and the table that chooses by it."""

@@ -1,0 +1,274 @@
+"""Measured times of the ways to do a matmul, and the choice that they make.
+
+A table to save, load and ship.
+
+`fp8.autotune` fills it. It is an argument like any other, never looked up by itself, so that every
+process and device that is given the same table compiles the same program.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A way to do it.
+
+    Attributes:
+      backend: by its name in the table of `scaled_matmul`.
+      tiling: how the kernel of "mosaic" is cut; None: as it chooses by itself.
+    """
+
+    backend: str
+    tiling: Tiling | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.backend, str):
+            raise TypeError(f"backend={self.backend!r} must be a name.")
+        if self.tiling is not None and self.backend != "mosaic":
+            raise ValueError(
+                f"backend={self.backend!r} takes no tiling, only 'mosaic' does; got "
+                f"{self.tiling!r}."
+            )
+
+    def __str__(self) -> str:
+        fields = {} if self.tiling is None else dataclasses.asdict(self.tiling)
+        return " ".join([self.backend, *(f"{name}={value}" for name, value in fields.items())])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Time:
+    """What a choice took.
+
+    Attributes:
+      choice: the way.
+      seconds: median of a run.
+      quartiles: the lower and the upper, seconds.
+    """
+
+    choice: Choice
+    seconds: float
+    quartiles: tuple[float, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Times of every way that was tried, of each matmul that `fp8.autotune` saw.
+
+    `str()` is a table in Markdown.
+
+    Give it to `fp8.Implementations(matmuls=)` or `fp8.scaled_matmul(implementation=)`: a matmul
+    that is in the table takes what was fastest there, any other what it takes with None. "The same
+    matmul" has the same shapes (of one device, inside `jax.shard_map`), axes, formats, tiles and
+    dtypes.
+
+    Attributes:
+      chip: what it was measured for, "h200" for instance. A recipe or call that names another chip
+        is refused.
+      device: what the driver calls the GPU.
+      versions: of jax and others, name and version.
+      times: a description of each matmul, with its times.
+
+    Example:
+      >>> time = Time(choice=Choice(backend="xla"), seconds=1e-4, quartiles=(1e-4, 1e-4))
+      >>> times = (("some matmul", (time,)),)
+      >>> versions = (("jax", "0.11.2"),)
+      >>> timings = Timings(
+      ...     chip="h200", device="NVIDIA H200", versions=versions, times=times
+      ... )
+      >>> timings.fastest("some matmul")
+      Choice(backend='xla', tiling=None)
+    """
+
+    chip: str
+    device: str
+    versions: tuple[tuple[str, str], ...]
+    times: tuple[tuple[str, tuple[Time, ...]], ...]
+
+    def __post_init__(self) -> None:
+        chip_named(self.chip)
+
+    def fastest(self, matmul: str) -> Choice | None:
+        """The choice with the least median; None for a matmul that was not timed."""
+        times = dict(self.times).get(matmul)
+        return min(times, key=lambda time: time.seconds).choice if times else None
+
+    def choose(
+        self,
+        lhs: QuantizedTensor,
+        rhs: QuantizedTensor,
+        call: MatmulCall,
+        *,
+        add_to: Array | None = None,
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """The backends that were timed for this matmul, fastest first, with their tilings.
+
+        A backend that cannot do it, with the call's `out_sharding` for instance, makes way for the
+        next.
+
+        A product that is added to an array takes the backend, and not the tiling, which may not
+        leave room for the array.
+
+        Raises:
+          ValueError: where the call names another chip.
+        """
+        if call.chip not in (None, self.chip):
+            raise ValueError(
+                f"these timings are of chip {self.chip!r}, the call is for chip={call.chip!r}; "
+                "measure there."
+            )
+        times = dict(self.times).get(describe(lhs, rhs, call), ())
+        choices = [time.choice for time in sorted(times, key=lambda time: time.seconds)]
+        cut = [choice.tiling if add_to is None else None for choice in choices]
+        return [
+            (c.backend, {} if tiling is None else {"tiling": tiling})
+            for c, tiling in zip(choices, cut, strict=True)
+        ]
+
+    def merged(self, other: "Timings") -> "Timings":
+        """These and the others, which win where both have a matmul.
+
+        Raises:
+          ValueError: for another chip, device or version.
+        """
+        for name in ("chip", "device", "versions"):
+            if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
+                raise ValueError(
+                    f"timings of {name}={mine!r} and of {theirs!r} do not compare; measure them "
+                    "together."
+                )
+        return dataclasses.replace(
+            self, times=tuple((dict(self.times) | dict(other.times)).items())
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        plain = {"schema": _SCHEMA} | dataclasses.asdict(self)
+        plain["versions"] = dict(self.versions)
+        plain["times"] = [
+            {"matmul": matmul, "times": [_plain(time) for time in times]}
+            for matmul, times in self.times
+        ]
+        Path(path).write_text(json.dumps(plain, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Timings":
+        """What `save` wrote.
+
+        Raises:
+          ValueError: for a file of another kind.
+        """
+        wrong = (
+            f"{os.fspath(path)!r} holds no timings of schema {_SCHEMA}; write it with Timings.save."
+        )
+        try:
+            plain = json.loads(Path(path).read_text())
+        except ValueError as error:  # of JSON, or of UTF-8
+            raise ValueError(f"{wrong} ({error})") from error
+        if not isinstance(plain, dict) or plain.get("schema") != _SCHEMA:
+            raise ValueError(wrong)
+        try:
+            times = tuple(
+                (row["matmul"], tuple(map(_time, row["times"]))) for row in plain["times"]
+            )
+            versions = tuple(plain["versions"].items())
+            return cls(chip=plain["chip"], device=plain["device"], versions=versions, times=times)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{wrong} ({type(error).__name__}: {error})") from error
+
+    def __str__(self) -> str:
+        versions = ", ".join(map(" ".join, self.versions))
+        lines = [
+            f"{self.device} ({self.chip}), {versions}",
+            "",
+            "| matmul | choice | us | quartiles |",
+            "|---|---|---|---|",
+        ]
+        for matmul, times in self.times:
+            for time in sorted(times, key=lambda time: time.seconds):
+                low, high = (1e6 * q for q in time.quartiles)
+                lines.append(
+                    f"| {matmul} | {time.choice} | {1e6 * time.seconds:.1f} | {low:.1f}, "
+                    f"{high:.1f} |"
+                )
+        return "\n".join(lines)
+
+
+def describe(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> str:
+    """All of a matmul that its time may depend on, in words.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8._geometry import Geometry
+      >>> q = fp8.quantize(jnp.ones((256, 128)), fp8.E4M3, fp8.PerBlock((1, 128)))
+      >>> geometry = Geometry.of((((1,), (1,)), ((), ())), 2, 2)
+      >>> describe(q, q, MatmulCall(geometry=geometry, out_dtype=jnp.dtype("bfloat16")))
+      'e4m3[256,128] 1x128 float32 @ e4m3[256,128] 1x128 float32, contracting 1 with 1 -> bfloat16'
+    """
+    contracted, batch = (
+        " with ".join(" ".join(map(str, axes)) for axes in pair)
+        for pair in call.geometry.dimension_numbers
+    )
+    words = f"{_operand(lhs)} @ {_operand(rhs)}, contracting {contracted}"
+    words += f", batch {batch}" if call.geometry.lhs.batch else ""
+    return f"{words} -> {call.out_dtype.name}" + (
+        ", accumulated fast" if call.fast_accumulation else ""
+    )
+
+
+def _operand(operand: QuantizedTensor) -> str:
+    shape, granularity = ",".join(map(str, operand.shape)), operand.granularity
+    scaled = (
+        "x".join(map(str, granularity.along(operand.ndim)))
+        if granularity.in_tiles
+        else repr(granularity)
+    )
+    powers = " powers of two" if operand.power_of_two and operand.scale.dtype == jnp.float32 else ""
+    return f"{operand.format.name.lower()}[{shape}] {scaled} {operand.scale.dtype.name}{powers}"
+
+
+def _plain(time: Time) -> dict[str, Any]:
+    tiling = None if time.choice.tiling is None else dataclasses.asdict(time.choice.tiling)
+    return {
+        "backend": time.choice.backend,
+        "tiling": tiling,
+        "seconds": time.seconds,
+        "quartiles": time.quartiles,
+    }
+
+
+def _time(plain: dict[str, Any]) -> Time:
+    low, high = plain["quartiles"]
+    tiling = None if plain["tiling"] is None else Tiling(**plain["tiling"])
+    seconds, low, high = map(_finite, (plain["seconds"], low, high))
+    return Time(
+        choice=Choice(backend=plain["backend"], tiling=tiling),
+        seconds=seconds,
+        quartiles=(low, high),
+    )
+
+
+def _finite(seconds: object) -> float:
+    """Raise ValueError for a time that cannot be compared."""
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0 <= seconds < math.inf
+    ):
+        raise ValueError(f"a time of {seconds!r} s")
+    return float(seconds)

@@ -1,0 +1,37 @@
+"""The arrays of one call of a matmul: what JAX traces, and differentiates."""
+
+from typing import NamedTuple
+
+from jaxfp8._typing import Array
+
+
+class QuantizerArrays(NamedTuple):
+    """The arrays that quantizers need besides a tensor: state of R rows, and the key.
+
+    Attributes:
+      scale: f32[R], the stored scales; None for recipes without state.
+      ledger: f32[BINS, R], the ledger that collects amaxes (`state._ledger`); None without one.
+      key: a jax PRNG key, or None.
+    """
+
+    scale: Array | None = None
+    ledger: Array | None = None
+    key: Array | None = None
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call. None where a call has none.
+
+    Attributes:
+      x: activations [...]. With a prologue, the array that it makes; the gradient flows to it.
+      w: weights [...].
+      bias: [batch, w kept].
+      parts: the arrays that the prologue makes x from.
+      quantizers: what quantizers need.
+    """
+
+    x: Array
+    w: Array
+    bias: Array | None
+    parts: tuple[Array, ...] | None
+    quantizers: QuantizerArrays

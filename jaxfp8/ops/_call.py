@@ -1,0 +1,74 @@
+"""Call: everything about one call of a matmul except its arrays. Static in the custom gradient."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._geometry import Geometry, TrainingGeometry
+from jaxfp8._typing import Array, DType, Matmul
+from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8.kernels._prologue import AbstractPrologue
+from jaxfp8.kernels.scaled_matmul._api import multiply
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.ops._amax_axes import AmaxAxes
+from jaxfp8.quantizers._base import Operand
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._place import Place
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+class Places(NamedTuple):
+    """Where each tensor is in the mesh."""
+
+    x: Place
+    w: Place
+    g: Place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Everything about a call except its arrays. Hashable."""
+
+    recipe: Recipe
+    geometry: TrainingGeometry
+    out_dtype: DType
+    precision: Any
+    fast_accumulation: bool
+    out_sharding: Any
+    collected: bool  # amaxes go to the state's probe
+    all_set: bool  # no stored scale is unset
+    amax_axes: AmaxAxes
+    places: Places
+    implementations: Implementations
+    prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
+
+    def multiply(
+        self, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any
+    ) -> Array:
+        """One of the three matmuls; in FP8 if both operands are."""
+        geometry: Geometry = getattr(self.geometry, matmul)
+        # `assert_fp8_gemms` reads these names in compiled programs.
+        if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+            call = MatmulCall(
+                geometry=geometry,
+                out_dtype=jnp.dtype(out_dtype),
+                fast_accumulation=self.fast_accumulation and matmul == "fprop",
+                out_sharding=out_sharding,
+                chip=self.recipe.chip,
+            )
+            with jax.named_scope(f"jaxfp8.{matmul}"):
+                return multiply(lhs, rhs, call, self.implementations.matmuls)
+        with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
+            wide = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs)]
+            # g has y's dtype, which the caller may have chosen unlike that of x. Strict promotion
+            # would raise here, where no caller can write a cast.
+            with jax.numpy_dtype_promotion("standard"):
+                dtype = jnp.promote_types(*(t.dtype for t in wide))
+            lhs, rhs = (t.astype(dtype) for t in wide)
+            return lax.dot_general(
+                lhs, rhs, geometry.dimension_numbers, self.precision, out_dtype,
+                out_sharding=out_sharding,
+            )  # fmt: skip

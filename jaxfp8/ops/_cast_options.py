@@ -1,0 +1,54 @@
+"""CastOptions: the keyword arguments by which users say how values become FP8."""
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+from jaxfp8._call_options import check_options
+from jaxfp8._typing import Rounding, ScaleRounding
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._scale_rule import ScaleRule
+
+
+class CastOptions(TypedDict, total=False):
+    """Options of `fp8.quantize` and `fp8.fake_quantize`.
+
+    Type checkers find a misspelt one: the functions take `**options: Unpack[CastOptions]`.
+
+    Attributes:
+      power_of_two: round the multiplier down to a power of two; default False.
+      scale_format: None (the default) for float32 scales, E8M0 for those of MXFP8 (with PerBlock
+        only).
+      scale_rounding: of E8M0 scales: "rceil" (the default) rounds up, so that nothing overflows;
+        "floor" is the OCP paper's.
+      rounding: "nearest" (ties to even, the default) or "stochastic" (needs `key`).
+
+    Example:
+      >>> sorted(CastOptions(power_of_two=True))
+      ['power_of_two']
+    """
+
+    power_of_two: bool
+    scale_format: Format | None
+    scale_rounding: ScaleRounding
+    rounding: Rounding
+
+
+def split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRule, Rounding]:
+    """How an amax becomes a scale, and how values are rounded.
+
+    Args:
+      function: that was called, for the message.
+      options: what it was given.
+
+    Raises:
+      TypeError: for an unknown option.
+      TypeError, ValueError: see `ScaleRule`.
+
+    Example:
+      >>> split_options("fp8.quantize", {"power_of_two": True})[1]
+      'nearest'
+    """
+    check_options(function, CastOptions, options)
+    given: dict[str, Any] = dict(options)
+    rounding: Rounding = given.pop("rounding", "nearest")
+    return ScaleRule(**given), rounding

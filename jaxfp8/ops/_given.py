@@ -1,0 +1,110 @@
+"""The operands of a matmul, checked: arrays, where they are in the mesh, and their axes."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._geometry import TrainingGeometry, check
+from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8.kernels._prologue import produce
+from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.ops._arguments import check_key, check_operands
+from jaxfp8.ops._bias import check_bias
+from jaxfp8.ops._call import Places
+from jaxfp8.ops._options import Options
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._place import Whole
+from jaxfp8.sharding._shard import place
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The operands of one call.
+
+    Attributes:
+      x: activations [...]; with a prologue, the array that it makes.
+      w: weights [...].
+      parts: the arrays that the prologue makes x from; None without a prologue.
+      bias: [batch, w kept], or None.
+      places: where x, w and g are in the mesh.
+      shapes: of x and w before they are split over a mesh.
+      geometry: of the three matmuls.
+    """
+
+    x: Array
+    w: Array
+    parts: tuple[Array, ...] | None
+    bias: Array | None
+    places: Places
+    shapes: tuple[Axes, Axes]
+    geometry: TrainingGeometry
+
+    def high_precision(
+        self, precision: Any, preferred_element_type: DType | None, out_sharding: Any
+    ) -> Array:
+        """`jax.lax.dot_general` of the whole operands."""
+        return lax.dot_general(
+            self.places.x.gather(self.x), self.places.w.gather(self.w),
+            self.geometry.fprop.dimension_numbers, precision, preferred_element_type,
+            out_sharding=out_sharding,
+        )  # fmt: skip
+
+    def out_dtype(self, preferred_element_type: DType | None) -> DType:
+        """The dtype of the result."""
+        if preferred_element_type is None:
+            preferred_element_type = jnp.promote_types(self.x.dtype, self.w.dtype)
+        return check_out_dtype(preferred_element_type)
+
+
+def read_operands(
+    lhs: Any, rhs: Any, dimension_numbers: DotDimensionNumbers, recipe: Recipe, how: Options
+) -> Given:
+    """Check what the user passed to a matmul.
+
+    Raises:
+      TypeError: if an operand is no float array, or `recipe` is no recipe.
+      ValueError: for shapes, axes or shards that do not fit.
+    """
+    arrays, w = check_operands(lhs, rhs, recipe, how.prologue)
+    if how.key is not None:
+        check_key(how.key)
+    made = None if how.prologue is None else produce(how.prologue, *arrays)
+    x = arrays[0] if made is None else made.value
+    places = Places(place("x", x, how.x_shard), place("w", w, how.w_shard), Whole())
+    _check_prologue(x, places, how)
+    shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
+    geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
+    bias = None
+    if how.bias is not None:
+        batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
+        bias = check_bias(how.bias, batch + kept)
+    parts = None if made is None else lax.stop_gradient(made.operands)
+    return Given(x, w, parts, bias, places, shapes, geometry)
+
+
+def _axes(
+    shapes: tuple[Axes, Axes], dimension_numbers: DotDimensionNumbers, how: Options
+) -> DotDimensionNumbers:
+    try:
+        return check(*shapes, dimension_numbers)
+    except ValueError as error:
+        if how.x_shard is None and how.w_shard is None:
+            raise
+        raise ValueError(
+            f"{error} (Shapes are of whole operands: x_shard={how.x_shard!r}, "
+            f"w_shard={how.w_shard!r}.)"
+        ) from None
+
+
+def _check_prologue(x: Array, places: Places, how: Options) -> None:
+    """Raise ValueError if a prologue needs a whole axis that is split over devices."""
+    if how.prologue is None or how.x_shard is None or not places.x.manual_axes:
+        return
+    axis = how.x_shard.axis % x.ndim - x.ndim
+    if axis in how.prologue.whole:
+        raise ValueError(
+            f"prologue={how.prologue!r} needs all of axis {axis} of lhs, x_shard={how.x_shard!r} "
+            "has a part; split another."
+        )

@@ -1,0 +1,77 @@
+"""Which copies of a tensor the matmuls of a training step read, and how each is cast.
+
+All of it is static. It is found once for a recipe and a geometry, and not again for each layer.
+"""
+
+import functools
+from typing import NamedTuple
+
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Implementation, Matmul, Tensor
+from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.tensors._cast import Cast, Direction
+
+
+class PlannedCast(NamedTuple):
+    """The copies of one tensor by one quantizer.
+
+    Attributes:
+      quantizer: chooses the scales and casts.
+      cast: the copies that it makes; None if the tensor stays in high precision.
+      readers: for each copy, the matmuls that read it.
+      row: the index of the quantizer's row of state; None if it has none.
+      needs_key: whether the cast needs a PRNG key.
+    """
+
+    quantizer: AbstractQuantizer
+    cast: Cast | None
+    readers: tuple[tuple[Matmul, ...], ...]
+    row: int | None
+    needs_key: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def planned_casts(
+    recipe: Recipe,
+    geometry: TrainingGeometry,
+    tensor: Tensor,
+    implementation: Implementation,
+    column_sums: bool = False,
+) -> tuple[PlannedCast, ...]:
+    """The casts of a tensor: one for each quantizer that the recipe gives it.
+
+    Args:
+      recipe: which quantizer for which operand.
+      geometry: the axes of the three matmuls.
+      tensor: which tensor.
+      implementation: the backend of casts.
+      column_sums: whether the first cast is to sum columns.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> geometry = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
+      >>> (planned,) = planned_casts(fp8.recipes.blockwise(), geometry, "x", None)
+      >>> planned.cast.granularities, planned.readers
+      ((PerBlock(tile=(1, 128)), PerBlock(tile=(128, 1))), (('fprop',), ('wgrad',)))
+    """
+    found: dict[AbstractQuantizer, dict[Direction, tuple[Matmul, ...]]] = {}
+    for matmul, quantizer in recipe.uses(tensor):
+        axes = geometry.axes(matmul, tensor)
+        granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
+        # Hopper's matmuls read operands with the contracted axis last. Kernels write copies so.
+        direction = Direction(granularity, axes.is_transposed and implementation == "mosaic")
+        copies = found.setdefault(quantizer, {})
+        copies[direction] = (*copies.get(direction, ()), matmul)
+    planned = []
+    for quantizer, copies in found.items():
+        cast = None
+        if quantizer.value_format is not None:
+            cast = Cast(
+                format=quantizer.value_format, directions=tuple(copies), rule=quantizer.rule,
+                rounding=quantizer.rounding, column_sums=column_sums, implementation=implementation,
+            )  # fmt: skip
+            column_sums = False
+        readers, row = tuple(copies.values()), recipe.row_of(tensor, quantizer)
+        planned.append(PlannedCast(quantizer, cast, readers, row, quantizer.needs_key))
+    return tuple(planned)

@@ -1,0 +1,90 @@
+"""What `roofline` returns: the cost of each matmul and of all casts, and a table of them."""
+
+import dataclasses
+from typing import TypeAlias
+
+from jaxfp8._typing import Matmul
+from jaxfp8.plan._costs import Cost
+
+Shape: TypeAlias = tuple[int, int, int]
+
+MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One matmul, or all casts, of a training step of a layer.
+
+    Attributes:
+      bf16: its cost in a layer in bfloat16.
+      recipe: its cost in a layer of the recipe.
+      how: what runs, in words.
+    """
+
+    bf16: Cost
+    recipe: Cost
+    how: str
+
+    @property
+    def speedup(self) -> float:
+        """Time in bfloat16 / time in the recipe."""
+        return self.bf16.seconds / self.recipe.seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """An estimate of one dense layer, forward and backward, in a recipe and in bfloat16.
+
+    `str()` is a table.
+
+    Attributes:
+      shape: (M, K, N), as given.
+      recipe: the name of the recipe.
+      chip: the name of the chip.
+      fprop: y = x @ w.
+      dgrad: dx = g @ w^T.
+      wgrad: dw = x^T @ g.
+      casts: amaxes, casts to FP8 and transpositions of x, w and g; nothing in bfloat16.
+    """
+
+    shape: Shape
+    recipe: str
+    chip: str
+    fprop: Part
+    dgrad: Part
+    wgrad: Part
+    casts: Part
+
+    @property
+    def total(self) -> Part:
+        """All four."""
+        parts = (self.fprop, self.dgrad, self.wgrad, self.casts)
+        bf16, recipe = (
+            sum((getattr(part, side) for part in parts), Cost()) for side in ("bf16", "recipe")
+        )
+        return Part(bf16=bf16, recipe=recipe, how="")
+
+    @property
+    def speedup(self) -> float:
+        """Time in bfloat16 / time in the recipe; below 1 the recipe is slower."""
+        return self.total.speedup
+
+    def __str__(self) -> str:
+        m, k, n = self.shape
+        lines = [
+            f"[{m}, {k}] @ [{k}, {n}], {self.recipe} on {self.chip}: {self.speedup:.2f}x of bf16's "
+            "speed, estimated",
+            f"{'':6}{'GFLOP':>8}{'bf16 MB':>10}{'bf16 us':>10}{'MB':>10}{'us':>10}  how",
+        ]
+        for name in (*MATMULS, "casts", "total"):
+            part = getattr(self, name)
+            numbers = (
+                part.recipe.flops / 1e9, part.bf16.bytes / 1e6, part.bf16.seconds * 1e6,
+                part.recipe.bytes / 1e6, part.recipe.seconds * 1e6,
+            )  # fmt: skip
+            lines.append(
+                f"{name:6}{numbers[0]:8.0f}"
+                + "".join(f"{x:10.1f}" for x in numbers[1:])
+                + f"  {part.how}"
+            )
+        return "\n".join(line.rstrip() for line in lines)

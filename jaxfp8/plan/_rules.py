@@ -1,0 +1,141 @@
+"""Rules: which recipe a matmul gets, by its path, its shape and the recipe that was meant for it.
+
+A rule is a pure function of static values, so it chooses the same on every device and in every
+process. It acts where its user calls it, and nowhere else.
+
+Letters: M tokens, K features in, N features out, of one device.
+"""
+
+import dataclasses
+
+from jaxfp8.plan._costs import estimable
+from jaxfp8.plan._roofline import roofline
+from jaxfp8.recipes._per_tensor import identity
+from jaxfp8.recipes._recipe import Recipe
+
+# The least speedup that is worth FP8: none lost, by an estimate that leaves out what is around the
+# matmul. torchao's filter (`_auto_filter_for_recipe`, measured on H100) skips K <= 4096 with N <=
+# 1024 for tensors; for rows N <= 2048, K <= 1024, or both small. An estimate says as much of few
+# tokens too.
+BREAK_EVEN = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SkipSlow:
+    """A rule, see `skip_slow`.
+
+    `rule(path, shape, recipe)` is that recipe, or identity with the reason in its name.
+
+    Attributes:
+      chip: the chip to estimate for.
+      at_least: the least speedup over bfloat16.
+      tokens: M of every matmul; None where shapes have it.
+
+    Example:
+      >>> SkipSlow(chip="h200").at_least
+      1.0
+    """
+
+    chip: str
+    at_least: float = BREAK_EVEN
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        estimable(self.chip)
+        if type(self.at_least) not in (int, float) or not 0 < self.at_least < float("inf"):
+            raise ValueError(
+                f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time; 1.0 "
+                "is break-even."
+            )
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise ValueError(
+                f"tokens={self.tokens!r} must be a positive integer, or None where shapes are (M, "
+                "K, N)."
+            )
+
+    def __call__(self, path: str, shape: tuple[int, ...], recipe: Recipe) -> Recipe:
+        """The recipe for one matmul; prints one line.
+
+        Args:
+          path: of the layer, for the printed line.
+          shape: (M, K, N); (K, N) for a rule that has `tokens`.
+          recipe: the one meant for it.
+
+        Returns:
+          `recipe`, or identity named after the reason.
+
+        Raises:
+          ValueError: for a shape that does not fit, and as `fp8.roofline`.
+        """
+        if not isinstance(path, str):
+            raise TypeError(
+                f"path={path!r} must be a string; it is what the printed line calls the layer."
+            )
+        m, k, n = size = self._size(path, shape)
+        speedup = roofline(size, recipe=recipe, chip=self.chip).speedup
+        slow = speedup < self.at_least and not recipe.is_identity
+        found = f"{speedup:.3f}x on {self.chip}"
+        print(
+            f"skip_slow: {path} [{m}, {k}] @ [{k}, {n}]: {recipe.name} estimated {found}, "
+            + (f"below {self.at_least:g}: identity" if slow else "kept")
+        )
+        return (
+            dataclasses.replace(identity(), name=f"identity (skip_slow: {recipe.name} {found})")
+            if slow
+            else recipe
+        )
+
+    def _size(self, path: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        expected = 3 if self.tokens is None else 2
+        if not isinstance(shape, tuple) or len(shape) != expected:
+            letters = (
+                "(M, K, N), or give the rule tokens="
+                if self.tokens is None
+                else "(K, N), since the rule has tokens"
+            )
+            raise ValueError(f"shape={shape!r} of {path!r} does not fit: it must be {letters}.")
+        m, k, n = shape if self.tokens is None else (self.tokens, *shape)
+        return m, k, n
+
+
+def skip_slow(*, chip: str, at_least: float = BREAK_EVEN, tokens: int | None = None) -> SkipSlow:
+    """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
+
+    `fp8.roofline` makes the estimate. It counts casts.
+
+    `rule(path, shape, recipe)` gives the recipe that the matmul shall use: the same, or
+    `identity()` with the reason in its name. It prints its choice, one line for each call. Nothing
+    acts on it but whoever calls it.
+
+    Args:
+      chip: what the program will run on ("h200", "b200", ...): an argument, never detected, so that
+        all processes choose alike.
+      at_least: the least estimated bf16 time / FP8 time that keeps the recipe. An estimate leaves
+        out what is around the matmul, so ask for more than 1 to be safe.
+      tokens: M, tokens that one device multiplies at once, for callers that know weights only:
+        shapes are then (K, N).
+
+    Returns:
+      The rule, a frozen and hashable dataclass.
+
+    Raises:
+      ValueError: for a chip that is unknown or has no figures; for at_least or tokens that are not
+        positive.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8.linen import FP8Dense
+      >>> rule, recipe = fp8.plan.skip_slow(chip="h200"), fp8.recipes.current()
+      >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe))
+      skip_slow: up [8192, 4096] @ [4096, 14336]: current estimated 1.719x on h200, kept
+      >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
+      skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.517x on h200, below 1: identity
+      >>> gate.recipe.name
+      'identity (skip_slow: current 0.517x on h200)'
+      >>> _ = fp8.plan.skip_slow(chip="h200", tokens=256)("up", (4096, 14336), recipe)
+      skip_slow: up [256, 4096] @ [4096, 14336]: current estimated 0.695x on h200, below 1: identity
+
+    References:
+      `fp8.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
+    """
+    return SkipSlow(chip=chip, at_least=at_least, tokens=tokens)

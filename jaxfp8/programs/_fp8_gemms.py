@@ -1,0 +1,144 @@
+"""Did the matmuls really run in FP8? Reading a compiled program.
+
+It is read from the entry on along the calls, so that each matmul counts as often as the program
+names it and no more.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from jaxfp8.programs._hlo import BRANCHES, CALLS, Program, read_program
+
+# cuBLASLt's matmul of scalar scales; cuDNN's of block scales (MXFP8), on Blackwell.
+_FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
+# What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself
+# or in a fusion.
+_LIBRARY = ("__cublas$", "__onednn$matmul")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+# The scopes of `ops._three_matmuls`. Casts by Pallas kernels stand outside of them, matmuls by
+# Pallas kernels inside.
+_ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
+_PALLAS = "mosaic_gpu"
+
+
+class Gemms(NamedTuple):
+    """The matmuls of a compiled program, each by its jax operation name."""
+
+    fp8: tuple[str, ...]
+    high_precision: tuple[str, ...]
+
+
+def find_gemms(compiled: Any) -> Gemms:
+    """The matmuls that one run of a compiled function meets, a loop body taken once.
+
+    Of the branches of a conditional, that with the most matmuls counts, and of several such that
+    with the fewest in FP8: `fp8.value_and_grad` compiles a step with and one without unset scales,
+    but a run takes one of them. FP8 matmuls are calls of cuBLASLt, of cuDNN for block scales, and
+    the Pallas kernels of layers and of `fp8.dot`. A dot of FP8 operands in a Triton fusion counts
+    as high precision, for the program does not say how it is multiplied.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+
+    Raises:
+      TypeError, ValueError: for anything else, and for a program that has no text.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> compiled = jax.jit(jnp.dot).lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
+      >>> len(find_gemms(compiled).high_precision)
+      1
+    """
+    program = read_program(compiled)
+    return _gemms_of(program.entry, program, {})
+
+
+def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
+    """The matmuls of a computation and of all that it calls."""
+    if name not in known:
+        fp8: list[str] = []
+        high: list[str] = []
+        for instruction in program.computations.get(name, {}).values():
+            if instruction.is_second_half:
+                continue
+            found = _TARGET.search(instruction.attributes)
+            target = found[1] if found else ""
+            by_kernel = target.startswith(_PALLAS) and _ASKED.search(instruction.label)
+            if target in _FP8_TARGETS or by_kernel:
+                fp8.append(instruction.label)
+            elif instruction.opcode == "dot" or target.startswith(_LIBRARY):
+                high.append(instruction.label)
+            called = [
+                _gemms_of(n, program, known)
+                for n in instruction.computations(*CALLS, "body", "condition")
+            ]
+            if branches := instruction.computations(*BRANCHES):
+                one_of = [_gemms_of(n, program, known) for n in branches]
+                called.append(
+                    max(one_of, key=lambda g: (len(g.fp8) + len(g.high_precision), -len(g.fp8)))
+                )
+            for gemms in called:
+                fp8.extend(gemms.fp8)
+                high.extend(gemms.high_precision)
+        known[name] = Gemms(tuple(fp8), tuple(high))
+    return known[name]
+
+
+def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
+    """Raise if a matmul of a recipe is not in FP8.
+
+    A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch
+    counts (`find_gemms`). Matmuls outside of recipes, those of attention for instance, are ignored.
+    Limits: XLA makes a sum of a matmul with a vector or a constant, so a layer with one output
+    feature is not counted. A matmul into which XLA folded an operation around it, the transpose of
+    `fp8.dot(x, w.T)` for instance, may have lost the name of its recipe, and is ignored unless it
+    is in FP8. `expected` finds both.
+
+    Args:
+      compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe,
+        chip)).lower(...).compile()` returns.
+      expected: compare only the number of FP8 matmuls with this one; a dense layer that is trained
+        has `recipe.fp8_matmuls` of them. None: every matmul of a recipe must be in FP8, and there
+        must be one.
+
+    Raises:
+      AssertionError: with both lists, by jax operation name.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> fp8.assert_fp8_gemms(jax.jit(jnp.sin).lower(1.0).compile(), 0)
+      >>> step = jax.jit(lambda x: fp8.dot(x, x, recipe=fp8.recipes.current()))
+      >>> compiled = step.lower(jnp.ones((32, 32))).compile()  # for a CPU, which has no FP8 matmul
+      >>> try:
+      ...     fp8.assert_fp8_gemms(compiled)
+      ... except AssertionError as error:
+      ...     print(str(error).splitlines()[0])
+      expected every matmul of a recipe in FP8, found 0 in FP8 and 1 in high precision.
+    """
+    gemms = find_gemms(compiled)
+    missed = [name for name in gemms.high_precision if _ASKED.search(name)]
+    if len(gemms.fp8) == expected or (expected is None and gemms.fp8 and not missed):
+        return
+    if expected is None:
+        lines = [
+            f"expected every matmul of a recipe in FP8, found {len(gemms.fp8)} in FP8 and "
+            f"{len(missed)} in high precision."
+        ]
+    else:
+        lines = [f"expected {expected} FP8 matmuls, found {len(gemms.fp8)}."]
+    lines += [f"  in FP8: {name}" for name in gemms.fp8]
+    lines += [f"  asked for in FP8, but in high precision: {name}" for name in missed]
+    lines += [f"  in high precision: {name}" for name in gemms.high_precision if name not in missed]
+    if not gemms.fp8 and not missed:
+        lines.append(
+            "No matmul of a recipe at all: compile a step whose layers have an FP8 recipe."
+        )
+    elif not gemms.fp8:
+        lines.append(
+            "None in FP8: compile with jax.jit(f, compiler_options=fp8.compiler_options(recipe, "
+            "chip)) for a chip with FP8 matmuls (compute capability 8.9 or later); CPUs emulate "
+            "FP8 and have none. Tiles need more: on Hopper give the "
+            'layer implementation="mosaic", on Blackwell the recipe chip="b200".'
+        )
+    raise AssertionError("\n".join(lines))

@@ -1,0 +1,221 @@
+"""Reading the text of a compiled program (HLO).
+
+Its computations, their instructions, and who calls whom.
+
+A program is a list of computations, which call each other: fusions, loop bodies, branches, async
+wrappers. A reader begins at the entry and follows the calls, so that an instruction counts as often
+as the program runs it and no more.
+
+References:
+  XLA's printer, xla/hlo/ir/hlo_instruction.cc (HloInstruction::PrintWithCanonicalNameMap) and
+  xla/shape_util.cc.
+"""
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
+_OPCODE = re.compile(r"[\w\-]+")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_REFERENCE = re.compile(r"\b(\w+)=(\{[^{}]*\}|%?[\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+
+# A tensor type as printed, dtype[shape]{layout}; tokens and opaque values are none. E(4) in a
+# layout packs elements.
+_TENSOR = re.compile(r"\b(pred|(bf|f|s|u|c)(\d+)(e\w+)?)\[([^\]]*)\](\{[^}]*\})?")
+_PACKED = re.compile(r"E\((\d+)\)")
+_KINDS_OF_NUMBERS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
+
+# The attributes that name what an instruction runs once, the branches of which it runs one, and the
+# reducers.
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
+CALLS = ("calls", "called_computations", "to_apply")
+
+
+class Tensor(NamedTuple):
+    """The type of an array in a program.
+
+    Attributes:
+      dtype: as jax names it, `float8_e4m3fn`.
+      shape: [...], an upper bound where the program does not know.
+      bytes: of all elements; two four-bit elements share a byte where the layout says so.
+
+    Example:
+      >>> values, counts = tensors_of("(f8e4m3fn[64,32]{1,0}, s4[10]{0:E(4)}, token[])")
+      >>> values
+      Tensor(dtype='float8_e4m3fn', shape=(64, 32), bytes=2048)
+      >>> counts
+      Tensor(dtype='int4', shape=(10,), bytes=5)
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def tensors_of(type: str) -> tuple[Tensor, ...]:
+    """The arrays in a type as the program prints it, tuples opened."""
+    found = []
+    for name, kind, bits, encoding, sizes, layout in _TENSOR.findall(type):
+        dtype = (
+            "bool"
+            if name == "pred"
+            else _KINDS_OF_NUMBERS[kind] + bits + (f"_{encoding}" if encoding else "")
+        )
+        shape = tuple(
+            int(size.strip().removeprefix("<=")) for size in sizes.split(",") if size.strip()
+        )
+        packed = _PACKED.search(layout)
+        element_bits = int(packed[1]) if packed else 8 * math.ceil(int(bits or 1) / 8)
+        found.append(Tensor(dtype, shape, math.ceil(math.prod(shape) * element_bits / 8)))
+    return tuple(found)
+
+
+class Instruction(NamedTuple):
+    r"""One line of a computation, `%name = type opcode(operands), attributes`.
+
+    Example:
+      >>> program = read_program(
+      ...     "ENTRY %main (x: f32[4]) -> f32[4] {\n"
+      ...     "  %x = f32[4]{0} parameter(0)\n"
+      ...     "  ROOT %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%f\n}"
+      ... )
+      >>> y = program.computations["main"]["y"]
+      >>> y.opcode, y.operands, y.computations("calls")
+      ('fusion', ('x',), ('f',))
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    # as printed between the brackets of the opcode: a constant's literal, a parameter's number
+    inside: str = ""
+    is_root: bool = False
+
+    @property
+    def is_second_half(self) -> bool:
+        """Whether this ends or continues what an asynchronous `-start` began."""
+        return self.opcode.endswith(("-done", "-update"))
+
+    @property
+    def label(self) -> str:
+        """The jax operation that it came from, or its own name."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else self.name
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a loop runs; None where the compiler does not know."""
+        found = _TRIP_COUNT.search(self.attributes)
+        return int(found[1]) if found else None
+
+    def computations(self, *roles: str) -> tuple[str, ...]:
+        """The names of the computations in these attributes, as in `computations("body")`."""
+        # Without strings: a kernel's source, kept in one, may hold anything.
+        references = _REFERENCE.findall(_STRING.sub('""', self.attributes))
+        return tuple(
+            name.strip(" %")
+            for role, names in references
+            if role in roles
+            for name in names.strip("{}").split(",")
+        )
+
+
+class Program(NamedTuple):
+    """A compiled program: `computations[computation][instruction]`, both by name.
+
+    Attributes:
+      entry: the name of the computation that runs.
+      computations: by name, in the order of the text.
+      replicas: how many copies of the program run.
+      partitions: how many devices each of them is spread over.
+    """
+
+    entry: str
+    computations: dict[str, dict[str, Instruction]]
+    replicas: int
+    partitions: int
+
+
+def read_program(compiled: Any) -> Program:
+    """Reads a compiled program.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for a program that has no text, or several programs in one text.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> program = read_program(jax.jit(jnp.sin).lower(jnp.ones(3)).compile())
+      >>> [i.type for i in program.computations[program.entry].values() if i.opcode == "parameter"]
+      ['f32[3]{0}']
+    """
+    if not isinstance(compiled, str | jax.stages.Compiled):
+        raise TypeError(
+            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its "
+            "as_text()."
+        )
+    text = (compiled if isinstance(compiled, str) else compiled.as_text()) or ""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entries: list[str] = []
+    current: dict[str, Instruction] | None = None
+    for line in text.splitlines():
+        if head := _HEAD.match(line.rstrip()):
+            current = computations[head[2]] = {}
+            entries += [head[2]] if head[1] else []
+        elif current is not None and (found := _LINE.match(line)):
+            current[found[2]] = _instruction(found[2], found[3], found[1] is not None)
+    if len(entries) != 1:
+        raise ValueError(
+            f"compiled holds {len(entries)} ENTRY computations, not one program's text; pass what "
+            "jax.jit(f).lower(...).compile() returns, or its as_text()."
+        )
+    return Program(
+        entries[0], computations, _count("replica_count", text), _count("num_partitions", text)
+    )
+
+
+def _count(name: str, text: str) -> int:
+    found = re.search(rf"^HloModule .*\b{name}=(\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else 1
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
+    rest = _COMMENT.sub("", rest).strip()
+    end = _closing(rest, 0) if rest.startswith("(") else rest.find(" ")
+    type, rest = rest[:end], rest[end:].strip()
+    opcode = _OPCODE.match(rest)
+    if end < 0 or opcode is None or not rest[opcode.end() :].startswith("("):
+        raise ValueError(
+            f"cannot read the instruction {name} = {type} {rest[:80]}: no opcode(operands) after "
+            "the type."
+        )
+    end = _closing(rest, opcode.end())
+    inside = rest[opcode.end() + 1 : end - 1]
+    operands = re.findall(r"%([\w.\-]+)", inside) or [
+        operand.strip() for operand in inside.split(",")
+    ]
+    return Instruction(
+        name, type, opcode[0], tuple(filter(None, operands)), rest[end:], inside, is_root
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Just behind the bracket that opens at `start`, or the end of the text."""
+    depth = 0
+    for position in range(start, len(text)):
+        depth += (text[position] == "(") - (text[position] == ")")
+        if depth == 0:
+            return position + 1
+    return len(text)

@@ -1,0 +1,164 @@
+"""What a compiled program puts on the wire, read from its text."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import DType
+from jaxfp8.numerics._formats import Format
+from jaxfp8.programs._hlo import read_program
+from jaxfp8.programs._traffic import Traffic
+from jaxfp8.programs._transfer import KINDS, CollectiveKind, Transfer
+
+
+def name_of(dtype: DType | Format) -> str:
+    """The name of a dtype or of the dtype that a format stores.
+
+    Example:
+      >>> name_of(jnp.bfloat16)
+      'bfloat16'
+    """
+    return str(jnp.dtype(dtype.dtype if isinstance(dtype, Format) else dtype).name)
+
+
+@dataclasses.dataclass(frozen=True)
+class WireReport:
+    """What travels between devices in one run of a program, per device.
+
+    `print` shows it as a table.
+
+    Attributes:
+      transfers: one entry for each tensor in each collective of the program.
+
+    Example:
+      >>> kind, dtype, shape = "all-gather", "float8_e4m3fn", (16, 32)
+      >>> step = Transfer(kind, dtype, shape, group_size=4, bytes=512, times=10, label="dense")
+      >>> scale = Transfer("all-reduce", "float32", (), 8, bytes=4, times=10, label="amax")
+      >>> report = WireReport((step, scale))
+      >>> print(report)
+      kind        dtype          group  tensors  operand bytes  wire bytes
+      all-gather  float8_e4m3fn      4       10          5,120      15,360
+      all-reduce  float32            8       10             40          70
+      total                                  20          5,160      15,430
+      >>> report.only(kind="all-gather").wire_bytes
+      15360
+    """
+
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def count(self) -> int:
+        """Tensors that travel, each as often as it does."""
+        return sum(t.times for t in self.transfers)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of the operands of all collectives on one device."""
+        return sum(t.operand_bytes for t in self.transfers)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends."""
+        return sum(t.wire_bytes for t in self.transfers)
+
+    def only(
+        self,
+        *,
+        kind: CollectiveKind | None = None,
+        dtype: DType | Format | None = None,
+        group_size: int | None = None,
+        at_least: int = 0,
+    ) -> "WireReport":
+        """Those transfers that are all of this.
+
+        Args:
+          kind: of collective.
+          dtype: that travels.
+          group_size: devices that take part together.
+          at_least: bytes of the operand on one device, each time.
+
+        Raises:
+          ValueError: for a kind that is none.
+        """
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"kind is {kind!r}; it has to be one of {', '.join(KINDS)}.")
+        return WireReport(
+            tuple(
+                t
+                for t in self.transfers
+                if (kind is None or t.kind == kind)
+                and (dtype is None or t.dtype == name_of(dtype))
+                and (group_size is None or t.group_size == group_size)
+                and t.bytes >= at_least
+            )
+        )
+
+    def __str__(self) -> str:
+        alike: dict[tuple[str, str, int], list[Transfer]] = collections.defaultdict(list)
+        for t in self.transfers:
+            alike[t.kind, t.dtype, t.group_size].append(t)
+        rows = [["kind", "dtype", "group", "tensors", "operand bytes", "wire bytes"]]
+        rows += [
+            [kind, dtype, str(size), *_sums(of)]
+            for (kind, dtype, size), of in sorted(alike.items())
+        ]
+        rows += [["total", "", "", *_sums(self.transfers)]]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(_line(row, widths) for row in rows)
+
+
+def _line(row: list[str], widths: list[int]) -> str:
+    words = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+    numbers = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+    return "  ".join(words + numbers)
+
+
+def _sums(transfers: Iterable[Transfer]) -> list[str]:
+    report = WireReport(tuple(transfers))
+    return [f"{report.count:,}", f"{report.operand_bytes:,}", f"{report.wire_bytes:,.0f}"]
+
+
+def wire_report(compiled: Any, *, trip_count: int | None = None) -> WireReport:
+    """Counts what a compiled program puts on the wire.
+
+    Every tensor of every collective, loops multiplied.
+
+    Of the branches of a conditional the dearest counts. With b bytes of an operand and groups of g
+    devices, a device sends b(g-1) in an all-gather, b(g-1)/g in a reduce-scatter or all-to-all,
+    2b(g-1)/g in an all-reduce, b in a permutation, a broadcast or a send, and at most b in a ragged
+    all-to-all. Kernels that talk to other devices by themselves are not seen. CPUs widen before
+    they send, FP8 to float16 and bfloat16 to float32, and the report says so; what a GPU does is in
+    a program that was compiled for one.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
+      trip_count: how often each loop runs whose count the program does not know.
+
+    Raises:
+      TypeError, ValueError: `compiled` is something else, or a program that has no text.
+      ValueError: a collective is in a loop of unknown length and `trip_count` is not given, or
+        given and not needed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec
+      >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
+      >>> x = jax.device_put(jnp.ones((64, 8)), NamedSharding(mesh, PartitionSpec("data")))
+      >>> report = wire_report(jax.jit(jnp.sum).lower(x).compile())
+      >>> report.only(kind="all-gather").count
+      0
+    """
+    if trip_count is not None and trip_count < 0:
+        raise ValueError(f"trip_count is {trip_count}; a loop runs 0 times or more.")
+    program = read_program(compiled)
+    traffic = Traffic(program, trip_count=trip_count)
+    report = WireReport(traffic.of(program.entry))
+    if trip_count is not None and not traffic.loops_of_unknown_length:
+        raise ValueError(
+            f"trip_count is {trip_count}, but the program knows how often each loop with a "
+            "collective runs; leave it out."
+        )
+    return report

@@ -1,0 +1,209 @@
+"""`check_state`: a restored state is checked before a step uses it."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import PyTree
+from jaxfp8.quantizers._base import RowState
+from jaxfp8.quantizers._faults import Fault
+from jaxfp8.state._identity import layout, same_fingerprint
+from jaxfp8.state._saved_tree import parts_of
+from jaxfp8.state._state import LEAVES, MatmulState, is_state
+from jaxfp8.state._unset import fingerprints, same_rows, unset_state
+
+_SHOWN = 10  # faults that a message lists
+
+
+def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
+    """Checks a state that was restored from a file (Orbax, npz, ...), and returns it.
+
+    Four things are checked:
+
+    - The tree.
+    - Shapes and dtypes.
+    - The fingerprint of each row. It differs for another format, margin, algorithm or tensor.
+    - Values. A history must be finite and not negative. A scale must be unset, or be the scale that
+      the amaxes of its history give.
+
+    Two edits of a file are not found, because a training step can produce the same values. The
+    first changes a history and its scale together. The second makes a scale up to 2^20 larger than
+    a full history gives, because the history may just have dropped an entry that large. Both edits
+    have an effect until the next commit. With `history_length=1` nothing is left to compare a scale
+    with. Conversely, a history whose newest entries fell by more than 2^20 below one that it just
+    dropped is refused; repair unsets its row.
+
+    Args:
+      state: the restored tree of states. Dicts of arrays may stand for states, as in a file that is
+        read without a target.
+      like: a fresh state tree of the model, from `fp8.init_state` or the model's `init`, or its
+        types (`jax.eval_shape`). Its layers may have different recipes.
+      repair: unset the bad rows, and list them in a warning. The next step uses the current amaxes
+        of their tensors, as a first step does. If arrays have other shapes, the whole state is
+        unset.
+
+    Returns:
+      The tree of `like` with the arrays of `state`.
+
+    Raises:
+      FP8StateError: if a check fails. It names each array, its value and what to do. If the trees
+        differ, it is raised with `repair=True` as well.
+
+    Warns:
+      UserWarning: with `repair=True`, if a check fails. It lists the rows that were unset.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> like = fp8.init_state(fp8.recipes.delayed())
+      >>> saved = {"scale": [0, 0, float("nan")], "amax_history": like.amax_history,
+      ...          "nonfinite_steps": like.nonfinite_steps, "fingerprint": like.fingerprint}
+      >>> fp8.check_state(saved, like)
+      Traceback (most recent call last):
+      ...
+      jaxfp8._errors.FP8StateError: 1 fault in the quantizer state: ...
+    """
+    checked, found = [], []
+    for place, expected, part in parts_of(state, like):
+        arrays = _arrays(part, place)
+        wrong = list(_faults(part, arrays, expected))
+        found += [_described(place, arrays, expected, fault) for fault in wrong]
+        frozen = part.frozen if isinstance(part, MatmulState) else expected.frozen
+        checked.append(dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen))
+    if found:
+        text = f"{len(found)} fault{'s' * (len(found) > 1)} in the quantizer state:\n" + "\n".join(
+            found[:_SHOWN]
+        )
+        text += "\n..." if len(found) > _SHOWN else ""
+        if not repair:
+            raise FP8StateError(
+                f"{text}\nRestore another checkpoint, or unset these rows with "
+                "fp8.check_state(state, like, repair=True). With flax, read the file without a "
+                "target first: flax.serialization.msgpack_restore."
+            )
+        warnings.warn(f"{text}\nThese rows were unset (repair=True).", stacklevel=2)
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_state), checked)
+
+
+def _arrays(part: Any, place: str) -> dict[str, Any]:
+    """The arrays of one restored state, by name."""
+    if isinstance(part, MatmulState):
+        arrays = {name: getattr(part, name) for name in LEAVES}
+    elif isinstance(part, Mapping):
+        # Orbax restores the absent probe as None.
+        arrays = {name: leaf for name, leaf in part.items() if leaf is not None}
+    else:
+        raise FP8StateError(
+            f"state holds a {type(part).__name__} at {place}, where a quantizer state is needed; "
+            f"pass a MatmulState, or a dict of its arrays {list(LEAVES)}."
+        )
+    if unknown := sorted(set(arrays) - set(LEAVES)):
+        raise FP8StateError(
+            f"state holds {unknown} at {place}; a saved state has only the arrays {list(LEAVES)}. "
+            "Leave the others out."
+        )
+    for name, leaf in arrays.items():
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise FP8StateError(
+                f"{place}.{name} is {leaf}, whose values cannot be read; call check_state on "
+                "arrays, outside of jit, before the first step."
+            )
+    return {
+        name: leaf if hasattr(leaf, "dtype") else np.asarray(leaf, np.float32)
+        for name, leaf in arrays.items()
+    }
+
+
+def _host(leaf: Any) -> np.ndarray:
+    """The values of an array, which may be split over the devices of several processes."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
+
+
+def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterator[Fault]:
+    """The faults of one state. A wrong shape or dtype is a fault of all its rows."""
+    everywhere = np.ones(expected.scale.shape, bool)
+    for name, shape in layout(expected).items():
+        if name not in arrays:
+            yield Fault(
+                name, everywhere, "it is missing: another program or version wrote the file"
+            )
+        elif arrays[name].shape != shape:
+            differs = "the number of layers or rows, or history_length, differs"
+            yield Fault(name, everywhere, f"its shape must be {list(shape)}; {differs}")
+        elif arrays[name].dtype != jnp.float32:
+            yield Fault(name, everywhere, f"its dtype is {arrays[name].dtype}, it must be float32")
+        else:
+            continue
+        return
+    if isinstance(part, MatmulState) and not same_rows(part.rows, expected.rows):
+        yield Fault("rows", everywhere, f"its rows are {part.rows}, of another recipe")
+        return
+    host = {name: _host(leaf) for name, leaf in arrays.items()}
+    foreign = ~same_fingerprint(
+        host["fingerprint"], fingerprints(expected.rows, expected.scale.shape)
+    )
+    yield from _any(
+        Fault("fingerprint", foreign, "the row was saved for another tensor or quantizer")
+    )
+    for r, row in enumerate(expected.rows):
+        here = np.arange(len(expected.rows)) == r
+        leaves: Any = (
+            host["scale"][..., r], host["amax_history"][..., r, :], host["nonfinite_steps"][..., r]
+        )  # fmt: skip
+        for fault in row.quantizer.faults(RowState(*leaves)):
+            rows = (fault.rows[..., None] & here) & ~foreign
+            yield from _any(fault._replace(rows=rows))
+
+
+def _any(fault: Fault) -> Iterator[Fault]:
+    if fault.rows.any():
+        yield fault
+
+
+def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault: Fault) -> str:
+    """A line of the message.
+
+    The place, the value, what is wrong with it, and the row of the model.
+    """
+    indices = np.argwhere(fault.rows)
+    row = expected.rows[indices[0][-1] if len(indices) else 0]
+    whose = f"the model's row is {row.tensor} by {row.quantizer}"
+    whose += f"; {len(indices) - 1} more rows have this fault" * (len(indices) > 1)
+    if fault.leaf not in arrays:
+        return f"  {place}.{fault.leaf}: {fault.what} ({whose})"
+    value = _host(arrays[fault.leaf])
+    if value.shape != layout(expected)[fault.leaf] or not len(indices):
+        return f"  {place}.{fault.leaf} has shape {list(value.shape)}: {fault.what} ({whose})"
+    shown = np.array2string(value[tuple(indices[0])], threshold=6, max_line_width=10_000)
+    return f"  {place}.{fault.leaf}{indices[0].tolist()} = {shown}: {fault.what} ({whose})"
+
+
+def _mended(arrays: dict[str, Any], expected: MatmulState, wrong: list[Fault]) -> MatmulState:
+    """The state with its bad rows unset. Without bad rows no value changes."""
+    if not wrong:
+        return dataclasses.replace(expected, **arrays)
+    bad = np.any([fault.rows for fault in wrong], axis=0)
+    unset = unset_state(expected.rows, expected.scale.shape[:-1])
+
+    def one(name: str) -> Any:
+        fresh, given = np.asarray(getattr(unset, name)), arrays.get(name)
+        if given is None or given.shape != fresh.shape or given.dtype != fresh.dtype:
+            return _placed(fresh, getattr(expected, name))
+        where = bad[..., None] if name == "amax_history" else bad
+        return _placed(np.where(where, fresh, _host(given)), given)
+
+    return dataclasses.replace(expected, **{name: one(name) for name in LEAVES})
+
+
+def _placed(values: np.ndarray, like: Any) -> Any:
+    """The values, with the sharding of `like`."""
+    sharding = getattr(like, "sharding", None)
+    return jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)

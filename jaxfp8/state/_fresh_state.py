@@ -1,0 +1,74 @@
+"""A fresh state in place of an abstract one, which has shapes but no values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.extend.backend
+import numpy as np
+
+from jaxfp8._typing import PyTree
+from jaxfp8.state._state import MatmulState, is_state
+from jaxfp8.state._unset import unset_state
+
+
+def fresh_like(state: MatmulState) -> MatmulState:
+    """The state before the first step, stacked, frozen and sharded like `state`.
+
+    `state` may be abstract. A leaf without a sharding becomes a numpy array, which fits a mesh of
+    any size. A checkpoint library may use it as a target. Then the library does not put the
+    restored array on one device.
+
+    Example:
+      >>> import jax
+      >>> import jaxfp8 as fp8
+      >>> abstract = jax.eval_shape(lambda: fp8.init_state(fp8.recipes.delayed()))
+      >>> fresh_like(abstract).scale
+      array([0., 0., 0.], dtype=float32)
+    """
+    with jax.ensure_compile_time_eval():  # makes arrays even while a function is traced
+        fresh = unset_state(state.rows, state.scale.shape[:-1])
+        fresh = dataclasses.replace(fresh, frozen=state.frozen)
+        return jax.tree.map(_placed, fresh, state)
+
+
+def _placed(fresh: jax.Array, like: Any) -> Any:
+    sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding) or _of_an_abstract_mesh(sharding):
+        return np.array(fresh)
+    return jax.device_put(fresh, sharding)
+
+
+def _of_an_abstract_mesh(sharding: jax.sharding.Sharding) -> bool:
+    return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+
+
+def concrete(tree: PyTree) -> PyTree:
+    """The same tree, with a fresh state in place of each abstract one.
+
+    `jax.eval_shape` makes an abstract state, which no step has used yet. It stays abstract on
+    devices that this process can only compile for.
+
+    Example:
+      >>> concrete(())
+      ()
+    """
+
+    def one(node: Any) -> Any:
+        return fresh_like(node) if is_state(node) and _can_be_made(node) else node
+
+    return jax.tree.map(one, tree, is_leaf=is_state)
+
+
+def _can_be_made(state: MatmulState) -> bool:
+    types = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return bool(types) and all(_exists(each.sharding) for each in types)
+
+
+def _exists(sharding: jax.sharding.Sharding | None) -> bool:
+    """Whether its devices can run programs. Compile-only devices belong to no backend."""
+    if sharding is None or _of_an_abstract_mesh(sharding):
+        return True
+    backends = jax.extend.backend.backends().values()
+    clients = [getattr(device, "client", None) for device in sharding.device_set]
+    return all(any(client is backend for backend in backends) for client in clients)

@@ -1,0 +1,178 @@
+"""Checks at each use that a state belongs to its matmul.
+
+`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. It
+raises an error if the values can be read. A compiled step cannot raise an error, so it unsets a row
+with a wrong fingerprint.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import Array
+from jaxfp8.numerics._float32 import TINY
+from jaxfp8.state._ledger import BINS
+from jaxfp8.state._state import LEAVES, MatmulState
+from jaxfp8.state._trees import shown
+from jaxfp8.state._unset import fingerprints, history_length, unset_leaves
+
+MEAN_ROUNDING = 2.0**-21
+"""How far a mean of equal fingerprints over devices may be from them: 4 units in the last place."""
+
+STACKING = (
+    "States of several layers or experts must be stacked along leading axes, before the axis of "
+    "rows. Write in_axes=0, out_axes=0, variable_axes={COLLECTION: 0} or nnx.StateAxes({FP8State: "
+    "0})."
+)
+
+
+def check_layout(state: MatmulState) -> None:
+    """Raise FP8StateError unless all arrays have the shapes and the dtype of a state.
+
+    Rows are the last axis. Shapes cannot distinguish 3 layers from 3 rows. The ledger does: see
+    `_ledger.py`, and `explained` below.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_layout(fp8.init_state(fp8.recipes.delayed()))
+    """
+    for name in LEAVES:
+        leaf = getattr(state, name)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise FP8StateError(
+                f"{name} is {leaf}, which has no values. Make the state with fp8.init_state or the "
+                "model's init, or restore it."
+            )
+        if not hasattr(leaf, "dtype"):
+            raise FP8StateError(
+                f"{name} is {shown(leaf)}, it must be an array of float32. Pass lists, as JSON "
+                "holds them, through fp8.check_state(state, like=fresh_state) first."
+            )
+        if leaf.dtype != jnp.float32:
+            raise FP8StateError(
+                f"{name} has dtype {leaf.dtype}, it must be float32; cast parameters only, not the "
+                "state."
+            )
+    if state.scale.shape[-1:] != (len(state.rows),):
+        raise FP8StateError(
+            f"scale has shape {list(state.scale.shape)}, but its last axis must hold the "
+            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {STACKING}"
+        )
+    for name, want in layout(state).items():
+        if (shape := getattr(state, name).shape) != want:
+            raise FP8StateError(
+                f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has "
+                f"shape {list(state.scale.shape)} and history_length={history_length(state.rows)}. "
+                f"For another history_length start from fp8.init_state(recipe). {STACKING}"
+            )
+
+
+@contextlib.contextmanager
+def explained(states: Iterable[MatmulState]) -> Iterator[None]:
+    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
+
+    Example:
+      >>> with explained([]):
+      ...     pass
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
+            error.add_note(
+                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
+                f"{STACKING}"
+            )
+        raise
+
+
+def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
+    """The shape that each array of a state must have, given the leading axes of its scale.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> layout(fp8.init_state(fp8.recipes.delayed()))["amax_history"]
+      (3, 16)
+    """
+    shape = *state.scale.shape[:-1], len(state.rows)
+    return {
+        name: (*shape, history_length(state.rows)) if name == "amax_history" else shape
+        for name in LEAVES
+    }
+
+
+def known(state: MatmulState) -> MatmulState:
+    """The state, after a check of each row's fingerprint and scale.
+
+    A row passes if its fingerprint is that of its tensor and quantizer, and its scale is 0 or in
+    the range of scales. Another row was saved with another recipe, or arithmetic changed it: an
+    optimizer whose parameters held the state, or an average over steps. In a tracer such a row
+    becomes unset. A state that is 0 everywhere becomes unset too.
+
+    Raises:
+      FP8StateError: for a row that does not pass, if its values can be read.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> known(state) is state
+      True
+    """
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    if _readable(state.fingerprint) and _readable(state.scale):
+        leaves = {name: np.asarray(getattr(state, name)) for name in LEAVES}
+        passes = _passes(leaves["fingerprint"], want, leaves["scale"])
+        if passes.all():
+            return state
+        if any(leaf.any() for leaf in leaves.values()):
+            _refuse(state, leaves, np.argwhere(~passes)[0])
+    passes = _passes(state.fingerprint, want, state.scale)
+    scale, history, nonfinite_steps = unset_leaves(state.rows, state.scale.shape)
+    # or means over devices would add up their rounding
+    exact = jnp.round(state.fingerprint * 2**16) / 2**16
+    return dataclasses.replace(
+        state,
+        scale=jnp.where(passes, state.scale, scale),
+        amax_history=jnp.where(passes[..., None], state.amax_history, history),
+        nonfinite_steps=jnp.where(passes, state.nonfinite_steps, nonfinite_steps),
+        fingerprint=jnp.where(passes, exact, want),
+    )
+
+
+def same_fingerprint(found: Any, want: np.ndarray) -> Any:
+    """Whether fingerprints are equal, but for the rounding of a mean over devices.
+
+    Example:
+      >>> import numpy as np
+      >>> same_fingerprint(np.float32([1.5, 1.75]), np.float32([1.5, 1.5]))
+      array([ True, False])
+    """
+    return abs(found - want) < MEAN_ROUNDING
+
+
+def _passes(fingerprint: Any, want: np.ndarray, scale: Any) -> Any:
+    return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
+
+
+def _refuse(state: MatmulState, leaves: dict[str, np.ndarray], index: np.ndarray) -> NoReturn:
+    row, at = state.rows[index[-1]], tuple(index)
+    raise FP8StateError(
+        f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
+        f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. The state was "
+        "saved with another recipe, or an optimizer or an average (EMA) changed it. Keep the state "
+        "out of their trees and pass that of the run; fp8.check_state(state, like, repair=True) "
+        "unsets such rows."
+    )
+
+
+def _readable(leaf: Array | np.ndarray) -> bool:
+    """Whether this process can read all values of an array."""
+    if isinstance(leaf, jax.core.Tracer):
+        return False
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated

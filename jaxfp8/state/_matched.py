@@ -1,0 +1,55 @@
+"""The check of a state at each use: it must be the state of this matmul's recipe."""
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._identity import STACKING, check_layout, known
+from jaxfp8.state._ledger import BINS
+from jaxfp8.state._state import MatmulState
+from jaxfp8.state._trees import RESTORED, shown
+from jaxfp8.state._unset import same_rows
+
+
+def matched(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:
+    """The state of one matmul, checked; None for a recipe without state.
+
+    Raises:
+      FP8StateError: if the state is missing, of another recipe, stacked, or was changed.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> matched((), fp8.recipes.current()) is None
+      True
+    """
+    if not recipe.rows:
+        if state is None or (isinstance(state, tuple) and not state):
+            return None
+        raise FP8StateError(
+            f"recipe {recipe.name!r} has no state, got {type(state).__name__}; pass state=None."
+        )
+    if not isinstance(state, MatmulState):
+        raise FP8StateError(
+            f"recipe {recipe.name!r} needs the state of this matmul, got state={shown(state)}; "
+            f"make it with fp8.init_state(recipe). {RESTORED}"
+        )
+    if not same_rows(state.rows, recipe.rows):
+        raise FP8StateError(
+            f"state belongs to another recipe: it has rows {state.rows}, recipe {recipe.name!r} "
+            f"has {recipe.rows}. Start from fp8.init_state(recipe)."
+        )
+    check_layout(state)
+    if state.scale.ndim != 1:
+        raise FP8StateError(
+            f"state.scale has shape {list(state.scale.shape)}, but one matmul has "
+            f"[{len(recipe.rows)}]: index stacked states (scan, vmap, or state of one layer) "
+            "before the call."
+        )
+    if state.probe is None:
+        return known(state)  # `value_and_grad` already checked a state that has a probe
+    ledger = state.probe.ledger
+    if ledger is not None and ledger.shape != (BINS, len(recipe.rows)):
+        raise FP8StateError(
+            f"state.probe.ledger has shape {list(ledger.shape)} in this call, not [{BINS}, "
+            f"{len(recipe.rows)}]: the states were mapped over another axis than that of their "
+            f"layers. {STACKING}"
+        )
+    return state

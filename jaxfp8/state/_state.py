@@ -1,0 +1,113 @@
+"""Quantizer state: what delayed scaling remembers between steps.
+
+State is a pytree of its own, separate from parameters and gradients. Inside a loss that
+`fp8.value_and_grad` differentiates, a state carries a probe. The cotangent of the probe is the
+ledger of the amaxes that were seen. Outside of such a loss it carries no probe. Tree structure,
+shapes and dtypes never change from step to step: "unset" is a scale of 0, not a missing leaf.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from jaxfp8._typing import Array
+from jaxfp8.recipes._recipe import Row
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ledger"], meta_fields=["all_set", "reduce_axes"]
+)
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a state carries while it is being differentiated.
+
+    Attributes:
+      ledger: f32[..., BINS, R] zeros; its cotangent brings the amaxes back. None in a frozen state.
+      all_set: no scale is unset, so no cast has to look at its own amax (static).
+      reduce_axes: mesh axes that the caller named because types do not tell them (static).
+    """
+
+    ledger: Array | None
+    all_set: bool
+    reduce_axes: tuple[str, ...] | None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scale", "amax_history", "nonfinite_steps", "fingerprint", "probe"],
+    meta_fields=["rows", "frozen"],
+)
+@dataclasses.dataclass(frozen=True)
+class MatmulState:
+    """Quantizer state of one matmul (of its three: fprop, dgrad, wgrad).
+
+    Leading axes stack layers or experts.
+
+    Attributes:
+      scale: f32[..., R], multiplies stored values back to real ones; 0 = unset.
+      amax_history: f32[..., R, H]; slot 0 is the staging slot, slots 1 to H-1 run from oldest to
+        newest.
+      nonfinite_steps: f32[..., R], steps whose amax was inf or NaN.
+      fingerprint: f32[..., R], identifies the tensor and the quantizer of each row
+        (`Row.fingerprint`). A file holds arrays only, so it needs this one to identify the rows. No
+        step changes it.
+      probe: None except inside a differentiated loss.
+      rows: what each of the R rows follows, and by which policy (static).
+      frozen: scales are fixed and nothing is collected (static).
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> state.scale.shape, state.amax_history.shape
+      ((3,), (3, 16))
+    """
+
+    scale: Array
+    amax_history: Array
+    nonfinite_steps: Array
+    fingerprint: Array
+    probe: Probe | None
+    rows: tuple[Row, ...]
+    frozen: bool = False
+
+    def __repr__(self) -> str:
+        names = " ".join(row.tensor for row in self.rows)
+        leaves = (f"{name}={getattr(self, name)}" for name in LEAVES if name != "fingerprint")
+        return f"MatmulState of {names}{' (frozen)' if self.frozen else ''}: {', '.join(leaves)}"
+
+
+LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
+"""The arrays of a state between steps. A checkpoint saves these."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["amax"], meta_fields=["rows"])
+@dataclasses.dataclass(frozen=True)
+class SeenAmax:
+    """The largest amaxes that a matmul saw since the last commit: f32[..., R].
+
+    0 = none, inf = one was not finite.
+    """
+
+    amax: Array
+    rows: tuple[Row, ...]
+
+
+def is_state(node: object) -> bool:
+    """Whether a tree node is the state of one matmul.
+
+    Example:
+      >>> is_state(None)
+      False
+    """
+    return isinstance(node, MatmulState)
+
+
+def is_node(node: object) -> bool:
+    """Whether a tree node is a state, or what a state saw.
+
+    Example:
+      >>> is_node(())
+      False
+    """
+    return isinstance(node, MatmulState | SeenAmax)

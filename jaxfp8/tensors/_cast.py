@@ -1,0 +1,90 @@
+"""Cast: everything that decides how an array becomes FP8, except its scales."""
+
+import dataclasses
+import functools
+
+from jaxfp8._typing import Array, DType, Implementation, Rounding
+from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+    """One FP8 copy of an array, for the matmuls that contract the same axes of it.
+
+    Attributes:
+      granularity: which values share a scale.
+      transposed: whether the last two axes of the copy are transposed in memory. Hopper's matmuls
+        read an operand like that if they contract the first of these two axes. The shape of the
+        copy is still that of the array. The XLA backend ignores this field, because XLA chooses
+        layouts itself.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> Direction(fp8.PerBlock((1, 128))).transposed
+      False
+    """
+
+    granularity: AbstractGranularity
+    transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How an array becomes FP8, in one or more copies. Hashable.
+
+    All copies are in one value, so that a kernel can make them in one read of the array. A new
+    option of casts is a new field here.
+
+    Attributes:
+      format: the FP8 format of the values.
+      directions: one for each copy.
+      rule: how an amax becomes a scale. Two-level scales (NVFP4: an E4M3 scale for each tile under
+        one float32 scale for the tensor) will be a field of the rule; the second scale will be a
+        field of `QuantizedTensor`.
+      rounding: "nearest" (ties to even) or "stochastic" (needs a key). All copies use the same
+        random bits.
+      column_sums: whether to sum the columns, too. A backend that would have to read the array
+        again for that leaves them out (`CastExtras`).
+      implementation: the backend by name. None takes the first backend that can do the case.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> both = Direction(fp8.PerBlock((1, 128))), Direction(fp8.PerBlock((128, 1)))
+      >>> len(Cast(format=fp8.E4M3, directions=both).granularities)
+      2
+    """
+
+    format: Format
+    directions: tuple[Direction, ...]
+    rule: ScaleRule = ScaleRule()
+    rounding: Rounding = "nearest"
+    column_sums: bool = False
+    implementation: Implementation = None
+
+    @functools.cached_property
+    def granularities(self) -> tuple[AbstractGranularity, ...]:
+        """The granularity of each copy."""
+        return tuple(direction.granularity for direction in self.directions)
+
+    @functools.cached_property
+    def transposed(self) -> tuple[bool, ...]:
+        """Whether each copy is written transposed."""
+        return tuple(direction.transposed for direction in self.directions)
+
+    def copies(
+        self, values: tuple[Array, ...], scales: tuple[Array, ...], dtype: DType
+    ) -> tuple[QuantizedTensor, ...]:
+        """The copies [...] as `QuantizedTensor`s, one for each direction.
+
+        Args:
+          values: FP8 payloads [...], one for each direction.
+          scales: one for each direction, of shape `granularity.scale_shape(values.shape)`.
+          dtype: of the array that was cast.
+        """
+        return tuple(
+            QuantizedTensor(*each, dtype, self.rule.exact)
+            for each in zip(values, scales, self.granularities, strict=True)
+        )

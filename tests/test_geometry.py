@@ -1,0 +1,98 @@
+"""The axes of matmuls, held against what `jax.lax.dot_general` and its gradient do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxfp8._geometry import Geometry, OperandAxes, TrainingGeometry, check, inverse_permutation
+
+CASES = {
+    "matrices": ((2, 3), (3, 4), (((1,), (0,)), ((), ()))),
+    "wgrad": ((3, 2), (3, 4), (((0,), (0,)), ((), ()))),
+    "vectors": ((3,), (3,), (((0,), (0,)), ((), ()))),
+    "outer": ((2, 3), (4,), (((), ()), ((), ()))),
+    "batch": ((5, 2, 3), (5, 3, 4), (((2,), (1,)), ((0,), (0,)))),
+    "batch inside": ((2, 3, 5), (3, 5, 4), (((-2,), (0,)), ((-1,), (1,)))),
+    "batches swapped": ((5, 6, 2, 3), (6, 3, 5, 4), (((3,), (1,)), ((1, 0), (0, 2)))),
+    "two contracted": ((7, 2, 3), (7, 3, 4), (((0, 2), (0, 1)), ((), ()))),
+    "contracted in another order": ((3, 7, 2), (4, 7, 3), (((1, 0), (1, 2)), ((), ()))),
+    "all kept": ((2, 8, 3), (4, 3, 9), (((2,), (1,)), ((), ()))),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def case(request):
+    """Operands of integers, whose products are exact, and their checked dimension numbers."""
+    x_shape, w_shape, dimension_numbers = request.param
+    random = np.random.default_rng(0)
+    x, w = (jnp.float32(random.integers(-8, 9, shape)) for shape in (x_shape, w_shape))
+    return x, w, check(x_shape, w_shape, dimension_numbers)
+
+
+def test_the_result(case):
+    x, w, dimension_numbers = case
+    geometry = Geometry.of(dimension_numbers, x.ndim, w.ndim)
+    y = lax.dot_general(x, w, dimension_numbers)
+    assert geometry.out_shape(x.shape, w.shape) == y.shape
+    for operand, axes, added in zip((x, w), geometry.sides, geometry.added_axes, strict=True):
+        sides = [operand.shape[a] for a in axes.batch + axes.kept]
+        assert jnp.expand_dims(jnp.ones(sides), added).ndim == y.ndim
+        assert (
+            jnp.broadcast_shapes(jnp.expand_dims(jnp.ones(sides), added).shape, y.shape) == y.shape
+        )
+    # As matrices [B, M, K] and [B, N, K] it is one einsum.
+    a, b = (
+        operand.transpose(axes.order).reshape(axes.matrix_shape(operand.shape))
+        for operand, axes in zip((x, w), geometry.sides, strict=True)
+    )
+    np.testing.assert_array_equal(jnp.einsum("bmk,bnk->bmn", a, b).reshape(y.shape), y)
+
+
+def test_other_orders_of_the_same_matmul(case):
+    x, w, dimension_numbers = case
+    geometry = Geometry.of(dimension_numbers, x.ndim, w.ndim)
+    y = lax.dot_general(x, w, dimension_numbers)
+    in_order = dataclasses.replace(geometry, lhs=geometry.lhs.in_order)
+    transposed = x.transpose(geometry.lhs.order)
+    np.testing.assert_array_equal(lax.dot_general(transposed, w, in_order.dimension_numbers), y)
+    assert in_order.lhs.order == tuple(range(x.ndim))
+    for pair, (left, right) in enumerate(zip(*dimension_numbers[0], strict=True)):
+        other = geometry.with_innermost(pair)
+        assert (other.lhs.contracted[-1], other.rhs.contracted[-1]) == (left, right)
+        np.testing.assert_array_equal(lax.dot_general(x, w, other.dimension_numbers), y)
+
+
+def test_the_gradient(case):
+    x, w, dimension_numbers = case
+    training = TrainingGeometry.of(dimension_numbers, x.ndim, w.ndim)
+    y, vjp = jax.vjp(lambda x, w: lax.dot_general(x, w, dimension_numbers), x, w)
+    g = jnp.float32(np.random.default_rng(1).integers(-8, 9, y.shape))
+    operands = {"x": x, "w": w, "g": g}
+    dx = lax.dot_general(g, w, training.dgrad.dimension_numbers)
+    dw = lax.dot_general(x, g, training.wgrad.dimension_numbers)
+    wanted = vjp(g)
+    np.testing.assert_array_equal(dx.transpose(inverse_permutation(training.dx_axes)), wanted[0])
+    np.testing.assert_array_equal(dw.transpose(inverse_permutation(training.dw_axes)), wanted[1])
+    for matmul, pair in {"fprop": "xw", "dgrad": "gw", "wgrad": "xg"}.items():
+        for tensor in pair:
+            axes = training.axes(matmul, tensor)
+            assert sorted(axes.order) == list(range(operands[tensor].ndim))
+            assert axes in getattr(training, matmul).sides
+
+
+@pytest.mark.parametrize(
+    ("axes", "transposed"),
+    [
+        (OperandAxes((), (0,), (1,)), False),
+        (OperandAxes((), (1,), (0,)), True),
+        (OperandAxes((2,), (0,), (1,)), True),
+        (OperandAxes((1,), (2,), (0,)), False),
+        (OperandAxes((), (), (0,)), False),
+    ],
+)
+def test_is_transposed(axes, transposed):
+    assert axes.is_transposed is transposed
