@@ -144,7 +144,7 @@ def test_parts_inside_shard_map_have_bits_of_their_own():
 
 def test_without_types_parts_cannot_be_told_from_replicas():
     with pytest.raises(
-        ValueError, match=mentions("rounds g", "check_vma=False", "use check_vma=True")
+        ValueError, match=mentions("rounds g", "check_vma=False", "shard_map(check_vma=True)")
     ):
         inside(RECIPES["current"], check_vma=False)
 
