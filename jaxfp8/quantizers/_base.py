@@ -162,11 +162,12 @@ class AbstractQuantizer(abc.ABC):
         }
         for granularity, scale in known.items():
             shape = granularity.scale_shape(x.shape)
-            types = [(jnp.shape(leaf), jnp.result_type(leaf).name) for leaf in scale]
+            leaves = scale if isinstance(scale, KnownScale) else ()
+            types = [(jnp.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves]
             if types not in ([(shape, "float32"), (shape, name)] for name in _SCALE_DTYPES):
                 raise ValueError(
-                    f"{type(self).__name__} chose a scale of {types}; it must be a KnownScale of a "
-                    f"float32 multiplier and a scale, both of shape {list(shape)}."
+                    f"{type(self).__name__} chose the scale {scale!r}; it must be a KnownScale of "
+                    f"a float32 multiplier and a scale, both arrays of shape {list(shape)}."
                 )
         key = key if cast.rounding == "stochastic" else None
         return cast_copies(x, cast, tuple(known[each] for each in cast.granularities), key=key)

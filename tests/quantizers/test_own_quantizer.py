@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from contracts import own_quantizer
@@ -15,7 +16,7 @@ from hard_inputs import mentions
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
-from jaxfp8.quantizers import AbstractQuantizer, RowState
+from jaxfp8.quantizers import AbstractQuantizer, KnownScale, RowState
 
 
 def operands(quantizer):
@@ -149,18 +150,26 @@ class OfAFunction(Smoothed):
     function: object = lambda: 0
 
 
+KNOWN = {
+    "dtype": KnownScale(np.asarray(1, ml_dtypes.bfloat16), np.float32(1)),
+    "shape": KnownScale(np.float32([1]), np.float32([1])),
+    "no arrays": KnownScale(1.0, 1.0),
+    "a number": 2.0,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Returns(Smoothed):
     """Its methods return what they are told to."""
 
     new: tuple = ()
-    known: tuple = ()
+    known: str = ""
 
     def update(self, row, amax):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in self.new)
 
     def choose_scale(self, inputs, granularity):
-        return tuple(jnp.ones(shape, dtype) for shape, dtype in self.known)
+        return KNOWN[self.known]
 
 
 def committed(**how):
@@ -169,8 +178,8 @@ def committed(**how):
     return fp8.commit(state, fp8.nothing_seen(state))
 
 
-def multiplied(**how):
-    recipe = in_recipe(Returns(**how))
+def multiplied(known):
+    recipe = in_recipe(Returns(known=known))
     return fp8.dot(jnp.ones((2, 2)), jnp.ones((2, 2)), recipe=recipe, state=fp8.init_state(recipe))
 
 
@@ -227,13 +236,23 @@ MISTAKES = {
     ),
     "scale, dtype": (
         ValueError,
-        lambda: multiplied(known=(((), "bfloat16"), ((), "float32"))),
-        ("Returns chose a scale", "bfloat16", "KnownScale", "of shape []"),
+        lambda: multiplied("dtype"),
+        ("Returns chose the scale", "bfloat16", "must be a KnownScale", "of shape []"),
     ),
     "scale, shape": (
         ValueError,
-        lambda: multiplied(known=(((1,), "float32"), ((1,), "float32"))),
-        ("Returns chose a scale", "(1,)", "of shape []"),
+        lambda: multiplied("shape"),
+        ("Returns chose the scale", "[1.]", "of shape []"),
+    ),
+    "scale, no arrays": (
+        ValueError,
+        lambda: multiplied("no arrays"),
+        ("Returns chose the scale", "multiplier=1.0", "both arrays of shape []"),
+    ),
+    "scale, a number": (
+        ValueError,
+        lambda: multiplied("a number"),
+        ("Returns chose the scale 2.0", "must be a KnownScale"),
     ),
     "init": (
         ValueError,
