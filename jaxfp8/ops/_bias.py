@@ -44,11 +44,11 @@ def add_bias(product: Array, bias: Array | None, geometry: TrainingGeometry) -> 
     if bias is None:
         return product
     bias, summed = bias.astype(product.dtype), _summed(geometry)
-    lies = jax.typeof(product).sharding
-    if jax.sharding.AxisType.Explicit in lies.mesh.axis_types:
-        # Or the product, and with it the gradient that is to be cast, would lie as the bias does.
-        spec = jax.P(*(entry for axis, entry in enumerate(lies.spec) if axis not in summed))
-        bias = jax.sharding.reshard(bias, jax.NamedSharding(lies.mesh, spec))
+    sharding = jax.typeof(product).sharding
+    if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
+        # Or the product, and the gradient that is to be cast, would be sharded as the bias is.
+        spec = jax.P(*(entry for axis, entry in enumerate(sharding.spec) if axis not in summed))
+        bias = jax.sharding.reshard(bias, jax.NamedSharding(sharding.mesh, spec))
     return product + jnp.expand_dims(bias, summed)
 
 

@@ -93,7 +93,7 @@ def quantize_operand(
         stored = None if planned.row is None else _stored(call, tensor, planned.row, arrays)
         amaxes = _Amaxes(call, tensor, value, place, variation, stored)
         key = None
-        if planned.needs_key:
+        if planned.cast.rounding == "stochastic":
             key = rounding_key(arrays.key, call, tensor, value)
         inputs = amaxes.inputs(planned)
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)

@@ -21,14 +21,12 @@ class PlannedCast(NamedTuple):
       cast: the copies that it makes; None if the tensor stays in high precision.
       readers: for each copy, the matmuls that read it.
       row: the index of the quantizer's row of state; None if it has none.
-      needs_key: whether the cast needs a PRNG key.
     """
 
     quantizer: AbstractQuantizer
     cast: Cast | None
     readers: tuple[tuple[Matmul, ...], ...]
     row: int | None
-    needs_key: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,5 +71,5 @@ def planned_casts(
             )  # fmt: skip
             column_sums = False
         readers, row = tuple(copies.values()), recipe.row_of(tensor, quantizer)
-        planned.append(PlannedCast(quantizer, cast, readers, row, quantizer.needs_key))
+        planned.append(PlannedCast(quantizer, cast, readers, row))
     return tuple(planned)

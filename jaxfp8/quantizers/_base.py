@@ -98,7 +98,7 @@ class AbstractQuantizer(abc.ABC):
     history_length: int = 1
     """H, how many numbers a row of a stateful quantizer remembers."""
     rounding: Rounding = "nearest"
-    """How the cast rounds: "nearest" (ties to even) or "stochastic"."""
+    """How the cast rounds: "nearest" (ties to even), or "stochastic", which needs a PRNG key."""
 
     @property
     @abc.abstractmethod
@@ -107,11 +107,6 @@ class AbstractQuantizer(abc.ABC):
 
         A quantizer with None is never asked for anything else.
         """
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether `quantize` needs a PRNG key."""
-        return self.rounding == "stochastic"
 
     @property
     def rule(self) -> ScaleRule:
@@ -152,7 +147,7 @@ class AbstractQuantizer(abc.ABC):
           x: [...] floating point, or what a prologue makes of arrays.
           cast: the copies to make. Its granularities are this quantizer's own, resolved for x.
           inputs: what the scale may depend on.
-          key: a jax PRNG key; given if `needs_key`.
+          key: a jax PRNG key; given if `rounding` is stochastic.
 
         Returns:
           A copy of x for each direction of the cast, and the extra results of the cast kernel.
@@ -169,7 +164,6 @@ class AbstractQuantizer(abc.ABC):
                     f"{type(self).__name__} chose the scale {scale!r}; it must be a KnownScale of "
                     f"a float32 multiplier and a scale, both arrays of shape {list(shape)}."
                 )
-        key = key if cast.rounding == "stochastic" else None
         return cast_copies(x, cast, tuple(known[each] for each in cast.granularities), key=key)
 
     def init(self) -> RowState:

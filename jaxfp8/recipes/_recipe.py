@@ -190,7 +190,7 @@ class Recipe:
     @functools.cached_property
     def needs_key(self) -> bool:
         """Whether a tensor is rounded stochastically, which needs a PRNG key at each step."""
-        return any(q.needs_key for _, q in self._all_uses)
+        return any(q.rounding == "stochastic" for _, q in self._all_uses)
 
     @functools.cached_property
     def is_identity(self) -> bool:
