@@ -11,6 +11,7 @@ None of these is differentiable, for the cotangent of FP8 values would be FP8.
 `fp8.dot_general(x_shard=, w_shard=)` gathers inside its own gradient.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax import lax
@@ -63,9 +64,9 @@ def all_gather(
 
     if not tensor.granularity.has_cells_along(axis, tensor.ndim):
         _check_common_scale(tensor, axis_name, axis, common_scale)
-        return _with(tensor, gather(tensor.values), tensor.scale)
+        return dataclasses.replace(tensor, values=gather(tensor.values))
     check_borders(tensor.granularity, tensor.shape, axis, tensor.shape[axis])
-    return _with(tensor, gather(tensor.values), gather(tensor.scale))
+    return dataclasses.replace(tensor, values=gather(tensor.values), scale=gather(tensor.scale))
 
 
 def all_to_all(
@@ -121,7 +122,7 @@ def all_to_all(
     if not along:
         for axis in (split_axis, concat_axis):
             _check_common_scale(tensor, axis_name, axis, common_scale)
-        return _with(tensor, exchange(tensor.values), tensor.scale)
+        return dataclasses.replace(tensor, values=exchange(tensor.values))
     if len(along) == 1:
         raise ValueError(
             f"split_axis={split_axis} and concat_axis={concat_axis} of a tensor "
@@ -136,7 +137,7 @@ def all_to_all(
         tensor.shape[split_axis] // lax.axis_size(axis_name),
     )
     check_borders(tensor.granularity, tensor.shape, concat_axis, tensor.shape[concat_axis])
-    return _with(tensor, exchange(tensor.values), exchange(tensor.scale))
+    return dataclasses.replace(tensor, values=exchange(tensor.values), scale=exchange(tensor.scale))
 
 
 def ppermute(
@@ -167,7 +168,7 @@ def ppermute(
     def send(x: Array) -> Array:
         return in_bytes(lambda x: lax.ppermute(x, axis_name, permutation), x)
 
-    return _with(tensor, send(tensor.values), send(tensor.scale))
+    return dataclasses.replace(tensor, values=send(tensor.values), scale=send(tensor.scale))
 
 
 def _checked(tensor: QuantizedTensor, axis: int) -> int:
@@ -201,7 +202,3 @@ def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int, comm
             "quantize with the amax of all shards: fp8.quantize(x, format, granularity, scale=...) "
             f"with a scale that lax.pmax(amax, {axis_name!r}) gives."
         )
-
-
-def _with(tensor: QuantizedTensor, values: Array, scale: Array) -> QuantizedTensor:
-    return QuantizedTensor(values, scale, tensor.granularity, tensor.dtype, tensor.power_of_two)

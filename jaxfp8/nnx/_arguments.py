@@ -6,6 +6,7 @@ from typing import Any, Required, TypeVar
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
+from jaxfp8._call_options import option_names
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.recipes._recipe import Recipe
@@ -65,7 +66,7 @@ def take_matmul(
                 f"{layer} brings its own matmul; drop {name}={arguments[name]!r}, or use "
                 f"nnx.{layer.removeprefix('FP8')}."
             )
-    names = ("recipe", *LayerOptions.__optional_keys__)
+    names = ("recipe", *option_names(LayerOptions))
     ours = {name: arguments[name] for name in names if name in arguments}
     rest = {name: arguments[name] for name in arguments if name not in (*names, *refused)}
     return kind(rngs=LATER, **ours), rest

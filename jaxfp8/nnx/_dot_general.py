@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Unpack
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxfp8._call_options import option_names
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.nnx._state import in_a_loss, new_state
@@ -52,10 +53,8 @@ class AbstractFP8Matmul(nnx.Module):
         self.recipe = delayed() if recipe is None else recipe
         check_recipe(self.recipe)
         kept = read_options(f"fp8.nnx.{type(self).__name__}", LayerOptions, options)
-        self.reduce_axes = kept.reduce_axes
-        self.x_shard = kept.x_shard
-        self.w_shard = kept.w_shard
-        self.implementation = kept.implementation
+        for name in option_names(LayerOptions):  # `options_of` reads them
+            setattr(self, name, getattr(kept, name))
         self.state = nnx.data(new_state(self.recipe))
         self.keys: Any = nnx.data(None)
         self.made_in_a_loss = in_a_loss()
@@ -76,14 +75,14 @@ class AbstractFP8Matmul(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise ValueError(
                 f"rngs={rngs!r}, but recipe {self.recipe.name!r} rounds stochastically, which "
-                f"needs a PRNG key at each step; write {name}(recipe, rngs=nnx.Rngs(0))."
+                f"needs a PRNG key at each step; write {name}(recipe, rngs=nnx.Rngs(0, {KEYS}=1))."
             )
         try:
             stream = rngs[KEYS]
         except KeyError:
             raise ValueError(
                 f"rngs={rngs!r} has no stream {KEYS!r} and no default one, but recipe "
-                f"{self.recipe.name!r} rounds stochastically; write nnx.Rngs(0), or "
+                f"{self.recipe.name!r} rounds stochastically; write "
                 f"nnx.Rngs(..., {KEYS}=1)."
             ) from None
         self.keys = nnx.data(stream.fork())

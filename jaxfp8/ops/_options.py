@@ -1,6 +1,7 @@
 """The options of a matmul: what it takes besides operands, recipe and state.
 
-A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it.
+A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it. One
+of `LayerOptions` is a field of `linen.MatmulModule`, too.
 """
 
 import dataclasses

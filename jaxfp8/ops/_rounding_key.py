@@ -32,7 +32,8 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
             f"key=None, but recipe {call.recipe.name!r} rounds {tensor} stochastically, which "
             "needs a PRNG key at each step: pass key= to fp8.dot (dot_general, einsum); in linen "
             "model.apply(..., rngs={'fp8': key}), and split_rngs={'fp8': True} to nn.scan and "
-            "nn.vmap; in nnx rngs=nnx.Rngs(0, fp8=1) to the layer."
+            "nn.vmap; in nnx rngs=nnx.Rngs(0, fp8=1) to the layer, and call model.train() after "
+            "model.eval()."
         )
     key = jax.random.fold_in(key, _INDEX[tensor])
     if not call.amax_axes.manual:

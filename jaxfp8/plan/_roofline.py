@@ -57,6 +57,8 @@ def roofline(shape: Shape, *, recipe: Recipe, chip: str) -> Roofline:
         of block-scaled matmuls only.
       - XLA quantizes tiles at 1 TB/s, as it was measured once, on a GB200. A kernel of one's own
         may be several times faster.
+      - Random bits cost nothing. Stochastic rounding draws them in the cast, so its casts take
+        longer than estimated. Nobody has timed by how much.
       - Matmuls take the route that the recipe gets today: with scales of rows the product is read
         and written once more; in tiles they run in bfloat16, unless recipe and chip are "b200";
         float32 scales of tiles in a loop. A chip without FP8 units multiplies in bfloat16. A matmul

@@ -101,7 +101,8 @@ class SkipSlow:
 def skip_slow(*, chip: str, at_least: float = BREAK_EVEN, tokens: int | None = None) -> SkipSlow:
     """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
 
-    `fp8.roofline` makes the estimate. It counts casts.
+    `fp8.roofline` makes the estimate. It counts casts, but not the random bits of stochastic
+    rounding.
 
     `rule(path, shape, recipe)` gives the recipe that the matmul shall use: the same, or
     `identity()` with the reason in its name. It prints its choice, one line for each call. Nothing

@@ -14,8 +14,7 @@ _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
 # What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself
 # or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-# The scopes of `ops._three_matmuls`. Casts by Pallas kernels stand outside of them, matmuls by
+# The scopes of `ops._call.Call.multiply`. Casts by Pallas kernels stand outside of them, matmuls by
 # Pallas kernels inside.
 _ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
 _PALLAS = "mosaic_gpu"
@@ -61,8 +60,7 @@ def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
         for instruction in program.computations.get(name, {}).values():
             if instruction.is_second_half:
                 continue
-            found = _TARGET.search(instruction.attributes)
-            target = found[1] if found else ""
+            target = instruction.call_target
             by_kernel = target.startswith(_PALLAS) and _ASKED.search(instruction.label)
             if target in _FP8_TARGETS or by_kernel:
                 fp8.append(instruction.label)

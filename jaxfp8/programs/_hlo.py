@@ -24,6 +24,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _REFERENCE = re.compile(r"\b(\w+)=(\{[^{}]*\}|%?[\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 
 # A tensor type as printed, dtype[shape]{layout}; tokens and opaque values are none. E(4) in a
@@ -110,6 +111,12 @@ class Instruction(NamedTuple):
         """The jax operation that it came from, or its own name."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else self.name
+
+    @property
+    def call_target(self) -> str:
+        """What a custom call calls; "" for other instructions."""
+        found = _TARGET.search(self.attributes)
+        return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:

@@ -46,7 +46,7 @@ _EPILOGUES = (
 def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     """`__cublas$gemm`, `__cublas$lt$matmul` and `__cublas$lt$matmul$f8`."""
     config = _config(instruction)
-    is_fp8 = 'custom_call_target="__cublas$lt$matmul$f8"' in instruction.attributes
+    is_fp8 = instruction.call_target == "__cublas$lt$matmul$f8"
     results = [array_type(part) for part in parts_of(instruction.type)]
     epilogue = config.get("epilogue", "DEFAULT")
     _check(instruction, config, epilogue, is_fp8)

@@ -44,7 +44,6 @@ _DROPPED = re.compile(
 )
 
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 def portable_text(text: str, taps: Taps) -> str:
@@ -149,8 +148,7 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
 
 
 def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
-    found = _TARGET.search(instruction.attributes)
-    target = found[1] if found else "?"
+    target = instruction.call_target
     if target in _CUBLAS:
         cublas_matmul(writer, taps, instruction)
     elif target == "__cudnn$blockScaledDot":

@@ -30,15 +30,16 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
     - The tree.
     - Shapes and dtypes.
     - The fingerprint of each row. It differs for another format, margin, algorithm or tensor.
-    - Values. A history must be finite and not negative. A scale must be unset, or be the scale that
-      the amaxes of its history give.
+    - Values, by `faults` of the quantizer. With `Delayed` a history must be finite and not
+      negative. A scale must be unset, or be the scale that the amaxes of its history give. For a
+      quantizer of your own only the ranges are checked, unless it overrides `faults`.
 
-    Two edits of a file are not found, because a training step can produce the same values. The
-    first changes a history and its scale together. The second makes a scale up to 2^20 larger than
-    a full history gives, because the history may just have dropped an entry that large. Both edits
-    have an effect until the next commit. With `history_length=1` nothing is left to compare a scale
-    with. Conversely, a history whose newest entries fell by more than 2^20 below one that it just
-    dropped is refused; repair unsets its row.
+    With `Delayed` two edits of a file are not found, because a training step can produce the same
+    values. The first changes a history and its scale together. The second makes a scale up to 2^20
+    larger than a full history gives, because the history may just have dropped an entry that large.
+    Both edits have an effect until the next commit. With `history_length=1` nothing is left to
+    compare a scale with. Conversely, a history whose newest entries fell by more than 2^20 below
+    one that it just dropped is refused; repair unsets its row.
 
     Args:
       state: the restored tree of states. Dicts of arrays may stand for states, as in a file that is

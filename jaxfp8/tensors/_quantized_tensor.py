@@ -98,9 +98,8 @@ class QuantizedTensor:
             )
         scale = self.scale.transpose(order) if self.scale.ndim else self.scale
         granularity = self.granularity.transpose(order)
-        return QuantizedTensor(
-            self.values.transpose(order), scale, granularity, self.dtype, self.power_of_two
-        )
+        values = self.values.transpose(order)
+        return dataclasses.replace(self, values=values, scale=scale, granularity=granularity)
 
     @property
     def T(self) -> "QuantizedTensor":
