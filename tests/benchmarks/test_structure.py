@@ -198,9 +198,7 @@ def test_lines_of_jaxfp8():
             one_line = "isinstance(" in line and ", Per" in line.partition("isinstance(")[2]
             if one_line and "/numerics/" not in file:
                 assert (file, number) in lines, f"{file}:{number}"
-    for row in counter.long_lines(ROOT):
-        line = (ROOT.parent / row["file"]).read_text().splitlines()[row["line"] - 1]
-        assert len(line) > 100
+    assert lines
 
 
 def run(*words):

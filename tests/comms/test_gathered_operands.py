@@ -4,11 +4,14 @@ Integers, so that every sum is exact; recipes in tiles of 2, so that shards of 2
 borders.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from contracts.faces import RECIPES
+from hard_inputs import mentions
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -128,3 +131,35 @@ def test_is_the_answer_of_one_device(layout, recipe, vma):
         jax.tree.map(np.testing.assert_array_equal, got[3], want[3])
         if not recipe.rows:
             break
+
+
+def permuted(w_shape, numbers, **how):
+    """y of x [16, 128] and a w that is split over four devices, in tiles; there and on one."""
+    x, w = integers(0, 16, 128), integers(1, *w_shape)
+    run = functools.partial(
+        fp8.dot_general, dimension_numbers=(numbers, ((), ())), recipe=fp8.recipes.mxfp8()
+    )
+    axis = how["w_shard"].axis
+    spec = P(*(None,) * axis, "model")
+    sharded = jax.shard_map(
+        functools.partial(run, **how), mesh=mesh(), in_specs=(P(AXES), spec), out_specs=P(AXES)
+    )
+    return jax.jit(sharded)(x, w), jax.jit(run)(x, w)
+
+
+@pytest.mark.parametrize(
+    ("w_shape", "numbers", "axis"),
+    [
+        ((128, 128), ((1,), (1,)), 0),
+        ((128, 128), ((1,), (1,)), 1),
+        ((8, 128, 32), ((1,), (1,)), 0),
+    ],
+)
+def test_the_shard_follows_axes_that_tiles_permute_or_merge(w_shape, numbers, axis):
+    got, want = permuted(w_shape, numbers, w_shard=Shard(axis, "model"))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_shard_of_an_axis_that_is_merged_into_another_is_refused():
+    with pytest.raises(ValueError, match=mentions("axis 2", "is merged into the one before it")):
+        permuted((128, 8, 16), ((1,), (0,)), w_shard=Shard(2, "model"))

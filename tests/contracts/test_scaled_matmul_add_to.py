@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from contracts.test_scaled_matmul_backends import distance, product
 from contracts.test_scaled_matmul_tiles import CHIP, made, tensors
+from hard_inputs import mentions
 from interpreter import interpreted, needs_mosaic
 
 import jaxfp8 as fp8
@@ -157,4 +158,17 @@ def test_an_explicit_mesh():
     with jax.set_mesh(mesh):
         lhs_there, c_there = jax.device_put((lhs, c), jax.NamedSharding(mesh, jax.P("data", None)))
         y = multiply(lhs_there, rhs, c_there, "xla", chip=None)
+    np.testing.assert_array_equal(y, exact(lhs, rhs, c, jnp.bfloat16))
+
+
+@needs_mosaic
+def test_the_kernel_leaves_an_explicit_mesh_of_one_device_to_others():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    lhs, rhs = operands("rows", ((64, K), (K, N)))
+    c = addend(jnp.bfloat16, 64, N)
+    with jax.set_mesh(mesh):
+        lhs, rhs, there = jax.device_put((lhs, rhs, c), jax.NamedSharding(mesh, jax.P()))
+        with pytest.raises(NotImplementedError, match=mentions("add_to in", "Explicit")):
+            multiply(lhs, rhs, there, "mosaic")
+        y = multiply(lhs, rhs, there, None)
     np.testing.assert_array_equal(y, exact(lhs, rhs, c, jnp.bfloat16))

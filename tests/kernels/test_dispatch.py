@@ -158,6 +158,19 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
             {"implementation": "cublas"},
             ("implementation='cublas'", "scaled_matmul", "use None or one of"),
         ),
+        (TypeError, (T, T), {"chop": "h200"}, ("fp8.scaled_matmul has no option chop='h200'",)),
+        (
+            ValueError,
+            (T, T),
+            {"chip": "h300", "implementation": "xla"},
+            ("chip='h300' is unknown",),
+        ),
+        (
+            TypeError,
+            (T, T),
+            {"fast_accumulation": "no"},
+            ("fast_accumulation='no'", "True or False"),
+        ),
     ],
     ids=[
         "array lhs",
@@ -168,6 +181,9 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
         "contracted lhs",
         "contracted rhs",
         "backend",
+        "option",
+        "chip",
+        "fast accumulation",
     ],
 )
 def test_misuse_of_scaled_matmul(error, operands, options, parts):

@@ -4,6 +4,7 @@ Unbiased, by key, the same on every mesh, refused without one.
 """
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -73,15 +74,18 @@ def test_x_and_w_are_rounded_to_nearest():
 
 
 def test_tensors_have_bits_of_their_own():
-    """x and w of equal values are not rounded alike by one key."""
+    """x, w and g of equal values are not rounded alike by one key."""
     q = fp8.quantizers.Static(format=fp8.E4M3, scale=1.0, rounding="stochastic")
     pair = fp8.Operands(lhs=q, rhs=q)
     recipe = fp8.Recipe(name="all", fprop=pair, dgrad=pair, wgrad=pair)
     t, one = jnp.full((N, N), 1 + 1 / 16), jnp.eye(N)
     key = jax.random.key(0)
-    x, w = (fp8.dot(*pair, recipe=recipe, key=key) for pair in ((t, one), (one, t)))
-    assert 0.3 < np.mean(np.asarray(x) == 1.125) < 0.7
-    assert 0.3 < np.mean(np.asarray(x) != np.asarray(w)) < 0.7
+    dot = functools.partial(fp8.dot, recipe=recipe, key=key)
+    _, backward = jax.vjp(lambda x: dot(x, one), one)
+    tensors = [np.asarray(each) for each in (dot(t, one), dot(one, t), *backward(t))]
+    for first, second in itertools.combinations(tensors, 2):
+        assert 0.3 < np.mean(first == 1.125) < 0.7
+        assert 0.3 < np.mean(first != second) < 0.7
 
 
 def step(recipe, key, x, w):
@@ -111,10 +115,11 @@ def test_a_mesh_does_not_change_them(name, kind):
     np.testing.assert_array_equal(got, want)  # rows of dx: no sum crosses devices
 
 
-def inside(recipe, *, check_vma=True):
-    """dx as each of 4 x 2 devices has it; rows of x are split over data, tp replicates all."""
+def inside(recipe, *, axes="data", check_vma=True):
+    """dx as each of 4 x 2 devices has it; rows of x are split over axes, the rest replicates."""
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
-    one_block = jnp.tile(G[:32], (4, 1))  # every part of g is equal
+    rows = P(axes)
+    one_block = jnp.tile(G[:16], (8, 1))  # every part of g is equal
 
     def local(key, x, w, g):
         _, backward = jax.vjp(
@@ -127,20 +132,20 @@ def inside(recipe, *, check_vma=True):
         return dx[None]
 
     sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("data"), P(), P("data")),
-        out_specs=P("data"), check_vma=check_vma,
+        local, mesh=mesh, in_specs=(P(), rows, P(), rows), out_specs=rows,
+        check_vma=check_vma,
     )  # fmt: skip
     run = jax.jit(sharded)  # without jit each operation would be compiled for eight devices
     return run(jax.random.key(0), jnp.ones((128, N)), jnp.eye(N), one_block)
 
 
-def test_parts_inside_shard_map_have_bits_of_their_own():
-    """And replicas along tp the same ones: `out_specs` says that dx does not vary over tp."""
-    parts = np.asarray(inside(RECIPES["current"]))
-    assert parts.shape == (4, 32, N)
-    for a in range(4):
-        for b in range(a):
-            assert np.any(parts[a] != parts[b])
+@pytest.mark.parametrize(("axes", "count"), [("data", 4), (("data", "tp"), 8)])
+def test_parts_inside_shard_map_have_bits_of_their_own(axes, count):
+    """And replicas the same ones: `out_specs` says that dx does not vary over the other axis."""
+    parts = np.asarray(inside(RECIPES["current"], axes=axes))
+    assert parts.shape == (count, 128 // count, N)
+    for first, second in itertools.combinations(parts, 2):
+        assert np.any(first != second)
 
 
 def test_without_types_parts_cannot_be_told_from_replicas():
@@ -166,7 +171,7 @@ def test_without_a_key_only_the_backward_pass_is_refused():
 
 
 class Two(nn.Module):
-    """Equal layers, one of them a plug."""
+    """A dense layer and an einsum, one after the other."""
 
     recipe: fp8.Recipe
 
@@ -196,6 +201,23 @@ def test_linen(name):
         run(variables["params"], state, x, {})
     # Evaluation needs no key.
     model.apply({"params": variables["params"], COLLECTION: state}, x)
+
+
+class Pair(nn.Module):
+    """Two equal layers of one input."""
+
+    @nn.compact
+    def __call__(self, x):
+        eye = lambda *_: jnp.eye(N)
+        dense = lambda: FP8Dense(N, use_bias=False, recipe=RECIPES["current"], kernel_init=eye)
+        return dense()(x) + dense()(x)
+
+
+def test_equal_linen_layers_have_bits_of_their_own():
+    params, rngs = Pair().init(jax.random.key(0), jnp.eye(N)), {"fp8": jax.random.key(1)}
+    run = lambda p: jnp.sum(Pair().apply(p, jnp.eye(N), rngs=rngs) * G)
+    first, second = jax.tree.leaves(jax.grad(run)(params))
+    assert np.any(first != second)
 
 
 def test_linen_scan_splits_keys():

@@ -9,8 +9,8 @@ import jax
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._prologue import Source, value_of
+from jaxfp8.kernels.cast._xla import cast_copies
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -21,10 +21,5 @@ def quantize(
     """See `kernels.quantize._api.quantize`."""
     array = value_of(x)
     cut = jax.lax.optimization_barrier if barriers else lambda arrays: arrays
-    values, scales = [], []
-    for granularity in cast.granularities:
-        multiplier, scale = cut(cast.rule.apply(cut(amax(array, granularity)), cast.format))
-        spread = granularity.expand(multiplier, array.shape)
-        values.append(saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key))
-        scales.append(scale)
-    return cast.copies(tuple(values), tuple(scales), array.dtype), CastExtras()
+    scales = [cast.rule.apply(cut(amax(array, each)), cast.format) for each in cast.granularities]
+    return cast_copies(array, cast, scales, key=key, barriers=barriers)

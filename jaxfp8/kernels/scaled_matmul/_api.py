@@ -10,6 +10,7 @@ from jaxfp8._call_options import check_options
 from jaxfp8._geometry import Geometry, OperandAxes, check
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
 from jaxfp8.kernels._dispatch import Backend, Chooser, dispatch
+from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
 from jaxfp8.kernels.scaled_matmul._add_to import adding, check_add_to
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -97,6 +98,7 @@ def scaled_matmul(
              [1, 50]], dtype=bfloat16)
     """
     check_options("fp8.scaled_matmul", ScaledMatmulOptions, options)
+    _check_values(**options)
     validate(lhs, "lhs")
     validate(rhs, "rhs")
     if dimension_numbers is None:
@@ -143,6 +145,17 @@ def multiply(
     }
     product = dispatch("scaled_matmul", backends, implementation, lhs, rhs, call, add_to=add_to)
     return product
+
+
+def _check_values(
+    fast_accumulation: bool = False, out_sharding: object = None, chip: str | None = None
+) -> None:
+    """Raise TypeError or ValueError for options that no backend may get."""
+    del out_sharding  # JAX checks it
+    if not isinstance(fast_accumulation, bool):
+        raise TypeError(f"fast_accumulation={fast_accumulation!r} must be True or False.")
+    if chip is not None:
+        chip_named(chip)
 
 
 def _check_rows(name: str, operand: QuantizedTensor, axes: OperandAxes) -> None:

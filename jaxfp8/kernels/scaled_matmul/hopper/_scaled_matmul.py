@@ -78,15 +78,15 @@ def scaled_matmul(
 
     Raises:
       NotImplementedError: for other tiles and scales, an empty operand, another chip, a partly
-        manual mesh, `add_to` on several devices but inside `jax.shard_map`, and jax before 0.11.
+        manual mesh, and jax before 0.11. Also for `add_to` on several devices or in an Explicit
+        mesh, except inside `jax.shard_map`.
     """
     _check_chip(call.chip)
     for operand in (lhs, rhs):
         _check_operand(operand)
     _check_call(lhs, rhs, call, add_to)
     if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
-        inside = functools.partial(scaled_matmul, add_to=add_to, tiling=tiling)
-        return in_auto_mesh(inside, lhs, rhs, call)
+        return in_auto_mesh(functools.partial(scaled_matmul, tiling=tiling), lhs, rhs, call)
     if call.out_sharding is not None:
         raise NotImplementedError(f"out_sharding={call.out_sharding}, which is for Explicit meshes")
     geometry, scaling = _scaling(lhs, rhs, call)
@@ -153,8 +153,11 @@ def _check_call(
         raise NotImplementedError(
             f"{mesh}; inside jax.shard_map it takes meshes that are manual along all axes"
         )
-    if add_to is not None and mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
-        raise NotImplementedError(f"add_to in {mesh}; on several devices add inside jax.shard_map")
+    is_split = mesh.size > 1 or AxisType.Explicit in mesh.axis_types
+    if add_to is not None and is_split and {*mesh.axis_types} != {AxisType.Manual}:
+        raise NotImplementedError(
+            f"add_to in {mesh}; on several devices and in Explicit meshes add inside jax.shard_map"
+        )
     if not call.geometry.lhs.contracted:
         raise NotImplementedError("no axis is contracted")
     if lhs.granularity.in_tiles != rhs.granularity.in_tiles:
