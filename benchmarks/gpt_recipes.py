@@ -37,7 +37,7 @@ def unscaled_gradients() -> fp8.Recipe:
     operands = {"fprop": (x, x), "dgrad": (g, x), "wgrad": (x, g)}
     return fp8.Recipe(
         name="control",
-        **{name: fp8.Operands(lhs=lhs, rhs=rhs) for name, (lhs, rhs) in operands.items()},
+        **{name: fp8.recipes.Operands(lhs=lhs, rhs=rhs) for name, (lhs, rhs) in operands.items()},
     )
 
 

@@ -57,12 +57,14 @@ class Block(nn.Module):
 
     recipe: fp8.Recipe | None
     size: Size
+    kernels: fp8.Kernels | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width, dtype = self.size.width, self.size.dtype
         # the whole difference
-        dense = functools.partial(FP8Dense, recipe=self.recipe) if self.recipe else nn.Dense
+        fp8_dense = functools.partial(FP8Dense, recipe=self.recipe, kernels=self.kernels)
+        dense = fp8_dense if self.recipe else nn.Dense
         dense = functools.partial(dense, use_bias=False, dtype=dtype)
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=dtype)
         qkv = dense(3 * width, name="qkv")(norm(name="norm1")(x))
@@ -77,6 +79,7 @@ class GPT(nn.Module):
 
     recipe: fp8.Recipe | None
     size: Size
+    kernels: fp8.Kernels | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -87,17 +90,22 @@ class GPT(nn.Module):
             positions
         )
         for i in range(size.layers):
-            x = Block(self.recipe, size, name=f"block{i}")(x)
+            x = Block(self.recipe, size, self.kernels, name=f"block{i}")(x)
         x = nn.LayerNorm(use_bias=False, dtype=size.dtype, name="norm")(x)
         return nn.Dense(VOCABULARY, use_bias=False, dtype=size.dtype, name="head")(x).astype(
             jnp.float32
         )
 
 
-def linen_gpt(recipe: fp8.Recipe | None, seed: int, size: Size = Size()) -> Model:
+def linen_gpt(
+    recipe: fp8.Recipe | None,
+    seed: int,
+    size: Size = Size(),
+    kernels: fp8.Kernels | None = None,
+) -> Model:
     """Parameters and quantizer state are two collections of the variables."""
     model, key, tokens = (
-        GPT(recipe, size),
+        GPT(recipe, size, kernels),
         jax.random.key(seed),
         jnp.zeros((1, size.context), jnp.int32),
     )
@@ -116,10 +124,17 @@ def linen_gpt(recipe: fp8.Recipe | None, seed: int, size: Size = Size()) -> Mode
 class NnxBlock(nnx.Module):
     """One block in flax.nnx."""
 
-    def __init__(self, recipe: fp8.Recipe | None, size: Size, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        recipe: fp8.Recipe | None,
+        size: Size,
+        rngs: nnx.Rngs,
+        kernels: fp8.Kernels | None = None,
+    ) -> None:
         width, self.heads = size.width, size.heads
         # the whole difference
-        linear = functools.partial(FP8Linear, recipe=recipe) if recipe else nnx.Linear
+        fp8_linear = functools.partial(FP8Linear, recipe=recipe, kernels=kernels)
+        linear = fp8_linear if recipe else nnx.Linear
         linear = functools.partial(linear, use_bias=False, dtype=size.dtype, rngs=rngs)
         norm = functools.partial(nnx.LayerNorm, width, use_bias=False, dtype=size.dtype, rngs=rngs)
         self.norm1, self.qkv, self.out = norm(), linear(width, 3 * width), linear(width, width)
@@ -133,11 +148,17 @@ class NnxBlock(nnx.Module):
 class NnxGPT(nnx.Module):
     """The model in flax.nnx."""
 
-    def __init__(self, recipe: fp8.Recipe | None, size: Size, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        recipe: fp8.Recipe | None,
+        size: Size,
+        rngs: nnx.Rngs,
+        kernels: fp8.Kernels | None = None,
+    ) -> None:
         width, dtype = size.width, size.dtype
         embed = functools.partial(nnx.Embed, features=width, dtype=dtype, rngs=rngs)
         self.token, self.position = embed(VOCABULARY), embed(size.context)
-        self.blocks = nnx.List(NnxBlock(recipe, size, rngs) for _ in range(size.layers))
+        self.blocks = nnx.List(NnxBlock(recipe, size, rngs, kernels) for _ in range(size.layers))
         self.norm = nnx.LayerNorm(width, use_bias=False, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(width, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
 
@@ -148,12 +169,17 @@ class NnxGPT(nnx.Module):
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
-def nnx_gpt(recipe: fp8.Recipe | None, seed: int, size: Size = Size()) -> Model:
+def nnx_gpt(
+    recipe: fp8.Recipe | None,
+    seed: int,
+    size: Size = Size(),
+    kernels: fp8.Kernels | None = None,
+) -> Model:
     """Parameters and quantizer state are Variables of two types.
 
     `fp8.nnx.value_and_grad` takes the whole model.
     """
-    model = NnxGPT(recipe, size, nnx.Rngs(seed))
+    model = NnxGPT(recipe, size, nnx.Rngs(seed), kernels)
     graph, params, state = nnx.split(model, nnx.Param, FP8State)
 
     def apply(params: Any, state: Any, tokens: jax.Array) -> jax.Array:

@@ -76,7 +76,8 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
     add(
         "--chip",
         default="cpu",
-        help="h200, b200, ...: what it runs on, for XLA's options (default: %(default)s)",
+        help="h200, b200, ...: what it runs on, for kernels and XLA's options (default: "
+        "%(default)s)",
     )
     add(
         "--sample",
@@ -153,20 +154,12 @@ def check_files(given: argparse.Namespace) -> None:
     check_file("--plot", given.plot)
 
 
-def on_chip(recipe: fp8.Recipe, chip: str) -> fp8.Recipe:
-    """The recipe for that chip.
-
-    Blackwell has matmuls of its own for tiles, which `chip="b200"` selects.
-    """
+def kernels_of(given: argparse.Namespace) -> fp8.Kernels:
+    """The kernels of --chip."""
     try:
-        fp8.compiler_options(recipe, chip)
-        return (
-            dataclasses.replace(recipe, chip=chip)
-            if chip == "b200" and recipe.tile is not None
-            else recipe
-        )
+        return fp8.Kernels(given.chip)
     except ValueError as error:
-        raise ValueError(f"--chip {chip}: {error}") from None
+        raise ValueError(f"--chip {given.chip}: {error}") from None
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, Text]:
@@ -177,8 +170,8 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
     try:
         check_numbers(given)
         check_files(given)
-        recipe = recipe_of(given)
-        return given, on_chip(recipe, given.chip), load_text(given.data)
+        kernels_of(given)
+        return given, recipe_of(given), load_text(given.data)
     except ValueError as error:
         parser.error(str(error))
 
@@ -211,14 +204,13 @@ def train_all(
     given: argparse.Namespace, recipe: fp8.Recipe, text: Text, settings: Settings
 ) -> tuple[dict[str, Run], dict[str, Model]]:
     """The FP8 run and, with --compare, the bf16 run, by name, and their models."""
-    options, checkpoints = (
-        fp8.compiler_options(recipe, given.chip),
-        checkpoints_of(given, text, settings),
-    )
+    kernels, checkpoints = kernels_of(given), checkpoints_of(given, text, settings)
+    options = kernels.compiler_options(recipe)
     size = Size(layers=given.layers, width=given.width, context=text.context)
     recipes = {"bf16": None, "FP8": recipe} if given.compare else {"FP8": recipe}
     models = {
-        name: FRAMEWORKS[given.framework](used, given.seed, size) for name, used in recipes.items()
+        name: FRAMEWORKS[given.framework](used, given.seed, size, kernels)
+        for name, used in recipes.items()
     }
     runs = {}
     for name, model in models.items():
@@ -246,10 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
     Console().print(table(runs, title))
     sampled = None
     if given.sample is not None:
-        ends, options = (
-            (given.sample, given.seed, given.temperature),
-            fp8.compiler_options(recipe, given.chip),
-        )
+        ends = given.sample, given.seed, given.temperature
+        options = kernels_of(given).compiler_options(recipe)
         written = sample(models["FP8"], runs["FP8"], text.context, *ends, options)
         sampled = printable(written, sys.stdout.encoding)
         print(

@@ -61,7 +61,8 @@ def main(recipe="delayed", steps=200):
         ts, loss = train_step(ts, {"x": x[step], "y": y[step]})
         if step % 20 == 0 or step == steps - 1:
             print(f"step {step:3d}  loss {loss:.4f}")
-    for state in jax.tree.leaves(ts.fp8_state, is_leaf=lambda s: isinstance(s, fp8.MatmulState)):
+    states, _ = jax.tree.flatten(ts.fp8_state, lambda s: isinstance(s, fp8.state.MatmulState))
+    for state in states:
         print("scales of x, w and g:", state.scale)
 
 

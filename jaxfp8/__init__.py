@@ -5,44 +5,43 @@ from jaxfp8 import linen as linen
 from jaxfp8 import nnx as nnx
 from jaxfp8 import plan as plan
 from jaxfp8 import programs as programs
+from jaxfp8 import prologues as prologues
 from jaxfp8 import quantizers as quantizers
 from jaxfp8 import recipes as recipes
 from jaxfp8 import sharding as sharding
+from jaxfp8 import state as state
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8._version import __version__ as __version__
-from jaxfp8.kernels._dispatch import Implementations as Implementations
-from jaxfp8.kernels._prologue import RMSNorm as RMSNorm
-from jaxfp8.kernels._prologue import SwiGLU as SwiGLU
-from jaxfp8.kernels.scaled_matmul._api import scaled_matmul as scaled_matmul
-from jaxfp8.kernels.tuning._autotune import autotune as autotune
-from jaxfp8.kernels.tuning._timings import Timings as Timings
 from jaxfp8.numerics._formats import E4M3 as E4M3
 from jaxfp8.numerics._formats import E5M2 as E5M2
 from jaxfp8.numerics._formats import E8M0 as E8M0
-from jaxfp8.numerics._formats import Format as Format
 from jaxfp8.numerics._granularity import PerAxis as PerAxis
-from jaxfp8.numerics._granularity import PerRow as PerRow
 from jaxfp8.numerics._granularity import PerTensor as PerTensor
 from jaxfp8.numerics._per_block import PerBlock as PerBlock
+from jaxfp8.numerics._scale_rule import ScaleRule as ScaleRule
 from jaxfp8.ops._checkpoint_policies import save_fp8_residuals as save_fp8_residuals
 from jaxfp8.ops._dot import dot as dot
 from jaxfp8.ops._dot_general import dot_general as dot_general
 from jaxfp8.ops._einsum import einsum as einsum
 from jaxfp8.ops._quantize import fake_quantize as fake_quantize
 from jaxfp8.ops._quantize import quantize as quantize
-from jaxfp8.plan._roofline import roofline as roofline
-from jaxfp8.programs._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms
-from jaxfp8.recipes._compiler_options import compiler_options as compiler_options
-from jaxfp8.recipes._operands import Operands as Operands
+from jaxfp8.ops._scaled_matmul import scaled_matmul as scaled_matmul
+from jaxfp8.plan._kernels import Kernels as Kernels
 from jaxfp8.recipes._recipe import Recipe as Recipe
+from jaxfp8.sharding._shard import Shard as Shard
 from jaxfp8.state._check_state import check_state as check_state
 from jaxfp8.state._commit import commit as commit
 from jaxfp8.state._commit import merge_seen as merge_seen
 from jaxfp8.state._commit import nothing_seen as nothing_seen
 from jaxfp8.state._probes import fork as fork
-from jaxfp8.state._state import MatmulState as MatmulState
 from jaxfp8.state._state_specs import state_specs as state_specs
 from jaxfp8.state._trees import freeze as freeze
 from jaxfp8.state._unset import init_state as init_state
 from jaxfp8.state._value_and_grad import value_and_grad as value_and_grad
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor as QuantizedTensor
+
+
+def __dir__() -> list[str]:
+    """Public names. `import` also binds inner folders, which are left out."""
+    inner = {"kernels", "numerics", "ops", "tensors"}
+    return sorted(name for name in globals() if not name.startswith("_") and name not in inner)

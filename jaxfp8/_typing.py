@@ -18,5 +18,3 @@ Matmul: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
 Tensor: TypeAlias = Literal["x", "w", "g"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ScaleRounding: TypeAlias = Literal["rceil", "floor"]
-Implementation: TypeAlias = str | None
-"""A kernel backend by name; None takes the first one that can."""

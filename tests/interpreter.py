@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxfp8.kernels import _on_mesh
+from jaxfp8.kernels import _on_cuda, _on_mesh
 from jaxfp8.kernels.scaled_matmul import _partitioned
 
 LOADS_TRANSPOSED = "idx" not in inspect.signature(plgpu.load).parameters  # jax 0.11 and later
@@ -33,8 +33,18 @@ class _OnOneDevice:
         return self.function(*arguments)
 
 
+def _as_on_cuda(*arrays, cuda, default):
+    """In place of `lax.platform_dependent`: a CPU takes the branch of a GPU."""
+    del default
+    return cuda(*arrays)
+
+
 def interpreted(function, *arguments):
-    """What the function gives, its kernels interpreted; fails on a race."""
+    """What the function gives, its kernels interpreted; fails on a race, or if there is no kernel.
+
+    The mesh is part of what JAX keeps a trace for. So none is taken from outside, where a CPU's
+    program has XLA in place of the kernels.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     # also after a test that failed
@@ -45,9 +55,12 @@ def interpreted(function, *arguments):
     with (
         use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
         plgpu.force_gpu_interpret_mode(parameters),
+        mock.patch.object(_on_cuda, "platform_dependent", _as_on_cuda),
         mock.patch.object(_on_mesh, "custom_partitioning", _OnOneDevice),
         mock.patch.object(_partitioned, "custom_partitioning", _OnOneDevice),
     ):
         results = jax.block_until_ready(function(*arguments))
+    # It is made by the first kernel that runs.
+    assert interpret_pallas_call.gpu_callbacks._races is not None, "no kernel was interpreted"
     assert not interpret_pallas_call.get_races().races_found
     return results

@@ -17,7 +17,7 @@ import pytest
 FLOORS = (
     ("_typing", "_compat", "_errors", "_call_options", "_version"),
     ("numerics", "_geometry"),
-    ("tensors", "programs"),
+    ("tensors", "programs", "prologues"),
     ("sharding",),
     ("kernels",),
     ("quantizers",),

@@ -21,12 +21,16 @@ HEAVY = (
     "chex",
 )
 QUANTIZE = (
-    "fp8.quantize(jnp.ones((128, 128)), fp8.E4M3, fp8.PerBlock((1, 128)), implementation='mosaic')"
+    "fp8.quantize(jnp.ones((128, 128)), fp8.E4M3, fp8.PerBlock((1, 128)), "
+    "kernels=fp8.Kernels(casts='mosaic'))"
 )
-CAST = "fp8.quantize(jnp.ones((128, 128)), fp8.E4M3, scale=jnp.ones(()), implementation='mosaic')"
+CAST = (
+    "fp8.quantize(jnp.ones((128, 128)), fp8.E4M3, scale=jnp.ones(()), "
+    "kernels=fp8.Kernels(casts='mosaic'))"
+)
 MATMUL = (
     "fp8.scaled_matmul("
-    "q := fp8.quantize(jnp.ones((128, 128)), fp8.E4M3), q, implementation='mosaic')"
+    "q := fp8.quantize(jnp.ones((128, 128)), fp8.E4M3), q, kernels=fp8.Kernels(matmuls='mosaic'))"
 )
 
 
@@ -45,8 +49,9 @@ def loaded_after(program: str) -> list[str]:
     return json.loads(run.stdout)
 
 
-def test_import_leaves_alone_what_only_some_need():
-    loaded = loaded_after("import jaxfp8")
+@pytest.mark.parametrize("program", ["", "; jaxfp8.Kernels('h200')"], ids=["import", "kernels"])
+def test_import_leaves_alone_what_only_some_need(program):
+    loaded = loaded_after(f"import jaxfp8{program}")
     assert "jaxfp8.kernels.quantize._api" in loaded
     assert not {*HEAVY} & {*loaded}
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+import jaxfp8 as fp8
+
 # Per namespace, the names that users type. A name is added or removed here on purpose or not at
 # all.
 EXPECTED = {
     "jaxfp8": """
-        E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow PerBlock QuantizedTensor quantize
-        fake_quantize scaled_matmul
-        dot_general dot einsum save_fp8_residuals SwiGLU RMSNorm
-        init_state check_state value_and_grad nothing_seen merge_seen commit freeze fork state_specs
-        MatmulState FP8StateError Recipe Operands Implementations Timings autotune compiler_options
-        roofline assert_fp8_gemms recipes quantizers sharding comms linen nnx plan programs
-        __version__
+        E4M3 E5M2 E8M0 PerTensor PerAxis PerBlock ScaleRule QuantizedTensor quantize fake_quantize
+        scaled_matmul dot dot_general einsum Recipe Shard Kernels
+        init_state check_state value_and_grad commit merge_seen nothing_seen freeze fork state_specs
+        FP8StateError save_fp8_residuals
+        recipes quantizers prologues linen nnx sharding comms plan programs state __version__
     """,
     "jaxfp8.linen": """
         FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION
@@ -31,14 +31,17 @@ EXPECTED = {
         PerBlock
     """,
     "jaxfp8.quantizers": """
-        AbstractQuantizer KnownScale RowState ScaleInputs Current Delayed Static Identity
+        AbstractQuantizer KnownScale RowState ScaleInputs Current Delayed Static Identity Format
+        PerRow
     """,
     "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get",
     "jaxfp8.sharding": "MeshRoles Shard quantized_specs",
     "jaxfp8.programs": """
         assert_fp8_gemms run_on_cpu wire_report assert_wire_dtype WireReport Transfer
     """,
-    "jaxfp8.plan": "roofline skip_slow",
+    "jaxfp8.plan": "Choice Choices Timings autotune roofline skip_slow",
+    "jaxfp8.prologues": "RMSNorm SwiGLU",
+    "jaxfp8.state": "MatmulState",
     "jaxfp8.comms": "all_gather all_to_all ppermute",
 }
 
@@ -61,7 +64,7 @@ def names_of(source: str) -> list[str]:
     """
     names = []
     for node in ast.parse(source).body:
-        if is_docstring(node):
+        if is_docstring(node) or (isinstance(node, ast.FunctionDef) and node.name == "__dir__"):
             continue
         if not isinstance(node, ast.ImportFrom) or any(
             alias.asname != alias.name for alias in node.names
@@ -91,6 +94,12 @@ def test_names(namespace):
         f"{namespace}: not in EXPECTED: {sorted({*names} - {*expected})}, gone: "
         f"{sorted({*expected} - {*names})}"
     )
+
+
+def test_dir_is_the_face():
+    names = set(EXPECTED["jaxfp8"].split()) - {"__version__"}
+    assert set(dir(fp8)) == names
+    assert len(names) <= 40
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ that chooses.
 
     python benchmarks/gpu/autotune.py h200 --json benchmarks/results/timings_h200.json
 
-`fp8.Timings.load` reads it. Shapes are [M, K] @ [K, N], forward and backward.
+`fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))` takes it. Shapes are [M, K] @ [K, N],
+forward and backward.
 """
 
 import argparse
@@ -19,9 +20,9 @@ import jaxfp8 as fp8
 RECIPES = ("blockwise", "mxfp8", "rowwise", "current")
 
 
-def step(recipe: fp8.Recipe, kernels: object, x: jax.Array, w: jax.Array) -> object:
+def step(recipe: fp8.Recipe, kernels: fp8.Kernels, x: jax.Array, w: jax.Array) -> object:
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-        y = fp8.dot(x, w, recipe=recipe, implementation=fp8.Implementations(matmuls=kernels))
+        y = fp8.dot(x, w, recipe=recipe, kernels=kernels)
         return jnp.sum(y.astype(jnp.float32))
 
     return jax.grad(loss, (0, 1))(x, w)
@@ -45,15 +46,16 @@ def main() -> None:
         "--shapes", nargs="+", metavar="M,K,N", default=shapes, help="default: %(default)s"
     )
     arguments = parser.parse_args()
-    timings = fp8.Timings.load(arguments.json) if arguments.json.exists() else None
+    timings = fp8.plan.Timings.load(arguments.json) if arguments.json.exists() else None
+    kernels = fp8.Kernels(arguments.chip, timings=timings)
     for shape in arguments.shapes:
         m, k, n = map(int, shape.split(","))
         x, w = (jax.ShapeDtypeStruct(sizes, jnp.bfloat16) for sizes in ((m, k), (k, n)))
         for name in arguments.recipes:
             of_recipe = functools.partial(step, fp8.recipes.get(name))
-            timings = fp8.autotune(of_recipe, x, w, chip=arguments.chip, timings=timings)
-            timings.save(arguments.json)  # what follows may fail
-    print(timings)
+            kernels = fp8.plan.autotune(of_recipe, x, w, kernels=kernels)
+            kernels.timings.save(arguments.json)  # what follows may fail
+    print(kernels.timings)
 
 
 if __name__ == "__main__":

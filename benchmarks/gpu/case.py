@@ -23,10 +23,11 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from target import Target
 
+import jaxfp8 as fp8
 from jaxfp8.programs._fp8_gemms import find_gemms
 from jaxfp8.programs._hlo import Instruction, read_program
 
-PORTABLE = ("xla", "reference")
+PORTABLE = {"xla", "reference"}
 """Backends that run anywhere; every other one is a kernel for GPUs."""
 
 ROTATED_BYTES = 2**28
@@ -67,7 +68,7 @@ class Case:
       group: cases of one group are timed in turns.
       operation: what is done.
       contender: who does it.
-      backend: the kernel backend that is asked for, or None.
+      named: the backends that are asked for by name, arguments of `fp8.Kernels`.
       function: of `arguments`, to a tree of arrays.
       arguments: trees of `jax.ShapeDtypeStruct`.
       options: of XLA.
@@ -81,7 +82,7 @@ class Case:
     group: str
     operation: str
     contender: str
-    backend: str | None = None
+    named: Mapping[str, str] = dataclasses.field(default_factory=dict)
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -116,8 +117,12 @@ class Case:
 
     def why_not(self, target: Target) -> str | None:
         """Why the case cannot be tried on this target."""
-        if self.backend not in (None, *PORTABLE) and not target.is_gpu:
-            return f"{self.backend} needs a GPU"
+        if not target.is_gpu and (kernels := sorted({*self.named.values()} - PORTABLE)):
+            return f"{', '.join(kernels)}: needs a GPU"
+        try:
+            fp8.Kernels(target.chip, **self.named)
+        except ValueError as reason:
+            return str(reason)
         return None
 
 

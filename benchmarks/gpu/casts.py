@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from case import Case, nbytes
+from target import Target
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._prologue import produce
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.numerics import amax
@@ -40,7 +40,7 @@ class Way:
 
     Attributes:
       name: in tables.
-      run: of (x, backend, *scalars) to a tuple of arrays.
+      run: of (x, kernels, *scalars) to a tuple of arrays.
       backends: of the kernel's door.
       scalars: how many float32 scalars it takes.
       beside: of a shape, the types of arrays that it takes beside x.
@@ -58,44 +58,44 @@ class Way:
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * self.scalars
         return jax.ShapeDtypeStruct(shape, dtype), *self.beside(shape), *scalars
 
-    def by(self, backend: str) -> Callable[..., tuple[jax.Array, ...]]:
-        return lambda x, *scalars: self.run(x, backend, *scalars)
+    def by(self, backend: str, chip: str | None = None) -> Callable[..., tuple[jax.Array, ...]]:
+        return lambda x, *scalars: self.run(x, fp8.Kernels(chip, casts=backend), *scalars)
 
 
 def known_scale(
-    x: jax.Array, backend: str, multiplier: jax.Array, *, both: bool = False
+    x: jax.Array, kernels: fp8.Kernels, multiplier: jax.Array, *, both: bool = False
 ) -> tuple[jax.Array, ...]:
     """Delayed scaling: the scale is known, and the amax is wanted for the next step.
 
     `both`: a transposed copy too.
     """
     directions = Direction(fp8.PerTensor()), Direction(fp8.PerTensor(), transposed=True)
-    how = Cast(
-        format=fp8.E4M3,
-        directions=directions if both else directions[:1],
-        implementation=backend,
-    )
+    how = cast_by(kernels, x, directions if both else directions[:1])
     scale = cast.KnownScale(multiplier, multiplier)
     copies, extras = cast.cast_copies(x, how, (scale,) * len(how.directions))
     largest = amax(x if extras.largest is None else extras.largest, fp8.PerTensor())
     return copies[0].values, *(copy.values.T for copy in copies[1:]), largest
 
 
-def cast_in(granularities: tuple[Any, ...], rule: ScaleRule, backend: str) -> Cast:
-    """A cast to E4M3 with a copy in each granularity."""
-    return Cast(
-        format=fp8.E4M3,
-        directions=tuple(map(Direction, granularities)),
-        rule=rule,
-        implementation=backend,
-    )
+def cast_by(
+    kernels: fp8.Kernels, x: jax.Array, directions: tuple[Direction, ...], **fields: Any
+) -> Cast:
+    """A cast of x to E4M3 by these kernels, as a layer asks for it."""
+    granularities = tuple(direction.granularity for direction in directions)
+    backends = kernels.for_cast(granularities, x.size)
+    return Cast(format=fp8.E4M3, directions=directions, backends=backends, **fields)
+
+
+def options_of(rule: ScaleRule) -> dict[str, Any]:
+    """As `fp8.quantize` takes them."""
+    return {"power_of_two": rule.power_of_two, "scale_format": rule.scale_format}
 
 
 def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Way:
     """The scale from the array's own amaxes, in each granularity."""
 
-    def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
-        copies, _ = quantize.quantize(x, cast_in(granularities, rule, backend))
+    def run(x: jax.Array, kernels: fp8.Kernels) -> tuple[jax.Array, ...]:
+        copies = fp8.quantize(x, fp8.E4M3, granularities, kernels=kernels, **options_of(rule))
         return tuple(array for q in copies for array in as_read(q))
 
     return Way(name=name, run=run, backends=quantize.BACKENDS)
@@ -108,9 +108,9 @@ def produced(
     kernels do themselves.
     """
 
-    def run(x: jax.Array, backend: str, other: jax.Array) -> tuple[jax.Array, ...]:
-        source = produce(prologue, x, other)
-        copies, _ = quantize.quantize(source, cast_in(granularities, rule, backend))
+    def run(x: jax.Array, kernels: fp8.Kernels, other: jax.Array) -> tuple[jax.Array, ...]:
+        how = {"prologue": prologue, "kernels": kernels, **options_of(rule)}
+        copies = fp8.quantize((x, other), fp8.E4M3, granularities, **how)
         return tuple(array for q in copies for array in as_read(q))
 
     # Triton's reads one array.
@@ -121,8 +121,9 @@ def produced(
 def summed(name: str, *granularities: Any, rule: ScaleRule) -> Way:
     """The same as `quantized`, and the sums of columns: of a gradient, for that of a bias."""
 
-    def run(x: jax.Array, backend: str) -> tuple[jax.Array, ...]:
-        how = dataclasses.replace(cast_in(granularities, rule, backend), column_sums=True)
+    def run(x: jax.Array, kernels: fp8.Kernels) -> tuple[jax.Array, ...]:
+        directions = tuple(map(Direction, granularities))
+        how = cast_by(kernels, x, directions, rule=rule, column_sums=True)
         copies, extras = quantize.quantize(x, how)
         sums = jnp.sum(x if extras.column_sums is None else extras.column_sums, 0, jnp.float32)
         return *(array for q in copies for array in as_read(q)), sums
@@ -171,7 +172,7 @@ BESIDES = (
     ),
     produced(
         "SwiGLU, 1x128 and 128x1",
-        fp8.SwiGLU(),
+        fp8.prologues.SwiGLU(),
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         fp8.PerBlock((1, 128)),
         fp8.PerBlock((128, 1)),
@@ -179,7 +180,7 @@ BESIDES = (
     ),
     produced(
         "RMSNorm, 1x128 and 128x1",
-        fp8.RMSNorm(),
+        fp8.prologues.RMSNorm(),
         lambda shape: jax.ShapeDtypeStruct(shape[-1:], jnp.float32),
         fp8.PerBlock((1, 128)),
         fp8.PerBlock((128, 1)),
@@ -203,7 +204,7 @@ def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
         )
 
 
-def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
+def cases(shapes: tuple[tuple[int, int], ...], target: Target) -> Iterator[Case]:
     for shape in shapes:
         yield from copies(shape)
         for cast_ in (*CASTS, *BESIDES):
@@ -216,8 +217,8 @@ def cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[Case]:
                         group=named(shape),
                         operation=cast_.name,
                         contender=backend,
-                        backend=backend,
-                        function=cast_.by(backend),
+                        named={"casts": backend},
+                        function=cast_.by(backend, target.chip),
                         arguments=arguments,
                         bytes=nbytes(arguments) + nbytes(written),
                     )

@@ -69,7 +69,7 @@ def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
     for shape, dtype in TINY_CAST_SHAPES if tiny else CAST_SHAPES:
         for cast in casts.CASTS:
             backends = [name for name in cast.backends if name not in left_out]
-            yield from cast_checks(cast, shape, dtype, backends, reference)
+            yield from cast_checks(cast, shape, dtype, backends, target, reference)
     inputs = Inputs(reference)
     for operation in matmuls.DIMENSIONS:
         for kind in matmuls.kinds_of(operation):
@@ -79,7 +79,12 @@ def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
 
 
 def cast_checks(
-    cast: casts.Way, shape: tuple[int, int], dtype: str, backends: Sequence[str], reference: Any
+    cast: casts.Way,
+    shape: tuple[int, int],
+    dtype: str,
+    backends: Sequence[str],
+    target: Target,
+    reference: Any,
 ) -> Iterator[Check]:
     def arguments(number: int) -> Any:
         return hard(shape, np.dtype(dtype), finite=number == 0), *[
@@ -95,8 +100,8 @@ def cast_checks(
             group=f"{casts.named(shape)} {dtype}",
             operation=cast.name,
             contender=backend,
-            backend=backend,
-            function=cast.by(backend),
+            named={"casts": backend},
+            function=cast.by(backend, target.chip),
             arguments=cast.arguments(shape, jnp.dtype(dtype)),
             looped=False,
         )
@@ -124,7 +129,7 @@ def matmul_checks(
             group=f"{casts.named(shape)} {jnp.dtype(dtype).name}",
             operation=operation,
             contender=f"{kind.name}, {backend}{', fast accumulation' if fast else ''}",
-            backend=matmuls.named_backend(backend),
+            named={"matmuls": backend},
             looped=False,
             function=matmuls.scaled(operation, backend, target.chip, fast=fast, dtype=dtype),
             arguments=operands,

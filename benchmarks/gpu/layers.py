@@ -7,8 +7,8 @@ layer has its own x and its own gradient of y; nothing between the layers is tim
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,49 +62,47 @@ TINY_BLOCKS = (
 )
 
 
-def recipes(chip: str) -> dict[str, fp8.Recipe]:
-    """By name, those that matter most first.
-
-    Tiles are multiplied in FP8 by Blackwell alone, if it is named.
-    """
-    tiles = {"chip": chip} if chip == "b200" else {}
-    return {
-        "delayed": fp8.recipes.delayed(),
-        "current": fp8.recipes.current(),
-        "blockwise": fp8.recipes.blockwise(**tiles),
-        "mxfp8": fp8.recipes.mxfp8(**tiles),
-        "rowwise": fp8.recipes.rowwise(),
-        "rowwise, wgrad in bf16": fp8.recipes.rowwise(high_precision_wgrad=True),
-        "mxfp8, weights 32x32": fp8.recipes.mxfp8(w_tile_dim=2, **tiles),
-        "static": fp8.recipes.static(x_scale=2.0**-6, w_scale=2.0**-6, g_scale=2.0**-13),
-    }
-
-
-CASTS, ALL = (
-    fp8.Implementations(casts="mosaic"),
-    fp8.Implementations(casts="mosaic", matmuls="mosaic"),
+RECIPES = {
+    "delayed": fp8.recipes.delayed(),
+    "current": fp8.recipes.current(),
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+    "rowwise": fp8.recipes.rowwise(),
+    "rowwise, wgrad in bf16": fp8.recipes.rowwise(high_precision_wgrad=True),
+    "mxfp8, weights 32x32": fp8.recipes.mxfp8(w_tile_dim=2),
+    "static": fp8.recipes.static(x_scale=2.0**-6, w_scale=2.0**-6, g_scale=2.0**-13),
+}
+"""By name, those that matter most first."""
+ALONE = {"casts": "xla", "matmuls": "xla"}
+PALLAS_CASTS = {"casts": "mosaic", "matmuls": "xla"}
+PALLAS = {"casts": "mosaic", "matmuls": "mosaic"}
+# Kernels by name, timed beside `fp8.Kernels(chip)`, for the recipes where the comparison says most.
+NAMED = (
+    ("XLA alone", ALONE, ("delayed", "current", "blockwise", "mxfp8", "rowwise")),
+    ("Pallas casts", PALLAS_CASTS, ("delayed", "current", "blockwise", "rowwise")),
+    ("all in Pallas", PALLAS, ("delayed", "blockwise", "mxfp8", "rowwise")),
 )
 
 
-def contenders(chip: str) -> dict[str, tuple[fp8.Recipe, fp8.Implementations | None]]:
-    """By name, recipes with the backends that are taken by themselves, and with kernels."""
-    plain = recipes(chip)
-    by_kernels = {
-        f"{name}, {what} by mosaic": (plain[name], chosen)
-        for name, what, chosen in (
-            ("blockwise", "all", ALL),
-            ("delayed", "casts", CASTS),
-            ("current", "casts", CASTS),
-            ("rowwise", "casts", CASTS),
-        )
-        if not (chosen is ALL and chip == "b200")  # the matmul is Hopper's
+class Contender(NamedTuple):
+    """A recipe, and the arguments of `fp8.Kernels` beside the chip."""
+
+    recipe: fp8.Recipe
+    named: Mapping[str, str]
+
+
+def contenders() -> dict[str, Contender]:
+    """By name: recipes with the kernels that `fp8.Kernels(chip)` chooses, and with named ones."""
+    chosen = {name: Contender(recipe, {}) for name, recipe in RECIPES.items()}
+    by_name = {
+        f"{name}, {what}": Contender(RECIPES[name], named)
+        for what, named, names in NAMED
+        for name in names
     }
-    return {**{name: (recipe, None) for name, recipe in plain.items()}, **by_kernels}
+    return {**chosen, **by_name}
 
 
-def step(
-    recipe: fp8.Recipe, implementation: fp8.Implementations | None = None
-) -> Callable[..., Any]:
+def step(recipe: fp8.Recipe, chip: str, named: Mapping[str, str]) -> Callable[..., Any]:
     """`step(params, c, state) -> (y, gradients, state)`.
 
     Params are (x, w) of each layer, c the gradients of y.
@@ -112,7 +110,8 @@ def step(
 
     def run(params: Any, c: Any, state: Any) -> Any:
         def loss(params: Any, state: Any) -> Any:
-            dot = functools.partial(fp8.dot, recipe=recipe, implementation=implementation)
+            kernels = fp8.Kernels(chip, **named)
+            dot = functools.partial(fp8.dot, recipe=recipe, kernels=kernels)
             y = [dot(x, w, state=s) for (x, w), s in zip(params, state, strict=True)]
             return weighted(y, c), y
 
@@ -154,17 +153,15 @@ def one_block(block: Block, chip: str) -> Iterator[Case]:
     yield case(
         contender=BASELINE, function=bf16_step, arguments=(params, c), options=bf16_options(chip)
     )
-    for name, (recipe, chosen) in contenders(chip).items():
+    for name, (recipe, named) in contenders().items():
         one = jax.eval_shape(functools.partial(fp8.init_state, recipe))
         arguments = params, c, [one] * len(block.weights)
-        options = fp8.compiler_options(recipe, chip)
-        backend = None if chosen is None else chosen.casts
         yield case(
             contender=name,
-            backend=backend,
-            function=step(recipe, chosen),
+            named=named,
+            function=step(recipe, chip, named),
             arguments=arguments,
-            options=options,
+            options=fp8.Kernels(chip).compiler_options(recipe),
         )
 
 

@@ -45,7 +45,7 @@ class Kind:
 
     Attributes:
       name: in tables.
-      recipe: makes the recipe, for a chip or none.
+      recipe: makes the recipe.
       fprop: granularities of lhs [M, K] and rhs [N, K].
       wgrad: of lhs [M, K] and rhs [M, N]; None where another kind has the same.
       gradient: format of rhs in wgrad.
@@ -56,7 +56,7 @@ class Kind:
     recipe: Callable[..., fp8.Recipe]
     fprop: tuple[Any, Any]
     wgrad: tuple[Any, Any] | None
-    gradient: fp8.Format
+    gradient: fp8.quantizers.Format
     scales: dict[str, Any]
 
     def operands(self, operation: Operation, m: int, n: int, k: int) -> tuple[Any, Any]:
@@ -125,12 +125,12 @@ def kinds_of(operation: Operation) -> list[Kind]:
 
 
 def options(kind: Kind, chip: str) -> dict[str, bool]:
-    return fp8.compiler_options(kind.recipe(), chip)
+    return fp8.Kernels(chip).compiler_options(kind.recipe())
 
 
 def bf16_options(chip: str) -> dict[str, bool]:
     """Of the baseline: cuBLASLt, as for FP8 per tensor."""
-    return fp8.compiler_options(fp8.recipes.current(), chip)
+    return fp8.Kernels(chip).compiler_options(fp8.recipes.current())
 
 
 def scaled(
@@ -148,8 +148,7 @@ def scaled(
             preferred_element_type=dtype,
             add_to=add_to,
             fast_accumulation=fast,
-            implementation=backend,
-            chip=None if chip == "cpu" else chip,
+            kernels=fp8.Kernels(chip, matmuls=backend),
         )
 
     return run
@@ -194,7 +193,7 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
         for backend in matmul.BACKENDS:
             if backend == REFERENCE:
                 continue
-            fields = {"backend": named_backend(backend), "options": options(kind, chip)}
+            fields = {"named": {"matmuls": backend}, "options": options(kind, chip)}
             yield case(
                 f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields
             )
@@ -217,8 +216,3 @@ def has_fast(kind: Kind, operation: Operation) -> bool:
 def has_addend(kind: Kind, operation: Operation) -> bool:
     """Whether it is timed with an array that the product is added to, too."""
     return kind.name in ("tensor", "tiles of 128") and operation == "wgrad"
-
-
-def named_backend(backend: str) -> str | None:
-    """As `Case` takes it: cuDNN's says by itself which chip it lacks."""
-    return None if backend == "cudnn" else backend

@@ -97,7 +97,7 @@ class Suite:
             for shape in casts.TINY_SHAPES if self.tiny else casts.SHAPES[:3]:
                 yield from casts.copies(shape, section)
         elif section == casts.SECTION:
-            yield from casts.cases(casts.TINY_SHAPES if self.tiny else casts.SHAPES)
+            yield from casts.cases(casts.TINY_SHAPES if self.tiny else casts.SHAPES, self.target)
         elif section == layers.SECTION:
             yield from layers.cases(layers.TINY_BLOCKS if self.tiny else layers.BLOCKS, self.target)
         elif section == matmuls.SECTION:
@@ -160,7 +160,8 @@ class Suite:
         try:
             arguments = None
             if case.section == layers.SECTION:
-                recipe, _ = layers.contenders(self.target.chip).get(case.contender, (None, None))
+                contender = layers.contenders().get(case.contender)
+                recipe = contender and contender.recipe
                 arguments = [layers.steady(compiled.program, inputs.of(case.arguments), recipe)]
             runner = Runner(compiled, inputs, buffers, arguments)
             runner.warm_up(0.0 if self.tiny else LEAST_SECONDS)

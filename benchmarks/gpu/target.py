@@ -22,7 +22,7 @@ class Target:
     """One device.
 
     Attributes:
-      chip: as `fp8.compiler_options` takes it.
+      chip: as `fp8.Kernels` takes it.
       device: of jax; that of a description cannot run anything.
       mesh: of a described device alone, from which Pallas reads what it is; None for one that is
         there.

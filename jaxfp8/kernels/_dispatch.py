@@ -1,136 +1,89 @@
-"""The dispatch loop: the one place that picks a backend for an operation."""
+"""The dispatch loop: the one place that calls a backend of an operation.
+
+`plan/` decides which backends are tried, and in which order. Here they are only names.
+"""
 
 import dataclasses
+import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
-from jaxfp8._typing import Implementation
+from jaxfp8.kernels._on_cuda import on_cuda
 
-
-@runtime_checkable
-class Chooser(Protocol):
-    """What knows which backend is good for a case: `fp8.Timings`."""
-
-    def choose(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Names of backends, best first, each with the extra arguments that it shall get.
-
-        `args` and `kwargs` are the arguments of the call.
-        """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Implementations:
-    """Backends by name for the casts and the matmuls of one call; None takes the first that can.
-
-    `matmuls` may be `fp8.Timings` as well, which take what was fastest.
-
-    Raises:
-      TypeError: for what is neither.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> kernels = fp8.Implementations(casts="reference")
-      >>> x, recipe = 7 * jnp.ones((2, 2)), fp8.recipes.current()
-      >>> fp8.dot(x, 7 * jnp.eye(2), recipe=recipe, implementation=kernels)
-      Array([[49., 49.],
-             [49., 49.]], dtype=float32)
-    """
-
-    casts: Implementation = None
-    matmuls: Implementation | Chooser = None
-
-    def __post_init__(self) -> None:
-        check_backend_name("casts", self.casts)
-        _check("matmuls", self.matmuls)
-
-
-def check_backend_name(argument: str, chosen: object) -> None:
-    """Raise TypeError unless a backend of casts can be chosen by it.
-
-    Example:
-      >>> check_backend_name("implementation", "xla")
-    """
-    if not isinstance(chosen, str | None):
-        raise TypeError(
-            f"{argument}={_described(chosen)} must be a backend by name, or None; timings are of "
-            "matmuls: fp8.Implementations(matmuls=timings)."
-        )
-
-
-def _described(chosen: object) -> str:
-    """Of timings the type alone, for they are long."""
-    return f"{type(chosen).__name__}(...)" if isinstance(chosen, Chooser) else repr(chosen)
-
-
-def _check(name: str, chosen: object) -> None:
-    """Raise TypeError unless a backend can be chosen by it."""
-    if isinstance(chosen, type) or not isinstance(chosen, str | None | Chooser):
-        raise TypeError(
-            f"{name}={chosen!r} must be a backend by name, fp8.Timings for matmuls, or None."
-        )
+Attempt: TypeAlias = tuple[str, Mapping[str, Any]]
+"""The name of a backend, and the extra arguments that it gets."""
 
 
 def dispatch(
     operation: str,
     backends: Mapping[str, Callable[..., Any]],
-    implementation: Implementation | Chooser,
+    attempts: Iterable[str | Attempt],
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Call the first backend that can do the case.
 
-    A backend that cannot says so with NotImplementedError and its reason. With
-    `implementation=None` the backends are tried in the order of the table; a backend that is asked
-    for by name is the only one tried, and fails loudly. What a `Chooser` names comes before the
-    table.
+    A backend that cannot do it raises NotImplementedError with its reason, and the next one is
+    tried. The logger "jaxfp8" warns of each reason once. If it is the only one, its error is
+    raised.
 
     Args:
       operation: its name, for messages.
-      backends: name -> function, best first.
-      implementation: a name of the table, a chooser, or None.
+      backends: name -> function.
+      attempts: names of backends, best first, or names with extra arguments.
       *args: for the backend.
       **kwargs: for the backend.
 
     Raises:
-      TypeError: for an implementation that is neither.
-      ValueError: for an unknown name, the chooser's too.
-      NotImplementedError: from the backend that was asked for by name.
-      ExceptionGroup: of every reason, if no backend could.
+      NotImplementedError: if the only backend cannot do the case.
+      ExceptionGroup: of every reason, if none of several can.
 
     Example:
-      >>> dispatch("double", {"xla": lambda x: 2 * x}, None, 3)
+      >>> dispatch("double", {"xla": lambda x: 2 * x}, ["xla"], 3)
       6
     """
-    if isinstance(implementation, str):
-        if implementation not in backends:
-            raise ValueError(
-                f"implementation={implementation!r} of {operation} is unknown; use None or one of "
-                f"{sorted(backends)}."
-            )
-        return backends[implementation](*args, **kwargs)
-    if implementation is not None:
-        _check("implementation", implementation)
-    reasons: list[Exception] = []
-    chosen = () if implementation is None else tuple(implementation.choose(*args, **kwargs))
-    if unknown := {name for name, _ in chosen} - set(backends):
-        raise ValueError(
-            f"{_described(implementation)} has the backends {sorted(unknown)} of {operation}, "
-            f"which are unknown, of {sorted(backends)}; measure again."
-        )
-    for name, told in (*chosen, *((name, {}) for name in backends)):
+    attempts = tuple(attempts)
+    reasons: list[tuple[str, NotImplementedError]] = []
+    for attempt in attempts:
+        name, told = (attempt, {}) if isinstance(attempt, str) else attempt
         try:
-            return backends[name](*args, **kwargs, **told)
+            return _backend(operation, backends, name)(*args, **kwargs, **told)
         except NotImplementedError as reason:
-            reasons.append(NotImplementedError(f"{name}: {reason}"))
-    raise ExceptionGroup(f"no backend of {operation} can do this case", reasons)
+            reasons.append((name, reason))
+            if len(attempts) > 1:
+                _say(f"{operation}: {name} cannot do a case, another backend does it: {reason}")
+    if len(reasons) == 1:
+        raise reasons[0][1]
+    raise ExceptionGroup(
+        f"no backend of {operation} can do this case",
+        [NotImplementedError(f"{name}: {reason}") for name, reason in reasons],
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _say(what: str) -> None:
+    """Log once what was not taken: choices by shape do not know every case of a layer."""
+    logging.getLogger("jaxfp8").warning(what)
+
+
+def _backend(
+    operation: str, backends: Mapping[str, Callable[..., Any]], name: str
+) -> Callable[..., Any]:
+    if name not in backends:
+        raise NotImplementedError(
+            f"there is no backend {name!r} of {operation}, only {sorted(backends)}"
+        )
+    return backends[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend that is known by name. The first call imports it.
+    """A backend for CUDA that is known by name. The first call imports it.
+
+    On other platforms the same program runs `elsewhere`.
 
     `import jaxfp8` does not import Pallas, which would take most of the time
     (`benchmarks/import_time.py`). In jax 0.10 Pallas needs absl, which jax does not install. The
@@ -141,19 +94,22 @@ class Backend:
       module: the file, "jaxfp8.kernels.cast._mosaic" for instance.
       function: its name in there.
       needs: what has to be installed for it, for the message.
+      elsewhere: what other platforms run, see `on_cuda`.
 
     Raises:
-      NotImplementedError: when called, if something that it needs cannot be imported: such a
-        backend cannot do the case.
+      NotImplementedError: when called, if something that it needs cannot be imported. The next
+        backend is tried then.
 
     Example:
-      >>> Backend("jaxfp8.kernels.cast._tomorrow", "cast", needs="The future")
-      Backend(module='jaxfp8.kernels.cast._tomorrow', function='cast', needs='The future')
+      >>> tomorrow = Backend("jaxfp8.kernels.cast._tomorrow", "cast", needs="It", elsewhere=print)
+      >>> tomorrow.needs
+      'It'
     """
 
     module: str
     function: str
     needs: str
+    elsewhere: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -163,4 +119,4 @@ class Backend:
             if (error.name or "").partition(".")[0] == __name__.partition(".")[0]:
                 raise
             raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error
-        return getattr(module, self.function)(*args, **kwargs)
+        return on_cuda(getattr(module, self.function), self.elsewhere, *args, **kwargs)

@@ -25,6 +25,11 @@ class Chip:
     fp8_matmul: bool = False
     block_scaled_matmul: bool = False
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is an NVIDIA Hopper, for which some kernels are written."""
+        return (self.compute_capability or (0, 0))[0] == 9
+
 
 # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
 # point"). ROCm and TPU have FP8 units too, but nothing here was ever compiled or run for them: they

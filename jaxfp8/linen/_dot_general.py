@@ -12,6 +12,7 @@ from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._options import LayerOptions, read_options
 from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 
@@ -21,7 +22,7 @@ class FP8DotGeneral(MatmulModule):
 
     Attributes:
       recipe: which quantizer for which operand.
-      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`.
+      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -41,7 +42,7 @@ class FP8DotGeneral(MatmulModule):
 
         Args:
           recipe: which quantizer for which operand.
-          **options: `reduce_axes`, `x_shard`, `w_shard`, `implementation`; see `fp8.dot_general`.
+          **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
         """
         return Plug.of(recipe, options)
 
@@ -53,17 +54,19 @@ class FP8DotGeneral(MatmulModule):
     @needs_operands("dot_general_cls=FP8DotGeneral.using(recipe)")
     def __call__(
         self,
-        lhs: Array,
+        lhs: Array | tuple[Array, ...],
         rhs: Array,
         dimension_numbers: DotDimensionNumbers,
         precision: Any = None,
         preferred_element_type: DType | None = None,
         out_sharding: Any = None,
         bias: Array | None = None,
+        prologue: AbstractPrologue | None = None,
     ) -> Array:
         """See `fp8.dot_general`."""
         options = self.matmul_options()
         options["out_sharding"] = out_sharding
+        options["prologue"] = prologue
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
             state=matmul_state(self, self.recipe), bias=bias, **options,
@@ -92,8 +95,8 @@ class Plug:
 
         Example:
           >>> import jaxfp8 as fp8
-          >>> Plug.of(fp8.recipes.current(), {"implementation": "xla"}).options
-          (('implementation', 'xla'),)
+          >>> Plug.of(fp8.recipes.current(), {"kernels": fp8.Kernels("h200")}).options
+          (('kernels', Kernels('h200')),)
         """
         check_recipe(recipe)
         read_options("fp8.linen.FP8DotGeneral.using", LayerOptions, options)

@@ -14,6 +14,7 @@ from jaxfp8.linen._state import matmul_state, stored_state
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.state._state import MatmulState
 
 
@@ -22,7 +23,7 @@ class FP8EinsumOp(MatmulModule):
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`.
+      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -57,15 +58,31 @@ class FP8EinsumOp(MatmulModule):
     def __call__(
         self,
         equation: str,
-        lhs: Array,
+        lhs: Array | tuple[Array, ...],
         rhs: Array,
         precision: Any = None,
         preferred_element_type: DType | None = None,
         out_sharding: Any = None,
+        prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """See `fp8.einsum`."""
+        """See `fp8.einsum`. The prologue belongs to the operands, so each call takes its own.
+
+        Example:
+          >>> import flax.linen as nn, jax, jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> class Gated(nn.Module):
+          ...     @nn.compact
+          ...     def __call__(self, gate, up):
+          ...         w = self.param("w", nn.initializers.lecun_normal(), (8, 4))
+          ...         swiglu = fp8.prologues.SwiGLU()
+          ...         return fp8.linen.FP8EinsumOp()("bd,dk->bk", (gate, up), w, prologue=swiglu)
+          >>> x = jnp.ones((3, 8))
+          >>> Gated().init_with_output(jax.random.key(0), x, x)[0].shape
+          (3, 4)
+        """
         state, options = self._stored(), self.matmul_options()
         options["out_sharding"] = out_sharding
+        options["prologue"] = prologue
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=state, precision=precision,
             preferred_element_type=preferred_element_type,

@@ -7,9 +7,11 @@ import flax.linen as nn
 import jax
 from jax import lax
 
-from jaxfp8._typing import Array, Implementation, PyTree
-from jaxfp8.kernels._dispatch import Implementations
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.ops._arguments import check_prologue
 from jaxfp8.ops._options import MatmulOptions, options_of
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._per_tensor import delayed
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
@@ -25,14 +27,14 @@ class MatmulModule(nn.Module):
 
     Attributes:
       recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, implementation: see `fp8.dot_general`.
+      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`.
     """
 
     recipe: Recipe = delayed()
     reduce_axes: tuple[str, ...] | None = None
     x_shard: Shard | None = None
     w_shard: Shard | None = None
-    implementation: Implementation | Implementations = None
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
@@ -44,7 +46,7 @@ class MatmulModule(nn.Module):
 
         Outside of `jax.shard_map`, `init` has whole arrays. So it leaves out the shards.
         """
-        options = MatmulOptions(**options_of(self, self.recipe))
+        options = MatmulOptions(**options_of(self))
         if self.is_initializing():
             for name in ("x_shard", "w_shard"):
                 shard: Any = options[name]
@@ -75,6 +77,20 @@ class KernelModule(MatmulModule):
         if name == "kernel" and self.w_shard is not None and is_part(self.w_shard):
             init_fn = _part_of(init_fn, self.w_shard)
         return super().param(name, init_fn, *init_args, **arguments)
+
+
+class PrologueModule(KernelModule):
+    """A layer that can compute a prologue inside the cast of its input.
+
+    Attributes:
+      prologue: makes the left operand from the arrays of `inputs`; None if `inputs` is one array.
+    """
+
+    prologue: AbstractPrologue | None = None
+
+    def __post_init__(self) -> None:
+        check_prologue("inputs", self.prologue)
+        super().__post_init__()
 
 
 def _part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:

@@ -17,6 +17,8 @@ from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._options import LayerOptions, MatmulOptions, options_of, read_options
 from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
+from jaxfp8.plan._kernels import check_kernels
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._per_tensor import delayed
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
@@ -53,6 +55,7 @@ class AbstractFP8Matmul(nnx.Module):
         self.recipe = delayed() if recipe is None else recipe
         check_recipe(self.recipe)
         kept = read_options(f"fp8.nnx.{type(self).__name__}", LayerOptions, options)
+        check_kernels(kept.kernels)
         for name in option_names(LayerOptions):  # `options_of` reads them
             setattr(self, name, getattr(kept, name))
         self.state = nnx.data(new_state(self.recipe))
@@ -90,7 +93,7 @@ class AbstractFP8Matmul(nnx.Module):
 
     def matmul_options(self) -> MatmulOptions:
         """What the matmul takes besides operands and state, at this call."""
-        options = MatmulOptions(**options_of(self, self.recipe))
+        options = MatmulOptions(**options_of(self))
         if self.keys is not None and not self.deterministic:
             options["key"] = self.keys()
         return options
@@ -123,7 +126,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
       rngs: for recipes that round stochastically: the stream "fp8", or the default one.
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `implementation`; see `fp8.dot_general`.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -136,13 +139,14 @@ class FP8DotGeneral(AbstractFP8Matmul):
     @needs_operands("dot_general=FP8DotGeneral(recipe)")
     def __call__(
         self,
-        lhs: Array,
+        lhs: Array | tuple[Array, ...],
         rhs: Array,
         dimension_numbers: DotDimensionNumbers,
         precision: Any = None,
         preferred_element_type: DType | None = None,
         out_sharding: Any = None,
         bias: Array | None = None,
+        prologue: AbstractPrologue | None = None,
     ) -> Array:
         """See `fp8.dot_general`."""
         if (self.state is not None or self.keys is not None) and _called_by_einsum():
@@ -154,6 +158,7 @@ class FP8DotGeneral(AbstractFP8Matmul):
             )
         options = self.matmul_options()
         options["out_sharding"] = out_sharding
+        options["prologue"] = prologue
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
             state=self.matmul_state, bias=bias, **options,
@@ -178,7 +183,7 @@ class FP8EinsumOp(AbstractFP8Matmul):
     Args:
       recipe: which quantizer for which operand; default: delayed scaling.
       rngs: for recipes that round stochastically: the stream "fp8", or the default one.
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `implementation`; see `fp8.dot_general`.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
 
     Example:
       >>> from flax import nnx
@@ -192,15 +197,25 @@ class FP8EinsumOp(AbstractFP8Matmul):
     def __call__(
         self,
         equation: str,
-        lhs: Array,
+        lhs: Array | tuple[Array, ...],
         rhs: Array,
         precision: Any = None,
         preferred_element_type: DType | None = None,
         out_sharding: Any = None,
+        prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """See `fp8.einsum`."""
+        """See `fp8.einsum`. The prologue belongs to the operands, so each call takes its own.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> op, (gate, up), w = fp8.nnx.FP8EinsumOp(), jnp.ones((2, 3, 8)), jnp.ones((8, 4))
+          >>> op("bd,dk->bk", (gate, up), w, prologue=fp8.prologues.SwiGLU()).shape
+          (3, 4)
+        """
         options = self.matmul_options()
         options["out_sharding"] = out_sharding
+        options["prologue"] = prologue
         return einsum(
             equation, lhs, rhs, recipe=self.recipe, state=self.matmul_state, precision=precision,
             preferred_element_type=preferred_element_type,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
-from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -17,7 +17,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 def check_operands(
     lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe, prologue: AbstractPrologue | None = None
 ) -> tuple[tuple[Array, ...], Array]:
-    """lhs, one array or those of a prologue, and rhs, as arrays of a dtype that FP8 matmuls take.
+    """lhs (one array, or the arrays of a prologue) and rhs, in dtypes that FP8 matmuls take.
 
     Raises:
       TypeError: naming the argument, its dtype and the cure.
@@ -29,14 +29,14 @@ def check_operands(
     """
     check_recipe(recipe)
     if recipe.is_identity and prologue is None:  # nothing is quantized: what lax.dot_general takes
-        return (_one_array("lhs", lhs),), _one_array("rhs", rhs)
+        return (one_array("lhs", lhs),), one_array("rhs", rhs)
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
 
 def check_arrays(
     name: str, given: ArrayLike, prologue: AbstractPrologue | None
 ) -> tuple[Array, ...]:
-    """What a prologue takes, or without one a single array, each of a dtype that can be quantized.
+    """The arrays of a prologue, or one array without one, in dtypes that can be quantized.
 
     Args:
       name: of the argument, for messages.
@@ -51,25 +51,55 @@ def check_arrays(
       >>> import jaxfp8 as fp8
       >>> len(check_arrays("x", jnp.ones(2), None))
       1
-      >>> len(check_arrays("x", (jnp.ones(2), jnp.ones(2)), fp8.SwiGLU()))
+      >>> len(check_arrays("x", (jnp.ones(2), jnp.ones(2)), fp8.prologues.SwiGLU()))
       2
     """
     if prologue is None:
         return (check_float(name, given),)
-    if not isinstance(prologue, AbstractPrologue):
-        raise TypeError(
-            f"prologue={prologue!r} is none; use fp8.SwiGLU() or fp8.RMSNorm(), or apply your "
-            f"function to {name}."
-        )
-    if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
-        raise TypeError(
-            f"{name} is {_named(given)}; with prologue={prologue!r} it is the tuple "
-            f"{prologue.names}."
-        )
+    check_prologue(name, prologue)
     return tuple(
         check_float(f"{name}, {each}", array)
-        for each, array in zip(prologue.names, given, strict=True)
+        for each, array in zip(prologue.names, check_tuple(name, given, prologue), strict=True)
     )
+
+
+def check_prologue(name: str, prologue: object) -> None:
+    """Raise TypeError unless it is a prologue, or None.
+
+    Args:
+      name: of the argument that it makes one array of, for the message.
+      prologue: what was given.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_prologue("lhs", fp8.prologues.SwiGLU())
+    """
+    if prologue is None or isinstance(prologue, AbstractPrologue):
+        return
+    raise TypeError(
+        f"prologue={prologue!r} is no prologue; use fp8.prologues.SwiGLU() or "
+        f"fp8.prologues.RMSNorm(), or apply your function to {name}."
+    )
+
+
+def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
+    """The arrays of a prologue, as many as it takes.
+
+    Raises:
+      TypeError: naming the argument, what it is and the cure.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> check_tuple("x", [1.0, 2.0], fp8.prologues.SwiGLU())
+      (1.0, 2.0)
+    """
+    if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
+        names = ", ".join(prologue.names)
+        raise TypeError(
+            f"{name} is {_named(given)}, but prologue={prologue!r} takes {len(prologue.names)} "
+            f"arrays; pass the tuple ({names}), or leave prologue= out."
+        )
+    return tuple(given)
 
 
 def check_float(name: str, x: ArrayLike) -> Array:
@@ -84,7 +114,7 @@ def check_float(name: str, x: ArrayLike) -> Array:
       (2,)
     """
     if not isinstance(x, jax.Array):
-        x = _one_array(name, x)
+        x = one_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of "
@@ -93,9 +123,19 @@ def check_float(name: str, x: ArrayLike) -> Array:
     return x
 
 
-def _one_array(name: str, x: ArrayLike) -> Array:
-    """`as_array`, but a tuple of arrays is taken for the arrays of a prologue."""
-    if isinstance(x, tuple) and any(isinstance(each, jax.Array) for each in x):
+def one_array(name: str, x: ArrayLike) -> Array:
+    """`as_array`, but a tuple of arrays raises an error that names `prologue=`.
+
+    Raises:
+      TypeError: naming the argument, what it is and the cure.
+
+    Example:
+      >>> one_array("x", (1.0, 2.0)).shape
+      (2,)
+    """
+    if isinstance(x, tuple) and any(
+        isinstance(each, jax.Array) or getattr(each, "shape", ()) for each in x
+    ):
         raise TypeError(
             f"{name} is {_named(x)}, but one array is needed; pass one, or name the prologue= that "
             "makes one of them."
@@ -146,6 +186,8 @@ def _no_array(name: str, x: object) -> str | None:
 def _named(x: object) -> str:
     if x is None:
         return "None"
+    if isinstance(x, jax.Array):
+        return f"an array {x.dtype.name}{list(x.shape)}"
     if isinstance(x, tuple | list):
         return f"a {type(x).__name__} of {len(x)}"
     if isinstance(x, jax.ShapeDtypeStruct | str | type):

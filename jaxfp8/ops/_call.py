@@ -9,11 +9,12 @@ from jax import lax
 
 from jaxfp8._geometry import Geometry, TrainingGeometry
 from jaxfp8._typing import Array, DType, Matmul
-from jaxfp8.kernels._dispatch import Implementations
-from jaxfp8.kernels._prologue import AbstractPrologue
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.ops._amax_axes import AmaxAxes
+from jaxfp8.plan._backends import Backends
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place
@@ -42,7 +43,8 @@ class Call:
     all_set: bool  # no stored scale is unset
     amax_axes: AmaxAxes
     places: Places
-    implementations: Implementations
+    kernels: Kernels
+    backends: Backends  # of each cast and matmul, by the kernels
     prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
 
     def multiply(
@@ -57,10 +59,10 @@ class Call:
                 out_dtype=jnp.dtype(out_dtype),
                 fast_accumulation=self.fast_accumulation and matmul == "fprop",
                 out_sharding=out_sharding,
-                chip=self.recipe.chip,
             )
             with jax.named_scope(f"jaxfp8.{matmul}"):
-                return multiply(lhs, rhs, call, self.implementations.matmuls)
+                names: tuple[str, ...] = getattr(self.backends, matmul)
+                return multiply(lhs, rhs, call, self.kernels.attempts(names, lhs, rhs, call))
         with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
             wide = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs)]
             # g has y's dtype, which the caller may have chosen unlike that of x. Strict promotion

@@ -30,7 +30,7 @@ def dot(
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       **options: of `dot_general`: `out_sharding`, `reduce_axes`, `x_shard`, `w_shard`,
-        `implementation`, `key`, `prologue`, and `bias` [N].
+        `kernels`, `key`, `prologue`, and `bias` [N].
 
     Returns:
       [..., N].
@@ -42,7 +42,8 @@ def dot(
       Array([[4.],
              [4.]], dtype=float32)
       >>> x, gain = 3 * jnp.ones((2, 4)), jnp.ones(4)
-      >>> fp8.dot((x, gain), jnp.ones((4, 1)), recipe=fp8.recipes.current(), prologue=fp8.RMSNorm())
+      >>> norm = fp8.prologues.RMSNorm()
+      >>> fp8.dot((x, gain), jnp.ones((4, 1)), recipe=fp8.recipes.current(), prologue=norm)
       Array([[4.],
              [4.]], dtype=float32)
     """

@@ -13,9 +13,10 @@ from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._bias import add_bias
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._given import read_operands
-from jaxfp8.ops._options import DotOptions, Options, read_options
+from jaxfp8.ops._options import DotOptions, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import view_for
+from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
@@ -65,19 +66,17 @@ def dot_general(
         global scales. The FP8 shards are gathered. The gradient is reduce-scattered. In Auto and
         Explicit meshes it needs `jax.set_mesh`.
       w_shard: the same for rhs (fully sharded data parallelism).
-      implementation: the name of a kernel backend, for casts and matmuls.
-        `Implementations(casts=, matmuls=)` names one for each. None takes the first backend that
-        can do the case. A cast by "mosaic" writes each copy in the layout that Hopper's matmul
-        reads.
+      kernels: what casts and multiplies. `fp8.Kernels("h200")` takes the kernels made for that
+        chip; the default takes XLA's, on every chip. See `fp8.Kernels`.
       key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. It is
         used where such a tensor is cast: for gradients, that is the backward pass. In Auto and
         Explicit meshes the result does not depend on the mesh.
-      prologue: `fp8.SwiGLU()` for lhs (gate, up), or `fp8.RMSNorm()` for lhs (x, gain). The left
-        operand is then `prologue(*lhs)`. Results and gradients have the bits of the two separate
-        steps. A cast by "mosaic" computes it tile by tile, and never writes or saves it in high
-        precision.
+      prologue: `fp8.prologues.SwiGLU()` for lhs (gate, up), or `fp8.prologues.RMSNorm()` for lhs
+        (x, gain). The left operand is then `prologue(*lhs)`. Results and gradients have the bits of
+        the two separate steps. A cast in Pallas computes it tile by tile, and never writes or saves
+        it in high precision.
       bias: [batch, rhs kept], added in the dtype of the result. Its gradient is summed in float32;
-        with `identity()` JAX sums it. A cast by "mosaic" sums while it reads the gradient of the
+        with `identity()` JAX sums it. A cast in Pallas sums while it reads the gradient of the
         result, if rhs keeps one axis. Otherwise the gradient is read again.
 
     Returns:
@@ -102,12 +101,12 @@ def dot_general(
     """
     how = read_options("fp8.dot_general", DotOptions, options)
     given = read_operands(lhs, rhs, dimension_numbers, recipe, how)
-    own = matched(state, recipe)
+    own, kernels = matched(state, recipe), check_kernels(how.kernels)
     in_high_precision = functools.partial(
         given.high_precision, precision, preferred_element_type, how.out_sharding
     )
     if recipe.is_identity:
-        check_unused(recipe, how, preferred_element_type)
+        check_result_dtype(preferred_element_type)
         return add_bias(in_high_precision(), given.bias, given.geometry)
     probe = own.probe if own else None
     view = view_for(recipe.tile, given.geometry, given.shapes)
@@ -122,7 +121,8 @@ def dot_general(
         all_set=probe.all_set if probe else False,
         amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
         places=view.places(given.places),
-        implementations=how.implementations,
+        kernels=kernels,
+        backends=kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE),
         prologue=how.prologue,
     )
     quantizers = QuantizerArrays(
@@ -134,15 +134,10 @@ def dot_general(
     return view.result(y, how.out_sharding, in_high_precision)
 
 
-def check_unused(recipe: Recipe, how: Options, preferred_element_type: DType | None) -> None:
-    """Checks options that a recipe without quantizers does not use, and the dtype of its result."""
+def check_result_dtype(preferred_element_type: DType | None) -> None:
+    """Raise TypeError unless it is a dtype or None; `lax.dot_general` checks the rest."""
     if preferred_element_type is not None:
         try:
             jnp.dtype(preferred_element_type)
         except TypeError:
             check_out_dtype(preferred_element_type)
-    if how.implementation is not None:
-        raise ValueError(
-            f"implementation={how.implementation!r} is not used by recipe {recipe.name!r}; leave "
-            "it out."
-        )

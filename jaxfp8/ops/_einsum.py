@@ -8,9 +8,12 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.ops._arguments import check_operands
-from jaxfp8.ops._dot_general import check_unused, dot_general
+from jaxfp8.ops._dot_general import check_result_dtype, dot_general
 from jaxfp8.ops._equation import Equation, parse
+from jaxfp8.ops._given import check_whole
 from jaxfp8.ops._options import MatmulOptions, read_options
+from jaxfp8.plan._kernels import check_kernels
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard, place
 from jaxfp8.state._matched import matched
@@ -19,7 +22,7 @@ from jaxfp8.state._state import MatmulState
 
 def einsum(
     equation: str,
-    lhs: Array,
+    lhs: Array | tuple[Array, ...],
     rhs: Array,
     *,
     recipe: Recipe,
@@ -36,14 +39,15 @@ def einsum(
       equation: two operands, with or without `->`, as `jnp.einsum` takes them. If an index occurs
         in one operand only and not in the output, it is summed in float32 before the cast. An index
         twice in one operand takes its diagonal, of axes of one size.
-      lhs: activations.
+      lhs: activations. With `prologue=`, the tuple of its arrays. Each index of lhs must then occur
+        once in lhs, and also in rhs or in the output.
       rhs: weights.
       recipe: which quantizer for which operand.
       state: of this matmul, for recipes that have any.
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       **options: of `dot_general`: `out_sharding` (of the result), `reduce_axes`, `x_shard`,
-        `w_shard`, `implementation`, `key`.
+        `w_shard`, `kernels`, `key`, `prologue`.
 
     Returns:
       The axes that the equation names.
@@ -58,24 +62,37 @@ def einsum(
       >>> x, w = jnp.ones((2, 4)), jnp.ones((4, 3, 5))
       >>> fp8.einsum("bd,dhk->bhk", x, w, recipe=fp8.recipes.current()).shape
       (2, 3, 5)
+      >>> gate, up, swiglu = x, x, fp8.prologues.SwiGLU()
+      >>> fp8.einsum(
+      ...     "bd,dhk->bhk", (gate, up), w, recipe=fp8.recipes.current(), prologue=swiglu
+      ... ).shape
+      (2, 3, 5)
     """
     how = read_options("fp8.einsum", MatmulOptions, options)
-    (lhs,), rhs = check_operands(lhs, rhs, recipe)
-    x_place, w_place = place("x", lhs, how.x_shard), place("w", rhs, how.w_shard)
+    arrays, rhs = check_operands(lhs, rhs, recipe, how.prologue)
+    like = arrays[0]  # has the shape and dtype of the left operand
+    x_place, w_place = place("x", like, how.x_shard), place("w", rhs, how.w_shard)
+    shapes = x_place.whole_shape(like.shape), w_place.whole_shape(rhs.shape)
+    if how.prologue is not None:
+        check_whole(like, x_place, how)
+        _refuse_alone(parse(equation, *shapes), how.prologue)
     if recipe.is_identity:
         matched(state, recipe)
-        check_unused(recipe, how, preferred_element_type)
+        check_kernels(how.kernels)
+        check_result_dtype(preferred_element_type)
+        x = like if how.prologue is None else how.prologue(*arrays)
         return jnp.einsum(
-            equation, x_place.gather(lhs), w_place.gather(rhs), precision=precision,
+            equation, x_place.gather(x), w_place.gather(rhs), precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=how.out_sharding,
         )  # fmt: skip
-    parsed = parse(equation, x_place.whole_shape(lhs.shape), w_place.whole_shape(rhs.shape))
+    parsed = parse(equation, *shapes)
     dimension_numbers, order = parsed.matmul()
     options["x_shard"] = _shard_of_kept("x", how.x_shard, parsed)
     options["w_shard"] = _shard_of_kept("w", how.w_shard, parsed)
     options["out_sharding"] = _before_transpose(how.out_sharding, order)
     y = dot_general(
-        _alone(lhs, parsed.lhs, parsed.lhs_kept), _alone(rhs, parsed.rhs, parsed.rhs_kept),
+        arrays if how.prologue is not None else _alone(like, parsed.lhs, parsed.lhs_kept),
+        _alone(rhs, parsed.rhs, parsed.rhs_kept),
         dimension_numbers, precision, preferred_element_type,
         recipe=recipe, state=state, **options,
     )  # fmt: skip
@@ -92,6 +109,20 @@ def _alone(x: Array, names: str, kept: str) -> Array:
         return x
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     return jnp.einsum(f"{names}->{kept}", wide).astype(x.dtype)
+
+
+def _refuse_alone(parsed: Equation, prologue: AbstractPrologue) -> None:
+    """Raise ValueError if `_alone` would change lhs, which the prologue makes only in the cast."""
+    names, kept = parsed.lhs, parsed.lhs_kept
+    if names == kept:
+        return
+    alone = [name for name in dict.fromkeys(names) if name not in kept or names.count(name) > 1]
+    raise ValueError(
+        f"equation {parsed.text!r} with prologue={prologue!r} sums, or takes the diagonal of, "
+        f"{', '.join(map(parsed.called, alone))} of lhs before the matmul, but a prologue is "
+        "computed in the cast. Each index of lhs must occur once in it, and also in rhs (with the "
+        "same size) or in the output. Write lhs=prologue(*lhs), and leave prologue= out."
+    )
 
 
 def _shard_of_kept(name: str, shard: Shard | None, parsed: Equation) -> Shard | None:

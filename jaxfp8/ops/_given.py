@@ -8,15 +8,16 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry, check
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
-from jaxfp8.kernels._prologue import produce
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.ops._arguments import check_key, check_operands
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._call import Places
 from jaxfp8.ops._options import Options
+from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._place import Whole
+from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.sharding._shard import place
+from jaxfp8.sharding._specs import parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,22 @@ class Given:
     places: Places
     shapes: tuple[Axes, Axes]
     geometry: TrainingGeometry
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(M, K, N) of the matmul, batches counted as rows.
+
+        Inside `jax.shard_map` and in Explicit meshes it is the size on one device. In an Auto mesh
+        types do not tell it, so it is the size on all devices together.
+        """
+        lhs, rhs = self.geometry.fprop.sides
+        x, w = (
+            tuple(size // parts for size, parts in zip(shape, parts_of(array), strict=True))
+            for shape, array in zip(self.shapes, (self.x, self.w), strict=True)
+        )
+        batch, m, _ = lhs.matrix_shape(x)
+        k = max(lhs.matrix_shape(x)[2], rhs.matrix_shape(w)[2])  # the one that splits it is moved
+        return batch * m, k, rhs.matrix_shape(w)[1]
 
     def high_precision(
         self, precision: Any, preferred_element_type: DType | None, out_sharding: Any
@@ -73,7 +90,7 @@ def read_operands(
     made = None if how.prologue is None else produce(how.prologue, *arrays)
     x = arrays[0] if made is None else made.value
     places = Places(place("x", x, how.x_shard), place("w", w, how.w_shard), Whole())
-    _check_prologue(x, places, how)
+    check_whole(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
     bias = None
@@ -98,13 +115,23 @@ def _axes(
         ) from None
 
 
-def _check_prologue(x: Array, places: Places, how: Options) -> None:
-    """Raise ValueError if a prologue needs a whole axis that is split over devices."""
-    if how.prologue is None or how.x_shard is None or not places.x.manual_axes:
+def check_whole(x: Array, x_place: Place, how: Options) -> None:
+    """Raise ValueError if a prologue needs a whole axis that is split over devices.
+
+    Args:
+      x: what the prologue makes, or an array of its shape.
+      x_place: where x is in the mesh.
+      how: the options of the call.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_whole(jnp.ones(2), Whole(), Options())
+    """
+    if how.prologue is None or how.x_shard is None or not x_place.manual_axes:
         return
     axis = how.x_shard.axis % x.ndim - x.ndim
     if axis in how.prologue.whole:
         raise ValueError(
-            f"prologue={how.prologue!r} needs all of axis {axis} of lhs, x_shard={how.x_shard!r} "
-            "has a part; split another."
+            f"prologue={how.prologue!r} needs all of axis {axis} of lhs, but "
+            f"x_shard={how.x_shard!r} splits it; split another axis."
         )

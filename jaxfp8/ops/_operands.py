@@ -15,16 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Matmul, PyTree, Tensor
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
-from jaxfp8.ops._planned_casts import PlannedCast, planned_casts
 from jaxfp8.ops._rounding_key import rounding_key
+from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
+from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, varying
 from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import observe
@@ -85,8 +85,8 @@ def quantize_operand(
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []
     extras = _NOTHING
-    casts = call.implementations.casts
-    for planned in planned_casts(call.recipe, call.geometry, tensor, casts, column_sums):
+    backends = getattr(call.backends, tensor)
+    for planned in planned_casts(call.recipe, call.geometry, tensor, backends, column_sums):
         if planned.cast is None:
             copies += [Copy(value, readers) for readers in planned.readers]
             continue

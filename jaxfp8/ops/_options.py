@@ -1,17 +1,16 @@
 """The options of a matmul: what it takes besides operands, recipe and state.
 
-A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it. One
-of `LayerOptions` is a field of `linen.MatmulModule`, too.
+A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it. An
+option in `LayerOptions` is also a field of `linen.MatmulModule`.
 """
 
 import dataclasses
 from typing import Any, TypedDict
 
 from jaxfp8._call_options import check_options, option_names
-from jaxfp8._typing import Array, Implementation
-from jaxfp8.kernels._dispatch import Implementations, check_backend_name
-from jaxfp8.kernels._prologue import AbstractPrologue
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8._typing import Array
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.sharding._shard import Shard
 
 
@@ -21,7 +20,7 @@ class LayerOptions(TypedDict, total=False):
     reduce_axes: tuple[str, ...] | None
     x_shard: Shard | None
     w_shard: Shard | None
-    implementation: Implementation | Implementations
+    kernels: Kernels | None
 
 
 class MatmulOptions(LayerOptions, total=False):
@@ -29,12 +28,12 @@ class MatmulOptions(LayerOptions, total=False):
 
     out_sharding: Any
     key: Array | None
+    prologue: AbstractPrologue | None
 
 
 class DotOptions(MatmulOptions, total=False):
     """What `dot_general` and `dot` take; see `fp8.dot_general`."""
 
-    prologue: AbstractPrologue | None
     bias: Array | None
 
 
@@ -45,23 +44,11 @@ class Options:
     reduce_axes: tuple[str, ...] | None = None
     x_shard: Shard | None = None
     w_shard: Shard | None = None
-    implementation: Implementation | Implementations = None
+    kernels: Kernels | None = None
     out_sharding: Any = None
     key: Array | None = None
     prologue: AbstractPrologue | None = None
     bias: Array | None = None
-
-    @property
-    def implementations(self) -> Implementations:
-        """The backend of casts and that of matmuls.
-
-        Raises:
-          TypeError: unless `implementation` is a name, an `Implementations` or None.
-        """
-        if isinstance(self.implementation, Implementations):
-            return self.implementation
-        check_backend_name("implementation", self.implementation)
-        return Implementations(casts=self.implementation, matmuls=self.implementation)
 
 
 def read_options(function: str, known: type, options: Any) -> Options:
@@ -83,22 +70,14 @@ def read_options(function: str, known: type, options: Any) -> Options:
     return Options(**options)
 
 
-def options_of(layer: Any, recipe: Recipe) -> LayerOptions:
+def options_of(layer: Any) -> LayerOptions:
     """The options that a layer keeps in attributes of their names.
-
-    Rules (`fp8.plan.skip_slow`) may give a layer a recipe without FP8. Then the name of a kernel
-    backend is left out, because `fp8.dot_general` raises an error for it.
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> layer = fp8.linen.FP8Dense(4, implementation="xla")
-      >>> options_of(layer, layer.recipe)["implementation"]
-      'xla'
-      >>> options_of(layer, fp8.recipes.identity())["implementation"] is None
-      True
+      >>> layer = fp8.linen.FP8Dense(4, kernels=fp8.Kernels("h200"))
+      >>> options_of(layer)["kernels"]
+      Kernels('h200')
     """
     given: Any = {name: getattr(layer, name) for name in option_names(LayerOptions)}
-    kept = LayerOptions(**given)
-    if recipe.is_identity:
-        kept["implementation"] = None
-    return kept
+    return LayerOptions(**given)

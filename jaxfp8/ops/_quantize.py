@@ -1,14 +1,13 @@
 """`quantize`: an array into a QuantizedTensor."""
 
+import math
 from typing import Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._typing import Array, ArrayLike, Implementation
-from jaxfp8.kernels._dispatch import check_backend_name
-from jaxfp8.kernels._prologue import AbstractPrologue, produce
+from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.numerics._formats import Format
@@ -18,6 +17,8 @@ from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.ops._arguments import check_arrays, check_float
 from jaxfp8.ops._cast_options import CastOptions, split_options
 from jaxfp8.ops._once import constant
+from jaxfp8.plan._kernels import Kernels, check_kernels
+from jaxfp8.prologues._prologue import AbstractPrologue, produce
 from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.tensors._cast import Cast, Direction
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -31,7 +32,7 @@ def quantize(
     *,
     scale: ArrayLike | None = None,
     key: Array | None = None,
-    implementation: Implementation = None,
+    kernels: Kernels | None = None,
     prologue: AbstractPrologue | None = None,
     **options: Unpack[CastOptions],
 ) -> QuantizedTensor: ...
@@ -43,7 +44,7 @@ def quantize(
     *,
     scale: ArrayLike | None = None,
     key: Array | None = None,
-    implementation: Implementation = None,
+    kernels: Kernels | None = None,
     prologue: AbstractPrologue | None = None,
     **options: Unpack[CastOptions],
 ) -> tuple[QuantizedTensor, ...]: ...
@@ -54,7 +55,7 @@ def quantize(
     *,
     scale: ArrayLike | None = None,
     key: Array | None = None,
-    implementation: Implementation = None,
+    kernels: Kernels | None = None,
     prologue: AbstractPrologue | None = None,
     **options: Unpack[CastOptions],
 ) -> QuantizedTensor | tuple[QuantizedTensor, ...]:
@@ -72,10 +73,11 @@ def quantize(
         from the same x: both directions in which the matmuls of a training step read it.
       scale: quantize with this scale instead (float32, shape `granularity.scale_shape(x.shape)`).
       key: a jax PRNG key, for stochastic rounding.
-      implementation: of the cast; None takes the first that can.
-      prologue: `fp8.SwiGLU()` of x (gate, up), or `fp8.RMSNorm()` of x (x, gain):
-        `quantize(prologue(*x), ...)`, to the bit. "mosaic" makes it tile by tile, and writes
-        only FP8. "triton" raises an error.
+      kernels: what casts. `fp8.Kernels("h200")` takes the kernel made for that chip; the default
+        takes XLA's, on every chip. See `fp8.Kernels`.
+      prologue: `fp8.prologues.SwiGLU()` of x (gate, up), or `fp8.prologues.RMSNorm()` of x
+        (x, gain). The result has the bits of `quantize(prologue(*x), ...)`. A kernel in Pallas
+        computes the prologue tile by tile, and writes only FP8. The kernel in Triton cannot.
       **options: any of
         power_of_two: round the multiplier down to a power of two; default False.
         scale_format: None (the default) for float32 scales, E8M0 for those of MXFP8 (with PerBlock
@@ -106,7 +108,6 @@ def quantize(
     arrays = constant(check_arrays("x", x, prologue))
     source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
-    check_backend_name("implementation", implementation)
     granularity = PerTensor() if granularity is None else granularity
     granularities = granularity if isinstance(granularity, tuple) else (granularity,)
     _check_granularities(granularity, granularities, rule, source.shape)
@@ -115,7 +116,7 @@ def quantize(
         directions=tuple(map(Direction, granularities)),
         rule=rule,
         rounding=rounding,
-        implementation=implementation,
+        backends=check_kernels(kernels).for_cast(granularities, math.prod(source.shape)),
     )
     if scale is None:
         copies, _ = kernel.quantize(source, cast, key=key)

@@ -18,13 +18,13 @@ from jax import lax
 from jaxfp8._errors import UncollectedStateError
 from jaxfp8._geometry import inverse_permutation
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels._prologue import Produced, Source
 from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import Seen, quantize_operand
+from jaxfp8.prologues._prologue import Produced, Source
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import vary_as, varying
 from jaxfp8.state._ledger import encode

@@ -1,11 +1,9 @@
-"""How long kernels take at best.
+"""How long kernels take at best: figures of chips, and the cost of a matmul by each route.
 
-The larger of their operations over peak and their bytes over bandwidth, and a launch.
+A kernel takes the larger of operations / peak and bytes / bandwidth, and a launch. Nothing here was
+measured. `_routes.py` says which route a matmul takes, and `_cast_costs.py` what casts cost.
 
-What the matmul of each route costs is counted here; which route a matmul takes, and what its
-operands' casts cost, follows from a recipe (`plan/_roofline.py`). Nothing here was measured.
-
-Letters: M K N of one product [M, K] @ [K, N], T the tile along K.
+Letters: M, K, N of one matmul [M, K] @ [K, N]; T the tile along K.
 """
 
 import dataclasses
@@ -21,6 +19,10 @@ ATTAINED_PEAK = 0.78
 # Of HBM's bandwidth, by elementwise kernels on large arrays (torchao, the same file; 85 to 94 % in
 # its cast benchmarks).
 ATTAINED_BANDWIDTH = 0.92
+# Another factor, for the kernels in Pallas of this library: an assumption, since nobody has timed
+# them. A kernel of the same kind in CUDA needs no such factor: DeepGEMM attains up to 1550 of 1979
+# TFLOP/s on an H800 (its README), 0.78.
+UNTIMED = 0.75
 # Seconds that a kernel of one element takes on an H100 (torchao, the same file,
 # KERNEL_LAUNCH_OVERHEAD_SEC).
 LAUNCH = 2e-6
@@ -28,6 +30,16 @@ LAUNCH = 2e-6
 # 7282, MX), the only published figure. It is not memory that limits it there, so it is taken as a
 # rate for every chip, and not as a share.
 XLA_TILE_RATE = 1e12
+# Bytes for each E8M0 scale that XLA converts for a kernel that reads float32: 1 read, 4 written.
+_CONVERTED = 5
+# Of bfloat16's rate, what Hopper's matmul in Pallas reaches at most with tiles of 32 on both sides,
+# and with squares on the right: each 32 products are scaled in float32, which keeps those lanes as
+# busy as the tensor cores.
+_OF_BF16 = {False: 0.67, True: 1.6}
+# Of the Pallas matmul for Hopper: the length of a step along K, and the most rows of lhs with which
+# it reads E8M0 scales of rhs as bytes.
+_WHOLE_TILE = 128
+_FEW_ROWS = 128
 # Axes that cuBLASLt multiplies in FP8 are multiples of 16 (cuBLAS documentation); XLA pads others,
 # and slices the result.
 ALIGNMENT = 16
@@ -116,7 +128,7 @@ class Cost:
 
 
 class Route(enum.Enum):
-    """How a product of two operands is computed; the value is what a table says of it."""
+    """How a matmul is computed. The value is what tables say of it."""
 
     PLAIN = "bf16"
     DEQUANTIZED = "bf16, operands dequantized"
@@ -126,22 +138,25 @@ class Route(enum.Enum):
     FP8 = "FP8"
     FP8_ROWS = "FP8, then a pass for scales of rows"
     BLOCK_SCALED = "FP8, block-scaled"
+    PALLAS = "FP8, scaled by the Pallas kernel"
 
     @property
     def in_fp8(self) -> bool:
         """Whether FP8 units multiply."""
-        return self in (Route.FP8, Route.FP8_ROWS, Route.BLOCK_SCALED)
+        return self in (Route.FP8, Route.FP8_ROWS, Route.BLOCK_SCALED, Route.PALLAS)
 
     @property
     def reads_fp8(self) -> bool:
-        """Whether operands come to it as FP8 values; else as bfloat16 ones."""
+        """Whether operands come to it as FP8 values. Otherwise they come as bfloat16 values."""
         return self.in_fp8 or self is Route.TILE_BY_TILE
 
 
-def stream(peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False) -> Cost:
+def stream(
+    peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False, by_pallas: bool = False
+) -> Cost:
     """Elementwise kernels and reductions that read and write `moved` bytes.
 
-    `in_tiles`: quantizing tiles, as XLA does.
+    `in_tiles`: quantizing tiles, as XLA does. `by_pallas`: by a kernel of this library.
 
     Example:
       >>> stream(PEAKS["h200"], 4.416e9).seconds
@@ -149,6 +164,7 @@ def stream(peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False
     """
     rate = peak.bandwidth * ATTAINED_BANDWIDTH
     rate = min(rate, XLA_TILE_RATE) if in_tiles else rate
+    rate *= UNTIMED if by_pallas else 1
     return Cost(bytes=round(moved), seconds=moved / rate + kernels * LAUNCH)
 
 
@@ -169,8 +185,18 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False) -> Cost:
     return Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
 
 
-def matmul(peak: Peak, route: Route, m: int, k: int, n: int, *, tile: int | None = None) -> Cost:
-    """[M, K] @ [K, N] by a route, with the passes over operands and results that are its own.
+def matmul(
+    peak: Peak,
+    route: Route,
+    m: int,
+    k: int,
+    n: int,
+    *,
+    tile: int | None = None,
+    square: bool = False,
+    in_bytes: bool = False,
+) -> Cost:
+    """[M, K] @ [K, N] by a route, with the passes over operands and result that the route needs.
 
     Args:
       peak: of the chip.
@@ -179,11 +205,15 @@ def matmul(peak: Peak, route: Route, m: int, k: int, n: int, *, tile: int | None
       k: K, the contracted axis.
       n: N.
       tile: T, of operands in tiles.
+      square: whether tiles of the right operand are T x T.
+      in_bytes: whether scales are E8M0.
 
     Example:
       >>> matmul(PEAKS["h200"], Route.FP8, 8192, 8192, 8192).bytes == (1 + 1 + 2) * 8192**2
       True
     """
+    if route is Route.PALLAS:
+        return _by_pallas(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
     if route is Route.TILE_BY_TILE:
         return _tile_by_tile(peak, m, k, n, tile or k)
     cost = _padded(peak, m, k, n) if route.in_fp8 else gemm(peak, m, k, n)
@@ -193,6 +223,28 @@ def matmul(peak: Peak, route: Route, m: int, k: int, n: int, *, tile: int | None
         cost += stream(peak, 4 * (m * k + k * n) / 32, kernels=2)
     if route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS):
         cost += stream(peak, 4 * m * n)  # the bare product is read, scaled in float32 and written
+    return cost
+
+
+def _by_pallas(
+    peak: Peak, m: int, k: int, n: int, tile: int | None, *, square: bool, in_bytes: bool
+) -> Cost:
+    """The kernel for Hopper (`kernels/scaled_matmul/hopper/`), and XLA's conversion of scales."""
+    best = gemm(peak, m, k, n, fp8=True)
+    busy = (best.seconds - LAUNCH) / UNTIMED
+    side = tile or k
+    if side < _WHOLE_TILE:
+        busy = max(busy, best.flops / (_OF_BF16[square] * peak.bf16 * ATTAINED_PEAK))
+    scales = m * k // side, k * n // (side * side if square else side)
+    # It reads the bytes of E8M0 scales of 1x32 itself: those of lhs, and those of rhs if lhs has
+    # few rows.
+    small = in_bytes and side % _WHOLE_TILE > 0
+    as_bytes = small, small and not square and m <= _FEW_ROWS
+    read = sum(n if is_byte else 4 * n for n, is_byte in zip(scales, as_bytes, strict=True))
+    cost = Cost(best.bytes + read, best.flops, busy + LAUNCH)
+    for number, is_byte in zip(scales, as_bytes, strict=True):
+        if in_bytes and not is_byte:
+            cost += stream(peak, _CONVERTED * number)
     return cost
 
 

@@ -11,6 +11,25 @@ Shape: TypeAlias = tuple[int, int, int]
 MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
 
 
+def check_shape(shape: object) -> Shape:
+    """Raise ValueError unless it is three positive integers.
+
+    Example:
+      >>> check_shape((1, 2, 3))
+      (1, 2, 3)
+    """
+    if not (
+        isinstance(shape, tuple)
+        and len(shape) == 3
+        and all(type(size) is int and size > 0 for size in shape)
+    ):
+        raise ValueError(
+            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in, "
+            "features out of one device."
+        )
+    return shape
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """One matmul, or all casts, of a training step of a layer.

@@ -8,8 +8,8 @@ Letters: M tokens, K features in, N features out, of one device.
 
 import dataclasses
 
-from jaxfp8.plan._costs import estimable
-from jaxfp8.plan._roofline import roofline
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.plan._roofline import check_estimable, roofline
 from jaxfp8.recipes._per_tensor import identity
 from jaxfp8.recipes._recipe import Recipe
 
@@ -27,21 +27,22 @@ class SkipSlow:
     `rule(path, shape, recipe)` is that recipe, or identity with the reason in its name.
 
     Attributes:
-      chip: the chip to estimate for.
+      kernels: for the chip to estimate for.
       at_least: the least speedup over bfloat16.
       tokens: M of every matmul; None where shapes have it.
 
     Example:
-      >>> SkipSlow(chip="h200").at_least
+      >>> import jaxfp8 as fp8
+      >>> SkipSlow(kernels=fp8.Kernels("h200")).at_least
       1.0
     """
 
-    chip: str
+    kernels: Kernels
     at_least: float = BREAK_EVEN
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        estimable(self.chip)
+        check_estimable(self.kernels)
         if type(self.at_least) not in (int, float) or not 0 < self.at_least < float("inf"):
             raise ValueError(
                 f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time; 1.0 "
@@ -65,16 +66,16 @@ class SkipSlow:
           `recipe`, or identity named after the reason.
 
         Raises:
-          ValueError: for a shape that does not fit, and as `fp8.roofline`.
+          ValueError: for a shape that does not fit, and as `fp8.plan.roofline`.
         """
         if not isinstance(path, str):
             raise TypeError(
                 f"path={path!r} must be a string; it is what the printed line calls the layer."
             )
         m, k, n = size = self._size(path, shape)
-        speedup = roofline(size, recipe=recipe, chip=self.chip).speedup
+        speedup = roofline(size, recipe=recipe, kernels=self.kernels).speedup
         slow = speedup < self.at_least and not recipe.is_identity
-        found = f"{speedup:.3f}x on {self.chip}"
+        found = f"{speedup:.3f}x on {self.kernels.chip}"
         print(
             f"skip_slow: {path} [{m}, {k}] @ [{k}, {n}]: {recipe.name} estimated {found}, "
             + (f"below {self.at_least:g}: identity" if slow else "kept")
@@ -98,19 +99,20 @@ class SkipSlow:
         return m, k, n
 
 
-def skip_slow(*, chip: str, at_least: float = BREAK_EVEN, tokens: int | None = None) -> SkipSlow:
+def skip_slow(
+    *, kernels: Kernels, at_least: float = BREAK_EVEN, tokens: int | None = None
+) -> SkipSlow:
     """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
 
-    `fp8.roofline` makes the estimate. It counts casts, but not the random bits of stochastic
+    `fp8.plan.roofline` makes the estimate. It counts casts, but not the random bits of stochastic
     rounding.
 
-    `rule(path, shape, recipe)` gives the recipe that the matmul shall use: the same, or
-    `identity()` with the reason in its name. It prints its choice, one line for each call. Nothing
-    acts on it but whoever calls it.
+    `rule(path, shape, recipe)` gives the recipe that the matmul should use: the same, or
+    `identity()` with the reason in its name. It prints its choice, one line for each call. It acts
+    only where you call it.
 
     Args:
-      chip: what the program will run on ("h200", "b200", ...): an argument, never detected, so that
-        all processes choose alike.
+      kernels: those of the layers, for the chip that the program will run on.
       at_least: the least estimated bf16 time / FP8 time that keeps the recipe. An estimate leaves
         out what is around the matmul, so ask for more than 1 to be safe.
       tokens: M, tokens that one device multiplies at once, for callers that know weights only:
@@ -120,23 +122,24 @@ def skip_slow(*, chip: str, at_least: float = BREAK_EVEN, tokens: int | None = N
       The rule, a frozen and hashable dataclass.
 
     Raises:
-      ValueError: for a chip that is unknown or has no figures; for at_least or tokens that are not
-        positive.
+      ValueError: for kernels without a chip, or for one without figures; for at_least or tokens
+        that are not positive.
 
     Example:
       >>> import jaxfp8 as fp8
       >>> from jaxfp8.linen import FP8Dense
-      >>> rule, recipe = fp8.plan.skip_slow(chip="h200"), fp8.recipes.current()
-      >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe))
+      >>> h200, recipe = fp8.Kernels("h200"), fp8.recipes.current()
+      >>> rule = fp8.plan.skip_slow(kernels=h200)
+      >>> up = FP8Dense(14336, recipe=rule("up", (8192, 4096, 14336), recipe), kernels=h200)
       skip_slow: up [8192, 4096] @ [4096, 14336]: current estimated 1.719x on h200, kept
       >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
       skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.517x on h200, below 1: identity
       >>> gate.recipe.name
       'identity (skip_slow: current 0.517x on h200)'
-      >>> _ = fp8.plan.skip_slow(chip="h200", tokens=256)("up", (4096, 14336), recipe)
+      >>> _ = fp8.plan.skip_slow(kernels=h200, tokens=256)("up", (4096, 14336), recipe)
       skip_slow: up [256, 4096] @ [4096, 14336]: current estimated 0.695x on h200, below 1: identity
 
     References:
-      `fp8.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
+      `fp8.plan.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
     """
-    return SkipSlow(chip=chip, at_least=at_least, tokens=tokens)
+    return SkipSlow(kernels=kernels, at_least=at_least, tokens=tokens)

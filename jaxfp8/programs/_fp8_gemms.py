@@ -93,8 +93,8 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     is in FP8. `expected` finds both.
 
     Args:
-      compiled: what `jax.jit(f, compiler_options=fp8.compiler_options(recipe,
-        chip)).lower(...).compile()` returns.
+      compiled: what `jax.jit(f, compiler_options=kernels.compiler_options(recipe)).lower(...)
+        .compile()` returns, with `kernels = fp8.Kernels("h200")` for instance.
       expected: compare only the number of FP8 matmuls with this one; a dense layer that is trained
         has `recipe.fp8_matmuls` of them. None: every matmul of a recipe must be in FP8, and there
         must be one.
@@ -105,11 +105,11 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> fp8.assert_fp8_gemms(jax.jit(jnp.sin).lower(1.0).compile(), 0)
+      >>> fp8.programs.assert_fp8_gemms(jax.jit(jnp.sin).lower(1.0).compile(), 0)
       >>> step = jax.jit(lambda x: fp8.dot(x, x, recipe=fp8.recipes.current()))
       >>> compiled = step.lower(jnp.ones((32, 32))).compile()  # for a CPU, which has no FP8 matmul
       >>> try:
-      ...     fp8.assert_fp8_gemms(compiled)
+      ...     fp8.programs.assert_fp8_gemms(compiled)
       ... except AssertionError as error:
       ...     print(str(error).splitlines()[0])
       expected every matmul of a recipe in FP8, found 0 in FP8 and 1 in high precision.
@@ -134,9 +134,9 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
         )
     elif not gemms.fp8:
         lines.append(
-            "None in FP8: compile with jax.jit(f, compiler_options=fp8.compiler_options(recipe, "
-            "chip)) for a chip with FP8 matmuls (compute capability 8.9 or later); CPUs emulate "
-            "FP8 and have none. Tiles need more: on Hopper give the "
-            'layer implementation="mosaic", on Blackwell the recipe chip="b200".'
+            'None in FP8: write kernels = fp8.Kernels("h200"), or another chip with FP8 matmuls '
+            "(compute capability 8.9 or later), and compile with jax.jit(f, "
+            "compiler_options=kernels.compiler_options(recipe)). CPUs emulate FP8 and have none. "
+            "Tiles need more: give each layer kernels=kernels."
         )
     raise AssertionError("\n".join(lines))

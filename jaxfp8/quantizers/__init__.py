@@ -1,6 +1,8 @@
 """Who chooses the scale of an operand, and what is remembered."""
 
 from jaxfp8.kernels.cast._api import KnownScale as KnownScale
+from jaxfp8.numerics._formats import Format as Format
+from jaxfp8.numerics._granularity import PerRow as PerRow
 from jaxfp8.quantizers._base import AbstractQuantizer as AbstractQuantizer
 from jaxfp8.quantizers._base import RowState as RowState
 from jaxfp8.quantizers._base import ScaleInputs as ScaleInputs

@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxfp8._typing import Array, Rounding
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._scale import inverse
 from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.prologues._prologue import Source
 from jaxfp8.quantizers._faults import Fault, faults_of_values
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -80,10 +80,10 @@ class AbstractQuantizer(abc.ABC):
       >>> @dataclasses.dataclass(frozen=True)
       ... class Roomy(fp8.quantizers.AbstractQuantizer):  # leaves room for values twice as large
       ...     granularity: fp8.PerTensor = fp8.PerTensor()
-      ...     value_format: fp8.Format = fp8.E4M3
+      ...     value_format: fp8.quantizers.Format = fp8.E4M3
       ...     def scale_of_amax(self, amax):
       ...         return super().scale_of_amax(2 * amax)
-      >>> q = fp8.Operands(lhs=Roomy(), rhs=Roomy())
+      >>> q = fp8.recipes.Operands(lhs=Roomy(), rhs=Roomy())
       >>> recipe = fp8.Recipe(name="roomy", fprop=q, dgrad=q, wgrad=q)
       >>> fp8.dot(jnp.full((1, 2), 3.0), jnp.full((2, 1), 3.0), recipe=recipe)
       Array([[18.]], dtype=float32)

@@ -5,12 +5,12 @@ import functools
 
 from jaxfp8._typing import Array, Rounding, ScaleRounding
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._prologue import Produced, Source, wide_operands
 from jaxfp8.kernels.quantize._api import quantize
 from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerRow, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.prologues._prologue import Produced, Source, wide_operands
 from jaxfp8.quantizers._base import (
     AbstractQuantizer,
     ScaleInputs,

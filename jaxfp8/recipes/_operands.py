@@ -18,7 +18,7 @@ class Operands:
     Example:
       >>> import jaxfp8 as fp8
       >>> from jaxfp8.quantizers import Current, Identity
-      >>> fp8.Operands(lhs=Current(format=fp8.E4M3), rhs=Identity()).in_fp8
+      >>> fp8.recipes.Operands(lhs=Current(format=fp8.E4M3), rhs=Identity()).in_fp8
       False
     """
 

@@ -13,7 +13,6 @@ import zlib
 from typing import Any, Literal, NamedTuple
 
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._platform import chip_named
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.recipes._operands import Operands
 
@@ -75,9 +74,6 @@ class Recipe:
       fprop: quantizers of x and w in y = x @ w.
       dgrad: quantizers of g and w in dx = g @ w^T.
       wgrad: quantizers of x and g in dw = x^T @ g.
-      chip: the chip that programs are compiled for, if matmuls of tiles shall run on its own
-        block-scaled instructions ("b200"). None, the default, compiles to programs that are right
-        on every chip. Casts do not depend on it.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -92,7 +88,6 @@ class Recipe:
     fprop: Operands
     dgrad: Operands
     wgrad: Operands
-    chip: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -104,8 +99,6 @@ class Recipe:
                 raise TypeError(
                     f"{matmul}={getattr(self, matmul)!r} must be Operands(lhs=..., rhs=...)."
                 )
-        if self.chip is not None:
-            self._check_chip(self.chip)
         for row in self.rows:
             if " at 0x" in row.description:
                 raise TypeError(
@@ -119,28 +112,6 @@ class Recipe:
                 f"history_length differs among the operands of one recipe ({sorted(lengths)}), but "
                 "their amax histories are one array; give all quantizers with state the same."
             )
-
-    def _check_chip(self, chip: str) -> None:
-        if not chip_named(chip).block_scaled_matmul:
-            raise ValueError(
-                f"chip={chip!r} has no block-scaled matmul, the only thing that chip= is for; "
-                "leave it out."
-            )
-        tiled = [
-            operands
-            for operands in (self.fprop, self.dgrad, self.wgrad)
-            if operands.in_tiles and operands.in_fp8
-        ]
-        if not tiled:
-            raise ValueError(f"chip={chip!r} is not used by a recipe without tiles; leave it out.")
-        for quantizer in (q for operands in tiled for q in (operands.lhs, operands.rhs)):
-            tile = quantizer.granularity
-            if not (quantizer.rule.exact and tile.in_tiles and tile.along(2)[1] % 32 == 0):
-                raise ValueError(
-                    f"chip={chip!r} multiplies tiles whose sides are multiples of 32 and whose "
-                    f"scales are powers of two, not {quantizer!r}; pass power_of_two=True, or "
-                    "leave chip out."
-                )
 
     def uses(self, tensor: Tensor) -> tuple[tuple[Matmul, AbstractQuantizer], ...]:
         """The matmuls that read a tensor, each with the quantizer it reads it by."""
@@ -208,7 +179,6 @@ def by_tensor(
     x: AbstractQuantizer,
     w: AbstractQuantizer,
     g: AbstractQuantizer,
-    chip: str | None = None,
 ) -> Recipe:
     """The recipe in which each tensor has one quantizer, whichever matmul reads it.
 
@@ -219,4 +189,4 @@ def by_tensor(
       3
     """
     fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
-    return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad, chip=chip)
+    return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad)

@@ -20,7 +20,6 @@ def blockwise(
     x_tile_dim: TileDim = 1,
     w_tile_dim: TileDim = 2,
     g_tile_dim: TileDim = 1,
-    chip: str | None = None,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
     """Blockwise scaling as DeepSeek-V3 trained.
@@ -38,7 +37,6 @@ def blockwise(
       x_tile_dim: 1 (1x128) or 2 (128x128) for activations.
       w_tile_dim: the same for weights.
       g_tile_dim: the same for output gradients. A matmul takes at most one operand in 2D tiles.
-      chip: "b200" to run on Blackwell's block-scaled tensor cores (see `Recipe.chip`).
       gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
         step and keeps small gradients unbiased.
 
@@ -65,14 +63,13 @@ def blockwise(
         for name, format in zip(dims, (forward, forward, gradient), strict=True)
     )
     g = dataclasses.replace(g, rounding=gradient_rounding)
-    return by_tensor("blockwise", x, w, g, chip)
+    return by_tensor("blockwise", x, w, g)
 
 
 def mxfp8(
     *,
     scale_rounding: ScaleRounding = "rceil",
     w_tile_dim: TileDim = 1,
-    chip: str | None = None,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
     """MXFP8: E4M3 in tiles of 1x32 along what is contracted, one byte (E8M0) a scale. No state.
@@ -85,7 +82,6 @@ def mxfp8(
       scale_rounding: "rceil" rounds scales up, so that nothing overflows; "floor" is the OCP
         paper's, finer by up to a binade, and saturates what is above.
       w_tile_dim: 1 (1x32) or 2 (32x32) for weights.
-      chip: "b200" to run on Blackwell's block-scaled tensor cores (see `Recipe.chip`).
       gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
         step and keeps small gradients unbiased.
 
@@ -108,7 +104,7 @@ def mxfp8(
         )
         for dim in (1, w_tile_dim)
     )
-    return by_tensor("mxfp8", x, w, dataclasses.replace(x, rounding=gradient_rounding), chip)
+    return by_tensor("mxfp8", x, w, dataclasses.replace(x, rounding=gradient_rounding))
 
 
 def _tile(name: str, size: int, dim: object) -> PerBlock:

@@ -21,6 +21,23 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
+def parts_of(x: jax.Array) -> tuple[int, ...]:
+    """Into how many parts each axis of an array is split, by its type: in Explicit meshes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> parts_of(jnp.ones((4, 2)))
+      (1, 1)
+    """
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty:
+        return (1,) * x.ndim
+    spec = (*sharding.spec, *[None] * x.ndim)[: x.ndim]
+    return tuple(
+        math.prod(sharding.mesh.shape[name] for name in mesh_axes(entry)) for entry in spec
+    )
+
+
 def whole_mesh_axes(
     x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh
 ) -> tuple[tuple[str, ...], ...]:

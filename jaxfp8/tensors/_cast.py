@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jaxfp8._typing import Array, DType, Implementation, Rounding
+from jaxfp8._typing import Array, DType, Rounding
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._scale_rule import ScaleRule
@@ -48,7 +48,7 @@ class Cast:
         random bits.
       column_sums: whether to sum the columns, too. A backend that would have to read the array
         again for that leaves them out (`CastExtras`).
-      implementation: the backend by name. None takes the first backend that can do the case.
+      backends: names of backends. The first one that can do the case makes the copies.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -62,7 +62,7 @@ class Cast:
     rule: ScaleRule = ScaleRule()
     rounding: Rounding = "nearest"
     column_sums: bool = False
-    implementation: Implementation = None
+    backends: tuple[str, ...] = ("xla",)
 
     @functools.cached_property
     def granularities(self) -> tuple[AbstractGranularity, ...]:

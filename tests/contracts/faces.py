@@ -26,7 +26,7 @@ def in_tiles(name, *, square, **fields):
     """
     x = Current(format=fp8.E4M3, granularity=fp8.PerBlock((1, 2)), **fields)
     w = Current(format=fp8.E4M3, granularity=fp8.PerBlock((2, 2) if square else (1, 2)), **fields)
-    matmul = lambda lhs, rhs: fp8.Operands(lhs=lhs, rhs=rhs)
+    matmul = lambda lhs, rhs: fp8.recipes.Operands(lhs=lhs, rhs=rhs)
     return fp8.Recipe(name=name, fprop=matmul(x, w), dgrad=matmul(x, w), wgrad=matmul(x, x))
 
 
@@ -93,7 +93,7 @@ def of_nnx(recipe):
 
     def apply(w, s, x):
         own = jax.tree.map(
-            lambda _: s, states, is_leaf=lambda node: isinstance(node, fp8.MatmulState)
+            lambda _: s, states, is_leaf=lambda node: isinstance(node, fp8.state.MatmulState)
         )
         return nnx.merge(graphdef, jax.tree.map(lambda _: w, params), own)(x)
 

@@ -14,7 +14,7 @@ class Smoothed(AbstractQuantizer):
     """The scale comes from an exponential moving average of amaxes."""
 
     stateful: ClassVar[bool] = True
-    value_format: fp8.Format = fp8.E4M3
+    value_format: fp8.quantizers.Format = fp8.E4M3
     decay: float = 0.5
     granularity: fp8.PerTensor = fp8.PerTensor()
 
@@ -30,5 +30,5 @@ class Smoothed(AbstractQuantizer):
 
 def recipe():
     x, g = Smoothed(), Smoothed(value_format=fp8.E5M2, decay=0.25)
-    pair = lambda lhs, rhs: fp8.Operands(lhs=lhs, rhs=rhs)
+    pair = lambda lhs, rhs: fp8.recipes.Operands(lhs=lhs, rhs=rhs)
     return fp8.Recipe(name="smoothed", fprop=pair(x, x), dgrad=pair(g, x), wgrad=pair(x, g))

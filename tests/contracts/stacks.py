@@ -221,5 +221,5 @@ def train(way, layers, axis):
     for i in range(STEPS):
         loss, _, states = step(*data(layers, chained, i)[:1], states, *data(layers, chained, i)[1:])
         losses.append(float(loss))
-    (state,) = jax.tree.leaves(states, is_leaf=lambda node: isinstance(node, fp8.MatmulState))
+    (state,) = jax.tree.leaves(states, is_leaf=lambda node: isinstance(node, fp8.state.MatmulState))
     return state, losses

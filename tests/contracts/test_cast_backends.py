@@ -21,7 +21,7 @@ pytestmark = [
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def run(x, multiplier, format, granularity, backend):
-    return cast_one(x, multiplier, format, granularity, implementation=backend)
+    return cast_one(x, multiplier, format, granularity, backends=(backend,))
 
 
 def assert_equals_oracle(q, x, multiplier, message=""):
@@ -53,7 +53,7 @@ def test_per_axis(backend, format, kept):
 def test_eager(backend, format):
     x, m = hard_arrays(np.float32)["a_row_of_each"], np.array(3.1, np.float32)
     assert_equals_oracle(
-        cast_one(jnp.asarray(x), jnp.asarray(m), format, fp8.PerTensor(), implementation=backend),
+        cast_one(jnp.asarray(x), jnp.asarray(m), format, fp8.PerTensor(), backends=(backend,)),
         x,
         m,
     )
@@ -82,7 +82,7 @@ def test_stochastic_rounding(backend, format):
     options = {
         "rounding": "stochastic",
         "key": jax.random.key(0, impl="rbg"),
-        "implementation": backend,
+        "backends": (backend,),
     }
     drawn = np.asarray(
         cast_one(jnp.asarray(x), m, format, fp8.PerTensor(), **options).values

@@ -103,7 +103,7 @@ def test_a_scanned_stack_under_remat(way):
         model.apply({"params": params, COLLECTION: state}, X, None)[0]
     )
     _, _, state = jax.jit(fp8.value_and_grad(loss_fn))(variables["params"], variables[COLLECTION])
-    (state,) = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, fp8.MatmulState))
+    (state,) = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, fp8.state.MatmulState))
     amaxes = state.amax_history[:, 0, -1]  # of x, of each layer
     assert amaxes[0] == jnp.max(jnp.abs(X))
     assert (amaxes[1:] <= 1).all()

@@ -120,7 +120,7 @@ class Training:
             tree = nnx.state(n["net"], fp8.nnx.FP8State)
         else:
             tree = n["ts"].fp8_state if self.form == "TrainState" else n["state"]
-        is_state = lambda node: isinstance(node, fp8.MatmulState)
+        is_state = lambda node: isinstance(node, fp8.state.MatmulState)
         return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
 
 

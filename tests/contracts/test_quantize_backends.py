@@ -66,7 +66,7 @@ def jitted(x, tiles, kinds, backend, dequantized=True):
                 FORMATS[format],
                 *map(fp8.PerBlock, tiles),
                 rule=RULES[rule],
-                implementation=backend,
+                backends=(backend,),
             ),
         )[0]
         for rule, format in kinds
@@ -175,9 +175,7 @@ def test_one_bad_element_spoils_its_tile_only(backend):
 def test_eager_equals_jit(backend, rule):
     x, tiles = jnp.asarray(hard_arrays(np.float32)["a_row_of_each"]), ((1, 128), (32, 32))
     granularities = map(fp8.PerBlock, tiles)
-    eager, _ = quantize(
-        x, cast_in(fp8.E4M3, *granularities, rule=RULES[rule], implementation=backend)
-    )
+    eager, _ = quantize(x, cast_in(fp8.E4M3, *granularities, rule=RULES[rule], backends=(backend,)))
     for one, (other, _), tile in zip(
         eager, jitted(x, tiles, ((rule, "E4M3"),), backend)[rule, "E4M3"], tiles, strict=True
     ):
@@ -250,7 +248,7 @@ def test_stochastic_rounding(backend):
 
     @jax.jit
     def both(x, key):
-        how = {"rule": RULES["rceil"], "implementation": backend}
+        how = {"rule": RULES["rceil"], "backends": (backend,)}
         drawn, _ = quantize(x, cast_in(fp8.E4M3, *tiles, rounding="stochastic", **how), key=key)
         nearest, _ = quantize(x, cast_in(fp8.E4M3, *tiles, **how))
         return [

@@ -30,8 +30,10 @@ MX = {"format": fp8.E4M3, "power_of_two": True, "scale_format": fp8.E8M0}
 QUANTIZERS = {
     "current": Current(format=fp8.E4M3),
     "current E5M2 power of two": Current(format=fp8.E5M2, power_of_two=True),
-    "current rows": Current(format=fp8.E4M3, granularity=fp8.PerRow(), power_of_two=True),
-    "current rows E5M2": Current(format=fp8.E5M2, granularity=fp8.PerRow()),
+    "current rows": Current(
+        format=fp8.E4M3, granularity=fp8.quantizers.PerRow(), power_of_two=True
+    ),
+    "current rows E5M2": Current(format=fp8.E5M2, granularity=fp8.quantizers.PerRow()),
     "blockwise 1x128": Current(
         format=fp8.E4M3, granularity=fp8.PerBlock((1, 128)), power_of_two=True
     ),

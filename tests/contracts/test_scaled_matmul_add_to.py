@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contracts.test_scaled_matmul_backends import distance, product
-from contracts.test_scaled_matmul_tiles import CHIP, made, tensors
+from contracts.test_scaled_matmul_tiles import kernels_of, made, tensors
 from hard_inputs import mentions
 from interpreter import interpreted, needs_mosaic
 
@@ -64,7 +64,7 @@ DTYPES = [
 
 
 def multiply(lhs, rhs, add_to, backend, **options):
-    options = {"implementation": backend, "chip": CHIP.get(backend)} | options
+    options = {"kernels": kernels_of(backend)} | options
     return jax.jit(lambda lhs, rhs, c: fp8.scaled_matmul(lhs, rhs, add_to=c, **options))(
         lhs, rhs, add_to
     )
@@ -157,7 +157,7 @@ def test_an_explicit_mesh():
     c = addend(jnp.bfloat16, 64, N)
     with jax.set_mesh(mesh):
         lhs_there, c_there = jax.device_put((lhs, c), jax.NamedSharding(mesh, jax.P("data", None)))
-        y = multiply(lhs_there, rhs, c_there, "xla", chip=None)
+        y = multiply(lhs_there, rhs, c_there, "xla")
     np.testing.assert_array_equal(y, exact(lhs, rhs, c, jnp.bfloat16))
 
 

@@ -10,7 +10,7 @@ import oracle
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul._api import BACKENDS, scaled_matmul
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 
 # cuDNN's takes operands in tiles only, test_scaled_matmul_tiles.py; Mosaic's has to be interpreted,
 # kernels/scaled_matmul/test_mosaic_rows.py.
@@ -91,7 +91,7 @@ def test_signal_to_noise(backend, formats, least, rows):
     granularities = (fp8.PerAxis(0), fp8.PerAxis(1)) if rows else (None, None)
     quantize = jax.jit(fp8.quantize, static_argnums=(1, 2))
     lhs, rhs = (quantize(t, f, g) for t, f, g in zip((x, w), formats, granularities, strict=True))
-    y = scaled_matmul(lhs, rhs, implementation=backend)
+    y = fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend))
     assert distance(y, dequantized(lhs) @ dequantized(rhs)) <= CLOSE
     ratio = decibels(y, x.astype(np.float64) @ w.astype(np.float64))
     assert least <= ratio < least + 1.5
@@ -106,7 +106,12 @@ def test_signal_to_noise(backend, formats, least, rows):
 def test_granularities(backend, lhs_granularity, rhs_granularity):
     lhs = quantized(gaussian(0, 17, 33), fp8.E4M3, lhs_granularity)
     rhs = quantized(gaussian(1, 33, 5), fp8.E4M3, rhs_granularity)
-    assert distance(scaled_matmul(lhs, rhs, implementation=backend), product(lhs, rhs)) <= CLOSE
+    assert (
+        distance(
+            fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend)), product(lhs, rhs)
+        )
+        <= CLOSE
+    )
 
 
 GEOMETRIES = {
@@ -131,8 +136,8 @@ def test_geometries(backend, geometry, rows):
         kept = [a for a in range(len(shape)) if a not in dimension_numbers[0][side]]
         granularity = fp8.PerAxis(*kept) if rows and kept else fp8.PerTensor()
         operands.append(quantized(gaussian(side, *shape), fp8.E4M3, granularity))
-    options = {"dimension_numbers": dimension_numbers, "implementation": backend}
-    y = jax.jit(lambda *operands: scaled_matmul(*operands, **options))(*operands)
+    options = {"dimension_numbers": dimension_numbers, "kernels": fp8.Kernels(matmuls=backend)}
+    y = jax.jit(lambda *operands: fp8.scaled_matmul(*operands, **options))(*operands)
     exact = product(*operands, dimension_numbers)
     assert y.shape == exact.shape
     assert distance(y, exact) <= CLOSE
@@ -141,7 +146,7 @@ def test_geometries(backend, geometry, rows):
 @pytest.mark.parametrize("shapes", [((0, 3), (3, 2)), ((2, 0), (0, 3)), ((2, 3), (3, 0))], ids=str)
 def test_empty(backend, shapes):
     lhs, rhs = (quantized(np.ones(shape, np.float32), fp8.E4M3) for shape in shapes)
-    y = scaled_matmul(lhs, rhs, implementation=backend)
+    y = fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend))
     np.testing.assert_array_equal(
         y, np.zeros((shapes[0][0], shapes[1][1]), np.float32), strict=True
     )
@@ -152,10 +157,12 @@ def test_empty(backend, shapes):
 )
 def test_dtypes(backend, dtype):
     lhs, rhs = (quantized(jnp.asarray(gaussian(seed, 8, 8), dtype), fp8.E4M3) for seed in (0, 1))
-    full = scaled_matmul(lhs, rhs, preferred_element_type=jnp.float32, implementation=backend)
+    full = fp8.scaled_matmul(
+        lhs, rhs, preferred_element_type=jnp.float32, kernels=fp8.Kernels(matmuls=backend)
+    )
     assert full.dtype == jnp.float32
     assert distance(full, product(lhs, rhs)) <= CLOSE
-    y = scaled_matmul(lhs, rhs, implementation=backend)
+    y = fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend))
     assert y.dtype == dtype
     np.testing.assert_array_equal(y, full.astype(dtype))
 
@@ -165,7 +172,7 @@ def test_dtypes_promote(backend):
     lhs, rhs = (
         quantized(jnp.ones((2, 2), dtype), fp8.E4M3) for dtype in (jnp.bfloat16, jnp.float32)
     )
-    assert scaled_matmul(lhs, rhs, implementation=backend).dtype == jnp.float32
+    assert fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend)).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["per tensor", "per row"])
@@ -174,7 +181,7 @@ def test_huge_times_tiny_is_finite(backend, rows, order):
     granularities = (fp8.PerAxis(0), fp8.PerAxis(1)) if rows else (None, None)
     arrays = (np.full((2, 2), 3e38, np.float32), np.full((2, 2), 1e-30, np.float32))[::order]
     lhs, rhs = (quantized(x, fp8.E4M3, g) for x, g in zip(arrays, granularities, strict=True))
-    y = scaled_matmul(lhs, rhs, implementation=backend)
+    y = fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend))
     np.testing.assert_allclose(y, 6e8, rtol=1e-6)
 
 
@@ -182,8 +189,10 @@ def test_huge_times_tiny_is_finite(backend, rows, order):
 def test_what_is_not_finite_shows(backend, bad):
     x = gaussian(0, 3, 4)
     x[1, 2] = bad
-    y = scaled_matmul(
-        quantized(x, fp8.E4M3), quantized(gaussian(1, 4, 2), fp8.E4M3), implementation=backend
+    y = fp8.scaled_matmul(
+        quantized(x, fp8.E4M3),
+        quantized(gaussian(1, 4, 2), fp8.E4M3),
+        kernels=fp8.Kernels(matmuls=backend),
     )
     np.testing.assert_array_equal(np.isfinite(y), [[True, True], [False, False], [True, True]])
 
@@ -194,7 +203,9 @@ def test_vmap(backend):
     slices = [quantized(slice_, fp8.E4M3) for slice_ in x]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *slices)
     for y, lhs in zip(
-        jax.vmap(lambda lhs: scaled_matmul(lhs, rhs, implementation=backend))(stacked),
+        jax.vmap(lambda lhs: fp8.scaled_matmul(lhs, rhs, kernels=fp8.Kernels(matmuls=backend)))(
+            stacked
+        ),
         slices,
         strict=True,
     ):

@@ -13,9 +13,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from contracts.test_scaled_matmul_backends import CLOSE, dequantized, distance, product
+from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul._api import BACKENDS, scaled_matmul
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 # Mosaic's has to be interpreted, with tiles of 128: kernels/scaled_matmul/test_mosaic_matmul.py.
@@ -23,6 +24,12 @@ HERE = [name for name in BACKENDS if name != "mosaic"]
 
 # Blackwell's backend wants its chip named; on a CPU the same call takes the path of XLA's blocks.
 CHIP = {"cudnn": "b200"}
+
+
+def kernels_of(backend) -> fp8.Kernels:
+    """Those whose matmuls are this backend's."""
+    return fp8.Kernels(CHIP.get(backend), matmuls=backend)
+
 
 M, K, N = 150, 300, 140  # ragged in tiles of 128 and of 32
 SCALES = {"float32": {}, "power of two": {"power_of_two": True}, "E8M0": {"scale_format": fp8.E8M0}}
@@ -90,12 +97,11 @@ def tensors(shapes, tiles, scales, **fields) -> list[QuantizedTensor]:
 def multiply(lhs, rhs, backend, dimension_numbers=MATRICES, **options):
     """Compiled, as in a layer; what a backend says that it cannot do is skipped."""
     options = {
-        "implementation": backend,
-        "chip": CHIP.get(backend),
+        "kernels": kernels_of(backend),
         "dimension_numbers": dimension_numbers,
     } | options
     try:
-        return jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, **options))(lhs, rhs)
+        return jax.jit(lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, **options))(lhs, rhs)
     except NotImplementedError as reason:
         if backend != "cudnn":
             raise
@@ -233,7 +239,7 @@ def test_partners(side, partner, scales, of_partner):
     lhs, rhs = (
         tensor(i, shape, granularities[i], kinds[i]) for i, shape in enumerate(((9, 70), (70, 40)))
     )
-    y = jax.jit(functools.partial(scaled_matmul, chip="b200"))(lhs, rhs)
+    y = jax.jit(functools.partial(fp8.scaled_matmul, kernels=fp8.Kernels("b200")))(lhs, rhs)
     assert distance(y, product(lhs, rhs)) <= CLOSE
 
 
@@ -378,15 +384,16 @@ def test_errors(backend, error):
     (lhs_shape, lhs_tile), (rhs_shape, rhs_tile), format, message = ERRORS[error]
     lhs, rhs = tensors((lhs_shape, rhs_shape), (lhs_tile, rhs_tile), "power of two", format=format)
     with pytest.raises(ValueError, match=message):
-        scaled_matmul(lhs, rhs, implementation=backend, chip=CHIP.get(backend))
+        fp8.scaled_matmul(lhs, rhs, kernels=kernels_of(backend))
 
 
 @pytest.mark.parametrize("chip", [None, "h200"])
 def test_a_chip_without_a_block_scaled_matmul_is_refused_by_name(chip):
     lhs, rhs = tensors(((2, 64), (64, 5)), ((1, 32), (32, 1)), "E8M0")
-    with pytest.raises(NotImplementedError, match="no block-scaled matmul"):
-        scaled_matmul(lhs, rhs, implementation="cudnn", chip=chip)
-    assert distance(multiply(lhs, rhs, None, chip=chip), product(lhs, rhs)) <= CLOSE
+    with pytest.raises(ValueError, match=mentions(f"'cudnn' is made for Blackwell, but {chip=}")):
+        fp8.Kernels(chip, matmuls="cudnn")
+    y = multiply(lhs, rhs, None, kernels=fp8.Kernels(chip))
+    assert distance(y, product(lhs, rhs)) <= CLOSE
 
 
 # What an Explicit mesh of 4 x 2 splits of lhs [8, 256] and rhs [256, 64].
@@ -410,7 +417,10 @@ def test_explicit_meshes(scales, split, chip):
             )
             for tensor, spec in zip(given, SPLITS[split], strict=True)
         )
-        run = jax.jit(lambda lhs, rhs: scaled_matmul(lhs, rhs, out_sharding=out, chip=chip))
+        kernels = fp8.Kernels(chip)
+        run = jax.jit(
+            lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, out_sharding=out, kernels=kernels)
+        )
         if (scales, split) == ("float32", "contracted"):
             with pytest.raises(
                 ValueError, match=r"an Explicit mesh splits over 'tp'.*Use power_of_two=True"

@@ -1,8 +1,8 @@
 """The table of the tests of GPU programs.
 
-Recipes, functions of a recipe, and checks of what their matmuls read.
+Recipes with kernels, functions of them, and checks of what their matmuls read.
 
-A cell is one function with one recipe, compiled for one chip and run on the CPU by
+A cell is one function with one recipe and kernels, compiled for one chip and run on the CPU by
 `jaxfp8.programs.run_on_cpu`, which shows the operands of every matmul.
 """
 
@@ -10,30 +10,46 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from targets import BLACKWELL
 
 import jaxfp8 as fp8
 from jaxfp8.quantizers import Current, Static
 
-RECIPES = {
-    "delayed": fp8.recipes.delayed(),
-    "delayed, powers of two": fp8.recipes.delayed(power_of_two=True),
-    "current": fp8.recipes.current(),
-    "static": fp8.recipes.static(x_scale=0.011, w_scale=0.0023, g_scale=1.1e-4),
-    "rowwise": fp8.recipes.rowwise(),
-    "rowwise, wgrad in high precision": fp8.recipes.rowwise(high_precision_wgrad=True),
-    "blockwise": fp8.recipes.blockwise(),
-    "blockwise, float32 scales": fp8.recipes.blockwise(power_of_two=False),
-    "blockwise, hybrid": fp8.recipes.blockwise(gradient=fp8.E5M2),
-    "mxfp8": fp8.recipes.mxfp8(),
-    "mxfp8, w 32x32": fp8.recipes.mxfp8(w_tile_dim=2),
-    "mxfp8, by Blackwell": fp8.recipes.mxfp8(chip="b200"),
-    "blockwise, by Blackwell": fp8.recipes.blockwise(chip="b200"),
+
+class Setup(NamedTuple):
+    """What a function is given.
+
+    Attributes:
+      recipe: which quantizer for which operand.
+      kernels: what casts and multiplies. XLA compiles all of it, since a Pallas kernel is no
+        program that a CPU runs.
+    """
+
+    recipe: fp8.Recipe
+    kernels: fp8.Kernels = fp8.Kernels()
+
+
+IDENTITY = Setup(fp8.recipes.identity())
+SETUPS = {
+    "delayed": Setup(fp8.recipes.delayed()),
+    "delayed, powers of two": Setup(fp8.recipes.delayed(power_of_two=True)),
+    "current": Setup(fp8.recipes.current()),
+    "static": Setup(fp8.recipes.static(x_scale=0.011, w_scale=0.0023, g_scale=1.1e-4)),
+    "rowwise": Setup(fp8.recipes.rowwise()),
+    "rowwise, wgrad in high precision": Setup(fp8.recipes.rowwise(high_precision_wgrad=True)),
+    "blockwise": Setup(fp8.recipes.blockwise()),
+    "blockwise, float32 scales": Setup(fp8.recipes.blockwise(power_of_two=False)),
+    "blockwise, hybrid": Setup(fp8.recipes.blockwise(gradient=fp8.E5M2)),
+    "mxfp8": Setup(fp8.recipes.mxfp8()),
+    "mxfp8, w 32x32": Setup(fp8.recipes.mxfp8(w_tile_dim=2)),
+    "mxfp8, by Blackwell": Setup(fp8.recipes.mxfp8(), BLACKWELL),
+    "blockwise, by Blackwell": Setup(fp8.recipes.blockwise(), BLACKWELL),
 }
 CHIPS = ("h200", "b200", "a100")
 # All different, so that the shape of an operand says which tensor it is; multiples of 128, so that
@@ -176,44 +192,44 @@ def differs(
     return f"{(np.abs(wide - dequantized) > close * np.abs(dequantized)).sum()} dequantized values"
 
 
-# The functions. Each takes the recipe, then arrays; the state is that of `state_for`.
+# The functions. Each takes a setup, then arrays; the state is that of `state_for`.
 
 
-def state_for(recipe: fp8.Recipe, *stacked: int) -> Any:
+def state_for(setup: Setup, *stacked: int) -> Any:
     """A state that has seen the arrays of another seed; of stateless recipes there is none."""
-    state = fp8.init_state(recipe)
-    if recipe.rows:
-        _, _, state = jax.jit(functools.partial(layer, recipe))(state, *arrays(seed=1))
+    state = fp8.init_state(setup.recipe)
+    if setup.recipe.rows:
+        _, _, state = jax.jit(functools.partial(layer, setup))(state, *arrays(seed=1))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stacked, *leaf.shape)), state)
 
 
-def layer(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
+def layer(setup: Setup, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
     """(loss, y), (dx, dw) and the next state of one dense layer."""
 
     def loss(params: Any, state: Any, c: jax.Array) -> Any:
-        y = fp8.dot(*params, recipe=recipe, state=state)
+        y = fp8.dot(*params, **setup._asdict(), state=state)
         return jnp.sum((y * c).astype(jnp.float32)), y
 
     return fp8.value_and_grad(loss, has_aux=True)((x, w), state, c)
 
 
-def prologue(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
+def prologue(setup: Setup, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
     """The same of silu(x) * x, which is made in the quantizer."""
 
     def loss(params: Any, state: Any, c: jax.Array) -> Any:
         x, w = params
-        y = fp8.dot((x, x), w, recipe=recipe, state=state, prologue=fp8.SwiGLU())
+        y = fp8.dot((x, x), w, **setup._asdict(), state=state, prologue=fp8.prologues.SwiGLU())
         return jnp.sum((y * c).astype(jnp.float32)), y
 
     return fp8.value_and_grad(loss, has_aux=True)((x, w), state, c)
 
 
-def vmapped(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
+def vmapped(setup: Setup, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
     """The same of two examples of x at once, one eight times the other."""
 
     def loss(params: Any, state: Any, c: jax.Array) -> Any:
         x, w = params
-        one = lambda x: fp8.dot(x, w, recipe=recipe, state=state)
+        one = lambda x: fp8.dot(x, w, **setup._asdict(), state=state)
         y = jax.vmap(one)(jnp.stack([x, 8 * x]))
         return jnp.sum((y * jnp.stack([c, c / 8])).astype(jnp.float32)), y
 
@@ -223,7 +239,7 @@ def vmapped(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c: jax.A
 LAYERS = 2
 
 
-def training_step(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
+def training_step(setup: Setup, state: Any, x: jax.Array, w: jax.Array, c: jax.Array) -> Any:
     """The loss, the parameters after a step of AdamW and the next state.
 
     Layers in a scan, rematerialized.
@@ -232,8 +248,8 @@ def training_step(recipe: fp8.Recipe, state: Any, x: jax.Array, w: jax.Array, c:
 
     def block(h: jax.Array, given: Any) -> tuple[jax.Array, None]:
         params, state = given
-        up = fp8.dot(h, params["up"], recipe=recipe, state=state["up"])
-        down = fp8.dot(jax.nn.relu(up), params["down"], recipe=recipe, state=state["down"])
+        up = fp8.dot(h, params["up"], **setup._asdict(), state=state["up"])
+        down = fp8.dot(jax.nn.relu(up), params["down"], **setup._asdict(), state=state["down"])
         return h + 0.1 * down, None
 
     def loss(params: Any, state: Any, x: jax.Array) -> jax.Array:
@@ -262,16 +278,16 @@ def granularity_of_x(recipe: fp8.Recipe) -> tuple[Any, dict[str, Any]]:
     return (quantizer.format, quantizer.granularity.for_matmul((0,), 2)), fields
 
 
-def fake_quantize(recipe: fp8.Recipe, x: jax.Array) -> Any:
+def fake_quantize(setup: Setup, x: jax.Array) -> Any:
     """The value and, as the gradient, a tensor of ones."""
-    given, fields = granularity_of_x(recipe)
+    given, fields = granularity_of_x(setup.recipe)
     value, pull_back = jax.vjp(lambda x: fp8.fake_quantize(x, *given, **fields), x)
     return value, *pull_back(jnp.ones_like(value))
 
 
-def quantize_dequantize(recipe: fp8.Recipe, x: jax.Array) -> Any:
-    given, fields = granularity_of_x(recipe)
-    q = fp8.quantize(x, *given, **fields)
+def quantize_dequantize(setup: Setup, x: jax.Array) -> Any:
+    given, fields = granularity_of_x(setup.recipe)
+    q = fp8.quantize(x, *given, **fields, kernels=setup.kernels)
     return q.values, q.scale, q.dequantize(), q.dequantize(jnp.float32)
 
 

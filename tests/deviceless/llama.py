@@ -163,7 +163,7 @@ def compile_step(
     out = jax.tree.map(lambda s: s.sharding, (weights, state))
     step = jax.jit(train_step(recipe, remat), donate_argnums=(0, 1), out_shardings=(*out, None))
     with jax.set_mesh(mesh):
-        return step.lower(weights, state, h).compile(fp8.compiler_options(recipe, "h200"))
+        return step.lower(weights, state, h).compile(fp8.Kernels("h200").compiler_options(recipe))
 
 
 def shards(fsdp: int, tensor: int) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from targets import array, topology
 
 import jaxfp8 as fp8
 
-PROLOGUES = {"swiglu": fp8.SwiGLU(), "rms_norm": fp8.RMSNorm()}
+PROLOGUES = {"swiglu": fp8.prologues.SwiGLU(), "rms_norm": fp8.prologues.RMSNorm()}
 WAYS: dict[str, tuple[str, bool]] = {
     "XLA's casts": ("xla", False),
     'casts by "mosaic"': ("mosaic", False),
@@ -44,7 +44,7 @@ def trained(
                 w,
                 recipe=recipe,
                 state=state,
-                implementation=fp8.Implementations(casts=casts),
+                kernels=fp8.Kernels(casts=casts),
                 **how,
             )
             return jnp.sum((y * c).astype(jnp.float32) ** 2)
@@ -59,7 +59,7 @@ def trained(
         fp8.init_state(recipe),
     )
     with jax.set_mesh(mesh):
-        run = jax.jit(step, compiler_options=fp8.compiler_options(recipe, "h200"))
+        run = jax.jit(step, compiler_options=fp8.Kernels("h200").compiler_options(recipe))
         return Program(run.lower(*jax.tree.map(place, arguments)).compile().as_text())
 
 

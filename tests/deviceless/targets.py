@@ -17,6 +17,9 @@ from program import Program
 
 import jaxfp8 as fp8
 
+BLACKWELL = fp8.Kernels("b200", casts="xla", matmuls="cudnn")
+"""Blackwell's block-scaled matmuls of any size, and casts by XLA."""
+
 
 @functools.cache
 def topology(chip: str, shape: str = "1x1x1") -> Any:
@@ -58,14 +61,18 @@ def program_for(
     return Program(compile_for(chip, function, *arguments, options=options).as_text())
 
 
-def dense_step(recipe: fp8.Recipe, dot: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def dense_step(
+    recipe: fp8.Recipe,
+    dot: Callable[..., Any] | None = None,
+    kernels: fp8.Kernels | None = None,
+) -> Callable[..., Any]:
     """Forward and backward of one dense layer, `step(x, w, c, state)`, with c the gradient of its
     output.
 
-    `dot(x, w, state)` is the matmul; c and not a constant, so that its amax is that of a tensor
-    with a name.
+    `dot(x, w, state)` is the matmul, by default `fp8.dot` with these kernels. c is an
+    argument and not a constant, so that its amax is that of a tensor with a name.
     """
-    dot = dot or functools.partial(_dot, recipe)
+    dot = dot or functools.partial(_dot, recipe, kernels)
 
     def step(x: Any, w: Any, c: Any, state: Any) -> Any:
         def loss(params: Any, state: Any, c: Any) -> Any:
@@ -76,8 +83,8 @@ def dense_step(recipe: fp8.Recipe, dot: Callable[..., Any] | None = None) -> Cal
     return step
 
 
-def _dot(recipe: fp8.Recipe, x: Any, w: Any, state: Any) -> Any:
-    return fp8.dot(x, w, recipe=recipe, state=state)
+def _dot(recipe: fp8.Recipe, kernels: fp8.Kernels | None, x: Any, w: Any, state: Any) -> Any:
+    return fp8.dot(x, w, recipe=recipe, state=state, kernels=kernels)
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

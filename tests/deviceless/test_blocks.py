@@ -3,9 +3,9 @@
 On Blackwell three block-scaled matmuls, on Hopper three in bfloat16, no wide temporary.
 
 Hopper's tensor cores apply no scales of tiles, and XLA makes of its block-scaled operation a loop
-of scalar code there (jax 0.12) or a bfloat16 matmul. So it is asked for only where a recipe names a
-Blackwell chip. Tiles are multiplied there by XLA's bfloat16 matmul, exactly, at the speed of
-bfloat16; Hopper's own kernel is taken only by name.
+of scalar code there (jax 0.12) or a bfloat16 matmul. So it is asked for only by kernels for
+Blackwell. On Hopper XLA multiplies tiles in bfloat16, exactly, at the speed of bfloat16; Hopper's
+own kernel is Pallas (`test_compiled_matmul.py`).
 """
 
 import functools
@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import SHAPE, Program
-from targets import array, compile_for, dense_step, state_of, topology
+from targets import BLACKWELL, array, compile_for, dense_step, state_of, topology
 
 import jaxfp8 as fp8
 
@@ -36,7 +36,7 @@ on_b200 = pytest.mark.parametrize("name", ["mxfp8", "blockwise"])
 
 def check(compiled, expected=3):
     """So many block-scaled matmuls, and no other."""
-    fp8.assert_fp8_gemms(compiled, expected)
+    fp8.programs.assert_fp8_gemms(compiled, expected)
     program = Program(compiled.as_text())
     assert [
         i.is_fp8_matmul for i in program.kernels(program.entry) if BLOCK_SCALED in i.attributes
@@ -46,15 +46,15 @@ def check(compiled, expected=3):
     return program
 
 
-def layer(recipe, *, x, w, g):
-    return dense_step(recipe), array(*x), array(*w), array(*g), state_of(recipe)
+def layer(recipe, kernels=None, *, x, w, g):
+    return dense_step(recipe, kernels=kernels), array(*x), array(*w), array(*g), state_of(recipe)
 
 
 @functools.cache
 def trained(name, chip, m, k, n):
-    """A dense layer, forward and backward; the chip's own matmul where it has one."""
-    recipe = RECIPES[name](chip="b200") if chip == "b200" else RECIPES[name]()
-    return compile_for(chip, *layer(recipe, x=(m, k), w=(k, n), g=(m, n)))
+    """A dense layer, forward and backward; the chip's own matmul where XLA has one for it."""
+    kernels = BLACKWELL if chip == "b200" else None
+    return compile_for(chip, *layer(RECIPES[name](), kernels, x=(m, k), w=(k, n), g=(m, n)))
 
 
 SHAPES = {
@@ -68,7 +68,7 @@ SHAPES = {
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_on_blackwell(name, shapes):
-    check(compile_for("b200", *layer(RECIPES[name](chip="b200"), **SHAPES[shapes])))
+    check(compile_for("b200", *layer(RECIPES[name](), BLACKWELL, **SHAPES[shapes])))
 
 
 @on_b200
@@ -77,21 +77,19 @@ def test_a_layer_on_blackwell(name, shapes):
 )
 def test_vmap(name, axes):
     step, x, w, g, state = layer(
-        RECIPES[name](chip="b200"), x=(4, 256, 512), w=(4, 512, 256), g=(4, 256, 256)
+        RECIPES[name](), BLACKWELL, x=(4, 256, 512), w=(4, 512, 256), g=(4, 256, 256)
     )
     w = w if axes[1] == 0 else array(512, 256)
     check(compile_for("b200", jax.vmap(step, in_axes=axes), x, w, g, state))
 
 
-def in_scan(recipe, x, weights, state):
-    return jax.lax.scan(lambda h, w: (fp8.dot(h, w, recipe=recipe, state=state), None), x, weights)[
-        0
-    ]
+def in_scan(dot, x, weights, state):
+    return jax.lax.scan(lambda h, w: (dot(h, w, state=state), None), x, weights)[0]
 
 
-def in_remat(recipe, x, w, state):
+def in_remat(dot, x, w, state):
     block = jax.checkpoint(
-        lambda x, w: fp8.dot(jnp.tanh(x), w, recipe=recipe, state=state),
+        lambda x, w: dot(jnp.tanh(x), w, state=state),
         policy=fp8.save_fp8_residuals(),
     )
     return block(x, w)
@@ -99,13 +97,14 @@ def in_remat(recipe, x, w, state):
 
 @on_b200
 @pytest.mark.parametrize(
-    ("dot", "leading"), [(in_scan, (3,)), (in_remat, ())], ids=["scan", "remat"]
+    ("within", "leading"), [(in_scan, (3,)), (in_remat, ())], ids=["scan", "remat"]
 )
-def test_scan_and_remat(name, dot, leading):
+def test_scan_and_remat(name, within, leading):
     # A scan has a body for each pass: one matmul in the forward, two in the backward one.
-    recipe = RECIPES[name](chip="b200")
+    recipe = RECIPES[name]()
+    dot = functools.partial(fp8.dot, recipe=recipe, kernels=BLACKWELL)
     _, x, w, g, state = layer(recipe, x=(1024, 512), w=(*leading, 512, 512), g=(1024, 512))
-    check(compile_for("b200", dense_step(recipe, functools.partial(dot, recipe)), x, w, g, state))
+    check(compile_for("b200", dense_step(recipe, functools.partial(within, dot)), x, w, g, state))
 
 
 # Where x [M, K], w [K, N] and g [M, N] lie; what is gathered, in FP8.
@@ -136,13 +135,13 @@ def compile_on(mesh, recipe, layout, shapes=((1024, 512), (512, 256), (1024, 256
     ]
     state = jax.tree.map(lambda s: on_mesh(s.shape, (None,) * s.ndim, s.dtype), state_of(recipe))
     with jax.set_mesh(mesh):
-        return jax.jit(dense_step(recipe)).lower(*tensors, state).compile()
+        return jax.jit(dense_step(recipe, kernels=BLACKWELL)).lower(*tensors, state).compile()
 
 
 @on_b200
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_auto_mesh(name, layout):
-    program = check(compile_on(mesh(AxisType.Auto), RECIPES[name](chip="b200"), layout))
+    program = check(compile_on(mesh(AxisType.Auto), RECIPES[name](), layout))
     gathers = [
         i for i in program.kernels(program.entry) if i.op in ("all-gather", "all-gather-start")
     ]
@@ -162,7 +161,7 @@ def test_tiles_are_not_split_between_devices(name):
     program = check(
         compile_on(
             mesh(AxisType.Auto),
-            RECIPES[name](chip="b200"),
+            RECIPES[name](),
             "fully sharded",
             ((1024, 96), (96, 256), (1024, 256)),
         )
@@ -185,18 +184,18 @@ def test_tiles_are_not_split_between_devices(name):
 @on_b200
 @pytest.mark.parametrize("layout", ["data", "data and tensor"])
 def test_explicit_mesh(name, layout):
-    program = check(compile_on(mesh(AxisType.Explicit), RECIPES[name](chip="b200"), layout))
+    program = check(compile_on(mesh(AxisType.Explicit), RECIPES[name](), layout))
     assert not [i for i in program.kernels(program.entry) if i.op.startswith("all-gather")]
 
 
 @on_b200
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(name, check_vma):
-    recipe = RECIPES[name](chip="b200")
+    recipe = RECIPES[name]()
     devices, rows = mesh(AxisType.Auto), P(("data", "model"))
 
     def local(x, w, g, state):
-        value, (dx, dw), _ = dense_step(recipe)(x, w, g, state)
+        value, (dx, dw), _ = dense_step(recipe, kernels=BLACKWELL)(x, w, g, state)
         value = jax.lax.psum(value, ("data", "model"))
         return value, dx, dw if check_vma else jax.lax.psum(dw, ("data", "model"))
 
@@ -272,7 +271,7 @@ def test_hopper_multiplies_in_bfloat16(name):
     assert all(dot.type.startswith("bf16") for dot in found)
 
 
-def test_a_recipe_without_a_chip_is_portable_on_blackwell_too():
+def test_without_kernels_a_program_is_portable_on_blackwell_too():
     recipe = fp8.recipes.mxfp8()
     program = Program(compile_for("b200", *layer(recipe, x=(M, K), w=(K, N), g=(M, N))).as_text())
     assert not program.fp8_matmuls(program.entry)

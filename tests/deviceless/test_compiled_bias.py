@@ -46,13 +46,13 @@ def step(recipe, casts, bias):
     def train(params, c, state):
         def loss(params, state):
             x, w, b = params
-            kernels = fp8.Implementations(casts=casts)
+            kernels = fp8.Kernels(casts=casts)
             y = fp8.dot(
                 x,
                 w,
                 recipe=recipe,
                 state=state,
-                implementation=kernels,
+                kernels=kernels,
                 bias=b if bias == "inside" else None,
             )
             y = y + b[None] if bias == "beside" else y
@@ -72,7 +72,7 @@ def compiled(recipe, casts, bias, mesh, spec=None):
     state = jax.tree.map(place, fp8.init_state(recipe))
     with jax.set_mesh(mesh):
         run = jax.jit(
-            step(recipe, casts, bias), compiler_options=fp8.compiler_options(recipe, "h200")
+            step(recipe, casts, bias), compiler_options=fp8.Kernels("h200").compiler_options(recipe)
         )
         return run.lower(params, place(array(M, N), spec), state).compile()
 
@@ -114,7 +114,7 @@ TILES = {
 
 def tiles(x, name):
     granularities = tuple(map(fp8.PerBlock, TILES[name]))
-    cast = cast_in(fp8.E4M3, *granularities, column_sums=True, implementation="mosaic")
+    cast = cast_in(fp8.E4M3, *granularities, column_sums=True, backends=("mosaic",))
     return quantize(x, cast)
 
 
@@ -124,7 +124,7 @@ def known(x):
         *[fp8.PerTensor()] * 2,
         transposed=(False, True),
         column_sums=True,
-        implementation="mosaic",
+        backends=("mosaic",),
     )
     return cast_copies(x, cast, known_scales(*[jnp.float32(3.0)] * 2))
 

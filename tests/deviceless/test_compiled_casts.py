@@ -32,9 +32,7 @@ def program(recipe, casts):
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
 
     def dot(x, w, state):
-        return fp8.dot(
-            x, w, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts)
-        )
+        return fp8.dot(x, w, recipe=recipe, state=state, kernels=fp8.Kernels(casts=casts))
 
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
     arrays = [
@@ -43,7 +41,7 @@ def program(recipe, casts):
     state = fp8.init_state(recipe)
     with jax.set_mesh(mesh):
         step = jax.jit(
-            dense_step(recipe, dot), compiler_options=fp8.compiler_options(recipe, "h200")
+            dense_step(recipe, dot), compiler_options=fp8.Kernels("h200").compiler_options(recipe)
         )
         return step.lower(*jax.tree.map(place, (*arrays, state))).compile().as_text()
 

@@ -13,12 +13,12 @@ import jaxfp8 as fp8
 pytestmark = [pytest.mark.deviceless, pytest.mark.usefixtures("standard_promotion")]
 
 RECIPE = fp8.recipes.delayed()
-OPTIONS = fp8.compiler_options(RECIPE, "h200")
+OPTIONS = fp8.Kernels("h200").compiler_options(RECIPE)
 X, C = array(4, 128, 256), array(4, 128, 512)
 
 
 def check(compiled):
-    fp8.assert_fp8_gemms(compiled, 3)
+    fp8.programs.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())
     assert [len(program.other_matmuls(part)) for part in program.branches()] == [0, 0]
 

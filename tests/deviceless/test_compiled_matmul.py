@@ -225,7 +225,7 @@ def test_xla_adds_in_cublas():
         jax.eval_shape(lambda x: fp8.quantize(x, fp8.E4M3), array(512, 512)) for _ in range(2)
     )
     options = {
-        "compiler_options": fp8.compiler_options(fp8.recipes.current(), "h200"),
+        "compiler_options": fp8.Kernels("h200").compiler_options(fp8.recipes.current()),
         "donate_argnums": 2,
     }
     program = Program(
@@ -237,7 +237,8 @@ def test_xla_adds_in_cublas():
 
 
 def layer(recipe):
-    dot = functools.partial(fp8.dot, recipe=recipe, implementation="mosaic")
+    kernels = fp8.Kernels(casts="mosaic", matmuls="mosaic")
+    dot = functools.partial(fp8.dot, recipe=recipe, kernels=kernels)
     return dense_step(recipe, lambda x, w, state: dot(x, w, state=state))
 
 

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 M, K, N = 4096, 2048, 1024
-KERNELS = fp8.Implementations(casts="mosaic", matmuls="mosaic")
+KERNELS = fp8.Kernels(casts="mosaic", matmuls="mosaic")
 
 
 KINDS = {
@@ -46,7 +46,7 @@ def placed(mesh, shape, *spec):
 
 
 def compiled(function, *arguments, mesh_is_set=True):
-    options = {"compiler_options": fp8.compiler_options(fp8.recipes.blockwise(), "h200")}
+    options = {"compiler_options": fp8.Kernels("h200").compiler_options(fp8.recipes.blockwise())}
     if not mesh_is_set:
         return jax.jit(function, **options).lower(*arguments).compile()
     with jax.set_mesh(arguments[0].sharding.mesh):
@@ -74,7 +74,7 @@ def test_a_layer_split_by_tokens_and_features(recipe, kind, mesh_is_set):
     mesh = mesh_of(kind)
     x, w = placed(mesh, (M, K), "data"), placed(mesh, (K, N), None, "tensor")
     program = compiled(
-        lambda x, w: fp8.dot(x, w, recipe=recipe, implementation=KERNELS),
+        lambda x, w: fp8.dot(x, w, recipe=recipe, kernels=KERNELS),
         x,
         w,
         mesh_is_set=mesh_is_set,
@@ -92,13 +92,11 @@ def test_a_train_step_of_data_parallel_layers(kind):
     x, w, c = placed(mesh, (M, K), "data"), placed(mesh, (K, N)), placed(mesh, (M, N), "data")
 
     # casts take one kind of axes
-    named = fp8.Implementations(matmuls="mosaic") if kind == "mixed" else KERNELS
+    named = fp8.Kernels(matmuls="mosaic") if kind == "mixed" else KERNELS
 
     def loss(x, w, c):
         return jnp.sum(
-            (fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=named) * c).astype(
-                jnp.float32
-            )
+            (fp8.dot(x, w, recipe=fp8.recipes.blockwise(), kernels=named) * c).astype(jnp.float32)
         )
 
     program = compiled(jax.grad(loss, (0, 1)), x, w, c)
@@ -118,7 +116,7 @@ def test_a_split_contraction_in_an_explicit_mesh(name):
     mesh = mesh_of("explicit")
     x, w = placed(mesh, (M, K), "data", "tensor"), placed(mesh, (K, N), "tensor")
     recipe = fp8.recipes.rowwise() if name == "rows" else fp8.recipes.blockwise()
-    dot = functools.partial(fp8.dot, recipe=recipe, implementation=KERNELS)
+    dot = functools.partial(fp8.dot, recipe=recipe, kernels=KERNELS)
     program = compiled(functools.partial(dot, out_sharding=P("data")), x, w)
     assert kernels(program) >= 3
     large = [t for t in wire_report(program).transfers if t.bytes > 2**16]
@@ -137,7 +135,7 @@ def test_fewer_tiles_than_devices(sizes, of_x, of_w):
     m, k, n = sizes
     x, w = placed(mesh, (m, k), *of_x), placed(mesh, (k, n), *of_w)
     program = compiled(
-        lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=KERNELS), x, w
+        lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), kernels=KERNELS), x, w
     )
     assert kernels(program) == 3
     assert {t.kind for t in wire_report(program).transfers} == {"all-gather"}
@@ -146,7 +144,7 @@ def test_fewer_tiles_than_devices(sizes, of_x, of_w):
 def test_what_it_refuses():
     auto = mesh_of("auto")
     x, w, c = placed(auto, (M, K), "data"), placed(auto, (K, N)), placed(auto, (M, N), "data")
-    multiply = lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), implementation=KERNELS)
+    multiply = lambda x, w: fp8.dot(x, w, recipe=fp8.recipes.blockwise(), kernels=KERNELS)
     in_part = jax.shard_map(
         multiply, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
     )
@@ -156,7 +154,7 @@ def test_what_it_refuses():
     def add(x, w, c):
         tiles = fp8.PerBlock((1, 128)), fp8.PerBlock((128, 128))
         operands = (fp8.quantize(v, fp8.E4M3, tile) for v, tile in zip((x, w), tiles, strict=True))
-        return fp8.scaled_matmul(*operands, add_to=c, implementation="mosaic")
+        return fp8.scaled_matmul(*operands, add_to=c, kernels=fp8.Kernels(matmuls="mosaic"))
 
     with pytest.raises(NotImplementedError, match="add_to"):
         compiled(add, x, w, c)

@@ -48,9 +48,9 @@ def test_parallel(name, layout, axis_type):
         compiled = (
             jax.jit(dense_step(recipe))
             .lower(*tensors, state)
-            .compile(fp8.compiler_options(recipe, "h200"))
+            .compile(fp8.Kernels("h200").compiler_options(recipe))
         )
-    fp8.assert_fp8_gemms(compiled, 3)
+    fp8.programs.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())
     for part in program.parts():
         assert len(program.fp8_matmuls(part)) == 3

@@ -93,7 +93,7 @@ ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (1
 def test_each_tile_comes_once_and_h_is_made_once(name, granularities, tmp_path):
     shapes = shapes_of(name, M, K)
     run = lambda *arrays: quantize_in_one(
-        name, *arrays, granularity=granularities, implementation="mosaic"
+        name, *arrays, granularity=granularities, kernels=fp8.Kernels(casts="mosaic")
     )
     mesh = devices()
     # a kernel that this process compiled before is not dumped
@@ -137,7 +137,7 @@ def test_nothing_is_gathered(name, kind):
     # RMSNorm sums rows, so that a device has all of a row.
     spec, gain = (P("a", "b"), None) if name == "swiglu" else (P(("a", "b")), P())
     run = lambda *arrays: quantize_in_one(
-        name, *arrays, granularity=(ROWS, COLUMNS), implementation="mosaic"
+        name, *arrays, granularity=(ROWS, COLUMNS), kernels=fp8.Kernels(casts="mosaic")
     )
     specs = tuple(spec if len(shape) == 2 else gain for shape in shapes_of(name, M, K))
     arrays = [
@@ -157,7 +157,7 @@ def test_a_row_on_two_devices_is_summed_over_them():
         for shape, lie in (((M, K), P("a", "b")), ((K,), P()))
     )
     run = lambda *arrays: quantize_in_one(
-        "rms_norm", *arrays, granularity=(ROWS, COLUMNS), implementation="mosaic"
+        "rms_norm", *arrays, granularity=(ROWS, COLUMNS), kernels=fp8.Kernels(casts="mosaic")
     )
     with jax.set_mesh(mesh):
         (transfer,) = wire_report(jax.jit(run).lower(x, gain).compile()).transfers

@@ -42,7 +42,7 @@ def compile_on(
     mesh, spec, granularities, dtype=jnp.bfloat16, rule=POWERS, *, inside=False, shape=SHAPE
 ):
     def run(x):
-        return fp8.quantize(x, fp8.E4M3, granularities, implementation="mosaic", **rule)
+        return fp8.quantize(x, fp8.E4M3, granularities, kernels=fp8.Kernels(casts="mosaic"), **rule)
 
     x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     with jax.set_mesh(mesh):
@@ -232,7 +232,7 @@ def test_nothing_is_gathered(kind, spec, granularities):
 def test_nothing_is_gathered_where_no_mesh_is_set(kind):
     mesh = Mesh(np.array(topology("h200", "1x1x8").devices), ("a",), axis_types=(kind,))
     x = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
-    run = jax.jit(lambda x: fp8.quantize(x, fp8.E4M3, BOTH, implementation="mosaic"))
+    run = jax.jit(lambda x: fp8.quantize(x, fp8.E4M3, BOTH, kernels=fp8.Kernels(casts="mosaic")))
     assert not wire_report(run.lower(x).compile()).transfers
 
 

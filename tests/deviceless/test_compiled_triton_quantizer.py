@@ -27,7 +27,9 @@ E8M0 = {"scale_format": fp8.E8M0}
 
 
 def quantizer(granularities, format=fp8.E4M3, **how):
-    return lambda x: fp8.quantize(x, format, granularities, implementation="triton", **how)
+    return lambda x: fp8.quantize(
+        x, format, granularities, kernels=fp8.Kernels(casts="triton"), **how
+    )
 
 
 # The kernel by itself

@@ -31,7 +31,7 @@ def trained(name: str, chip: str) -> Program:
     recipe = RECIPES[name]
     arguments = array(M, K), array(K, N), array(M, N), state_of(recipe)
     return program_for(
-        chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip)
+        chip, dense_step(recipe), *arguments, options=fp8.Kernels(chip).compiler_options(recipe)
     )
 
 
@@ -110,7 +110,10 @@ def test_precision_that_is_asked_for(precision, chip):
 
     arguments = array(M, K), array(K, N), array(M, N), ()
     program = program_for(
-        chip, dense_step(recipe, dot), *arguments, options=fp8.compiler_options(recipe, chip)
+        chip,
+        dense_step(recipe, dot),
+        *arguments,
+        options=fp8.Kernels(chip).compiler_options(recipe),
     )
     assert set(precisions(program, program.entry).values()) == {EXACT}
 
@@ -123,7 +126,7 @@ def test_float32():
         dense_step(recipe),
         *arguments,
         state_of(recipe),
-        options=fp8.compiler_options(recipe, "h200"),
+        options=fp8.Kernels("h200").compiler_options(recipe),
     )
     for part in program.parts():
         calls = program.fp8_matmuls(part)
@@ -190,9 +193,9 @@ def test_shapes(case, name):
         array(*w),
         array(*y),
         state,
-        options=fp8.compiler_options(recipe, "h200"),
+        options=fp8.Kernels("h200").compiler_options(recipe),
     )
-    fp8.assert_fp8_gemms(compiled, 3)
+    fp8.programs.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())
     for part in program.parts():
         assert len(program.fp8_matmuls(part)) == 3
@@ -203,8 +206,8 @@ def test_without_the_options_the_assertion_says_so():
     recipe = RECIPES["static"]
     compiled = compile_for("h200", dense_step(recipe), array(M, K), array(K, N), array(M, N), ())
     with pytest.raises(AssertionError) as error:
-        fp8.assert_fp8_gemms(compiled, 3)
+        fp8.programs.assert_fp8_gemms(compiled, 3)
     message = str(error.value)
     for matmul in ("fprop", "dgrad", "wgrad"):
         assert re.search(rf"asked for in FP8, but in high precision: .*jaxfp8\.{matmul}", message)
-    assert "compiler_options=fp8.compiler_options(recipe, chip)" in message
+    assert "compiler_options=kernels.compiler_options(recipe)" in message

@@ -35,10 +35,10 @@ def namespace_for(chip: str, lines: str) -> dict:
 def test_fast_path(chip):
     lines, fast_path = fences()
     assert '"h200")  # or "h100"' in fast_path
-    assert fast_path.splitlines()[-1].startswith("fp8.assert_fp8_gemms(compiled)")
+    assert fast_path.splitlines()[-1].startswith("fp8.programs.assert_fp8_gemms(compiled)")
     namespace = namespace_for(chip, lines)
     exec(fast_path.replace('"h200"', repr(chip)), namespace)
-    fp8.assert_fp8_gemms(namespace["compiled"], 5)  # the first layer has no dgrad
+    fp8.programs.assert_fp8_gemms(namespace["compiled"], 5)  # the first layer has no dgrad
 
 
 def test_without_its_options_it_raises():

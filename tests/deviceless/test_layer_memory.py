@@ -31,8 +31,8 @@ pytestmark = [
 M, K, N = 4096, 4096, 16384
 MIB = 2**20
 CASTS, BOTH = (
-    fp8.Implementations(casts="mosaic"),
-    fp8.Implementations(casts="mosaic", matmuls="mosaic"),
+    fp8.Kernels(casts="mosaic"),
+    fp8.Kernels(casts="mosaic", matmuls="mosaic"),
 )
 # Hopper wants a copy of x and w for each matmul that reads them, so at the end of the forward pass
 # there are two bytes a value, as in bfloat16; then one. cuBLASLt takes a workspace of 4 MiB
@@ -77,12 +77,13 @@ def peak(recipe, kernels=None):
     def forward(x, w):
         def layer(x, w, ledgers):
             probed = with_probes(state, ledgers, all_set=True, reduce_axes=None)
-            return fp8.dot(x, w, recipe=recipe, state=probed, implementation=kernels)
+            return fp8.dot(x, w, recipe=recipe, state=probed, kernels=kernels)
 
         return jax.vjp(layer, x, w, zero_ledgers(state))
 
     # bfloat16 by cuBLASLt, too.
-    options = fp8.compiler_options(fp8.recipes.current() if recipe.is_identity else recipe, "h200")
+    optimized = fp8.recipes.current() if recipe.is_identity else recipe
+    options = fp8.Kernels("h200").compiler_options(optimized)
     x, w, g = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N), (M, N)))
     with jax.set_mesh(mesh):
         _, backward = jax.eval_shape(forward, x, w)

@@ -22,9 +22,12 @@ def arguments(recipe):
 def test_a100(name):
     recipe = fp8.recipes.get(name)
     compiled = compile_for(
-        "a100", dense_step(recipe), *arguments(recipe), options=fp8.compiler_options(recipe, "a100")
+        "a100",
+        dense_step(recipe),
+        *arguments(recipe),
+        options=fp8.Kernels("a100").compiler_options(recipe),
     )
-    fp8.assert_fp8_gemms(compiled, 0)
+    fp8.programs.assert_fp8_gemms(compiled, 0)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])

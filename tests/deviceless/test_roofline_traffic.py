@@ -1,19 +1,26 @@
-"""The bytes that `fp8.roofline` counts are those that a compiled layer moves."""
+"""The bytes that `fp8.plan.roofline` counts are those that a compiled layer moves."""
 
+import collections
 import functools
+import inspect
+import re
 
 import jax
 import pytest
-from program import Program
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from program import Program, size_of
 from targets import array, compile_for, dense_step, state_of
 
 import jaxfp8 as fp8
 
 pytestmark = pytest.mark.deviceless
 
+needs_mosaic = pytest.mark.skipif(
+    "idx" in inspect.signature(plgpu.load).parameters, reason="the kernels need jax 0.11"
+)
 # large enough for XLA not to split sums, or to keep copies of what it reads twice
 M, K, N = 8192, 4096, 14336
-PORTABLE = {
+RECIPES = {
     "identity": fp8.recipes.identity,
     "static": functools.partial(fp8.recipes.static, x_scale=0.1, w_scale=0.3, g_scale=0.7),
     "delayed": fp8.recipes.delayed,
@@ -26,49 +33,80 @@ PORTABLE = {
     "mxfp8": fp8.recipes.mxfp8,
     "mxfp8, w 32x32": functools.partial(fp8.recipes.mxfp8, w_tile_dim=2),
 }
-BLOCK_SCALED = ("blockwise", "mxfp8", "mxfp8, w 32x32")
-CASES = [(chip, name, None) for chip in ("h200", "b200") for name in PORTABLE]
-CASES += [("b200", name, "b200") for name in BLOCK_SCALED]
-CASES += [("a100", name, None) for name in ("static", "current", "blockwise")]
+IN_TILES = ("blockwise", "mxfp8", "mxfp8, w 32x32")
 
 
-def plain_step(recipe):
+def by_xla(chip):
+    """What XLA makes of a recipe that names no kernels, on this chip."""
+    return fp8.Kernels(chip, casts="xla", matmuls="xla")
+
+
+CASES = [(by_xla(chip), name) for chip in ("h200", "b200") for name in RECIPES]
+CASES += [(by_xla("a100"), name) for name in ("static", "current", "blockwise")]
+CASES += [(fp8.Kernels("b200", casts="xla"), name) for name in IN_TILES]
+CASES += [(fp8.Kernels(chip), name) for chip in ("h200", "b200") for name in IN_TILES]
+PALLAS_CASTS = fp8.Kernels("h200", casts="mosaic", matmuls="xla")
+CASES += [
+    pytest.param(PALLAS_CASTS, name, marks=needs_mosaic)
+    for name in (*IN_TILES, "current", "rowwise")
+]
+
+
+def plain_step(recipe, kernels):
     """Forward and backward with g as it comes: nothing reads y."""
 
     def step(x, w, g):
-        y, pull_back = jax.vjp(functools.partial(fp8.dot, recipe=recipe), x, w)
+        y, pull_back = jax.vjp(functools.partial(fp8.dot, recipe=recipe, kernels=kernels), x, w)
         return y, *pull_back(g)
 
     return step
 
 
-def moved(recipe, chip, m, k, n):
+def moved(recipe, kernels, m, k, n):
     """Bytes that the compiled layer reads and writes."""
     tensors = array(m, k), array(k, n), array(m, n)
-    options = fp8.compiler_options(recipe, chip)
-    if not recipe.rows:
-        program = Program(
-            compile_for(chip, plain_step(recipe), *tensors, options=options).as_text()
-        )
-        return program.traffic(program.entry)
-    program = Program(
-        compile_for(chip, dense_step(recipe), *tensors, state_of(recipe), options=options).as_text()
+    compiled = functools.partial(
+        compile_for, kernels.chip, options=kernels.compiler_options(recipe)
     )
+    if not recipe.rows:
+        program = Program(compiled(plain_step(recipe, kernels), *tensors).as_text())
+        return program.traffic(program.entry)
+    step = dense_step(recipe, kernels=kernels)
+    program = Program(compiled(step, *tensors, state_of(recipe)).as_text())
     return program.traffic(program.branches()[0]) - 2 * m * n  # the loss reads y
 
 
-@pytest.mark.parametrize(("chip", "name", "made_for"), CASES)
-def test_bytes(chip, name, made_for):
-    recipe = PORTABLE[name](chip=made_for) if made_for else PORTABLE[name]()
-    estimate = fp8.roofline((M, K, N), recipe=recipe, chip=chip)
-    assert estimate.total.recipe.bytes == pytest.approx(moved(recipe, chip, M, K, N), rel=0.03)
+@pytest.mark.parametrize(("kernels", "name"), CASES, ids=str)
+def test_bytes(kernels, name):
+    recipe = RECIPES[name]()
+    estimate = fp8.plan.roofline((M, K, N), recipe=recipe, kernels=kernels)
+    assert estimate.total.recipe.bytes == pytest.approx(moved(recipe, kernels, M, K, N), rel=0.03)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", IN_TILES)
+def test_bytes_of_each_kernel_in_pallas(name):
+    """Bytes of each matmul, with XLA's conversion of its scales, and of all casts."""
+    recipe, kernels = RECIPES[name](), fp8.Kernels("h200")
+    tensors, options = (array(M, K), array(K, N), array(M, N)), kernels.compiler_options(recipe)
+    step = plain_step(recipe, kernels)
+    program = Program(compile_for("h200", step, *tensors, options=options).as_text())
+    computation, found = program.computations[program.entry], collections.Counter()
+    for kernel in program.kernels(program.entry):
+        matmul = re.search(r'op_name="[^"]*jaxfp8\.(fprop|dgrad|wgrad)', kernel.attributes)
+        types = [kernel.type, *(computation[operand].type for operand in kernel.operands)]
+        found[matmul[1] if matmul else "casts"] += sum(map(size_of, types))
+    estimate = fp8.plan.roofline((M, K, N), recipe=recipe, kernels=kernels)
+    parts = {part: getattr(estimate, part).recipe.bytes for part in found}
+    assert parts.keys() == {"fprop", "dgrad", "wgrad", "casts"}
+    assert parts == pytest.approx(found, rel=0.005)
 
 
 @pytest.mark.parametrize("shape", [(4096, 2056, 1000), (4096, 2048, 1000), (4100, 2048, 1024)])
 def test_padding(shape):
-    recipe = fp8.recipes.current()
-    estimate = fp8.roofline(shape, recipe=recipe, chip="h200")
-    assert estimate.total.recipe.bytes == pytest.approx(moved(recipe, "h200", *shape), rel=0.15)
+    recipe, kernels = fp8.recipes.current(), by_xla("h200")
+    estimate = fp8.plan.roofline(shape, recipe=recipe, kernels=kernels)
+    assert estimate.total.recipe.bytes == pytest.approx(moved(recipe, kernels, *shape), rel=0.15)
 
 
 # MiB of a layer [8192, 5120] @ [5120, 13824] when casts ended in a conversion, which XLA folded
@@ -85,4 +123,4 @@ WITH_CONVERSIONS = {
 @pytest.mark.parametrize("name", WITH_CONVERSIONS)
 def test_rounding_moves_no_byte(name):
     recipe = fp8.recipes.get(name)
-    assert moved(recipe, "h200", 8192, 5120, 13824) / 2**20 <= WITH_CONVERSIONS[name] + 0.5
+    assert moved(recipe, by_xla("h200"), 8192, 5120, 13824) / 2**20 <= WITH_CONVERSIONS[name] + 0.5

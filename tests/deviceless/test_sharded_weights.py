@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from targets import dense_step, state_of, topology
+from targets import BLACKWELL, dense_step, state_of, topology
 
 import jaxfp8 as fp8
 from jaxfp8.programs import assert_wire_dtype, wire_report
@@ -55,7 +55,9 @@ def test_weights_travel_in_fp8(name):
     step = jax.shard_map(
         local, mesh=mesh, in_specs=specs, out_specs=(P(), (P("fsdp"), P("fsdp")), P())
     )
-    report = wire_report(jax.jit(step).lower(*arrays).compile(fp8.compiler_options(recipe, "h200")))
+    report = wire_report(
+        jax.jit(step).lower(*arrays).compile(fp8.Kernels("h200").compiler_options(recipe))
+    )
 
     values = K * N // DEVICES
     gathers = report.only(kind="all-gather", at_least=values)
@@ -99,7 +101,7 @@ def compile_in(mesh, chip, recipe, dot, specs):
             dense_step(recipe, dot),
             out_shardings=(None, tuple(a.sharding for a in arrays[:2]), None),
         )
-        return step.lower(*arrays, state).compile(fp8.compiler_options(recipe, chip))
+        return step.lower(*arrays, state).compile(fp8.Kernels(chip).compiler_options(recipe))
 
 
 # Where x, w and g lie on 4 ('fsdp') x 2 ('tensor') devices, what is gathered, and how large a part
@@ -149,8 +151,9 @@ MARKED = [
 
 @pytest.mark.parametrize(("layout", "name", "kind"), MARKED)
 def test_what_is_marked_travels_in_fp8(layout, name, kind):
-    recipe = fp8.recipes.mxfp8(chip="b200") if name == "mxfp8, b200" else RECIPES[name]
-    chip = recipe.chip or "h200"
+    recipe = RECIPES[name.removesuffix(", b200")]
+    kernels = BLACKWELL if name.endswith(", b200") else None
+    chip = "h200" if kernels is None else kernels.chip
     mesh = Mesh(
         np.array(topology(chip, "1x1x8").devices).reshape(4, 2),
         ("fsdp", "tensor"),
@@ -160,7 +163,7 @@ def test_what_is_marked_travels_in_fp8(layout, name, kind):
 
     def dot(x, w, state):
         sharding = {"out_sharding": specs[2]} if kind is AxisType.Explicit else {}
-        return fp8.dot(x, w, recipe=recipe, state=state, **how, **sharding)
+        return fp8.dot(x, w, recipe=recipe, state=state, kernels=kernels, **how, **sharding)
 
     compiled = compile_in(mesh, chip, recipe, dot, specs)
     assert_wire_dtype(compiled, "all-gather", jnp.uint8, at_least=part)
@@ -178,7 +181,7 @@ def test_what_is_marked_travels_in_fp8(layout, name, kind):
         for kind in ("reduce-scatter", "all-reduce")
     }
     want = {"reduce-scatter": [2 * devices * part], "all-reduce": []}
-    if layout == "tokens" and recipe.chip:
+    if layout == "tokens" and kernels is BLACKWELL:
         # It makes one axis of B and T, whose inner one XLA does not scatter along (README, Limits).
         want = {"reduce-scatter": [], "all-reduce": [2 * devices * part]}
     assert over == want, report
@@ -205,18 +208,20 @@ def test_weights_of_experts_under_vmap_travel_in_fp8():
 
 # What an Auto mesh gathers of sharded weights that nobody marked (README, On a mesh).
 AUTO = {
-    "delayed": (fp8.recipes.delayed(), "h200", "float8_e4m3fn"),
-    "current": (fp8.recipes.current(), "h200", "float8_e4m3fn"),
-    "rowwise": (fp8.recipes.rowwise(), "h200", "float8_e4m3fn"),
-    "blockwise": (fp8.recipes.blockwise(), "h200", "bfloat16"),
-    "mxfp8": (fp8.recipes.mxfp8(), "h200", "bfloat16"),
-    "mxfp8, b200": (fp8.recipes.mxfp8(chip="b200"), "b200", "float8_e4m3fn"),
+    "delayed": (fp8.recipes.delayed(), None, "float8_e4m3fn"),
+    "current": (fp8.recipes.current(), None, "float8_e4m3fn"),
+    "rowwise": (fp8.recipes.rowwise(), None, "float8_e4m3fn"),
+    "blockwise": (fp8.recipes.blockwise(), None, "bfloat16"),
+    "mxfp8": (fp8.recipes.mxfp8(), None, "bfloat16"),
+    "mxfp8, b200": (fp8.recipes.mxfp8(), BLACKWELL, "float8_e4m3fn"),
 }
 
 
 @pytest.mark.parametrize("name", AUTO)
 def test_what_an_auto_mesh_gathers(name):
-    recipe, chip, dtype = AUTO[name]
+    recipe, kernels, dtype = AUTO[name]
+    chip = "h200" if kernels is None else kernels.chip
     mesh = Mesh(np.array(topology(chip, "1x1x8").devices), ("fsdp",), axis_types=(AxisType.Auto,))
-    compiled = compile_in(mesh, chip, recipe, None, (P("fsdp"),) * 3)
+    dot = lambda x, w, state: fp8.dot(x, w, recipe=recipe, state=state, kernels=kernels)
+    compiled = compile_in(mesh, chip, recipe, dot, (P("fsdp"),) * 3)
     assert_wire_dtype(compiled, "all-gather", dtype, at_least=K * N // DEVICES)

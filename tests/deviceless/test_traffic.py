@@ -31,7 +31,7 @@ def trained(name, chip):
     recipe = RECIPES[name]
     arguments = *(array(*shape) for shape in TENSORS.values()), state_of(recipe)
     return compile_for(
-        chip, dense_step(recipe), *arguments, options=fp8.compiler_options(recipe, chip)
+        chip, dense_step(recipe), *arguments, options=fp8.Kernels(chip).compiler_options(recipe)
     )
 
 

@@ -17,6 +17,8 @@ import optax
 import pytest
 from launch import EXAMPLES, ROOT, load, run
 
+from jaxfp8.plan._autotune import Recorder
+
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
@@ -117,6 +119,44 @@ def test_train_gpt_in_nnx_alone_on_a_file(tmp_path):
     assert result["bf16_losses"] is None
     assert "gap" not in finished.stdout
     assert (tmp_path / "curve.png").exists()
+
+
+# --------------------------------------------------------------------------------------------- chip
+@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm promotes
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_kernels_reach_every_layer(train_gpt, framework):
+    asked = Recorder()
+    kernels = train_gpt.fp8.Kernels("h200", timings=asked)
+    size, recipe = train_gpt.Size(layers=1, width=32), train_gpt.fp8.recipes.current()
+    model = train_gpt.FRAMEWORKS[framework](recipe, 0, size, kernels)
+    asked.matmuls.clear()  # of the initialization
+    tokens = jnp.zeros((1, size.context), jnp.int32)
+    jax.eval_shape(model.apply, model.params, model.state, tokens)
+    assert len(asked.matmuls) == 4  # qkv, out, fc1, fc2, of four shapes
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_the_chip_chooses_kernels_and_options(train_gpt, framework, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    fp8, chosen = train_gpt.fp8, {}
+
+    def model(recipe, seed, size, kernels):
+        chosen["bf16" if recipe is None else recipe.name] = kernels
+        return train_gpt.Model(None, None, None, fp8_layers=4 if recipe else 0)
+
+    def train(name, model, text, steps, seed, options, *others):
+        chosen[f"{name} options"] = options
+
+    monkeypatch.setitem(train_gpt.FRAMEWORKS, framework, model)
+    monkeypatch.setitem(train_gpt.train_all.__globals__, "train", train)
+    arguments = ["--framework", framework, "--recipe", "rowwise", "--layers", "1"]
+    given, recipe, text = train_gpt.parse([*arguments, "--chip", "h200"])
+    train_gpt.train_all(given, recipe, text, train_gpt.Settings())
+    h200 = fp8.Kernels("h200")
+    options = h200.compiler_options(recipe)
+    assert options
+    expected = {"bf16": h200, "rowwise": h200, "bf16 options": options, "FP8 options": options}
+    assert chosen == expected
 
 
 # --------------------------------------------------------------------------------------------- text

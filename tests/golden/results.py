@@ -89,7 +89,7 @@ def program(recipe: fp8.Recipe, chip: str) -> dict[str, float]:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), arguments
         )
     lowered = jax.jit(step, donate_argnums=0).lower(*arguments)
-    compiled = lowered.compile(compiler_options=fp8.compiler_options(recipe, chip))
+    compiled = lowered.compile(compiler_options=fp8.Kernels(chip).compiler_options(recipe))
     memory = compiled.memory_analysis()
     instructions = re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = ", compiled.as_text(), re.MULTILINE)
     sizes = {f"{name} bytes": getattr(memory, f"{name}_size_in_bytes") for name in SIZES}

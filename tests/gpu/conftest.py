@@ -39,7 +39,7 @@ def cpu():
 
 @pytest.fixture(scope="session")
 def chip(gpu):
-    """Its name, as `fp8.compiler_options` takes it."""
+    """Its name, as `fp8.Kernels` takes it."""
     words = gpu.device_kind.lower().split()
     known = [name for name in CHIPS if any(word.startswith(name) for word in words)]
     if not known:

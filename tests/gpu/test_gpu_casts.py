@@ -40,7 +40,7 @@ def all_kinds(x, granularities, kinds, backend):
     """
 
     def one(x, rule, format):
-        how = {"rule": RULES[rule], "implementation": backend}
+        how = {"rule": RULES[rule], "backends": (backend,)}
         copies, _ = quantize.quantize(x, cast_in(FORMATS[format], *granularities, **how))
         return [(q, q.dequantize()) for q in copies]
 
@@ -108,7 +108,7 @@ def test_current_scales(backend, kept, dtype):
         return [
             quantize.quantize(
                 x,
-                cast_in(FORMATS[format], granularity, rule=RULES[rule], implementation=backend),
+                cast_in(FORMATS[format], granularity, rule=RULES[rule], backends=(backend,)),
             )[0][0]
             for rule, format in kinds
         ]
@@ -134,7 +134,7 @@ def test_current_scales(backend, kept, dtype):
 @pytest.mark.parametrize("backend", cast.BACKENDS)
 def test_known_scales(backend, dtype, format):
     run = jax.jit(
-        lambda x, m: cast_one(x, m, FORMATS[format], fp8.PerTensor(), implementation=backend)
+        lambda x, m: cast_one(x, m, FORMATS[format], fp8.PerTensor(), backends=(backend,))
     )
     for name, x in hard_arrays(DTYPES[dtype]).items():
         for multiplier in (1.0, 448 / 3, 2.0**-126, 2.0**126):
@@ -155,7 +155,7 @@ def test_every_bfloat16(backend, format):
     """All of them, so all ties: rounded to even, clipped, NaN if not finite."""
     x = np.arange(2**16, dtype=np.uint16).view(DTYPES["bfloat16"]).reshape(256, 256)
     run = jax.jit(
-        lambda x, m: cast_one(x, m, FORMATS[format], fp8.PerTensor(), implementation=backend)
+        lambda x, m: cast_one(x, m, FORMATS[format], fp8.PerTensor(), backends=(backend,))
     )
     m = np.array(1, np.float32)
     try:

@@ -46,7 +46,7 @@ def arrays(seed):
 
 def step_of(recipe, kernels=None):
     def loss(params, state, c):
-        y = fp8.dot(*params, recipe=recipe, state=state, implementation=kernels)
+        y = fp8.dot(*params, recipe=recipe, state=state, kernels=kernels)
         return jnp.sum((y * c).astype(jnp.float32)), y
 
     return lambda x, w, c, state: fp8.value_and_grad(loss, has_aux=True)((x, w), state, c)
@@ -71,13 +71,13 @@ def train(recipe, device, options, kernels=None):
 @pytest.mark.parametrize("name", RECIPES)
 def test_step(name, gpu, cpu, chip):
     recipe = RECIPES[name]
-    results, state, compiled = train(recipe, gpu, fp8.compiler_options(recipe, chip))
+    results, state, compiled = train(recipe, gpu, fp8.Kernels(chip).compiler_options(recipe))
     in_fp8 = (
         0
         if any(o.in_tiles for o in (recipe.fprop, recipe.dgrad, recipe.wgrad))
         else recipe.fp8_matmuls
     )
-    fp8.assert_fp8_gemms(compiled, in_fp8)
+    fp8.programs.assert_fp8_gemms(compiled, in_fp8)
     on_cpu, cpu_state, _ = train(recipe, cpu, {})
     # Amaxes, histories and scales: what a step leaves for the next one is the same everywhere.
     assert jax.tree.structure(state) == jax.tree.structure(cpu_state)
@@ -88,21 +88,35 @@ def test_step(name, gpu, cpu, chip):
 @pytest.mark.parametrize(
     ("name", "matmuls"),
     [
-        ("delayed", None),
-        ("current", None),
-        ("rowwise", None),
-        ("mxfp8", None),
+        ("delayed", "xla"),
+        ("current", "xla"),
+        ("rowwise", "xla"),
+        ("mxfp8", "xla"),
         ("blockwise", "mosaic"),
     ],
 )
 def test_step_by_kernels(name, matmuls, gpu, cpu, chip):
     """Casts of our own give the state of XLA's on a CPU."""
-    recipe, kernels = RECIPES[name], fp8.Implementations(casts="mosaic", matmuls=matmuls)
-    if matmuls and chip not in ("h100", "h200"):
+    if matmuls == "mosaic" and chip not in ("h100", "h200"):
         pytest.skip(f"the matmul is Hopper's, this is {chip}")
-    results, state, compiled = train(recipe, gpu, fp8.compiler_options(recipe, chip), kernels)
-    assert compiled.as_text().count("mosaic_gpu") >= (6 if matmuls else 3)
+    recipe, kernels = RECIPES[name], fp8.Kernels(chip, casts="mosaic", matmuls=matmuls)
+    results, state, compiled = train(recipe, gpu, kernels.compiler_options(recipe), kernels)
+    assert compiled.as_text().count("mosaic_gpu") >= (6 if matmuls == "mosaic" else 3)
     on_cpu, cpu_state, _ = train(recipe, cpu, {})
+    jax.tree.map(np.testing.assert_array_equal, state, cpu_state)
+    assert_close(results, on_cpu)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_step_by_the_choice_for_the_chip(name, gpu, cpu, chip):
+    """`fp8.Kernels(chip)` gives the state of XLA's kernels on a CPU."""
+    recipe, kernels = RECIPES[name], fp8.Kernels(chip)
+    results, state, compiled = train(recipe, gpu, kernels.compiler_options(recipe), kernels)
+    choices = kernels.choices(recipe, (M, K, N))
+    parts = (getattr(choices, part) for part in ("x", "w", "g", "fprop", "dgrad", "wgrad"))
+    in_pallas = sum(part.backend == "mosaic" for part in parts)
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') >= in_pallas
+    on_cpu, cpu_state, _ = train(recipe, cpu, {}, kernels)
     jax.tree.map(np.testing.assert_array_equal, state, cpu_state)
     assert_close(results, on_cpu)
 
@@ -114,7 +128,7 @@ def test_eager_is_jit(name, gpu, chip):
     x, w, c = jax.device_put(arrays(0), gpu)
     state = jax.device_put(fp8.init_state(recipe), gpu)
     eager = step_of(recipe)(x, w, c, state)
-    jitted = jax.jit(step_of(recipe), compiler_options=fp8.compiler_options(recipe, chip))(
+    jitted = jax.jit(step_of(recipe), compiler_options=fp8.Kernels(chip).compiler_options(recipe))(
         x, w, c, state
     )
     jax.tree.map(np.testing.assert_array_equal, eager[2], jitted[2])

@@ -79,6 +79,14 @@ def dequantized(q):
     return np.asarray(q.values).astype(np.float64) * scale
 
 
+def kernels_by(backend, chip):
+    """Those of a chip with a backend of matmuls; skips one that is made for another chip."""
+    try:
+        return fp8.Kernels(chip, matmuls=backend)
+    except ValueError as reason:
+        pytest.skip(f"{backend}: {reason}")
+
+
 @pytest.mark.parametrize(
     ("dtype", "fast"),
     [(jnp.bfloat16, False), (jnp.float32, False), (jnp.bfloat16, True)],
@@ -93,6 +101,7 @@ def test_within_bounds(backend, kind, operation, fast, dtype, chip):
     make, fprop, wgrad, gradient, scales = KINDS[kind]
     dimensions, granularities = (FPROP, fprop) if operation == "fprop" else (WGRAD, wgrad)
     shapes = ((M, K), (N, K)) if operation == "fprop" else ((K, M), (K, N))
+    kernels = kernels_by(backend, chip)
     random = np.random.default_rng(0)
     x, y = (random.standard_normal(shape, np.float32) for shape in shapes)
     lhs = fp8.quantize(jnp.asarray(x, jnp.bfloat16), fp8.E4M3, granularities[0], **scales)
@@ -110,17 +119,16 @@ def test_within_bounds(backend, kind, operation, fast, dtype, chip):
             dimension_numbers=dimensions,
             preferred_element_type=dtype,
             fast_accumulation=fast,
-            implementation=backend,
-            chip=chip,
+            kernels=kernels,
         )
 
     try:
         lowered = jax.jit(run).lower(lhs, rhs)
     except NotImplementedError as reason:
         pytest.skip(f"{backend}: {reason}")
-    compiled = lowered.compile(compiler_options=fp8.compiler_options(make(), chip))
+    compiled = lowered.compile(compiler_options=fp8.Kernels(chip).compiler_options(make()))
     if backend == "cudnn" or (backend == "xla" and kind in IN_FP8):
-        fp8.assert_fp8_gemms(compiled, 1)
+        fp8.programs.assert_fp8_gemms(compiled, 1)
     a, b = dequantized(lhs), dequantized(rhs)
     exact = a @ b.T if operation == "fprop" else a.T @ b
     distance = np.linalg.norm(np.asarray(compiled(lhs, rhs), np.float64) - exact) / np.linalg.norm(
@@ -137,6 +145,7 @@ def test_within_bounds(backend, kind, operation, fast, dtype, chip):
 def test_is_added_to_what_was_there(backend, kind, given, donated, chip):
     """Into float32, ragged; in place where it is that already. What is kept, stays."""
     make, _, granularities, gradient, scales = KINDS[kind]
+    kernels = kernels_by(backend, chip)
     random = np.random.default_rng(0)
     x, y = (random.standard_normal((K, side), np.float32) for side in (M - 8, N - 24))
     lhs = fp8.quantize(jnp.asarray(x), fp8.E4M3, granularities[0], **scales)
@@ -152,14 +161,13 @@ def test_is_added_to_what_was_there(backend, kind, given, donated, chip):
             dimension_numbers=WGRAD,
             preferred_element_type=jnp.float32,
             add_to=c,
-            implementation=backend,
-            chip=chip,
+            kernels=kernels,
         )
 
     jitted = jax.jit(
         run,
         donate_argnums=2 if donated and given == jnp.float32 else (),
-        compiler_options=fp8.compiler_options(make(), chip),
+        compiler_options=fp8.Kernels(chip).compiler_options(make()),
     )
     before = jnp.asarray(c)
     try:
@@ -185,7 +193,7 @@ def test_what_is_not_finite_shows(kind, bad, chip):
     )
     run = jax.jit(
         lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, dimension_numbers=FPROP),
-        compiler_options=fp8.compiler_options(make(), chip),
+        compiler_options=fp8.Kernels(chip).compiler_options(make()),
     )
     finite = np.isfinite(np.asarray(run(lhs, rhs), np.float32))
     np.testing.assert_array_equal(finite, np.broadcast_to((np.arange(M) != 1)[:, None], (M, N)))

@@ -35,7 +35,7 @@ def integers(shape, dtype):
 
 
 def quantized(x, granularities, **how):
-    return quantize(x, cast_in(fp8.E4M3, *granularities, implementation="mosaic", **how))
+    return quantize(x, cast_in(fp8.E4M3, *granularities, backends=("mosaic",), **how))
 
 
 @needs_mosaic
@@ -62,7 +62,7 @@ def test_of_a_cast(shape, transposed):
             *[fp8.PerTensor()] * count,
             transposed=transposed,
             column_sums=column_sums,
-            implementation="mosaic",
+            backends=("mosaic",),
         )
         return cast_copies(x, how, known(*[jnp.float32(3.0)] * count))
 
@@ -88,6 +88,6 @@ def test_under_vmap():
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_xla_is_left_to_reduce(backend):
-    cast = cast_in(fp8.E4M3, MX_ROWS, column_sums=True, implementation=backend)
+    cast = cast_in(fp8.E4M3, MX_ROWS, column_sums=True, backends=(backend,))
     _, extras = quantize(jnp.ones((64, 64)), cast)
     assert extras.column_sums is None

@@ -6,6 +6,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
+from jaxfp8.kernels import _on_cuda
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._platform import CHIPS, chip_named
 
@@ -18,20 +19,35 @@ def broken(*args, **kwargs):
     raise RuntimeError("a bug")
 
 
+def cuda(*arrays, cuda, default):
+    """`lax.platform_dependent` on a GPU."""
+    del default
+    return cuda(*arrays)
+
+
 def test_the_first_that_can():
-    assert dispatch("op", {"a": cannot, "b": lambda x, *, y: x + y, "c": broken}, None, 1, y=2) == 3
+    backends = {"c": broken, "b": lambda x, *, y: x + y, "a": cannot}
+    assert dispatch("op", backends, iter(["a", "b", "c"]), 1, y=2) == 3
 
 
-def test_a_name_is_the_only_one_tried():
+def test_extra_arguments_of_one_attempt():
+    backends = {"a": cannot, "b": lambda x, *, y, tiling=None: (x, y, tiling)}
+    assert dispatch("op", backends, [("a", {"tiling": 7}), ("b", {"tiling": 8})], 1, y=2) == (
+        1, 2, 8
+    )  # fmt: skip
+    assert dispatch("op", backends, [("a", {"tiling": 7}), "b"], 1, y=2) == (1, 2, None)
+
+
+def test_a_single_name_is_the_only_one_tried():
     backends = {"a": lambda: "a", "b": lambda: "b", "c": cannot}
-    assert dispatch("op", backends, "b") == "b"
+    assert dispatch("op", backends, ("b",)) == "b"
     with pytest.raises(NotImplementedError, match="needs a Hopper"):
-        dispatch("op", backends, "c")
+        dispatch("op", backends, ("c",))
 
 
 def test_none_can():
     with pytest.raises(ExceptionGroup, match="no backend of op") as caught:
-        dispatch("op", {"a": cannot, "b": cannot}, None)
+        dispatch("op", {"a": cannot, "b": cannot}, ("a", "b"))
     assert [str(reason) for reason in caught.value.exceptions] == [
         "a: needs a Hopper",
         "b: needs a Hopper",
@@ -40,22 +56,26 @@ def test_none_can():
 
 def test_a_bug_is_not_a_reason_to_try_the_next():
     with pytest.raises(RuntimeError, match="a bug"):
-        dispatch("op", {"a": broken, "b": lambda: 1}, None)
+        dispatch("op", {"a": broken, "b": lambda: 1}, ("a", "b"))
 
 
 def test_an_unknown_name():
-    with pytest.raises(
-        ValueError, match=mentions("implementation='triton'", "of op", "use None or one of ['a']")
-    ):
-        dispatch("op", {"a": cannot}, "triton")
+    backends = {"b": lambda: 1, "a": cannot}
+    mentioned = mentions("no backend 'triton' of op", "only ['a', 'b']")
+    with pytest.raises(NotImplementedError, match=mentioned):
+        dispatch("op", backends, ("triton",))
+    assert dispatch("op", backends, ("triton", "b")) == 1  # timings of another version have some
 
 
 def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
     (tmp_path / "waiting_backend.py").write_text("def double(x, *, plus):\n  return 2 * x + plus\n")
     monkeypatch.syspath_prepend(tmp_path)
-    backend = Backend("waiting_backend", "double", needs="a file")
+    elsewhere = lambda like, x, *, plus: -(2 * x + plus)
+    backend = Backend("waiting_backend", "double", needs="a file", elsewhere=elsewhere)
     assert "waiting_backend" not in sys.modules
-    assert dispatch("op", {"a": backend}, None, 3, plus=1) == 7
+    assert dispatch("op", {"a": backend}, ("a",), jnp.int32(3), plus=1) == -7  # on a CPU
+    monkeypatch.setattr(_on_cuda, "platform_dependent", cuda)
+    assert dispatch("op", {"a": backend}, ("a",), jnp.int32(3), plus=1) == 7
     del sys.modules["waiting_backend"]
 
 
@@ -66,20 +86,21 @@ def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
 def test_a_backend_that_cannot_be_imported_cannot_do_the_case(tmp_path, monkeypatch, source):
     (tmp_path / "lacking_backend.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    backend = Backend("lacking_backend", "f", needs="Triton (pip install it)")
+    backend = Backend("lacking_backend", "f", needs="Triton (pip install it)", elsewhere=broken)
     with pytest.raises(
         NotImplementedError, match=mentions("Triton (pip install it) cannot be imported: ")
     ):
-        dispatch("op", {"a": backend, "b": lambda: 1}, "a")
-    assert dispatch("op", {"a": backend, "b": lambda: 1}, None) == 1
+        dispatch("op", {"a": backend, "b": lambda: 1}, ("a",))
+    assert dispatch("op", {"a": backend, "b": lambda: 1}, ("a", "b")) == 1
 
 
 @pytest.mark.parametrize("source", ["import jaxfp8.nothing", "from jaxfp8._typing import Nothing"])
 def test_a_wrong_import_of_our_own_is_a_bug(tmp_path, monkeypatch, source):
     (tmp_path / "wrong_backend.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    backend = Backend("wrong_backend", "f", needs="Pallas", elsewhere=broken)
     with pytest.raises(ImportError, match=r"(?i)nothing"):
-        dispatch("op", {"a": Backend("wrong_backend", "f", needs="Pallas"), "b": lambda: 1}, None)
+        dispatch("op", {"a": backend, "b": lambda: 1}, ("a", "b"))
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -153,17 +174,17 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
             ),
         ),
         (
-            ValueError,
+            TypeError,
             (T, T),
-            {"implementation": "cublas"},
-            ("implementation='cublas'", "scaled_matmul", "use None or one of"),
+            {"kernels": "mosaic"},
+            ("kernels='mosaic' is of type str", "Kernels are needed", "write kernels=fp8.Kernels("),
         ),
         (TypeError, (T, T), {"chop": "h200"}, ("fp8.scaled_matmul has no option chop='h200'",)),
         (
-            ValueError,
+            TypeError,
             (T, T),
-            {"chip": "h300", "implementation": "xla"},
-            ("chip='h300' is unknown",),
+            {"chip": "h200"},
+            ("fp8.scaled_matmul has no option chip='h200'",),
         ),
         (
             TypeError,
@@ -180,7 +201,7 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
         "E5M2",
         "contracted lhs",
         "contracted rhs",
-        "backend",
+        "kernels",
         "option",
         "chip",
         "fast accumulation",
@@ -195,3 +216,17 @@ def test_a_scale_along_a_contracted_axis_of_size_one_may_leave_the_sum():
     np.testing.assert_array_equal(
         fp8.scaled_matmul(tensor(2, 1, granularity=fp8.PerAxis(1)), tensor(1, 2)), np.ones((2, 2))
     )
+
+
+def test_what_is_not_taken_is_logged_once(caplog):
+    """Choices by shape do not know every case of a layer."""
+    backends = {"a": cannot, "b": lambda: 1}
+    for _ in range(2):
+        assert dispatch("an op that is logged", backends, ["a", "b"]) == 1
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("jaxfp8", "WARNING")
+    assert "an op that is logged: a cannot do a case" in record.message
+    assert "needs a Hopper" in record.message
+    with pytest.raises(NotImplementedError):  # which says it itself
+        dispatch("another op", backends, ["a"])
+    assert len(caplog.records) == 1

@@ -12,6 +12,8 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 
+MOSAIC = fp8.Kernels(casts="mosaic")
+
 ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
 MX_ROWS, MX_COLUMNS = fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1))
 TENSOR, OF_ROWS, OF_COLUMNS = fp8.PerTensor(), fp8.PerAxis(0, 1), fp8.PerAxis(-1)
@@ -19,7 +21,7 @@ WHOLE, RAGGED = (2, 128, 256), (2, 160, 96)
 MX = {"scale_format": fp8.E8M0}
 
 
-PROLOGUES = {"swiglu": fp8.SwiGLU(), "rms_norm": fp8.RMSNorm()}
+PROLOGUES = {"swiglu": fp8.prologues.SwiGLU(), "rms_norm": fp8.prologues.RMSNorm()}
 
 
 def arrays(name, shape, dtype):
@@ -69,7 +71,7 @@ def two_steps(name, *given, **how):
 def test_has_the_bits_of_two_steps(name, shape, dtype, granularity, how):
     given = arrays(name, shape, dtype)
     mine = interpreted(
-        lambda: together(name, *given, granularity=granularity, implementation="mosaic", **how)
+        lambda: together(name, *given, granularity=granularity, kernels=MOSAIC, **how)
     )
     assert_same_bits(mine, two_steps(name, *given, granularity=granularity, **how))
 
@@ -88,4 +90,4 @@ def test_a_gain_for_each_matrix(mapped):
     run = lambda function, **how: jax.vmap(
         functools.partial(function, "rms_norm", granularity=(ROWS, COLUMNS), **how), in_axes=mapped
     )(*given)
-    assert_same_bits(interpreted(lambda: run(together, implementation="mosaic")), run(two_steps))
+    assert_same_bits(interpreted(lambda: run(together, kernels=MOSAIC)), run(two_steps))

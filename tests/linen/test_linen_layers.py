@@ -71,7 +71,7 @@ def test_parameters_and_initial_values_are_flax_s(layer):
     theirs, ours, states = LAYERS[layer]
     want, got = jax.jit(theirs().init)(KEY, X), jax.jit(ours(DELAYED).init)(KEY, X)
     assert_same(got["params"], want["params"])
-    found = jax.tree.leaves(got[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    found = jax.tree.leaves(got[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
     assert len(found) == states
     # init sees data, but is no step
     assert all(not s.scale.any() and not s.amax_history.any() for s in found)
@@ -107,7 +107,7 @@ def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
             assert jnp.linalg.norm(got_leaf - want_leaf) / jnp.linalg.norm(want_leaf) < 0.15
     assert all(
         s.scale.all()
-        for s in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+        for s in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
     )
 
 
@@ -227,7 +227,8 @@ def test_scan_with_broadcast_parameters_is_bounded():
     shared = lambda *args: loop(*args, recipe=recipe, shared=True)
     want = jax.jit(fp8.value_and_grad(shared))(variables["params"], variables[COLLECTION], X[0])[2]
     got, want = (
-        jax.tree.leaves(t, is_leaf=lambda n: isinstance(n, fp8.MatmulState))[0] for t in (got, want)
+        jax.tree.leaves(t, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))[0]
+        for t in (got, want)
     )
     np.testing.assert_array_equal(got.scale, want.scale)
     assert (got.amax_history[:, -1] >= want.amax_history[:, -1] / 1.126).all()
@@ -267,7 +268,7 @@ def test_vmap(shared):
     _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(
         variables["params"], variables[COLLECTION], X
     )
-    (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
     want = jnp.max(jnp.abs(X), axis=None if shared else (1, 2))
     np.testing.assert_array_equal(state.amax_history[..., 0, -1], want)
 
@@ -285,7 +286,7 @@ def test_tied_layer():
     _, _, new = jax.jit(fp8.value_and_grad(square(Model())))(
         variables["params"], variables[COLLECTION], X
     )
-    (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+    (state,) = jax.tree.leaves(new, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
     true = jnp.max(jnp.abs(X))
     assert true <= state.amax_history[0, -1] <= 1.125 * true
 

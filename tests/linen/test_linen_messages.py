@@ -293,7 +293,7 @@ def test_broadcast_comes_before_carry():
     _, _, state = fp8.value_and_grad(loss_fn)(variables["params"], variables[COLLECTION])
     assert all(
         leaf.scale.all()
-        for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+        for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
     )
 
 

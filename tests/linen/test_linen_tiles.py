@@ -16,8 +16,9 @@ RECIPES = {
     "blockwise": fp8.recipes.blockwise(),
     "float32 scales": fp8.recipes.blockwise(power_of_two=False, gradient=fp8.E5M2),
     "mxfp8": fp8.recipes.mxfp8(),
-    "mxfp8, 2D weights": fp8.recipes.mxfp8(w_tile_dim=2, chip="b200"),
+    "mxfp8, 2D weights": fp8.recipes.mxfp8(w_tile_dim=2),
 }
+KERNELS = {"mxfp8, 2D weights": fp8.Kernels("b200", casts="xla", matmuls="cudnn")}
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (3, 20, 48))  # ragged in tiles of 32, shorter than those of 128
 
@@ -30,48 +31,51 @@ def plus(y, bias):
     return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
-# flax's layer, ours, and the same by hand: (params, x, recipe) -> y
+# flax's layer, ours, and the same by hand: (params, x, recipe and kernels) -> y
 LAYERS = {
     "Dense": (
         nn.Dense(40),
-        lambda r: FP8Dense(40, recipe=r),
-        lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r, bias=p["bias"]),
+        lambda r: FP8Dense(40, **r),
+        lambda p, x, r: fp8.dot(x, p["kernel"], **r, bias=p["bias"]),
     ),
     "Dense, no bias": (
         nn.Dense(40, use_bias=False),
-        lambda r: FP8Dense(40, use_bias=False, recipe=r),
-        lambda p, x, r: fp8.dot(x, p["kernel"], recipe=r),
+        lambda r: FP8Dense(40, use_bias=False, **r),
+        lambda p, x, r: fp8.dot(x, p["kernel"], **r),
     ),
     "Dense, bfloat16": (
         nn.Dense(40, dtype=jnp.bfloat16),
-        lambda r: FP8Dense(40, dtype=jnp.bfloat16, recipe=r),
-        lambda p, x, r: fp8.dot(bf16(x), bf16(p["kernel"]), recipe=r, bias=bf16(p["bias"])),
+        lambda r: FP8Dense(40, dtype=jnp.bfloat16, **r),
+        lambda p, x, r: fp8.dot(bf16(x), bf16(p["kernel"]), **r, bias=bf16(p["bias"])),
     ),
     "Dense, plugged": (
         nn.Dense(40),
-        lambda r: nn.Dense(40, dot_general_cls=FP8DotGeneral.using(r)),
-        lambda p, x, r: plus(fp8.dot(x, p["kernel"], recipe=r), p["bias"]),
+        lambda r: nn.Dense(40, dot_general_cls=FP8DotGeneral.using(**r)),
+        lambda p, x, r: plus(fp8.dot(x, p["kernel"], **r), p["bias"]),
     ),
     "DenseGeneral": (
         nn.DenseGeneral((2, 3), axis=(-2, -1)),
-        lambda r: FP8DenseGeneral((2, 3), axis=(-2, -1), recipe=r),
+        lambda r: FP8DenseGeneral((2, 3), axis=(-2, -1), **r),
         lambda p, x, r: plus(
-            fp8.dot_general(x, p["kernel"], (((1, 2), (0, 1)), ((), ())), recipe=r), p["bias"]
+            fp8.dot_general(x, p["kernel"], (((1, 2), (0, 1)), ((), ())), **r), p["bias"]
         ),
     ),
     "DenseGeneral, batch": (
         nn.DenseGeneral(5, axis=-1, batch_dims=(0,)),
-        lambda r: FP8DenseGeneral(5, axis=-1, batch_dims=(0,), recipe=r),
-        lambda p, x, r: plus(
-            fp8.einsum("bsd,bdf->bsf", x, p["kernel"], recipe=r), p["bias"][:, None]
-        ),
+        lambda r: FP8DenseGeneral(5, axis=-1, batch_dims=(0,), **r),
+        lambda p, x, r: plus(fp8.einsum("bsd,bdf->bsf", x, p["kernel"], **r), p["bias"][:, None]),
     ),
     "Einsum": (
         nn.Einsum((48, 2, 24), "bsd,dhk->bshk"),
-        lambda r: FP8Einsum((48, 2, 24), "bsd,dhk->bshk", recipe=r),
-        lambda p, x, r: plus(fp8.einsum("bsd,dhk->bshk", x, p["kernel"], recipe=r), p["bias"]),
+        lambda r: FP8Einsum((48, 2, 24), "bsd,dhk->bshk", **r),
+        lambda p, x, r: plus(fp8.einsum("bsd,dhk->bshk", x, p["kernel"], **r), p["bias"]),
     ),
 }
+
+
+def options(name):
+    """The recipe of a name, and its kernels."""
+    return {"recipe": RECIPES[name], "kernels": KERNELS.get(name)}
 
 
 def step(apply):
@@ -99,14 +103,14 @@ def cases():
 @pytest.mark.parametrize(("layer", "recipe"), list(cases()))
 def test_a_layer_is_the_function_with_flax_s_parameters(layer, recipe):
     theirs, ours, by_hand = LAYERS[layer]
-    model = ours(RECIPES[recipe])
+    model = ours(options(recipe))
     variables = theirs.init(KEY, X)
     assert jax.eval_shape(model.init, KEY, X) == jax.eval_shape(theirs.init, KEY, X)  # no state
     params = dict(variables["params"])
     if "bias" in params:
         params["bias"] = jax.random.normal(jax.random.key(1), params["bias"].shape)
     got = step(lambda params, x: model.apply({"params": params}, x))(params, X)
-    by_function = step(lambda params, x: by_hand(params, x, RECIPES[recipe]))(params, X)
+    by_function = step(lambda params, x: by_hand(params, x, options(recipe)))(params, X)
     jax.tree.map(np.testing.assert_array_equal, got, by_function)
     if layer != "Dense":
         return
@@ -124,17 +128,19 @@ def test_a_loss_falls(recipe):
 
     class Model(nn.Module):
         recipe: fp8.Recipe
+        kernels: fp8.Kernels | None = None
 
         @nn.compact
         def __call__(self, x):
-            return FP8Dense(40, recipe=self.recipe)(nn.tanh(FP8Dense(64, recipe=self.recipe)(x)))
+            how = {"recipe": self.recipe, "kernels": self.kernels}
+            return FP8Dense(40, **how)(nn.tanh(FP8Dense(64, **how)(x)))
 
     target = jnp.sin(X[..., :40])
 
     params = jax.jit(Model(fp8.recipes.identity()).init)(KEY, X)["params"]
 
-    def train(recipe):
-        model = Model(recipe)
+    def train(**how):
+        model = Model(**how)
 
         def loss(params):
             return jnp.mean(jnp.square(model.apply({"params": params}, X) - target))
@@ -145,6 +151,6 @@ def test_a_loss_falls(recipe):
 
         return jax.jit(lambda params: jax.lax.scan(one, params, length=10)[1])(params)
 
-    losses, exact = train(RECIPES[recipe]), train(fp8.recipes.identity())
+    losses, exact = train(**options(recipe)), train(recipe=fp8.recipes.identity())
     assert losses[-1] < 0.8 * losses[0]
     np.testing.assert_allclose(losses, exact, rtol=0.02)

@@ -199,7 +199,7 @@ def pipeline(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
 
 def by_row(recipe: fp8.Recipe) -> bool:
     quantizers = (q for tensor in ("x", "w", "g") for _, q in recipe.uses(tensor))
-    return any(q.granularity == fp8.PerRow() for q in quantizers)
+    return any(q.granularity == fp8.quantizers.PerRow() for q in quantizers)
 
 
 def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool, named: bool) -> Callable:

@@ -136,7 +136,9 @@ def quantizer(recipe, reading):
 
 
 def expected(recipe, mode, reading):
-    if quantizer(recipe, reading).granularity == fp8.PerRow() and reading[:2] in OWN.get(mode, ()):
+    if quantizer(recipe, reading).granularity == fp8.quantizers.PerRow() and reading[:2] in OWN.get(
+        mode, ()
+    ):
         parts = range(PARTS[reading.contracted])
         return sum(
             on_one_device(recipe, reading.tensor, reading.contracted, part)[reading.result]

@@ -95,8 +95,8 @@ def test_a_bridged_model_starts_fresh_too():
             graphdef,
             jax.tree.map(
                 lambda s: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), s)
-                if isinstance(s, fp8.MatmulState) else s,
-                state, is_leaf=lambda n: isinstance(n, fp8.MatmulState),
+                if isinstance(s, fp8.state.MatmulState) else s,
+                state, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState),
             ),
         )  # fmt: skip
 

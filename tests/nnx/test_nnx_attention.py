@@ -85,7 +85,7 @@ def test_the_cure_gives_each_projection_its_state():
     for name in PROJECTIONS:
         (state,) = jax.tree.leaves(
             nnx.state(getattr(model, name), fp8.nnx.FP8State),
-            is_leaf=lambda n: isinstance(n, fp8.MatmulState),
+            is_leaf=lambda n: isinstance(n, fp8.state.MatmulState),
         )
         assert_same_bits(state, getattr(replaced, name).dot_general.state.get_value())
         kernel = getattr(model, name).kernel.get_value()
@@ -120,7 +120,7 @@ def test_layers_that_share_an_object_are_tied():
     model = Two()
     step(model, X)
     states = jax.tree.leaves(
-        nnx.state(model, fp8.nnx.FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+        nnx.state(model, fp8.nnx.FP8State), is_leaf=lambda n: isinstance(n, fp8.state.MatmulState)
     )
     assert len(states) == 1
     assert model.first.dot_general is model.second.dot_general

@@ -37,8 +37,8 @@ def descend(params, grads):
 
 
 def states_in(tree):
-    nodes = jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
-    return [node for node in nodes if isinstance(node, fp8.MatmulState)]
+    nodes = jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
+    return [node for node in nodes if isinstance(node, fp8.state.MatmulState)]
 
 
 def run_nnx(model, jit):

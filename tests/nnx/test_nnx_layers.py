@@ -68,7 +68,7 @@ step, plain_step = nnx.jit(fp8.nnx.value_and_grad(square)), nnx.jit(nnx.value_an
 
 def states_of(model):
     return jax.tree.leaves(
-        nnx.state(model, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+        nnx.state(model, FP8State), is_leaf=lambda n: isinstance(n, fp8.state.MatmulState)
     )
 
 

@@ -26,7 +26,7 @@ def square(model, x):
 
 def state_of(layer):
     (state,) = jax.tree.leaves(
-        nnx.state(layer, FP8State), is_leaf=lambda n: isinstance(n, fp8.MatmulState)
+        nnx.state(layer, FP8State), is_leaf=lambda n: isinstance(n, fp8.state.MatmulState)
     )
     return state
 

@@ -37,7 +37,7 @@ def along_last(b, ndim):
 
 
 def matmul(recipe, x, w, b, state, *, inside, casts=None):
-    how = {"implementation": fp8.Implementations(casts=casts)} if casts else {}
+    how = {"kernels": fp8.Kernels(casts=casts)}
     if inside:
         return fp8.dot(x, w, recipe=recipe, state=state, bias=b, **how)
     return fp8.dot(x, w, recipe=recipe, state=state, **how) + along_last(b.astype(x.dtype), x.ndim)
@@ -113,7 +113,7 @@ def test_kernels_do_not_sum_over_an_axis_of_the_weight():
     )
 
     def dot(recipe, x, w, b, state, *, casts):
-        kernels = fp8.Implementations(casts=casts)
+        kernels = fp8.Kernels(casts=casts)
         return fp8.dot_general(
             x,
             w,
@@ -121,7 +121,7 @@ def test_kernels_do_not_sum_over_an_axis_of_the_weight():
             recipe=recipe,
             state=state,
             bias=b,
-            implementation=kernels,
+            kernels=kernels,
         )
 
     run = functools.partial(step, recipe, x, w, b, c, (), dot=dot)

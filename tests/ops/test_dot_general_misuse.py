@@ -44,9 +44,9 @@ def cast(state, dtype):
             ("has no state", "state=None"),
         ),
         (
-            ValueError,
-            lambda: fp8.dot(X, W, recipe=fp8.recipes.identity(), implementation="xla"),
-            ("implementation='xla'", "leave it out"),
+            TypeError,
+            lambda: fp8.dot(X, W, recipe=fp8.recipes.identity(), kernels="h200"),
+            ("kernels='h200' is of type str", "write kernels=fp8.Kernels('h200')"),
         ),
         (
             ValueError,

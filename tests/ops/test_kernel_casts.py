@@ -36,9 +36,7 @@ def arrays():
 
 def step(recipe, casts, x, w, c, state):
     def loss(params, state):
-        y = fp8.dot(
-            *params, recipe=recipe, state=state, implementation=fp8.Implementations(casts=casts)
-        )
+        y = fp8.dot(*params, recipe=recipe, state=state, kernels=fp8.Kernels(casts=casts))
         return jnp.sum((y * c).astype(jnp.float32))
 
     return fp8.value_and_grad(loss)((x, w), state)
@@ -73,7 +71,7 @@ def test_experts_have_states_of_their_own():
         def loss(params, state):
             x, w = params
             dot = lambda x, w, s: fp8.dot(
-                x, w, recipe=recipe, state=s, implementation=fp8.Implementations(casts=casts)
+                x, w, recipe=recipe, state=s, kernels=fp8.Kernels(casts=casts)
             )
             return jnp.sum((jax.vmap(dot)(x, w, state) * c[..., :64]).astype(jnp.float32))
 
@@ -87,7 +85,7 @@ def test_experts_have_states_of_their_own():
 def test_a_name_is_checked():
     x, w, _ = arrays()
     with pytest.raises(ValueError, match="'tritn'"):
-        fp8.dot(x, w, recipe=RECIPES["current"], implementation=fp8.Implementations(casts="tritn"))
+        fp8.dot(x, w, recipe=RECIPES["current"], kernels=fp8.Kernels(casts="tritn"))
 
 
 @needs_mosaic
@@ -107,7 +105,7 @@ def test_a_weight_of_heads():
                 x,
                 w,
                 recipe=recipe,
-                implementation=fp8.Implementations(casts=casts),
+                kernels=fp8.Kernels(casts=casts),
             )
             return jnp.sum(y.astype(jnp.float32) ** 2)
 

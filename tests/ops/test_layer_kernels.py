@@ -1,4 +1,4 @@
-"""Layers hand `implementation=` on to their matmuls."""
+"""Layers hand `kernels=` on to their casts and matmuls."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ from flax import linen, nnx
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.tuning._autotune import Recorder
+from jaxfp8.kernels.cast import _api
+from jaxfp8.plan._autotune import Recorder
 
 X = jnp.ones((2, 8))
 LINEN = {
@@ -49,12 +50,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("run", "make"), CASES)
-def test_kernels_of_a_layer(run, make):
-    asked = Recorder()
-    kernels = fp8.Implementations(matmuls=asked)
-    run(make, recipe=fp8.recipes.current(), implementation=kernels)
+def test_kernels_of_a_layer(run, make, monkeypatch):
+    asked, cast = Recorder(), []
+
+    def spied(x, *args, **kwargs):
+        cast.append(x.shape)
+        return reference(x, *args, **kwargs)
+
+    reference = _api.BACKENDS["reference"]
+    monkeypatch.setitem(_api.BACKENDS, "reference", spied)
+    kernels = fp8.Kernels(casts="reference", timings=asked)
+    run(make, recipe=fp8.recipes.current(), kernels=kernels)
     assert len(asked.matmuls) == 1
-    with pytest.raises(ValueError, match=mentions("implementation='fast'", "use None or one of")):
-        run(make, recipe=fp8.recipes.current(), implementation=fp8.Implementations(casts="fast"))
-    run(make, recipe=fp8.recipes.identity(), implementation=kernels)  # as rules leave some layers
-    assert len(asked.matmuls) == 1
+    assert len(cast) == 2  # x and w
+    with pytest.raises(TypeError, match=mentions("kernels='h200' is of type str")):
+        run(make, recipe=fp8.recipes.current(), kernels="h200")
+    run(make, recipe=fp8.recipes.identity(), kernels=kernels)  # as rules leave some layers
+    assert (len(asked.matmuls), len(cast)) == (1, 2)

@@ -59,7 +59,6 @@ RECIPES = {
     "mxfp8": (fp8.recipes.mxfp8(), table(32, w=1)),
     "mxfp8, 2D weights": (fp8.recipes.mxfp8(w_tile_dim=2), table(32)),
     "mxfp8, floor": (fp8.recipes.mxfp8(scale_rounding="floor"), table(32, w=1, scales="floor")),
-    "mxfp8, 2D weights, on a chip": (fp8.recipes.mxfp8(w_tile_dim=2, chip="b200"), table(32)),
 }
 
 
@@ -73,11 +72,11 @@ def gaussian(M, K, N, seed=0):
     return [random.standard_normal(size, np.float32) for size in ((M, K), (K, N), (M, N))]
 
 
-def layer(recipe, x, w, g):
+def layer(recipe, x, w, g, kernels=None):
     """y, dx and dw of a compiled layer whose output gradient is g."""
 
     def loss(operands, state, g):  # g is an argument: XLA would fold a constant, and take its time
-        y = fp8.dot(*operands, recipe=recipe, state=state)
+        y = fp8.dot(*operands, recipe=recipe, state=state, kernels=kernels)
         return jnp.sum(y * g), y
 
     x, w, g = map(jnp.asarray, (x, w, g))
@@ -96,6 +95,17 @@ def products(x, w, g, casts=None):
 def decibels(got, want):
     want = np.asarray(want, np.float64)
     return 20 * np.log10(np.linalg.norm(want) / np.linalg.norm(np.asarray(got, np.float64) - want))
+
+
+@pytest.mark.parametrize("chip", ["h200", "b200"])
+def test_for_a_chip(chip):
+    """On the CPU the program for a chip has the bits of the portable one."""
+    recipe, _ = RECIPES["mxfp8, 2D weights"]
+    by_name = fp8.Kernels("b200", casts="xla", matmuls="cudnn")
+    arrays, kernels = gaussian(150, 200, 300), fp8.Kernels("h200") if chip == "h200" else by_name
+    mine, theirs = layer(recipe, *arrays, kernels=kernels), layer(recipe, *arrays)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
 @pytest.mark.parametrize(

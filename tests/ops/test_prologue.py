@@ -27,9 +27,9 @@ RECIPES = {
     "mxfp8 2d": fp8.recipes.mxfp8(w_tile_dim=2),
     "static": fp8.recipes.static(x_scale=0.01, w_scale=0.01, g_scale=0.01),
 }
-PROLOGUES = {"swiglu": fp8.SwiGLU(), "rms_norm": fp8.RMSNorm()}
+PROLOGUES = {"swiglu": fp8.prologues.SwiGLU(), "rms_norm": fp8.prologues.RMSNorm()}
 B, S, D, F = 8, 64, 160, 96
-STATIC = ("prologue", "implementation")
+STATIC = ("prologue", "kernels")
 
 
 def arrays(name, batch=2, dtype=jnp.bfloat16):
@@ -44,8 +44,7 @@ def arrays(name, batch=2, dtype=jnp.bfloat16):
 
 
 def matmul(recipe, prologue, lhs, w, state, *, fused, casts=None, **how):
-    if casts is not None:
-        how["implementation"] = fp8.Implementations(casts=casts)
+    how["kernels"] = fp8.Kernels(casts=casts)
     if fused:
         return fp8.dot(lhs, w, recipe=recipe, state=state, prologue=prologue, **how)
     return fp8.dot(prologue(*lhs), w, recipe=recipe, state=state, **how)
@@ -198,7 +197,7 @@ def test_a_part_of_the_axis_that_is_normalized_is_refused():
     def run(x, gain, w):
         shard = fp8.sharding.Shard(-1, "d")
         return fp8.dot(
-            (x, gain), w, recipe=RECIPES["current"], prologue=fp8.RMSNorm(), x_shard=shard
+            (x, gain), w, recipe=RECIPES["current"], prologue=fp8.prologues.RMSNorm(), x_shard=shard
         )
 
     with (
@@ -224,12 +223,12 @@ def test_tiles_over_merged_axes():
         functools.partial(fp8.dot_general, dimension_numbers=numbers, recipe=recipe),
         static_argnames=STATIC,
     )
-    h = fp8.RMSNorm()(x, gain)
+    h = fp8.prologues.RMSNorm()(x, gain)
     wanted = run(h, w)
-    assert_same_bits(run((x, gain), w, prologue=fp8.RMSNorm()), wanted)
+    assert_same_bits(run((x, gain), w, prologue=fp8.prologues.RMSNorm()), wanted)
     if LOADS_TRANSPOSED:
-        by_kernels = fp8.Implementations(casts="mosaic")
+        by_kernels = fp8.Kernels(casts="mosaic")
         mine = interpreted(
-            lambda: run((x, gain), w, prologue=fp8.RMSNorm(), implementation=by_kernels)
+            lambda: run((x, gain), w, prologue=fp8.prologues.RMSNorm(), kernels=by_kernels)
         )
         assert_same_bits(mine, wanted)

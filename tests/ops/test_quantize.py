@@ -29,11 +29,9 @@ def assert_equals_oracle(q, x, kept, *, power_of_two, message=""):
     assert (np.isfinite(payload) == np.isfinite(oracle.to_float32(x))).all(), message
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def jitted(x, format, granularity, power_of_two, implementation=None):
-    return fp8.quantize(
-        x, format, granularity, power_of_two=power_of_two, implementation=implementation
-    )
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def jitted(x, format, granularity, power_of_two):
+    return fp8.quantize(x, format, granularity, power_of_two=power_of_two)
 
 
 # Eagerly each operation is compiled alone, for each shape: what asks nothing of that runs as one
@@ -281,10 +279,11 @@ def test_a_tuple_of_granularities():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("implementation", [None, "xla", "reference"])
-def test_tiles(options, rule, implementation):
+@pytest.mark.parametrize("casts", [None, "xla", "reference"])
+def test_tiles(options, rule, casts):
     x = hard_arrays(np.float32)["wide"]
-    q = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), implementation=implementation, **options)
+    kernels = fp8.Kernels(casts=casts)
+    q = fp8.quantize(x, fp8.E4M3, fp8.PerBlock((1, 32)), kernels=kernels, **options)
     validate(q)
     hard_tiles.assert_equals_oracle(q, x, (1, 32), rule)
 

@@ -140,12 +140,12 @@ ROWWISE = {
     "float32 scales": fp8.recipes.rowwise(power_of_two=False),
     "high precision": fp8.recipes.rowwise(high_precision_wgrad=True),
 }
-ROWS = fp8.quantizers.Current(format=fp8.E4M3, granularity=fp8.PerRow())
+ROWS = fp8.quantizers.Current(format=fp8.E4M3, granularity=fp8.quantizers.PerRow())
 MIXED = fp8.Recipe(
     name="rows and states",
-    fprop=fp8.Operands(lhs=fp8.quantizers.Delayed(format=fp8.E4M3), rhs=ROWS),
-    dgrad=fp8.Operands(lhs=ROWS, rhs=ROWS),
-    wgrad=fp8.Operands(lhs=ROWS, rhs=ROWS),
+    fprop=fp8.recipes.Operands(lhs=fp8.quantizers.Delayed(format=fp8.E4M3), rhs=ROWS),
+    dgrad=fp8.recipes.Operands(lhs=ROWS, rhs=ROWS),
+    wgrad=fp8.recipes.Operands(lhs=ROWS, rhs=ROWS),
 )
 
 

@@ -76,7 +76,7 @@ def test_x_and_w_are_rounded_to_nearest():
 def test_tensors_have_bits_of_their_own():
     """x, w and g of equal values are not rounded alike by one key."""
     q = fp8.quantizers.Static(format=fp8.E4M3, scale=1.0, rounding="stochastic")
-    pair = fp8.Operands(lhs=q, rhs=q)
+    pair = fp8.recipes.Operands(lhs=q, rhs=q)
     recipe = fp8.Recipe(name="all", fprop=pair, dgrad=pair, wgrad=pair)
     t, one = jnp.full((N, N), 1 + 1 / 16), jnp.eye(N)
     key = jax.random.key(0)

@@ -29,9 +29,9 @@ def tiny(T, *, square=True, **fields):
     w = w if square else x
     return fp8.Recipe(
         name="tiny",
-        fprop=fp8.Operands(lhs=x, rhs=w),
-        dgrad=fp8.Operands(lhs=x, rhs=w),
-        wgrad=fp8.Operands(lhs=x, rhs=x),
+        fprop=fp8.recipes.Operands(lhs=x, rhs=w),
+        dgrad=fp8.recipes.Operands(lhs=x, rhs=w),
+        wgrad=fp8.recipes.Operands(lhs=x, rhs=x),
     )
 
 

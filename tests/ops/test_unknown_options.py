@@ -14,6 +14,7 @@ CALLS = {
     "fp8.dot": functools.partial(fp8.dot, X, X, recipe=RECIPE),
     "fp8.dot_general": functools.partial(fp8.dot_general, X, X, NUMBERS, recipe=RECIPE),
     "fp8.einsum": functools.partial(fp8.einsum, "ij,jk->ik", X, X, recipe=RECIPE),
+    "fp8.linen.FP8DotGeneral.using": functools.partial(fp8.linen.FP8DotGeneral.using, RECIPE),
     "fp8.nnx.FP8DotGeneral": functools.partial(fp8.nnx.FP8DotGeneral, RECIPE),
     "fp8.nnx.FP8EinsumOp": functools.partial(fp8.nnx.FP8EinsumOp, RECIPE),
 }
@@ -29,7 +30,9 @@ def test_a_misspelt_option(name):
     ("name", "option"),
     [
         ("fp8.einsum", "bias"),
-        ("fp8.einsum", "prologue"),
+        ("fp8.nnx.FP8DotGeneral", "prologue"),
+        ("fp8.nnx.FP8EinsumOp", "prologue"),
+        ("fp8.linen.FP8DotGeneral.using", "prologue"),
         ("fp8.nnx.FP8DotGeneral", "key"),
         ("fp8.nnx.FP8DotGeneral", "out_sharding"),
         ("fp8.nnx.FP8EinsumOp", "key"),

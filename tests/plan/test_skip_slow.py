@@ -23,7 +23,7 @@ from jaxfp8.linen import COLLECTION, FP8Dense
 from jaxfp8.nnx import FP8Linear
 
 FAST, SLOW = (8192, 4096, 14336), (64, 32, 48)
-RULE = fp8.plan.skip_slow(chip="h200")
+RULE = fp8.plan.skip_slow(kernels=fp8.Kernels("h200"))
 RECIPE = fp8.recipes.delayed()
 
 
@@ -32,7 +32,8 @@ def test_keeps_what_pays_and_skips_what_does_not(capsys):
     skipped = RULE("down", SLOW, RECIPE)
     assert skipped.is_identity
     # The reason is stored, and printed, one line a layer.
-    found = f"{fp8.roofline(SLOW, recipe=RECIPE, chip='h200').speedup:.3f}x on h200"
+    slowdown = fp8.plan.roofline(SLOW, recipe=RECIPE, kernels=fp8.Kernels("h200")).speedup
+    found = f"{slowdown:.3f}x on h200"
     assert skipped.name == f"identity (skip_slow: delayed {found})"
     kept, left = capsys.readouterr().out.splitlines()
     assert all(
@@ -53,16 +54,16 @@ def test_a_skipped_recipe_is_a_value():
 
 
 def test_the_rule_is_a_value():
-    assert fp8.plan.skip_slow(chip="h200") == RULE
-    assert hash(fp8.plan.skip_slow(chip="h200")) == hash(RULE)
+    assert fp8.plan.skip_slow(kernels=fp8.Kernels("h200")) == RULE
+    assert hash(fp8.plan.skip_slow(kernels=fp8.Kernels("h200"))) == hash(RULE)
     others = [
-        fp8.plan.skip_slow(chip="h100"),
-        fp8.plan.skip_slow(chip="h200", at_least=1.1),
-        fp8.plan.skip_slow(chip="h200", tokens=8192),
+        fp8.plan.skip_slow(kernels=fp8.Kernels("h100")),
+        fp8.plan.skip_slow(kernels=fp8.Kernels("h200"), at_least=1.1),
+        fp8.plan.skip_slow(kernels=fp8.Kernels("h200"), tokens=8192),
     ]
     assert len({RULE, *others}) == 4
     with pytest.raises(dataclasses.FrozenInstanceError):
-        RULE.chip = "h100"
+        RULE.kernels = fp8.Kernels("h100")
 
 
 @given(
@@ -71,19 +72,22 @@ def test_the_rule_is_a_value():
     at_least=st.floats(0.1, 2),
 )
 def test_the_choice_is_the_threshold(shape, name, at_least):
-    recipe, rule = fp8.recipes.get(name), fp8.plan.skip_slow(chip="h200", at_least=at_least)
+    recipe, rule = (
+        fp8.recipes.get(name),
+        fp8.plan.skip_slow(kernels=fp8.Kernels("h200"), at_least=at_least),
+    )
     chosen = rule("layer", shape, recipe)
-    slow = fp8.roofline(shape, recipe=recipe, chip="h200").speedup < at_least
+    slow = fp8.plan.roofline(shape, recipe=recipe, kernels=fp8.Kernels("h200")).speedup < at_least
     assert chosen.is_identity == slow
     assert slow or chosen is recipe
     assert chosen == rule("layer", shape, recipe)
     # Of weights, by a rule that knows the tokens.
-    weights = fp8.plan.skip_slow(chip="h200", at_least=at_least, tokens=shape[0])
+    weights = fp8.plan.skip_slow(kernels=fp8.Kernels("h200"), at_least=at_least, tokens=shape[0])
     assert weights("layer", shape[1:], recipe) == chosen
 
 
 def test_identity_stays_as_it_is(capsys):
-    strict = fp8.plan.skip_slow(chip="h200", at_least=1.5)
+    strict = fp8.plan.skip_slow(kernels=fp8.Kernels("h200"), at_least=1.5)
     assert strict("head", FAST, fp8.recipes.identity()) == fp8.recipes.identity()
     assert "kept" in capsys.readouterr().out
 
@@ -91,8 +95,8 @@ def test_identity_stays_as_it_is(capsys):
 def test_the_same_in_every_process_and_thread():
     # Another process with another hash seed, and threads: nothing but the arguments decides.
     program = (
-        f"import jaxfp8 as fp8\nprint(fp8.plan.skip_slow(chip='h200')('down', {SLOW}, "
-        "fp8.recipes.delayed()).name)"
+        f"import jaxfp8 as fp8\nkernels = fp8.Kernels('h200')\n"
+        f"print(fp8.plan.skip_slow(kernels=kernels)('down', {SLOW}, fp8.recipes.delayed()).name)"
     )
     here = RULE("down", SLOW, RECIPE)
     outputs = [
@@ -158,20 +162,28 @@ def test_a_skipped_matmul_in_an_explicit_mesh():
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("kernels", "fields", "says"),
     [
-        ({"chip": "cpu"}, ("cpu", "no figures", "h200")),
-        ({"chip": "h300"}, ("h300", "unknown")),
-        ({"chip": "h200", "at_least": 0}, ("at_least=0", "positive")),
-        ({"chip": "h200", "at_least": float("nan")}, ("at_least=nan", "positive")),
-        ({"chip": "h200", "at_least": "1"}, ("at_least='1'", "positive")),
-        ({"chip": "h200", "tokens": 0}, ("tokens=0", "positive")),
-        ({"chip": "h200", "tokens": 8.0}, ("tokens=8.0", "positive")),
+        (fp8.Kernels("cpu"), {}, ("cpu", "no figures", "h200")),
+        (fp8.Kernels(), {}, ("Kernels()", "names no chip", 'fp8.Kernels("h200")')),
+        (fp8.Kernels("h200", casts="reference"), {}, ("casts='reference'", "for tests")),
+        (fp8.Kernels("h200"), {"at_least": 0}, ("at_least=0", "positive")),
+        (fp8.Kernels("h200"), {"at_least": float("nan")}, ("at_least=nan", "positive")),
+        (fp8.Kernels("h200"), {"at_least": "1"}, ("at_least='1'", "positive")),
+        (fp8.Kernels("h200"), {"tokens": 0}, ("tokens=0", "positive")),
+        (fp8.Kernels("h200"), {"tokens": 8.0}, ("tokens=8.0", "positive")),
     ],
 )
-def test_rules_that_are_refused(fields, says):
+def test_rules_that_are_refused(kernels, fields, says):
     with pytest.raises(ValueError, match=mentions(*says)):
-        fp8.plan.skip_slow(**fields)
+        fp8.plan.skip_slow(kernels=kernels, **fields)
+
+
+def test_kernels_that_are_none():
+    with pytest.raises(TypeError, match=mentions("kernels='h200'", "kernels=fp8.Kernels('h200')")):
+        fp8.plan.skip_slow(kernels="h200")
+    with pytest.raises(TypeError, match="kernels"):
+        fp8.plan.skip_slow()
 
 
 @pytest.mark.parametrize(
@@ -184,7 +196,7 @@ def test_rules_that_are_refused(fields, says):
     ],
 )
 def test_shapes_that_do_not_fit(tokens, shape, says):
-    rule = fp8.plan.skip_slow(chip="h200", tokens=tokens)
+    rule = fp8.plan.skip_slow(kernels=fp8.Kernels("h200"), tokens=tokens)
     with pytest.raises(ValueError, match=mentions(*says)):
         rule("down", shape, RECIPE)
 
@@ -194,6 +206,14 @@ def test_a_path_that_is_none():
         RULE(None, SLOW, RECIPE)
 
 
-def test_a_recipe_for_another_chip():
-    with pytest.raises(ValueError, match=mentions("h200", "b200")):
-        RULE("up", FAST, fp8.recipes.mxfp8(chip="b200"))
+@pytest.mark.parametrize(("chip", "name"), [("h200", "blockwise"), ("b200", "mxfp8")])
+def test_it_estimates_the_kernels_of_the_layers(chip, name):
+    """Kernels of the chip, from jax 0.11 on, make tiles worth it that XLA alone makes slow."""
+    recipe = fp8.recipes.get(name)
+    rules = [
+        fp8.plan.skip_slow(kernels=kernels)
+        for kernels in (fp8.Kernels(chip, casts="xla", matmuls="xla"), fp8.Kernels(chip))
+    ]
+    by_xla, by_kernels = (rule("up", FAST, recipe) for rule in rules)
+    assert by_xla.is_identity
+    assert by_kernels.is_identity == (jax.__version_info__ < (0, 11))

@@ -136,19 +136,23 @@ def test_error_lists_what_stayed_in_high_precision():
         FP8 + named("jvp(jaxfp8.fprop)"), DOT + named("jvp(jaxfp8.dgrad)"), DOT + named("attention")
     )
     with pytest.raises(AssertionError) as error:
-        fp8.assert_fp8_gemms(text, 2)
+        fp8.programs.assert_fp8_gemms(text, 2)
     assert str(error.value).splitlines() == [
         "expected 2 FP8 matmuls, found 1.",
         "  in FP8: jit(step)/jvp(jaxfp8.fprop)/dot_general",
         "  asked for in FP8, but in high precision: jit(step)/jvp(jaxfp8.dgrad)/dot_general",
         "  in high precision: jit(step)/attention/dot_general",
     ]
-    fp8.assert_fp8_gemms(text, 1)
+    fp8.programs.assert_fp8_gemms(text, 1)
 
 
 def test_error_names_the_options_when_nothing_is_in_fp8():
-    with pytest.raises(AssertionError, match=r"fp8\.compiler_options\(recipe, chip\)"):
-        fp8.assert_fp8_gemms(program(DOT + named("jaxfp8.fprop")), 1)
+    with pytest.raises(AssertionError) as error:
+        fp8.programs.assert_fp8_gemms(program(DOT + named("jaxfp8.fprop")), 1)
+    cure = str(error.value).splitlines()[-1]
+    assert 'kernels = fp8.Kernels("h200")' in cure
+    assert "compiler_options=kernels.compiler_options(recipe)" in cure
+    assert "Tiles need more: give each layer kernels=kernels." in cure
 
 
 def test_error_says_that_there_is_no_recipe():
@@ -156,7 +160,7 @@ def test_error_says_that_there_is_no_recipe():
         with pytest.raises(
             AssertionError, match="No matmul of a recipe at all: compile a step whose layers"
         ):
-            fp8.assert_fp8_gemms(program(DOT + named("attention")), expected)
+            fp8.programs.assert_fp8_gemms(program(DOT + named("attention")), expected)
 
 
 KERNEL = call("custom-call", 'custom_call_target="mosaic_gpu_v2"')
@@ -185,13 +189,13 @@ NOT_ALL = {
 
 @pytest.mark.parametrize("row", ALL_IN_FP8)
 def test_every_matmul_of_a_recipe(row):
-    fp8.assert_fp8_gemms(ALL_IN_FP8[row])
+    fp8.programs.assert_fp8_gemms(ALL_IN_FP8[row])
 
 
 @pytest.mark.parametrize("row", NOT_ALL)
 def test_a_matmul_of_a_recipe_that_is_not_in_fp8(row):
     with pytest.raises(AssertionError, match="expected every matmul of a recipe in FP8, found "):
-        fp8.assert_fp8_gemms(NOT_ALL[row])
+        fp8.programs.assert_fp8_gemms(NOT_ALL[row])
 
 
 def test_names_fall_back_on_the_instruction():
@@ -208,9 +212,9 @@ def test_compiled_for_cpu():
     (name,) = find_gemms(compiled).high_precision
     assert "jaxfp8.fprop" in name
     with pytest.raises(AssertionError, match="found 0 in FP8 and 1 in high precision"):
-        fp8.assert_fp8_gemms(compiled)
+        fp8.programs.assert_fp8_gemms(compiled)
     with pytest.raises(AssertionError, match="asked for in FP8, but in high precision: "):
-        fp8.assert_fp8_gemms(compiled, 1)
+        fp8.programs.assert_fp8_gemms(compiled, 1)
 
 
 @pytest.mark.parametrize(
@@ -218,4 +222,4 @@ def test_compiled_for_cpu():
 )
 def test_what_is_no_program_is_refused(bad, error):
     with pytest.raises(error, match=r"lower\(\.\.\.\)\.compile\(\)"):
-        fp8.assert_fp8_gemms(bad, 1)
+        fp8.programs.assert_fp8_gemms(bad, 1)

@@ -48,7 +48,7 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
         (
             ValueError,
             Current,
-            {**FORMAT, "scale_format": fp8.E8M0, "granularity": fp8.PerRow()},
+            {**FORMAT, "scale_format": fp8.E8M0, "granularity": fp8.quantizers.PerRow()},
             ("scale_format=E8M0 needs tiles", "granularity=PerRow()"),
         ),
         (
@@ -107,7 +107,7 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
         (
             ValueError,
             Delayed,
-            {**FORMAT, "granularity": fp8.PerRow()},
+            {**FORMAT, "granularity": fp8.quantizers.PerRow()},
             ("granularity=PerRow()", "use PerTensor()"),
         ),
         *(
@@ -128,13 +128,13 @@ TILES = {**FORMAT, "granularity": fp8.PerBlock((1, 32))}
         (
             ValueError,
             Static,
-            {**FORMAT, "scale": 1.0, "granularity": fp8.PerRow()},
+            {**FORMAT, "scale": 1.0, "granularity": fp8.quantizers.PerRow()},
             ("granularity=PerRow()", "use PerTensor()"),
         ),
         (
             ValueError,
             Identity,
-            {"granularity": fp8.PerRow()},
+            {"granularity": fp8.quantizers.PerRow()},
             ("granularity=PerRow()", "not used", "leave it out"),
         ),
         (TypeError, Identity, FORMAT, ("format",)),

@@ -20,7 +20,7 @@ from jaxfp8.quantizers import AbstractQuantizer, KnownScale, RowState
 
 
 def operands(quantizer):
-    return fp8.Operands(lhs=quantizer, rhs=quantizer)
+    return fp8.recipes.Operands(lhs=quantizer, rhs=quantizer)
 
 
 def in_recipe(quantizer):
@@ -65,14 +65,14 @@ def test_it_survives_a_file_and_a_bad_file_is_found():
             jax.tree.map(
                 lambda _: own_seen(model.recipe, 3.0),
                 like,
-                is_leaf=lambda n: isinstance(n, fp8.MatmulState),
+                is_leaf=lambda n: isinstance(n, fp8.state.MatmulState),
             ),
         ),
     )
     checked = fp8.check_state(saved, like)
     for got, want in zip(jax.tree.leaves(checked), jax.tree.leaves(saved), strict=True):
         np.testing.assert_array_equal(got, want)
-    is_state = lambda node: isinstance(node, fp8.MatmulState)
+    is_state = lambda node: isinstance(node, fp8.state.MatmulState)
     spoil = lambda state: dataclasses.replace(state, scale=np.full_like(state.scale, np.nan))
     broken = jax.tree.map(spoil, saved, is_leaf=is_state)
     with pytest.raises(fp8.FP8StateError, match=mentions("scale", "nan", "Smoothed")):
@@ -89,7 +89,7 @@ def test_a_start_that_is_calibrated():
         def init(self):
             return super().init()._replace(scale=self.first)  # a Python number
 
-    x = fp8.Operands(lhs=Calibrated(), rhs=Smoothed())
+    x = fp8.recipes.Operands(lhs=Calibrated(), rhs=Smoothed())
     recipe = fp8.Recipe(name="own", fprop=x, dgrad=operands(Smoothed()), wgrad=x)
     state = fp8.init_state(recipe)
     np.testing.assert_array_equal(state.scale, np.float32([0.5, 0, 0]), strict=True)
@@ -104,8 +104,8 @@ def test_a_scale_may_depend_on_the_whole_tensor():
 
     @dataclasses.dataclass(frozen=True)
     class AtLeast(AbstractQuantizer):
-        value_format: fp8.Format = fp8.E4M3
-        granularity: fp8.PerRow = fp8.PerRow()
+        value_format: fp8.quantizers.Format = fp8.E4M3
+        granularity: fp8.quantizers.PerRow = fp8.quantizers.PerRow()
 
         def choose_scale(self, inputs, granularity):
             least = inputs.amax(fp8.PerTensor()) / 2
@@ -126,14 +126,14 @@ class NoDataclass(AbstractQuantizer):
 @dataclasses.dataclass
 class NotFrozen(AbstractQuantizer):
     granularity: fp8.PerTensor = fp8.PerTensor()
-    value_format: fp8.Format = fp8.E4M3
+    value_format: fp8.quantizers.Format = fp8.E4M3
 
 
 @dataclasses.dataclass(frozen=True)
 class NoUpdate(AbstractQuantizer):
     stateful = True
     granularity: fp8.PerTensor = fp8.PerTensor()
-    value_format: fp8.Format = fp8.E4M3
+    value_format: fp8.quantizers.Format = fp8.E4M3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,7 @@ MISTAKES = {
     ),
     "rows": (
         ValueError,
-        lambda: operands(Smoothed(granularity=fp8.PerRow())),
+        lambda: operands(Smoothed(granularity=fp8.quantizers.PerRow())),
         ("lhs", "PerRow()", "use PerTensor()"),
     ),
     "a field that does not compare": (

@@ -26,12 +26,10 @@ def test_compiler_options(chip):
     for name, (with_units, without) in COMPILER_OPTIONS.items():
         on_a_gpu = with_units if CHIPS[chip].fp8_matmul else without
         expected = on_a_gpu if CHIPS[chip].platform == "cuda" else {}
-        assert (
-            fp8.compiler_options(
-                fp8.recipes.get(name, **(STATIC if name == "static" else {})), chip
-            )
-            == expected
-        )
+        recipe = fp8.recipes.get(name, **(STATIC if name == "static" else {}))
+        assert fp8.Kernels(chip).compiler_options(recipe) == expected
+        # They follow from recipe and chip alone.
+        assert fp8.Kernels(chip, casts="xla").compiler_options(recipe) == expected
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
@@ -40,13 +38,13 @@ def test_scales_that_bfloat16_holds_may_be_rounded(name):
     cuBLASLt.
     """
     exact = fp8.recipes.get(name, power_of_two=True)
-    assert fp8.compiler_options(exact, "h200") == BY_CUBLASLT | AS_WRITTEN
+    assert fp8.Kernels("h200").compiler_options(exact) == BY_CUBLASLT | AS_WRITTEN
     mixed = dataclasses.replace(exact, dgrad=fp8.recipes.get(name).dgrad)
-    assert fp8.compiler_options(mixed, "h200") == BY_CUBLASLT
+    assert fp8.Kernels("h200").compiler_options(mixed) == BY_CUBLASLT
 
 
 @pytest.mark.parametrize("matmul", ["fprop", "dgrad", "wgrad"])
 def test_one_matmul_with_scales_that_bfloat16_rounds(matmul):
     by_float32 = getattr(fp8.recipes.current(), matmul)
     recipe = dataclasses.replace(fp8.recipes.current(power_of_two=True), **{matmul: by_float32})
-    assert fp8.compiler_options(recipe, "h200") == BY_CUBLASLT
+    assert fp8.Kernels("h200").compiler_options(recipe) == BY_CUBLASLT

@@ -10,7 +10,7 @@ import jaxfp8 as fp8
 from jaxfp8.quantizers import Current, Delayed, Identity
 
 STATIC = {"x_scale": 0.1, "w_scale": 0.2, "g_scale": 0.3}
-OPERANDS = fp8.Operands(lhs=Identity(), rhs=Identity())
+OPERANDS = fp8.recipes.Operands(lhs=Identity(), rhs=Identity())
 
 
 def in_tiles(*tile):
@@ -20,7 +20,7 @@ def in_tiles(*tile):
 def differing_histories():
     lhs, rhs = (Delayed(format=fp8.E4M3, history_length=length) for length in (4, 8))
     return fp8.Recipe(
-        name="mine", fprop=fp8.Operands(lhs=lhs, rhs=rhs), dgrad=OPERANDS, wgrad=OPERANDS
+        name="mine", fprop=fp8.recipes.Operands(lhs=lhs, rhs=rhs), dgrad=OPERANDS, wgrad=OPERANDS
     )
 
 
@@ -28,7 +28,7 @@ E5M2 = Current(format=fp8.E5M2)
 
 
 MISUSE = [
-    (TypeError, lambda: fp8.recipes.delayed(granularity=fp8.PerRow()), ("granularity",)),
+    (TypeError, lambda: fp8.recipes.delayed(granularity=fp8.quantizers.PerRow()), ("granularity",)),
     (TypeError, lambda: fp8.recipes.delayed(fp8.E4M3), ("positional",)),
     (TypeError, lambda: fp8.recipes.current(margin=1), ("margin",)),
     (TypeError, lambda: fp8.recipes.identity(forward=fp8.E4M3), ("forward",)),
@@ -63,15 +63,19 @@ MISUSE = [
     ),
     (
         ValueError,
-        lambda: fp8.Operands(lhs=E5M2, rhs=E5M2),
+        lambda: fp8.recipes.Operands(lhs=E5M2, rhs=E5M2),
         ("lhs and rhs", "E5M2", "give one of them E4M3"),
     ),
     (
         TypeError,
-        lambda: fp8.Operands(lhs=fp8.E4M3, rhs=E5M2),
+        lambda: fp8.recipes.Operands(lhs=fp8.E4M3, rhs=E5M2),
         ("lhs=E4M3", "use one of fp8.quantizers"),
     ),
-    (TypeError, lambda: fp8.Operands(lhs=E5M2, rhs=None), ("rhs=None", "Identity() for none")),
+    (
+        TypeError,
+        lambda: fp8.recipes.Operands(lhs=E5M2, rhs=None),
+        ("rhs=None", "Identity() for none"),
+    ),
     (
         TypeError,
         lambda: fp8.Recipe(name="a", fprop=OPERANDS, dgrad=OPERANDS, wgrad=None),
@@ -134,26 +138,32 @@ MISUSE = [
     (TypeError, lambda: fp8.recipes.mxfp8(power_of_two=True), ("power_of_two",)),
     (TypeError, lambda: fp8.recipes.blockwise(power_of_two=1), ("power_of_two=1", "True or False")),
     (TypeError, lambda: fp8.recipes.blockwise(scale_rounding="rceil"), ("scale_rounding",)),
-    (
-        ValueError,
-        lambda: fp8.recipes.blockwise(chip="h300"),
-        ("chip='h300'", "use one of", "'b200'"),
+    # The chip is an argument of `fp8.Kernels`.
+    *(
+        (TypeError, functools.partial(preset, chip="b200"), ("unexpected keyword", "'chip'"))
+        for preset in (fp8.recipes.blockwise, fp8.recipes.mxfp8)
     ),
-    (ValueError, lambda: fp8.recipes.mxfp8(chip="B200"), ("chip='B200'", "use one of", "'b200'")),
-    (TypeError, lambda: fp8.recipes.get("current", chip="b200"), ("'current'", "['chip']")),
     (
-        ValueError,
+        TypeError,
         lambda: dataclasses.replace(fp8.recipes.current(), chip="b200"),
-        ("chip='b200'", "not used", "without tiles", "leave it out"),
+        ("unexpected keyword", "'chip'"),
+    ),
+    *(
+        (
+            TypeError,
+            functools.partial(fp8.recipes.get, name, chip="b200"),
+            (f"{name!r}", "['chip']"),
+        )
+        for name in ("current", "blockwise", "mxfp8")
     ),
     (
         ValueError,
-        lambda: fp8.Operands(lhs=in_tiles(1, 128), rhs=in_tiles(1, 32)),
+        lambda: fp8.recipes.Operands(lhs=in_tiles(1, 128), rhs=in_tiles(1, 32)),
         ("lhs has tiles of 128", "rhs of 32", "both sides need the same"),
     ),
     (
         ValueError,
-        lambda: fp8.Operands(lhs=in_tiles(32, 32), rhs=in_tiles(32, 32)),
+        lambda: fp8.recipes.Operands(lhs=in_tiles(32, 32), rhs=in_tiles(32, 32)),
         ("both in 2D", "PerBlock((1, 32))"),
     ),
     (ValueError, lambda: fp8.recipes.get("fp8"), ("'fp8'", "use one of", "'delayed'")),
@@ -165,13 +175,18 @@ MISUSE = [
     (TypeError, lambda: fp8.init_state("delayed"), ("recipe='delayed'", "fp8.recipes.delayed()")),
     (
         TypeError,
-        lambda: fp8.compiler_options("delayed", "h200"),
+        lambda: fp8.Kernels("h200").compiler_options("delayed"),
         ("recipe='delayed'", "fp8.recipes.delayed()"),
     ),
     (
         ValueError,
-        lambda: fp8.compiler_options(fp8.recipes.delayed(), "h300"),
-        ("chip='h300'", "use one of"),
+        lambda: fp8.Kernels("h300").compiler_options(fp8.recipes.delayed()),
+        ("chip='h300'", "use one of", "'h200'"),
+    ),
+    (
+        ValueError,
+        lambda: fp8.Kernels().compiler_options(fp8.recipes.delayed()),
+        ("Kernels()", "names no chip", 'fp8.Kernels("h200")'),
     ),
 ]
 

@@ -145,7 +145,9 @@ def test_of_a_linen_model():
     variables = Model().init(jax.random.key(0), jnp.ones((2, 8)))
     assert (
         len(
-            jax.tree.leaves(variables[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+            jax.tree.leaves(
+                variables[COLLECTION], is_leaf=lambda n: isinstance(n, fp8.state.MatmulState)
+            )
         )
         == 3
     )

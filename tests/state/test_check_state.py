@@ -293,7 +293,9 @@ def test_containers_of_another_kind():
         assert jax.tree.structure(checked) == jax.tree.structure(like)
         assert all(
             s.fingerprint.all()
-            for s in jax.tree.leaves(checked, is_leaf=lambda n: isinstance(n, fp8.MatmulState))
+            for s in jax.tree.leaves(
+                checked, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState)
+            )
         )
 
 

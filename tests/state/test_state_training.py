@@ -56,7 +56,7 @@ def warm(states, amax=(3, 5, 7)):
     return jax.tree.map(
         lambda s: fp8.commit(s, SeenAmax(jnp.float32(amax), s.rows)),
         states,
-        is_leaf=lambda n: isinstance(n, fp8.MatmulState),
+        is_leaf=lambda n: isinstance(n, fp8.state.MatmulState),
     )
 
 

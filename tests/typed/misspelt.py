@@ -22,6 +22,15 @@ FP8LinearGeneral(8, "4", rngs=rngs)  # type: ignore[arg-type]
 FP8Einsum("bd,dk->bk", (8, 4), (4,), kernel_init=nnx.initializers.ones, rngs=rngs)
 FP8Einsum("bd,dk->bk", (8, 4), use_bias=True, rngs=rngs)  # type: ignore[call-arg]
 
+swiglu = fp8.prologues.SwiGLU()
+FP8Linear(8, 4, prologue=swiglu, rngs=rngs)((jnp.ones(8), jnp.ones(8)))
+FP8Linear(8, 4, prologue=fp8.prologues.SwiGLU, rngs=rngs)  # type: ignore[arg-type]
+FP8Einsum("bd,dk->bk", (8, 4), prologue=swiglu, rngs=rngs)
+FP8LinearGeneral(8, (2, 3), prologue=swiglu, rngs=rngs)  # type: ignore[call-arg]
+linen.FP8Dense(4, prologue=swiglu)
+linen.FP8Einsum((8, 4), "bd,dk->bk", prologue="swiglu")  # type: ignore[arg-type]
+linen.FP8DenseGeneral(4, prologue=swiglu)  # type: ignore[call-arg]
+
 linen.FP8Dense(4, use_bias=False)
 linen.FP8Dense(4, use_bais=False)  # type: ignore[call-arg]
 linen.FP8Dense(4, recipe="delayed")  # type: ignore[arg-type]

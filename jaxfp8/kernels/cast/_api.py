@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.cast import _xla
+from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -30,10 +30,31 @@ class KnownScale(NamedTuple):
     scale: Array
 
 
-# No GPU has timed the others yet. They run only if they are asked for by name.
+WRITE_TRANSPOSED = frozenset({"mosaic"})
+"""The backends that write a copy transposed if its direction says so."""
+
+
+def _elsewhere(
+    like: tuple[tuple[QuantizedTensor, ...], CastExtras],
+    x: Source,
+    cast: Cast,
+    scales: tuple[KnownScale, ...],
+    *,
+    key: Array | None,
+) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+    """What other platforms than CUDA run instead of a kernel."""
+    copies, _ = _xla.cast_copies(x, cast, scales, key=key, barriers=False)
+    return copies, CastExtras.of(value_of(x), like[1])
+
+
 BACKENDS: dict[str, Callable[..., Any]] = {
     "xla": functools.partial(_xla.cast_copies, barriers=False),
-    "mosaic": Backend("jaxfp8.kernels.cast._mosaic", "cast_copies", needs="Pallas Mosaic GPU"),
+    "mosaic": Backend(
+        "jaxfp8.kernels.cast._mosaic",
+        "cast_copies",
+        needs="Pallas Mosaic GPU",
+        elsewhere=_elsewhere,
+    ),
     "reference": functools.partial(_xla.cast_copies, barriers=True),
 }
 
@@ -44,8 +65,8 @@ def cast_copies(
     """The copies of x that a cast asks for, in one call, so that a kernel can read x once.
 
     Args:
-      x: [...] floating point, or what a prologue makes of arrays. XLA fuses the prologue; Pallas
-        kernels read the arrays.
+      x: [...] floating point, or what a prologue makes of arrays. XLA fuses the prologue. Kernels
+        in Pallas read the arrays.
       cast: which copies. Of its rule only `exact` is used: whether scales are powers of two.
       scales: one for each direction.
       key: a jax PRNG key, for stochastic rounding.
@@ -54,6 +75,6 @@ def cast_copies(
       The copies, and extra results of a kernel. Without them, XLA fuses an amax of x with the cast.
     """
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
-        "cast", BACKENDS, cast.implementation, x, cast, scales, key=key
+        "cast", BACKENDS, cast.backends, x, cast, scales, key=key
     )
     return result

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import on_mesh
-from jaxfp8.kernels._prologue import Source, prologue_of
 from jaxfp8.kernels.cast._mosaic_kernel import CopiesKernel
 from jaxfp8.kernels.mosaic._source import lined, operands_of, reader
 from jaxfp8.kernels.mosaic._sums import ColumnSums
 from jaxfp8.kernels.mosaic._tiles import T, tiles_of
+from jaxfp8.prologues._prologue import Source, prologue_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 

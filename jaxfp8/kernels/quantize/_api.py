@@ -11,20 +11,38 @@ from typing import Any
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._prologue import Source
 from jaxfp8.kernels.quantize import _xla
+from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-# No GPU has timed the others yet. They run only if they are asked for by name.
+
+def _elsewhere(
+    like: tuple[tuple[QuantizedTensor, ...], CastExtras],
+    x: Source,
+    cast: Cast,
+    *,
+    key: Array | None,
+) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+    """What other platforms than CUDA run instead of a kernel."""
+    copies, _ = _xla.quantize(x, cast, key=key, barriers=False)
+    return copies, CastExtras.of(value_of(x), like[1])
+
+
 BACKENDS: dict[str, Callable[..., Any]] = {
     "xla": functools.partial(_xla.quantize, barriers=False),
-    "mosaic": Backend("jaxfp8.kernels.quantize._mosaic", "quantize", needs="Pallas Mosaic GPU"),
+    "mosaic": Backend(
+        "jaxfp8.kernels.quantize._mosaic",
+        "quantize",
+        needs="Pallas Mosaic GPU",
+        elsewhere=_elsewhere,
+    ),
     # jax-triton before 0.4 needs the CUDA wheels to be imported.
     "triton": Backend(
         "jaxfp8.kernels.quantize._triton",
         "quantize",
         needs="Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)",
+        elsewhere=_elsewhere,
     ),
     "reference": functools.partial(_xla.quantize, barriers=True),
 }
@@ -36,8 +54,8 @@ def quantize(
     """The copies of x that a cast asks for, all of them from the high-precision x.
 
     Args:
-      x: [...] floating point, or what a prologue makes of arrays. XLA fuses the prologue; Pallas
-        kernels read the arrays.
+      x: [...] floating point, or what a prologue makes of arrays. XLA fuses the prologue. Kernels
+        in Pallas read the arrays.
       cast: which copies.
       key: a jax PRNG key, for stochastic rounding.
 
@@ -45,6 +63,6 @@ def quantize(
       The copies, and extra results of a kernel.
     """
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
-        "quantize", BACKENDS, cast.implementation, x, cast, key=key
+        "quantize", BACKENDS, cast.backends, x, cast, key=key
     )
     return result

@@ -12,13 +12,14 @@ Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a 
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import on_mesh
-from jaxfp8.kernels._prologue import Source, prologue_of
+from jaxfp8.kernels.mosaic._merged import Merged
 from jaxfp8.kernels.mosaic._source import operands_of, reader
 from jaxfp8.kernels.mosaic._sums import ColumnSums
 from jaxfp8.kernels.mosaic._tiles import RAGGED
 from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.kernels.quantize._mosaic_kernel import TilesKernel
 from jaxfp8.kernels.quantize._mosaic_tiling import tiling_of
+from jaxfp8.prologues._prologue import Source, prologue_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -44,6 +45,9 @@ def quantize(
 
 def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """`quantize` if every copy is in tiles."""
+    if x.ndim > 2 and not (merged := Merged.of(x.shape, cast)).is_trivial:
+        copies, _ = _in_tiles(merged.source(x), merged.cast(cast))
+        return merged.copies(copies, x, cast), CastExtras()
     tilings = tuple(tiling_of(direction, x.ndim) for direction in cast.directions)
     operands, prologue = operands_of(x), prologue_of(x)
     side, count = tilings[0].side, len(tilings)

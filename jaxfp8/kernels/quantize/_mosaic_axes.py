@@ -18,13 +18,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfp8._typing import Array, Axes
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import on_mesh
-from jaxfp8.kernels._prologue import Source, prologue_of
 from jaxfp8.kernels.cast._mosaic import copies
 from jaxfp8.kernels.mosaic._source import Reader, Staged, operands_of, reader
 from jaxfp8.kernels.mosaic._tiles import T, grid, parts, place, tiles_of
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._float32 import to_float32
 from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.prologues._prologue import Source, prologue_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 

@@ -8,9 +8,9 @@ import jax
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._prologue import Source, value_of
 from jaxfp8.kernels.cast._xla import cast_copies
 from jaxfp8.numerics._amax import amax
+from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 

@@ -1,24 +1,32 @@
 """The door of the scaled matmul: two QuantizedTensors in, high precision out."""
 
-from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from jaxfp8._call_options import check_options
-from jaxfp8._geometry import Geometry, OperandAxes, check
-from jaxfp8._typing import Array, DotDimensionNumbers, DType, Implementation
-from jaxfp8.kernels._dispatch import Backend, Chooser, dispatch
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8._typing import Array
+from jaxfp8.kernels._dispatch import Attempt, Backend, dispatch
 from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
-from jaxfp8.kernels.scaled_matmul._add_to import adding, check_add_to
+from jaxfp8.kernels.scaled_matmul._add_to import adding
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._dtypes import check_out_dtype
-from jaxfp8.numerics._formats import E5M2
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-# What no GPU has timed yet is taken only by name.
+
+def _elsewhere(
+    like: jax.ShapeDtypeStruct,
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    call: MatmulCall,
+    *,
+    add_to: Array | None = None,
+    tiling: Any = None,
+) -> Array:
+    """What other platforms than CUDA run instead of a kernel."""
+    del like, tiling
+    return adding(_xla.scaled_matmul)(lhs, rhs, call, add_to=add_to)
+
+
 BACKENDS: dict[str, Callable[..., Any]] = {
     "cudnn": _cudnn.scaled_matmul,
     "xla": _xla.scaled_matmul,
@@ -26,176 +34,36 @@ BACKENDS: dict[str, Callable[..., Any]] = {
         "jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul",
         "scaled_matmul",
         needs="Pallas Mosaic GPU",
+        elsewhere=_elsewhere,
     ),
     "reference": _reference.scaled_matmul,
 }
-
-
-class ScaledMatmulOptions(TypedDict, total=False):
-    """Options of `fp8.scaled_matmul`: fields of `MatmulCall`."""
-
-    fast_accumulation: bool
-    out_sharding: jax.sharding.NamedSharding | jax.P | None
-    chip: str | None
-
-
-def scaled_matmul(
-    lhs: QuantizedTensor,
-    rhs: QuantizedTensor,
-    *,
-    dimension_numbers: DotDimensionNumbers | None = None,
-    preferred_element_type: DType | None = None,
-    add_to: Array | None = None,
-    implementation: Implementation | Chooser = None,
-    **options: Unpack[ScaledMatmulOptions],
-) -> Array:
-    """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
-
-    With `add_to`, `add_to + dequantize(lhs) @ dequantize(rhs)`.
-
-    Args:
-      lhs: [..., M, K] or as `dimension_numbers` say; scaled per tensor, along axes that are not
-        contracted, or in tiles, which run along a contracted axis. At most one operand has square
-        tiles.
-      rhs: [K, N] or as `dimension_numbers` say.
-      dimension_numbers: as in `jax.lax.dot_general`; default: the last axis of lhs with the first
-        of rhs.
-      preferred_element_type: dtype of the result; default: that of `add_to`, or what the operands'
-        dtypes promote to.
-      add_to: [..., M, N], any float: what the product is added to, in float32 and before it is
-        rounded, as gradients of microbatches are (cuBLAS: C with beta = 1). "mosaic" writes the
-        result over it if it has its dtype; donate it then, or XLA copies it first.
-      implementation: a backend by name, `fp8.Timings` for the one that was fastest, or None for the
-        first that can.
-      **options: `fast_accumulation`, `out_sharding` and `chip`, below.
-
-    Options:
-      fast_accumulation: let Hopper's tensor cores keep about 14 bits of each partial sum
-        (cuBLASLt's fast mode).
-      out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
-      chip: the chip that the program is compiled for, if its own block-scaled matmul shall be used
-        ("b200"). An argument, never detected; None gives a program that is right on every chip.
-
-    Returns:
-      [..., M, N], batch axes first.
-
-    Raises:
-      TypeError: for operands that are no QuantizedTensors, or a result or `add_to` that is no
-        float.
-      ValueError: for shapes that do not fit, that of `add_to` too; for E5M2 x E5M2, which no
-        hardware multiplies; for a scale that varies along a contracted axis other than in tiles;
-        for tiles that do not match, or are square on both sides.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> q = fp8.quantize(7 * jnp.eye(2), fp8.E4M3)
-      >>> fp8.scaled_matmul(q, q)
-      Array([[49.,  0.],
-             [ 0., 49.]], dtype=float32)
-      >>> fp8.scaled_matmul(q, q, add_to=jnp.ones((2, 2), jnp.bfloat16))
-      Array([[50, 1],
-             [1, 50]], dtype=bfloat16)
-    """
-    check_options("fp8.scaled_matmul", ScaledMatmulOptions, options)
-    _check_values(**options)
-    validate(lhs, "lhs")
-    validate(rhs, "rhs")
-    if dimension_numbers is None:
-        dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
-    if lhs.format == rhs.format == E5M2:
-        raise ValueError(
-            "lhs and rhs are both E5M2, which no hardware multiplies; quantize one of them to E4M3."
-        )
-    dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
-    geometry = Geometry.of(dimension_numbers, lhs.ndim, rhs.ndim)
-    _check_tiles(lhs, rhs, geometry)
-    _check_rows("lhs", lhs, geometry.lhs)
-    _check_rows("rhs", rhs, geometry.rhs)
-    if add_to is not None:
-        check_add_to(add_to, geometry.out_shape(lhs.shape, rhs.shape))
-    if preferred_element_type is None and add_to is not None:
-        preferred_element_type = add_to.dtype
-    if preferred_element_type is None:
-        preferred_element_type = jnp.promote_types(lhs.dtype, rhs.dtype)
-    call = MatmulCall(
-        geometry=geometry,
-        out_dtype=check_out_dtype(preferred_element_type),
-        **options,
-    )
-    return multiply(lhs, rhs, call, implementation, add_to=add_to)
 
 
 def multiply(
     lhs: QuantizedTensor,
     rhs: QuantizedTensor,
     call: MatmulCall,
-    implementation: Implementation | Chooser = None,
+    attempts: Iterable[str | Attempt],
     *,
     add_to: Array | None = None,
 ) -> Array:
-    """`scaled_matmul` of operands that fit: those that a recipe's quantizers made."""
+    """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
+
+    Args:
+      lhs: [..., M, K] or as the call says.
+      rhs: [K, N] or as the call says; it fits lhs.
+      call: axes and options.
+      attempts: names of backends, best first, or names with extra arguments.
+      add_to: [..., M, N], added in float32 before the result is rounded.
+    """
     if add_to is None:
-        product: Array = dispatch("scaled_matmul", BACKENDS, implementation, lhs, rhs, call)
+        product: Array = dispatch("scaled_matmul", BACKENDS, attempts, lhs, rhs, call)
         return product
-    # A kernel in Pallas adds on its way. The others write float32, to which the array is added.
+    # The kernel in Pallas adds before it writes. The others write float32, then the array is added.
     backends = {
         name: backend if isinstance(backend, Backend) else adding(backend)
         for name, backend in BACKENDS.items()
     }
-    product = dispatch("scaled_matmul", backends, implementation, lhs, rhs, call, add_to=add_to)
+    product = dispatch("scaled_matmul", backends, attempts, lhs, rhs, call, add_to=add_to)
     return product
-
-
-def _check_values(
-    fast_accumulation: bool = False, out_sharding: object = None, chip: str | None = None
-) -> None:
-    """Raise TypeError or ValueError for options that no backend may get."""
-    del out_sharding  # JAX checks it
-    if not isinstance(fast_accumulation, bool):
-        raise TypeError(f"fast_accumulation={fast_accumulation!r} must be True or False.")
-    if chip is not None:
-        chip_named(chip)
-
-
-def _check_rows(name: str, operand: QuantizedTensor, axes: OperandAxes) -> None:
-    """Raise ValueError if scales of rows vary along a contracted axis."""
-    if operand.granularity.in_rows and any(operand.scale.shape[a] != 1 for a in axes.contracted):
-        raise ValueError(
-            f"{name} is scaled by {operand.granularity!r}, which varies along its contracted axes "
-            f"{axes.contracted}: such scales cannot leave the sum. Quantize it along the axes that "
-            "are kept."
-        )
-
-
-def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry) -> None:
-    """Raise ValueError unless tiles run along a contracted axis, equally long on both sides."""
-    tiles = []
-    for name, operand, axes in (("lhs", lhs, geometry.lhs), ("rhs", rhs, geometry.rhs)):
-        if not operand.granularity.in_tiles:
-            continue
-        tile = operand.granularity.along(operand.ndim)
-        tiles.append([tile[axis] for axis in axes.contracted])
-        if not axes.contracted:
-            raise ValueError(
-                f"{name} {list(operand.shape)} is in tiles, but no axis is contracted; tiles need "
-                "one to run along."
-            )
-        if all(size == 1 for size in tiles[-1]):
-            raise ValueError(
-                f"{name} {list(operand.shape)} in tiles of {tile} is contracted along axes "
-                f"{axes.contracted}, along which its tiles have one value: quantize it in the "
-                "other direction."
-            )
-    if len(tiles) == 2 and tiles[0] != tiles[1]:
-        raise ValueError(
-            f"lhs has tiles of {tiles[0]} along its contracted axes {geometry.lhs.contracted}, rhs "
-            f"tiles of {tiles[1]} along {geometry.rhs.contracted}: scales can leave a partial sum "
-            "only if both sides have the same tiles."
-        )
-    if lhs.granularity.is_square and rhs.granularity.is_square:
-        raise ValueError(
-            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles, which no "
-            "kernel multiplies; give one of them tiles along the contracted axis only, "
-            "PerBlock((1, T)) for a contracted last axis."
-        )

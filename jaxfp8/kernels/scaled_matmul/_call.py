@@ -22,7 +22,6 @@ class MatmulCall:
       out_dtype: of the result.
       fast_accumulation: whether tensor cores may keep about 14 bits of each partial sum.
       out_sharding: as in `jax.lax.dot_general`; None outside of Explicit meshes.
-      chip: the chip that the program is compiled for; None for a program that runs on every chip.
 
     Example:
       >>> import jax.numpy as jnp
@@ -36,7 +35,6 @@ class MatmulCall:
     out_dtype: DType
     fast_accumulation: bool = False
     out_sharding: Any = None
-    chip: str | None = None
 
     @property
     def in_float32(self) -> "MatmulCall":

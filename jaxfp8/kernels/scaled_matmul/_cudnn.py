@@ -4,9 +4,9 @@ The hardware multiplies tiles of 1x32 along the contracted axis with E8M0 scales
 128, or a square one, is several of those with one scale, so every pair of tiles with power-of-two
 scales runs there.
 
-Only for a chip that is named, for XLA has no such matmul for Hopper: there it compiles to a
-bfloat16 matmul or, from jax 0.11 on, to a loop of scalar code. On other platforms than CUDA the
-same call takes the path of `_xla_blocks.py`.
+Only for Blackwell. For Hopper XLA has no such matmul: there it compiles to a bfloat16 matmul or,
+from jax 0.11 on, to a loop of scalar code. On other platforms than CUDA the same call takes the
+path of `_xla_blocks.py`.
 
 References:
   cuBLAS documentation, "1D block scaling"; XLA, gpu/transforms/block_scaling_rewriter.
@@ -22,7 +22,6 @@ from jax.sharding import AxisType
 from jaxfp8._geometry import OperandAxes
 from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
-from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
 from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, block_scaled_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -33,13 +32,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`; sums are in float32 throughout."""
-    chip = None if call.chip is None else chip_named(call.chip)
-    if chip is None or not chip.block_scaled_matmul:
-        raise NotImplementedError(
-            f"chip={call.chip!r} has no block-scaled matmul; name a Blackwell chip, 'b200' for "
-            "instance"
-        )
+    """See `fp8.scaled_matmul`; sums are in float32 throughout."""
     for operand, axes in zip((lhs, rhs), call.geometry.sides, strict=True):
         _check(operand, axes)
     if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:

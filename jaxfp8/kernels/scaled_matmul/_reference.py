@@ -9,7 +9,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`; float32 throughout, on every chip."""
+    """See `fp8.scaled_matmul`; float32 throughout, on every chip."""
     product = lax.dot_general(
         lhs.dequantize(jnp.float32),
         rhs.dequantize(jnp.float32),

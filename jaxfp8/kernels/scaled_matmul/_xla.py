@@ -35,7 +35,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`; one program for all chips."""
+    """See `fp8.scaled_matmul`; one program for all chips."""
     if lhs.granularity.in_tiles or rhs.granularity.in_tiles:
         return _xla_blocks.scaled_matmul(lhs, rhs, call)
     out_dtype = call.out_dtype

@@ -30,7 +30,7 @@ _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`."""
+    """See `fp8.scaled_matmul`."""
     if lhs.power_of_two and rhs.power_of_two:
         return bfloat16_dot(fold(lhs), fold(rhs), call)
     return _tile_by_tile(lhs, rhs, call.in_float32).astype(call.out_dtype)

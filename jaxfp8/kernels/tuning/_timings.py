@@ -1,9 +1,7 @@
-"""Measured times of the ways to do a matmul, and the choice that they make.
+"""`Timings`: measured times of the ways to do each matmul. They can be saved and loaded.
 
-A table to save, load and ship.
-
-`fp8.autotune` fills it. It is an argument like any other, never looked up by itself, so that every
-process and device that is given the same table compiles the same program.
+`fp8.plan.autotune` makes them. They are an argument, and nothing looks them up by itself. So all
+processes and devices that are given the same timings compile the same program.
 """
 
 import dataclasses
@@ -25,12 +23,12 @@ _SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A way to do it.
+class Way:
+    """A way to do a matmul.
 
     Attributes:
-      backend: by its name in the table of `scaled_matmul`.
-      tiling: how the kernel of "mosaic" is cut; None: as it chooses by itself.
+      backend: its name in `kernels/scaled_matmul/_api.py`.
+      tiling: of the kernel "mosaic"; None: the one that it chooses by itself.
     """
 
     backend: str
@@ -52,46 +50,44 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Time:
-    """What a choice took.
+    """How long a way takes.
 
     Attributes:
-      choice: the way.
-      seconds: median of a run.
+      way: backend and tiling.
+      seconds: of one matmul, the median.
       quartiles: the lower and the upper, seconds.
     """
 
-    choice: Choice
+    way: Way
     seconds: float
     quartiles: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Times of every way that was tried, of each matmul that `fp8.autotune` saw.
+    """Times of every way that was tried, of each matmul that `fp8.plan.autotune` saw.
 
     `str()` is a table in Markdown.
 
-    Give it to `fp8.Implementations(matmuls=)` or `fp8.scaled_matmul(implementation=)`: a matmul
-    that is in the table takes what was fastest there, any other what it takes with None. "The same
-    matmul" has the same shapes (of one device, inside `jax.shard_map`), axes, formats, tiles and
-    dtypes.
+    Give them to `fp8.Kernels(chip, timings=)`. A matmul that was timed then takes what was fastest.
+    Any other takes what it takes without timings. "The same matmul" has the same shapes (inside
+    `jax.shard_map` those of one device), axes, formats, tiles and dtypes.
 
     Attributes:
-      chip: what it was measured for, "h200" for instance. A recipe or call that names another chip
-        is refused.
+      chip: that was timed, "h200" for instance. `Kernels` of another chip refuse the timings.
       device: what the driver calls the GPU.
       versions: of jax and others, name and version.
       times: a description of each matmul, with its times.
 
     Example:
-      >>> time = Time(choice=Choice(backend="xla"), seconds=1e-4, quartiles=(1e-4, 1e-4))
+      >>> time = Time(way=Way(backend="xla"), seconds=1e-4, quartiles=(1e-4, 1e-4))
       >>> times = (("some matmul", (time,)),)
       >>> versions = (("jax", "0.11.2"),)
       >>> timings = Timings(
       ...     chip="h200", device="NVIDIA H200", versions=versions, times=times
       ... )
       >>> timings.fastest("some matmul")
-      Choice(backend='xla', tiling=None)
+      Way(backend='xla', tiling=None)
     """
 
     chip: str
@@ -102,10 +98,10 @@ class Timings:
     def __post_init__(self) -> None:
         chip_named(self.chip)
 
-    def fastest(self, matmul: str) -> Choice | None:
-        """The choice with the least median; None for a matmul that was not timed."""
+    def fastest(self, matmul: str) -> Way | None:
+        """The way with the least median; None for a matmul that was not timed."""
         times = dict(self.times).get(matmul)
-        return min(times, key=lambda time: time.seconds).choice if times else None
+        return min(times, key=lambda time: time.seconds).way if times else None
 
     def choose(
         self,
@@ -117,30 +113,19 @@ class Timings:
     ) -> list[tuple[str, dict[str, Any]]]:
         """The backends that were timed for this matmul, fastest first, with their tilings.
 
-        A backend that cannot do it, with the call's `out_sharding` for instance, makes way for the
-        next.
-
-        A product that is added to an array takes the backend, and not the tiling, which may not
-        leave room for the array.
-
-        Raises:
-          ValueError: where the call names another chip.
+        If a backend cannot do the matmul, with the call's `out_sharding` for instance, the next one
+        is tried. With `add_to` the tiling is left out, because it may not leave room for the array.
         """
-        if call.chip not in (None, self.chip):
-            raise ValueError(
-                f"these timings are of chip {self.chip!r}, the call is for chip={call.chip!r}; "
-                "measure there."
-            )
         times = dict(self.times).get(describe(lhs, rhs, call), ())
-        choices = [time.choice for time in sorted(times, key=lambda time: time.seconds)]
-        cut = [choice.tiling if add_to is None else None for choice in choices]
+        ways = [time.way for time in sorted(times, key=lambda time: time.seconds)]
+        cut = [way.tiling if add_to is None else None for way in ways]
         return [
-            (c.backend, {} if tiling is None else {"tiling": tiling})
-            for c, tiling in zip(choices, cut, strict=True)
+            (way.backend, {} if tiling is None else {"tiling": tiling})
+            for way, tiling in zip(ways, cut, strict=True)
         ]
 
     def merged(self, other: "Timings") -> "Timings":
-        """These and the others, which win where both have a matmul.
+        """These timings and the others. If both have a matmul, the others' times count.
 
         Raises:
           ValueError: for another chip, device or version.
@@ -156,7 +141,7 @@ class Timings:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON."""
+        """Write them as JSON."""
         plain = {"schema": _SCHEMA} | dataclasses.asdict(self)
         plain["versions"] = dict(self.versions)
         plain["times"] = [
@@ -195,21 +180,20 @@ class Timings:
         lines = [
             f"{self.device} ({self.chip}), {versions}",
             "",
-            "| matmul | choice | us | quartiles |",
+            "| matmul | way | us | quartiles |",
             "|---|---|---|---|",
         ]
         for matmul, times in self.times:
             for time in sorted(times, key=lambda time: time.seconds):
                 low, high = (1e6 * q for q in time.quartiles)
                 lines.append(
-                    f"| {matmul} | {time.choice} | {1e6 * time.seconds:.1f} | {low:.1f}, "
-                    f"{high:.1f} |"
+                    f"| {matmul} | {time.way} | {1e6 * time.seconds:.1f} | {low:.1f}, {high:.1f} |"
                 )
         return "\n".join(lines)
 
 
 def describe(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> str:
-    """All of a matmul that its time may depend on, in words.
+    """A matmul in words: everything that its time may depend on.
 
     Example:
       >>> import jax.numpy as jnp
@@ -243,9 +227,9 @@ def _operand(operand: QuantizedTensor) -> str:
 
 
 def _plain(time: Time) -> dict[str, Any]:
-    tiling = None if time.choice.tiling is None else dataclasses.asdict(time.choice.tiling)
+    tiling = None if time.way.tiling is None else dataclasses.asdict(time.way.tiling)
     return {
-        "backend": time.choice.backend,
+        "backend": time.way.backend,
         "tiling": tiling,
         "seconds": time.seconds,
         "quartiles": time.quartiles,
@@ -257,7 +241,7 @@ def _time(plain: dict[str, Any]) -> Time:
     tiling = None if plain["tiling"] is None else Tiling(**plain["tiling"])
     seconds, low, high = map(_finite, (plain["seconds"], low, high))
     return Time(
-        choice=Choice(backend=plain["backend"], tiling=tiling),
+        way=Way(backend=plain["backend"], tiling=tiling),
         seconds=seconds,
         quartiles=(low, high),
     )

@@ -64,7 +64,7 @@ def test_has_the_bits_of_the_reference(name, shape, dtype, format):
         cast = cast_in(format, *granularities, transposed=tuple("T" in kind for kind in kinds))
         values, (largest, _) = interpreted(lambda x=x, m=multipliers, cast=cast: copies(x, cast, m))
         wanted = tuple(
-            cast_one(x, multiplier, format, granularity, implementation="reference").values
+            cast_one(x, multiplier, format, granularity, backends=("reference",)).values
             for multiplier, granularity in zip(multipliers, granularities, strict=True)
         )
         assert_same_bits(values, wanted)
@@ -76,14 +76,16 @@ def test_has_the_bits_of_the_reference(name, shape, dtype, format):
 def test_by_its_name(granularity):
     x = jnp.asarray(uneven((256, 256)), jnp.bfloat16)
     scale = jnp.full(granularity.scale_shape(x.shape), 0.3)
-    run = lambda how: fp8.quantize(x, fp8.E4M3, granularity, scale=scale, implementation=how)
+    run = lambda how: fp8.quantize(
+        x, fp8.E4M3, granularity, scale=scale, kernels=fp8.Kernels(casts=how)
+    )
     assert_same_bits(interpreted(lambda: run("mosaic")), run("reference"))
 
 
 @needs_mosaic
 def test_under_vmap():
     x, m = jnp.asarray(uneven((3, 128, 256)), jnp.bfloat16), jnp.array([0.5, 3.0, 100.0])
-    run = lambda x, m, how: cast_one(x, m, fp8.E4M3, fp8.PerTensor(), implementation=how)
+    run = lambda x, m, how: cast_one(x, m, fp8.E4M3, fp8.PerTensor(), backends=(how,))
     for axes in ((0, 0), (0, None), (None, 0)):
         arguments = [
             each if axis == 0 else each[0] for each, axis in zip((x, m), axes, strict=True)
@@ -113,4 +115,4 @@ def test_what_it_cannot_do_fails_loudly(case):
     x, granularity, how, mentions = CANNOT[case]
     multiplier = jnp.ones(granularity.scale_shape(x.shape))
     with pytest.raises(NotImplementedError, match=re.escape(mentions)):
-        cast_one(x, multiplier, fp8.E4M3, granularity, implementation="mosaic", **how)
+        cast_one(x, multiplier, fp8.E4M3, granularity, backends=("mosaic",), **how)

@@ -24,6 +24,7 @@ DIRECTIONS = {
     "mx squares": (MX_SQUARES,),
     "mx all": (MX_SQUARES, MX_COLUMNS, MX_ROWS),
 }
+MOSAIC, REFERENCE = fp8.Kernels(casts="mosaic"), fp8.Kernels(casts="reference")
 WHOLE, RAGGED = (2, 128, 256), (2, 160, 224)  # in tiles of 128
 FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
 
@@ -50,9 +51,7 @@ FLOAT32, POWERS, MX = {}, {"power_of_two": True}, {"scale_format": fp8.E8M0}
 def test_has_the_bits_of_the_reference(name, shape, dtype, format, rule):
     x = jnp.asarray(uneven(shape), dtype)
     run = functools.partial(fp8.quantize, x, format, DIRECTIONS[name], **rule)
-    assert_same_bits(
-        interpreted(lambda: run(implementation="mosaic")), run(implementation="reference")
-    )
+    assert_same_bits(interpreted(lambda: run(kernels=MOSAIC)), run(kernels=REFERENCE))
 
 
 TENSOR, OF_ROWS, OF_COLUMNS, OF_EXPERTS = (
@@ -80,8 +79,8 @@ def test_scales_that_span_tiles(granularities, shape, dtype, format, rule):
     ):  # one inf takes the scale of a whole tensor
         run = functools.partial(fp8.quantize, jnp.asarray(x, dtype), format, granularities, **rule)
         assert_same_bits(
-            interpreted(lambda run=run: run(implementation="mosaic")),
-            run(implementation="reference"),
+            interpreted(lambda run=run: run(kernels=MOSAIC)),
+            run(kernels=REFERENCE),
         )
 
 
@@ -99,9 +98,7 @@ def test_more_tiles_than_an_axis_of_a_grid_has(granularities, monkeypatch):
     monkeypatch.setattr(_mosaic_tiles, "_MOST_BLOCKS", 1)
     x = jnp.asarray(uneven(RAGGED), jnp.bfloat16)
     run = functools.partial(fp8.quantize, x, fp8.E4M3, granularities)
-    assert_same_bits(
-        interpreted(lambda: run(implementation="mosaic")), run(implementation="reference")
-    )
+    assert_same_bits(interpreted(lambda: run(kernels=MOSAIC)), run(kernels=REFERENCE))
 
 
 @needs_mosaic
@@ -109,9 +106,7 @@ def test_under_vmap():
     x = jnp.asarray(uneven((2, 256, 256)), jnp.bfloat16)
     run = lambda x, **how: fp8.quantize(x, fp8.E4M3, (ROWS, COLUMNS), power_of_two=True, **how)
     mine = interpreted(
-        lambda: jax.vmap(lambda x: run(x, implementation="mosaic"), in_axes=1, out_axes=0)(
-            x.swapaxes(0, 1)
-        )
+        lambda: jax.vmap(lambda x: run(x, kernels=MOSAIC), in_axes=1, out_axes=0)(x.swapaxes(0, 1))
     )
     assert_same_bits(mine, run(x))
 
@@ -140,10 +135,10 @@ CANNOT = {
 def test_what_it_cannot_do_fails_loudly(case):
     x, granularity, how, mentions = CANNOT[case]
     with pytest.raises(NotImplementedError, match=re.escape(mentions)):
-        fp8.quantize(x, fp8.E4M3, granularity, implementation="mosaic", **how)
+        fp8.quantize(x, fp8.E4M3, granularity, kernels=MOSAIC, **how)
 
 
 @pytest.mark.skipif(LOADS_TRANSPOSED, reason="jax 0.11 and later have the kernel")
 def test_an_old_jax_says_so():
     with pytest.raises(NotImplementedError, match=r"jax before 0\.11"):
-        fp8.quantize(ONES, fp8.E4M3, ROWS, implementation="mosaic")
+        fp8.quantize(ONES, fp8.E4M3, ROWS, kernels=MOSAIC)

@@ -13,7 +13,7 @@ import oracle
 import pytest
 from casts import cast_in
 from hard_tiles import hard_tiles, uneven
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from triton_interpreter import interpreted, needs_triton
 
@@ -31,9 +31,9 @@ ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (1
 ROWS_32, COLUMNS_32, SQUARES_32 = (fp8.PerBlock(tile) for tile in ((1, 32), (32, 1), (32, 32)))
 
 
-def quantized(implementation, x, format, granularities, rule):
+def quantized(backend, x, format, granularities, rule):
     """Leaves of the results, one after the other."""
-    cast = cast_in(format, *granularities, rule=rule, implementation=implementation)
+    cast = cast_in(format, *granularities, rule=rule, backends=(backend,))
     return jax.tree.leaves(_api.quantize(x, cast))
 
 
@@ -118,8 +118,8 @@ def test_one_axis():
     assert_same_bits(interpreted(quantized, "triton", x, *case), reference(x, *case))
 
 
-def mapped(implementation, x, *case):
-    return jax.vmap(lambda x: quantized(implementation, x, *case), in_axes=1, out_axes=0)(x)
+def mapped(backend, x, *case):
+    return jax.vmap(lambda x: quantized(backend, x, *case), in_axes=1, out_axes=0)(x)
 
 
 @pytest.mark.parametrize("granularities", [(ROWS_32, COLUMNS_32), (fp8.PerAxis(0),)], ids=str)
@@ -131,9 +131,9 @@ def test_under_vmap(granularities):
     )
 
 
-def on_a_mesh(implementation, kind, spec, x, *case):
+def on_a_mesh(backend, kind, spec, x, *case):
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
-    run = lambda x: quantized(implementation, x, *case)
+    run = lambda x: quantized(backend, x, *case)
     with jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)):
         if kind == "shard_map":
             run = jax.shard_map(run, in_specs=spec, out_specs=spec)
@@ -157,6 +157,7 @@ def test_on_a_mesh(kind, shape, spec, granularities):
     assert_same_bits(interpreted(on_a_mesh, "triton", kind, spec, x, *case), reference(x, *case))
 
 
+TRITON = fp8.Kernels(casts="triton")
 WHOLE = jnp.ones((128, 128), jnp.bfloat16)
 CANNOT = {
     "1x64": (WHOLE, fp8.PerBlock((1, 64)), {}, "(1, 64)"),
@@ -181,13 +182,27 @@ def test_what_it_cannot_do_fails_loudly(case):
     needs_triton()
     x, granularity, how, mentions = CANNOT[case]
     with pytest.raises(NotImplementedError, match=re.escape(mentions)):
-        fp8.quantize(x, fp8.E4M3, granularity, implementation="triton", **how)
+        fp8.quantize(x, fp8.E4M3, granularity, kernels=TRITON, **how)
 
 
-def test_without_a_gpu_the_kernel_is_traced_and_refused():
+def test_without_a_gpu_xla_casts():
     needs_triton()
-    with pytest.raises(NotImplementedError, match="not found for platform cpu"):
-        fp8.quantize(WHOLE, fp8.E4M3, ROWS, implementation="triton")
+    x = jnp.asarray(uneven((2, 40, 110), 32), jnp.bfloat16)
+    case = fp8.E5M2, (COLUMNS_32, ROWS_32), RULES["rceil"]
+    run = jax.jit(lambda x: quantized("triton", x, *case))
+    assert_same_bits([np.asarray(leaf).view(np.uint8) for leaf in run(x)], reference(x, *case))
+    assert "triton" not in run.lower(x).as_text()
+
+
+@pytest.mark.deviceless
+def test_a_gpu_runs_the_kernel():
+    needs_triton()
+    x = jax.ShapeDtypeStruct((2, 40, 110), jnp.bfloat16)
+    run = jax.jit(lambda x: fp8.quantize(x, fp8.E4M3, ROWS_32, kernels=TRITON))
+    h200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=h200)):
+        lowered = run.trace(x).lower(lowering_platforms=("cuda",))
+    assert "triton_kernel_call" in lowered.as_text()
 
 
 def test_without_the_package_it_names_the_extra(monkeypatch):
@@ -198,4 +213,4 @@ def test_without_the_package_it_names_the_extra(monkeypatch):
     monkeypatch.delattr(quantize, "_triton", raising=False)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     with pytest.raises(NotImplementedError, match=re.escape("pip install 'jaxfp8[triton]'")):
-        fp8.quantize(WHOLE, fp8.E4M3, ROWS, implementation="triton")
+        fp8.quantize(WHOLE, fp8.E4M3, ROWS, kernels=TRITON)

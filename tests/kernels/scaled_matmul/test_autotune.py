@@ -16,8 +16,9 @@ from jaxfp8._geometry import Geometry
 from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
-from jaxfp8.kernels.tuning import _autotune, _timer
-from jaxfp8.kernels.tuning._timings import Choice, Time, describe
+from jaxfp8.kernels.tuning import _measure, _timer
+from jaxfp8.kernels.tuning._timings import Time, Way, describe
+from jaxfp8.plan._autotune import Recorder
 
 M, K, N = 8, 256, 24
 RECIPE = fp8.recipes.blockwise()
@@ -40,7 +41,7 @@ def operands(m=M, k=K, n=N):
 
 def time(backend, seconds, tiling=None):
     return Time(
-        choice=Choice(backend=backend, tiling=tiling),
+        way=Way(backend=backend, tiling=tiling),
         seconds=seconds,
         quartiles=(seconds / 2, 2 * seconds),
     )
@@ -48,7 +49,7 @@ def time(backend, seconds, tiling=None):
 
 def table(*times, matmul=None, chip="h200"):
     matmul = describe(*operands(), CALL) if matmul is None else matmul
-    return fp8.Timings(
+    return fp8.plan.Timings(
         chip=chip, device="a GPU", versions=(("jax", "1"),), times=((matmul, times),)
     )
 
@@ -72,24 +73,26 @@ def called(monkeypatch):
 def test_the_fastest_that_can(called):
     large = CHOICES["large"]
     timings = table(time("xla", 3.0), time("mosaic", 1.0, large), time("reference", 2.0))
+    kernels = fp8.Kernels("h200", timings=timings)
     multiply = lambda lhs, rhs: fp8.scaled_matmul(
-        lhs, rhs, preferred_element_type=jnp.float32, implementation=timings
+        lhs, rhs, preferred_element_type=jnp.float32, kernels=kernels
     )
     jax.eval_shape(multiply, *operands())
     assert called == [("mosaic", large), ("reference", None)]
     called.clear()
     c = jax.ShapeDtypeStruct((M, N), jnp.float32)  # for which that tiling may have no room
-    jax.eval_shape(lambda c: fp8.scaled_matmul(*operands(), add_to=c, implementation=timings), c)
+    jax.eval_shape(lambda c: fp8.scaled_matmul(*operands(), add_to=c, kernels=kernels), c)
     assert called == [("mosaic", None), ("reference", None)]
-    assert timings.fastest(describe(*operands(), CALL)) == Choice(backend="mosaic", tiling=large)
+    assert timings.fastest(describe(*operands(), CALL)) == Way(backend="mosaic", tiling=large)
 
 
 def test_another_matmul_is_done_as_by_none(called):
     timings = table(time("reference", 1.0))
+    kernels = fp8.Kernels("h200", timings=timings)
 
     def trace(*operands, **options):
         jax.eval_shape(
-            lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, implementation=timings, **options),
+            lambda lhs, rhs: fp8.scaled_matmul(lhs, rhs, kernels=kernels, **options),
             *operands,
         )
 
@@ -106,11 +109,11 @@ def test_another_matmul_is_done_as_by_none(called):
 def test_a_layer_takes_them(called):
     x, w = jnp.ones((M, K)), jnp.ones((K, N))
 
-    def loss(matmuls, x, w):
-        kernels = fp8.Implementations(matmuls=matmuls)
-        return jnp.sum(fp8.dot(x, w, recipe=RECIPE, implementation=kernels))
+    def loss(timings, x, w):
+        kernels = fp8.Kernels("h200", casts="xla", timings=timings)
+        return jnp.sum(fp8.dot(x, w, recipe=RECIPE, kernels=kernels))
 
-    recorder = _autotune.Recorder()
+    recorder = Recorder()
     jax.eval_shape(functools.partial(loss, recorder), x, w)
     timings = table(time("reference", 1.0), matmul=next(iter(recorder.matmuls)))  # fprop alone
     called.clear()
@@ -122,8 +125,11 @@ def test_a_layer_takes_them(called):
 
 
 def test_of_another_chip():
-    with pytest.raises(ValueError, match=mentions("timings are of chip 'h200'", "chip='b200'")):
-        fp8.scaled_matmul(*operands(), implementation=table(time("xla", 1.0)), chip="b200")
+    timings = table(time("xla", 1.0))
+    for chip in ("b200", None):
+        wanted = mentions("timings are of chip 'h200'", f"{chip=}", "fp8.Kernels('h200', timings=")
+        with pytest.raises(ValueError, match=wanted):
+            fp8.Kernels(chip, timings=timings)
     with pytest.raises(ValueError, match="h300"):
         table(chip="h300")
 
@@ -131,7 +137,7 @@ def test_of_another_chip():
 def test_a_file_holds_all_of_them(tmp_path):
     timings = table(time("xla", 1.0), *(time("mosaic", 0.5, tiling) for tiling in CHOICES.values()))
     timings.save(tmp_path / "timings.json")
-    loaded = fp8.Timings.load(tmp_path / "timings.json")
+    loaded = fp8.plan.Timings.load(tmp_path / "timings.json")
     assert (loaded, hash(loaded)) == (timings, hash(timings))
     assert json.loads((tmp_path / "timings.json").read_text())["chip"] == "h200"
     assert "| mosaic rows=64 columns=32 beside=True" in str(loaded)
@@ -142,7 +148,7 @@ def test_a_file_holds_all_of_them(tmp_path):
 def test_another_file(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ValueError, match=mentions("other.json", "Timings.save")):
-        fp8.Timings.load(tmp_path / "other.json")
+        fp8.plan.Timings.load(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +167,7 @@ def test_a_file_that_was_edited(tmp_path, name, value):
     table(time("xla", 1.0)).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     with pytest.raises(ValueError, match=mentions("timings.json", "Timings.save")):
-        fp8.Timings.load(path)
+        fp8.plan.Timings.load(path)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,7 @@ def test_a_time_that_was_edited(tmp_path, wrong):
     plain["times"][0]["times"][0] |= wrong
     path.write_text(json.dumps(plain))
     with pytest.raises(ValueError, match=mentions("timings.json", "Timings.save")):
-        fp8.Timings.load(path)
+        fp8.plan.Timings.load(path)
 
 
 @pytest.mark.parametrize("end", [0, 80])
@@ -187,28 +193,32 @@ def test_a_file_that_was_cut(tmp_path, end):
     table(time("xla", 1.0)).save(path)
     path.write_text(path.read_text()[:end])
     with pytest.raises(ValueError, match=mentions("timings.json", "Timings.save")):
-        fp8.Timings.load(path)
+        fp8.plan.Timings.load(path)
 
 
-def test_a_backend_that_is_no_more():
-    with pytest.raises(
-        ValueError, match=mentions("Timings(...)", "['fast']", "of scaled_matmul", "measure again")
-    ):
-        fp8.scaled_matmul(*operands(), implementation=table(time("xla", 1.0), time("fast", 2.0)))
+def test_a_backend_that_is_no_more(called):
+    """Timings of another version may name one. The next way is taken."""
+    timings = table(time("reference", 2.0), time("fast", 1.0))
+    kernels = fp8.Kernels("h200", timings=timings)
+    jax.eval_shape(lambda: fp8.scaled_matmul(*operands(), kernels=kernels))
+    assert called == [("reference", None)]
 
 
 def test_timings_are_of_matmuls():
     timings = table(time("xla", 1.0))
     x = jnp.ones((2, 2))
-    with pytest.raises(
-        TypeError,
-        match=mentions("implementation=Timings(...)", "fp8.Implementations(matmuls=timings)"),
-    ):
-        fp8.dot(x, x, recipe=RECIPE, implementation=timings)
-    with pytest.raises(TypeError, match=mentions("matmuls=Implementations(", "fp8.Timings")):
-        fp8.Implementations(matmuls=fp8.Implementations())
-    with pytest.raises(TypeError, match=mentions("implementation={'xla': 1}", "fp8.Timings")):
-        fp8.scaled_matmul(*operands(), implementation={"xla": 1})
+    with pytest.raises(TypeError, match=mentions("kernels=Timings(", "Kernels are needed")):
+        fp8.dot(x, x, recipe=RECIPE, kernels=timings)
+    with pytest.raises(TypeError, match=mentions("kernels={'xla': 1}", "of type dict")):
+        fp8.scaled_matmul(*operands(), kernels={"xla": 1})
+    for wrong in ({"xla": 1}, fp8.plan.Timings, fp8.Kernels()):
+        with pytest.raises(TypeError, match=mentions(f"timings={wrong!r}", "Timings.load(path)")):
+            fp8.Kernels("h200", timings=wrong)
+    for field in ("casts", "matmuls"):
+        with pytest.raises(ValueError, match=mentions(f"{field}=Timings(", f"backend of {field}")):
+            fp8.Kernels("h200", **{field: timings})
+    with pytest.raises(ValueError, match=mentions("matmuls='xla' and timings", "leave one out")):
+        fp8.Kernels("h200", matmuls="xla", timings=timings)
 
 
 def test_merged():
@@ -219,8 +229,11 @@ def test_merged():
         first.merged(table(chip="h100"))
 
 
-def step(matmuls, x, w):
-    return fp8.dot(x, w, recipe=RECIPE, implementation=fp8.Implementations(matmuls=matmuls))
+H200 = fp8.Kernels("h200")
+
+
+def step(kernels, x, w):
+    return fp8.dot(x, w, recipe=RECIPE, kernels=kernels)
 
 
 @pytest.fixture
@@ -231,8 +244,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(_timer, "_MOST_SETS", 2)
     monkeypatch.setattr(_timer, "_ROUNDS", 3)
     monkeypatch.setattr(_timer, "_SECONDS", 0.0)
-    monkeypatch.setitem(_api.BACKENDS, "cudnn", _api.BACKENDS["xla"])
-    monkeypatch.setattr(_autotune, "search_space", lambda: ())
+    monkeypatch.setitem(_api.BACKENDS, "mosaic", _api.BACKENDS["xla"])
+    monkeypatch.setattr(_measure, "search_space", lambda: (None,))
     return monkeypatch
 
 
@@ -241,35 +254,48 @@ TYPES = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((M, K), (K, N))
 
 @pytest.mark.usefixtures("gpu")
 def test_autotune_times_each_matmul_once():
-    timings = fp8.autotune(step, *TYPES, chip="h200")
+    tuned = fp8.plan.autotune(step, *TYPES, kernels=H200)
+    assert dataclasses.replace(tuned, timings=None) == H200
+    timings = tuned.timings
+    assert (timings.chip, timings.device) == ("h200", jax.devices()[0].device_kind)
     assert len(timings.times) == 1
     for _, times in timings.times:
-        assert {time.choice.backend for time in times} == {"xla", "cudnn"}
+        assert {time.way.backend for time in times} == {"xla", "mosaic"}
         assert all(0 < time.quartiles[0] <= time.seconds <= time.quartiles[1] for time in times)
-    again = fp8.autotune(step, *TYPES, chip="h200", timings=timings)
-    assert again == timings  # what is there is not timed again
-    more = fp8.autotune(
-        step,
-        *(jax.ShapeDtypeStruct(t.shape, jnp.float32) for t in TYPES),
-        chip="h200",
-        timings=timings,
-    )
+    again = fp8.plan.autotune(step, *TYPES, kernels=tuned)
+    assert again == tuned  # what is there is not timed again
+    more = fp8.plan.autotune(
+        step, *(jax.ShapeDtypeStruct(t.shape, jnp.float32) for t in TYPES), kernels=tuned
+    ).timings
     assert more.times[:1] == timings.times
     assert len(more.times) == 2
-    jax.eval_shape(functools.partial(step, timings), *TYPES)
+    jax.eval_shape(functools.partial(step, tuned), *TYPES)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_autotune_keeps_the_casts():
+    given = fp8.Kernels("h200", casts="reference")
+    tuned = fp8.plan.autotune(step, *TYPES, kernels=given)
+    assert dataclasses.replace(tuned, timings=None) == given
 
 
 def test_autotune_refuses_a_wrong_product(gpu):
-    gpu.setitem(
-        _api.BACKENDS, "cudnn", lambda *args, **kwargs: 1.1 * _api.BACKENDS["xla"](*args, **kwargs)
-    )
+    xla = _api.BACKENDS["xla"]
+    gpu.setitem(_api.BACKENDS, "mosaic", lambda *args, **kwargs: 1.1 * xla(*args, **kwargs))
     with pytest.raises(RuntimeError, match="xla gives a wrong product"):
-        fp8.autotune(step, *TYPES, chip="h200")
+        fp8.plan.autotune(step, *TYPES, kernels=H200)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_autotune_adds_to_timings_of_this_device_only():
+    timings = dataclasses.replace(table(time("xla", 1.0)), device="another GPU")
+    with pytest.raises(ValueError, match=mentions("'another GPU'", "do not compare")):
+        fp8.plan.autotune(step, *TYPES, kernels=fp8.Kernels("h200", timings=timings))
 
 
 def test_a_training_step_has_three_matmuls():
-    recorder = _autotune.Recorder()
-    loss = lambda x, w: jnp.sum(step(recorder, x, w))
+    recorder = Recorder()
+    loss = lambda x, w: jnp.sum(step(fp8.Kernels("h200", casts="xla", timings=recorder), x, w))
     jax.eval_shape(jax.grad(loss, (0, 1)), *TYPES)
     assert [matmul.split(" -> ")[0].split("contracting ")[1] for matmul in recorder.matmuls] == [
         "1 with 0", "1 with 1", "0 with 0"
@@ -278,32 +304,43 @@ def test_a_training_step_has_three_matmuls():
 
 @needs_mosaic
 def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
-    found = list(_autotune.choices(operands(), dataclasses.replace(CALL, chip="h200")))
-    assert Choice(backend="xla") in found
+    found = list(_measure.ways(operands(), CALL, ("mosaic", "xla")))
+    assert Way(backend="xla") in found
     assert {
-        Choice(backend="mosaic", tiling=CHOICES[name])
-        for name in ("decode", "few", "small", "large")
+        Way(backend="mosaic", tiling=CHOICES[name]) for name in ("decode", "few", "small", "large")
     } <= {*found}
     # its sums and products have no room together
-    assert Choice(backend="mosaic", tiling=CHOICES["wide"]) not in found
+    assert Way(backend="mosaic", tiling=CHOICES["wide"]) not in found
+    assert list(_measure.ways(operands(), CALL, ("xla",))) == [Way(backend="xla")]
 
     def broken(*args, **kwargs):
         raise ValueError("a bug")
 
     monkeypatch.setitem(_api.BACKENDS, "mosaic", broken)
     with pytest.raises(ValueError, match="a bug"):
-        list(_autotune.choices(operands(), dataclasses.replace(CALL, chip="h200")))
+        list(_measure.ways(operands(), CALL, ("mosaic", "xla")))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_autotune_wants_a_matmul():
-    with pytest.raises(ValueError, match=mentions("no FP8 matmul", "Implementations")):
-        fp8.autotune(lambda matmuls, x: x, TYPES[0], chip="h200")
+    with pytest.raises(ValueError, match=mentions("no FP8 matmul", "kernels=kernels")):
+        fp8.plan.autotune(lambda kernels, x: x, TYPES[0], kernels=H200)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    "kernels",
+    [None, fp8.Kernels(), fp8.Kernels(casts="xla"), fp8.Kernels("h200", matmuls="xla")],
+    ids=repr,
+)
+def test_autotune_wants_a_chip_and_no_backend(kernels):
+    with pytest.raises(ValueError, match=mentions(f"kernels={kernels!r} must name the chip")):
+        fp8.plan.autotune(step, *TYPES, kernels=kernels)
 
 
 def test_autotune_wants_a_gpu():
     with pytest.raises(RuntimeError, match=mentions("times a GPU", "'cpu'")):
-        fp8.autotune(step, *TYPES, chip="h200")
+        fp8.plan.autotune(step, *TYPES, kernels=H200)
 
 
 def test_a_loop_does_all_of_its_work():

@@ -14,7 +14,7 @@ from jax import lax
 import jaxfp8 as fp8
 from jaxfp8.kernels.scaled_matmul import _block_scaled_dot
 
-B200 = functools.partial(fp8.scaled_matmul, chip="b200", implementation="cudnn")
+B200 = functools.partial(fp8.scaled_matmul, kernels=fp8.Kernels("b200", matmuls="cudnn"))
 
 
 def definition(out_dtype, turned, a, b, a_scale, b_scale):
@@ -134,10 +134,10 @@ def test_under_vmap(in_axes):
 def test_says_why_it_cannot():
     tiles = quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock((1, 32)), **MX)
     other = quantize(gaussian(64, 64), fp8.E4M3, fp8.PerBlock((32, 32)), **MX)
-    with pytest.raises(NotImplementedError, match="chip='h200' has no block-scaled matmul"):
-        B200(tiles, other, chip="h200")
+    with pytest.raises(ValueError, match="'cudnn' is made for Blackwell, but chip='h200'"):
+        B200(tiles, other, kernels=fp8.Kernels("h200", matmuls="cudnn"))
     with pytest.raises(ValueError, match="chip='abacus' is unknown"):
-        B200(tiles, other, chip="abacus")
+        B200(tiles, other, kernels=fp8.Kernels("abacus", matmuls="cudnn"))
     whole = quantize(gaussian(64, 64), fp8.E4M3)
     with pytest.raises(NotImplementedError, match="PerTensor"):
         B200(tiles, whole)

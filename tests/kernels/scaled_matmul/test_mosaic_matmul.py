@@ -23,7 +23,7 @@ CLOSE = 2e-6  # the interpreter adds in float32; of a GPU the numerics page want
 ROUNDED = 3e-3  # of a result in bfloat16
 M, K, N = 136, 272, 200  # ragged in tiles of 128
 
-mosaic = functools.partial(fp8.scaled_matmul, implementation="mosaic")
+mosaic = functools.partial(fp8.scaled_matmul, kernels=fp8.Kernels(matmuls="mosaic"))
 
 
 def run(lhs, rhs, dimension_numbers=MATRICES, out=jnp.float32):
@@ -120,7 +120,6 @@ def tiled(name, fast=False):
         geometry=Geometry.of(MATRICES, 2, 2),
         out_dtype=jnp.dtype(jnp.float32),
         fast_accumulation=fast,
-        chip="h200",
     )
     return jax.jit(functools.partial(scaled_matmul, call=call, tiling=tilings()[name]))
 
@@ -201,9 +200,12 @@ def test_a_layer_forward_and_backward():
         for i, shape in enumerate(((160, 256), (256, 96), (160, 96)))
     )
 
-    def step(implementation):
+    def step(name):
         dot = functools.partial(
-            fp8.dot, recipe=fp8.recipes.blockwise(), state=(), implementation=implementation
+            fp8.dot,
+            recipe=fp8.recipes.blockwise(),
+            state=(),
+            kernels=fp8.Kernels(casts=name, matmuls=name),
         )
         y, pullback = jax.vjp(dot, x, w)
         return y, *pullback(g)
@@ -233,7 +235,6 @@ CANNOT = {
     ),
     "per tensor": ((rows(), tensor(1, (128, 16), fp8.PerTensor(), "float32")), {}, "PerTensor()"),
     "empty": ((rows((0, 128)), columns()), {}, "[0, 128]"),
-    "another chip": ((rows(), columns()), {"chip": "b200"}, "'b200'"),
     "out_sharding": ((rows(), columns()), {"out_sharding": jax.P("data", None)}, "Explicit"),
 }
 
@@ -244,6 +245,12 @@ def test_what_it_cannot_do_fails_loudly(case):
     operands, options, mentions = CANNOT[case]
     with pytest.raises(NotImplementedError, match=re.escape(mentions)):
         mosaic(*operands, **options)
+
+
+@pytest.mark.parametrize("chip", ["b200", "a100", "l4"])
+def test_another_chip_is_refused(chip):
+    with pytest.raises(ValueError, match=f"'mosaic' is made for Hopper, but chip='{chip}'"):
+        mosaic(rows(), columns(), kernels=fp8.Kernels(chip, matmuls="mosaic"))
 
 
 @needs_mosaic

@@ -109,7 +109,7 @@ def test_every_tiling_has_the_bits_of_xla(name, fast):
         for i, (shape, granularity) in enumerate((((264, 384), ROWS), ((384, 200), COLUMNS)))
     )
     np.testing.assert_array_equal(
-        interpreted(tiled(name, fast), lhs, rhs), fp8.scaled_matmul(lhs, rhs, implementation="xla")
+        interpreted(tiled(name, fast), lhs, rhs), fp8.scaled_matmul(lhs, rhs)
     )
 
 
@@ -168,10 +168,8 @@ def test_a_layer_forward_and_backward():
     )
 
     def step(matmuls):
-        backends = fp8.Implementations(matmuls=matmuls)
-        dot = functools.partial(
-            fp8.dot, recipe=fp8.recipes.rowwise(), state=(), implementation=backends
-        )
+        kernels = fp8.Kernels(matmuls=matmuls)
+        dot = functools.partial(fp8.dot, recipe=fp8.recipes.rowwise(), state=(), kernels=kernels)
         y, pullback = jax.vjp(dot, x, w)
         return y, *pullback(g)
 

@@ -83,7 +83,7 @@ def test_every_layout_of_the_payloads_is_multiplied(name):
         jax.random.normal(k, s).astype(jnp.float8_e4m3fn) for k, s in zip(keys, shapes, strict=True)
     )
 
-    def product(lhs, rhs, implementation):
+    def product(lhs, rhs, matmuls):
         operands = []
         for values, axes, shape in ((lhs, l_axes, l_new), (rhs, r_axes, r_new)):
             values = values.transpose(axes)
@@ -94,7 +94,7 @@ def test_every_layout_of_the_payloads_is_multiplied(name):
                 )
             )
         return fp8.scaled_matmul(
-            *operands, dimension_numbers=dimension_numbers, implementation=implementation
+            *operands, dimension_numbers=dimension_numbers, kernels=fp8.Kernels(matmuls=matmuls)
         )
 
     got, want = (

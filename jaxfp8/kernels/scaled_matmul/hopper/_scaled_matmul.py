@@ -19,6 +19,7 @@ import functools
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,7 +28,6 @@ from jax.sharding import AxisType
 from jaxfp8._geometry import Geometry
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._on_mesh import mesh_of
-from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix
 from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
@@ -64,24 +64,23 @@ def scaled_matmul(
     add_to: Array | None = None,
     tiling: Tiling | None = None,
 ) -> Array:
-    """See `kernels.scaled_matmul._api.scaled_matmul`.
+    """See `fp8.scaled_matmul`.
 
     Args:
       lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32
         along a contracted axis.
       rhs: likewise; in tiles if lhs is.
-      call: into bfloat16, float16 or float32, for no chip or one of Hopper. With fast accumulation
-        sums stay in the tensor cores, if the operands are not in tiles; else each 128 products are
-        added in float32.
+      call: into bfloat16, float16 or float32. With fast accumulation sums stay in the tensor cores,
+        if the operands are not in tiles; else each 128 products are added in float32.
       add_to: bfloat16, float16 or float32, of the result's shape.
       tiling: how the product is cut; default: by its shape (`_tiling.choose`).
 
     Raises:
-      NotImplementedError: for other tiles and scales, an empty operand, another chip, a partly
-        manual mesh, and jax before 0.11. Also for `add_to` on several devices or in an Explicit
+      NotImplementedError: for other tiles and scales, an empty operand, a partly manual mesh, and
+        jax before 0.11. Also for `add_to` on several devices or in an Explicit
         mesh, except inside `jax.shard_map`.
     """
-    _check_chip(call.chip)
+    _check_version()
     for operand in (lhs, rhs):
         _check_operand(operand)
     _check_call(lhs, rhs, call, add_to)
@@ -120,14 +119,12 @@ def _scaling(
     return geometry, Scaling(tile=tile, square=square, in_bytes=(lhs_in_bytes, rhs_in_bytes))
 
 
-def _check_chip(chip: str | None) -> None:
-    """Raise NotImplementedError for another chip, and for jax without the kernel's loads."""
+def _check_version() -> None:
+    """Raise NotImplementedError for jax without the kernel's loads, or with 64 bits."""
     if "idx" in inspect.signature(plgpu.load).parameters:
         raise NotImplementedError("jax before 0.11 cannot multiply a transposed FP8 tile")
-    if chip is not None and (chip_named(chip).compute_capability or (0,))[0] != 9:
-        raise NotImplementedError(
-            f"chip={chip!r} is no Hopper chip, for which the kernel is written"
-        )
+    if jax.config.read("jax_enable_x64"):
+        raise NotImplementedError("jax_enable_x64: the kernel counts tiles in int32")
 
 
 def _check_operand(operand: QuantizedTensor) -> None:

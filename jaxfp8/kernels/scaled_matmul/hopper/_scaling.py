@@ -20,9 +20,9 @@ are estimated.
   1x32 @ 1x32        256    256     256    72     1536    0.67
 
 So 1x32 @ 1x32 cannot be faster than bfloat16 where operations bound the time. For large products
-take XLA's backend, the default, which multiplies in bfloat16. For few rows of lhs the bytes of the
-weight bound the time, and this kernel reads half of them. 1x32 @ 32x32 (a recipe with w_tile_dim=2)
-is between bfloat16 and FP8, if all overlaps.
+take XLA's backend, `fp8.Kernels("h200", matmuls="xla")`, which multiplies in bfloat16. For few rows
+of lhs the bytes of the weight bound the time, and this kernel reads half of them. 1x32 @ 32x32 (a
+recipe with w_tile_dim=2) is between bfloat16 and FP8, if all overlaps.
 
 Scales in E8M0 are bytes in memory. The kernel makes float32 of those of rows. It does so for those
 of columns only if lhs has few rows: the conversion takes five instructions, and each thread has 16

@@ -7,7 +7,8 @@ import functools
 from typing import NamedTuple
 
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8._typing import Implementation, Matmul, Tensor
+from jaxfp8._typing import Matmul, Tensor
+from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._cast import Cast, Direction
@@ -34,7 +35,7 @@ def planned_casts(
     recipe: Recipe,
     geometry: TrainingGeometry,
     tensor: Tensor,
-    implementation: Implementation,
+    backends: tuple[str, ...],
     column_sums: bool = False,
 ) -> tuple[PlannedCast, ...]:
     """The casts of a tensor: one for each quantizer that the recipe gives it.
@@ -43,13 +44,13 @@ def planned_casts(
       recipe: which quantizer for which operand.
       geometry: the axes of the three matmuls.
       tensor: which tensor.
-      implementation: the backend of casts.
+      backends: names of backends of casts, in the order in which they are tried.
       column_sums: whether the first cast is to sum columns.
 
     Example:
       >>> import jaxfp8 as fp8
       >>> geometry = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
-      >>> (planned,) = planned_casts(fp8.recipes.blockwise(), geometry, "x", None)
+      >>> (planned,) = planned_casts(fp8.recipes.blockwise(), geometry, "x", ("xla",))
       >>> planned.cast.granularities, planned.readers
       ((PerBlock(tile=(1, 128)), PerBlock(tile=(128, 1))), (('fprop',), ('wgrad',)))
     """
@@ -57,8 +58,8 @@ def planned_casts(
     for matmul, quantizer in recipe.uses(tensor):
         axes = geometry.axes(matmul, tensor)
         granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
-        # Hopper's matmuls read operands with the contracted axis last. Kernels write copies so.
-        direction = Direction(granularity, axes.is_transposed and implementation == "mosaic")
+        # Hopper's matmuls read operands with the contracted axis last.
+        direction = Direction(granularity, axes.is_transposed and backends[0] in WRITE_TRANSPOSED)
         copies = found.setdefault(quantizer, {})
         copies[direction] = (*copies.get(direction, ()), matmul)
     planned = []
@@ -67,7 +68,7 @@ def planned_casts(
         if quantizer.value_format is not None:
             cast = Cast(
                 format=quantizer.value_format, directions=tuple(copies), rule=quantizer.rule,
-                rounding=quantizer.rounding, column_sums=column_sums, implementation=implementation,
+                rounding=quantizer.rounding, column_sums=column_sums, backends=backends,
             )  # fmt: skip
             column_sums = False
         readers, row = tuple(copies.values()), recipe.row_of(tensor, quantizer)

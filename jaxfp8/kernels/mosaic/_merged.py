@@ -1,0 +1,118 @@
+"""Arrays whose tiles run along other axes than the last two, reshaped to matrices.
+
+Attention has such arrays. The gradient of heads, [B, S, H, D], is contracted along S in one matmul
+and along D (or H and D) in another. Its tiles of 128x1 run along S, and its tiles of 1x128 along D.
+If H and D are merged into one axis, both kinds of tiles are tiles of the last two axes.
+
+Letters: B batch, S tokens, H heads, D values of a head.
+"""
+
+import dataclasses
+import math
+
+import jax
+from jax import lax
+
+from jaxfp8._typing import Array, Axes
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.numerics._reshape import devices_of, is_explicit, merge_axes
+from jaxfp8.prologues._prologue import Produced, Source, value_of
+from jaxfp8.tensors._cast import Cast
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """How trailing axes of an array become one.
+
+    Attributes:
+      counts: for each axis of the merged array, how many axes of x it holds.
+      rows: the axis of x before those that are merged.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8.tensors._cast import Direction
+      >>> tiles = Direction(fp8.PerBlock((1, 128))), Direction(fp8.PerBlock((128, 1, 1)))
+      >>> Merged.of((2, 512, 16, 128), Cast(format=fp8.E4M3, directions=tiles)).counts
+      (1, 1, 2)
+    """
+
+    counts: Axes
+    rows: int
+
+    @classmethod
+    def of(cls, shape: Axes, cast: Cast) -> "Merged":
+        """For tiles that run along the last axis, or along one axis before it.
+
+        Raises:
+          NotImplementedError: if a tile of x would not be a tile of the merged array.
+        """
+        ndim = len(shape)
+        tiles = [granularity.along(ndim) for granularity in cast.granularities]
+        rows = max((axis for tile in tiles for axis in range(ndim - 1) if tile[axis] > 1),
+                   default=ndim - 2)  # fmt: skip
+        if rows < ndim - 2 and any(shape[-1] % tile[-1] for tile in tiles):
+            raise NotImplementedError(
+                f"tiles along axis {rows} of {list(shape)}, whose last axis has no whole tiles"
+            )
+        return cls((1,) * (rows + 1) + (ndim - 1 - rows,), rows)
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether no axes are merged."""
+        return self.counts[-1] == 1
+
+    def source(self, x: Source) -> Source:
+        """x with merged axes.
+
+        Raises:
+          NotImplementedError: if an array of a prologue has only some of the merged axes, or if an
+            Explicit mesh splits a merged axis other than the first.
+        """
+        if not isinstance(x, Produced):
+            return self._array(x)
+        for each in x.operands:
+            last = each.shape[self.rows + 1 :]
+            if last != x.shape[self.rows + 1 :] and math.prod(last) > 1:
+                raise NotImplementedError(
+                    f"prologue={x.prologue!r} of {list(x.shape)}, of which an array has only some "
+                    "of the axes that the kernel merges"
+                )
+        return Produced(self._array(x.value), tuple(map(self._array, x.operands)), x.prologue)
+
+    def cast(self, cast: Cast) -> Cast:
+        """The cast of the merged array. It sums no columns, because they are not those of x."""
+        directions = tuple(
+            dataclasses.replace(direction, granularity=PerBlock((tile[self.rows], tile[-1])))
+            for direction in cast.directions
+            for tile in [direction.granularity.along(self.rows + 1 + self.counts[-1])]
+        )
+        return dataclasses.replace(cast, directions=directions, column_sums=False)
+
+    def copies(
+        self, copies: tuple[QuantizedTensor, ...], x: Source, cast: Cast
+    ) -> tuple[QuantizedTensor, ...]:
+        """Copies of the merged array as copies of x."""
+        like = value_of(x)
+        values = tuple(_shaped(copy.values, like.shape, like) for copy in copies)
+        scales = tuple(
+            _shaped(copy.scale, granularity.scale_shape(like.shape), like)
+            for copy, granularity in zip(copies, cast.granularities, strict=True)
+        )
+        return cast.copies(values, scales, like.dtype)
+
+    def _array(self, x: Array) -> Array:
+        if is_explicit(x):
+            sharding = jax.typeof(x).sharding
+            if any(devices_of(sharding.mesh, each) > 1 for each in sharding.spec[self.rows + 2 :]):
+                raise NotImplementedError(
+                    f"{list(x.shape)} split as {sharding.spec}: the mesh splits an axis that the "
+                    "kernel merges"
+                )
+        return merge_axes(x, self.counts)
+
+
+def _shaped(result: Array, shape: Axes, like: Array) -> Array:
+    """A result of the merged array, with the axes and the sharding of x."""
+    sharding = jax.typeof(like).sharding if is_explicit(like) else None
+    return lax.reshape(result, shape, out_sharding=sharding)

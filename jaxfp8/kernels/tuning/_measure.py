@@ -1,0 +1,82 @@
+"""The times of every way to do one matmul, on the GPU that is there."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError, search_space
+from jaxfp8.kernels.tuning import _timer
+from jaxfp8.kernels.tuning._timings import Time, Way
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+Operands: TypeAlias = tuple[QuantizedTensor, QuantizedTensor]
+
+# Of the largest value: what two orders of addition and bfloat16's rounding may differ by.
+_CLOSE = 2.0**-6
+
+
+def ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
+    """Every way to do a matmul by these backends."""
+    for backend in backends:
+        for tiling in search_space() if backend == "mosaic" else (None,):
+            way = Way(backend=backend, tiling=tiling)
+            try:
+                jax.eval_shape(multiplied_by(way, call), *operands)
+            except (NotImplementedError, NoRoomError):
+                continue
+            yield way
+
+
+def multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:
+    """The function that does the matmul of two operands in this way."""
+    tiling: dict[str, Any] = {} if way.tiling is None else {"tiling": way.tiling}
+    return functools.partial(BACKENDS[way.backend], call=call, **tiling)
+
+
+def measure(
+    matmul: str, operands: Operands, call: MatmulCall, backends: Iterable[str]
+) -> tuple[Time, ...]:
+    """The time of every way to do a matmul by these backends.
+
+    Raises:
+      RuntimeError: if a way gives a wrong result.
+    """
+    tried = list(ways(operands, call, backends))
+    sets = _timer.sets_of(operands)
+    products: dict[str, np.ndarray[Any, Any]] = {}
+    programs = []
+    for way in tried:
+        work = multiplied_by(way, call)
+        product = np.asarray(jax.jit(work)(*sets[0]), np.float32)
+        _check(matmul, way, product, products)
+        program, turns = _timer.looped(work, operands)
+        programs.append(jax.jit(program))
+        jax.block_until_ready(programs[-1](sets))
+    seconds = _timer.times(programs, sets, turns * len(sets))
+    quartiles = [[float(q) for q in np.percentile(each, (25, 50, 75))] for each in seconds]
+    return tuple(
+        Time(way=way, seconds=middle, quartiles=(low, high))
+        for way, (low, middle, high) in zip(tried, quartiles, strict=True)
+    )
+
+
+def _check(
+    matmul: str,
+    way: Way,
+    product: np.ndarray[Any, Any],
+    products: dict[str, np.ndarray[Any, Any]],
+) -> None:
+    """Compare a product with the first, and to the bit with the first of its backend."""
+    first = next(iter(products.values()), product)
+    if not np.max(np.abs(product - first)) <= _CLOSE * np.max(np.abs(first)):
+        raise RuntimeError(
+            f"{way} gives a wrong product of {matmul}: it is not that of {next(iter(products))}."
+        )
+    if not np.array_equal(product, products.setdefault(way.backend, product)):
+        raise RuntimeError(f"{way} gives other bits than another tiling, of {matmul}.")

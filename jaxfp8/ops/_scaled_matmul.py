@@ -1,0 +1,155 @@
+"""`scaled_matmul`: two QuantizedTensors in, high precision out."""
+
+from typing import TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._call_options import check_options
+from jaxfp8._geometry import Geometry, OperandAxes, check
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.kernels.scaled_matmul._add_to import check_add_to
+from jaxfp8.kernels.scaled_matmul._api import multiply
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._formats import E5M2
+from jaxfp8.plan._kernels import Kernels, check_kernels
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
+
+
+class ScaledMatmulOptions(TypedDict, total=False):
+    """Options of `fp8.scaled_matmul`: fields of `MatmulCall`."""
+
+    fast_accumulation: bool
+    out_sharding: jax.sharding.NamedSharding | jax.P | None
+
+
+def scaled_matmul(
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    *,
+    dimension_numbers: DotDimensionNumbers | None = None,
+    preferred_element_type: DType | None = None,
+    add_to: Array | None = None,
+    kernels: Kernels | None = None,
+    **options: Unpack[ScaledMatmulOptions],
+) -> Array:
+    """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
+
+    With `add_to`, `add_to + dequantize(lhs) @ dequantize(rhs)`.
+
+    Args:
+      lhs: [..., M, K] or as `dimension_numbers` say; scaled per tensor, along axes that are not
+        contracted, or in tiles, which run along a contracted axis. At most one operand has square
+        tiles.
+      rhs: [K, N] or as `dimension_numbers` say.
+      dimension_numbers: as in `jax.lax.dot_general`; default: the last axis of lhs with the first
+        of rhs.
+      preferred_element_type: dtype of the result; default: that of `add_to`, or what the operands'
+        dtypes promote to.
+      add_to: [..., M, N], any float: it is added in float32 before the result is rounded, for
+        gradients of microbatches for instance (cuBLAS: C with beta = 1). If it has the dtype of the
+        result, Hopper's kernel overwrites it. Donate it then, or XLA copies it first.
+      kernels: what multiplies. `fp8.Kernels("h200")` takes the kernel made for that chip; the
+        default takes XLA's, on every chip. See `fp8.Kernels`.
+      **options: `fast_accumulation` and `out_sharding`, below.
+
+    Options:
+      fast_accumulation: let Hopper's tensor cores keep about 14 bits of each partial sum
+        (cuBLASLt's fast mode).
+      out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
+
+    Returns:
+      [..., M, N], batch axes first.
+
+    Raises:
+      TypeError: for operands that are no QuantizedTensors, or a result or `add_to` that is no
+        float.
+      ValueError: for shapes that do not fit, that of `add_to` too; for E5M2 x E5M2, which no
+        hardware multiplies; for a scale that varies along a contracted axis other than in tiles;
+        for tiles that do not match, or are square on both sides.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> q = fp8.quantize(7 * jnp.eye(2), fp8.E4M3)
+      >>> fp8.scaled_matmul(q, q)
+      Array([[49.,  0.],
+             [ 0., 49.]], dtype=float32)
+      >>> fp8.scaled_matmul(q, q, add_to=jnp.ones((2, 2), jnp.bfloat16))
+      Array([[50, 1],
+             [1, 50]], dtype=bfloat16)
+    """
+    check_options("fp8.scaled_matmul", ScaledMatmulOptions, options)
+    if not isinstance(fast := options.get("fast_accumulation", False), bool):
+        raise TypeError(f"fast_accumulation={fast!r} must be True or False.")
+    given = check_kernels(kernels)
+    validate(lhs, "lhs")
+    validate(rhs, "rhs")
+    if dimension_numbers is None:
+        dimension_numbers = (((lhs.ndim - 1,), (0,)), ((), ()))
+    if lhs.format == rhs.format == E5M2:
+        raise ValueError(
+            "lhs and rhs are both E5M2, which no hardware multiplies; quantize one of them to E4M3."
+        )
+    dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
+    geometry = Geometry.of(dimension_numbers, lhs.ndim, rhs.ndim)
+    _check_tiles(lhs, rhs, geometry)
+    _check_rows("lhs", lhs, geometry.lhs)
+    _check_rows("rhs", rhs, geometry.rhs)
+    if add_to is not None:
+        check_add_to(add_to, geometry.out_shape(lhs.shape, rhs.shape))
+    if preferred_element_type is None and add_to is not None:
+        preferred_element_type = add_to.dtype
+    if preferred_element_type is None:
+        preferred_element_type = jnp.promote_types(lhs.dtype, rhs.dtype)
+    call = MatmulCall(
+        geometry=geometry,
+        out_dtype=check_out_dtype(preferred_element_type),
+        **options,
+    )
+    attempts = given.attempts_of_one(lhs, rhs, call, add_to=add_to)
+    return multiply(lhs, rhs, call, attempts, add_to=add_to)
+
+
+def _check_rows(name: str, operand: QuantizedTensor, axes: OperandAxes) -> None:
+    """Raise ValueError if scales of rows vary along a contracted axis."""
+    if operand.granularity.in_rows and any(operand.scale.shape[a] != 1 for a in axes.contracted):
+        raise ValueError(
+            f"{name} is scaled by {operand.granularity!r}, which varies along its contracted axes "
+            f"{axes.contracted}: such scales cannot leave the sum. Quantize it along the axes that "
+            "are kept."
+        )
+
+
+def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry) -> None:
+    """Raise ValueError unless tiles run along a contracted axis, equally long on both sides."""
+    tiles = []
+    for name, operand, axes in (("lhs", lhs, geometry.lhs), ("rhs", rhs, geometry.rhs)):
+        if not operand.granularity.in_tiles:
+            continue
+        tile = operand.granularity.along(operand.ndim)
+        tiles.append([tile[axis] for axis in axes.contracted])
+        if not axes.contracted:
+            raise ValueError(
+                f"{name} {list(operand.shape)} is in tiles, but no axis is contracted; tiles need "
+                "one to run along."
+            )
+        if all(size == 1 for size in tiles[-1]):
+            raise ValueError(
+                f"{name} {list(operand.shape)} in tiles of {tile} is contracted along axes "
+                f"{axes.contracted}, along which its tiles have one value: quantize it in the "
+                "other direction."
+            )
+    if len(tiles) == 2 and tiles[0] != tiles[1]:
+        raise ValueError(
+            f"lhs has tiles of {tiles[0]} along its contracted axes {geometry.lhs.contracted}, rhs "
+            f"tiles of {tiles[1]} along {geometry.rhs.contracted}: scales can leave a partial sum "
+            "only if both sides have the same tiles."
+        )
+    if lhs.granularity.is_square and rhs.granularity.is_square:
+        raise ValueError(
+            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles, which no "
+            "kernel multiplies; give one of them tiles along the contracted axis only, "
+            "PerBlock((1, T)) for a contracted last axis."
+        )

@@ -1,0 +1,108 @@
+"""`autotune`: time every way to do the matmuls of a step, on the GPU that is there."""
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.kernels.tuning._measure import Operands, measure
+from jaxfp8.kernels.tuning._timings import Timings, describe
+from jaxfp8.plan._kernels import Kernels, check_kernels
+from jaxfp8.plan._routes import kernels_of
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_PACKAGES = ("jax", "jaxlib", "jaxfp8")
+
+
+def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> Kernels:
+    """Time each way to do each matmul of a step, on the GPU of this process.
+
+    `step` is traced with the shapes of its arguments, and not run. Each of its FP8 matmuls is then
+    timed alone, on random values: by every backend for the chip that can do it, and with every
+    tiling of a kernel that fits. A time is the median of several rounds. The results of all ways
+    are compared. The tilings of one kernel must give the same bits. Casts are not timed.
+
+    Args:
+      step: called as `step(kernels, *arguments)`. It hands `kernels` on to its layers and ops. It
+        may have a backward pass.
+      *arguments: of the step, arrays or `jax.ShapeDtypeStruct`s.
+      kernels: for the chip that this GPU is. Matmuls that their timings have are not timed again.
+
+    Returns:
+      The same kernels with timings, to give to the step. Save them by `kernels.timings.save(path)`,
+      and load them by `fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))`.
+
+    Raises:
+      RuntimeError: without a GPU, or if a way gives a wrong result.
+      ValueError: for a step without FP8 matmuls that take `kernels`; for kernels without a chip, or
+        with `matmuls`; for timings of another chip or device.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.blockwise()
+      >>> def step(kernels, x, w):
+      ...     dot = functools.partial(fp8.dot, recipe=recipe, kernels=kernels)
+      ...     return jax.grad(lambda w: jnp.sum(dot(x, w)))(w)
+      >>> x = jax.ShapeDtypeStruct((4096, 7168), jnp.bfloat16)
+      >>> w = jax.ShapeDtypeStruct((7168, 2048), jnp.bfloat16)
+      >>> tuned = fp8.plan.autotune(step, x, w, kernels=fp8.Kernels("h200"))  # doctest: +SKIP
+      >>> tuned.timings.save("h200.json")  # doctest: +SKIP
+    """
+    given = check_kernels(kernels)
+    if given.chip is None or given.matmuls is not None:
+        raise ValueError(
+            f"kernels={kernels!r} must name the chip that is there, and no backend of matmuls: "
+            'write kernels=fp8.Kernels("h200").'
+        )
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(
+            f"autotune times a GPU, but jax.default_backend() is {jax.default_backend()!r}; run it "
+            "on a machine with the GPU."
+        )
+    versions = tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
+    device = jax.devices()[0].device_kind
+    found = Timings(chip=given.chip, device=device, versions=versions, times=())
+    if isinstance(given.timings, Timings):
+        found = given.timings.merged(found)
+    seen = Recorder()
+    jax.eval_shape(functools.partial(step, dataclasses.replace(given, timings=seen)), *arguments)
+    if not seen.matmuls:
+        raise ValueError(
+            "no FP8 matmul of the step took `kernels`; hand it on to layers and ops as "
+            "kernels=kernels."
+        )
+    for matmul, (operands, call) in seen.matmuls.items():
+        if matmul not in dict(found.times):
+            backends = (*kernels_of(chip_named(given.chip)), "xla")
+            times = measure(matmul, operands, call, backends)
+            found = dataclasses.replace(found, times=(*found.times, (matmul, times)))
+    return dataclasses.replace(given, timings=found)
+
+
+class Recorder:
+    """In place of timings: it records each matmul, and chooses nothing."""
+
+    def __init__(self) -> None:
+        self.matmuls: dict[str, tuple[Operands, MatmulCall]] = {}
+
+    def choose(
+        self,
+        lhs: QuantizedTensor,
+        rhs: QuantizedTensor,
+        call: MatmulCall,
+        *,
+        add_to: Array | None = None,
+    ) -> tuple[()]:
+        """No backends. The matmul is recorded."""
+        del add_to  # the matmul alone is timed
+        types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (lhs, rhs))
+        on_one_device = dataclasses.replace(call, out_sharding=None)
+        self.matmuls[describe(lhs, rhs, call)] = types, on_one_device
+        return ()

@@ -1,0 +1,186 @@
+"""Which backends are tried for each matmul and each cast of a training step.
+
+A kernel that is made for the chip is tried first if it is estimated to be faster than what XLA
+compiles. All of it follows from static values, so every process chooses alike.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jaxfp8._typing import Matmul, Tensor
+from jaxfp8.kernels._platform import Chip, chip_named
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.plan._cast_costs import cast_cost, has_known_cost
+from jaxfp8.plan._costs import PEAKS, Route, stream
+from jaxfp8.plan._report import Shape
+from jaxfp8.plan._routes import Sides, kernels_for, matmul_cost, route_of, sides_of
+from jaxfp8.recipes._recipe import Recipe
+
+XLA = ("xla",)
+
+
+class Backends(NamedTuple):
+    """Names of backends in the order in which they are tried, for each part of a training step."""
+
+    fprop: tuple[str, ...] = XLA
+    dgrad: tuple[str, ...] = XLA
+    wgrad: tuple[str, ...] = XLA
+    x: tuple[str, ...] = XLA
+    w: tuple[str, ...] = XLA
+    g: tuple[str, ...] = XLA
+
+
+def sizes_of(shape: Shape) -> dict[Matmul, Shape]:
+    """(M, K, N) of the three matmuls of a layer of (M, K, N).
+
+    Example:
+      >>> sizes_of((1, 2, 3))["wgrad"]
+      (2, 1, 3)
+    """
+    m, k, n = shape
+    return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}
+
+
+def values_of(shape: Shape) -> dict[Tensor, int]:
+    """How many values x, w and g have.
+
+    Example:
+      >>> values_of((1, 2, 3))
+      {'x': 2, 'w': 6, 'g': 3}
+    """
+    m, k, n = shape
+    return {"x": m * k, "w": k * n, "g": m * n}
+
+
+def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> dict[str, float]:
+    """Estimated seconds of a matmul, for each backend of a chip.
+
+    The result is empty if the chip has no figures, or if sizes are symbols.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> sides = sides_of(fp8.recipes.blockwise().fprop)
+      >>> seconds = matmul_seconds(sides, "h200", (8192, 8192, 8192), 128)
+      >>> seconds["mosaic"] < seconds["xla"]
+      True
+    """
+    described = chip_named(chip)
+    if chip not in PEAKS or not _known(size):
+        return {}
+    return {
+        name: matmul_cost(sides, name, described, PEAKS[chip], size, tile).seconds
+        for name in (*kernels_for(sides, described), "xla")
+    }
+
+
+def cast_seconds(
+    recipe: Recipe, tensor: Tensor, chip: str, shape: Shape, routes: Mapping[Matmul, Route]
+) -> dict[str, float]:
+    """Estimated seconds of the casts of a tensor, for each backend of a chip.
+
+    The result is empty if nothing is cast, if the chip or a quantizer has no figures, or if sizes
+    are symbols.
+    """
+    quantizers = [quantizer for _, quantizer in recipe.uses(tensor)]
+    casts = [q for q in quantizers if q.value_format is not None]
+    if chip not in PEAKS or not _known(shape) or not casts:
+        return {}
+    if not all(map(has_known_cost, quantizers)):
+        return {}
+    described, peak, values = chip_named(chip), PEAKS[chip], values_of(shape)[tensor]
+    return {
+        name: cast_cost(name, recipe, tensor, values, routes, described, peak).seconds
+        for name in casting_kernels(described, [q.granularity for q in casts])
+    }
+
+
+def copy_seconds(
+    granularities: tuple[AbstractGranularity, ...], chip: str, values: int
+) -> dict[str, float]:
+    """Estimated seconds of a cast without a recipe, for each backend of a chip.
+
+    The cost of whatever reads the copies is not counted.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> sorted(copy_seconds((fp8.PerBlock((1, 128)),), "h200", 2**20))
+      ['mosaic', 'xla']
+    """
+    if chip not in PEAKS or not _known((values,)):
+        return {}
+    peak, copies = PEAKS[chip], len(granularities)
+    by_xla = stream(peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True)
+    by_kernel = stream(peak, (2 + copies) * values, by_pallas=True)
+    seconds = {"mosaic": by_kernel.seconds, "xla": by_xla.seconds}
+    return {name: seconds[name] for name in casting_kernels(chip_named(chip), granularities)}
+
+
+def casting_kernels(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
+    """The backends of casts that are estimated for a chip.
+
+    Kernels in Pallas are for tiles. With scales of whole tensors and of rows XLA fuses a cast with
+    what makes the tensor, so XLA casts.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> casting_kernels(chip_named("h200"), [fp8.PerBlock((1, 128))])
+      ('mosaic', 'xla')
+    """
+    with_kernels = chip.is_hopper or chip.block_scaled_matmul
+    in_tiles = all(granularity.in_tiles for granularity in granularities)
+    return ("mosaic", "xla") if with_kernels and in_tiles else XLA
+
+
+def best(seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """Names of backends that are estimated to be faster than XLA's, fastest first, then XLA's.
+
+    Example:
+      >>> best({"mosaic": 1.0, "xla": 2.0}), best({"mosaic": 2.0, "xla": 1.0}), best({})
+      (('mosaic', 'xla'), ('xla',), ('xla',))
+    """
+    faster = {name: s for name, s in seconds.items() if name != "xla" and s < seconds["xla"]}
+    return (*(name for name, _ in sorted(faster.items(), key=operator.itemgetter(1))), "xla")
+
+
+@functools.lru_cache(maxsize=4096)
+def backends_for(
+    chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape
+) -> Backends:
+    """The backends of a layer.
+
+    Args:
+      chip: that the program is for. None: XLA's backends, for every chip.
+      casts: the name of a backend of all casts; None chooses.
+      matmuls: the same for matmuls.
+      recipe: which quantizer for which operand.
+      shape: (M, K, N) of the layer.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> backends_for("h200", None, None, fp8.recipes.blockwise(), (8192, 4096, 4096)).fprop
+      ('mosaic', 'xla')
+    """
+    chosen: dict[str, tuple[str, ...]] = {}
+    routes: dict[Matmul, Route] = {}
+    for name, size in sizes_of(shape).items():
+        sides = sides_of(getattr(recipe, name))
+        if matmuls is not None:
+            chosen[name] = (matmuls,)
+        elif chip is not None:
+            chosen[name] = best(matmul_seconds(sides, chip, size, recipe.tile))
+        if chip is not None:
+            first = chosen[name][0]
+            routes[name] = route_of(sides, first, chip_named(chip), size)
+    for tensor in values_of(shape):
+        if casts is not None:
+            chosen[tensor] = (casts,)
+        elif chip is not None:
+            chosen[tensor] = best(cast_seconds(recipe, tensor, chip, shape, routes))
+    return Backends(**chosen)
+
+
+def _known(shape: tuple[int, ...]) -> bool:
+    """Whether sizes are numbers. Those of an exported program may be symbols."""
+    return all(isinstance(size, int) for size in shape)

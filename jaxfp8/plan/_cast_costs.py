@@ -1,0 +1,168 @@
+"""What the casts of a training step cost: amaxes, casts and transpositions of each tensor.
+
+Letters: M tokens, K features in, N features out; a tensor is x [M, K], w [K, N] or g [M, N].
+"""
+
+import math
+from collections.abc import Mapping
+
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Matmul, Tensor
+from jaxfp8.kernels._platform import Chip
+from jaxfp8.plan._costs import Cost, Peak, Route, stream, turns
+from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._current import Current
+from jaxfp8.quantizers._delayed import Delayed
+from jaxfp8.quantizers._identity import Identity
+from jaxfp8.quantizers._static import Static
+from jaxfp8.recipes._planned_casts import planned_casts
+from jaxfp8.recipes._recipe import Recipe
+
+MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
+"""The axes of y [M, N] = x [M, K] @ w [K, N]."""
+# Operands that are stored with another axis last than the one their matmul contracts.
+_TRANSPOSED: frozenset[tuple[Matmul, Tensor]] = frozenset(
+    {("fprop", "w"), ("wgrad", "x"), ("wgrad", "g")}
+)
+# Bytes for each tile and direction: its amax and its multiplier, written and read.
+_CELL = 12
+# Bytes for each tile of a copy that is widened to bfloat16: one kernel converts its scale to
+# bfloat16, and another reads it.
+_WIDENED_CELL = 8
+# Bytes for each value of a transposed w with scales of rows, beyond its amaxes and casts: XLA moves
+# the transposition up through the cast, and so writes and reads masks of w (3 + 4 bytes to make
+# them, and 3 in each of the two casts that XLA makes of one).
+_MASKS = 13
+
+
+def cast_cost(
+    backend: str,
+    recipe: Recipe,
+    tensor: Tensor,
+    values: int,
+    routes: Mapping[Matmul, Route],
+    chip: Chip,
+    peak: Peak,
+) -> Cost:
+    """Amaxes, casts and transpositions of one tensor, for all matmuls that read it.
+
+    Args:
+      backend: that casts, "xla" or the name of a kernel.
+      recipe: which quantizer for which operand.
+      tensor: which tensor.
+      values: how many it has.
+      routes: of each matmul that reads it.
+      chip: where.
+      peak: of the chip.
+
+    Raises:
+      ValueError: for a quantizer of a kind that is not known.
+    """
+    for name, quantizer in recipe.uses(tensor):
+        if not has_known_cost(quantizer):
+            raise ValueError(
+                f"{name} reads {tensor} by {quantizer!r}, of whose casts nothing is known; use "
+                "quantizers of fp8.quantizers."
+            )
+    by = _by_xla if backend == "xla" else _by_kernel
+    return by(recipe, tensor, values, routes, chip, peak)
+
+
+def has_known_cost(quantizer: AbstractQuantizer) -> bool:
+    """Whether it is a quantizer of `fp8.quantizers`, whose casts can be estimated.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> has_known_cost(fp8.quantizers.Current(format=fp8.E4M3))
+      True
+    """
+    return isinstance(quantizer, Current | Delayed | Static | Identity)
+
+
+def _by_kernel(
+    recipe: Recipe,
+    tensor: Tensor,
+    values: int,
+    routes: Mapping[Matmul, Route],
+    chip: Chip,
+    peak: Peak,
+) -> Cost:
+    """By a kernel that reads the tensor once for all copies, each in the layout of its readers."""
+    del chip
+    cost = Cost()
+    for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",)):
+        if planned.cast is None:
+            continue
+        granularities = planned.cast.granularities
+        in_tiles = planned.quantizer.granularity.in_tiles
+        if isinstance(planned.quantizer, Current) and not in_tiles:
+            # XLA reduces each granularity by itself, by two kernels.
+            amaxes = len({*granularities})
+            cost += stream(peak, 2 * values * amaxes, kernels=2 * amaxes)
+        # Scales of each copy. Those of tensors and rows are too few to count.
+        scales = [values // math.prod(g.along(2)) if in_tiles else 0 for g in granularities]
+        size = 4 if planned.cast.rule.scale_format is None else 1
+        moved = (2 + len(granularities)) * values + size * sum(scales)
+        cost += stream(peak, moved, by_pallas=True)
+        for readers, cells in zip(planned.readers, scales, strict=True):
+            widened = sum(not routes[name].reads_fp8 for name in readers)
+            if widened:
+                # Tiles are widened once for both matmuls that read a copy.
+                both = 1 if in_tiles else widened
+                cost += stream(peak, (1 + 2 * both) * values + _WIDENED_CELL * cells)
+    return cost
+
+
+def _by_xla(
+    recipe: Recipe,
+    tensor: Tensor,
+    values: int,
+    routes: Mapping[Matmul, Route],
+    chip: Chip,
+    peak: Peak,
+) -> Cost:
+    # Matmuls that read the same copy: equal quantizers, and equal scale cells.
+    copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
+    for name, quantizer in recipe.uses(tensor):
+        if quantizer.value_format is not None:
+            direction = name if quantizer.granularity.is_directed else None
+            copies.setdefault((quantizer, direction), []).append(name)
+    if not copies:
+        return Cost()
+    cost, written, in_tiles = Cost(), 0, False
+    for granularity, _ in {
+        (q.granularity, direction): None for q, direction in copies if isinstance(q, Current)
+    }:
+        tiles = granularity.in_tiles
+        cells = values / math.prod(granularity.along(2)) if tiles else 0
+        # A second, small kernel ends the reduction and makes the scale.
+        cost += stream(peak, 2 * values + _CELL * cells, kernels=2, in_tiles=tiles)
+        in_tiles = in_tiles or tiles
+    for (quantizer, _), readers in copies.items():
+        # The layouts in which matmuls read FP8: as the tensor is (False), or transposed (True).
+        layouts = {
+            (name, tensor) in _TRANSPOSED and _wants_contracted_last(routes[name], chip)
+            for name in readers
+            if routes[name].reads_fp8
+        }
+        transposed, by_rows = True in layouts, quantizer.granularity.in_rows
+        widened = [name for name in readers if not routes[name].reads_fp8]
+        # Whether FP8 is written to memory before another kernel transposes or widens it.
+        first = isinstance(quantizer, Delayed) or (layouts and quantizer.granularity.in_tiles)
+        written += 1 if first else len(layouts)
+        if first and transposed:
+            cost += stream(peak, 2 * values)
+        if quantizer.granularity.in_tiles:
+            widened = widened[:1]  # folded once for both matmuls
+        if isinstance(quantizer, Delayed) and widened:
+            cost += stream(peak, (1 + 2 * len(widened)) * values)
+        else:
+            written += 2 * len(widened)
+        if by_rows and tensor == "w" and transposed:
+            cost += stream(peak, _MASKS * values, kernels=3)
+    return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
+
+
+def _wants_contracted_last(route: Route, chip: Chip) -> bool:
+    """Whether the route wants the contracted axis last."""
+    return route in (Route.BLOCK_SCALED, Route.PALLAS) or (route.in_fp8 and turns(chip))

@@ -1,0 +1,34 @@
+"""The options under which XLA compiles a recipe as it is meant."""
+
+from jaxfp8.kernels._platform import chip_named
+from jaxfp8.recipes._operands import Operands
+from jaxfp8.recipes._recipe import Recipe
+
+
+def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
+    """See `fp8.Kernels.compiler_options`.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> compiler_options(fp8.recipes.blockwise(), "h200")
+      {'xla_allow_excess_precision': False}
+    """
+    described = chip_named(chip)
+    in_fp8 = [
+        operands for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad) if operands.in_fp8
+    ]
+    if described.platform != "cuda" or not in_fp8:
+        return {}
+    options = {}
+    if described.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
+        options["xla_gpu_enable_triton_gemm"] = False
+    if not any(_reads_float32_scales(operands) for operands in in_fp8):
+        options["xla_allow_excess_precision"] = False
+    return options
+
+
+def _reads_float32_scales(operands: Operands) -> bool:
+    """Whether a matmul reads scales of whole tensors that bfloat16 may not hold."""
+    both = operands.lhs, operands.rhs
+    in_one = all(quantizer.granularity.in_one for quantizer in both)
+    return in_one and not all(quantizer.has_exact_scales for quantizer in both)

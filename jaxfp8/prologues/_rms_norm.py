@@ -1,0 +1,69 @@
+"""RMSNorm: what comes before the first matmul of a block.
+
+Letters: M, K the last two axes.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfp8._typing import Array, Axes
+from jaxfp8.prologues._prologue import STATISTIC, AbstractPrologue
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSNorm(AbstractPrologue):
+    """`h = x * (rstd * gain)`, `rstd = 1 / sqrt(mean(x^2, axis=-1) + epsilon)`.
+
+    [..., M, K] of x [..., M, K] and gain [K].
+
+    It multiplies in the order of `flax.linen.RMSNorm`. rstd, [..., M, 1], is a reduction that XLA
+    fuses into whatever wrote x. Inside `jax.shard_map` a device must have all of the last axis.
+
+    Attributes:
+      epsilon: positive, finite and no less than float32's smallest normal number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> norm = fp8.prologues.RMSNorm(epsilon=1e-6)
+      >>> norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0])).round()
+      Array([[ 1., -2.]], dtype=float32)
+
+    References:
+      Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467, section 3.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("x", "gain")
+    parameters: ClassVar[tuple[str, ...]] = ("gain",)
+    whole: ClassVar[Axes] = (-1,)
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        given: object = self.epsilon
+        real = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
+        if not real or not np.finfo(np.float32).tiny <= self.epsilon < math.inf:
+            raise ValueError(
+                f"epsilon={given!r} must be a positive number of float32, for instance 1e-6."
+            )
+        object.__setattr__(self, "epsilon", float(self.epsilon))
+
+    def _operands(self, *arrays: Array) -> tuple[Array, ...]:
+        x, gain = arrays
+        if not x.ndim or gain.shape != x.shape[-1:]:
+            raise ValueError(
+                f"gain has shape {list(gain.shape)}, x {list(x.shape)}; a gain has the last axis "
+                "of x."
+            )
+        mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+        rstd = checkpoint_name(lax.rsqrt(mean_square + self.epsilon), STATISTIC)
+        return x, rstd, gain.astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), x.shape[-1])
+
+    def elementwise(self, *operands: Array) -> Array:
+        x, rstd, gain = operands
+        return x * (rstd * gain)
