@@ -193,11 +193,15 @@ class TrainingGeometry:
     def axes(self, matmul: Matmul, tensor: Tensor) -> OperandAxes:
         """What a matmul does with the axes of a tensor that it reads."""
         geometry: Geometry = getattr(self, matmul)
-        return geometry.lhs if tensor == LHS[matmul] else geometry.rhs
+        return geometry.lhs if tensor == OPERANDS[matmul][0] else geometry.rhs
 
 
-LHS: dict[Matmul, Tensor] = {"fprop": "x", "dgrad": "g", "wgrad": "x"}
-"""The tensor that is the left operand of each matmul."""
+OPERANDS: dict[Matmul, tuple[Tensor, Tensor]] = {
+    "fprop": ("x", "w"),
+    "dgrad": ("g", "w"),
+    "wgrad": ("x", "g"),
+}
+"""The tensors that each matmul reads, left and right."""
 
 
 def inverse_permutation(axes: Axes) -> Axes:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._geometry import Geometry, TrainingGeometry
+from jaxfp8._geometry import OPERANDS, Geometry, TrainingGeometry
 from jaxfp8._typing import Array, DType, Matmul
+from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.ops._amax_axes import AmaxAxes
@@ -59,6 +60,7 @@ class Call:
                 out_dtype=jnp.dtype(out_dtype),
                 fast_accumulation=self.fast_accumulation and matmul == "fprop",
                 out_sharding=out_sharding,
+                written_transposed=self._written_transposed(matmul),
             )
             with jax.named_scope(f"jaxfp8.{matmul}"):
                 names: tuple[str, ...] = getattr(self.backends, matmul)
@@ -74,3 +76,8 @@ class Call:
                 lhs, rhs, geometry.dimension_numbers, self.precision, out_dtype,
                 out_sharding=out_sharding,
             )  # fmt: skip
+
+    def _written_transposed(self, matmul: Matmul) -> tuple[bool, bool]:
+        """See `MatmulCall`."""
+        lhs, rhs = (getattr(self.backends, tensor)[0] for tensor in OPERANDS[matmul])
+        return lhs in WRITE_TRANSPOSED, rhs in WRITE_TRANSPOSED

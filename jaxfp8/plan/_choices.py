@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxfp8._geometry import OPERANDS
 from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._api import multiply
@@ -26,12 +27,6 @@ from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.recipes._recipe import Recipe
 
 TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
-READ: dict[Matmul, tuple[Tensor, Tensor]] = {
-    "fprop": ("x", "w"),
-    "dgrad": ("g", "w"),
-    "wgrad": ("x", "g"),
-}
-"""The operands of each matmul, the left one first."""
 Evidence: TypeAlias = Literal["measured", "estimated", "compiled"]
 
 
@@ -149,7 +144,7 @@ def _in_mesh(mesh: Any, kernels: Any, recipe: Recipe, shape: Shape, dtype: DType
     chosen: dict[str, Choice] = {}
     routes: dict[Matmul, Route] = {}
     for name, size in sizes_of(shape).items():
-        operands = [functools.partial(copies[t], casts[t].backend) for t in READ[name]]
+        operands = [functools.partial(copies[t], casts[t].backend) for t in OPERANDS[name]]
         chosen[name], routes[name] = _matmul(kernels, recipe, name, size, operands, dtype, names)
     for tensor, tried in casts.items():
         if all(quantizer.value_format is None for _, quantizer in recipe.uses(tensor)):

@@ -5,7 +5,9 @@ JAX_SKIP_CUDA_CONSTRAINTS_CHECK set before jax is imported (tests/conftest.py); 
 Nothing runs; the compiled program is read.
 """
 
+import concurrent.futures
 import functools
+import multiprocessing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,35 @@ def compile_for(
     def on_device(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return (
-        jax.jit(function)
-        .lower(*jax.tree.map(on_device, arguments))
-        .compile(compiler_options=dict(options or {}))
-    )
+    lowered = jax.jit(function).lower(*jax.tree.map(on_device, arguments))
+    check_one_chip(chip, lowered)
+    return lowered.compile(compiler_options=dict(options or {}))
+
+
+_with_pallas_for: set[str] = set()
+
+
+def check_one_chip(chip: str, lowered: jax.stages.Lowered) -> None:
+    """Raise AssertionError if this process has compiled kernels in Pallas for another chip.
+
+    XLA assembles all of them for the first one.
+    """
+    if "mosaic_gpu" in lowered.as_text():
+        _with_pallas_for.add(chip)
+        assert len(_with_pallas_for) == 1, "compile for Blackwell by in_its_process"
+
+
+@functools.cache
+def _for_blackwell() -> concurrent.futures.Executor:
+    spawn = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
+
+
+def in_its_process(chip: str | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)`, which compiles kernels in Pallas for that chip."""
+    if chip != "b200":
+        return function(*arguments)
+    return _for_blackwell().submit(function, *arguments).result(timeout=600)
 
 
 def program_for(

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from what_runs import DOORS, MESHES, K, M, N, dot, in_its_process, on_a_mesh, on_one_device
+from targets import in_its_process
+from what_runs import DOORS, MESHES, K, M, N, dot, on_a_mesh, on_one_device
 
 import jaxfp8 as fp8
 
@@ -49,13 +50,13 @@ RUNS = {
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(("name", "chip"), RUNS)
 def test_on_one_device(name, chip, door):
-    assert in_its_process(on_one_device, name, chip, door) == RUNS[name, chip]
+    assert in_its_process(chip, on_one_device, name, chip, door) == RUNS[name, chip]
 
 
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(("name", "chip"), [row for row in RUNS if row[1] != "a100"])
 def test_on_a_mesh(name, chip, kind):
-    assert in_its_process(on_a_mesh, name, chip, kind) == RUNS[name, chip]
+    assert in_its_process(chip, on_a_mesh, name, chip, kind) == RUNS[name, chip]
 
 
 @pytest.mark.parametrize(("name", "chip"), RUNS)

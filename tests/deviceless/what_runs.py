@@ -1,13 +1,7 @@
-"""Training steps with `fp8.Kernels(chip)`, compiled for that chip: what runs in them.
-
-A process keeps a kernel in Pallas that it compiled for one GPU, and would use it for another one.
-So a second process compiles for Blackwell.
-"""
+"""Training steps with `fp8.Kernels(chip)`, compiled for that chip: what runs in them."""
 
 import collections
-import concurrent.futures
 import functools
-import multiprocessing
 
 import flax.linen as nn
 import jax
@@ -17,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import Program
-from targets import array, state_of, topology
+from targets import array, check_one_chip, state_of, topology
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8EinsumOp
@@ -47,7 +41,9 @@ def what_runs(compiled):
 def compiled(mesh, recipe, chip, step, arguments):
     with jax.set_mesh(mesh):
         run = jax.jit(step, compiler_options=fp8.Kernels(chip).compiler_options(recipe))
-        return run.lower(*arguments).compile()
+        lowered = run.lower(*arguments)
+        check_one_chip(chip, lowered)
+        return lowered.compile()
 
 
 def trained(module, recipe, x, out_shape):
@@ -151,16 +147,3 @@ def on_a_mesh(name, chip, kind):
 
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), specs[:2], specs[3]))
     return what_runs(compiled(mesh, recipe, chip, step, arguments))
-
-
-@functools.cache
-def _for_blackwell():
-    spawn = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
-
-
-def in_its_process(function, name, chip, way):
-    """What a function of this file gives for a chip."""
-    if chip != "b200":
-        return function(name, chip, way)
-    return _for_blackwell().submit(function, name, chip, way).result(timeout=600)

@@ -27,19 +27,19 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @functools.cache
-def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, bool]) -> Dot:
+def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
     """The operation, for CUDA; E8M0 scales.
 
     Args:
       out_dtype: of the result, bfloat16, float16 or float32.
-      transposed: for lhs and rhs, whether values [B, M, K] were [B, K, M] before they were
-        transposed for this.
+      transposed: for lhs and rhs, whether XLA wrote values [B, M, K] as [B, K, M], so that it has
+        to transpose them for this.
     """
     local = functools.partial(_call, out_dtype, transposed)
     return mapped(local, partitioned(local, Cells(step=TILE)))
 
 
-def _call(out_dtype: DType, transposed: tuple[bool, bool], *arguments: Array) -> Array:
+def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> Array:
     """XLA's operation on the arrays of one device."""
     values = [
         _transposed_last(x) if was else x for x, was in zip(arguments[:2], transposed, strict=True)

@@ -22,6 +22,9 @@ class MatmulCall:
       out_dtype: of the result.
       fast_accumulation: whether tensor cores may keep about 14 bits of each partial sum.
       out_sharding: as in `jax.lax.dot_general`; None outside of Explicit meshes.
+      written_transposed: for lhs and rhs, whether a kernel wrote it with the contracted axis last
+        in memory, if that is not its last axis. cuDNN then reads it as it lies. XLA writes an
+        array as its shape says, and transposes it afterwards.
 
     Example:
       >>> import jax.numpy as jnp
@@ -35,6 +38,7 @@ class MatmulCall:
     out_dtype: DType
     fast_accumulation: bool = False
     out_sharding: Any = None
+    written_transposed: tuple[bool, bool] = (False, False)
 
     @property
     def in_float32(self) -> "MatmulCall":

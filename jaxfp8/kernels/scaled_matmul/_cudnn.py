@@ -47,7 +47,10 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
             as_matrix(_per_32(operand, scale, axes), axes)
             for operand, scale, axes in zip((lhs, rhs), (a_scale, b_scale), sides, strict=True)
         ]
-        transposed = _is_transposed(sides[0]), _is_transposed(sides[1])
+        transposed = tuple(
+            _is_transposed(axes) and not written
+            for axes, written in zip(sides, call.written_transposed, strict=True)
+        )
         product = block_scaled_dot(jnp.dtype(written), transposed)(*matrices, *scales)
         return product.reshape(call.geometry.out_shape(lhs.shape, rhs.shape)).astype(out_dtype)
 
