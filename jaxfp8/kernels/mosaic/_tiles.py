@@ -10,11 +10,11 @@ References:
   Pallas Mosaic GPU reference, docs.jax.dev/en/latest/pallas/gpu/reference.html.
 """
 
-import inspect
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -37,7 +37,7 @@ PART = 64
 
 def check_array(x: Array) -> None:
     """Raise NotImplementedError for what TMA or Pallas cannot bring."""
-    if "idx" in inspect.signature(plgpu.load).parameters:
+    if jax.__version_info__ < (0, 11):
         raise NotImplementedError("jax before 0.11 cannot load a transposed tile")
     if x.dtype.itemsize > 4:
         raise NotImplementedError(f"an array of {x.dtype}")

@@ -16,13 +16,11 @@ References:
 """
 
 import functools
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import Geometry
@@ -121,7 +119,7 @@ def _scaling(
 
 def _check_version() -> None:
     """Raise NotImplementedError for jax without the kernel's loads, or with 64 bits."""
-    if "idx" in inspect.signature(plgpu.load).parameters:
+    if jax.__version_info__ < (0, 11):
         raise NotImplementedError("jax before 0.11 cannot multiply a transposed FP8 tile")
     if jax.config.read("jax_enable_x64"):
         raise NotImplementedError("jax_enable_x64: the kernel counts tiles in int32")
