@@ -57,7 +57,11 @@ class Epilogue:
             return sums
         of_rows = given.lhs_scale.at[lead, 0, rows]
         of_columns = given.rhs_scale.at[lead, 0, columns]
-        return scaled_sum(sums, load_scales(of_rows, 1), load_scales(of_columns, 0))
+        row_scales, column_scales = (
+            load_scales(scales, across, shared=False)
+            for scales, across in ((of_rows, 1), (of_columns, 0))
+        )
+        return scaled_sum(sums, row_scales, column_scales)
 
     def _added(self, sums: Array) -> Array:
         """Sums and the patch of C, once it has arrived: before, shared memory has an older one."""

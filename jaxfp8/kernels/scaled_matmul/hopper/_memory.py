@@ -132,11 +132,13 @@ def whole_row(n: int, itemsize: int) -> int:
     return n + -n % (_LEAST // itemsize)
 
 
-def load_scales(scales: Any, across: int) -> Array:
+def load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
     """Scales as float32, in the registers of the threads that hold what they scale.
 
     `across` is the axis of a patch that shares a scale: 1 for scales of rows, 0 for columns.
+    `shared` is whether they are in shared memory, and not in global memory, for which jax 0.11 has
+    only plain loads.
     """
-    layout = plgpu.Layout.WGMMA.reduce(across)
-    found = plgpu.load(scales, layout=layout)  # type: ignore[call-arg]  # of jax before 0.11
+    load: Any = plgpu.load  # before jax 0.11 it has no layout=
+    found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
     return of_bytes(found) if found.dtype == jnp.uint8 else found
