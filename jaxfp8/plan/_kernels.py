@@ -278,7 +278,10 @@ def check_kernels(kernels: object) -> Kernels:
         return PORTABLE
     if isinstance(kernels, Kernels):
         return kernels
+    named = [field for field, known in (("casts", CASTS), ("matmuls", MATMULS)) if kernels in known]
     cure = f"fp8.Kernels({kernels!r})" if isinstance(kernels, str) else 'fp8.Kernels("h200")'
+    if named:  # a backend, and not a chip
+        cure = f"fp8.Kernels({', '.join(f'{field}={kernels!r}' for field in named)})"
     raise TypeError(
         f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed; write "
         f"kernels={cure}."
