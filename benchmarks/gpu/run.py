@@ -148,4 +148,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # In a file, too, what was done stands there if the watchdog ends the process.
+    sys.stdout.reconfigure(line_buffering=True)
     sys.exit(main())
