@@ -5,6 +5,8 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from messages import Message
 
 import jaxfp8 as fp8
 from jaxfp8.ops import _three_matmuls
@@ -53,3 +55,54 @@ def casts_of_x():
 
     with mock.patch.object(_three_matmuls, "quantize_operand", spy):
         yield seen
+
+
+def mistakes(layer):
+    """Calls that must fail. `layer(prologue)` is a function of the inputs of a new layer."""
+
+    def call(inputs, prologue=SWIGLU):
+        return lambda: layer(prologue)(inputs)
+
+    pair, tuple_ = arrays_of(SWIGLU), "pass the tuple (gate, up)"
+    x, numpy = pair[0], tuple(map(np.asarray, pair))
+    return {
+        "an array": Message(
+            TypeError, call(x), "inputs is an array bfloat16[8, 16, 40]", "takes 2 arrays", tuple_
+        ),
+        "too many": Message(
+            TypeError, call((*pair, x)), "inputs is a tuple of 3", "takes 2 arrays", tuple_
+        ),
+        "a tuple without": Message(
+            TypeError, call(pair, None), "inputs is a tuple of 2", "one array", "prologue="
+        ),
+        "a tuple of numpy arrays without": Message(
+            TypeError, call(numpy, None), "inputs is a tuple of 2", "one array", "prologue="
+        ),
+        "a class": Message(
+            TypeError, lambda: layer(fp8.prologues.SwiGLU), "prologue=<class", "is no prologue",
+            "fp8.prologues.SwiGLU()",
+        ),
+        "a function": Message(
+            TypeError, lambda: layer(jax.nn.silu), "prologue=<", "is no prologue",
+            "apply your function to inputs",
+        ),
+        "a name": Message(
+            TypeError, lambda: layer("swiglu"), "prologue='swiglu'", "is no prologue",
+            "fp8.prologues.SwiGLU()",
+        ),
+        "None among them": Message(
+            TypeError, call((x, None)), "inputs, up is None", "one array is needed",
+            "pass an array",
+        ),
+        "a gain of integers": Message(
+            TypeError, call((x, jnp.ones(D, int)), RMS_NORM), "inputs, gain has dtype int32",
+            "cannot be quantized", "cast it to",
+        ),
+        "two shapes": Message(
+            ValueError, call((x, x[:, :1])), "gate", "[8, 16, 40]", "give both one shape"
+        ),
+        "a long gain": Message(
+            ValueError, call((x, jnp.ones(F)), RMS_NORM), "gain has shape [24]", "x [8, 16, 40]",
+            "the last axis of x",
+        ),
+    }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import Chip, chip_named
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.plan._cast_costs import cast_cost, has_known_cost
+from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
 from jaxfp8.plan._costs import PEAKS, Route, stream
 from jaxfp8.plan._report import Shape
 from jaxfp8.plan._routes import Sides, kernels_for, matmul_cost, route_of, sides_of
@@ -89,9 +89,10 @@ def cast_seconds(
         return {}
     if not all(map(has_known_cost, quantizers)):
         return {}
-    described, peak, values = chip_named(chip), PEAKS[chip], values_of(shape)[tensor]
+    described = chip_named(chip)
+    whole = Casts(recipe, tensor, values_of(shape)[tensor], routes, described, PEAKS[chip])
     return {
-        name: cast_cost(name, recipe, tensor, values, routes, described, peak).seconds
+        name: cast_cost(name, whole).seconds
         for name in casting_kernels(described, [q.granularity for q in casts])
     }
 

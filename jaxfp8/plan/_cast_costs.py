@@ -5,6 +5,7 @@ Letters: M tokens, K features in, N features out; a tensor is x [M, K], w [K, N]
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
@@ -20,10 +21,6 @@ from jaxfp8.recipes._recipe import Recipe
 
 MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
 """The axes of y [M, N] = x [M, K] @ w [K, N]."""
-# Operands that are stored with another axis last than the one their matmul contracts.
-_TRANSPOSED: frozenset[tuple[Matmul, Tensor]] = frozenset(
-    {("fprop", "w"), ("wgrad", "x"), ("wgrad", "g")}
-)
 # Bytes for each tile and direction: its amax and its multiplier, written and read.
 _CELL = 12
 # Bytes for each tile of a copy that is widened to bfloat16: one kernel converts its scale to
@@ -35,37 +32,39 @@ _WIDENED_CELL = 8
 _MASKS = 13
 
 
-def cast_cost(
-    backend: str,
-    recipe: Recipe,
-    tensor: Tensor,
-    values: int,
-    routes: Mapping[Matmul, Route],
-    chip: Chip,
-    peak: Peak,
-) -> Cost:
-    """Amaxes, casts and transpositions of one tensor, for all matmuls that read it.
+class Casts(NamedTuple):
+    """The casts of one tensor, for all matmuls that read it.
 
-    Args:
-      backend: that casts, "xla" or the name of a kernel.
+    Attributes:
       recipe: which quantizer for which operand.
       tensor: which tensor.
       values: how many it has.
       routes: of each matmul that reads it.
       chip: where.
       peak: of the chip.
+    """
+
+    recipe: Recipe
+    tensor: Tensor
+    values: int
+    routes: Mapping[Matmul, Route]
+    chip: Chip
+    peak: Peak
+
+
+def cast_cost(backend: str, casts: Casts) -> Cost:
+    """Amaxes, casts and transpositions of one tensor by "xla" or by a kernel of that name.
 
     Raises:
       ValueError: for a quantizer of a kind that is not known.
     """
-    for name, quantizer in recipe.uses(tensor):
+    for name, quantizer in casts.recipe.uses(casts.tensor):
         if not has_known_cost(quantizer):
             raise ValueError(
-                f"{name} reads {tensor} by {quantizer!r}, of whose casts nothing is known; use "
-                "quantizers of fp8.quantizers."
+                f"{name} reads {casts.tensor} by {quantizer!r}, of whose casts nothing is known; "
+                "use quantizers of fp8.quantizers."
             )
-    by = _by_xla if backend == "xla" else _by_kernel
-    return by(recipe, tensor, values, routes, chip, peak)
+    return _by_xla(casts) if backend == "xla" else _by_kernel(casts)
 
 
 def has_known_cost(quantizer: AbstractQuantizer) -> bool:
@@ -79,16 +78,9 @@ def has_known_cost(quantizer: AbstractQuantizer) -> bool:
     return isinstance(quantizer, Current | Delayed | Static | Identity)
 
 
-def _by_kernel(
-    recipe: Recipe,
-    tensor: Tensor,
-    values: int,
-    routes: Mapping[Matmul, Route],
-    chip: Chip,
-    peak: Peak,
-) -> Cost:
+def _by_kernel(casts: Casts) -> Cost:
     """By a kernel that reads the tensor once for all copies, each in the layout of its readers."""
-    del chip
+    recipe, tensor, values, routes, _, peak = casts
     cost = Cost()
     for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",)):
         if planned.cast is None:
@@ -113,14 +105,8 @@ def _by_kernel(
     return cost
 
 
-def _by_xla(
-    recipe: Recipe,
-    tensor: Tensor,
-    values: int,
-    routes: Mapping[Matmul, Route],
-    chip: Chip,
-    peak: Peak,
-) -> Cost:
+def _by_xla(casts: Casts) -> Cost:
+    recipe, tensor, values, routes, chip, peak = casts
     # Matmuls that read the same copy: equal quantizers, and equal scale cells.
     copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
     for name, quantizer in recipe.uses(tensor):
@@ -141,7 +127,7 @@ def _by_xla(
     for (quantizer, _), readers in copies.items():
         # The layouts in which matmuls read FP8: as the tensor is (False), or transposed (True).
         layouts = {
-            (name, tensor) in _TRANSPOSED and _wants_contracted_last(routes[name], chip)
+            MATRICES.axes(name, tensor).is_transposed and _wants_contracted_last(routes[name], chip)
             for name in readers
             if routes[name].reads_fp8
         }

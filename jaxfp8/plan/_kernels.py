@@ -8,10 +8,7 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._dispatch import Attempt
-from jaxfp8.kernels._platform import Chip, chip_named
-from jaxfp8.kernels.cast import _api as cast
-from jaxfp8.kernels.quantize import _api as quantize
-from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
+from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -25,14 +22,12 @@ from jaxfp8.plan._backends import (
 )
 from jaxfp8.plan._choices import Choices, explained
 from jaxfp8.plan._compiler_options import compiler_options
+from jaxfp8.plan._named_backends import check_named, cure_of
 from jaxfp8.plan._report import Shape, check_shape
 from jaxfp8.plan._routes import Side
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
-
-CASTS = tuple(sorted({*cast.BACKENDS, *quantize.BACKENDS}))
-MATMULS = tuple(sorted(scaled_matmul.BACKENDS))
 
 
 @runtime_checkable
@@ -107,9 +102,7 @@ class Kernels:
 
     def __post_init__(self) -> None:
         chip = None if self.chip is None else chip_named(self.chip)
-        _check_name("casts", self.casts, CASTS)
-        _check_name("matmuls", self.matmuls, MATMULS)
-        _check_chip(self, chip)
+        check_named(self.casts, self.matmuls, chip)
         if self.timings is None:
             return
         if isinstance(self.timings, type) or not isinstance(self.timings, Chooser):
@@ -278,44 +271,10 @@ def check_kernels(kernels: object) -> Kernels:
         return PORTABLE
     if isinstance(kernels, Kernels):
         return kernels
-    named = [field for field, known in (("casts", CASTS), ("matmuls", MATMULS)) if kernels in known]
-    cure = f"fp8.Kernels({kernels!r})" if isinstance(kernels, str) else 'fp8.Kernels("h200")'
-    if named:  # a backend, and not a chip
-        cure = f"fp8.Kernels({', '.join(f'{field}={kernels!r}' for field in named)})"
     raise TypeError(
         f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed; write "
-        f"kernels={cure}."
+        f"kernels={cure_of(kernels)}."
     )
-
-
-def _check_name(field: str, name: object, known: tuple[str, ...]) -> None:
-    if name is not None and (not isinstance(name, str) or name not in known):
-        raise ValueError(
-            f"{field}={name!r} is no backend of {field}; use None or one of {list(known)}."
-        )
-
-
-def _check_chip(kernels: Kernels, chip: Chip | None) -> None:
-    """Raise ValueError for a kernel by name that is not made for the chip."""
-    if kernels.matmuls == "cudnn" and (chip is None or not chip.block_scaled_matmul):
-        raise ValueError(
-            f"matmuls='cudnn' is made for Blackwell, but chip={kernels.chip!r}: XLA has no such "
-            'matmul for it; write fp8.Kernels("b200"), or leave matmuls out.'
-        )
-    if chip is None:
-        return
-    capability = chip.compute_capability or (0, 0)
-    if kernels.matmuls == "mosaic" and not chip.is_hopper:
-        raise ValueError(
-            f"matmuls='mosaic' is made for Hopper, but chip={kernels.chip!r}; leave matmuls out."
-        )
-    needed = {"mosaic": (9, 0), "triton": (8, 9)}.get(kernels.casts or "", (0, 0))
-    if capability < needed:
-        has = ".".join(map(str, chip.compute_capability or ("none",)))
-        raise ValueError(
-            f"casts={kernels.casts!r} needs compute capability {needed[0]}.{needed[1]}, but "
-            f"chip={kernels.chip!r} has {has}; leave casts out."
-        )
 
 
 PORTABLE = Kernels()

@@ -11,7 +11,7 @@ Letters: M tokens, K features in, N features out, of y [M, N] = x [M, K] @ w [K,
 from jaxfp8._typing import Matmul
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.plan._backends import sizes_of, values_of
-from jaxfp8.plan._cast_costs import cast_cost
+from jaxfp8.plan._cast_costs import Casts, cast_cost
 from jaxfp8.plan._costs import PEAKS, Cost, Route, estimable, gemm
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape
@@ -107,7 +107,8 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
         )
     each = {
         tensor: cast_cost(
-            getattr(choices, tensor).backend, recipe, tensor, count, routes, described, peak
+            getattr(choices, tensor).backend,
+            Casts(recipe, tensor, count, routes, described, peak),
         )
         for tensor, count in values.items()
     }

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from casts import cast_in
 from casts import known as known_scales
+from interpreter import needs_mosaic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import Program
@@ -22,10 +23,7 @@ from jaxfp8.kernels.cast._api import cast_copies
 from jaxfp8.kernels.quantize._api import quantize
 from jaxfp8.programs import wire_report
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 M, K, N = 2048, 512, 1024
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import needs_mosaic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import Program
@@ -24,10 +25,7 @@ import jaxfp8 as fp8
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import needs_mosaic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from targets import topology
@@ -16,10 +17,7 @@ from targets import topology
 import jaxfp8 as fp8
 from jaxfp8.programs import wire_report
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 M, K, N = 4096, 2048, 1024
 KERNELS = fp8.Kernels(casts="mosaic", matmuls="mosaic")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import needs_mosaic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from prologues import PROLOGUES, moved, shapes_of, trained
@@ -18,10 +19,7 @@ from targets import array, program_for, topology
 import jaxfp8 as fp8
 from jaxfp8.programs import wire_report
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 M, K, N = 1024, 512, 256
 # Passes over an array [M, K] in bfloat16 that the kernel's prologue saves in a training step: h is

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from casts import cast_in
+from interpreter import needs_mosaic
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from targets import topology
@@ -22,10 +23,7 @@ from targets import topology
 import jaxfp8 as fp8
 from jaxfp8.programs import wire_report
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
 MX_BOTH, MX_SQUARES = (fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1))), fp8.PerBlock((32, 32))

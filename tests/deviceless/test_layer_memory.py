@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import needs_mosaic
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,10 +19,7 @@ from targets import topology
 import jaxfp8 as fp8
 from jaxfp8.state._probes import with_probes, zero_ledgers
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 M, K, N = 4096, 4096, 16384
 MIB = 2**20

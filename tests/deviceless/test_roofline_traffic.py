@@ -6,6 +6,7 @@ import re
 
 import jax
 import pytest
+from interpreter import needs_mosaic
 from program import Program, size_of
 from targets import array, compile_for, dense_step, in_its_process, state_of
 
@@ -13,9 +14,6 @@ import jaxfp8 as fp8
 
 pytestmark = pytest.mark.deviceless
 
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"
-)
 # large enough for XLA not to split sums, or to keep copies of what it reads twice
 M, K, N = 8192, 4096, 14336
 RECIPES = {

@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreter import needs_mosaic
 from targets import in_its_process
 from what_runs import DOORS, MESHES, K, M, N, dot, on_a_mesh, on_one_device
 
 import jaxfp8 as fp8
 
-pytestmark = [
-    pytest.mark.deviceless,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need jax 0.11"),
-]
+pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 PER_TENSOR = {"cuBLASLt, FP8": 3}
 IN_BFLOAT16 = {"bfloat16": 3}

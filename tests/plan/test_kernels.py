@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
 from jaxfp8.ops import _dot_general
+from jaxfp8.plan._kernels import check_kernels
 
 H200 = fp8.Kernels("h200")
 TIMINGS = fp8.plan.Timings(chip="h200", device="a GPU", versions=(), times=())
@@ -113,6 +114,14 @@ DOORS = {
 def test_every_door_refuses_what_are_no_kernels(door, given, cure):
     with pytest.raises(TypeError, match=mentions("kernels=", "Kernels are needed", cure)):
         DOORS[door](given)
+
+
+@pytest.mark.parametrize("given", ["h200", "xla", "mosaic", "triton", "cudnn", "reference", X, 3])
+def test_the_cure_works(given):
+    with pytest.raises(TypeError, match="Kernels are needed") as raised:
+        check_kernels(given)
+    cure = str(raised.value).rpartition("kernels=fp8.")[2].removesuffix(".")
+    assert isinstance(eval(cure, {"Kernels": fp8.Kernels}), fp8.Kernels)
 
 
 @pytest.mark.parametrize("door", DOORS)

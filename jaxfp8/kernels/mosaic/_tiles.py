@@ -35,10 +35,15 @@ PART = 64
 """Rows, the least that the four warps of a block load together."""
 
 
-def check_array(x: Array) -> None:
-    """Raise NotImplementedError for what TMA or Pallas cannot bring."""
+def check_jax() -> None:
+    """Raise NotImplementedError for a jax whose Pallas does not have what the kernels need."""
     if jax.__version_info__ < (0, 11):
         raise NotImplementedError("jax before 0.11 cannot load a transposed tile")
+
+
+def check_array(x: Array) -> None:
+    """Raise NotImplementedError for what TMA or Pallas cannot bring."""
+    check_jax()
     if x.dtype.itemsize > 4:
         raise NotImplementedError(f"an array of {x.dtype}")
     if x.ndim < 2 or not x.size or x.shape[-1] % RAGGED or x.shape[-2] % RAGGED:

@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 from jaxfp8._geometry import Geometry
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._on_mesh import mesh_of
+from jaxfp8.kernels.mosaic._tiles import check_jax
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix
 from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
@@ -78,7 +79,7 @@ def scaled_matmul(
         jax before 0.11. Also for `add_to` on several devices or in an Explicit
         mesh, except inside `jax.shard_map`.
     """
-    _check_version()
+    _check_process()
     for operand in (lhs, rhs):
         _check_operand(operand)
     _check_call(lhs, rhs, call, add_to)
@@ -117,10 +118,9 @@ def _scaling(
     return geometry, Scaling(tile=tile, square=square, in_bytes=(lhs_in_bytes, rhs_in_bytes))
 
 
-def _check_version() -> None:
+def _check_process() -> None:
     """Raise NotImplementedError for jax without the kernel's loads, or with 64 bits."""
-    if jax.__version_info__ < (0, 11):
-        raise NotImplementedError("jax before 0.11 cannot multiply a transposed FP8 tile")
+    check_jax()
     if jax.config.read("jax_enable_x64"):
         raise NotImplementedError("jax_enable_x64: the kernel counts tiles in int32")
 
