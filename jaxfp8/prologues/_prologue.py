@@ -60,8 +60,8 @@ class AbstractPrologue(abc.ABC):
         given = tuple(each if isinstance(each, jax.Array) else jnp.asarray(each) for each in arrays)
         if len(given) != len(self.names):
             raise ValueError(
-                f"{self!r} takes {len(self.names)} arrays, {self.names}; pass these, not "
-                f"{len(given)}."
+                f"{self!r} takes {len(self.names)} arrays, {self.names}, but got {len(given)}; "
+                "pass one array for each name."
             )
         for name, each in zip(self.names, given, strict=True):
             if each.dtype.name not in FLOAT_DTYPES:

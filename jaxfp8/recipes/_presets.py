@@ -39,7 +39,7 @@ def get(name: str, **fields: Any) -> Recipe:
         raise ValueError(f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}.")
     known = list(inspect.signature(PRESETS[name]).parameters)
     if unknown := sorted(set(fields) - set(known)):
-        raise TypeError(f"recipe {name!r} has no fields {unknown}; use some of {known}.")
+        raise TypeError(f"recipe {name!r} has no fields {unknown}; it has {known}.")
     return PRESETS[name](**fields)
 
 
