@@ -188,8 +188,8 @@ class TrainingGeometry:
             OperandAxes(x.batch, tuple(sorted(x.contracted)), x.kept),
             OperandAxes(batch_in_g, w_kept_in_g, x_kept_in_g),
         )
-        # dgrad's result has the contracted axes of w where dx needs those of x. The pairs of
-        # contracted axes in `dimension_numbers` say which is which; so with wgrad and dw.
+        # dgrad's result has the contracted axes of w where dx needs those of x, and wgrad's result
+        # those of x where dw needs those of w. `dimension_numbers` pairs them.
         x_of_w = dict(zip(w.contracted, x.contracted, strict=True))
         w_of_x = dict(zip(x.contracted, w.contracted, strict=True))
         return cls(

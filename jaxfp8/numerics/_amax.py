@@ -43,5 +43,5 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
       Array([[3.],
              [2.]], dtype=float32)
     """
-    # The conversion to float32 is monotonic. So its result is the same after the maximum as before.
+    # The conversion to float32 is monotonic, so it may follow the maximum.
     return to_float32(granularity.maximum(magnitude(x)))
