@@ -36,7 +36,7 @@ def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil
 
     Args:
       amax: [...] float32, finite and at least 2^-126.
-      format: of the values.
+      format: the format of the values.
       rounding: "rceil" or "floor".
 
     Example:
