@@ -4,7 +4,7 @@ On NVIDIA GPUs, XLA compiles a float32 division to `div.full.f32`, which is not 
 On CPUs, XLA rewrites `1 / (448 / amax)`. So a float32 division only estimates the quotient here.
 Integer arithmetic, which is exact on every chip, corrects and rounds it.
 
-A training step has a dozen quotients for each matmul, so this code is kept short. It must compile fast.
+A training step has a dozen quotients for each matmul. So this code is short, to compile fast.
 """
 
 import functools
