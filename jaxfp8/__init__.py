@@ -42,6 +42,6 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor as QuantizedTensor
 
 
 def __dir__() -> list[str]:
-    """Public names. `import` also binds inner folders, which are left out."""
+    """The public names. Importing also binds the internal folders, which are left out."""
     inner = {"kernels", "numerics", "ops", "tensors"}
     return sorted(name for name in globals() if not name.startswith("_") and name not in inner)

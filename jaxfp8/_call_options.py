@@ -1,4 +1,4 @@
-"""Keyword options that are typed by a TypedDict: the check that no name is misspelt."""
+"""A check of the names of keyword options, which a TypedDict lists."""
 
 import functools
 import reprlib
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 @functools.cache
 def option_names(options: type) -> tuple[str, ...]:
-    """The names of a TypedDict, with those of its bases.
+    """The option names of a TypedDict and of its bases.
 
     Example:
       >>> from typing import TypedDict
@@ -21,9 +21,9 @@ def check_options(function: str, known: type, options: Mapping[str, object]) -> 
     """Raise TypeError for an option that a function does not have.
 
     Args:
-      function: that was called, for the message.
-      known: the TypedDict of its options.
-      options: what it was given.
+      function: the name of the called function, for the message.
+      known: the TypedDict of the options that the function has.
+      options: the options that the caller passed.
 
     Example:
       >>> from typing import TypedDict

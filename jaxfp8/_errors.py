@@ -2,9 +2,9 @@
 
 
 class FP8StateError(ValueError):
-    """Quantizer state is missing, of another recipe, or would be lost.
+    """Quantizer state is missing, belongs to another recipe, or would be lost.
 
-    The message says which and how to cure it.
+    The message says what is wrong and what to write instead.
     """
 
 

@@ -1,6 +1,9 @@
-"""The axes of matmuls: dimension numbers as in `jax.lax.dot_general`, and what follows from them.
+"""The axes of a matmul and of its two gradients, from dimension numbers.
 
-Letters: B batch axes, M and N the axes that lhs and rhs keep, K the contracted axes.
+Dimension numbers are those of `jax.lax.dot_general`. An axis is kept if the result has it and it is
+no batch axis.
+
+Letters: B batch axes, M kept axes of lhs, N kept axes of rhs, K contracted axes.
 """
 
 import dataclasses
@@ -17,9 +20,9 @@ class OperandAxes:
     """What a matmul does with each axis of one operand.
 
     Attributes:
-      batch: in the order of the dimension numbers.
-      kept: ascending; the result has them.
-      contracted: in the order of the dimension numbers.
+      batch: the batch axes, in the order of the dimension numbers.
+      kept: the other axes that the result has, ascending.
+      contracted: the axes that are summed over, in the order of the dimension numbers.
 
     Example:
       >>> OperandAxes(batch=(0,), kept=(2,), contracted=(1,)).order
@@ -37,14 +40,14 @@ class OperandAxes:
 
     @functools.cached_property
     def not_contracted(self) -> Axes:
-        """The axes that the result has, too, ascending."""
+        """The batch and kept axes, ascending: those that the result has."""
         return tuple(sorted(self.batch + self.kept))
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the matmul contracts the last axis but one, and not the last.
+        """Whether the matmul contracts the second-to-last axis and does not contract the last one.
 
-        Kernels for Hopper read such an operand from a copy with these two axes swapped.
+        Kernels for Hopper read such an operand from a copy whose last two axes are transposed.
         """
         last = len(self.order) - 1
         return last in self.not_contracted and last - 1 in self.contracted
@@ -70,7 +73,7 @@ class OperandAxes:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The axes of one matmul, whose result is [*batch, *lhs kept, *rhs kept]. Hashable.
+    """The axes of one matmul. Its result is [*batch, *lhs kept, *rhs kept]. Hashable.
 
     Attributes:
       lhs: the axes of the left operand.
@@ -86,7 +89,10 @@ class Geometry:
 
     @classmethod
     def of(cls, dimension_numbers: DotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Geometry":
-        """The axes of a matmul of operands with so many axes; `dimension_numbers` are checked."""
+        """The axes of a matmul of two operands with the given numbers of axes.
+
+        `dimension_numbers` must come from `check`, which makes axes non-negative.
+        """
         (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
         return cls(_axes(lhs_ndim, lhs_batch, lhs), _axes(rhs_ndim, rhs_batch, rhs))
 
@@ -97,16 +103,16 @@ class Geometry:
 
     @functools.cached_property
     def sides(self) -> tuple[OperandAxes, OperandAxes]:
-        """lhs and rhs."""
+        """The axes of lhs and of rhs."""
         return self.lhs, self.rhs
 
     @functools.cached_property
     def dimension_numbers(self) -> DotDimensionNumbers:
-        """As `jax.lax.dot_general` takes them."""
+        """The dimension numbers, as `jax.lax.dot_general` takes them."""
         return (self.lhs.contracted, self.rhs.contracted), (self.lhs.batch, self.rhs.batch)
 
     def with_innermost(self, pair: int) -> "Geometry":
-        """The same matmul with one pair of contracted axes, given by its index, moved to the end.
+        """The same matmul with one pair of contracted axes moved to the end. `pair` is its index.
 
         Example:
           >>> Geometry.of((((0, 1), (0, 1)), ((), ())), 3, 3).with_innermost(0).lhs.contracted
@@ -142,14 +148,15 @@ class Geometry:
 class TrainingGeometry:
     """The axes of the three matmuls of a training step. Hashable.
 
-    fprop is y = x w, dgrad is dx from g and w, wgrad is dw from x and g.
+    fprop computes y from x and w. g is the gradient of y. dgrad computes dx from g and w, wgrad
+    computes dw from x and g.
 
     Attributes:
-      fprop: of x and w.
-      dgrad: of g and w.
-      wgrad: of x and g.
-      dx_axes: which axis of x each axis of the result of dgrad is.
-      dw_axes: which axis of w each axis of the result of wgrad is.
+      fprop: the axes of x and w.
+      dgrad: the axes of g and w.
+      wgrad: the axes of x and g.
+      dx_axes: for each axis of dgrad's result, which axis of x it is.
+      dw_axes: for each axis of wgrad's result, which axis of w it is.
 
     Example:
       >>> TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2).wgrad.dimension_numbers
@@ -181,7 +188,8 @@ class TrainingGeometry:
             OperandAxes(x.batch, tuple(sorted(x.contracted)), x.kept),
             OperandAxes(batch_in_g, w_kept_in_g, x_kept_in_g),
         )
-        # A matmul keeps axes in ascending order: dgrad those of w, wgrad those of x.
+        # dgrad's result has the contracted axes of w where dx needs those of x, and wgrad's result
+        # those of x where dw needs those of w. `dimension_numbers` pairs them.
         x_of_w = dict(zip(w.contracted, x.contracted, strict=True))
         w_of_x = dict(zip(x.contracted, w.contracted, strict=True))
         return cls(
@@ -191,7 +199,7 @@ class TrainingGeometry:
         )  # fmt: skip
 
     def axes(self, matmul: Matmul, tensor: Tensor) -> OperandAxes:
-        """What a matmul does with the axes of a tensor that it reads."""
+        """The axes of a tensor in one of the matmuls that read it."""
         geometry: Geometry = getattr(self, matmul)
         return geometry.lhs if tensor == OPERANDS[matmul][0] else geometry.rhs
 
@@ -201,7 +209,7 @@ OPERANDS: dict[Matmul, tuple[Tensor, Tensor]] = {
     "dgrad": ("g", "w"),
     "wgrad": ("x", "g"),
 }
-"""The tensors that each matmul reads, left and right."""
+"""The tensors that each matmul reads: its left and its right operand."""
 
 
 def inverse_permutation(axes: Axes) -> Axes:
@@ -223,10 +231,10 @@ def _axes(ndim: int, batch: Sequence[int], contracted: Sequence[int]) -> Operand
 def check(
     x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers
 ) -> DotDimensionNumbers:
-    """Dimension numbers with non-negative integer axes.
+    """The dimension numbers with non-negative integer axes.
 
     Raises:
-      ValueError: if they do not fit the shapes.
+      ValueError: if the dimension numbers do not fit the shapes.
 
     Example:
       >>> check((2, 3), (3, 4), (((-1,), (0,)), ((), ())))
@@ -247,12 +255,14 @@ def check(
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"{what} axes do not match: lhs {list(x_shape)} has sizes {sizes[0]} along "
-                f"{x_axes}, rhs {list(w_shape)} has {sizes[1]} along {w_axes}."
+                f"{x_axes}, rhs {list(w_shape)} has {sizes[1]} along {w_axes}. Pair axes of equal "
+                "sizes."
             )
     for name, axes in (("lhs", xc + xb), ("rhs", wc + wb)):
         if len(set(axes)) != len(axes):
             raise ValueError(
-                f"dimension_numbers={dimension_numbers!r} name an axis of {name} twice."
+                f"dimension_numbers={dimension_numbers!r} name an axis of {name} twice. Name it "
+                "once, as contracted or as batch axis."
             )
     return ((xc, wc), (xb, wb))
 
@@ -260,5 +270,8 @@ def check(
 def _canonical(name: str, axes: Sequence[int], shape: tuple[int, ...]) -> Axes:
     for axis in axes:
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(f"axis {axis} is out of range for {name} of shape {list(shape)}.")
+            raise ValueError(
+                f"axis {axis} is out of range for {name} of shape {list(shape)}. Use one of its "
+                "axes in dimension_numbers."
+            )
     return tuple(axis % len(shape) for axis in axes)

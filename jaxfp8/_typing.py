@@ -1,4 +1,4 @@
-"""Types that every floor may use."""
+"""Types that every folder may use."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -14,6 +14,8 @@ DotDimensionNumbers: TypeAlias = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
 """`((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`, as in `jax.lax.dot_general`."""
+# The matmuls of a training step: y = x @ w (fprop), dx = g @ w^T (dgrad), dw = x^T @ g (wgrad).
+# g is the gradient of y.
 Matmul: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
 Tensor: TypeAlias = Literal["x", "w", "g"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]

@@ -1,3 +1,3 @@
-"""The version, for `fp8.__version__` and for pyproject.toml, which reads it here."""
+"""The version: `fp8.__version__`. The build reads it from this file (pyproject.toml)."""
 
 __version__ = "0.1.0"

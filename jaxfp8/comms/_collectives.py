@@ -1,14 +1,16 @@
-"""Collectives of QuantizedTensors, inside `jax.shard_map`: FP8 values and their scales on the wire.
+"""Collectives of QuantizedTensors, inside `jax.shard_map`. They send FP8 values and their scales.
 
-The law: what is quantized on a shard and gathered is, bit for bit, what is gathered and quantized.
-It holds by itself where a scale cell lies on one device: tiles cut on their borders, rows that are
-not split. A cell that spans devices (one scale a tensor, split rows) needs a scale from the amax of
-all shards, which types then show: it does not vary over the mesh axis.
+To quantize shards and gather them gives the same bits as to gather them and quantize. This needs no
+care if each scale cell is on one device. A tile is, unless a shard border cuts it. A row is, unless
+it is split.
 
-FP8 values travel as bytes (`sharding._gather.in_bytes` says why).
+A scale cell may also span devices: one scale for a tensor, or rows that are split. Then its scale
+must come from the amax of all shards. Types show that. The scale does not vary over the mesh axis.
 
-None of these is differentiable, for the cotangent of FP8 values would be FP8.
-`fp8.dot_general(x_shard=, w_shard=)` gathers inside its own gradient.
+FP8 values are sent as bytes (`sharding._gather.in_bytes` says why).
+
+The collectives are not differentiable, because the cotangent of FP8 values would be FP8.
+`fp8.dot_general(x_shard=, w_shard=)` is differentiable. It gathers inside its own custom gradient.
 """
 
 import dataclasses
@@ -26,23 +28,21 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
 def all_gather(
     tensor: QuantizedTensor, axis_name: str, *, axis: int = 0, common_scale: bool = False
 ) -> QuantizedTensor:
-    """The shards of all devices along a mesh axis, concatenated along `axis`.
-
-    `lax.all_gather(tiled=True)`.
+    """The shards of all devices of a mesh axis, concatenated as by `lax.all_gather(tiled=True)`.
 
     Args:
       tensor: [..., n, ...] the local shard.
-      axis_name: of the mesh.
-      axis: of the array, along which it is split.
-      common_scale: a scale that spans devices is the same on all of them, which types cannot show
-        with `check_vma=False`.
+      axis_name: the name of the mesh axis.
+      axis: the array axis that is split over the mesh axis.
+      common_scale: True says that a scale that spans devices is the same on all of them. It is
+        needed with `check_vma=False`, where types cannot show this.
 
     Returns:
-      [..., devices * n, ...].
+      [..., devices * n, ...], the gathered tensor.
 
     Raises:
-      ValueError: if shards cut tiles; if a scale that belongs to the whole axis is that of this
-        shard alone.
+      ValueError: if shards cut tiles, or if devices have different scales where the whole axis
+        needs one.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
@@ -77,22 +77,28 @@ def all_to_all(
     concat_axis: int,
     common_scale: bool = False,
 ) -> QuantizedTensor:
-    """Exchange parts of a tensor between all devices: tokens for their experts.
+    """Exchanges slices of a tensor among all devices, for instance tokens for their experts.
 
-    Part i along `split_axis` goes to device i. What arrives is concatenated along `concat_axis`, as
-    by `lax.all_to_all(tiled=True)`. Scales travel if they have cells along both axes (a scale a
-    token, say), and stay if the tensor has one scale in all.
+    Slice i along `split_axis` goes to device i. The slices that a device receives are concatenated
+    along `concat_axis`, as by `lax.all_to_all(tiled=True)`.
+
+    Scales that vary along both axes are exchanged with their values (one scale for each token, for
+    instance). Scales that vary along neither are not sent, and must be the same on all devices.
 
     Args:
       tensor: [...] the local shard.
-      axis_name: of the mesh.
-      split_axis: of the array, cut into one part for each device.
-      concat_axis: of the array.
+      axis_name: the name of the mesh axis.
+      split_axis: the array axis that is cut into one slice for each device.
+      concat_axis: the array axis along which received slices are concatenated.
       common_scale: as in `all_gather`.
 
+    Returns:
+      The exchanged tensor. `split_axis` is shorter, and `concat_axis` longer, by the number of
+      devices.
+
     Raises:
-      ValueError: if parts cut tiles, or what arrives would have scales that its granularity cannot
-        hold.
+      ValueError: if slices cut tiles, if scales vary along one of the axes only, or if devices have
+        different scales where they need a common one.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
@@ -125,11 +131,12 @@ def all_to_all(
         return dataclasses.replace(tensor, values=exchange(tensor.values))
     if len(along) == 1:
         raise ValueError(
-            f"split_axis={split_axis} and concat_axis={concat_axis} of a tensor "
-            f"{list(tensor.shape)} with {tensor.granularity!r}: scales vary along axis {along[0]} "
-            "only, so what arrives has several scales where its granularity has one; quantize with "
-            "scales along both, or with one in all."
+            f"split_axis={split_axis} and concat_axis={concat_axis} are axes of a tensor "
+            f"{list(tensor.shape)} with {tensor.granularity!r}. Its scales vary along axis "
+            f"{along[0]} only. After the exchange, one scale cell would have several scales. "
+            "Quantize with scales along both axes, or with one scale in all."
         )
+    # Sent slices must hold whole tiles. So must the pieces that are concatenated.
     check_borders(
         tensor.granularity,
         tensor.shape,
@@ -143,14 +150,15 @@ def all_to_all(
 def ppermute(
     tensor: QuantizedTensor, axis_name: str, permutation: Sequence[tuple[int, int]]
 ) -> QuantizedTensor:
-    """The tensor of another device, (source, destination) pairs as in `lax.ppermute`.
-
-    Zeros where none arrives.
+    """Sends a tensor from device to device, as `lax.ppermute` does.
 
     Args:
       tensor: [...].
-      axis_name: of the mesh.
-      permutation: pairs of device indices along it.
+      axis_name: the name of the mesh axis.
+      permutation: (source, destination) pairs of device indices along the mesh axis.
+
+    Returns:
+      [...], the tensor that this device received. It is zero if the device received none.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
@@ -172,7 +180,7 @@ def ppermute(
 
 
 def _checked(tensor: QuantizedTensor, axis: int) -> int:
-    """The axis, not negative."""
+    """The array axis as a non-negative number, after a check of tensor and axis."""
     validate(tensor)
     if not -tensor.ndim <= axis < tensor.ndim:
         raise ValueError(f"axis={axis} is out of range for a tensor of shape {list(tensor.shape)}.")
@@ -182,23 +190,24 @@ def _checked(tensor: QuantizedTensor, axis: int) -> int:
 def _check_axis_name(axis_name: str) -> None:
     if axis_name not in manual_axes():
         raise ValueError(
-            f"axis_name={axis_name!r} is no manual mesh axis here, which are "
-            f"{list(manual_axes())}; call this inside jax.shard_map, over one of its axes."
+            f"axis_name={axis_name!r} is no manual mesh axis here. The manual axes are "
+            f"{list(manual_axes())}. Call this inside jax.shard_map, over one of its axes."
         )
 
 
 def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int, common: bool) -> None:
-    """Raise ValueError unless devices share a scale of the whole axis, by its type or `common`."""
+    """Raise ValueError unless all devices have the same scale, by its type or by `common`."""
     if not types_tell() and not common:
         raise ValueError(
             f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
             f"{axis}, which is split over {axis_name!r}. With check_vma=False types cannot show "
-            "that devices share it: quantize with the amax of all shards and say common_scale=True."
+            "that all devices have the same scale. Quantize with the amax of all shards, and pass "
+            "common_scale=True."
         )
     if axis_name in varying(tensor.scale):
         raise ValueError(
             f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
-            f"{axis}, which is split over {axis_name!r}, but each device has a scale of its own; "
-            "quantize with the amax of all shards: fp8.quantize(x, format, granularity, scale=...) "
-            f"with a scale that lax.pmax(amax, {axis_name!r}) gives."
+            f"{axis}, which is split over {axis_name!r}. But each device has its own scale. "
+            "Quantize with the amax of all shards: fp8.quantize(x, format, granularity, scale=...) "
+            f"with a scale from lax.pmax(amax, {axis_name!r})."
         )

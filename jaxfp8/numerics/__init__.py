@@ -1,4 +1,4 @@
-"""What FP8 is: pure functions of arrays."""
+"""The arithmetic of FP8 (formats, scales, casts) as pure functions of arrays."""
 
 from jaxfp8.numerics._amax import amax as amax
 from jaxfp8.numerics._formats import E4M3 as E4M3

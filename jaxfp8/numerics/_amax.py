@@ -1,4 +1,4 @@
-"""The largest magnitude of each scale cell."""
+"""The largest magnitude of each scale cell, that is of the values that share one scale."""
 
 import jax.numpy as jnp
 
@@ -16,24 +16,25 @@ def magnitude(x: Array) -> Array:
       Array([ 2., inf], dtype=float32)
     """
     largest = jnp.abs(x)
+    # Only NaN differs from itself. Mosaic kernels call this, too.
     return jnp.where(largest != largest, jnp.array(jnp.inf, x.dtype), largest)
 
 
 def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """`max |x|` over each scale cell, float32.
 
-    Inf if the cell holds an inf or a NaN; 0 for an empty cell.
+    It is inf if the cell holds an inf or a NaN, and 0 if the cell is empty.
 
-    NaN is turned into inf before the maximum, because XLA's CPU maximum loses NaN in larger arrays.
-    The maximum is taken in the dtype of x, where it is as exact: of a float32 copy XLA would write
-    all of it to memory between two reductions.
+    NaN becomes inf before the maximum, because XLA:CPU's maximum loses NaN in larger arrays (seen
+    with 4,096 elements). The maximum is taken in the dtype of x, because XLA would write a float32
+    copy of x to memory between two reductions.
 
     Args:
       x: [...] floating point.
-      granularity: which values share a cell.
+      granularity: which values share a scale.
 
     Returns:
-      Array of `granularity.scale_shape(x.shape)`, float32.
+      An array of shape `granularity.scale_shape(x.shape)`, float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,4 +43,5 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
       Array([[3.],
              [2.]], dtype=float32)
     """
+    # The conversion to float32 is monotonic, so it may follow the maximum.
     return to_float32(granularity.maximum(magnitude(x)))

@@ -8,10 +8,10 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_out_dtype(preferred_element_type: DType) -> DType:
-    """The dtype of a result, if a matmul can have it.
+    """The dtype of a matmul's result, after a check.
 
     Raises:
-      TypeError: naming the argument, its value and the cure.
+      TypeError: if no matmul can return this dtype.
 
     Example:
       >>> check_out_dtype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The float32 view of an input that every rule starts from."""
+"""Inputs as float32, in which all scales and casts are computed."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,21 +9,21 @@ from jaxfp8._typing import Array
 TINY = float(np.finfo(np.float32).tiny)
 """2^-126, the smallest normal float32.
 
-CPUs and GPUs flush what lies below, not consistently; so it counts as zero.
+CPUs and GPUs flush smaller magnitudes to zero, but not consistently. So they always count as zero.
 """
 LARGEST = float(np.finfo(np.float32).max)
 """The largest float32."""
 
 
 def is_finite(x: Array) -> Array:
-    """`jnp.isfinite`, of operations that every kernel language has.
+    """`jnp.isfinite`, made of operations that every kernel language has.
 
     Example:
       >>> import jax.numpy as jnp
       >>> is_finite(jnp.array([1.0, jnp.inf, jnp.nan]))
       Array([ True, False, False], dtype=bool)
     """
-    return jnp.abs(x) < jnp.inf
+    return jnp.abs(x) < jnp.inf  # False for NaN, as every comparison with it
 
 
 def to_float32(x: Array) -> Array:
@@ -38,8 +38,9 @@ def to_float32(x: Array) -> Array:
       Array([ 0., -2.], dtype=float32)
     """
     if x.dtype == jnp.float64:
+        # The conversion alone would make inf of a float64 that float32 cannot hold.
         x = jnp.where(is_finite(x), jnp.clip(x, -LARGEST, LARGEST), x)
     x = x.astype(jnp.float32)
-    # Bits and not jnp.copysign, which kernel languages lack.
+    # The sign is a bit mask, because kernel languages lack jnp.copysign.
     sign = lax.bitcast_convert_type(x, jnp.int32) & -(2**31)
     return jnp.where(jnp.abs(x) < TINY, lax.bitcast_convert_type(sign, jnp.float32), x)

@@ -1,4 +1,4 @@
-"""The 8-bit formats: what they can hold.
+"""The 8-bit formats and the values that they can hold.
 
 References:
   Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433 (E4M3, E5M2).
@@ -21,11 +21,11 @@ class Format:
     """An 8-bit floating-point format.
 
     Attributes:
-      name: the field's name for it, `E4M3` for instance.
+      name: its usual name, for instance `E4M3`.
       dtype: the jax dtype that stores it.
-      max: largest finite value.
-      mantissa_bits: stored bits of the significand.
-      min_exponent: exponent of the smallest normal value; subnormals share its spacing.
+      max: the largest finite value.
+      mantissa_bits: the stored bits of the significand.
+      min_exponent: the exponent of the smallest normal value. Subnormals share its spacing.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -46,7 +46,7 @@ class Format:
 
     @functools.cached_property
     def nan_byte(self) -> int:
-        """The byte of the positive NaN that a cast gives; E4M3 has no other, E5M2 has several."""
+        """The byte that a cast stores for NaN. E4M3 has one positive NaN, E5M2 has several."""
         return int(np.array(np.nan, self.dtype).view(np.uint8))
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ def format_of(dtype: DType) -> Format:
     """The format that a dtype stores.
 
     Raises:
-      ValueError: for a dtype that is none of ours.
+      ValueError: if the dtype is no FP8 format.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Granularity: which values share one scale.
 
-A scale has the rank of its values (per axis, per block) or none (per tensor). Blocks are in
-`_per_block.py`.
+The values that share one scale are a scale cell. A scale has the rank of its values (per axis, per
+tile), or no axes (per tensor). Tiles are in `_per_block.py`.
 """
 
 import abc
@@ -17,8 +17,8 @@ from jaxfp8._typing import Array, Axes
 class AbstractGranularity(abc.ABC):
     """Which values of an array share one scale.
 
-    It is exactly one of `in_one`, `in_rows` and `in_tiles`. So code asks the granularity, and not
-    its class.
+    Exactly one of `in_one`, `in_rows` and `in_tiles` is True. Other code reads these attributes and
+    not the class.
     """
 
     in_one: ClassVar[bool] = False
@@ -29,9 +29,9 @@ class AbstractGranularity(abc.ABC):
     """One scale for each tile."""
 
     def along(self, ndim: int) -> Axes:
-        """The sides of a tile of an array of `ndim` axes.
+        """The sides of a tile of an array of `ndim` axes, one for each axis.
 
-        1 along every axis if there are no tiles.
+        They are 1 if there are no tiles.
         """
         return (1,) * ndim
 
@@ -40,41 +40,51 @@ class AbstractGranularity(abc.ABC):
 
         If they do not, one scale spans all of the axis.
         """
+        # Of two values along the axis, does each have its own scale?
         return self.scale_shape((2,) * ndim)[axis] == 2
 
     @property
     def is_square(self) -> bool:
-        """Whether a tile is longer than 1 along two axes: one copy serves both directions."""
+        """Whether a tile is longer than 1 along two axes.
+
+        If it is, one copy of a tensor serves matmuls in both directions.
+        """
         return False
 
     @property
     def is_directed(self) -> bool:
-        """Whether its cells depend on the axis that a matmul contracts.
+        """Whether the scale cells depend on the axes that a matmul contracts.
 
-        If they do, the two matmuls that read a tensor read two copies of it.
+        If they do, the two matmuls that read a tensor need two copies of it.
         """
         return False
 
     @abc.abstractmethod
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scale of an array of this shape."""
+        """The shape of the scale of an array of this shape."""
 
     @abc.abstractmethod
     def maximum(self, magnitude: Array) -> Array:
-        """The largest of each scale cell, 0 of an empty one, in the shape of the scale.
+        """The largest value of each scale cell, in the shape of the scale; 0 for an empty cell.
 
-        `magnitude` [...] is not negative.
+        Args:
+          magnitude: [...], not negative and without NaN.
         """
 
     @abc.abstractmethod
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        """A scale, or anything of its shape, so that it broadcasts to values of this shape."""
+        """A scale in a form that broadcasts to values of this shape.
+
+        Any other array of the scale's shape can take its place.
+        """
 
     @abc.abstractmethod
     def for_matmul(self, kept: Axes, ndim: int) -> "AbstractGranularity":
-        """The granularity of an operand of a matmul that contracts all of its axes but `kept`.
+        """The granularity of one operand of a matmul.
 
-        The operand has `ndim` axes; `kept` is ascending.
+        Args:
+          kept: the axes of the operand that the matmul does not contract, ascending.
+          ndim: the number of axes of the operand.
         """
 
     @abc.abstractmethod
@@ -119,9 +129,12 @@ class PerTensor(AbstractGranularity):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class PerAxis(AbstractGranularity):
-    """One scale for each index of the axes that are named, that is of the axes KEPT.
+    """One scale for each index of the named axes. These axes are kept, the others share a scale.
 
-    `PerAxis(0)` of [M, K] has a scale of shape [M, 1]: one a row.
+    `PerAxis(0)` of an array [M, K] has a scale [M, 1]: one for each row.
+
+    Attributes:
+      axes: the axes to keep. A negative one counts from the last axis.
 
     Example:
       >>> PerAxis(0).scale_shape((8, 16))
@@ -134,8 +147,8 @@ class PerAxis(AbstractGranularity):
     def __init__(self, *axes: int) -> None:
         if not axes or not all(isinstance(axis, int) for axis in axes):
             raise ValueError(
-                f"PerAxis takes the axes to keep as integers, got {axes}; one scale in all is "
-                "PerTensor()."
+                f"PerAxis takes the axes to keep as integers, got {axes}. Write PerAxis(0) for one "
+                "scale for each row, PerTensor() for one scale in all."
             )
         object.__setattr__(self, "axes", tuple(axes))
 
@@ -148,8 +161,9 @@ class PerAxis(AbstractGranularity):
         kept = frozenset(axis % ndim for axis in self.axes) if ndim else frozenset()
         if bad or len(kept) != len(self.axes):
             raise ValueError(
-                f"granularity {self!r} does not fit an array of {ndim} axes: an axis is out of "
-                f"range or named twice; name each axis to keep once, as one of {list(range(ndim))}."
+                f"granularity {self!r} does not fit an array of {ndim} axes. An axis is out of "
+                "range or named twice. In PerAxis, name each axis to keep once, as one of "
+                f"{list(range(ndim))}."
             )
         return kept
 
@@ -177,10 +191,11 @@ class PerAxis(AbstractGranularity):
 
 @dataclasses.dataclass(frozen=True)
 class PerRow(AbstractGranularity):
-    """One scale for each row that a matmul contracts: the word of recipes, which do not know axes.
+    """One scale for each row that a matmul contracts. For recipes, which do not name axes.
 
-    An operation turns it into `PerAxis(the axes that are not contracted)`, so that scales can leave
-    the sum. It is no granularity of an array by itself.
+    A matmul replaces it by `PerAxis` of the axes that it does not contract. Scales are then
+    constant in each sum over contracted axes, so they can multiply its result. An array cannot be
+    quantized with `PerRow()`.
 
     Example:
       >>> PerRow().for_matmul((0, 1), ndim=3)
@@ -195,8 +210,8 @@ class PerRow(AbstractGranularity):
 
     def _refuse(self) -> ValueError:
         return ValueError(
-            "granularity PerRow() has a meaning inside a recipe only; for an array use PerAxis(the "
-            "axes to keep)."
+            "granularity PerRow() works inside a recipe only. For an array use PerAxis(the axes to "
+            "keep)."
         )
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -210,7 +225,7 @@ class PerRow(AbstractGranularity):
 
     def for_matmul(self, kept: Axes, ndim: int) -> AbstractGranularity:
         del ndim
-        # A vector that is contracted whole has one row, hence one scale.
+        # A vector whose only axis is contracted is one row, so it has one scale.
         return PerAxis(*kept) if kept else PerTensor()
 
     def transpose(self, permutation: Axes) -> AbstractGranularity:

@@ -1,6 +1,6 @@
 """PerBlock: one scale for each tile of an array.
 
-Letters: T the values along one side of a tile.
+Letters: T, the number of values along a side of a tile.
 """
 
 import dataclasses
@@ -20,14 +20,16 @@ from jaxfp8.numerics._reshape import devices_of, is_explicit, merge_axes, split_
 class PerBlock(AbstractGranularity):
     """One scale for each tile.
 
-    `tile` is aligned with the trailing axes, leading axes have a tile of 1.
-
     An array [.., M, K] in tiles of (m, k) has a scale [.., ceil(M/m), ceil(K/k)]. A tile at an edge
-    may be ragged: what it lacks counts as zeros. `PerBlock((1, 128))`, `PerBlock((128, 128))` are
-    the tiles of DeepSeek-V3, `PerBlock((1, 32))` that of MXFP8.
+    may be ragged: missing values count as zeros. DeepSeek-V3 uses `PerBlock((1, 128))` and
+    `PerBlock((128, 128))`, MXFP8 uses `PerBlock((1, 32))`.
 
-    Inside a recipe, which does not know axes, the tile is (along the kept axis, along the
-    contracted axis) of whichever matmul reads the operand: (1, T) or (T, T).
+    A recipe does not name axes. There a tile has two sides, (1, T) or (T, T). The first side is
+    along the last kept axis of the matmul that reads the operand. The second side is along the last
+    contracted axis.
+
+    Attributes:
+      tile: one side for each trailing axis, in values. Along leading axes a side is 1.
 
     Example:
       >>> PerBlock((1, 128)).scale_shape((8, 300))
@@ -50,8 +52,8 @@ class PerBlock(AbstractGranularity):
             or any(type(size) is not int or size < 1 for size in sizes)
         ):
             raise ValueError(
-                f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis: "
-                "(1, 128)."
+                f"tile={sizes!r} must be a tuple of positive integers, one for each trailing axis, "
+                "for instance (1, 128)."
             )
         if all(size == 1 for size in sizes):
             raise ValueError(
@@ -68,8 +70,8 @@ class PerBlock(AbstractGranularity):
         """
         if len(self.tile) > ndim:
             raise ValueError(
-                f"granularity {self!r} does not fit an array of {ndim} axes: its tile has "
-                f"{len(self.tile)} sides; give it one for each trailing axis."
+                f"granularity {self!r} does not fit an array of {ndim} axes. Its tile has "
+                f"{len(self.tile)} sides. Give the tile one side for each trailing axis."
             )
         return (1,) * (ndim - len(self.tile)) + self.tile
 
@@ -99,23 +101,24 @@ class PerBlock(AbstractGranularity):
         if magnitude.dtype.itemsize != 2:
             return self._maximum(magnitude)
 
-        # the order of floats that are not negative is that of their bits
+        # Magnitudes are ordered as their bits are, so this maximum of the bits is exact.
         def of_bits(magnitude: Array) -> Array:
             bits = lax.bitcast_convert_type(magnitude, jnp.uint16)
             return lax.bitcast_convert_type(self._maximum(bits), magnitude.dtype)
 
-        # XLA:CPU writes a float32 copy of a 16-bit array for a maximum.
+        # XLA:CPU writes a float32 copy of a 16-bit float array for a maximum, but not of integers.
         return lax.platform_dependent(magnitude, cpu=of_bits, default=self._maximum)
 
     def _maximum(self, magnitude: Array) -> Array:
-        # One axis after the other, the last first: splitting several at once loses the sharding of
-        # an Explicit mesh.
+        # One axis after the other, from the last to the first. Several at once would lose the
+        # sharding on an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
             size = magnitude.shape[axis]
-            side = min(side, max(size, 1))  # one ragged tile needs no padding
+            side = min(side, max(size, 1))  # a tile longer than the axis needs no padding
             if side > 1:
                 _refuse_cut_tiles(magnitude, axis, side)
                 if size % side:
+                    # Zeros never change the maximum of magnitudes.
                     pads = [(0, -size % side if i == axis else 0) for i in range(magnitude.ndim)]
                     magnitude = jnp.pad(magnitude, pads)
                 magnitude = split_axis(magnitude, axis, -(-size // side))
@@ -123,7 +126,7 @@ class PerBlock(AbstractGranularity):
         return magnitude
 
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        # One axis after the other: merging several at once loses the sharding of an Explicit mesh.
+        # One axis after the other. Several at once would lose the sharding on an Explicit mesh.
         for axis, (size, side) in enumerate(zip(shape, self.along(len(shape)), strict=True)):
             before, cells, after = scale.shape[:axis], scale.shape[axis], scale.shape[axis + 1 :]
             if side > 1 and cells > 1:  # a single cell broadcasts by itself
@@ -131,6 +134,7 @@ class PerBlock(AbstractGranularity):
                     jnp.expand_dims(scale, axis + 1), (*before, cells, side, *after)
                 )
                 scale = merge_axes(scale, (1,) * len(before) + (2,) + (1,) * len(after))
+                # The last tile may be ragged. Its scale must not reach past the end of the axis.
                 scale = (
                     scale if cells * side == size else lax.slice_in_dim(scale, 0, size, axis=axis)
                 )
@@ -149,18 +153,18 @@ class PerBlock(AbstractGranularity):
         moved = tuple(tile[old] for old in permutation)
         if len(self.tiled_axes) == 1 and moved != tile:
             raise ValueError(
-                f"a tensor in tiles of {self.tile} cannot be transposed by {permutation}: a matmul "
+                f"a tensor in tiles of {self.tile} cannot be transposed by {permutation}. A matmul "
                 "that reads it in the other direction needs other tiles. Quantize the "
-                "high-precision array in both directions, fp8.quantize(x, format, (PerBlock((1, "
-                "T)), PerBlock((T, 1)))); a tile with two equal sides transposes."
+                "high-precision array in both directions: fp8.quantize(x, format, (PerBlock((1, "
+                "T)), PerBlock((T, 1)))). Or use tiles with two equal sides."
             )
         return self if moved == tile else _trailing(moved)
 
 
 def _trailing(tile: tuple[int, ...]) -> PerBlock:
-    """The granularity with this tile, in one form.
+    """The granularity with this tile, in one form, so that equal tiles compare equal.
 
-    No leading sides of 1, but two sides where there are two.
+    Leading sides of 1 are dropped, but two sides stay.
     """
     first = next(axis for axis, size in enumerate(tile) if size > 1)
     return PerBlock(tile[min(first, max(len(tile) - 2, 0)) :])
@@ -176,6 +180,6 @@ def _refuse_cut_tiles(x: Array, axis: int, side: int) -> None:
     if devices > 1 and x.shape[axis] // devices % side:
         raise ValueError(
             f"an axis of {x.shape[axis]} of an array {list(x.shape)} is split over {split!r}, "
-            f"{devices} devices, which cuts its tiles of {side}; cut shards on the borders of "
-            "tiles."
+            f"{devices} devices, which cuts tiles of {side}. Give each device whole tiles: cut "
+            "shards on the borders of tiles."
         )

@@ -1,7 +1,8 @@
-"""Powers of two from bits: `exp2` and `log2` are not exact in float32.
+"""Powers of two from exponent bits, because `exp2` and `log2` are not exact in float32.
 
 References:
   OCP Microscaling Formats (MX) v1.0, section 5.4 (E8M0) and 6.3 (the scale from the amax).
+  Mishra et al., Recipes for pre-training LLMs with MXFP8, arXiv:2506.08027 (RCEIL).
 """
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxfp8.numerics._formats import E8M0, Format
 _BIAS = 127
 _MANTISSA = 0x007FFFFF
 _LARGEST_MANTISSA = 0x600000  # of 448 and of 57344, which are 1.75 * 2^n
-_NAN = 255
+_NAN = 255  # the byte of NaN in E8M0
 
 
 def power_of_two(exponent: Array) -> Array:
@@ -29,13 +30,13 @@ def power_of_two(exponent: Array) -> Array:
 def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
     """The exponent k of a scale 2^k under which an amax fits the format, [...] int32.
 
-    "rceil" is `amax / format.max` rounded up to a power of two, exactly: nothing overflows. "floor"
-    is the exponent of amax less that of `format.max`: up to one binade finer, and what is above
-    `format.max` saturates.
+    "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
+    subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
+    amaxes. Then values above `format.max` saturate.
 
     Args:
       amax: [...] float32, finite and at least 2^-126.
-      format: of the values.
+      format: the format of the values.
       rounding: "rceil" or "floor".
 
     Example:
@@ -45,6 +46,8 @@ def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil
     """
     bits = lax.bitcast_convert_type(amax, jnp.int32)
     exponent = (bits >> 23) - _BIAS - format.max_exponent
+    # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
+    # if a > 1.75. So comparing mantissas rounds up exactly, without a division.
     return (
         exponent + jnp.where((bits & _MANTISSA) > _LARGEST_MANTISSA, 1, 0)
         if rounding == "rceil"
@@ -55,7 +58,7 @@ def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil
 def to_e8m0(exponent: Array, finite: Array) -> Array:
     """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where not `finite`.
 
-    Built from bytes: a cast of 0 would be NaN.
+    The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
 
     Example:
       >>> to_e8m0(jnp.array([-200, 3]), jnp.array([True, False]))
@@ -66,12 +69,11 @@ def to_e8m0(exponent: Array, finite: Array) -> Array:
 
 
 def factors_of(scale: Array) -> tuple[Array, ...]:
-    """Normal float32 factors whose product a scale is.
+    """Factors, normal float32 numbers, whose product is the scale.
 
-    Itself, or two for E8M0, whose smallest, 2^-127, is subnormal.
-
-    Multiplied one after the other onto a value they are exact wherever the result is a normal
-    number.
+    A float32 scale is its only factor. An E8M0 scale has two, because 2^-127 is subnormal in
+    float32 and would be flushed. Multiply a value by one factor after the other. That is exact
+    wherever the result is a normal number.
 
     Example:
       >>> factors_of(to_e8m0(jnp.int32(-127), jnp.bool(True)))
@@ -81,6 +83,6 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
         return (scale,)
     byte = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
     exponent = byte - _BIAS
-    half = exponent >> 1  # towards minus infinity
+    half = exponent >> 1  # rounds down, so both factors are between 2^-64 and 2^64
     first = jnp.where(byte == _NAN, jnp.float32(jnp.nan), power_of_two(half))
     return first, power_of_two(exponent - half)

@@ -2,9 +2,9 @@
 
 JAX has a rule for the sharding of a reshape. It gives mesh axes to the new array axes from left to
 right, until each is fully split. A mesh axis of size 1 splits nothing, so the rule moves it to a
-neighbour, or drops it. The values are then on the right devices, but the type of the array differs.
-JAX refuses to multiply values by scales of another type. The functions here name the sharding of
-the result. On other meshes they name none.
+neighbouring array axis, or drops it. The values are then on the right devices, but the array's type
+names another sharding. JAX refuses to multiply values by scales with another sharding. So the
+functions here name the sharding of the result. On other meshes a reshape needs no sharding.
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxfp8._typing import Array, Axes
 
 
 def split_axis(x: Array, axis: int, cells: int) -> Array:
-    """x [.., cells * side, ..] as [.., cells, side, ..]. Devices split only the axis of cells.
+    """Reshapes x [.., cells * side, ..] to [.., cells, side, ..]. Devices split the axis of cells.
 
     Example:
       >>> import jax.numpy as jnp
@@ -29,7 +29,7 @@ def split_axis(x: Array, axis: int, cells: int) -> Array:
     if not is_explicit(x):
         return x.reshape(shape)
     spec = jax.typeof(x).sharding.spec
-    # A single cell is broadcast along its values, however these are split.
+    # A single cell cannot be split. Its scale broadcasts along the values, however they are split.
     of_cells = spec[axis] if cells > 1 else None
     return _reshape(x, shape, [*spec[:axis], of_cells, None, *spec[axis + 1 :]])
 
@@ -37,9 +37,12 @@ def split_axis(x: Array, axis: int, cells: int) -> Array:
 def merge_axes(x: Array, counts: Axes) -> Array:
     """x with neighbouring axes merged.
 
-    `counts` says for each new axis how many axes it merges. 0 gives a new axis of size 1. On an
-    Explicit mesh the first axis of each group may be split. If devices split another one, JAX's
-    rule decides.
+    On an Explicit mesh devices may split the first axis of each group. If they split another one,
+    JAX's rule decides about the sharding.
+
+    Args:
+      x: [...].
+      counts: for each new axis, how many neighbouring axes it merges. 0 gives a new axis of size 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -56,6 +59,7 @@ def merge_axes(x: Array, counts: Axes) -> Array:
     sharding = jax.typeof(x).sharding
     entries = []
     for group in groups:
+        # Axes of size 1 have no values to order, so they may stand anywhere in a group.
         longer = [axis for axis in group if x.shape[axis] != 1]
         if any(devices_of(sharding.mesh, sharding.spec[axis]) > 1 for axis in longer[1:]):
             return x.reshape(shape)
@@ -64,7 +68,7 @@ def merge_axes(x: Array, counts: Axes) -> Array:
 
 
 def is_explicit(x: Array) -> bool:
-    """Whether the type of x says how it is split.
+    """Whether x is on an Explicit mesh, so that its type says how it is split.
 
     Example:
       >>> import jax.numpy as jnp

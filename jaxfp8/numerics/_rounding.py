@@ -1,13 +1,14 @@
 """The saturating cast to FP8: nearest-even and stochastic rounding.
 
-The payload is built as a byte, from the bits of a float32. A conversion to FP8 would not do: on
-GPUs XLA's default `xla_allow_excess_precision=true` folds float32 -> FP8 -> bfloat16 into float32
--> bfloat16, and the rounding is gone. A byte that is bitcast leaves nothing to fold, under any
-option. Against a conversion the cast takes 0.45 of the instructions on an A100 and 1.2 of them on
-an H200 (compiled, not run: benchmarks/cast_cost.py).
+The payload is built as a byte, from the bits of a float32. A plain conversion to FP8 could lose the
+rounding. On GPUs, XLA by default folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16
+(`xla_allow_excess_precision=true`). A byte that is bitcast cannot be folded, under any option.
+
+The cast compiles to 0.45 times the instructions of a conversion on an A100, and to 1.2 times on an
+H200 (compiled, not run: benchmarks/cast_cost.py).
 
 References:
-  XLA, xla/service/simplify_fp_conversions.cc (the pass that folds).
+  XLA, xla/service/simplify_fp_conversions.cc (the pass that folds conversions).
 """
 
 import jax
@@ -33,17 +34,17 @@ def saturating_cast(
 ) -> Array:
     """`round(clip(x * multiplier, -max, max))` in `format`.
 
-    Finite in, finite out; an inf or NaN, in x or its multiplier, becomes the NaN of the format, so
-    that guards against overflow see it. JAX's own casts do not saturate, and whether XLA's do
-    depends on the fusion: the clip decides. The derivative is zero; `fp8.fake_quantize` has a
-    straight-through one.
+    Finite values stay finite. An inf or NaN in x or in its multiplier becomes the NaN of the
+    format, so that guards against overflow see it. The clip is needed because JAX's own casts do
+    not saturate, and XLA's do so in some fusions only. The derivative is zero. `fp8.fake_quantize`
+    has a straight-through derivative.
 
     Args:
       x: [...] floating point.
-      multiplier: broadcastable to x, float32.
+      multiplier: float32, broadcastable to x.
       format: E4M3 or E5M2.
-      rounding: "nearest" (ties to even) or "stochastic" (up with the probability of the dropped
-        fraction; needs `key`).
+      rounding: "nearest" (ties to even) or "stochastic". Stochastic rounding needs `key`. It rounds
+        up with the probability of the dropped fraction.
       key: a jax PRNG key, for stochastic rounding only.
 
     Returns:
@@ -60,16 +61,16 @@ def saturating_cast(
         raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
     if (rounding == "stochastic") != (key is not None):
         raise ValueError(
-            f"rounding={rounding!r} with key={'given' if key is not None else None}: "
+            f"rounding={rounding!r} was called with key={'given' if key is not None else None}. "
             "'stochastic' needs a key=, 'nearest' takes none."
         )
     x = to_float32(x)
     scaled = _saturated(x, multiplier, format)
     if key is not None:
         scaled = _stochastic(scaled, format, key)
-    # The sum in `_nearest` would make a number of a product that is none. x and the multiplier are
-    # tested, not the product: with a test of the product XLA fuses the casts of row-wise recipes in
-    # another way, which moves more bytes.
+    # `_nearest` would give a finite byte for NaN, so the byte of NaN is selected here. The test
+    # reads x and the multiplier. If it read their product, XLA would fuse the casts of row-wise
+    # recipes in another way, and move more bytes.
     finite = is_finite(x) & is_finite(multiplier)
     byte = jnp.where(finite, _nearest(scaled, format), format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
@@ -78,7 +79,7 @@ def saturating_cast(
 def kernel_cast(x: Array, multiplier: Array, format: Format) -> Array:
     """`saturating_cast` to nearest inside a Pallas kernel.
 
-    XLA does not look into kernels, so nothing folds a conversion there, and Hopper and Blackwell
+    XLA does not look into kernels, so it cannot fold a conversion there. Hopper and Blackwell
     convert two values in one instruction (PTX ISA, `cvt.rn.satfinite.e4m3x2.f32`).
     """
     x = to_float32(x)
@@ -92,32 +93,34 @@ def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
 def _nearest(v: Array, format: Format) -> Array:
     """The byte of the format's value nearest to v, [...] int32; ties to even.
 
-    |v| must be at most `format.max`.
+    |v| must be at most `format.max`, which is a value of the format. So rounding cannot overflow.
     """
-    fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # bits that the format has not
+    fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # mantissa bits that the format lacks
     bits = lax.bitcast_convert_type(v, jnp.int32)
     # Subnormals of the format have the spacing of its smallest normal values.
     smallest = (format.min_exponent + 127) << _FLOAT32_MANTISSA
     exponent = jnp.maximum(bits & _EXPONENT, smallest)
     # `base` is a power of two. Above it, float32 values have the spacing that the format has at v.
-    # So `base + |v|` rounds |v| to a whole number of spacings, ties to even, and holds that number
-    # in its last bits. Nothing is subtracted again, so no compiler can cancel the two.
+    # So the sum `base + |v|` rounds |v| to a whole number of spacings, ties to even. Its last bits
+    # are that number. `base` is never subtracted, so no compiler can cancel the sum.
     base = lax.bitcast_convert_type(exponent + (fraction << _FLOAT32_MANTISSA), jnp.float32)
     spacings = lax.bitcast_convert_type(base + jnp.abs(v), jnp.int32)
-    # A normal value has at least 2^mantissa_bits spacings: its leading bit adds the 1 that an
-    # exponent field of normal values begins with.
+    # Each binade above the smallest adds 1 to the exponent field. A normal value also has at least
+    # 2^mantissa_bits spacings: that bit adds 1 more, so its field is 1 or more. A subnormal has
+    # fewer spacings and the field 0. A carry into the next binade is right by itself.
     magnitude = spacings + ((exponent - smallest) >> fraction)
-    return (magnitude & 0x7F) | ((bits >> 24) & 0x80)
+    return (magnitude & 0x7F) | ((bits >> 24) & 0x80)  # drops the bits of `base`, adds the sign
 
 
 def _stochastic(v: Array, format: Format, key: Array) -> Array:
-    """Round |v| <= max to a value of the format.
+    """Rounds v, with |v| <= `format.max`, to a value of the format, as float32.
 
-    Up with the probability of the dropped fraction, to 2^-32.
+    The probability of rounding |v| up is the dropped fraction, rounded down to a multiple of 2^-32.
     """
     biased = lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) >> 23
     exponent = jnp.maximum(biased.astype(jnp.int32) - 127, format.min_exponent)
-    # Spacing of the format at v and its inverse, as exact powers of two.
+    # The spacing of the format at v is a power of two. So the product with its inverse, the floor
+    # and the fraction are exact. `_nearest` then finds a value of the format, and changes nothing.
     spacing = power_of_two(exponent - format.mantissa_bits)
     steps = jnp.abs(v) * power_of_two(format.mantissa_bits - exponent)
     whole = jnp.floor(steps)

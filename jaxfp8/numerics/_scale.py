@@ -1,4 +1,4 @@
-"""From an amax to the encoding multiplier, and from that to the scale.
+"""From an amax to the encoding multiplier, and from the multiplier to the scale.
 
 `values = cast(x * multiplier)` and `x ~ values * scale`, with `scale = 1 / multiplier`.
 """
@@ -29,15 +29,15 @@ def encoding_multiplier(
 ) -> Array:
     """`format.max / amax / 2**margin`, the factor that fills the format's range.
 
-    Correctly rounded in float32; clamped to [2^-126, 2^126], so that it and its inverse are normal
-    numbers; 1 where the amax is zero, below 2^-126 or not finite. TransformerEngine's JAX half
-    returns inf below 1.3e-36, which turns finite input into NaN.
+    It is correctly rounded in float32. It is clamped to [2^-126, 2^126], so that both the
+    multiplier and its inverse are normal numbers. It is 1 if the amax is zero, below 2^-126 or not
+    finite. (TransformerEngine's JAX half returns inf below 1.3e-36, which makes finite inputs NaN.)
 
     Args:
       amax: [...] float32.
-      format: of the values.
-      margin: powers of two to stay below the format's largest value.
-      power_of_two: round down to a power of two, so that scaling is exact and nothing overflows.
+      format: the format of the values.
+      margin: how many powers of two to stay below the format's largest value.
+      power_of_two: round down to a power of two, so that scaling is exact and no value overflows.
 
     Returns:
       [...] float32.
@@ -53,8 +53,9 @@ def encoding_multiplier(
     """
     usable = is_usable(amax)
     amax = jnp.where(usable, amax, 1.0)
-    # the quotient rounded down is the scale rounded up, exactly, and needs no division
     if power_of_two:
+        # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has
+        # that exactly, without a division.
         multiplier = powers.power_of_two(
             jnp.clip(-powers.scale_exponent(amax, format) - margin, -126, 126)
         )
@@ -68,7 +69,10 @@ def inverse(multiplier_or_scale: Array, *, power_of_two: bool = False) -> Array:
 
     Args:
       multiplier_or_scale: [...] float32 in [2^-126, 2^126].
-      power_of_two: it is one, so that its bits tell the inverse.
+      power_of_two: whether all of them are powers of two. Then no division is needed.
+
+    Returns:
+      [...] float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,5 +81,6 @@ def inverse(multiplier_or_scale: Array, *, power_of_two: bool = False) -> Array:
     """
     if power_of_two:
         bits = lax.bitcast_convert_type(multiplier_or_scale, jnp.int32)
+        # 2^k has the bits (127 + k) << 23, its inverse (127 - k) << 23. Both are normal numbers.
         return lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
     return divide(1.0, multiplier_or_scale)

@@ -1,4 +1,4 @@
-"""How an amax becomes a scale: one value for the choices that travel together."""
+"""ScaleRule: how an amax becomes a scale."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ class ScaleRule:
 
     Attributes:
       power_of_two: round the multiplier down to a power of two.
-      scale_format: None stores float32, E8M0 one byte that is a power of two (MXFP8).
-      scale_rounding: of E8M0: "rceil" (nothing overflows) or "floor" (the OCP paper's; saturates
-        above the largest value).
+      scale_format: None stores float32 scales. E8M0 stores powers of two in one byte (MXFP8).
+      scale_rounding: how E8M0 scales are rounded. "rceil" rounds up, so that no value overflows.
+        "floor" is the OCP specification's rule. Values above the format's largest value saturate.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,7 +46,7 @@ class ScaleRule:
             )
         if self.scale_rounding != "rceil" and self.scale_format is None:
             raise ValueError(
-                f"scale_rounding={self.scale_rounding!r} is of E8M0 scales; pass scale_format=E8M0 "
+                f"scale_rounding={self.scale_rounding!r} needs E8M0 scales; pass scale_format=E8M0 "
                 "as well, or leave it out."
             )
 
@@ -58,14 +58,19 @@ class ScaleRule:
     def apply(self, amax: Array, format: Format) -> tuple[Array, Array]:
         """The encoding multiplier [...] float32, and the scale [...] in its format.
 
-        E8M0: an amax of zero gives byte 0; one that is inf or NaN gives byte 255, NaN, and the
-          multiplier 1.
+        With E8M0, an amax of zero gives byte 0 (2^-127). An amax of inf or NaN gives byte 255 (NaN)
+        and the multiplier 1.
+
+        Args:
+          amax: [...] float32.
+          format: the format of the values.
         """
         if self.scale_format is None:
             multiplier = encoding_multiplier(amax, format, power_of_two=self.power_of_two)
             return multiplier, inverse(multiplier, power_of_two=self.power_of_two)
         finite = is_finite(amax)
-        # Zero, or what counts as zero, takes the smallest scale there is.
+        # An amax of zero, or one that counts as zero, gets the smallest scale, 2^-127. Its
+        # multiplier is 2^127, which is the largest power of two in float32.
         exponent = jnp.where(amax >= TINY, scale_exponent(amax, format, self.scale_rounding), -127)
         exponent = jnp.clip(jnp.where(finite, exponent, 0), -127, 127)
         return power_of_two(-exponent), to_e8m0(exponent, finite)

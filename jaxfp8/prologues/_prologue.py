@@ -1,10 +1,10 @@
-"""Prologues: what is done to an activation between reading and quantizing it.
+"""Prologues: operations on an activation between reading and quantizing it.
 
-XLA fuses such a function into its own casts. It cannot fuse it into a kernel: the result h would be
-written to memory and read again. So kernels in Pallas read the arrays that h is made of. They
-compute a tile of h and quantize it at once.
+The result of a prologue is called h. XLA fuses a prologue into its own casts, but not into a
+kernel: h would be written to memory and read again. So kernels in Pallas read the input arrays of
+the prologue. They compute a tile of h and quantize it at once.
 
-Letters: h the result of a prologue; M, K its last two axes.
+Letters: M, K are the last two axes of h.
 """
 
 import abc
@@ -27,15 +27,15 @@ STATISTIC = "jaxfp8.statistic"
 class AbstractPrologue(abc.ABC):
     """`h = prologue(*arrays)`: an operation that a cast kernel can compute as it reads arrays.
 
-    It is computed in float32 and rounded once, to the dtype of the first array. Differentiating it
-    saves the arrays (and statistics of rows), nothing else of their size.
-    Subclasses are frozen dataclasses of hashable values.
+    h is computed in float32 and rounded once, to the dtype of the first array. For the backward
+    pass only the arrays and statistics of rows are saved. Subclasses are frozen dataclasses of
+    hashable values.
 
     Attributes:
-      names: of the arrays.
-      parameters: the names among them that are parameters. Layers do not cast these to their dtype:
-        they are read in float32, whatever dtype they have.
-      whole: axes of h that a device needs whole, because a statistic spans them.
+      names: the names of the arrays, in the order in which they are passed.
+      parameters: those of the names that are parameters, as a gain is. A layer does not cast a
+        parameter to its own dtype. The prologue reads it in float32.
+      whole: axes of h that no device may hold a part of, because a statistic spans them.
     """
 
     names: ClassVar[tuple[str, ...]]
@@ -43,7 +43,7 @@ class AbstractPrologue(abc.ABC):
     whole: ClassVar[Axes] = ()
 
     def __call__(self, *arrays: ArrayLike) -> Array:
-        """h, of the shape and dtype of the first array; any differentiable part of JAX can use it.
+        """h, with the shape and dtype of the first array. It is differentiable.
 
         Raises:
           TypeError, ValueError: see `operands`.
@@ -51,15 +51,17 @@ class AbstractPrologue(abc.ABC):
         return _apply(self, *arrays)
 
     def operands(self, *arrays: ArrayLike) -> tuple[Array, ...]:
-        """What `elementwise` takes. The first has the shape of h; the others broadcast to it.
+        """The operands of `elementwise`. The first has the shape of h, the others broadcast to it.
 
         Raises:
-          TypeError, ValueError: naming the array, what it is and the cure.
+          TypeError: if an array is not floating point.
+          ValueError: if there are too many or too few arrays, or if their shapes do not fit.
         """
         given = tuple(each if isinstance(each, jax.Array) else jnp.asarray(each) for each in arrays)
         if len(given) != len(self.names):
             raise ValueError(
-                f"{self!r} makes one array of {len(self.names)}, {self.names}; got {len(given)}."
+                f"{self!r} takes {len(self.names)} arrays, {self.names}, but got {len(given)}; "
+                "pass one array for each name."
             )
         for name, each in zip(self.names, given, strict=True):
             if each.dtype.name not in FLOAT_DTYPES:
@@ -70,17 +72,19 @@ class AbstractPrologue(abc.ABC):
 
     @abc.abstractmethod
     def _operands(self, *arrays: Array) -> tuple[Array, ...]:
-        """`operands`, of the right number of floating-point arrays."""
+        """The operands. `operands` has checked the number and dtypes of the arrays."""
 
     @abc.abstractmethod
     def elementwise(self, *operands: Array) -> Array:
         """h before it is rounded, from float32 operands that broadcast to one shape.
 
-        It must be zero if all operands are zero. Use only operations that kernel languages have
-        too.
+        The result must be zero if all operands are zero. Use only operations that kernel languages
+        have.
         """
 
 
+# The backward pass computes h again from the arrays, so h is not a residual. Statistics of rows are
+# small and are saved. To sum the rows again would take another read.
 @functools.partial(
     jax.checkpoint, static_argnums=0, prevent_cse=False,
     policy=jax.checkpoint_policies.save_only_these_names(STATISTIC),
@@ -92,11 +96,11 @@ def _apply(prologue: AbstractPrologue, *arrays: ArrayLike) -> Array:
 
 
 def _rounded(x: Array, dtype: DType) -> Array:
-    """x in a dtype.
+    """x in another dtype, rounded even if XLA fuses the conversion with its inverse.
 
-    XLA drops a conversion to bfloat16 and back where it fuses both. `reduce_precision` keeps the
-    rounding. It is applied after the conversion, where it changes nothing, so that XLA writes h to
-    memory as bfloat16 and not as float32.
+    XLA drops a conversion to bfloat16 and back if it fuses both. `reduce_precision` keeps the
+    rounding. It comes after the conversion and changes no value there. If it came before, XLA would
+    write h to memory as float32.
     """
     x = x.astype(dtype)
     return lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
@@ -107,12 +111,12 @@ def _rounded(x: Array, dtype: DType) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Produced:
-    """An array, and the arrays that a prologue makes it from: `value == prologue(*arrays)`.
+    """The result of a prologue, and its operands: `value == prologue(*arrays)`.
 
     Attributes:
-      value: [..., M, K]; where nothing reads it, XLA does not compute it.
+      value: [..., M, K]. If nothing reads it, XLA does not compute it.
       operands: `prologue.operands(*arrays)`.
-      prologue: what makes value of them.
+      prologue: the prologue.
     """
 
     value: Array
@@ -133,11 +137,11 @@ class Produced:
 
 
 Source: TypeAlias = Array | Produced
-"""What a quantizer reads: an array, or what a prologue makes."""
+"""What a quantizer reads: an array, or the result of a prologue."""
 
 
 def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
-    """What the prologue makes of the arrays.
+    """The result of a prologue for these arrays, with its operands.
 
     Example:
       >>> import jax.numpy as jnp
@@ -149,7 +153,7 @@ def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
 
 
 def value_of(x: Source) -> Array:
-    """The array itself.
+    """x as an array. For the result of a prologue it is `x.value`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -160,7 +164,7 @@ def value_of(x: Source) -> Array:
 
 
 def prologue_of(x: Source) -> AbstractPrologue | None:
-    """The prologue that makes x; None if x is an array.
+    """The prologue whose result x is; None if x is an array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -171,7 +175,7 @@ def prologue_of(x: Source) -> AbstractPrologue | None:
 
 
 def wide_operands(x: Source) -> int:
-    """How many arrays of the size of x a kernel reads to make x.
+    """How many arrays of the size of x a kernel reads to compute x.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""RMSNorm: what comes before the first matmul of a block.
+"""RMSNorm, which comes before the first matmul of a transformer block.
 
-Letters: M, K the last two axes.
+Letters: M, K are the last two axes of x.
 """
 
 import dataclasses
@@ -20,13 +20,14 @@ from jaxfp8.prologues._prologue import STATISTIC, AbstractPrologue
 class RMSNorm(AbstractPrologue):
     """`h = x * (rstd * gain)`, `rstd = 1 / sqrt(mean(x^2, axis=-1) + epsilon)`.
 
-    [..., M, K] of x [..., M, K] and gain [K].
+    It takes x [..., M, K] and gain [K], and returns h [..., M, K].
 
-    It multiplies in the order of `flax.linen.RMSNorm`. rstd, [..., M, 1], is a reduction that XLA
-    fuses into whatever wrote x. Inside `jax.shard_map` a device must have all of the last axis.
+    The order of the multiplications is that of `flax.linen.RMSNorm`. XLA computes rstd, [..., M,
+    1], and fuses it into the operation that wrote x. Inside `jax.shard_map` each device must have
+    all of the last axis.
 
     Attributes:
-      epsilon: positive, finite and no less than float32's smallest normal number.
+      epsilon: positive, finite and at least 2^-126, the smallest normal float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +50,8 @@ class RMSNorm(AbstractPrologue):
         real = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
         if not real or not np.finfo(np.float32).tiny <= self.epsilon < math.inf:
             raise ValueError(
-                f"epsilon={given!r} must be a positive number of float32, for instance 1e-6."
+                f"epsilon={given!r} must be a positive number, finite and normal in float32, for "
+                "instance 1e-6."
             )
         object.__setattr__(self, "epsilon", float(self.epsilon))
 
@@ -57,8 +59,8 @@ class RMSNorm(AbstractPrologue):
         x, gain = arrays
         if not x.ndim or gain.shape != x.shape[-1:]:
             raise ValueError(
-                f"gain has shape {list(gain.shape)}, x {list(x.shape)}; a gain has the last axis "
-                "of x."
+                f"gain has shape {list(gain.shape)}, x {list(x.shape)}. The gain must have one "
+                "axis, as long as the last axis of x."
             )
         mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
         rstd = checkpoint_name(lax.rsqrt(mean_square + self.epsilon), STATISTIC)

@@ -1,4 +1,4 @@
-"""SwiGLU: what comes before the second matmul of a gated MLP."""
+"""SwiGLU, which comes before the second matmul of a gated MLP."""
 
 import dataclasses
 from typing import ClassVar
@@ -13,7 +13,7 @@ from jaxfp8.prologues._prologue import AbstractPrologue
 class SwiGLU(AbstractPrologue):
     """`h = silu(gate) * up`, `silu(v) = v / (1 + exp(-v))`.
 
-    [..., M, K] of gate [..., M, K] and up [..., M, K].
+    It takes gate [..., M, K] and up [..., M, K], and returns h [..., M, K].
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Who chooses the scale of an operand, and what is remembered."""
+"""Quantizers: they choose the scale of a matmul's operand and cast it."""
 
 from jaxfp8.kernels.cast._api import KnownScale as KnownScale
 from jaxfp8.numerics._formats import Format as Format

@@ -1,4 +1,4 @@
-"""What a quantizer is: the policy that chooses the scale of one matmul operand."""
+"""AbstractQuantizer: the policy that chooses the scale of one operand of a matmul."""
 
 import abc
 from collections.abc import Callable
@@ -22,16 +22,17 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 _SCALE_DTYPES = ("float32", E8M0.dtype.name)
 
 Operand: TypeAlias = QuantizedTensor | Array
-"""What a matmul reads: a tensor in FP8, or an array that its quantizer left alone."""
+"""What a matmul reads: a tensor in FP8, or an array that stays in high precision."""
 
 
 class RowState(NamedTuple):
-    """What a stateful quantizer remembers of one operand. Leading axes stack layers or experts.
+    """The state of a stateful quantizer for one operand. Leading axes stack layers or experts.
 
     Attributes:
-      scale: f32[...], what the next step scales by; 0 = unset: no usable amax seen yet.
-      amax_history: f32[..., H], what `update` remembers; H is `history_length`.
-      nonfinite_steps: f32[...], steps whose amax was inf or NaN.
+      scale: f32[...], the scale of the next step. 0 means unset: every amax until now was zero or
+        not finite.
+      amax_history: f32[..., H], the numbers that `update` remembers. H is `history_length`.
+      nonfinite_steps: f32[...], the number of steps whose amax was inf or NaN.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -45,14 +46,14 @@ class RowState(NamedTuple):
 
 
 class ScaleInputs(NamedTuple):
-    """What a quantizer may look at when it chooses the scale of a tensor.
+    """The inputs from which a quantizer chooses the scale of a tensor x.
 
     Attributes:
       amax: `amax(granularity)` is the amax of the whole logical tensor x, on every mesh. Its shape
         is `granularity.scale_shape(x.shape)`. The granularity is that of the scale, or PerTensor().
         A call costs a read of x.
-      stored: f32[], `RowState.scale` of a stateful quantizer; None for the others.
-      all_set: whether the caller knows that the stored scale is set.
+      stored: f32[], `RowState.scale` of a stateful quantizer; None for other quantizers.
+      all_set: whether the stored scale is known to be set.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,11 +68,12 @@ class ScaleInputs(NamedTuple):
 class AbstractQuantizer(abc.ABC):
     """Chooses the scale of one operand and casts it. Subclasses are frozen, hashable dataclasses.
 
-    A subclass gives `granularity` and `value_format`. Most subclasses override one more method:
+    A subclass defines `granularity` and `value_format`. Most subclasses override one more method:
 
-    - `scale_of_amax` for another way from an amax to a scale;
-    - `choose_scale` for another source of scales;
-    - `update` for another memory, with `stateful = True` and the granularity `PerTensor()`.
+    - `scale_of_amax`, to compute the scale from an amax in another way.
+    - `choose_scale`, to take the scale from another source.
+    - `update`, to remember amaxes in another way. Such a quantizer has `stateful = True` and the
+      granularity `PerTensor()`.
 
     Example:
       >>> import dataclasses
@@ -92,11 +94,11 @@ class AbstractQuantizer(abc.ABC):
     granularity: AbstractGranularity
 
     stateful: ClassVar[bool] = False
-    """Whether scales come from a row of quantizer state, which `update` writes after each step."""
+    """Whether scales come from a row of quantizer state, which `update` computes after a step."""
     uses_amax: ClassVar[bool] = True
     """Whether `choose_scale` may ask for the amax of the tensor."""
     history_length: int = 1
-    """H, how many numbers a row of a stateful quantizer remembers."""
+    """H, the length of `RowState.amax_history` for a stateful quantizer."""
     rounding: Rounding = "nearest"
     """How the cast rounds: "nearest" (ties to even), or "stochastic", which needs a PRNG key."""
 
@@ -105,12 +107,12 @@ class AbstractQuantizer(abc.ABC):
     def value_format(self) -> Format | None:
         """The format of the result; None if the operand stays in high precision.
 
-        A quantizer with None is never asked for anything else.
+        If it is None, `choose_scale` and `quantize` are not called.
         """
 
     @property
     def rule(self) -> ScaleRule:
-        """How an amax becomes a scale. It tells matmuls of tiles whether scales are exact."""
+        """How an amax becomes a scale. Matmuls of tiles read it: exact scales can be folded."""
         return ScaleRule()
 
     @property
@@ -119,7 +121,7 @@ class AbstractQuantizer(abc.ABC):
         return self.rule.exact
 
     def scale_of_amax(self, amax: Array) -> KnownScale:
-        """The multiplier and the scale for an amax f32[...]; by default `rule` computes them."""
+        """The multiplier and the scale for an amax f32[...]. By default `rule` computes both."""
         format = self.value_format
         assert format is not None
         return KnownScale(*self.rule.apply(amax, format))
@@ -127,14 +129,19 @@ class AbstractQuantizer(abc.ABC):
     def choose_scale(self, inputs: ScaleInputs, granularity: AbstractGranularity) -> KnownScale:
         """The scale for this step: from the state, or from the current amax if there is no state.
 
-        If the stored scale is unset, it is computed from the current amax, too. So no step is
-        wasted on a guess.
+        If the stored scale is unset, the current amax gives the scale, too. So the first step does
+        not need a guess.
+
+        Args:
+          inputs: the amax of the tensor and the stored scale.
+          granularity: the granularity of the scale.
         """
         if inputs.stored is None:
             return self.scale_of_amax(inputs.amax(granularity))
         stored = KnownScale(inverse(inputs.stored), inputs.stored)
         if inputs.all_set:
             return stored
+        # Both scales are computed, because whether a scale is unset is known on the device only.
         unset, current = inputs.stored == 0, self.scale_of_amax(inputs.amax(granularity))
         return KnownScale(*(jnp.where(unset, *each) for each in zip(current, stored, strict=True)))
 
@@ -144,14 +151,16 @@ class AbstractQuantizer(abc.ABC):
         """Choose the scales and cast x, in one call for all copies that matmuls read.
 
         Args:
-          x: [...] floating point, or what a prologue makes of arrays.
-          cast: the copies to make. Its granularities are this quantizer's own, resolved for x.
-          inputs: what the scale may depend on.
-          key: a jax PRNG key; given if `rounding` is stochastic.
+          x: [...] floating point, or the result of a prologue.
+          cast: the copies to make. Their granularities are those of this quantizer for the axes of
+            x.
+          inputs: the amax of x and the stored scale.
+          key: a jax PRNG key. It is passed if `rounding` is "stochastic".
 
         Returns:
           A copy of x for each direction of the cast, and the extra results of the cast kernel.
         """
+        # Copies with the same scale cells share one scale, so its amax is computed once.
         known = {
             each: self.choose_scale(inputs, each) for each in dict.fromkeys(cast.granularities)
         }
@@ -161,13 +170,13 @@ class AbstractQuantizer(abc.ABC):
             types = [(jnp.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves]
             if types not in ([(shape, "float32"), (shape, name)] for name in _SCALE_DTYPES):
                 raise ValueError(
-                    f"{type(self).__name__} chose the scale {scale!r}; it must be a KnownScale of "
+                    f"{type(self).__name__} chose the scale {scale!r}. It must be a KnownScale of "
                     f"a float32 multiplier and a scale, both arrays of shape {list(shape)}."
                 )
         return cast_copies(x, cast, tuple(known[each] for each in cast.granularities), key=key)
 
     def init(self) -> RowState:
-        """The row of a stateful quantizer before the first step; by default the scale is unset."""
+        """The row of a stateful quantizer before the first step. By default its scale is unset."""
         zero = np.zeros((), np.float32)
         leaves: Any = zero, np.zeros(self.history_length, np.float32), zero
         return RowState(*leaves)
@@ -176,14 +185,21 @@ class AbstractQuantizer(abc.ABC):
         """The row after an optimizer step whose largest amax was `amax` [...].
 
         Stateful quantizers implement it. It is called once per step, for rows with any leading
-        axes. An amax is 0 if nothing was seen, and inf if a value was not finite.
+        axes.
+
+        Args:
+          row: the row before the step.
+          amax: f32[...], 0 if the step did not use the operand, inf if one of its values was not
+            finite.
         """
-        raise NotImplementedError(f"{type(self).__name__} has state, but no update(row, amax).")
+        raise NotImplementedError(
+            f"{type(self).__name__} has state, but no update(row, amax). Define this method."
+        )
 
     def faults(self, row: RowState) -> list[Fault]:
-        """What is wrong with rows that were read from a file, on the host.
+        """The faults of rows that were read from a file. It runs on the host.
 
-        By default it finds values that no row may have. A subclass adds the values that its own
+        By default these are values that no row may have. A subclass can add values that its own
         `update` never writes.
         """
         return faults_of_values(*map(np.asarray, row))
@@ -211,7 +227,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_rounding(name: str, value: object) -> None:
-    """Raise ValueError unless the value is a way of rounding.
+    """Raise ValueError unless the value is "nearest" or "stochastic".
 
     Example:
       >>> check_rounding("rounding", "nearest")

@@ -1,4 +1,4 @@
-"""Current scaling: the scale of a tensor, a row or a tile from its own amax."""
+"""Current scaling: a tensor, row or tile is scaled by its own amax."""
 
 import dataclasses
 import functools
@@ -24,17 +24,19 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Current(AbstractQuantizer):
-    """`multiplier = format.max / amax(x)`: always exact, at the price of one more read of x.
+    """`multiplier = format.max / amax(x)`, from the amax of this step. It has no state.
+
+    The amax takes one more read of x than a scale that is known.
 
     Attributes:
-      format: of the values.
-      granularity: PerTensor(); PerRow() for one scale a row that the matmul contracts; PerBlock((1,
-        T)) for tiles along the contracted axis, PerBlock((T, T)) for square ones, which serve both
-        directions.
+      format: the FP8 format of the values.
+      granularity: which values share a scale. PerTensor() gives one scale. PerRow() gives one scale
+        for each row that the matmul contracts. PerBlock((1, T)) gives tiles along the contracted
+        axis. PerBlock((T, T)) gives square tiles, of which one copy serves both directions.
       power_of_two: round the multiplier down to a power of two.
-      scale_format: None for float32 scales, E8M0 for those of MXFP8 (tiles only).
-      scale_rounding: of E8M0 scales, "rceil" or "floor".
-      rounding: of values, "nearest" or "stochastic", which needs a key at each call.
+      scale_format: None for float32 scales, E8M0 for the scales of MXFP8 (tiles only).
+      scale_rounding: how E8M0 scales are rounded, "rceil" (up) or "floor". See `fp8.ScaleRule`.
+      rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
 
     Example:
       >>> import jaxfp8 as fp8
@@ -62,16 +64,16 @@ class Current(AbstractQuantizer):
             tile = self.granularity.tile
             if len(tile) != 2 or tile[0] not in (1, tile[1]):
                 raise ValueError(
-                    f"granularity={self.granularity!r} does not fit a recipe: a tile is (along the "
-                    "kept axis, along the contracted axis), and runs along the contracted one, (1, "
-                    "T), or is square, (T, T)."
+                    f"granularity={self.granularity!r} does not fit a recipe. Its sides are along "
+                    "the kept axis and along the contracted axis. Use PerBlock((1, T)), or "
+                    "PerBlock((T, T)) for square tiles."
                 )
         elif self.scale_format is not None:
             raise ValueError(
                 f"scale_format={self.scale_format!r} needs tiles, got "
                 f"granularity={self.granularity!r}; use PerBlock((1, 32))."
             )
-        _ = self.rule
+        _ = self.rule  # computed once here, to check its fields
 
     @property
     def value_format(self) -> Format:
@@ -90,10 +92,10 @@ class Current(AbstractQuantizer):
     def quantize(
         self, x: Source, cast: Cast, inputs: ScaleInputs, *, key: Array | None = None
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-        if self.granularity.in_tiles:  # a tile lies on one device: its amax is at hand
+        if self.granularity.in_tiles:  # a tile is on one device, so a kernel can find its amax
             return quantize(x, cast, key=key)
         if isinstance(x, Produced) and wide_operands(x) > 1:
-            # Its amaxes were taken before: to write x and read it again costs no more than to read
-            # two arrays.
+            # The amax was taken before, in another read. To write x there and read it here costs no
+            # more than to read the two arrays of the prologue again.
             x = x.value
         return super().quantize(x, cast, inputs, key=key)

@@ -1,6 +1,7 @@
-"""Delayed scaling: the scale of this step from the amaxes of the last ones.
+"""Delayed scaling: the scale of this step comes from the amaxes of the last steps.
 
-So a cast needs no amax of its own tensor and reads it once, collecting the amax on the way.
+So the scale is known before the cast. The cast reads its tensor once and finds the new amax in the
+same read.
 
 References:
   TransformerEngine user guide, FP8 delayed scaling.
@@ -33,13 +34,13 @@ class Delayed(AbstractQuantizer):
     """`multiplier = format.max / max(amax_history) / 2**margin`, known when the step begins.
 
     Attributes:
-      format: of the values.
+      format: the FP8 format of the values.
       history_length: H, how many steps are remembered (TransformerEngine's default is 1024).
-      algorithm: "max" over the window, or the "most_recent" amax.
-      margin: powers of two to stay below the format's largest value.
+      algorithm: which amax gives the scale, the "max" of the history or the "most_recent".
+      margin: how many powers of two to stay below the format's largest value, 0 to 64.
       power_of_two: round the multiplier down to a power of two.
-      rounding: of values, "nearest" or "stochastic", which needs a key at each call.
-      granularity: PerTensor(), the only one that a row of state fits.
+      rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
+      granularity: PerTensor(). No other one is possible, because a row of state has one scale.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -74,8 +75,8 @@ class Delayed(AbstractQuantizer):
             )
         if self.granularity != PerTensor():
             raise ValueError(
-                f"granularity={self.granularity!r} has no fixed number of scales to remember; use "
-                "PerTensor()."
+                f"granularity={self.granularity!r} needs more than one scale, but a row of state "
+                "has one; use PerTensor()."
             )
 
     @property
@@ -87,7 +88,7 @@ class Delayed(AbstractQuantizer):
         return self.power_of_two
 
     def multiplier(self, amax: Array) -> Array:
-        """The encoding multiplier that an amax asks for, [...] float32."""
+        """The encoding multiplier for an amax, [...] float32."""
         return encoding_multiplier(
             amax, self.format, margin=self.margin, power_of_two=self.power_of_two
         )
@@ -97,15 +98,15 @@ class Delayed(AbstractQuantizer):
         return KnownScale(multiplier, inverse(multiplier))
 
     def update(self, row: RowState, amax: Array) -> RowState:
-        """The row after a step whose largest amax was `amax` [...], once per optimizer step.
+        """The row after an optimizer step whose largest amax was `amax` [...].
 
-        1. Write amax to slot 0.
-        2. Take the maximum (or the most recent) of all H entries.
+        1. Write the amax to slot 0, the staging slot.
+        2. Take the maximum of all H entries, or with "most_recent" the amax itself.
         3. Compute the scale from it.
         4. Rotate by one, so that the new entry becomes the newest, and zero slot 0.
 
-        An amax of zero changes nothing. One that is not finite is counted and changes nothing else:
-        it never enters the history.
+        An amax of zero changes nothing. An amax that is not finite never enters the history. It is
+        counted in `nonfinite_steps`, and changes nothing else.
 
         Example:
           >>> import jax.numpy as jnp
@@ -116,7 +117,7 @@ class Delayed(AbstractQuantizer):
           Array([0., 0., 7.], dtype=float32)
         """
         usable = is_usable(amax)
-        history = jnp.asarray(row.amax_history).at[..., 0].set(amax)  # NumPy's, if just restored
+        history = jnp.asarray(row.amax_history).at[..., 0].set(amax)  # a restored row is of NumPy
         reference = jnp.max(history, axis=-1) if self.algorithm == "max" else amax
         rotated = jnp.roll(history, -1, axis=-1).at[..., 0].set(0.0)
         return RowState(

@@ -1,13 +1,13 @@
-"""Faults of rows that come from a file: values that no run can produce.
+"""Faults of rows of state that come from a file: values that no training run can produce.
 
-Between steps a row of any quantizer has finite numbers, and a scale that is 0 (unset) or in the
-range of scales. `Delayed.update` keeps more:
+Between steps all numbers of a row are finite. Its scale is 0 (unset) or between 2^-126 and 2^126.
+With `Delayed.update` more is true:
 
 - An amax in the history is at least 2^-126. An empty slot is 0.
 - The staging slot is 0.
 - Entries fill the history from its newest end, without gaps.
 - A scale is unset if and only if the history is empty.
-- A scale is computed from the largest entry, or from the entry that was last rotated out.
+- The scale is that of the largest entry, or of an entry that was just rotated out.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -19,27 +19,27 @@ from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._scale import inverse
 
 LARGEST_FALL = 2.0**20
-"""The entry that was last rotated out may be this many times larger than all entries of a history.
+"""How many times larger than all entries of a history the entry that was just rotated out may be.
 
-A loss scale can fall by 2^16 at once.
+A loss scale can fall by 2^16 at once, and the amaxes of gradients with it.
 """
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # relative: about 8 units in the last place of float32
 
 
 class Fault(NamedTuple):
-    """Something wrong with some rows."""
+    """A fault of some rows of a state."""
 
-    leaf: str  # the array that shows it
-    rows: np.ndarray  # bool[...], where
-    what: str
+    leaf: str  # the name of the array with the fault
+    rows: np.ndarray  # bool[...], which rows have it
+    what: str  # what is wrong, for the message
 
 
 class DelayedPolicy(Protocol):
-    """What decides which scale follows from a history (`Delayed`)."""
+    """The part of `Delayed` that decides which scale a history gives."""
 
     @property
     def history_length(self) -> int:
-        """H."""
+        """H, the number of entries of a history."""
 
     @property
     def algorithm(self) -> str:
@@ -52,7 +52,7 @@ class DelayedPolicy(Protocol):
 def faults_of_values(
     scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
 ) -> list[Fault]:
-    """Values that the arrays of a row may not hold, whatever its quantizer.
+    """Values that the arrays of a row may not hold, for any quantizer.
 
     Args:
       scale: float32 [...].
@@ -80,7 +80,7 @@ def faults_of_values(
 def faults_of_delayed(
     quantizer: DelayedPolicy, scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
 ) -> list[Fault]:
-    """All faults of a stack of rows of delayed scaling; the arrays are those of `faults_of_values`.
+    """All faults of rows of delayed scaling. For the arrays see `faults_of_values`.
 
     Example:
       >>> import numpy as np, jaxfp8 as fp8
@@ -90,6 +90,7 @@ def faults_of_delayed(
       >>> [fault.what for fault in faults_of_delayed(delayed, scale, history, count)]
       ['slot 0, the staging slot, must be 0 between steps']
     """
+    # The check of amaxes below is stricter than that of `faults_of_values`, and replaces it.
     found = [
         fault
         for fault in faults_of_values(scale, history, nonfinite_steps)
@@ -112,7 +113,7 @@ def faults_of_delayed(
 def _related(
     quantizer: DelayedPolicy, scale: np.ndarray, history: np.ndarray, sound: np.ndarray
 ) -> list[Fault]:
-    """Scales that do not match their histories, in rows whose single values are allowed."""
+    """Histories with gaps, and scales that do not match them, in rows without another fault."""
     filled = history[..., 1:] > 0
     gap = sound & np.any(filled[..., :-1] & ~filled[..., 1:], axis=-1)
     empty = ~filled[..., -1]
@@ -120,7 +121,8 @@ def _related(
     last = quantizer.algorithm == "most_recent"
     reference = history[..., -1] if last else np.max(history, axis=-1)
     asked = np.asarray(inverse(quantizer.multiplier(jnp.asarray(reference))), np.float64)
-    # In a full history the largest amax that made the scale may have been rotated out just now.
+    # `update` computes the scale before it rotates. So in a full history the entry that gave the
+    # scale may have been rotated out just now. Then the scale is larger than the entries give.
     fall = np.where(filled[..., 0] & (not last), LARGEST_FALL, 1 + _ROUNDING)
     far = (
         sound

@@ -9,7 +9,7 @@ from jaxfp8.quantizers._base import AbstractQuantizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity(AbstractQuantizer):
-    """Leaves the operand alone; a matmul with such an operand runs in high precision.
+    """Leaves an operand in high precision. A matmul with such an operand is not in FP8.
 
     Example:
       >>> Identity().value_format is None
@@ -22,8 +22,8 @@ class Identity(AbstractQuantizer):
     def __post_init__(self) -> None:
         if self.granularity != PerTensor():
             raise ValueError(
-                f"granularity={self.granularity!r} is not used, since nothing is scaled; leave it "
-                "out."
+                f"granularity={self.granularity!r} is not used, because Identity has no scale; "
+                "leave it out."
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Static scaling: a calibrated constant."""
+"""Static scaling: the scale is a constant that was calibrated before."""
 
 import dataclasses
 from typing import ClassVar
@@ -19,7 +19,7 @@ from jaxfp8.quantizers._base import (
 
 
 def check_scale(name: str, scale: object) -> None:
-    """Raise ValueError unless the scale is a number whose inverse is a normal float32 too.
+    """Raise ValueError unless the scale and its inverse are normal float32 numbers.
 
     Example:
       >>> check_scale("scale", 0.125)
@@ -34,15 +34,15 @@ def check_scale(name: str, scale: object) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Static(AbstractQuantizer):
-    """A scale that was calibrated once: no amax, no state.
+    """A constant scale that was calibrated before. It needs no amax and has no state.
 
     Values beyond `scale * format.max` saturate.
 
     Attributes:
-      format: of the values.
+      format: the FP8 format of the values.
       scale: multiplies stored values back to real ones; in [2^-126, 2^126].
-      rounding: of values, "nearest" or "stochastic", which needs a key at each call.
-      granularity: PerTensor(), the only one that a single number fits.
+      rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
+      granularity: PerTensor(). No other one is possible, because there is one scale.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -1,4 +1,4 @@
-"""Which quantizer for which operand of which matmul."""
+"""Recipes: the quantizers of the operands of the three matmuls of a training step."""
 
 from jaxfp8.recipes._operands import Operands as Operands
 from jaxfp8.recipes._per_tensor import current as current

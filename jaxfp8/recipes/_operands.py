@@ -1,4 +1,4 @@
-"""The quantizers of one matmul, checked: a recipe has three of these pairs."""
+"""Operands: the two quantizers of one matmul. A recipe has three such pairs."""
 
 import dataclasses
 from typing import Any
@@ -12,8 +12,12 @@ class Operands:
     """The quantizers of the two operands of one matmul.
 
     Attributes:
-      lhs: of the left operand (x or g).
-      rhs: of the right operand (w or g).
+      lhs: the quantizer of the left operand (x or g).
+      rhs: the quantizer of the right operand (w or g).
+
+    Raises:
+      TypeError: if one of them is no quantizer, or is not frozen, hashable and comparable.
+      ValueError: if both have 2D tiles, tiles of different lengths, or the format E5M2.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -32,33 +36,33 @@ class Operands:
         if len(tiles) == 2:
             if all(kept > 1 for kept, _ in tiles):
                 raise ValueError(
-                    f"lhs and rhs are both in 2D tiles ({tiles[0]}, {tiles[1]}), which no kernel "
-                    f"multiplies; give one of them 1D tiles, PerBlock((1, {tiles[0][1]}))."
+                    f"lhs and rhs are both in 2D tiles ({tiles[0]}, {tiles[1]}). No kernel "
+                    f"multiplies these; give one of them 1D tiles, PerBlock((1, {tiles[0][1]}))."
                 )
             if tiles[0][1] != tiles[1][1]:
                 raise ValueError(
                     f"lhs has tiles of {tiles[0][1]} along the contracted axis, rhs of "
-                    f"{tiles[1][1]}; both sides need the same."
+                    f"{tiles[1][1]}; both sides need the same length. Change one PerBlock."
                 )
         if self.lhs.value_format == self.rhs.value_format == E5M2:
             raise ValueError(
-                "lhs and rhs are both E5M2, which no hardware multiplies; give one of them E4M3 "
+                "lhs and rhs are both E5M2. No hardware multiplies these; give one of them E4M3 "
                 "(forward= or gradient= of a preset)."
             )
 
     @property
     def in_tiles(self) -> bool:
-        """Whether an operand has a scale for each tile."""
+        """Whether an operand has one scale for each tile."""
         return self.lhs.granularity.in_tiles or self.rhs.granularity.in_tiles
 
     @property
     def in_fp8(self) -> bool:
-        """Whether the matmul runs in FP8; with one operand in high precision it does not."""
+        """Whether the matmul runs in FP8. If one operand is in high precision, it does not."""
         return self.lhs.value_format is not None and self.rhs.value_format is not None
 
 
 def _check_quantizer(side: str, quantizer: Any) -> None:
-    """Raise TypeError or ValueError unless a recipe can hold it."""
+    """Raise TypeError or ValueError unless a recipe can hold the quantizer."""
     if not isinstance(quantizer, AbstractQuantizer):
         raise TypeError(
             f"{side}={quantizer!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
@@ -66,21 +70,21 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
     kind = type(quantizer).__name__
     if not _is_frozen(quantizer):
         raise TypeError(
-            f"{side} is a {kind}, which is no frozen dataclass, so recipes and states could not "
-            f"compare it; decorate {kind} with @dataclasses.dataclass(frozen=True)."
+            f"{side} is a {kind}, which is no frozen dataclass. Recipes and states have to compare "
+            f"it; decorate {kind} with @dataclasses.dataclass(frozen=True)."
         )
     try:
         hash(quantizer)
     except TypeError as error:
         raise TypeError(
-            f"{side}={quantizer!r} cannot be hashed ({error}), which recipes need; give its fields "
-            "hashable values: a tuple for a list or an array."
+            f"{side}={quantizer!r} cannot be hashed ({error}). A recipe must be hashable. Give "
+            "each field a hashable value, for instance a tuple in place of a list or an array."
         ) from None
     fields: Any = dataclasses.fields(quantizer)  # type: ignore[arg-type]
     if ignored := [f.name for f in fields if not f.compare]:
         raise TypeError(
-            f"{side} is a {kind} whose fields {ignored} have compare=False, so two of them would "
-            "count as one; leave compare=False out."
+            f"{side} is a {kind} whose fields {ignored} have compare=False. Two quantizers that "
+            "differ in these fields would count as equal; leave compare=False out."
         )
     if not quantizer.stateful:
         return
@@ -92,13 +96,13 @@ def _check_quantizer(side: str, quantizer: Any) -> None:
         )
     if not quantizer.granularity.in_one:
         raise ValueError(
-            f"{side}={quantizer!r} has state, and a row of state has one scale, but its "
-            f"granularity is {quantizer.granularity!r}; use PerTensor()."
+            f"{side}={quantizer!r} has state. A row of state has one scale, but its granularity is "
+            f"{quantizer.granularity!r}; use PerTensor()."
         )
     if type(quantizer).update is AbstractQuantizer.update:
         raise TypeError(
-            f"{side} is a {kind} with stateful=True, but it has no update(row, amax), which makes "
-            "the next row; write it, or set stateful=False."
+            f"{side} is a {kind} with stateful=True, but it has no update(row, amax). This method "
+            "computes the next row of state; define it, or set stateful=False."
         )
 
 

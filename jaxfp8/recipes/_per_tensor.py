@@ -1,4 +1,4 @@
-"""Recipes with one scale for a tensor or for a row, and the one that quantizes nothing."""
+"""Recipes with one scale for each tensor or row, and `identity`, which quantizes nothing."""
 
 import dataclasses
 import functools
@@ -26,19 +26,19 @@ def delayed(
     power_of_two: bool = False,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
-    """Delayed scaling per tensor: scales from the amaxes of the last steps, one read a cast.
+    """Delayed scaling per tensor: scales come from the amaxes of the last steps.
 
-    Has state.
+    A cast reads its tensor once. The recipe has state.
 
     Args:
-      forward: format of x and w.
-      gradient: format of output gradients.
-      history_length: H, steps remembered.
-      algorithm: "max" of the window or the "most_recent" amax.
-      margin: powers of two to stay below the largest value.
-      power_of_two: scales are powers of two.
-      gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
-        step and keeps small gradients unbiased.
+      forward: the format of x and w.
+      gradient: the format of output gradients.
+      history_length: how many steps are remembered.
+      algorithm: which amax gives the scale, the "max" of the history or the "most_recent".
+      margin: how many powers of two to stay below the format's largest value, 0 to 64.
+      power_of_two: whether scales are powers of two.
+      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
+        rounding keeps small gradients unbiased, and needs `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -66,14 +66,14 @@ def current(
     power_of_two: bool = False,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
-    """Current scaling per tensor: the scale of a tensor from its own amax. No state.
+    """Current scaling per tensor: the scale of a tensor comes from its own amax. No state.
 
     Args:
-      forward: format of x and w.
-      gradient: format of output gradients.
-      power_of_two: scales are powers of two.
-      gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
-        step and keeps small gradients unbiased.
+      forward: the format of x and w.
+      gradient: the format of output gradients.
+      power_of_two: whether scales are powers of two.
+      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
+        rounding keeps small gradients unbiased, and needs `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -96,22 +96,23 @@ def rowwise(
     high_precision_wgrad: bool = False,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
-    """Row-wise scaling.
+    """Row-wise scaling: one scale for each row that a matmul contracts. No state.
 
-    One scale for each row that a matmul contracts, so an outlier spoils its own row only. No state.
+    An outlier affects the precision of its own row only. The two matmuls that read a tensor
+    contract different axes, so x, w and g (the output gradient) are each cast twice.
 
-    Rows differ from matmul to matmul, hence x, w and g are cast twice each. With
-    `high_precision_wgrad` the weight gradient is computed in high precision from the unquantized x
-    and g (x is then saved in high precision), dgrad reads w with one scale for the whole tensor,
-    and w's rows are cast once.
+    With `high_precision_wgrad` the weight gradient is computed in high precision. Then x is saved
+    in high precision and cast once, for fprop. g is cast once, for dgrad. dgrad reads w with one
+    scale for the whole tensor.
 
     Args:
-      forward: format of x and w.
-      gradient: format of output gradients.
-      power_of_two: scales are powers of two.
-      high_precision_wgrad: torchao's `rowwise_with_gw_hp`.
-      gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
-        step and keeps small gradients unbiased.
+      forward: the format of x and w.
+      gradient: the format of output gradients.
+      power_of_two: whether scales are powers of two.
+      high_precision_wgrad: whether wgrad is in high precision, as in torchao's
+        `rowwise_with_gw_hp`.
+      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
+        rounding keeps small gradients unbiased, and needs `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -143,18 +144,22 @@ def static(
     gradient: Format = E5M2,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
-    """Calibrated constants per tensor.
+    """Static scaling per tensor: scales are constants that were calibrated before. No state.
 
-    No amax, no state; what is beyond `scale * format.max` saturates.
+    No amax is computed. Values beyond `scale * format.max` saturate.
 
     Args:
-      x_scale: of activations; multiplies stored values back to real ones.
-      w_scale: of weights.
-      g_scale: of output gradients.
-      forward: format of x and w.
-      gradient: format of output gradients.
-      gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
-        step and keeps small gradients unbiased.
+      x_scale: the scale of activations. It multiplies stored values back to real ones, and is in
+        [2^-126, 2^126], as are the others.
+      w_scale: the scale of weights.
+      g_scale: the scale of output gradients.
+      forward: the format of x and w.
+      gradient: the format of output gradients.
+      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
+        rounding keeps small gradients unbiased, and needs `key=` at each step.
+
+    Raises:
+      ValueError: if a scale is out of range.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -175,9 +180,9 @@ def static(
 
 
 def identity() -> Recipe:
-    """No quantization at all: bit-equal to `jax.lax.dot_general`.
+    """No quantization: results are bit-equal to `jax.lax.dot_general`.
 
-    For layers that stay out, and for controls.
+    Use it for layers that stay in high precision, and for control runs.
 
     Example:
       >>> import jaxfp8 as fp8

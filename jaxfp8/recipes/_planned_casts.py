@@ -1,6 +1,6 @@
-"""Which copies of a tensor the matmuls of a training step read, and how each is cast.
+"""The copies of a tensor that the matmuls of a training step read, and how each is cast.
 
-All of it is static. It is found once for a recipe and a geometry, and not again for each layer.
+All of this is static. It is computed once for a recipe and a geometry, and not for each layer.
 """
 
 import functools
@@ -18,10 +18,10 @@ class PlannedCast(NamedTuple):
     """The copies of one tensor by one quantizer.
 
     Attributes:
-      quantizer: chooses the scales and casts.
-      cast: the copies that it makes; None if the tensor stays in high precision.
+      quantizer: the quantizer, which chooses the scales and casts.
+      cast: the copies to make; None if the tensor stays in high precision.
       readers: for each copy, the matmuls that read it.
-      row: the index of the quantizer's row of state; None if it has none.
+      row: the index of the quantizer's row of state; None if the quantizer has no state.
     """
 
     quantizer: AbstractQuantizer
@@ -41,11 +41,11 @@ def planned_casts(
     """The casts of a tensor: one for each quantizer that the recipe gives it.
 
     Args:
-      recipe: which quantizer for which operand.
+      recipe: the quantizers of all operands.
       geometry: the axes of the three matmuls.
-      tensor: which tensor.
-      backends: names of backends of casts, in the order in which they are tried.
-      column_sums: whether the first cast is to sum columns.
+      tensor: "x", "w" or "g".
+      backends: names of cast backends, in the order in which they are tried.
+      column_sums: whether the first cast also sums columns.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -54,11 +54,13 @@ def planned_casts(
       >>> planned.cast.granularities, planned.readers
       ((PerBlock(tile=(1, 128)), PerBlock(tile=(128, 1))), (('fprop',), ('wgrad',)))
     """
+    # Matmuls with equal quantizers share a cast. With equal directions as well, they share a copy.
     found: dict[AbstractQuantizer, dict[Direction, tuple[Matmul, ...]]] = {}
     for matmul, quantizer in recipe.uses(tensor):
         axes = geometry.axes(matmul, tensor)
         granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
-        # Hopper's matmuls read operands with the contracted axis last.
+        # Hopper's matmuls read operands with the contracted axis last. So a backend that can write
+        # a copy transposed does it here, and nobody has to transpose it later.
         direction = Direction(granularity, axes.is_transposed and backends[0] in WRITE_TRANSPOSED)
         copies = found.setdefault(quantizer, {})
         copies[direction] = (*copies.get(direction, ()), matmul)
@@ -70,7 +72,7 @@ def planned_casts(
                 format=quantizer.value_format, directions=tuple(copies), rule=quantizer.rule,
                 rounding=quantizer.rounding, column_sums=column_sums, backends=backends,
             )  # fmt: skip
-            column_sums = False
+            column_sums = False  # one sum is enough, also if other quantizers cast the tensor
         readers, row = tuple(copies.values()), recipe.row_of(tensor, quantizer)
         planned.append(PlannedCast(quantizer, cast, readers, row))
     return tuple(planned)

@@ -1,4 +1,4 @@
-"""The recipes that the field knows by name."""
+"""Recipes by name."""
 
 import inspect
 from collections.abc import Callable
@@ -20,15 +20,15 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
 
 
 def get(name: str, **fields: Any) -> Recipe:
-    """The preset of that name, for command lines and config files.
+    """A recipe by its name, for command lines and config files.
 
     Args:
-      name: a key of the presets.
-      **fields: of that preset; an unknown one is a TypeError.
+      name: "delayed", "current", "rowwise", "blockwise", "mxfp8", "static" or "identity".
+      **fields: keyword arguments of the function `fp8.recipes.<name>`.
 
     Raises:
-      ValueError: for an unknown name.
-      TypeError: for an unknown field.
+      ValueError: if the name is unknown.
+      TypeError: if a field is unknown.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -53,6 +53,7 @@ def check_recipe(recipe: object) -> None:
     if isinstance(recipe, Recipe):
         return
     name = recipe if isinstance(recipe, str) else getattr(recipe, "__name__", None)
+    # The message names the recipe that was meant, if it was passed as a string or a function.
     meant = name if name in PRESETS else "delayed"
     raise TypeError(
         f"recipe={recipe!r} is of type {type(recipe).__name__}, but a Recipe is needed; write "

@@ -1,10 +1,10 @@
-"""A recipe: which quantizer for which operand of which matmul.
+"""Recipe: the quantizers of the operands of the three matmuls of a training step.
 
-The three matmuls of y = x @ w, with g the gradient of y (here for [M, K] @ [K, N]):
+Here x is [M, K], w is [K, N], and g [M, N] is the gradient of y:
 
-  fprop   y  = x   @ w      lhs x [M, K]     rhs w [K, N]    contracts K
-  dgrad   dx = g   @ w^T    lhs g [M, N]     rhs w [K, N]    contracts N
-  wgrad   dw = x^T @ g      lhs x [M, K]     rhs g [M, N]    contracts M
+- fprop: `y  = x   @ w  `, lhs x, rhs w, contracts K
+- dgrad: `dx = g   @ w^T`, lhs g, rhs w, contracts N
+- wgrad: `dw = x^T @ g  `, lhs x, rhs g, contracts M
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.recipes._operands import Operands
 
-# Which matmuls read a tensor, and on which side.
+# The matmuls that read each tensor, and as which operand.
 _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
     "x": (("fprop", "lhs"), ("wgrad", "lhs")),
     "w": (("fprop", "rhs"), ("dgrad", "rhs")),
@@ -25,19 +25,21 @@ _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
 
 
 class Row(NamedTuple):
-    """One row of quantizer state: which tensor it follows, by which quantizer."""
+    """One row of quantizer state: the tensor that it belongs to, and the quantizer."""
 
     tensor: Tensor
     quantizer: AbstractQuantizer
 
     @property
     def fingerprint(self) -> float:
-        """A float32 in [1, 2) that identifies tensor and quantizer: a file holds arrays only.
+        """A float32 in [1, 2) that identifies tensor and quantizer in a file of arrays.
 
-        Fields of the quantizer that have their default value do not count, so a field that a later
-        version adds does not make files of an earlier one unreadable. Nor does the rounding, on
-        which a state does not depend. It has 16 bits of a checksum. Float32 has room for the
-        rounding of a mean of equal states over devices, which is no change.
+        Fields with their default value do not count. So a later version can add a field and still
+        read the files of an earlier version. `rounding` does not count, because the state does not
+        depend on it.
+
+        The fingerprint has 16 bits of a checksum. Float32 has 7 more bits. So a fingerprint is
+        still recognized after the rounding of a mean of equal states over devices.
 
         Example:
           >>> import jaxfp8 as fp8
@@ -51,7 +53,7 @@ class Row(NamedTuple):
     @property
     def description(self) -> str:
         """Tensor, quantizer, and the fields of the quantizer that count for the fingerprint."""
-        quantizer: Any = self.quantizer  # a dataclass, which types do not tell
+        quantizer: Any = self.quantizer  # a dataclass, which its type does not say
         fields = ((f, getattr(quantizer, f.name)) for f in dataclasses.fields(quantizer))
         counted = [
             f"{f.name}={value!r}"
@@ -63,17 +65,23 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A 3 x 2 table of quantizers.
+    """The quantizers of the two operands of each of three matmuls.
 
-    Frozen and hashable: a static argument of jit, a field of a flax module.
+    A recipe is frozen and hashable. It can be a static argument of jit and a field of a flax
+    module.
 
-    A tensor that two matmuls read by equal quantizers, and with equal scale cells, is cast once.
+    A tensor is quantized once if the two matmuls that read it have equal quantizers and equal scale
+    cells.
 
     Attributes:
-      name: how it calls itself.
-      fprop: quantizers of x and w in y = x @ w.
-      dgrad: quantizers of g and w in dx = g @ w^T.
-      wgrad: quantizers of x and g in dw = x^T @ g.
+      name: a name for messages.
+      fprop: the quantizers of x and w in y = x @ w.
+      dgrad: the quantizers of g, the gradient of y, and w in dx = g @ w^T.
+      wgrad: the quantizers of x and g in dw = x^T @ g.
+
+    Raises:
+      TypeError: if a field has another type, or if a quantizer with state has no stable repr.
+      ValueError: if quantizers with state differ in `history_length`.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -92,7 +100,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(
-                f"name={self.name!r} must be a string; it is how the recipe calls itself."
+                f"name={self.name!r} must be a string; it names the recipe in messages."
             )
         for matmul in ("fprop", "dgrad", "wgrad"):
             if not isinstance(getattr(self, matmul), Operands):
@@ -102,28 +110,28 @@ class Recipe:
         for row in self.rows:
             if " at 0x" in row.description:
                 raise TypeError(
-                    f"the quantizer of {row.tensor} shows a memory address, {row.description!r}, "
-                    "which another process would not have, so no saved state would be found again; "
-                    "give the field a type with a repr of its own."
+                    f"the quantizer of {row.tensor} has a memory address in its repr: "
+                    f"{row.description!r}. Another process has other addresses, so it could not "
+                    "load a saved state. Give the field a type with a repr of its own."
                 )
         lengths = {row.quantizer.history_length for row in self.rows}
         if len(lengths) > 1:
             raise ValueError(
-                f"history_length differs among the operands of one recipe ({sorted(lengths)}), but "
-                "their amax histories are one array; give all quantizers with state the same."
+                f"history_length differs among the operands of one recipe: {sorted(lengths)}. The "
+                "amax histories are one array, so give all quantizers with state the same length."
             )
 
     def uses(self, tensor: Tensor) -> tuple[tuple[Matmul, AbstractQuantizer], ...]:
-        """The matmuls that read a tensor, each with the quantizer it reads it by."""
+        """The matmuls that read a tensor, each with its quantizer of the tensor."""
         return tuple(
             (matmul, getattr(getattr(self, matmul), side)) for matmul, side in _USES[tensor]
         )
 
     @functools.cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The rows of quantizer state.
+        """The rows of quantizer state, in the order x, w, g.
 
-        One for each tensor and stateful quantizer, in the order x, w, g.
+        There is one row for each tensor and stateful quantizer of it.
         """
         rows: list[Row] = []
         for tensor in _USES:
@@ -133,19 +141,19 @@ class Recipe:
         return tuple(rows)
 
     def row_of(self, tensor: Tensor, quantizer: AbstractQuantizer) -> int | None:
-        """The index of the row of a tensor by a quantizer; None if it has none."""
+        """The index of the row of a tensor and a quantizer; None if there is no such row."""
         row = Row(tensor, quantizer)
         return self.rows.index(row) if row in self.rows else None
 
     @functools.cached_property
     def tile(self) -> int | None:
-        """The longest side of the tiles that its operands are quantized in; None without tiles."""
+        """The longest side of all tiles along contracted axes; None without tiles."""
         granularities = [quantizer.granularity for _, quantizer in self._all_uses]
         return max((each.along(2)[1] for each in granularities if each.in_tiles), default=None)
 
     @functools.cached_property
     def _all_uses(self) -> tuple[tuple[Tensor, AbstractQuantizer], ...]:
-        """Each tensor with each quantizer that it is read by."""
+        """Each tensor with each of its quantizers."""
         return tuple((tensor, q) for tensor in _USES for _, q in self.uses(tensor))
 
     @functools.cached_property
@@ -155,7 +163,7 @@ class Recipe:
 
     @functools.cached_property
     def tensors_in_rows(self) -> tuple[Tensor, ...]:
-        """The tensors that have a scale for each row."""
+        """The tensors that have one scale for each row."""
         return tuple(dict.fromkeys(t for t, q in self._all_uses if q.granularity.in_rows))
 
     @functools.cached_property
@@ -180,7 +188,7 @@ def by_tensor(
     w: AbstractQuantizer,
     g: AbstractQuantizer,
 ) -> Recipe:
-    """The recipe in which each tensor has one quantizer, whichever matmul reads it.
+    """A recipe in which each tensor has one quantizer for all matmuls.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -1,4 +1,4 @@
-"""Recipes with one scale for a tile."""
+"""Recipes with one scale for each tile."""
 
 import dataclasses
 from typing import Literal, TypeAlias
@@ -22,26 +22,26 @@ def blockwise(
     g_tile_dim: TileDim = 1,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
-    """Blockwise scaling as DeepSeek-V3 trained.
+    """Blockwise scaling, as DeepSeek-V3 was trained. No state.
 
-    X and g in tiles of 1x128 along what is contracted, w of 128x128. No state.
-
-    An outlier spoils its tile only. x and g are quantized twice, once for each direction in which
-    matmuls read them; w once, for a square tile serves both. Amaxes never leave a device.
+    x and g (the output gradient) have tiles of 1x128 along the contracted axis. w has tiles of
+    128x128. An outlier affects the precision of its tile only. x and g are quantized twice, once
+    for each direction in which matmuls read them. w is quantized once, because a square tile serves
+    both directions. If each device holds whole tiles, amaxes need no communication.
 
     Args:
-      forward: format of x and w.
-      gradient: format of output gradients; E5M2 is the HYBRID of TransformerEngine.
-      power_of_two: scales are powers of two, and matmuls fold them exactly. Float32 scales use the
-        format's range fully, but are multiplied tile by tile.
-      x_tile_dim: 1 (1x128) or 2 (128x128) for activations.
+      forward: the format of x and w.
+      gradient: the format of output gradients. E5M2 is the HYBRID format of TransformerEngine.
+      power_of_two: whether scales are powers of two. Matmuls can multiply values by these exactly.
+        Float32 scales use all of the format's range, but are multiplied tile by tile.
+      x_tile_dim: 1 (1x128) or 2 (128x128), for activations.
       w_tile_dim: the same for weights.
       g_tile_dim: the same for output gradients. A matmul takes at most one operand in 2D tiles.
-      gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
-        step and keeps small gradients unbiased.
+      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
+        rounding keeps small gradients unbiased, and needs `key=` at each step.
 
     Raises:
-      ValueError: for a matmul of 2D x 2D tiles, or E5M2 x E5M2.
+      ValueError: if both operands of a matmul would be in 2D tiles, or both in E5M2.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -55,8 +55,8 @@ def blockwise(
     dims = {"x_tile_dim": x_tile_dim, "w_tile_dim": w_tile_dim, "g_tile_dim": g_tile_dim}
     if sum(dim == 2 for dim in dims.values()) > 1:
         raise ValueError(
-            f"{dims}: each pair of x, w, g meets in a matmul, which takes one operand in 2D tiles; "
-            "give 2 to one."
+            f"{dims} has 2 more than once. Each pair of x, w, g is multiplied, and a matmul takes "
+            "one operand in 2D tiles; give 2 to one at most."
         )
     x, w, g = (
         Current(format=format, granularity=_tile(name, 128, dims[name]), power_of_two=power_of_two)
@@ -72,18 +72,19 @@ def mxfp8(
     w_tile_dim: TileDim = 1,
     gradient_rounding: Rounding = "nearest",
 ) -> Recipe:
-    """MXFP8: E4M3 in tiles of 1x32 along what is contracted, one byte (E8M0) a scale. No state.
+    """MXFP8: E4M3 in tiles of 1x32 along the contracted axis, with E8M0 scales. No state.
 
-    The format of Blackwell's tensor cores. Every operand is quantized twice, once for each
-    direction; with `w_tile_dim=2` a tile of w is 32x32 and serves both, so that one FP8 copy of the
-    weights is enough.
+    An E8M0 scale is a power of two in one byte. Blackwell's tensor cores read this format. Every
+    operand is quantized twice, once for each direction. With `w_tile_dim=2` tiles of w are 32x32
+    and serve both directions. Then one FP8 copy of the weights is enough.
 
     Args:
-      scale_rounding: "rceil" rounds scales up, so that nothing overflows; "floor" is the OCP
-        paper's, finer by up to a binade, and saturates what is above.
-      w_tile_dim: 1 (1x32) or 2 (32x32) for weights.
-      gradient_rounding: of output gradients, "nearest" or "stochastic", which needs `key=` at each
-        step and keeps small gradients unbiased.
+      scale_rounding: "rceil" rounds scales up, so that no value overflows. "floor" is the OCP
+        specification's rule. Its scales are up to a factor of 2 smaller, and values above the
+        format's largest value saturate.
+      w_tile_dim: 1 (1x32) or 2 (32x32), for weights.
+      gradient_rounding: how output gradients are rounded, "nearest" or "stochastic". Stochastic
+        rounding keeps small gradients unbiased, and needs `key=` at each step.
 
     Example:
       >>> import jaxfp8 as fp8

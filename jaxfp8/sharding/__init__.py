@@ -1,4 +1,4 @@
-"""Which axes of a mesh play which role, and how arrays are split over them."""
+"""The roles of mesh axes, and how arrays are split over them."""
 
 from jaxfp8.sharding._mesh import MeshRoles as MeshRoles
 from jaxfp8.sharding._shard import Shard as Shard

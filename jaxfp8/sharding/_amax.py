@@ -1,10 +1,10 @@
-"""The maximum across devices: which mesh axes an amax still has to be combined over, and doing it.
+"""The mesh axes over which values vary, and maxima over these axes.
 
-In Auto and Explicit meshes arrays are global and so is their amax; nothing is left to do. Inside
-`jax.shard_map` an amax is local. There the type of a value says over which axes it varies; an amax
-is combined over those of them over which the state that will hold it does not vary. So a pipeline
-stage that holds a state of its own keeps it, with no list of axes to configure. With
-`check_vma=False` types say nothing and the caller has to name the axes.
+In Auto and Explicit meshes an array is global, and so is its amax. Inside `jax.shard_map` an amax
+is local. There the type of a value says over which mesh axes it varies. If a tensor varies over a
+mesh axis and its state does not, the amax is reduced over that axis. So a pipeline stage with its
+own state keeps its own amax, and nobody has to list axes. With `check_vma=False` types say nothing,
+and the caller must name the axes.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def varying(x: Array) -> frozenset[str]:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes that are manual here, that is inside `jax.shard_map` (or pmap).
+    """The mesh axes that are manual here. There are some inside `jax.shard_map` (or pmap) only.
 
     Example:
       >>> manual_axes()
@@ -39,7 +39,7 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def check_axes(named: Iterable[str]) -> None:
-    """Raise FP8StateError for names that are no axes of the mesh here, if there is one.
+    """Raise FP8StateError if a mesh is set and a name is none of its axes.
 
     Example:
       >>> check_axes(("data",))
@@ -48,7 +48,7 @@ def check_axes(named: Iterable[str]) -> None:
     unknown = sorted(set(named) - set(mesh.axis_names))
     if unknown and not mesh.empty:
         raise FP8StateError(
-            f"reduce_axes={tuple(named)}: {unknown} are no axes of the mesh here, which has "
+            f"reduce_axes={tuple(named)}: {unknown} are no axes of the mesh here. Use some of "
             f"{list(mesh.axis_names)}."
         )
 
@@ -56,18 +56,19 @@ def check_axes(named: Iterable[str]) -> None:
 def types_tell() -> bool:
     """Whether types say over which manual axes a value varies, as with `check_vma=True`.
 
-    Also True if there are no manual axes.
+    It is True as well if there are no manual axes.
 
     Example:
       >>> types_tell()
       True
     """
     axes = manual_axes()
+    # With check_vma=False a type never shows a varying axis, not even after this cast.
     return not axes or bool(varying(lax.pcast(jnp.zeros(()), axes[:1], to="varying")))
 
 
 def pmax(x: Array, axes: Iterable[str]) -> Array:
-    """`lax.pmax` over the axes, or x itself when there are none.
+    """`lax.pmax` over the axes, or x itself if there are none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -79,7 +80,7 @@ def pmax(x: Array, axes: Iterable[str]) -> Array:
 
 
 def vary_as(x: Array, like: Array) -> Array:
-    """x with a type that varies over every axis that `like` varies over.
+    """x with a type that varies also over every mesh axis over which `like` varies.
 
     Example:
       >>> import jax.numpy as jnp

@@ -14,10 +14,11 @@ from jaxfp8._typing import Array
 
 
 def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
-    """A collective on x [...]: FP8 values and E8M0 scales as bytes, wider dtypes as they are.
+    """A collective on x [...], which sends FP8 values and E8M0 scales as bytes.
 
     XLA:CPU would widen FP8 values to float16 and lose the sign of a zero. It would widen E8M0
-    scales to float32, flush the smallest to zero, and read it as NaN.
+    scales to float32, flush the smallest scale to zero, and convert that zero to NaN. Wider dtypes
+    are sent as they are.
     """
     if x.dtype.itemsize > 1:
         return collective(x)
@@ -28,10 +29,15 @@ def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
 def constraint(
     axis: int, entry: tuple[str, ...] | None, mesh: jax.sharding.AbstractMesh
 ) -> Callable[[Array], Array]:
-    """A sharding constraint on one array axis; None for `entry` makes it whole.
+    """A sharding constraint on one array axis. The compiler decides about the other axes.
 
-    The compiler decides about the other axes. The constraint has its own rule for `jax.vmap`,
-    because JAX's rule leaves all axes to the compiler, also one that must be whole.
+    The constraint has its own rule for `jax.vmap`, because JAX's rule leaves all axes to the
+    compiler, even an axis that must be whole.
+
+    Args:
+      axis: the array axis.
+      entry: the mesh axes that split it; None if it must be whole.
+      mesh: the mesh.
     """
 
     @custom_vmap
@@ -43,6 +49,7 @@ def constraint(
     @constrain.def_vmap
     def batched(size: int, is_mapped: list[bool], x: Array) -> tuple[Array, bool]:
         del size, is_mapped
+        # The mapped axis is the first one here, so the array axis is one further.
         return constraint(axis + 1, entry, mesh)(x), True
 
     return constrain
@@ -50,19 +57,22 @@ def constraint(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
-    """The whole x in an Auto mesh, gathered along an array axis that is split over mesh axes.
+    """The whole x in an Auto mesh, gathered along an array axis that mesh axes split.
 
-    Its gradient is scattered. FP8 values have no gradient here: a matmul gathers them inside its
-    own custom gradient.
+    The gradient of x is split again. FP8 values have no gradient here. A matmul gathers them inside
+    its own custom gradient.
 
     Args:
       where: the array axis, the mesh axes and the mesh.
-      x: [...], its global shape.
+      x: [...], of global shape.
     """
+    # The inner constraint makes x split, the outer one makes it whole. Without the inner one, XLA
+    # could gather before x is cast.
     axis, axis_names, mesh = where
     return constraint(axis, None, mesh)(constraint(axis, axis_names, mesh)(x))
 
 
+# The gradient is constrained to the split of x, so that XLA can reduce-scatter it.
 gather_auto.defvjp(
     lambda where, x: (gather_auto(where, x), None), lambda where, _, g: (constraint(*where)(g),)
 )

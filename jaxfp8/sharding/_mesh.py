@@ -1,4 +1,4 @@
-"""MeshRoles: what each axis of a mesh is for."""
+"""MeshRoles: the role of each axis of a mesh."""
 
 import dataclasses
 from typing import Any, Literal, Self, TypeAlias
@@ -13,21 +13,22 @@ Role: TypeAlias = Literal["data", "fsdp", "tensor", "sequence", "context", "expe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRoles:
-    """The mesh axis that plays each role; None where none does.
+    """The mesh axis that plays each role; None for a role that no axis plays.
 
-    A model written in roles runs on every mesh.
-
-    One axis may play several roles that never split one array twice: tensor and sequence, say.
+    A model that is written in roles runs on every mesh. One mesh axis may play several roles if
+    these never split two axes of one array, for instance tensor and sequence.
 
     Attributes:
-      data: batches are split, weights are whole.
-      fsdp: batches are split, and weights, which matmuls gather (fully sharded data parallelism).
-      tensor: features are split (tensor parallelism).
-      sequence: tokens are split between the matmuls that features are split in (sequence
+      data: the axis that splits batches. Weights are replicated.
+      fsdp: the axis that splits batches and weights. Matmuls gather the weights (fully sharded data
         parallelism).
-      context: tokens are split everywhere (context parallelism).
-      expert: experts are split.
-      pipeline: layers are split into stages. The only axis that amaxes are never combined over.
+      tensor: the axis that splits features (tensor parallelism).
+      sequence: the axis that splits tokens outside of the matmuls whose features are split
+        (sequence parallelism).
+      context: the axis that splits tokens everywhere (context parallelism).
+      expert: the axis that splits experts.
+      pipeline: the axis that splits layers into stages. Amaxes are never reduced over it. It cannot
+        play a second role.
 
     Example:
       >>> roles = MeshRoles(data="replica", fsdp="fsdp", tensor="model")
@@ -51,12 +52,12 @@ class MeshRoles:
                 raise TypeError(f"{role}={name!r} must be the name of a mesh axis, or None.")
             if role != "pipeline" and name is not None and name == self.pipeline:
                 raise ValueError(
-                    f"axis {name!r} cannot be {role} and pipeline: amaxes are combined over the "
-                    "one and never over the other."
+                    f"axis {name!r} cannot be {role} and pipeline. Amaxes are never reduced over "
+                    "pipeline; give each of the two roles its own mesh axis."
                 )
 
     def axis(self, role: Role | str) -> str | None:
-        """The axis that plays a role.
+        """The mesh axis that plays a role; None if no axis plays it.
 
         Raises:
           ValueError: if there is no such role.
@@ -67,13 +68,15 @@ class MeshRoles:
         """
         roles = dataclasses.asdict(self)
         if role not in roles:
-            raise ValueError(f"role={role!r} is none of {list(roles)}.")
+            raise ValueError(f"role={role!r} is unknown; use one of {list(roles)}.")
         return roles[role]
 
     def spec(self, *entries: Role | tuple[Role, ...] | None) -> jax.P:
-        """A partition spec in roles, an entry for each array axis.
+        """A partition spec from roles.
 
-        Roles that no axis plays drop out.
+        Args:
+          *entries: one for each array axis: a role, a tuple of roles, or None. A role that no axis
+            plays is left out.
 
         Raises:
           ValueError: if there is no such role, or a mesh axis would split two array axes.
@@ -92,13 +95,18 @@ class MeshRoles:
         ]
         used = [axis for group in axes for axis in group]
         if twice := sorted({axis for axis in used if used.count(axis) > 1}):
-            raise ValueError(f"entries {entries} split two array axes over the mesh axes {twice}.")
+            raise ValueError(
+                f"entries {entries} split two array axes over the mesh axes {twice}. Name the "
+                "roles of a mesh axis in one entry."
+            )
         return jax.P(*(group if len(group) > 1 else group[0] if group else None for group in axes))
 
     def shard(self, axis: int, *roles: Role) -> Shard | None:
-        """For `x_shard=` and `w_shard=`: the operand is split along an array axis.
+        """The `Shard` for `x_shard=` or `w_shard=`; None if no mesh axis plays the roles.
 
-        None if no mesh axis plays the roles.
+        Args:
+          axis: the array axis that is split.
+          *roles: the roles of the mesh axes that split it.
 
         Example:
           >>> MeshRoles(fsdp="fsdp").shard(0, "fsdp")
@@ -109,13 +117,11 @@ class MeshRoles:
 
     @property
     def reduce_axes(self) -> tuple[str, ...]:
-        """Every axis but pipeline.
+        """Every mesh axis but pipeline, for `reduce_axes=` inside `jax.shard_map`.
 
-        For `reduce_axes=` inside `jax.shard_map`, of layers that are split over all of them.
-
-        Leave out the expert axis in layers of experts, because each expert has its own amaxes. With
-        per-row scales, leave out an axis over which x and w both vary, if it does not split the
-        contraction.
+        These are the axes of a layer that is split over all of them. In a layer of experts, leave
+        out the expert axis, because each expert has its own amaxes. With per-row scales, leave out
+        an axis over which x and w both vary, if it does not split the contracted axis.
 
         Example:
           >>> MeshRoles(data="data", pipeline="pipe").reduce_axes
@@ -129,14 +135,14 @@ class MeshRoles:
         )
 
     def check(self, mesh: Any) -> Self:
-        """These roles, if the mesh has their axes and no other.
+        """Checks that the mesh has the axes of these roles and no other, and returns the roles.
 
         Args:
           mesh: a `jax.sharding.Mesh` or `AbstractMesh`.
 
         Raises:
-          ValueError: for an axis that the mesh does not have, or one of more than one device that
-            plays no role.
+          ValueError: if the mesh lacks an axis of a role, or if a mesh axis with more than one
+            device plays no role.
 
         Example:
           >>> import jax
@@ -146,13 +152,15 @@ class MeshRoles:
         roles = {role: name for role, name in dataclasses.asdict(self).items() if name is not None}
         if missing := {role: name for role, name in roles.items() if name not in mesh.axis_names}:
             raise ValueError(
-                f"the mesh has axes {list(mesh.axis_names)}; it lacks those of the roles {missing}."
+                f"the mesh has axes {list(mesh.axis_names)}, but none for the roles {missing}; add "
+                "these axes, or leave the roles out."
             )
         idle = [
             name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in roles.values()
         ]
         if idle:
             raise ValueError(
-                f"the mesh axes {idle} play no role; every device along them would do the same."
+                f"the mesh axes {idle} play no role, so all devices along them would do the same "
+                "work. Give each axis a role."
             )
         return self

@@ -1,10 +1,10 @@
-"""Where an operand of a matmul is in the mesh: whole, or split so that the matmul gathers it.
+"""How an operand of a matmul is placed in the mesh: whole, or split so that the matmul gathers it.
 
 Inside `jax.shard_map` an array is one device's shard, and the gather is a collective. In an
 Explicit mesh the type of an array says how it is split, and the gather changes the type. In an Auto
-mesh the compiler decides, and two constraints guide it. The first says that the FP8 values are
-split, the second that the result is whole. Without the first, XLA could gather before the cast, at
-twice the bytes.
+mesh the compiler decides, and two constraints guide it. The first constraint says that the FP8
+values are split, the second that the result is whole. Without the first one, XLA could gather
+before the cast and send twice the bytes.
 """
 
 import abc
@@ -24,23 +24,27 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 class Place(abc.ABC):
-    """Where an operand is in the mesh: what a matmul has to know, and the collectives for it."""
+    """How an operand is placed in the mesh, and the collectives that the placement needs."""
 
     @property
     @abc.abstractmethod
     def manual_axes(self) -> frozenset[str]:
-        """The mesh axes over which the array here is one shard of several.
+        """The manual mesh axes that split the operand.
 
-        There are such axes inside `jax.shard_map` only.
+        There are such axes inside `jax.shard_map` only. There the array is one device's shard.
         """
 
     @abc.abstractmethod
     def whole_shape(self, shape: Axes) -> Axes:
-        """The global shape of an array that has this shape here."""
+        """The global shape of an array whose shape in the traced function is `shape`."""
 
     @abc.abstractmethod
     def amax_axes(self, granularity: AbstractGranularity, shape: Axes) -> frozenset[str]:
-        """The mesh axes over which the cells of a scale span devices; `shape` is that of the array.
+        """The mesh axes over which an amax must be reduced, because its scale cells span devices.
+
+        Args:
+          granularity: which values share a scale.
+          shape: the shape of the array.
 
         Raises:
           ValueError: if a tile would span devices.
@@ -48,7 +52,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def along(self, axis_of: Callable[[int], int]) -> "Place":
-        """The place of a view of the array. `axis_of` maps its axes to those of the view."""
+        """The place of a view of the array. `axis_of` maps axes of the array to the view's."""
 
     @abc.abstractmethod
     def gather(self, x: Array) -> Array:
@@ -56,16 +60,16 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def gather_operand(self, operand: QuantizedTensor | Array) -> QuantizedTensor | Array:
-        """The whole operand, gathered from its shards; FP8 values travel as bytes."""
+        """The whole operand, gathered from its shards. FP8 values are sent as bytes."""
 
     @abc.abstractmethod
     def scatter(self, product: Array) -> Array:
-        """A gradient [...] summed over the mesh axes, of which each device keeps its shard."""
+        """The gradient [...], summed over the mesh axes. Each device keeps its shard of the sum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Place):
-    """The operand has no `Shard`: it is whole here, or the compiler gathers it as it likes."""
+    """An operand without a `Shard`. It is whole here, or the compiler decides when to gather it."""
 
     @property
     def manual_axes(self) -> frozenset[str]:
@@ -97,8 +101,8 @@ class PlacedShard(Place):
     """A `Shard` of an array in a mesh.
 
     Attributes:
-      axis: the axis of the array, not negative.
-      axis_names: the mesh axes, all Manual, all Explicit or all Auto.
+      axis: the array axis that is split, not negative.
+      axis_names: the mesh axes that split it. All are Manual, all are Explicit, or all are Auto.
       mesh: the mesh under which the call is traced.
     """
 
@@ -128,6 +132,7 @@ class PlacedShard(Place):
             return self.manual_axes
         if self.devices > 1:
             size = shape[self.axis]
+            # Inside shard_map the shape is that of a shard, elsewhere it is global.
             part = size if self.kind == AxisType.Manual else size // self.devices
             check_borders(granularity, shape, self.axis, part)
         return frozenset()
@@ -148,8 +153,9 @@ class PlacedShard(Place):
         return in_bytes(lambda x: gather_auto((self.axis, self.axis_names, self.mesh), x), x)
 
     def gather_operand(self, operand: QuantizedTensor | Array) -> QuantizedTensor | Array:
-        # Devices already share a scale that spans them, so it is not gathered. Its type may hide
-        # that: after an `optimization_barrier` each member varies over the axes of all members.
+        # A scale that spans devices is the same on all of them, so it is not gathered. The
+        # granularity decides, because the type may hide this. After an `optimization_barrier` each
+        # array varies over the axes of all arrays in it.
         if not isinstance(operand, QuantizedTensor):
             return self.gather(operand)
         split = operand.granularity.has_cells_along(self.axis, operand.ndim)
@@ -162,7 +168,7 @@ class PlacedShard(Place):
                 product, self.axis_names, scatter_dimension=self.axis, tiled=True
             )
         if self.kind == AxisType.Explicit:
-            return product  # its type says it already
+            return product  # dgrad and wgrad were called with the sharding of the operand
         return constraint(self.axis, self.axis_names, self.mesh)(product)
 
 
@@ -171,17 +177,18 @@ def kinds_of(mesh: jax.sharding.AbstractMesh) -> dict[str, AxisType]:
 
 
 def spec_without(spec: jax.P, axis: int, axis_names: tuple[str, ...], given: str = "") -> jax.P:
-    """A spec in which an array axis is no longer split over mesh axes.
+    """The spec after a gather: an array axis is no longer split over `axis_names`.
 
     Raises:
-      ValueError: if it is not split over all of them.
+      ValueError: if the array axis is not split over all of `axis_names`. The message begins with
+        `given`.
     """
     entries = list(spec)
     names = mesh_axes(entries[axis])
     if missing := [name for name in axis_names if name not in names]:
         raise ValueError(
-            f"{given}: axis {axis} is not split over {missing}, by its type {spec}; reshard the "
-            "operand so, or leave the shard out."
+            f"{given}: axis {axis} is not split over {missing}, by its type {spec}. Use "
+            "jax.sharding.reshard to reshard the operand, or leave the shard out."
         )
     rest = tuple(name for name in names if name not in axis_names)
     entries[axis] = rest if len(rest) > 1 else rest[0] if rest else None

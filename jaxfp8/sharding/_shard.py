@@ -1,6 +1,6 @@
-"""Shard: an operand that is split over a mesh axis, and that its matmul gathers in FP8.
+"""Shard: how an operand is split over mesh axes, so that its matmul gathers it in FP8.
 
-A shard means the same in every kind of mesh. `_place.py` has the collectives of each kind.
+A `Shard` means the same in every kind of mesh. `_place.py` has the collectives for each kind.
 """
 
 import dataclasses
@@ -54,17 +54,17 @@ class Shard:
 
 
 def place(name: str, x: Array, shard: Shard | None) -> Place:
-    """Where x is in the mesh here: whole, or split as `shard` says.
+    """How x is placed in the mesh that is set: whole, or split as `shard` says.
 
     Args:
-      name: of the operand, for errors.
+      name: the name of the operand, for errors.
       x: [...].
-      shard: how it is split; None if it is not.
+      shard: how x is split; None if it is not.
 
     Raises:
       TypeError: if `shard` is no `Shard`.
-      ValueError: for an axis that the array or the mesh does not have, or a mesh that is not set.
-        Also for shards of unequal sizes, or a type of x that says another split.
+      ValueError: if the array or the mesh lacks the axis, or if no mesh is set. Also if shards
+        would have unequal sizes, or if the type of x says another split.
     """
     if shard is None:
         return Whole()
@@ -76,34 +76,36 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
-            f"{given} needs a mesh, and none is set: call it under jax.set_mesh(mesh), or inside "
-            "jax.shard_map."
+            f"{given} needs a mesh, and none is set. Make the call under jax.set_mesh(mesh), or "
+            "inside jax.shard_map."
         )
     kinds = kinds_of(mesh)
     if not set(shard.axis_names) <= set(kinds):
         raise ValueError(
-            f"{given} names no axis of the mesh here, which has {list(mesh.axis_names)}."
+            f"{given} names no axis of the mesh here. Use some of its axes {list(mesh.axis_names)}."
         )
     if len({kinds[axis] for axis in shard.axis_names}) > 1:
         raise ValueError(
-            f"{given} names mesh axes of several kinds: {kinds}; gather over one kind of them at a "
-            "time."
+            f"{given} names mesh axes of several kinds: {kinds}. A shard needs axes of one kind; "
+            "gather the operand over the others before."
         )
     placed = PlacedShard(axis=shard.axis % x.ndim, axis_names=shard.axis_names, mesh=mesh)
     if placed.kind == AxisType.Manual:
         if types_tell() and (same := sorted(set(placed.axis_names) - varying(x))):
             raise ValueError(
-                f"{given}: by its type every device along {same} has the same {name}, which is "
-                "then no part of a whole; split it in in_specs of shard_map, or leave the shard "
-                "out. (flax's nn.scan traces a layer once without types, unless it is given "
+                f"{given}: by its type every device along {same} has the same {name}, so it is no "
+                "shard. Split it in in_specs of jax.shard_map, or leave the shard out. (flax's "
+                "nn.scan traces a layer once without types, unless it is called with "
                 "check_constancy_invariants=False.)"
             )
         return placed
+    # Inside shard_map x is a shard already, so only global arrays can be unequal.
     if x.shape[placed.axis] % placed.devices:
         raise ValueError(
             f"{given}: axis {placed.axis} of {name} {list(x.shape)} cannot be split into "
             f"{placed.devices} equal parts; pad it to a multiple of {placed.devices}."
         )
     if placed.kind == AxisType.Explicit:
+        # Raises an error if the type of x says another split. The result is not needed.
         spec_without(jax.typeof(x).sharding.spec, placed.axis, placed.axis_names, given)
     return placed

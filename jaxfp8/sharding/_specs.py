@@ -1,4 +1,4 @@
-"""Where scales lie: the partition spec of a scale, from that of its values."""
+"""Partition specs: of scales, from those of their values, and of arrays."""
 
 import dataclasses
 import math
@@ -22,7 +22,9 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
 
 
 def parts_of(x: jax.Array) -> tuple[int, ...]:
-    """Into how many parts each axis of an array is split, by its type: in Explicit meshes.
+    """The number of shards along each axis of an array, by its type.
+
+    Types say this in Explicit meshes only. On other meshes all numbers are 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -43,8 +45,8 @@ def whole_mesh_axes(
 ) -> tuple[tuple[str, ...], ...]:
     """The mesh axes that split each axis of an array, in the order of a `jax.P`.
 
-    Where XLA lets a part of a mesh axis split an axis, which no spec can say, it is as if nothing
-    split it.
+    XLA can split an array axis over a part of a mesh axis. No spec can say this, so the result is
+    then () for that array axis.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",))
@@ -55,6 +57,7 @@ def whole_mesh_axes(
     """
     assert x.sharding is not None
     places = x.sharding.devices_indices_map(x.shape)
+    # The first index of each device's shard: [*mesh shape, array axis].
     first = np.array(
         [[along.start or 0 for along in places[device]] for device in mesh.devices.flat]
     )
@@ -62,6 +65,8 @@ def whole_mesh_axes(
     origin = (0,) * mesh.devices.ndim
     found = []
     for axis in range(x.ndim):
+        # A mesh axis splits the array axis if its next device has another first index. The
+        # outermost mesh axis has the largest step.
         steps = []
         for n, name in enumerate(mesh.axis_names):
             if mesh.devices.shape[n] > 1 and (
@@ -69,6 +74,7 @@ def whole_mesh_axes(
             ):
                 steps.append((-step, name))
         names = tuple(name for _, name in sorted(steps))
+        # If there are fewer shards than devices, XLA split a mesh axis only in part.
         whole = math.prod(mesh.shape[name] for name in names) == np.unique(first[..., axis]).size
         found.append(names if whole else ())
     return tuple(found)
@@ -77,7 +83,13 @@ def whole_mesh_axes(
 def check_borders(
     granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int
 ) -> None:
-    """Raise ValueError if parts of that size along an axis cut tiles.
+    """Raise ValueError if shards cut tiles.
+
+    Args:
+      granularity: which values share a scale.
+      shape: the shape of the array, for the message.
+      axis: the array axis that is split.
+      part: the size of a shard along this axis.
 
     Example:
       >>> from jaxfp8.numerics import PerBlock
@@ -87,28 +99,28 @@ def check_borders(
     if part % side:
         raise ValueError(
             f"shards of {part} along axis {axis} of {list(shape)} cut the tiles of "
-            f"{granularity!r}; cut shards on the borders of tiles, at multiples of {side}."
+            f"{granularity!r}. Each device needs whole tiles: cut shards at multiples of {side}."
         )
 
 
 def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -> QuantizedTensor:
-    """The partition specs of a QuantizedTensor, from that of the tensor that it stands for.
+    """The partition specs of a QuantizedTensor, from the spec of its values.
 
-    Scales are split as their values along axes on which they have cells, and are whole along the
-    others.
+    If scales vary along an axis, they are split as their values. Otherwise they are replicated.
 
     Args:
       tensor: [...], or its types (`jax.eval_shape`).
-      spec: of its values.
-      mesh: with its sizes shards are checked; default: the mesh that is set, if one is.
+      spec: the partition spec of the values.
+      mesh: a mesh for the checks below; default: the mesh that is set. Without one, they are left
+        out.
 
     Returns:
-      A QuantizedTensor of specs: for `in_specs` of `jax.shard_map`, shardings of `jax.jit`,
-      checkpoints.
+      A QuantizedTensor whose leaves are specs. Use it for `in_specs` of `jax.shard_map`, for
+      shardings of `jax.jit`, or for checkpoints.
 
     Raises:
-      ValueError: if the spec names more axes than there are, or an axis that the mesh does not
-        have; if shards would not be equal, or would cut tiles.
+      ValueError: if the spec has more entries than the tensor has axes, or names an axis that the
+        mesh does not have. Also if shards would have unequal sizes, or would cut tiles.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
@@ -121,7 +133,8 @@ def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -
     shape, granularity = tensor.shape, tensor.granularity
     if len(spec) > len(shape):
         raise ValueError(
-            f"spec={spec} has {len(spec)} entries for a tensor of shape {list(shape)}."
+            f"spec={spec} has {len(spec)} entries for a tensor of shape {list(shape)}. Give it at "
+            "most one entry for each axis."
         )
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if not mesh.empty:
@@ -132,16 +145,17 @@ def quantized_specs(tensor: QuantizedTensor, spec: jax.P, *, mesh: Any = None) -
         entry if granularity.has_cells_along(axis, len(shape)) else None
         for axis, entry in enumerate(spec)
     ]
+    # The scale of a whole tensor has no axes, and its spec must have no entries.
     scale = jax.P() if granularity.in_one else jax.P(*entries)
     return dataclasses.replace(tensor, values=spec, scale=scale)  # type: ignore[arg-type]
 
 
 def _part(shape: tuple[int, ...], spec: jax.P, axis: int, mesh: Any) -> int:
-    """How long the part of one device is along an axis that is split."""
+    """The size of one device's shard along an axis that is split."""
     names = mesh_axes(spec[axis])
     if unknown := [name for name in names if name not in mesh.axis_names]:
         raise ValueError(
-            f"spec={spec} names {unknown}, which are no axes of the mesh; it has "
+            f"spec={spec} names {unknown}, which are no axes of the mesh. Use some of "
             f"{list(mesh.axis_names)}."
         )
     devices = math.prod(mesh.shape[name] for name in names)

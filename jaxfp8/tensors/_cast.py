@@ -35,20 +35,20 @@ class Direction:
 class Cast:
     """How an array becomes FP8, in one or more copies. Hashable.
 
-    All copies are in one value, so that a kernel can make them in one read of the array. A new
+    One `Cast` describes all copies, so that a kernel can make them in one read of the array. A new
     option of casts is a new field here.
 
     Attributes:
       format: the FP8 format of the values.
-      directions: one for each copy.
-      rule: how an amax becomes a scale. Two-level scales (NVFP4: an E4M3 scale for each tile under
-        one float32 scale for the tensor) will be a field of the rule; the second scale will be a
-        field of `QuantizedTensor`.
+      directions: one direction for each copy.
+      rule: how an amax becomes a scale. Two-level scales would be a new field of the rule. (NVFP4
+        has an E4M3 scale for each tile and one float32 scale for the tensor.) The second scale
+        would be a new field of `QuantizedTensor`.
       rounding: "nearest" (ties to even) or "stochastic" (needs a key). All copies use the same
         random bits.
-      column_sums: whether to sum the columns, too. A backend that would have to read the array
-        again for that leaves them out (`CastExtras`).
-      backends: names of backends. The first one that can do the case makes the copies.
+      column_sums: whether to sum the columns, too. A backend leaves the sums out if it would have
+        to read the array again for them (`CastExtras`).
+      backends: names of backends. The first one that supports the case makes the copies.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -77,12 +77,15 @@ class Cast:
     def copies(
         self, values: tuple[Array, ...], scales: tuple[Array, ...], dtype: DType
     ) -> tuple[QuantizedTensor, ...]:
-        """The copies [...] as `QuantizedTensor`s, one for each direction.
+        """The payloads and scales of a cast, as `QuantizedTensor`s.
 
         Args:
           values: FP8 payloads [...], one for each direction.
           scales: one for each direction, of shape `granularity.scale_shape(values.shape)`.
-          dtype: of the array that was cast.
+          dtype: the dtype of the array that was cast.
+
+        Returns:
+          One `QuantizedTensor` [...] for each direction.
         """
         return tuple(
             QuantizedTensor(*each, dtype, self.rule.exact)

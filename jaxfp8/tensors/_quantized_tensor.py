@@ -1,4 +1,4 @@
-"""QuantizedTensor: FP8 values together with the scale that makes them numbers again."""
+"""QuantizedTensor: FP8 values together with their scale."""
 
 import dataclasses
 import functools
@@ -22,19 +22,23 @@ from jaxfp8.numerics._powers_of_two import factors_of
 class QuantizedTensor:
     """An array in FP8: `x ~ values * scale`.
 
-    Invariants (checked by `validate`, not on construction, so that tree maps over specs work):
-      values.dtype in {float8_e4m3fn, float8_e5m2}
-      scale.dtype  in {float32, float8_e8m0fnu}
-      scale.shape  == granularity.scale_shape(values.shape)
-      power_of_two implies that every scale is one (or NaN); E8M0 implies power_of_two
+    Invariants:
+
+    - `values.dtype` is float8_e4m3fn or float8_e5m2.
+    - `scale.dtype` is float32 or float8_e8m0fnu.
+    - `scale.shape` is `granularity.scale_shape(values.shape)`.
+    - With `power_of_two` every scale is a power of two, or NaN. E8M0 scales need `power_of_two`.
+
+    Operations check the invariants. The constructor does not, so that its fields can be
+    partition specs or types.
 
     Attributes:
       values: [...] FP8 payload.
       scale: multiplies stored values back to real ones.
       granularity: which values share a scale (static).
-      dtype: the high-precision dtype that it stands for (static).
-      power_of_two: every scale is known to be a power of two (static), so a matmul may fold it into
-        the values.
+      dtype: the dtype of the array before the cast (static).
+      power_of_two: whether every scale is known to be a power of two (static). Then a matmul may
+        multiply the values by it exactly.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,15 +71,20 @@ class QuantizedTensor:
         return format_of(self.values.dtype)
 
     def dequantize(self, dtype: DType | None = None) -> Array:
-        """`values * scale` in `dtype`, computed in float32; default: the dtype of the tensor.
+        """`values * scale`, computed in float32.
 
-        Finite values stay finite: rounded up to 8 bits, 65504 in float16 stands for 65536, which
-        float16 cannot hold.
+        Finite values stay finite. Quantization can round a value above the largest value of its
+        dtype: in float16, 65504 becomes 65536. So finite results are clipped to the range of
+        `dtype`.
+
+        Args:
+          dtype: the dtype of the result; default: the dtype of the array before the cast.
         """
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         largest = min(float(jnp.finfo(dtype).max), LARGEST)
         values = self.values.astype(jnp.float32)
         product = values
+        # An E8M0 scale has two factors, because its smallest value is subnormal in float32.
         for factor in factors_of(self.scale):
             product = product * self.granularity.expand(factor, self.shape)
         return jnp.where(
@@ -83,18 +92,20 @@ class QuantizedTensor:
         ).astype(dtype)
 
     def transpose(self, *permutation: int) -> "QuantizedTensor":
-        """The tensor with its axes permuted (default: reversed).
+        """The tensor with its axes permuted. It is exact: scales move with their values.
 
-        Exact, values and scales move together.
+        Args:
+          *permutation: for each new axis, the old axis; default: the axes reversed.
 
         Raises:
-          ValueError: for tiles along one axis, which would run along the wrong axis then.
+          ValueError: if the tiles are along one axis. A matmul that reads the transposed tensor
+            needs tiles along another axis. Quantize the original array in both directions.
         """
         order: Axes = permutation or tuple(reversed(range(self.ndim)))
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(
                 f"permutation {order} does not permute the {self.ndim} axes of a tensor of shape "
-                f"{self.shape}."
+                f"{self.shape}. Name each axis once."
             )
         scale = self.scale.transpose(order) if self.scale.ndim else self.scale
         granularity = self.granularity.transpose(order)
@@ -107,7 +118,11 @@ class QuantizedTensor:
 
 
 def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
-    """Raise ValueError if an invariant of `QuantizedTensor` does not hold; `name` is for the error.
+    """Checks the invariants of `QuantizedTensor`. The error calls the tensor `name`.
+
+    Raises:
+      TypeError: if it is no `QuantizedTensor`.
+      ValueError: if an invariant does not hold.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,18 +136,18 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
         )
     if tensor.values.dtype not in [format.dtype for format in VALUE_FORMATS]:
         raise ValueError(
-            f"{name} has values of dtype {tensor.values.dtype.name}; they must be one of "
-            f"{[f.dtype.name for f in VALUE_FORMATS]}: make it with fp8.quantize."
+            f"{name} has values of dtype {tensor.values.dtype.name}. The dtype must be one of "
+            f"{[f.dtype.name for f in VALUE_FORMATS]}; make it with fp8.quantize."
         )
     wanted = tensor.granularity.scale_shape(tensor.shape)
     if tensor.scale.dtype not in (jnp.float32, E8M0.dtype) or tensor.scale.shape != wanted:
         raise ValueError(
             f"{name} has a scale {tensor.scale.dtype.name}{list(tensor.scale.shape)}, but values "
             f"of shape {list(tensor.shape)} with {tensor.granularity!r} need float32{list(wanted)} "
-            "(or E8M0): make it with fp8.quantize."
+            "or E8M0; make it with fp8.quantize."
         )
     if tensor.scale.dtype == E8M0.dtype and not tensor.power_of_two:
         raise ValueError(
-            f"{name} has E8M0 scales and power_of_two=False; they are powers of two: pass "
+            f"{name} has E8M0 scales and power_of_two=False. E8M0 scales are powers of two; pass "
             "power_of_two=True."
         )
