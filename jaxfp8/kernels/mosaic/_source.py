@@ -1,9 +1,9 @@
 """How a block of threads in Pallas (Mosaic GPU) gets its tile: from memory, or by a prologue.
 
-A prologue is applied in place. Its result h replaces the tile of its first operand in shared memory.
-Only then does the kernel read the tile. h is rounded to its dtype, as if it had been written to
-memory and read again. So a kernel does the same in both cases, and it computes h once for all
-directions.
+A prologue is applied in place. Its result h replaces the tile of its first operand in shared
+memory. Only then does the kernel read the tile. h is rounded to its dtype, as if it had been
+written to memory and read again. So a kernel does the same in both cases, and it computes h once
+for all directions.
 
 Letters: L the leading axes as one, M, K the last two; T = 128.
 """

@@ -16,8 +16,8 @@ import triton.language as tl
 _TINY = tl.constexpr(2.0**-126)
 _HUGE = tl.constexpr(2.0**126)
 _INF = tl.constexpr(float("inf"))
-# Up to this multiplier, a value below 2^-126 stays below 2^-26. That rounds to zero in both formats,
-# because the smallest value of E5M2 is 2^-16.
+# Up to this multiplier, a value below 2^-126 stays below 2^-26. That rounds to zero in both
+# formats, because the smallest value of E5M2 is 2^-16.
 _HARMLESS = tl.constexpr(2.0**100)
 # Bits of float32.
 _TINY_BITS = tl.constexpr(0x00800000)

@@ -55,8 +55,8 @@ def sets_of(types: PyTree) -> list[PyTree]:
     random = np.random.default_rng(0)
 
     def draw(leaf: Any) -> jax.Array:
-        # FP8 values and E8M0 scales have one byte. All other arrays are scales. Scales are powers of
-        # two, so that E8M0 holds them exactly.
+        # FP8 values and E8M0 scales have one byte. All other arrays are scales. Scales are powers
+        # of two, so that E8M0 holds them exactly.
         if leaf.dtype.itemsize == 1 and "e8m0" not in leaf.dtype.name:
             return jnp.asarray(
                 (64 * random.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
