@@ -137,7 +137,7 @@ class CopiesKernel:
         if self.sums:
             self.sums.write(scratch.sums, written.sums, tile if summing is None else None)
         # TMA has read all copies. Before that the block must not end: its shared memory would go to
-        # another block. No copy waits for the one before, because each has its own shared memory.
+        # another block. No copy waits for another one, because each has its own shared memory.
         plgpu.wait_smem_to_gmem(0)
 
     def _start_multipliers(self, here: Place, read: _Read, scratch: _Scratch) -> None:

@@ -55,7 +55,7 @@ class Merged:
         if rows < ndim - 2 and any(shape[-1] % tile[-1] for tile in tiles):
             raise NotImplementedError(
                 f"The array has shape {list(shape)} and tiles along axis {rows}. The kernel merges "
-                "the axes behind it, whose last axis has no whole tiles. Pad the last axis."
+                "the axes after it, whose last axis has no whole tiles. Pad the last axis."
             )
         return cls((1,) * (rows + 1) + (ndim - 1 - rows,), rows)
 

@@ -110,7 +110,7 @@ class Reader:
                 tile[rows, columns] = prologue.elementwise(*loaded).astype(tile.dtype)
 
         # The compiled program has this loop, too. Unrolled, its addresses would take registers from
-        # the code behind it.
+        # the code after it.
         lax.fori_loop(0, T // PART, make, None)
         # All threads have stored h. Without this, a thread that reads the tile by columns could
         # read the operand where another warp has not stored h yet.

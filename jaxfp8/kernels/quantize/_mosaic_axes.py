@@ -82,7 +82,7 @@ def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
         source, read = reader(arrays, prologue)
         *lead, m, k = arrays[0].shape
         results = []
-        # The kernel writes whole tiles: amaxes of rows and columns behind the array are cut off.
+        # The kernel writes whole tiles. Amaxes past the end of the array are cut off.
         for kind, largest in zip(kinds, _AmaxKernel(source, kinds)(read), strict=True):
             down, across = CELLS[kind]
             largest = largest.swapaxes(1, 2) if kind == "rows" else largest

@@ -85,8 +85,8 @@ class TilesKernel:
             zip(self.tilings, scratch.copies, written.copies, strict=True)
         ):
             at = place(self.source.shape).of_copy(transposed=tiling.transposed)
-            # A square of T x T needs the amax of all its rows before the first row is cast, so it
-            # is loaded at once. Otherwise a part has whole cells, and fewer registers are needed.
+            # A square of T x T is loaded at once, because its first row is cast with the amax of
+            # all rows. Smaller squares fit in a part, which needs fewer registers.
             for index, rows in parts(
                 tile, transposed=tiling.transposed, rows=T if tiling.whole else PART
             ):
@@ -109,7 +109,7 @@ class TilesKernel:
         if self.sums:
             self.sums.write(scratch.sums, written.sums, tile if summing is None else None)
         # TMA has read all copies. Before that the block must not end: its shared memory would go to
-        # another block. No copy waits for the one before, because each has its own shared memory.
+        # another block. No copy waits for another one, because each has its own shared memory.
         plgpu.wait_smem_to_gmem(0)
 
 

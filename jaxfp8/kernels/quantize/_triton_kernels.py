@@ -45,7 +45,7 @@ def quantize_tiles(
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     inside = (i * BLOCK + row < M)[:, None] & (j * BLOCK + column < K)[None, :]
     # An array may have more elements than int32 counts, so the first offset of a block is int64.
-    # The offsets inside a block fit in int32 (`_Kernel._in_tiles` checks that). Values behind the
+    # The offsets inside a block fit in int32 (`_Kernel._in_tiles` checks that). Values after the
     # array are read as zeros, which change no amax.
     first = (lead.to(tl.int64) * M + i * BLOCK) * K + j * BLOCK
     block = tl.load(x + first + (row[:, None] * K + column[None, :]), mask=inside, other=0.0).to(
@@ -142,9 +142,9 @@ def _scales_of(
 ):  # fmt: skip
     """`ScaleRule.apply` for amaxes [..], given as bits.
 
-    Returns multipliers in float32, and scales in float32 or as bytes. The third result is 1 if a
-    value of the block needs a special case of `_cast`: inf, NaN, or a value below 2^-126 that its
-    multiplier would not round to zero. Otherwise it is 0.
+    Returns multipliers in float32, and scales in float32 or as bytes. The third result is 1 if
+    `_cast` may need its special case, and 0 otherwise. It needs that for inf, for NaN, and for a
+    value below 2^-126 whose multiplier is so large that it would not round to zero.
     """
     finite = amax < _INF_BITS
     usable = finite & (amax >= _TINY_BITS)

@@ -59,8 +59,9 @@ class Cells:
         Whole factors are never split. A factor in parentheses must not be 1. So if there is only
         one step, or one tile of columns, the rule has one whole factor for it.
 
-        The factors: b, m and n the axes B, M and N; t the steps, k the values of one step, p the
-        scales of one step; c the tiles of columns, j the columns of one tile; u an axis of size 1.
+        The factors b, m and n are the axes B, M and N. Along K, t counts steps, k the values of
+        one step, and p the scales of one step. Along N, c counts tiles of columns, and j the
+        columns of one tile. u is an axis of size 1.
         """
         steps, n = lhs[2] // self.step, rhs[1]
         inner = "(t k)" if steps > 1 else "k"

@@ -25,8 +25,8 @@ _CLOSE = 2.0**-6
 def ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
     """Every way to do a matmul by these backends.
 
-    Tracing is enough to find out: a backend raises an error for a case or a tiling that it cannot
-    do, before anything is compiled.
+    Tracing is enough to find them. If a backend cannot do a case or a tiling, it raises an error
+    before anything is compiled.
     """
     for backend in backends:
         for tiling in search_space() if backend == "mosaic" else (None,):

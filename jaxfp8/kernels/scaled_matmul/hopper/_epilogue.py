@@ -28,7 +28,7 @@ class Epilogue:
     share: Share
 
     def bring_addend(self, patch: int) -> None:
-        """Start to copy a patch of C to shared memory. Behind the last patch it does nothing.
+        """Start to copy a patch of C to shared memory. After the last patch it does nothing.
 
         It overwrites the previous patch of C. So all threads of the warpgroup must have read that,
         and a `commit_smem` must have followed.

@@ -38,8 +38,8 @@ def _accumulate(share: Share, accumulators: tuple[Any, ...]) -> None:
 
     Each step is started before the wait for the previous step. Otherwise the tensor cores would
     idle between two steps. So after the wait, the `wgmma` of this step may still read their slot,
-    but those of the previous step have read theirs. That is why the slot of the previous step is
-    freed, and not the slot of this step: the producer would overwrite it while it is multiplied.
+    but those of the previous step have read theirs. Only the slot of the previous step is freed.
+    If the slot of this step were freed, the producer could overwrite it while it is multiplied.
     """
     matmul, ring = share.block.matmul, share.block.ring
 

@@ -77,7 +77,7 @@ def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
 def _of_step(
     box: Axes, scaling: Scaling, step: Array, first: Array
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Indices of a step's scales: in global memory behind B, and in a slot.
+    """Indices of a step's scales: in global memory (without B), and in a slot.
 
     `first` is the tile's first row of lhs or column of rhs.
     """

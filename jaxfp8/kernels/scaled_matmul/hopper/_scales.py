@@ -85,7 +85,7 @@ def laid(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
 
 
 def padded(x: Array, axis: int, multiple: int) -> Array:
-    """x with zeros behind an axis, so that its size is a multiple of `multiple`."""
+    """x with zeros at the end of an axis, so that its size is a multiple of `multiple`."""
     missing = pl.cdiv(x.shape[axis], multiple) * multiple - x.shape[axis]
     pads = [(0, missing if i == axis else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, jnp.zeros((), x.dtype), pads) if missing else x

@@ -111,8 +111,8 @@ class Tiling:
             or self.cluster not in (1, 2)
         ):
             raise ValueError(
-                f"{self!r} is no tiling. Its rows are 64 or 128, its columns 32, 64 or 128, and its "
-                "cluster 1 or 2. Take such values."
+                f"{self!r} is no tiling. Its rows are 64 or 128, its columns 32, 64 or 128, its "
+                "cluster is 1 or 2. Take such values."
             )
         if min(self.stages, self.group) < 1 or self.blocks < self.cluster:
             raise ValueError(
