@@ -26,20 +26,20 @@ def dispatch(
 ) -> Any:
     """Call the first backend that can do the case.
 
-    A backend that cannot do it raises NotImplementedError with its reason, and the next one is
-    tried. The logger "jaxfp8" warns of each reason once. If it is the only one, its error is
-    raised.
+    A backend that cannot do the case raises NotImplementedError with the reason. Then the next one
+    is tried, and the logger "jaxfp8" warns of each reason once. If there is only one backend, its
+    error is raised.
 
     Args:
-      operation: its name, for messages.
+      operation: the name of the operation, for messages.
       backends: name -> function.
-      attempts: names of backends, best first, or names with extra arguments.
+      attempts: names of backends, best first. A name may come with extra arguments.
       *args: for the backend.
       **kwargs: for the backend.
 
     Raises:
       NotImplementedError: if the only backend cannot do the case.
-      ExceptionGroup: of every reason, if none of several can.
+      ExceptionGroup: of every reason, if none of several backends can do the case.
 
     Example:
       >>> dispatch("double", {"xla": lambda x: 2 * x}, ["xla"], 3)
@@ -65,7 +65,7 @@ def dispatch(
 
 @functools.lru_cache(maxsize=4096)
 def _say(what: str) -> None:
-    """Log once what was not taken: choices by shape do not know every case of a layer."""
+    """Log a message once. `plan/` chooses by shape, so it cannot foresee every case of a layer."""
     logging.getLogger("jaxfp8").warning(what)
 
 
@@ -74,31 +74,32 @@ def _backend(
 ) -> Callable[..., Any]:
     if name not in backends:
         raise NotImplementedError(
-            f"there is no backend {name!r} of {operation}, only {sorted(backends)}"
+            f"There is no backend {name!r} of {operation}, only {sorted(backends)}. Name one of "
+            "these."
         )
     return backends[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend for CUDA that is known by name. The first call imports it.
+    """A backend for CUDA, given by name. The first call imports it.
 
     On other platforms the same program runs `elsewhere`.
 
-    `import jaxfp8` does not import Pallas, which would take most of the time
-    (`benchmarks/import_time.py`). In jax 0.10 Pallas needs absl, which jax does not install. The
-    module of a `Backend` imports Pallas or Triton at its top. `tests/test_floors.py` reads `module`
-    as an import of the file that names it.
+    `import jaxfp8` does not import Pallas, because Pallas would take most of the import's time
+    (`benchmarks/import_time.py`). Also, Pallas of jax 0.10 needs absl, which jax does not install.
+    The module of a `Backend` imports Pallas or Triton at its top. `tests/test_floors.py` reads
+    `module` as an import of the file that names it.
 
     Attributes:
-      module: the file, "jaxfp8.kernels.cast._mosaic" for instance.
-      function: its name in there.
-      needs: what has to be installed for it, for the message.
-      elsewhere: what other platforms run, see `on_cuda`.
+      module: the module to import, for instance "jaxfp8.kernels.cast._mosaic".
+      function: the name of the backend in that module.
+      needs: what must be installed, for the message.
+      elsewhere: the function that other platforms run, see `on_cuda`.
 
     Raises:
-      NotImplementedError: when called, if something that it needs cannot be imported. The next
-        backend is tried then.
+      NotImplementedError: when called, if something that it needs cannot be imported. Then the next
+        backend is tried.
 
     Example:
       >>> tomorrow = Backend("jaxfp8.kernels.cast._tomorrow", "cast", needs="It", elsewhere=print)

@@ -9,7 +9,7 @@ from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._per_block import PerBlock
 
 _SIDE = 128
-"""The side of the square tiles of which kernels return one amax each."""
+"""The side of the square tiles for which kernels return one amax each: T of `mosaic/_tiles.py`."""
 
 
 class CastExtras(NamedTuple):
@@ -60,6 +60,8 @@ class CastExtras(NamedTuple):
             largest = amax(x, cells).astype(like.largest.dtype)
         if like.column_sums is not None:
             sums = jnp.sum(x, -2, jnp.float32, keepdims=True)
+            # A kernel sums some rows into each of C entries. Here the first entry is the whole
+            # sum, and the others are zero.
             unused = like.column_sums.shape[-2] - 1
             sums = jnp.pad(sums, [(0, 0)] * (x.ndim - 2) + [(0, unused), (0, 0)])
         return cls(largest, sums)

@@ -1,4 +1,4 @@
-"""A kernel for CUDA, and what other platforms run in its place, in one program.
+"""A kernel for CUDA and its replacement on other platforms, in one program.
 
 A program that is written for a GPU can be debugged on a CPU without a change. XLA compiles only the
 branch of the platform. The kernel is traced on every platform, so what it needs must be installed.
@@ -21,11 +21,11 @@ def on_cuda(
     """`kernel(*args, **kwargs)` on CUDA, and `elsewhere(like, *args, **kwargs)` on other platforms.
 
     Args:
-      kernel: gives a tree of arrays.
-      elsewhere: gives a tree of the same structure, shapes and dtypes. `like` is that tree, with
+      kernel: returns a tree of arrays.
+      elsewhere: returns a tree of the same structure, shapes and dtypes. `like` is that tree, with
         `jax.ShapeDtypeStruct`s as leaves.
       *args: trees. Leaves that are no arrays are static.
-      **kwargs: likewise.
+      **kwargs: trees, too.
 
     Raises:
       NotImplementedError: if the kernel raises it when it is traced.
@@ -48,6 +48,8 @@ def on_cuda(
 
         return run
 
+    # The kernel is traced before the choice of a platform, because `elsewhere` needs the types of
+    # its results. The branch for CUDA runs this trace.
     traced, like = jax.make_jaxpr(of_arrays(kernel), return_shape=True)(*dynamic)
     of_results: Any = jax.tree.structure(like)
 
@@ -64,7 +66,10 @@ def on_cuda(
 
 
 def _as(x: jax.Array, aval: Any) -> jax.Array:
-    """x with the mesh axes that a type names: those it varies over, and those that split it."""
+    """x with the mesh axes of a type: those over which it varies, and those that split it.
+
+    The branches of `platform_dependent` must return equal types.
+    """
     if missing := aval.manual_axis_type.varying - varying(x):
         x = lax.pcast(x, tuple(sorted(missing)), to="varying")
     mesh = aval.sharding.mesh

@@ -1,8 +1,8 @@
-"""A kernel on the devices of a mesh: each runs it on its own shard, and nothing is gathered.
+"""A kernel on the devices of a mesh: each device runs it on its own shard.
 
-XLA does not know how a kernel's results depend on its operand. So in an Auto mesh it would give
-every device all of the operand. Here every axis of every result is split as that axis of the
-operand.
+XLA does not know how a kernel's results depend on its operand. So in an Auto mesh it would gather
+the operand on every device. This module tells XLA that every axis of a result is split like the
+same axis of the operand. Then nothing is gathered, unless a shard would cut a tile.
 """
 
 import functools
@@ -25,39 +25,47 @@ Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
-    """`kernel`, on any mesh and under `jax.vmap`.
+    """`kernel`, as a function that works on any mesh and under `jax.vmap`.
 
     Args:
-      kernel: of x [...], and of arrays whose axes are those of x or 1, to results that have the
-        axes of x. It takes any number of axes in front of those of `sides`.
-      sides: of a tile along the trailing axes; parts of an axis must have whole tiles, all of it
-        may have a ragged last one.
-      cells: of each result, how many elements of x along each of these axes become one: 1 or the
-        same in all of them.
+      kernel: a function of x [...] and of other arrays. Each axis of these has the size of x's axis
+        or size 1. The results have the axes of x. The kernel takes any number of axes in front of
+        those of `sides`.
+      sides: the side of a tile along each trailing axis. Each shard of a split axis must hold whole
+        tiles. An axis that is not split may end in a ragged tile.
+      cells: for each result, how many values of x become one value, along each of these axes. Along
+        one axis that is 1 or the same number in all results.
 
     Raises:
-      NotImplementedError: in a mesh of which some axes are manual and others not, or whose parts
-        would cut tiles.
+      NotImplementedError: in a mesh whose axes have different types (Auto, Explicit, Manual), and
+        in an Explicit mesh whose shards would cut tiles.
     """
 
     @custom_vmap
     def call(x: Array, *others: Array) -> tuple[Array, ...]:
         kinds = set(mesh_of(x, *others).axis_types)
         if kinds == {AxisType.Manual}:
+            # The types of a kernel's results may name no manual axes. The results depend on all
+            # operands, so they vary over every axis that an operand varies over.
             x, *beside = (functools.reduce(vary_as, (x, *others), each) for each in (x, *others))
             return tuple(vary_as(result, x) for result in kernel(x, *beside))
-        # No kinds: no mesh is set. The type of another kernel's result names no mesh, but the
-        # result may be on several devices.
         if len(kinds) > 1:
-            raise NotImplementedError(f"a mesh with axes of the kinds {sorted(map(str, kinds))}")
+            raise NotImplementedError(
+                f"The mesh has axes of the types {sorted(map(str, kinds))}. A kernel needs axes of "
+                "one type. Inside jax.shard_map, make all axes manual."
+            )
         if kinds == {AxisType.Explicit}:
             return _explicit(kernel, sides, x, *others)
+        # This is also the path if no mesh is known (no kinds). The result of another kernel has a
+        # type without a mesh, but it may be on several devices.
         return _auto(kernel, sides, cells, x, *others)(x, *others)
 
     @call.def_vmap
     def batched(
         size: int, is_mapped: list[bool], x: Array, *others: Array
     ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        # The kernel takes the mapped axis as one more leading axis. An operand that is not mapped
+        # gets size 1 there, so it is not repeated in memory. x must have the full size.
         x_mapped, *mapped = is_mapped
         x = x if x_mapped else jnp.broadcast_to(x, (size, *x.shape))
         beside = (each if there else each[None] for each, there in zip(others, mapped, strict=True))
@@ -69,7 +77,7 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
 def mesh_of(*operands: Array) -> AbstractMesh:
     """The mesh that is set, or else the mesh in the type of an operand.
 
-    `jax.jit` of sharded arrays sets none.
+    `jax.jit` of sharded arrays sets no mesh.
     """
     meshes = (
         jax.sharding.get_abstract_mesh(),
@@ -79,7 +87,7 @@ def mesh_of(*operands: Array) -> AbstractMesh:
 
 
 def _of_other(spec: Any, shape: Axes) -> Any:
-    """The spec of an array whose axes are those of x, which lies as `spec` says, or 1."""
+    """The spec of an array whose axes have the size of x's axes or size 1. x has `spec`."""
     return jax.P(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=True)))
 
 
@@ -90,15 +98,17 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Ar
         parts = math.prod(sharding.mesh.shape[name] for name in mesh_axes(spec[axis]))
         if parts > 1 and x.shape[axis] % (parts * side):
             raise NotImplementedError(
-                f"axis {axis} of {list(x.shape)} split {parts} times cuts tiles of {side}"
+                f"Axis {axis} of {list(x.shape)} is split over {parts} devices, and that cuts "
+                f"tiles of {side}. Each shard needs whole tiles. Pad the axis or split another one."
             )
     in_specs = (spec, *(_of_other(spec, each.shape) for each in others))
-    # What lies otherwise, a gain that is whole on every device for instance, is moved.
+    # `jax.shard_map` takes Explicit arrays only with the specs of `in_specs`. An operand may have
+    # another one: a gain, for instance, is often replicated.
     others = tuple(
         jax.sharding.reshard(each, NamedSharding(sharding.mesh, lie))
         for each, lie in zip(others, in_specs[1:], strict=True)
     )
-    # None takes the one that is set
+    # None stands for the mesh that is set. Otherwise the mesh comes from the operand's type.
     mesh = None if jax.sharding.get_abstract_mesh().axis_names else sharding.mesh
     return jax.shard_map(kernel, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(
         x, *others
@@ -106,7 +116,10 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Ar
 
 
 def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *others: Array) -> Kernel:
-    """The kernel with what XLA has to know of it. An axis that tiles do not fit stays whole."""
+    """The kernel with its partitioning rules for XLA.
+
+    If shards of an axis would cut tiles, each device gets all of the axis.
+    """
     ndim = x.ndim
 
     def placed(mesh: Any, x: Any) -> NamedSharding:
@@ -131,19 +144,25 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,
-        decode_shardings=False,  # JAX raises where XLA splits an axis by a part of a mesh axis
+        # XLA may split an axis over part of a mesh axis. JAX cannot decode that and would raise.
+        decode_shardings=False,
         **_rule(x.shape, cells, [each.shape for each in others]),
     )
     return call
 
 
 def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str, Any]:
-    """Shardy's rule.
+    """Shardy's rule, as keyword arguments of `def_partition`.
 
-    Along an axis with tiles a factor for them, and one, never split, for what is inside of one.
+    The factors of the rule, numbered by axis:
 
-    An axis of a single tile or with a ragged last one is inside as a whole, and with a ragged one
-    never split.
+      l  a leading axis
+      t  the tiles of an axis, or the axis itself if it has no tiles
+      i  the values inside one tile; never split
+      u  an axis of size 1 of another operand
+
+    An axis with a single tile, or with a ragged last tile, has only `i` in x. So it is never split.
+    A ragged axis has `t` in results with one value a tile, and that is not split either.
     """
     lead = len(shape) - len(cells[0])
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
@@ -155,7 +174,8 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
         if side == 1 or cell > 1:
             return f"t{axis}"
         inside[f"i{axis}"] = side
-        if shape[lead + axis] == side or axis in ragged:  # a factor must divide, and not be 1
+        # In parentheses a factor must divide the axis, and must not be 1.
+        if shape[lead + axis] == side or axis in ragged:
             return f"i{axis}"
         return f"(t{axis} i{axis})"
 
@@ -178,6 +198,6 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
     )
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
     whole = {*inside, *(f"t{axis}" for axis in ragged)}
-    # which Shardy wants
+    # Shardy takes these factors only in the order in which the rule names them.
     in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
     return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}

@@ -1,4 +1,4 @@
-"""The chips that FP8 code is written for. A chip is named by the user, never detected."""
+"""The chips that FP8 code is written for. The user names a chip; nothing detects it."""
 
 import dataclasses
 import re
@@ -9,13 +9,13 @@ from jax.sharding import AbstractMesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A chip by what it can do.
+    """A chip and what it can do.
 
     Attributes:
-      name: as users type it.
+      name: the name that users write.
       platform: jax's platform name.
-      compute_capability: of an NVIDIA GPU, (major, minor); None elsewhere.
-      fp8_matmul: whether it multiplies FP8 in hardware by a route that XLA can take.
+      compute_capability: (major, minor) of an NVIDIA GPU; None for other chips.
+      fp8_matmul: whether XLA can multiply FP8 in the hardware of this chip.
       block_scaled_matmul: whether its tensor cores apply the scales of tiles (MXFP8).
     """
 
@@ -32,7 +32,7 @@ class Chip:
 
 
 # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
-# point"). ROCm and TPU have FP8 units too, but nothing here was ever compiled or run for them: they
+# point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run for them, so they
 # take the portable path.
 CHIPS = {
     chip.name: chip
@@ -57,10 +57,10 @@ CHIPS = {
 
 
 def chip_named(name: str) -> Chip:
-    """The chip of that name.
+    """The chip with this name.
 
     Raises:
-      ValueError: for a name that is not in the table.
+      ValueError: for a name that is not in `CHIPS`.
 
     Example:
       >>> chip_named("h200").compute_capability
@@ -72,12 +72,11 @@ def chip_named(name: str) -> Chip:
 
 
 def compute_capability_of(mesh: AbstractMesh) -> int | None:
-    """That of the GPUs of which a mesh is made, 90 for an H200.
+    """The compute capability of a mesh's GPUs, as one number: 90 for an H200.
 
-    None if it tells of none that is in the table.
-
-    A program can be compiled for a mesh of GPUs that are not there; without one, what compiles a
-    kernel asks the GPU.
+    A program can be compiled for a mesh of GPUs that this machine does not have. So the mesh is
+    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `CHIPS`. Then
+    jax-triton asks the GPU.
 
     Example:
       >>> from jax.sharding import AbstractDevice

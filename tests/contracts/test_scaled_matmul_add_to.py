@@ -168,7 +168,7 @@ def test_the_kernel_leaves_an_explicit_mesh_of_one_device_to_others():
     c = addend(jnp.bfloat16, 64, N)
     with jax.set_mesh(mesh):
         lhs, rhs, there = jax.device_put((lhs, rhs, c), jax.NamedSharding(mesh, jax.P()))
-        with pytest.raises(NotImplementedError, match=mentions("add_to in", "Explicit")):
+        with pytest.raises(NotImplementedError, match=mentions("add_to is given in", "Explicit")):
             multiply(lhs, rhs, there, "mosaic")
         y = multiply(lhs, rhs, there, None)
     np.testing.assert_array_equal(y, exact(lhs, rhs, c, jnp.bfloat16))

@@ -1,1 +1,1 @@
-"""High precision to FP8."""
+"""The cast from high precision to FP8, with known scales."""

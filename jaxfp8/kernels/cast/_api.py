@@ -1,4 +1,4 @@
-"""The door of the cast with known scales: high precision in, QuantizedTensors out."""
+"""The entry to the cast with known scales: high precision in, QuantizedTensors out."""
 
 import functools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def _elsewhere(
     *,
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """What other platforms than CUDA run instead of a kernel."""
+    """The cast that other platforms than CUDA run instead of a kernel."""
     copies, _ = _xla.cast_copies(x, cast, scales, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
@@ -65,14 +65,15 @@ def cast_copies(
     """The copies of x that a cast asks for, in one call, so that a kernel can read x once.
 
     Args:
-      x: [...] floating point, or what a prologue makes of arrays. XLA fuses the prologue. Kernels
-        in Pallas read the arrays.
+      x: [...] floating point, or the result of a prologue with its arrays. XLA fuses the prologue.
+        Kernels in Pallas read the arrays.
       cast: which copies. Of its rule only `exact` is used: whether scales are powers of two.
       scales: one for each direction.
       key: a jax PRNG key, for stochastic rounding.
 
     Returns:
-      The copies, and extra results of a kernel. Without them, XLA fuses an amax of x with the cast.
+      The copies, and extra results of a kernel. XLA's cast has none: the caller computes the amax,
+      and XLA fuses it with the cast.
     """
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
         "cast", BACKENDS, cast.backends, x, cast, scales, key=key

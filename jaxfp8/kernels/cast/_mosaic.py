@@ -26,11 +26,15 @@ def cast_copies(
     """See `kernels.cast._api.cast_copies`.
 
     Raises:
-      NotImplementedError: see `copies`; for tiles; for stochastic rounding.
+      NotImplementedError: for tiles, for stochastic rounding, and for all that `copies` names.
     """
     del key
     if cast.rounding != "nearest" or any(each.in_tiles for each in cast.granularities):
-        raise NotImplementedError(f"a cast with {cast.granularities!r}, rounding={cast.rounding!r}")
+        raise NotImplementedError(
+            f"The cast has granularities={cast.granularities!r} and rounding={cast.rounding!r}. "
+            "This kernel needs scales that are not in tiles, and rounding='nearest'. Write "
+            "casts='xla' in fp8.Kernels."
+        )
     multipliers, known = zip(*scales, strict=True)
     values, extras = copies(x, cast, multipliers)
     return cast.copies(values, known, x.dtype), extras
@@ -39,7 +43,7 @@ def cast_copies(
 def copies(
     x: Source, cast: Cast, multipliers: tuple[Array, ...]
 ) -> tuple[tuple[Array, ...], CastExtras]:
-    """The values of each copy of x, and the amaxes of the tiles of T x T of x, in one read.
+    """The values of each copy of x, and the amax of each tile T x T of x, in one read of x.
 
     A copy is written transposed if its direction says so. It is also written transposed if it has a
     multiplier for each column, because a matmul then contracts it along M.
@@ -51,9 +55,12 @@ def copies(
         1. Axis K must have size 1; if the copy is transposed, axis M must.
 
     Raises:
-      NotImplementedError: for float64; last two axes that are no multiples of 32; multipliers along
-        rows of a transposed copy, along columns of another, or of single values; meshes that are
-        manual in part; jax before 0.11.
+      NotImplementedError: for any of these:
+
+        - x is float64, or its last two axes are no multiples of 32;
+        - a transposed copy has a multiplier for each row, or another copy has one for each column;
+        - some axes of the mesh are manual and others are not;
+        - jax is older than 0.11.
     """
     operands, prologue = operands_of(x), prologue_of(x)
     transposed = tuple(
@@ -65,14 +72,15 @@ def copies(
     for multiplier, is_transposed in zip(multipliers, transposed, strict=True):
         if multiplier.shape[-2 if is_transposed else -1] > 1:
             raise NotImplementedError(
-                f"multipliers {list(multiplier.shape)} of x {list(x.shape)}, "
-                f"transposed={is_transposed}"
+                f"The multipliers are {list(multiplier.shape)}, x is {list(x.shape)}, and "
+                f"transposed={is_transposed}. A copy needs one multiplier for each of its rows, or "
+                "fewer. Write casts='xla' in fp8.Kernels."
             )
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         x, multipliers = arrays[0], arrays[len(operands) :]
-        # Matrices with multipliers of their own stay separate. Else the tokens of all of them
-        # are rows of one matrix.
+        # Matrices with different multipliers of columns stay separate. Otherwise the tokens of all
+        # matrices become rows of one matrix.
         separate = any(each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers)
         source, read = reader(arrays[: len(operands)], prologue, separate=separate)
         lines = [lined(each, x.shape, source.shape[0]) for each in multipliers]
@@ -92,6 +100,7 @@ def copies(
         tiles = *x.shape[:-2], *tiles_of(x.shape)
         return *(each.reshape(x.shape) for each in values), written.largest.reshape(tiles), *sums
 
+    # The kernel returns one amax for each T x T, so each shard must have whole tiles.
     cells = *[(1, 1)] * len(transposed), (T, T), *[(T, 1)] * cast.column_sums
     results = on_mesh(local, (T, T), cells)(*operands, *multipliers)
     return results[: len(transposed)], CastExtras(*results[len(transposed) :])

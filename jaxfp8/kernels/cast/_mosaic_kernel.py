@@ -1,4 +1,4 @@
-"""The kernel of the cast in Pallas (Mosaic GPU): copies with multipliers that are given.
+"""The kernel of the cast in Pallas (Mosaic GPU): copies with known multipliers.
 
 Letters: L the leading axes as one, M, K the last two; T = 128.
 """
@@ -26,7 +26,7 @@ class Written(NamedTuple):
     """What the kernel writes: types, refs inside the kernel, arrays after it.
 
     Attributes:
-      copies: [L, M, K], or [L, K, M] of a transposed one.
+      copies: [L, M, K] each, or [L, K, M] if the copy is transposed.
       largest: float32 [L, M/T, K/T], the amax of each tile.
       sums: `ColumnSums.result`, or None.
     """
@@ -65,9 +65,9 @@ class CopiesKernel:
     Attributes:
       source: how x is read.
       format: of the values.
-      transposed: of each copy.
-      in_lines: of each copy, whether its multipliers are [L, M] ([L, K] if it is transposed). Else
-        they are [L].
+      transposed: for each copy, whether it is transposed.
+      in_lines: for each copy, whether its multipliers are [L, M], or [L, K] if it is transposed.
+        Otherwise they are [L].
       sums: how columns are summed; None if they are not.
     """
 
@@ -108,15 +108,17 @@ class CopiesKernel:
         return _Scratch(read, copies, self.sums.staged if self.sums else None)
 
     def body(self, read: _Read, written: Written, scratch: _Scratch) -> None:
-        """What a block of threads does. Its name is the kernel's name in the program."""
+        """The work of a block of threads. The name "body" is the kernel's name in the program."""
         here = place(self.source.shape)
         self.source.start(read.operands, scratch.read)
         self._start_multipliers(here, read, scratch)
         tile = self.source.tile(scratch.read)
-        # Columns are summed while they are in registers for the first transposed copy.
+        # Columns are summed while the first transposed copy has them in registers. Without such a
+        # copy, `ColumnSums.write` loads them.
         summing = self.transposed.index(True) if self.sums and any(self.transposed) else None
         for n, transposed in enumerate(self.transposed):
             at = here.of_copy(transposed=transposed)
+            # One multiplier for the tile is a scalar in global memory: it needs no shared memory.
             one = None if self.in_lines[n] else read.multipliers[n][at.matrix]
             amaxes = []
             for index, rows in parts(tile, transposed=transposed):
@@ -124,16 +126,25 @@ class CopiesKernel:
                 if self.sums and n == summing:
                     self.sums.take(scratch.sums, index, rows)
                 self._cast(scratch.copies[n], index, rows, one)
+            # Every copy sees all of the tile, so the first one has its amax. There are two parts,
+            # of PART = T / 2 rows each.
             if n == 0:
                 written.largest[tuple(here)] = jnp.max(jnp.maximum(*amaxes))
-            plgpu.commit_smem()  # so that TMA sees what threads stored
+            # All threads have stored their values (and sums), and TMA sees them. Without this, TMA
+            # would write values that a slower warp has not stored yet.
+            plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(scratch.copies[n].values, written.copies[n].at[at.window])
         if self.sums:
             self.sums.write(scratch.sums, written.sums, tile if summing is None else None)
+        # TMA has read all copies. Before that the block must not end: its shared memory would go to
+        # another block. No copy waits for another one, because each has its own shared memory.
         plgpu.wait_smem_to_gmem(0)
 
     def _start_multipliers(self, here: Place, read: _Read, scratch: _Scratch) -> None:
-        """Start to bring in the multipliers of the rows of a tile: one arrival for each line."""
+        """Start to copy the multipliers of the tile's rows. Each copy is one arrival.
+
+        They arrive at the reader's barrier, so one wait covers the operands and the multipliers.
+        """
         for transposed, multipliers, staged in zip(
             self.transposed, read.multipliers, scratch.copies, strict=True
         ):
@@ -143,7 +154,7 @@ class CopiesKernel:
                 plgpu.copy_gmem_to_smem(line, staged.multipliers, scratch.read.arrived)
 
     def _cast(self, staged: _StagedCopy, index: Any, rows: Array, one: Array | None) -> None:
-        """Cast rows [R, T] of a tile with one multiplier, or with those of the rows."""
+        """Cast rows [R, T] of a tile, with one multiplier or with a multiplier for each row."""
         if one is not None:
             multiplier = jnp.full(rows.shape, one)
         else:

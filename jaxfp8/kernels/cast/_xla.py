@@ -1,4 +1,4 @@
-"""The cast for XLA: elementwise, so that it fuses with what produced x, and with an amax of x.
+"""The cast for XLA. It is elementwise, so XLA fuses it with the producer of x and an amax of x.
 
 With barriers it is the reference: XLA cannot fuse or rewrite anything across them.
 """

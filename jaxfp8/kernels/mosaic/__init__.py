@@ -1,1 +1,1 @@
-"""What kernels in Pallas (Mosaic GPU) share."""
+"""Code that the kernels in Pallas (Mosaic GPU) share."""

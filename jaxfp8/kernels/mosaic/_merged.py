@@ -27,7 +27,7 @@ class Merged:
 
     Attributes:
       counts: for each axis of the merged array, how many axes of x it holds.
-      rows: the axis of x before those that are merged.
+      rows: the axis of x in front of the merged axes.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -42,7 +42,7 @@ class Merged:
 
     @classmethod
     def of(cls, shape: Axes, cast: Cast) -> "Merged":
-        """For tiles that run along the last axis, or along one axis before it.
+        """How to merge the axes of an array whose tiles run along the last axis or one before it.
 
         Raises:
           NotImplementedError: if a tile of x would not be a tile of the merged array.
@@ -51,9 +51,11 @@ class Merged:
         tiles = [granularity.along(ndim) for granularity in cast.granularities]
         rows = max((axis for tile in tiles for axis in range(ndim - 1) if tile[axis] > 1),
                    default=ndim - 2)  # fmt: skip
+        # A ragged last tile of one head would continue into the next head of the merged axis.
         if rows < ndim - 2 and any(shape[-1] % tile[-1] for tile in tiles):
             raise NotImplementedError(
-                f"tiles along axis {rows} of {list(shape)}, whose last axis has no whole tiles"
+                f"The array has shape {list(shape)} and tiles along axis {rows}. The kernel merges "
+                "the axes after it, whose last axis has no whole tiles. Pad the last axis."
             )
         return cls((1,) * (rows + 1) + (ndim - 1 - rows,), rows)
 
@@ -66,8 +68,8 @@ class Merged:
         """x with merged axes.
 
         Raises:
-          NotImplementedError: if an array of a prologue has only some of the merged axes, or if an
-            Explicit mesh splits a merged axis other than the first.
+          NotImplementedError: if an array of a prologue has only some of the merged axes. Also if
+            an Explicit mesh splits a merged axis other than the first.
         """
         if not isinstance(x, Produced):
             return self._array(x)
@@ -75,13 +77,14 @@ class Merged:
             last = each.shape[self.rows + 1 :]
             if last != x.shape[self.rows + 1 :] and math.prod(last) > 1:
                 raise NotImplementedError(
-                    f"prologue={x.prologue!r} of {list(x.shape)}, of which an array has only some "
-                    "of the axes that the kernel merges"
+                    f"prologue={x.prologue!r} of {list(x.shape)} reads an array of "
+                    f"{list(each.shape)}. The kernel merges trailing axes, and the array has only "
+                    "some of them. Quantize prologue(*arrays)."
                 )
         return Produced(self._array(x.value), tuple(map(self._array, x.operands)), x.prologue)
 
     def cast(self, cast: Cast) -> Cast:
-        """The cast of the merged array. It sums no columns, because they are not those of x."""
+        """The cast of the merged array. It sums no columns: x has other columns than that array."""
         directions = tuple(
             dataclasses.replace(direction, granularity=PerBlock((tile[self.rows], tile[-1])))
             for direction in cast.directions
@@ -106,8 +109,9 @@ class Merged:
             sharding = jax.typeof(x).sharding
             if any(devices_of(sharding.mesh, each) > 1 for each in sharding.spec[self.rows + 2 :]):
                 raise NotImplementedError(
-                    f"{list(x.shape)} split as {sharding.spec}: the mesh splits an axis that the "
-                    "kernel merges"
+                    f"The array {list(x.shape)} is split as {sharding.spec}. The mesh splits an "
+                    "axis that the kernel merges into the axis before it. Split the first of the "
+                    f"merged axes, axis {self.rows + 1}."
                 )
         return merge_axes(x, self.counts)
 

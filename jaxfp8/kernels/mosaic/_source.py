@@ -1,8 +1,9 @@
 """How a block of threads in Pallas (Mosaic GPU) gets its tile: from memory, or by a prologue.
 
-A prologue is applied in place. The tile of its first operand becomes that of h, the result of the
-prologue, before the kernel reads it. h is rounded to its dtype, as if it had been written and read.
-So a kernel does the same in both cases, and computes h once for all directions.
+A prologue is applied in place. Its result h replaces the tile of its first operand in shared
+memory. Only then does the kernel read the tile. h is rounded to its dtype, as if it had been
+written to memory and read again. So a kernel does the same in both cases, and it computes h once
+for all directions.
 
 Letters: L the leading axes as one, M, K the last two; T = 128.
 """
@@ -22,10 +23,11 @@ from jaxfp8.prologues._prologue import AbstractPrologue, Produced, Source
 
 Kind: TypeAlias = Literal["tile", "rows", "columns"]
 """An operand [L, M, K], or a value for each row [L, M] or column [L, K] in float32."""
-# Columns of a part: with all T of them two operands and an exponential take all 255 registers of a
-# thread.
+# Columns for which a prologue is computed at once. With all T columns, two operands and an
+# exponential take all 255 registers of a thread.
 _COLUMNS = 64
-# Where the values of rows and of columns are, in the registers that hold a tile.
+# The layouts of one value a row, and of one value a column. Each thread gets the values for the
+# elements of a tile that it holds, so scaling needs no exchange between threads.
 ONE_A_ROW, _ONE_A_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -41,11 +43,11 @@ def operands_of(x: Source) -> tuple[Array, ...]:
 
 
 class Staged(NamedTuple):
-    """What a kernel has in shared memory to get its tile: types for `plgpu.kernel`, then refs.
+    """The shared memory in which a tile arrives: types for `plgpu.kernel`, then refs.
 
     Attributes:
-      operands: a tile, a line of rows or a line of columns for each operand.
-      arrived: the barrier at which every operand arrives.
+      operands: for each operand a tile, or the values of its rows, or of its columns.
+      arrived: the barrier that counts one arrival for each copy to shared memory.
     """
 
     operands: list[Any]
@@ -54,12 +56,12 @@ class Staged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """What a kernel reads for an array [L, M, K].
+    """How a kernel reads an array [L, M, K].
 
     Attributes:
       shape: L, M, K.
-      prologue: what makes the array of its operands; None for an array in memory.
-      operands: the kind and the dtype of each; those that are tiles have the shape of the array.
+      prologue: computes the array from its operands; None for an array in memory.
+      operands: kind and dtype of each operand. An operand of kind "tile" has the array's shape.
     """
 
     shape: Axes
@@ -67,10 +69,10 @@ class Reader:
     operands: tuple[tuple[Kind, DType], ...]
 
     def staged(self, *, beside: int = 0) -> Staged:
-        """Shared memory for what is read.
+        """Shared memory for the operands.
 
         Args:
-          beside: how many arrays of its own the kernel brings to the same barrier.
+          beside: how many more copies the kernel starts that arrive at the same barrier.
         """
         operands = [
             shared_tile(dtype, self.shape) if kind == "tile" else plgpu.SMEM((T,), dtype)
@@ -79,14 +81,16 @@ class Reader:
         return Staged(operands, plgpu.Barrier(num_arrivals=len(operands) + beside))
 
     def start(self, operands: Sequence[Any], staged: Staged) -> None:
-        """Start to bring in what the tile of this block of threads is made of: one arrival each."""
+        """Start to copy the operands of this block's tile. Each arrives at `staged.arrived`."""
         at, down, across = place(self.shape).window
         windows = {"tile": (at, down, across), "rows": (at, down), "columns": (at, across)}
         for (kind, _), operand, here in zip(self.operands, operands, staged.operands, strict=True):
             plgpu.copy_gmem_to_smem(operand.at[windows[kind]], here, staged.arrived)
 
     def tile(self, staged: Staged) -> Any:
-        """The tile in shared memory. Waits until all has arrived."""
+        """The tile in shared memory, once all copies have arrived and the prologue is applied."""
+        # The wait is for all copies, those that the kernel started itself included. Before it,
+        # shared memory is not written yet.
         plgpu.barrier_wait(staged.arrived)
         tile = staged.operands[0]
         prologue = self.prologue
@@ -101,16 +105,21 @@ class Reader:
                     _loaded(kind, each, rows, columns)
                     for (kind, _), each in zip(self.operands, staged.operands, strict=True)
                 )
+                # In place: operand and result have one layout, so a warp overwrites only what it
+                # has loaded itself.
                 tile[rows, columns] = prologue.elementwise(*loaded).astype(tile.dtype)
 
-        # A loop in the program, too, or its addresses take registers from what follows.
+        # The compiled program has this loop, too. Unrolled, its addresses would take registers from
+        # the code after it.
         lax.fori_loop(0, T // PART, make, None)
-        plgpu.commit_smem()  # other threads read it, by columns too
+        # All threads have stored h. Without this, a thread that reads the tile by columns could
+        # read the operand where another warp has not stored h yet.
+        plgpu.commit_smem()
         return tile
 
 
 def _loaded(kind: Kind, staged: Any, rows: Any, columns: Any) -> Array:
-    """These rows and columns of what is staged for an operand, in float32 registers."""
+    """Some rows and columns of a staged operand, in float32 registers."""
     index = {"tile": (rows, columns), "rows": (rows,), "columns": (columns,)}[kind]
     layout = {"tile": plgpu.Layout.WGMMA, "rows": ONE_A_ROW, "columns": _ONE_A_COLUMN}[kind]
     load: Any = plgpu.load  # before jax 0.11 it has no layout=
@@ -126,13 +135,14 @@ def reader(
     """The reader, and the operands as it reads them.
 
     Args:
-      operands: the first [..., M, K], the others with its axes or 1.
+      operands: the first is [..., M, K]. Each axis of the others has the same size or size 1.
       prologue: see `Reader`.
-      separate: keep the matrices of the array separate. Else they become one where that cuts no
-        tile.
+      separate: whether the matrices [M, K] of the array stay separate. Otherwise they become one
+        matrix, if that cuts no tile.
     """
     x, *others = operands
-    # Matrices stay separate, too, if each has its own values for columns.
+    # Matrices also stay separate if each has its own values for columns: the rows of one matrix
+    # share these values.
     separate = separate or any(
         each.shape[-2] == 1 and each.size > each.shape[-1] for each in others
     )
@@ -150,11 +160,10 @@ def reader(
 
 
 def lined(values: Array, shape: Axes, matrices: int) -> Array:
-    """Values of rows or columns as a kernel reads them.
+    """Values of rows or columns as a kernel reads them: [L], [L, M] of rows, or [L, K] of columns.
 
-    [L], or [L, M] (of columns [L, K]) for whole tiles.
-
-    A copy in one dimension does not look where a row ends. So no row ends inside a tile.
+    M or K is padded with zeros to whole tiles. Pallas copies one dimension without a check for the
+    end of a row, so a row must not end inside a tile.
     """
     *lead, _, _ = shape
     if values.shape[-2] > 1 or matrices > 1:

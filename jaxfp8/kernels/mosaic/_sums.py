@@ -1,9 +1,9 @@
 """Sums of the columns of an array, in Pallas (Mosaic GPU), in a kernel that casts the array.
 
-The kernel has the tiles of the array in shared memory already. The gradient of a bias is such a
-sum. XLA would read the array once more for it.
+The gradient of a bias is such a sum. XLA would read the array once more for it. The cast kernel has
+the tiles of the array in shared memory already.
 
-Letters: L the leading axes as one, M, K the last two; T = 128; S rows of one sum.
+Letters: L the leading axes as one, M, K the last two; T = 128; S the rows that one sum covers.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxfp8.kernels.mosaic._tiles import T, parts, place
 
 @dataclasses.dataclass(frozen=True)
 class ColumnSums:
-    """How the columns of an array [L, M, K] are summed, each S rows of a tile by themselves.
+    """How the columns of an array [L, M, K] are summed: one sum for each S rows of a tile.
 
     Attributes:
       shape: L, M, K.
@@ -32,7 +32,10 @@ class ColumnSums:
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """[L, M/S, K] of whole tiles: a copy in one dimension does not look where a row ends."""
+        """The type of the sums, [L, M/S, K] with M and K of whole tiles.
+
+        A block writes the sums of a whole tile, without a check for the end of a row.
+        """
         lead, m, k = self.shape
         return jax.ShapeDtypeStruct(
             (lead, pl.cdiv(m, T) * (T // self.side), pl.cdiv(k, T) * T), jnp.float32
@@ -44,21 +47,24 @@ class ColumnSums:
         return plgpu.SMEM((T // self.side, T), jnp.float32)
 
     def take(self, staged: Any, index: Any, columns: Array) -> None:
-        """Sum the columns [C, T] of a tile that are at this index."""
+        """Sum some columns [C, T] of a tile; `index` says which of its T columns they are."""
         for cell in range(T // self.side):
             staged[cell, index] = jnp.sum(
                 columns[:, cell * self.side : (cell + 1) * self.side], axis=1
             )
 
     def write(self, staged: Any, result: Any, tile: Any = None) -> None:
-        """Start to write the sums of the tile of this block of threads.
+        """Start to write the sums of this block's tile.
 
-        Give the tile if its columns were not taken before.
+        Args:
+          staged: shared memory for the sums.
+          result: the sums in global memory.
+          tile: in shared memory; None if `take` has summed its columns, and `commit_smem` followed.
         """
         if tile is not None:
             for index, columns in parts(tile, transposed=True):
                 self.take(staged, index, columns)
-            plgpu.commit_smem()  # so that TMA sees what threads stored
+            plgpu.commit_smem()  # all threads have stored their sums, and TMA sees them
         here = place(self.shape)
         cells = T // self.side
         where = here.matrix, pl.ds(here.row * cells, cells), pl.ds(here.column * T, T)

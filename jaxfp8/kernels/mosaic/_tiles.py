@@ -1,8 +1,8 @@
 """Tiles in the shared memory of Hopper and Blackwell, for kernels in Pallas (Mosaic GPU).
 
-A block of threads brings a tile of T x T to shared memory by TMA and reads it from there, by rows
-or, through a transposed view, by columns. What it makes of columns is written as its transpose: the
-only layout in which Hopper's tensor cores read an operand that is contracted along its first axis.
+A block of threads copies a tile of T x T to shared memory by TMA. It reads the tile from there by
+rows, or by columns through a transposed view. A copy that is made of columns is written transposed.
+Hopper's tensor cores read FP8 only with the contracted axis last in memory.
 
 Letters: L the leading axes as one, M, K the last two; T = 128.
 
@@ -24,42 +24,51 @@ from jaxfp8._typing import Array, Axes, DType
 
 T = 128
 RAGGED = 32
-"""The last two axes are multiples of it.
+"""The last two axes must be multiples of it.
 
-TMA takes rows of multiples of 16 bytes, and shared memory boxes that are whole.
+The narrowest swizzle that Pallas has is 32 bytes: a row of 32 FP8 values. An array has whole
+boxes of such rows. TMA itself takes rows of multiples of 16 bytes.
 """
-_SWIZZLE = 128  # bytes within which shared memory is permuted so that banks do not collide, at most
-# along the second and third axis of CUDA's grid (Programming Guide, "Compute capabilities")
+# The widest swizzle in bytes. TMA permutes shared memory within it, so that banks do not conflict.
+_SWIZZLE = 128
+# CUDA's limit for the second and third axis of a grid (Programming Guide, "Compute capabilities").
 _MOST_BLOCKS = 65535
 PART = 64
-"""Rows, the least that the four warps of a block load together."""
+"""Rows of a part of a tile: the four warps of a block load 16 each (`plgpu.Layout.WGMMA`)."""
 
 
 def check_jax() -> None:
     """Raise NotImplementedError for a jax whose Pallas does not have what the kernels need."""
     if jax.__version_info__ < (0, 11):
-        raise NotImplementedError("jax before 0.11 cannot load a transposed tile")
+        raise NotImplementedError(
+            f"This is jax {jax.__version__}. Pallas of jax before 0.11 cannot load a transposed "
+            "tile. Install jax 0.11 or later."
+        )
 
 
 def check_array(x: Array) -> None:
-    """Raise NotImplementedError for what TMA or Pallas cannot bring."""
+    """Raise NotImplementedError for an array that TMA or Pallas cannot copy."""
     check_jax()
     if x.dtype.itemsize > 4:
-        raise NotImplementedError(f"an array of {x.dtype}")
+        raise NotImplementedError(
+            f"The array is of dtype {x.dtype}. The kernel reads at most 4 bytes a value. Cast it "
+            "to float32."
+        )
     if x.ndim < 2 or not x.size or x.shape[-1] % RAGGED or x.shape[-2] % RAGGED:
         raise NotImplementedError(
-            f"shape {list(x.shape)}, whose last two axes are no multiples of {RAGGED}"
+            f"The array has shape {list(x.shape)}. The kernel needs two axes or more, the last two "
+            f"multiples of {RAGGED} and not 0. Pad the array, or use another backend."
         )
 
 
 def as_matrices(x: Array) -> Array:
-    """x [..., M, K] as [L, M, K]; L is 1 where whole tiles let M take the other axes in."""
+    """x [..., M, K] as [L, M, K]. L is 1 if M has whole tiles: then the other axes merge into M."""
     *lead, m, k = x.shape
     return x.reshape(1, -1, k) if m % T == 0 else x.reshape(math.prod(lead), m, k)
 
 
 class Place(NamedTuple):
-    """Which tile of an array [L, M, K] a block of threads has, counted in tiles along M and K."""
+    """Which tile of [L, M, K] a block of threads works on. `row` and `column` count tiles."""
 
     matrix: Array
     row: Array
@@ -81,6 +90,7 @@ def grid(shape: Axes) -> dict[str, Any]:
     `place` says which tile a block has.
     """
     counts = _counts(shape)
+    # Pallas makes the last axis the first one of CUDA, whose limit is 2^31 - 1.
     if max(counts[:2]) > _MOST_BLOCKS:
         return {"grid": (math.prod(counts),), "grid_names": ("lmk",)}
     return {"grid": counts, "grid_names": ("l", "m", "k")}
@@ -108,8 +118,8 @@ def _counts(shape: Axes) -> Axes:
 def shared_tile(dtype: DType, shape: Axes) -> Any:
     """Shared memory for a tile of [.., M, K], which threads can read by rows or by columns.
 
-    TMA writes it and `ldmatrix` reads it. TMA splits a tile into boxes whose rows are permuted. An
-    array has whole boxes.
+    TMA writes it and `ldmatrix` reads it. TMA splits a tile into boxes and permutes their rows. A
+    box is as wide as the widest swizzle that divides the rows of the array, so that no box is cut.
     """
     itemsize = jnp.dtype(dtype).itemsize
     inner = math.gcd(_SWIZZLE // itemsize, shape[-1])
@@ -123,8 +133,8 @@ def shared_tile(dtype: DType, shape: Axes) -> Any:
 def parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[Any, Array]]:
     """The tile in parts: the index of some of its rows, and these rows [rows, T] in float32.
 
-    In parts, because a thread would hold more values than it has registers. Of a transposed copy
-    the rows are the columns of the tile.
+    The columns of the tile are the rows of a transposed copy. A whole tile would be 128 values for
+    each of the 128 threads, half of a thread's registers. So a tile is loaded in parts.
     """
     source = tile.transpose((1, 0)) if transposed else tile
     for first in range(0, T, rows):

@@ -1,7 +1,7 @@
-"""The door of the quantizer: amax, scale and cast in one call, for every direction.
+"""The entry to the quantizer: amax, scale and cast in one call, for every direction.
 
-It is one call, so that a kernel can do all of it in one read of x. Amaxes are those of the array on
-this device. A scale that spans devices, or that a state stored, goes through `kernels.cast`.
+It is one call, so that a kernel can do all of it in one read of x. An amax is that of the array on
+this device. For scales that span devices, and for scales from a state, use `kernels.cast`.
 """
 
 import functools
@@ -24,7 +24,7 @@ def _elsewhere(
     *,
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """What other platforms than CUDA run instead of a kernel."""
+    """The quantizer that other platforms than CUDA run instead of a kernel."""
     copies, _ = _xla.quantize(x, cast, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
@@ -37,7 +37,7 @@ BACKENDS: dict[str, Callable[..., Any]] = {
         needs="Pallas Mosaic GPU",
         elsewhere=_elsewhere,
     ),
-    # jax-triton before 0.4 needs the CUDA wheels to be imported.
+    # jax-triton before 0.4 cannot be imported without the CUDA wheels.
     "triton": Backend(
         "jaxfp8.kernels.quantize._triton",
         "quantize",
@@ -54,8 +54,8 @@ def quantize(
     """The copies of x that a cast asks for, all of them from the high-precision x.
 
     Args:
-      x: [...] floating point, or what a prologue makes of arrays. XLA fuses the prologue. Kernels
-        in Pallas read the arrays.
+      x: [...] floating point, or the result of a prologue with its arrays. XLA fuses the prologue.
+        Kernels in Pallas read the arrays.
       cast: which copies.
       key: a jax PRNG key, for stochastic rounding.
 

@@ -2,8 +2,8 @@
 
 It reads x once for all copies in tiles. Scales that span x need two reads (`_mosaic_axes`).
 
-Each block of threads brings a tile of x to shared memory and reads it from there in every
-direction. The rules are those of numerics, called on registers.
+Each block of threads copies a tile of x to shared memory and reads it from there in every
+direction. The kernel calls the functions of `numerics` on registers, so its rules are the same.
 
 Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
   scale.
@@ -30,14 +30,22 @@ def quantize(
     """See `kernels.quantize._api.quantize`.
 
     Raises:
-      NotImplementedError: for tiles beside other granularities; tiles that are not 1 x S, S x 1 or
-        S x S with S 128 or 32, the same in every direction; scales of single values; stochastic
-        rounding; float64; last two axes that are no multiples of 32; meshes that are manual in
-        part; jax before 0.11.
+      NotImplementedError: for any of these:
+
+        - tiles that are not 1 x S, S x 1 or S x S, with S = 128 or 32;
+        - different S in two directions, or tiles together with other granularities;
+        - a scale for each value;
+        - stochastic rounding;
+        - x is float64, or its last two axes are no multiples of 32;
+        - some axes of the mesh are manual and others are not;
+        - jax is older than 0.11.
     """
     del key
     if cast.rounding != "nearest":
-        raise NotImplementedError(f"rounding={cast.rounding!r}")
+        raise NotImplementedError(
+            f"The cast has rounding={cast.rounding!r}. This kernel needs rounding='nearest'. Write "
+            "casts='xla' in fp8.Kernels."
+        )
     if any(granularity.in_tiles for granularity in cast.granularities):
         return _in_tiles(x, cast)
     return _mosaic_axes.quantize(x, cast)
@@ -53,7 +61,8 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
     side, count = tilings[0].side, len(tilings)
     if any(tiling.side != side for tiling in tilings):
         raise NotImplementedError(
-            f"tiles of different sides, {[tiling.tile for tiling in tilings]}"
+            f"The tiles have different sides, {[tiling.tile for tiling in tilings]}. This kernel "
+            "needs one side in all directions. Quantize in each direction by itself."
         )
 
     def local(*arrays: Array) -> tuple[Array, ...]:
@@ -70,6 +79,8 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
 
     cells = tuple(cell for tiling in tilings for cell in ((1, 1), tiling.tile))
     cells += ((side, 1),) * cast.column_sums
+    # Each shard must be an array that the kernel takes, with axes of multiples of RAGGED. It must
+    # also have whole tiles.
     sides = tuple(max(RAGGED, *along) for along in zip(*cells, strict=True))
     results = on_mesh(local, sides, cells)(*operands)
     values, scales = results[: 2 * count : 2], results[1 : 2 * count : 2]

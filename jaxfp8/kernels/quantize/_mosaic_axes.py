@@ -1,7 +1,7 @@
 """The quantizer in Pallas (Mosaic GPU) for scales that span x: of the tensor, of rows, of columns.
 
-Such a scale needs its amax before the first value is cast. So x is read twice, whatever the number
-of directions. XLA reads it three times for rows and columns, and then transposes values.
+Such a scale needs its amax before the first value is cast. So x is read twice, once for all amaxes
+and once for all copies. XLA reads x three times for rows and columns, and then transposes values.
 
 Letters: L the leading axes as one, M, K the last two axes of x; T = 128.
 """
@@ -33,10 +33,10 @@ CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
 
 
 def quantize(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.quantize._api.quantize`, of granularities that `along` knows.
+    """See `kernels.quantize._api.quantize`; for the granularities that `along` accepts.
 
     Raises:
-      NotImplementedError: see `kernels.cast._mosaic.copies`.
+      NotImplementedError: see `along` and `kernels.cast._mosaic.copies`.
     """
     kinds = tuple(along(granularity, x.ndim) for granularity in cast.granularities)
     largest = largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
@@ -52,7 +52,7 @@ def quantize(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastEx
 
 
 def along(granularity: AbstractGranularity, ndim: int) -> Along:
-    """What shares a scale: all of x, what is along K, or what is along M (and axes in front).
+    """Which values share a scale: all of x, those along K, or those along M (and axes in front).
 
     Raises:
       NotImplementedError: for another granularity.
@@ -64,14 +64,17 @@ def along(granularity: AbstractGranularity, ndim: int) -> Along:
             return "rows"
         if not granularity.has_cells_along(-2, ndim):
             return "columns"
-    raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
+    raise NotImplementedError(
+        f"The cast has {granularity!r} for an array of {ndim} axes. This kernel takes one scale "
+        "for the tensor, for each row or for each column. Write casts='xla' in fp8.Kernels."
+    )
 
 
 def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
-    """Amaxes of the parts of scale cells that are in one tile of T x T, in one read of x.
+    """Partial amaxes in one read of x: a scale cell is cut at the borders of tiles T x T.
 
     There is one array for each kind: "tensor" [.., M/T, K/T], "rows" [.., M, K/T], "columns"
-    [.., M/T, K].
+    [.., M/T, K]. XLA reduces them to the amaxes of the cells.
     """
     operands, prologue = operands_of(x), prologue_of(x)
 
@@ -79,6 +82,7 @@ def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
         source, read = reader(arrays, prologue)
         *lead, m, k = arrays[0].shape
         results = []
+        # The kernel writes whole tiles. Amaxes past the end of the array are cut off.
         for kind, largest in zip(kinds, _AmaxKernel(source, kinds)(read), strict=True):
             down, across = CELLS[kind]
             largest = largest.swapaxes(1, 2) if kind == "rows" else largest
@@ -102,7 +106,8 @@ class _AmaxKernel:
     """The kernel that finds amaxes in x [L, M, K].
 
     It writes amaxes of rows [L, K/T, M], of columns [L, M/T, K], and of tiles [L, M/T, K/T] for the
-    tensor. M and K of rows and columns are whole tiles.
+    tensor. For rows and columns, M and K are rounded up to whole tiles. Pallas copies one dimension
+    without a check for the end of a row.
     """
 
     source: Reader
@@ -125,7 +130,7 @@ class _AmaxKernel:
         return results
 
     def body(self, operands: Sequence[Any], results: Sequence[Any], scratch: _Scratch) -> None:
-        """What a block of threads does. Its name is the kernel's name in the program."""
+        """The work of a block of threads. The name "body" is the kernel's name in the program."""
         self.source.start(operands, scratch.read)
         tile = self.source.tile(scratch.read)
         for kind, result, line in zip(self.kinds, results, scratch.lines, strict=True):
@@ -135,10 +140,12 @@ class _AmaxKernel:
                 amaxes.append(jnp.max(magnitude(rows), axis=1))
                 if line is not None:
                     line[index] = amaxes[-1]
-            if line is None:
+            if line is None:  # two parts, of PART = T / 2 rows each
                 result[tuple(at)] = jnp.max(jnp.maximum(*amaxes))
             else:
-                plgpu.commit_smem()  # so that TMA sees what threads stored
+                plgpu.commit_smem()  # all threads have stored amaxes, and TMA sees them
                 where = at.matrix, at.column, pl.ds(at.row * T, T)
                 plgpu.copy_smem_to_gmem(line, result.at[where])
+        # TMA has read all lines. Before that the block must not end: its shared memory would go to
+        # another block.
         plgpu.wait_smem_to_gmem(0)

@@ -1,7 +1,8 @@
 """The kernel of the quantizer in tiles, in Pallas (Mosaic GPU).
 
 Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
-  scale.
+  scale. "Tile" alone is the T x T of a block of threads. A cell is the part of one of its rows that
+  has one scale: S values.
 """
 
 import dataclasses
@@ -49,8 +50,8 @@ class TilesKernel:
 
     Attributes:
       source: how x is read.
-      cast: how values and scales are made.
-      tilings: of each copy.
+      cast: the format and the scale rule.
+      tilings: the tiles of each copy.
       sums: how columns are summed; None if they are not.
     """
 
@@ -74,15 +75,18 @@ class TilesKernel:
         return result
 
     def body(self, operands: Sequence[Any], written: Written, scratch: _Scratch) -> None:
-        """What a block of threads does. Its name is the kernel's name in the program."""
+        """The work of a block of threads. The name "body" is the kernel's name in the program."""
         self.source.start(operands, scratch.read)
         tile = self.source.tile(scratch.read)
-        # Columns are summed while they are in registers for the first transposed copy.
+        # Columns are summed while the first transposed copy has them in registers. Without such a
+        # copy, `ColumnSums.write` loads them.
         summing = next((n for n, each in enumerate(self.tilings) if each.transposed), None)
         for n, (tiling, staged, copy) in enumerate(
             zip(self.tilings, scratch.copies, written.copies, strict=True)
         ):
             at = place(self.source.shape).of_copy(transposed=tiling.transposed)
+            # A square of T x T is loaded at once, because its first row is cast with the amax of
+            # all rows. Smaller squares fit in a part, which needs fewer registers.
             for index, rows in parts(
                 tile, transposed=tiling.transposed, rows=T if tiling.whole else PART
             ):
@@ -90,11 +94,13 @@ class TilesKernel:
                 if self.sums and n == summing:
                     self.sums.take(scratch.sums, index, rows)
                 for cell, scale in enumerate(scales):
-                    if staged.scales is None:
+                    if staged.scales is None:  # one scale for the tile: it is equal in all rows
                         copy.scales[at.matrix, at.column, at.row] = jnp.max(scale)
                     else:
                         staged.scales[cell, index] = scale
-            plgpu.commit_smem()  # so that TMA sees what threads stored
+            # All threads have stored values, scales and sums, and TMA sees them. Without this, TMA
+            # would write what a slower warp has not stored yet.
+            plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(staged.values, copy.values.at[at.window])
             if staged.scales is not None:
                 cells = pl.ds(at.column * tiling.cells, tiling.cells)
@@ -102,11 +108,13 @@ class TilesKernel:
                 plgpu.copy_smem_to_gmem(staged.scales, copy.scales.at[where])
         if self.sums:
             self.sums.write(scratch.sums, written.sums, tile if summing is None else None)
+        # TMA has read all copies. Before that the block must not end: its shared memory would go to
+        # another block. No copy waits for another one, because each has its own shared memory.
         plgpu.wait_smem_to_gmem(0)
 
 
 def _encode(rows: Array, cast: Cast, tiling: Tiling) -> tuple[Array, list[Array]]:
-    """Rows [R, T] in FP8, and the scale [R] of each of their T/S cells."""
+    """Rows [R, T] in FP8, and T/S arrays [R] of scales, one for each cell of a row."""
     multipliers, scales = [], []
     for first in range(0, T, tiling.side):
         cell = rows[:, first : first + tiling.side]
@@ -115,13 +123,14 @@ def _encode(rows: Array, cast: Cast, tiling: Tiling) -> tuple[Array, list[Array]
             largest = _largest_of_squares(largest, tiling.side)
         multiplier, scale = cast.rule.apply(largest, cast.format)
         multipliers.append(lax.broadcast_in_dim(multiplier, cell.shape, (0,)))
+        # Pallas writes bytes. `Tiling.with_axes_of_x` makes E8M0 of them.
         as_bytes = cast.rule.scale_format is not None
         scales.append(lax.bitcast_convert_type(scale, jnp.uint8) if as_bytes else scale)
     return kernel_cast(rows, jnp.concatenate(multipliers, axis=1), cast.format), scales
 
 
 def _largest_of_squares(largest: Array, side: int) -> Array:
-    """The largest of each `side` rows [R], for every one of them."""
+    """Amaxes [R] of rows as amaxes of squares: each is the largest of its group of `side` rows."""
     if len(largest) == side:
         return lax.broadcast_in_dim(jnp.max(largest), largest.shape, ())
     square = lax.broadcasted_iota(jnp.int32, largest.shape, 0) // side

@@ -1,6 +1,7 @@
-"""How a copy in tiles is written by the quantizer in Pallas (Mosaic GPU), and read back.
+"""The layout in which the quantizer in Pallas (Mosaic GPU) writes a copy in tiles.
 
-The kernel writes scales along M or K, as TMA needs them. XLA then gives them the axes of x.
+A block of threads has T rows, and T/S scales for each. TMA writes T scales that are adjacent in
+memory. So the kernel writes scales with the rows as last axis. XLA then gives them the axes of x.
 
 Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a tile that shares a
   scale.
@@ -58,14 +59,15 @@ class Tiling:
 
     @property
     def cells(self) -> int:
-        """How many scales a row of the tile of a block of threads has."""
+        """The number of scales in a row of the tile of a block of threads."""
         return T // self.side
 
     def written(self, shape: Axes, format: Format, rule: ScaleRule) -> Copy:
-        """What the kernel writes: [L, M, K] and [L, K/S, M], transposed [L, K, M] and [L, M/S, K].
+        """The arrays that the kernel writes: values [L, M, K] and scales [L, K/S, M].
 
-        There are scales for whole tiles of T, because Pallas copies a box of one dimension without
-        looking where a row ends. For squares smaller than T each scale is written for every row.
+        Of a transposed copy they are [L, K, M] and [L, M/S, K]. There are scales for whole tiles of
+        T, because Pallas copies one dimension without a check for the end of a row. For squares
+        smaller than T, each scale is written for every row.
         """
         lead, m, k = shape
         rows, columns = (k, m) if self.transposed else (m, k)
@@ -76,14 +78,15 @@ class Tiling:
         )
 
     def staged(self, written: Copy, rule: ScaleRule) -> Copy:
-        """Shared memory for the tile of a block of threads. A single scale needs none."""
+        """Shared memory for the tile of a block of threads. A single scale is stored directly."""
         scales = None if self.whole else plgpu.SMEM((self.cells, T), _dtype(rule))
         return Copy(shared_tile(written.values.dtype, written.values.shape), scales)
 
     def with_axes_of_x(self, copy: Copy, shape: Axes, rule: ScaleRule) -> Copy:
-        """What the kernel wrote, with the axes of x.
+        """The arrays that the kernel wrote, with the axes of x.
 
-        XLA drops a transpose whose reader transposes it back.
+        The transpositions here need not cost anything. If the reader transposes back, XLA drops
+        both.
         """
         *lead, m, k = shape
         values, scale = copy
@@ -114,7 +117,11 @@ def tiling_of(direction: Direction, ndim: int) -> Tiling:
         if set(lead) <= {1} and max(m, k) in _SIDES and min(m, k) in (1, max(m, k)):
             transposed = direction.transposed if m == k else k == 1
             return Tiling(side=max(m, k), transposed=transposed, square=m == k)
-    raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
+    raise NotImplementedError(
+        f"The cast has {granularity!r} for an array of {ndim} axes. This kernel takes tiles of "
+        f"1 x S, S x 1 and S x S along the last two axes, with S in {_SIDES}. Write casts='xla' in "
+        "fp8.Kernels."
+    )
 
 
 def _dtype(rule: ScaleRule) -> DType:

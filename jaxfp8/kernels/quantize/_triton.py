@@ -1,13 +1,14 @@
 """The quantizer in Triton, called through jax-triton.
 
-The portable one. It reads x once, whatever its shape.
+It is written for every NVIDIA GPU with FP8. It reads x once, whatever its shape.
 
-It has tiles of 128 or of 32, any set of 1xT, Tx1 and TxT in one read; and rows with one scale each.
-A copy that runs along columns is written as its transpose, [K, M], as matmuls read an operand that
-is contracted along its first axis. Scales of rows go out along M, those of columns along K.
+It makes copies in tiles with T = 128 or 32, in one read: any set of 1xT, Tx1 and TxT. It also takes
+one scale for each row. A copy in tiles of Tx1 is written transposed, [K, M]. Matmuls that contract
+the first axis of the operand read it like that. Scales of tiles of 1xT are written with M as the
+last axis, those of Tx1 with K.
 
-Letters: M, K the last two axes. The axes in front are merged into M where that cuts no tile, else
-  counted by L; T the side of a tile.
+Letters: M, K the last two axes; T the side of a tile; L the axes in front. If M has whole tiles,
+  the axes in front are merged into M, and L is 1.
 
 References:
   Tillet et al., Triton, MAPL 2019, triton-lang.org; jax-triton, github.com/jax-ml/jax-triton.
@@ -34,18 +35,19 @@ from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Cell: TypeAlias = tuple[int, int]
-"""How many values down and across have one scale."""
+"""How many values share a scale, along M and along K."""
 
-# Side of a tile -> side of the block that a program reads, and its warps. 32 values a thread or
-# less: with twice as many, two directions take 205 registers of a thread and leave a multiprocessor
-# 8 warps.
+# Side of a tile -> side of the block of values that a program reads, and its warps. That is at most
+# 32 values for each thread. With 64 values, two directions take 205 registers of a thread, and only
+# 8 warps fit on a multiprocessor.
 BLOCKS = {128: (128, 16), 32: (64, 8)}
-# 32 values a thread, again. A block of threads has 32 warps at most, and 64 registers a thread
-# then: longer rows spill.
+# Values that a program reads in whole rows: several short rows, or one row that is longer.
 ROW_VALUES = 8192
+# A program has at most 32 warps, which are 32768 values at 32 values a thread. A thread then has 64
+# registers, so longer rows would spill.
 LONGEST_ROW = 32768
-_WARP_VALUES = 1024
-_OFFSETS = 2**31  # inside of a block they are int32
+_WARP_VALUES = 1024  # 32 threads of 32 values
+_OFFSETS = 2**31  # offsets inside a block are int32
 _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ada (PTX ISA, cvt)
 
 
@@ -54,29 +56,43 @@ def quantize(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.quantize._api.quantize`. It ignores `transposed`, and sums no columns.
 
+    It takes tiles of 1xT, Tx1 and TxT with one T, 32 or 128. It also takes PerAxis of all axes but
+    the last, if the last one has at most 32768 values.
+
     Raises:
-      NotImplementedError: for other granularities than tiles of 1xT, Tx1 and TxT of one T, 32 or
-        128, and PerAxis of all axes but the last, if that has no more than 32768 values; stochastic
-        rounding, float64, empty arrays; GPUs without FP8; meshes that are manual in part, or whose
-        shards cut tiles or rows (an Auto mesh gathers those).
+      NotImplementedError: for any of these:
+
+        - other granularities;
+        - a prologue, stochastic rounding, float64 or an empty array;
+        - a GPU without FP8;
+        - some axes of the mesh are manual and others are not;
+        - an Explicit mesh whose shards cut tiles or rows (an Auto mesh gathers x).
     """
     del key
     if isinstance(x, Produced):
         raise NotImplementedError(
-            f"prologue={x.prologue!r}: it reads one array; quantize prologue(*arrays)"
+            f"The cast has prologue={x.prologue!r}. This kernel reads one array. Quantize "
+            "prologue(*arrays)."
         )
     if cast.rounding != "nearest" or x.dtype.itemsize > 4 or not x.size:
-        raise NotImplementedError(f"rounding={cast.rounding!r}, {x.dtype}{list(x.shape)}")
+        raise NotImplementedError(
+            f"The cast has rounding={cast.rounding!r}, x is {x.dtype}{list(x.shape)}. This kernel "
+            "needs rounding='nearest', at most 4 bytes a value, and an array that is not empty. "
+            "Write casts='xla' in fp8.Kernels."
+        )
     return _quantize(x, cast), CastExtras()
 
 
-# One program where there is none around it; op by op, jax 0.12 cannot run what jax-triton 0.4.1
-# makes.
+# Outside `jax.jit` this makes one program. Op by op, jax 0.12 cannot run the calls of jax-triton
+# 0.4.1.
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def _quantize(x: Array, cast: Cast) -> tuple[QuantizedTensor, ...]:
     capability = compute_capability_of(mesh_of(x))
     if capability is not None and capability < _FP8_SINCE:
-        raise NotImplementedError(f"compute capability {capability}; FP8 came with {_FP8_SINCE}")
+        raise NotImplementedError(
+            f"The GPU has compute capability {capability}. FP8 needs {_FP8_SINCE} or more. Write "
+            "casts='xla' in fp8.Kernels."
+        )
     cells = [_cell(granularity, x.shape) for granularity in cast.granularities]
     # Two granularities may be one kind of tile: PerBlock((1, 32)) and PerBlock((32,)).
     kernel = _Kernel(cast, tuple(dict.fromkeys(cells)), capability)
@@ -103,16 +119,19 @@ def _cell(granularity: AbstractGranularity, shape: Axes) -> Cell:
     varies = [granularity.has_cells_along(axis, ndim) for axis in range(ndim)]
     if granularity.in_rows and varies == [True] * (ndim - 1) + [False]:
         return 1, shape[-1]
-    raise NotImplementedError(f"{granularity!r} of an array of {ndim} axes")
+    raise NotImplementedError(
+        f"The cast has {granularity!r} for an array of {ndim} axes. This kernel takes tiles along "
+        "the last two axes, or one scale for each row. Write casts='xla' in fp8.Kernels."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A kernel, with all that the cast and the GPU decide.
+    """A kernel for one cast and one GPU.
 
     Attributes:
-      cast: how.
-      cells: the kinds of tiles that it writes copies in.
+      cast: the format and the scale rule.
+      cells: the kinds of tiles, one for each copy that it writes.
       compute_capability: of the GPU to compile for; None asks the GPU.
     """
 
@@ -139,8 +158,9 @@ class _Kernel:
         if self.cells == ((1, k),) and k <= LONGEST_ROW:
             return self._in_rows
         raise NotImplementedError(
-            f"{self.cast.granularities} of {list(shape)}; it has tiles 1xT, Tx1, TxT of one T of "
-            f"{[*BLOCKS]}, and rows of up to {LONGEST_ROW} values"
+            f"The cast has {self.cast.granularities} for {list(shape)}. This kernel takes tiles "
+            f"1xT, Tx1, TxT of one T in {[*BLOCKS]}, or rows of up to {LONGEST_ROW} values. Write "
+            "casts='xla' in fp8.Kernels."
         )
 
     @property
@@ -149,7 +169,7 @@ class _Kernel:
         return jnp.float32 if self.cast.rule.scale_format is None else jnp.uint8
 
     def _results(self, *shapes: tuple[Axes, Axes]) -> list[jax.ShapeDtypeStruct]:
-        """What the kernel writes, from the shapes of values and of scales of each cell."""
+        """The types of the results, from the shapes of values and of scales of each cell."""
         dtypes = self.cast.format.dtype, self._scale_dtype
         return [
             jax.ShapeDtypeStruct(*each)
@@ -158,7 +178,7 @@ class _Kernel:
         ]
 
     def _call(self, x: Array, **launch: Any) -> Sequence[Array]:
-        """`triton_call` with what the device code has to know of the format and the rule."""
+        """`triton_call` with the constants of the format and of the rule."""
         format, rule = self.cast.format, self.cast.rule
         return triton_call(
             x,
@@ -176,7 +196,7 @@ class _Kernel:
         """x [.., K] with one scale a row: values [.., K] and scale [.., 1]."""
         k = x.shape[-1]
         m = x.size // k
-        block = 1 << (k - 1).bit_length()
+        block = 1 << (k - 1).bit_length()  # Triton's blocks are powers of two
         rows = max(1, ROW_VALUES // block)
         values, scale = self._call(
             x,
@@ -204,7 +224,8 @@ class _Kernel:
         lead = x.size // (m * k)
         if max(m, k) * block >= _OFFSETS:
             raise NotImplementedError(
-                f"an axis of {max(m, k)}: int32 does not hold the offsets in a block of {block}"
+                f"x has an axis of {max(m, k)} values. The offsets in a block of {block} must fit "
+                "in int32. Write casts='xla' in fp8.Kernels."
             )
         shapes = []
         for down, across in cells:
@@ -234,7 +255,7 @@ class _Kernel:
     def _with_axes_of_x(
         self, shape: Axes, cell: Cell, values: Array, scale: Array
     ) -> tuple[Array, Array]:
-        """What the kernel wrote, with the axes of x."""
+        """The values and scales that the kernel wrote, with the axes of x."""
         down, across = cell
         values = values.swapaxes(1, 2) if across == 1 else values
         scale = scale.swapaxes(1, 2) if down == 1 else scale

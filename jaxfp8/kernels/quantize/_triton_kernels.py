@@ -1,11 +1,13 @@
-"""The Triton quantizer's device code: the rules of numerics, on a block of x that is read once.
+"""The Triton quantizer's device code: the rules of `numerics`, on a block of x that is read once.
 
-An amax is a maximum of bits, as integers: Triton's maximum of floats loses NaN, and the bits of
-floats that are not negative are in their order, with those of inf and NaN above all others.
+An amax is a maximum of bits, taken as integers, because Triton's maximum of floats loses NaN. The
+bits of floats that are not negative have the same order as the floats. The bits of inf and NaN are
+above all others.
 
-Letters: L the leading axes, merged; M K the last two; T the side of a tile. Of the format LARGEST
-  is the largest value,
-EXPONENT its exponent, NAN the byte of NaN; E8M0, POWER_OF_TWO and CEIL say what the scale rule is.
+Letters: L the leading axes, merged; M K the last two; T the side of a tile.
+
+Constants of the format: LARGEST is the largest value, EXPONENT its exponent, NAN the byte of NaN.
+Constants of the scale rule: E8M0 and POWER_OF_TWO are its options; CEIL is the rounding "rceil".
 """
 
 import triton
@@ -14,7 +16,9 @@ import triton.language as tl
 _TINY = tl.constexpr(2.0**-126)
 _HUGE = tl.constexpr(2.0**126)
 _INF = tl.constexpr(float("inf"))
-_HARMLESS = tl.constexpr(2.0**100)  # times what is below 2^-126 it rounds to zero in either format
+# Up to this multiplier, a value below 2^-126 stays below 2^-26. That rounds to zero in both
+# formats, because the smallest value of E5M2 is 2^-16.
+_HARMLESS = tl.constexpr(2.0**100)
 # Bits of float32.
 _TINY_BITS = tl.constexpr(0x00800000)
 _ONE_BITS = tl.constexpr(0x3F800000)
@@ -30,9 +34,9 @@ def quantize_tiles(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
     E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """x [L, M, K] in up to three TILES, of which `_write_tiles` has the results.
+    """x [L, M, K] in up to three kinds of TILES; see `_write_tiles` for the results.
 
-    A program reads BLOCK x BLOCK values.
+    A program reads BLOCK x BLOCK values. Results that TILES does not have are None.
     """
     across: tl.constexpr = (K + BLOCK - 1) // BLOCK
     down: tl.constexpr = (M + BLOCK - 1) // BLOCK
@@ -40,7 +44,9 @@ def quantize_tiles(
     lead, i, j = program // (across * down), program // across % down, program % across
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     inside = (i * BLOCK + row < M)[:, None] & (j * BLOCK + column < K)[None, :]
-    # Arrays have more elements than int32 counts, a block's reach has not.
+    # An array may have more elements than int32 counts, so the first offset of a block is int64.
+    # The offsets inside a block fit in int32 (`_Kernel._in_tiles` checks that). Values after the
+    # array are read as zeros, which change no amax.
     first = (lead.to(tl.int64) * M + i * BLOCK) * K + j * BLOCK
     block = tl.load(x + first + (row[:, None] * K + column[None, :]), mask=inside, other=0.0).to(
         tl.float32
@@ -70,9 +76,8 @@ def _write_tiles(
 ):  # fmt: skip
     """The block in tiles of DOWN x ACROSS.
 
-    Values [L, M, K] and scale [L, ceil(M / DOWN), ceil(K / ACROSS)].
-
-    Values of columns and scales of rows are written with the last two axes in the other order.
+    Values are [L, M, K], scales [L, ceil(M / DOWN), ceil(K / ACROSS)]. If ACROSS is 1, the last two
+    axes of values are transposed. If DOWN is 1, those of scales are transposed.
     """
     rows: tl.constexpr = BLOCK // DOWN
     columns: tl.constexpr = BLOCK // ACROSS
@@ -114,9 +119,9 @@ def quantize_rows(
     LARGEST: tl.constexpr, EXPONENT: tl.constexpr, NAN: tl.constexpr,
     E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] with one scale a row: values [M, K], scale [M].
+    """x [M, K] with one scale for each row: values [M, K], scale [M].
 
-    A program reads ROWS of them, each in BLOCK >= K values.
+    A program reads ROWS rows. BLOCK is K rounded up to a power of two.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -135,11 +140,11 @@ def _scales_of(
     amax, LARGEST: tl.constexpr, EXPONENT: tl.constexpr,
     E8M0: tl.constexpr, POWER_OF_TWO: tl.constexpr, CEIL: tl.constexpr,
 ):  # fmt: skip
-    """`ScaleRule.apply` to the bits of amaxes [..].
+    """`ScaleRule.apply` for amaxes [..], given as bits.
 
-    Multipliers, float32, and scales, float32 or bytes.
-
-    Also whether a value under one of them may be inf, NaN, or below 2^-126 and yet no zero in FP8.
+    Returns multipliers in float32, and scales in float32 or as bytes. The third result is 1 if
+    `_cast` may need its special case, and 0 otherwise. It needs that for inf, for NaN, and for a
+    value below 2^-126 whose multiplier is so large that it would not round to zero.
     """
     finite = amax < _INF_BITS
     usable = finite & (amax >= _TINY_BITS)
@@ -147,7 +152,8 @@ def _scales_of(
         exponent = (amax >> 23) - 127 - EXPONENT
         if CEIL:
             exponent += tl.where((amax & _MANTISSA) > _LARGEST_MANTISSA, 1, 0)
-        # Of E8M0 the smallest scale is 2^-127; that of float32 and its inverse are normal numbers.
+        # The smallest scale of E8M0 is 2^-127. In float32 it is 2^-126, so that the scale is a
+        # normal number.
         exponent = tl.maximum(exponent, -127 if E8M0 else -126)
         multiplier = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
         if E8M0:
@@ -155,6 +161,7 @@ def _scales_of(
         else:
             scales = ((tl.where(usable, exponent, 0) + 127) << 23).to(tl.float32, bitcast=True)
     else:
+        # `div_rn` rounds correctly, as `numerics` does. Triton's `/` does not.
         multiplier = tl.div_rn(
             LARGEST, tl.where(usable, amax, _ONE_BITS).to(tl.float32, bitcast=True)
         )
@@ -169,13 +176,14 @@ def _scales_of(
 def _cast(block, multiplier, odd, dtype: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr):
     """`saturating_cast`: float32 to `dtype`.
 
-    The NaN is chosen by its byte, since the hardware's is not JAX's in E5M2.
+    A NaN is written as the byte NAN, because in E5M2 the NaN of the hardware is not that of JAX.
     """
     codes = tl.clamp(block * multiplier, -LARGEST, LARGEST).to(dtype).to(tl.uint8, bitcast=True)
-    # in a branch: nearly no block takes it, and it would double the instructions of all
+    # Almost no block takes this branch. Without the branch, the number of instructions would double
+    # for all blocks.
     if odd > 0:
         magnitude = tl.abs(block)
-        # a zero with the sign of the value
+        # Values below 2^-126 count as zeros. The product keeps the sign of the value.
         scaled = block * tl.where(magnitude < _TINY, 0.0, multiplier)
         codes = tl.clamp(scaled, -LARGEST, LARGEST).to(dtype).to(tl.uint8, bitcast=True)
         codes = tl.where(magnitude < _INF, codes, NAN).to(tl.uint8)

@@ -1,7 +1,7 @@
 """The quantizer for XLA: for each direction a reduction and an elementwise cast, fused by XLA.
 
-On a GPU that is one read of x for the amax and one for the cast, in each direction. With barriers
-it is the reference: every step is cut off from the next, so that XLA cannot fuse or rewrite them.
+On a GPU x is read once for the amax and once for the cast, in each direction. With barriers this is
+the reference: a barrier separates each step from the next, so XLA cannot fuse or rewrite them.
 """
 
 import jax

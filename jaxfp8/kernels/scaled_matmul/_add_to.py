@@ -1,6 +1,6 @@
-"""C + product: the array that a product is added to, as cuBLAS does it with beta = 1.
+"""C + product: a matmul that adds its product to an array C, like cuBLAS with beta = 1.
 
-Letters: M N of the product.
+Letters: M N the axes of the product.
 """
 
 import functools
@@ -17,11 +17,15 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def check_add_to(add_to: Array, shape: Axes) -> None:
-    """Raise unless it is an array with the shape of the product, [..., M, N], and a float dtype.
+    """Raise unless `add_to` is an array with a float dtype and the shape of the product.
+
+    Args:
+      add_to: C.
+      shape: the shape of the product, [..., M, N].
 
     Raises:
       ValueError: for another shape.
-      TypeError: for another dtype, and for what is no array.
+      TypeError: for another dtype, and for anything that is no array.
 
     Example:
       >>> check_add_to(jnp.zeros((2, 3)), (2, 3))
@@ -42,9 +46,9 @@ def check_add_to(add_to: Array, shape: Axes) -> None:
 
 
 def adding(backend: Callable[..., Array]) -> Callable[..., Array]:
-    """A backend of the scaled matmul that takes `add_to` as well.
+    """The backend of a scaled matmul, with an argument `add_to` for C.
 
-    It writes float32, to which C is added; one rounding.
+    The backend writes its product in float32, and C is added to that. So the sum is rounded once.
     """
 
     @functools.wraps(backend)

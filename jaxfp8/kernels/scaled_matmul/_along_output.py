@@ -1,4 +1,4 @@
-"""Scales that leave the sum: laid along the axes of a product, and multiplied onto it."""
+"""Scales that are constant along contracted axes: they are multiplied onto the product."""
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +8,20 @@ from jaxfp8._typing import Array
 
 
 def along_output(scale: Array, geometry: Geometry, side: int) -> Array:
-    """A scale as [*batch, *lhs kept, *rhs kept], 1 along the axes that its operand does not have.
+    """A scale with the axes of the product, [*batch, *lhs kept, *rhs kept].
+
+    It has size 1 along the axes that its operand does not have.
 
     Args:
-      scale: of lhs (side 0) or rhs (side 1), of its rank and 1 along contracted axes; or [], which
-        is returned as it is.
-      geometry: of the matmul.
-      side: 0 or 1.
+      scale: of lhs or rhs, with the rank of the operand and size 1 along contracted axes. A scale
+        [] is returned as it is.
+      geometry: the axes of the matmul.
+      side: 0 for lhs, 1 for rhs.
     """
     if not scale.ndim:
         return scale
     axes = geometry.sides[side]
-    contracted = axes.in_order.contracted  # of size 1, or the door had refused the scale
+    contracted = axes.in_order.contracted  # of size 1: other scales are rejected before
     scale = jnp.squeeze(scale.transpose(axes.order), contracted)
     return jnp.expand_dims(scale, geometry.added_axes[side])
 
@@ -29,7 +31,8 @@ def scaled(product: Array, *scales: Array) -> Array:
     first, second = scales
     if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
         first, second = (_laid_as(each, product) if each.ndim else each for each in scales)
-    # The smaller scale first, so that a finite result never overflows on the way.
+    # The smaller scale first. Otherwise a product times the larger scale could overflow, although
+    # the result is finite.
     return (product * jnp.minimum(first, second)) * jnp.maximum(first, second)
 
 

@@ -1,4 +1,4 @@
-"""The door of the scaled matmul: two QuantizedTensors in, high precision out."""
+"""The entry to the scaled matmul: two QuantizedTensors in, high precision out."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,7 +22,7 @@ def _elsewhere(
     add_to: Array | None = None,
     tiling: Any = None,
 ) -> Array:
-    """What other platforms than CUDA run instead of a kernel."""
+    """The matmul that other platforms than CUDA run instead of a kernel."""
     del like, tiling
     return adding(_xla.scaled_matmul)(lhs, rhs, call, add_to=add_to)
 
@@ -51,16 +51,17 @@ def multiply(
     """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
 
     Args:
-      lhs: [..., M, K] or as the call says.
-      rhs: [K, N] or as the call says; it fits lhs.
+      lhs: [..., M, K], or with the axes that the call names.
+      rhs: [K, N], or with the axes that the call names. Its sizes fit lhs.
       call: axes and options.
-      attempts: names of backends, best first, or names with extra arguments.
+      attempts: names of backends, best first. A name may come with extra arguments.
       add_to: [..., M, N], added in float32 before the result is rounded.
     """
     if add_to is None:
         product: Array = dispatch("scaled_matmul", BACKENDS, attempts, lhs, rhs, call)
         return product
-    # The kernel in Pallas adds before it writes. The others write float32, then the array is added.
+    # The kernel in Pallas (a `Backend`) adds C before it writes. The other backends write float32,
+    # and XLA adds C.
     backends = {
         name: backend if isinstance(backend, Backend) else adding(backend)
         for name, backend in BACKENDS.items()

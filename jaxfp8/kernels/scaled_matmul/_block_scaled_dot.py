@@ -1,11 +1,11 @@
 """XLA's block-scaled matmul as an operation of JAX: on one device, on a mesh, under `jax.vmap`.
 
-`jax.nn.scaled_matmul` is the same operation. It is not used, for its rule of partitioning splits
-values and scales of the contracted axis by themselves: where a device would hold part of a tile,
-results are wrong, silently (seen with jax 0.12); and its type varies over no manual axis, so that
-`jax.shard_map` refuses it. Here tiles stay whole.
+`jax.nn.scaled_matmul` is the same operation, but it has two faults on a mesh. Its partitioning
+rule splits values and scales of the contracted axis independently. If a device then holds part of a
+tile, results are wrong without an error (seen with jax 0.12). Also, the type of its result varies
+over no manual axis, so `jax.shard_map` rejects it. Here tiles stay whole.
 
-Letters: B batch, M N K matmul, T = K / 32 tiles.
+Letters: B batch, M N K the axes of a matmul, T = K / 32 tiles.
 """
 
 import functools
@@ -31,9 +31,9 @@ def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
     """The operation, for CUDA; E8M0 scales.
 
     Args:
-      out_dtype: of the result, bfloat16, float16 or float32.
-      transposed: for lhs and rhs, whether XLA wrote values [B, M, K] as [B, K, M], so that it has
-        to transpose them for this.
+      out_dtype: the dtype of the result, bfloat16, float16 or float32.
+      transposed: for lhs and rhs, whether XLA wrote values [B, M, K] as [B, K, M] in memory. Then
+        it has to transpose them for this operation.
     """
     local = functools.partial(_call, out_dtype, transposed)
     return mapped(local, partitioned(local, Cells(step=TILE)))
@@ -53,29 +53,28 @@ def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> 
     call = jax.ffi.ffi_call(
         "__op$block_scaled_dot",
         jax.ShapeDtypeStruct((batch, rows, columns), out_dtype),
-        custom_call_api_version=2,  # with a configuration in JSON
+        custom_call_api_version=2,  # the version that takes a configuration in JSON
         legacy_backend_config=json.dumps({"scaled_dot_backend_config": config}),
     )
     return call(*values, *arguments[2:])
 
 
 def _transposed_last(x: Array) -> Array:
-    """x [B, M, K], which XLA has to transpose after all else.
+    """x [B, M, K], which XLA transposes as FP8 and not as the wider array that was cast to FP8.
 
-    FP8, and not the wider array that it was cast from.
-
-    Left alone it moves the transposition up through the cast, and then casts the copy of the other
-    direction, and masks for both, in that order too: a third more traffic in a layer. Nothing
-    passes a barrier in one dimension.
+    Without the barrier XLA moves the transposition in front of the cast. Then it also writes masks,
+    and the copy of the other direction, in the transposed order. That is a third more traffic in a
+    layer. The barrier holds a flat array, because no transposition passes a reshape to one axis.
     """
     before = x.mT
     return lax.optimization_barrier(before.reshape(-1)).reshape(before.shape).mT
 
 
 def mapped(local: Dot, on_mesh: Dot) -> Dot:
-    """`on_mesh`, or inside `jax.shard_map` `local`; under `jax.vmap` one call.
+    """`local` inside `jax.shard_map`, `on_mesh` elsewhere. Under `jax.vmap` it is still one call.
 
-    Where only one operand is mapped its rows grow, and the other is not repeated; else B grows.
+    If both operands are mapped, B grows. If only one operand is mapped, its rows grow, so that the
+    other one is not repeated.
     """
 
     @custom_vmap

@@ -1,4 +1,4 @@
-"""MatmulCall: what a backend of the scaled matmul gets besides its operands."""
+"""MatmulCall: the arguments of a backend of the scaled matmul, besides its operands."""
 
 import dataclasses
 from typing import Any
@@ -11,20 +11,20 @@ from jaxfp8._typing import DType
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCall:
-    """One matmul: its axes, and all that was chosen for it. Hashable.
+    """One matmul: its axes and its options. Hashable.
 
     A backend is a function `(lhs, rhs, call, *, add_to=None)`. `lhs` and `rhs` are
-    `QuantizedTensor`s. `add_to` is an array of the result's shape that the product is added to. A
-    new option is a new field here. A backend that cannot do it raises `NotImplementedError`.
+    `QuantizedTensor`s. `add_to` is an array of the result's shape, and the product is added to it.
+    A new option is a new field here. A backend that cannot do it raises `NotImplementedError`.
 
     Attributes:
       geometry: the axes.
-      out_dtype: of the result.
+      out_dtype: the dtype of the result.
       fast_accumulation: whether tensor cores may keep about 14 bits of each partial sum.
       out_sharding: as in `jax.lax.dot_general`; None outside of Explicit meshes.
-      written_transposed: for lhs and rhs, whether a kernel wrote it with the contracted axis last
-        in memory, if that is not its last axis. cuDNN then reads it as it lies. XLA writes an
-        array as its shape says, and transposes it afterwards.
+      written_transposed: for lhs and rhs, whether a kernel wrote the operand with the contracted
+        axis last in memory, although that is not its last axis. cuDNN then reads it without a
+        transposition. XLA writes an array in the order of its axes, and transposes it afterwards.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,10 +42,10 @@ class MatmulCall:
 
     @property
     def in_float32(self) -> "MatmulCall":
-        """The same with a result that is not rounded yet."""
+        """The same call with a result in float32, which is not rounded yet."""
         return dataclasses.replace(self, out_dtype=jnp.dtype(jnp.float32))
 
     @property
     def in_auto_mesh(self) -> "MatmulCall":
-        """The same inside an Auto mesh, where no type says how the result is split."""
+        """The same call inside an Auto mesh, where no type says how the result is split."""
         return dataclasses.replace(self, out_sharding=None)

@@ -1,12 +1,12 @@
 """The block-scaled matmul of Blackwell's tensor cores, through XLA and cuDNN.
 
 The hardware multiplies tiles of 1x32 along the contracted axis with E8M0 scales (MXFP8). A tile of
-128, or a square one, is several of those with one scale, so every pair of tiles with power-of-two
-scales runs there.
+128 is several such tiles with one scale, and so is a square tile. So every pair of operands runs
+there if their scales are powers of two and their tiles along K are multiples of 32.
 
-Only for Blackwell. For Hopper XLA has no such matmul: there it compiles to a bfloat16 matmul or,
-from jax 0.11 on, to a loop of scalar code. On other platforms than CUDA the same call takes the
-path of `_xla_blocks.py`.
+Use it only on Blackwell. XLA has no such matmul for Hopper. There the call compiles to a bfloat16
+matmul or, from jax 0.11 on, to a loop of scalar code. On other platforms than CUDA the same call
+takes the path of `_xla_blocks.py`.
 
 References:
   cuBLAS documentation, "1D block scaling"; XLA, gpu/transforms/block_scaling_rewriter.
@@ -32,7 +32,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """See `fp8.scaled_matmul`; sums are in float32 throughout."""
+    """See `fp8.scaled_matmul`. Sums are always in float32, also with fast accumulation."""
     for operand, axes in zip((lhs, rhs), call.geometry.sides, strict=True):
         _check(operand, axes)
     if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
@@ -69,25 +69,30 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
 def _check(operand: QuantizedTensor, axes: OperandAxes) -> None:
     if not operand.granularity.in_tiles or not operand.power_of_two:
         raise NotImplementedError(
-            f"{operand.granularity!r} with power_of_two={operand.power_of_two}; it takes tiles "
-            "with power-of-two scales"
+            f"An operand has {operand.granularity!r} and power_of_two={operand.power_of_two}; it "
+            "takes tiles with power-of-two scales. Write matmuls='xla' in fp8.Kernels."
         )
     if 0 in operand.shape:
-        raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
+        raise NotImplementedError(
+            f"An operand is empty, {list(operand.shape)}. This backend needs values. Write "
+            "matmuls='xla' in fp8.Kernels."
+        )
     inner = operand.granularity.along(operand.ndim)[axes.contracted[-1]]
     if inner % TILE:
         raise NotImplementedError(
-            f"a tile of {inner} along the contracted axis; it takes multiples of {TILE}"
+            f"An operand has a tile of {inner} along the contracted axis. This backend takes "
+            f"multiples of {TILE}. Write matmuls='xla' in fp8.Kernels."
         )
     for mesh in (jax.typeof(operand.values).sharding.mesh, jax.sharding.get_abstract_mesh()):
         if not takes_mesh(mesh):
             raise NotImplementedError(
-                f"{mesh}; inside jax.shard_map it takes meshes that are manual along all axes"
+                f"The mesh is {mesh}. Inside jax.shard_map this backend needs a mesh with all axes "
+                "manual. Name all axes in jax.shard_map."
             )
 
 
 def _is_transposed(axes: OperandAxes) -> bool:
-    """Whether the innermost contracted axis has to move behind one that is kept."""
+    """Whether the innermost contracted axis has to move behind a kept axis."""
     return axes.contracted[-1] < max(axes.kept, default=-1)
 
 
@@ -103,5 +108,5 @@ def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:
 
 
 def _exponent_byte(scale: Array) -> Array:
-    """The E8M0 byte of a float32 power of two, which is its exponent field."""
+    """The E8M0 byte of a float32 power of two: its exponent field, for both have the bias 127."""
     return (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)

@@ -1,6 +1,6 @@
 """Operands of any rank, and their scales, as the matrices that kernels multiply.
 
-Letters: B batch, M N K matmul, S values along K.
+Letters: B batch, M N K the axes of a matmul, S values along K that share a scale.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:
-    """x [...] as [B, M, K] (of rhs [B, N, K]).
+    """x [...] as [B, M, K]; an array of rhs as [B, N, K].
 
     The innermost contracted axis is padded with zeros to whole tiles.
     """
@@ -22,11 +22,11 @@ def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:
 
 
 def repeated_scale(operand: QuantizedTensor, scale: Array, inner: int, values: int) -> Array:
-    """A scale for each S values along the axis `inner`, and along other axes for each value.
+    """A scale for each S values along the axis `inner`, and for each value along other axes.
 
     Args:
-      operand: [...] in tiles, whose side along `inner` is a multiple of S.
-      scale: its scale, or anything of that shape.
+      operand: [...] in tiles. Their side along `inner` is a multiple of S.
+      scale: the operand's scale, or another array of that shape.
       inner: an axis of the operand.
       values: S.
 

@@ -1,13 +1,13 @@
-"""A scaled matmul of matrices on the devices of a mesh.
+"""A scaled matmul of matrices on the devices of a mesh: how operands and result are split.
 
-What a device holds, and what is added up across devices.
+XLA does not know how a kernel's result depends on its operands. So it would gather all of them on
+every device. Here rows, columns and batch stay split as they are. K stays split if both operands
+are split alike, and into whole steps. Then partial products are added across devices.
 
-XLA does not know how a kernel's result depends on its operands, so that it would give every device
-all of them. Here rows, columns and batch stay split as they are, and K where both operands are
-split alike into whole steps; partial products are then added across devices. In an Explicit mesh
-that happens inside of an Auto one, around which types are those of `jax.lax.dot_general`.
+In an Explicit mesh all of this is traced inside an Auto mesh. Outside of that, types are those of
+`jax.lax.dot_general`.
 
-Letters: B batch, M N K matmul, C = K / step.
+Letters: B batch, M N K the axes of a matmul, C = K / step.
 """
 
 import dataclasses
@@ -34,12 +34,13 @@ _Spec: TypeAlias = tuple[tuple[str, ...], ...]  # mesh axes along each axis
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cells:
-    """What values share a scale.
+    """Which values share a scale, and which values must stay on one device.
 
     Attributes:
-      step: values along K that stay on one device; K is a multiple.
-      parts: scales of a row for each step, [B, M, parts C]; 0: one for all of K, [B, M, 1].
-      columns: columns of rhs that share a scale, [B, ceil(N / columns), parts C].
+      step: the values along K that stay on one device. K is a multiple.
+      parts: how many scales a row has in each step; scales are [B, M, parts C]. With 0 a row has
+        one scale for all of K, [B, M, 1].
+      columns: how many columns of rhs share a scale; scales are [B, ceil(N / columns), parts C].
 
     Example:
       >>> Cells(step=128, columns=128).rule((2, 64, 256), (2, 512, 256))[0]
@@ -55,8 +56,12 @@ class Cells:
     ) -> tuple[str, dict[str, int], tuple[str, ...]]:
         """Shardy's rule for operands of these shapes, the sizes that it needs, and whole factors.
 
-        Whole factors are never split. A factor in parentheses must not be 1. If there is only one
-        step, or one tile of columns, the rule has it as one whole factor.
+        Whole factors are never split. A factor in parentheses must not be 1. So if there is only
+        one step, or one tile of columns, the rule has one whole factor for it.
+
+        The factors b, m and n are the axes B, M and N. Along K, t counts steps, k the values of
+        one step, and p the scales of one step. Along N, c counts tiles of columns, and j the
+        columns of one tile. u is an axis of size 1.
         """
         steps, n = lhs[2] // self.step, rhs[1]
         inner = "(t k)" if steps > 1 else "k"
@@ -69,12 +74,14 @@ class Cells:
             whole |= {"j": self.columns} if tiled else {"j": n, "c": -(-n // self.columns)}
         rule = f"b m {inner}, b {kept} {inner}, b m {cells}, b {scaled} {cells} -> b m {kept}"
         sizes = {"t": steps, **whole}
-        alone = {*re.findall(r"\w+", re.sub(r"\(.*?\)", "", rule))}  # their sizes are seen
+        # Shardy sees the size of a factor that is an axis by itself. It must get all other sizes.
+        alone = {*re.findall(r"\w+", re.sub(r"\(.*?\)", "", rule))}
         told = {
             name: size
             for name, size in sizes.items()
             if name not in alone and re.search(rf"\b{name}\b", rule)
         }
+        # Shardy takes whole factors only in the order in which the rule names them.
         in_order = dict.fromkeys(name for name in re.findall(r"\w+", rule) if name in whole)
         return rule, told, tuple(in_order)
 
@@ -90,13 +97,13 @@ def in_auto_mesh(
     rhs: QuantizedTensor,
     call: MatmulCall,
 ) -> Array:
-    """`scaled_matmul(lhs, rhs, call)` of operands on an Explicit mesh, traced in an Auto one.
+    """`scaled_matmul(lhs, rhs, call)` of operands on an Explicit mesh, traced in an Auto mesh.
 
-    Before and behind it types are those of `jax.lax.dot_general`.
+    The result has the type that `jax.lax.dot_general` would give it.
 
     Raises:
-      ShardingTypeError: JAX's own, where the types leave open how the result lies, and
-        `out_sharding` does not say it.
+      ShardingTypeError: an error of JAX, if the types do not determine how the result is split and
+        `call.out_sharding` is None.
     """
     dot = functools.partial(
         lax.dot_general,
@@ -124,8 +131,8 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
         lhs, rhs, out, summed = specs(mesh, arguments)
 
         def on_device(*arguments: Array) -> Array:
-            # No types: those of an Explicit mesh would put constraints into the sum, which XLA then
-            # does not know for one.
+            # Without a mesh, types have no shardings. Types of an Explicit mesh would put sharding
+            # constraints into the sum, and XLA would not recognise it as a sum.
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
                 product = local(*arguments)
                 return lax.psum(product, summed) if summed else product
@@ -144,7 +151,8 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
         on_mesh.def_partition(
             partition,
             infer_sharding_from_operands=infer,
-            decode_shardings=False,  # JAX raises where XLA splits an axis by a part of a mesh axis
+            # XLA may split an axis over part of a mesh axis, which JAX cannot decode: it raises.
+            decode_shardings=False,
             sharding_rule=rule,
             need_replication_factors=whole,
             **sizes,
@@ -165,7 +173,7 @@ def _specs(
     taken: set[str] = set()
 
     def free(axes: tuple[str, ...], size: int, unit: int) -> tuple[str, ...]:
-        """Those mesh axes that no other axis took, if each device gets whole units."""
+        """The mesh axes among `axes` that are still free, if each device gets whole units."""
         left = tuple(axis for axis in axes if axis not in taken)
         if unit > 1 and size % (unit * math.prod(sizes[axis] for axis in left)):
             return ()
@@ -173,8 +181,8 @@ def _specs(
         return left
 
     batch = free(lhs[0] or rhs[0], 0, 1)
-    # K stays split if both sides agree. Of axes that the batch took a part would be left, hence all
-    # or none.
+    # K stays split if both operands are split alike. It takes all of its mesh axes or none: if the
+    # batch has taken one of them, K is not split.
     agreed = lhs[2] if lhs[2] == rhs[2] and not taken & {*lhs[2]} else ()
     contracted = free(agreed, k, cells.step)
     rows, columns = free(lhs[1], 0, 1), free(rhs[1], n, cells.columns)

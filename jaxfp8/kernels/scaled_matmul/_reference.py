@@ -1,4 +1,4 @@
-"""The scaled matmul as its definition has it: dequantize in float32, multiply in float32."""
+"""The scaled matmul by its definition: dequantize in float32, then multiply in float32."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,16 +1,16 @@
 """The scaled matmul for XLA.
 
-One spelling that NVIDIA's compiler turns into cuBLASLt, one for CPUs, one for the rest.
+It has three forms: one that XLA turns into cuBLASLt on CUDA, one for CPUs, and one for the rest.
 
-On CUDA the operands are dequantized in the graph ("QDQ"): XLA's GEMM rewriter recognises
-`dot(convert(values) * broadcast(scale), ...)` with scalar scales and emits one
-`__cublas$lt$matmul$f8` call that takes the FP8 payloads and the float32 scales. Scales that vary
-along an axis never match, be it an axis of the operand or one that `jax.vmap` adds (experts); then
-the bare payloads are multiplied (which matches too) and the result is scaled by one more
-elementwise pass.
+On CUDA the operands are dequantized in the graph ("QDQ"). XLA's GEMM rewriter recognises
+`dot(convert(values) * broadcast(scale), ...)` with scalar scales. It emits one
+`__cublas$lt$matmul$f8` call, which takes the FP8 payloads and the float32 scales. A scale that
+varies along an axis never matches. It may vary along an axis of the operand, or along one that
+`jax.vmap` adds (experts). Then the bare payloads are multiplied, which matches, too. One more
+elementwise pass scales the result.
 
-Elsewhere every FP8 value is exact in bfloat16, so the payloads are multiplied as bfloat16 with
-float32 accumulation, and the float32 product is scaled.
+On other platforms the payloads are multiplied as bfloat16 with float32 accumulation, because every
+FP8 value is exact in bfloat16. Then the float32 product is scaled.
 
 Operands in tiles go to `_xla_blocks.py`.
 
@@ -35,7 +35,7 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """See `fp8.scaled_matmul`; one program for all chips."""
+    """See `fp8.scaled_matmul`. One program runs on all chips."""
     if lhs.granularity.in_tiles or rhs.granularity.in_tiles:
         return _xla_blocks.scaled_matmul(lhs, rhs, call)
     out_dtype = call.out_dtype
@@ -51,7 +51,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
         for side, operand in enumerate((lhs, rhs))
     ]
-    # cuBLASLt writes bfloat16 or float32; a float16 result is rounded from float32.
+    # cuBLASLt writes bfloat16 or float32. A float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
@@ -61,9 +61,9 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)
 
     def dequantizing(a: Array, b: Array, *scales: Array) -> Array:
-        # The scales' cast to bfloat16 is not rounding: the rewriter passes the float32 scalars to
-        # the call. Of a constant it would be, for that is folded before the rewriter comes; hence
-        # the barrier.
+        # This cast of the scales does not round them: the rewriter passes the float32 scalars to
+        # cuBLASLt. But XLA folds the cast of a constant before the rewriter runs, and that rounds.
+        # The barrier hides that a scale is constant.
         scales = lax.optimization_barrier(scales)
         a, b = (
             v.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16)
@@ -91,7 +91,10 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
 def _unless_scales_are_mapped(
     function: Callable[..., Array], otherwise: Callable[..., Array]
 ) -> Callable[..., Array]:
-    """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale."""
+    """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale.
+
+    A mapped scale is no scalar in the graph, so XLA's rewriter would not recognise `function`.
+    """
 
     @custom_vmap
     def product(*arguments: Array) -> Array:

@@ -1,14 +1,14 @@
 """The scaled matmul of operands in tiles, for XLA.
 
 **Scales that are powers of two are folded into the values.** An FP8 value times a power of two is
-exact in bfloat16. So one bfloat16 matmul with float32 accumulation has the exact scaled products,
-and nothing grows with the number of tiles. XLA has no block-scaled matmul for Hopper, so this runs
-there at the speed of bfloat16.
+exact in bfloat16. So one bfloat16 matmul with float32 accumulation has the exact scaled products.
+The number of tiles costs nothing. XLA has no block-scaled matmul for Hopper, so this runs there at
+the speed of bfloat16.
 
 **Float32 scales** cannot be folded. A loop multiplies one tile of the contracted axis at a time,
-scales the partial product in float32, and adds it. It holds one partial product at a time.
+scales the partial product in float32, and adds it. Memory holds one partial product at a time.
 
-Letters: T the tile along a contracted axis.
+Letters: T the side of a tile along a contracted axis.
 """
 
 import math
@@ -39,19 +39,19 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
 def fold(operand: QuantizedTensor) -> Array:
     """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
 
-    Rounded up to 8 bits, the largest float32 stands for 2^128, which nothing can hold: it becomes
-    the largest bfloat16.
+    There is one exception. The largest float32, rounded up to FP8, is 2^128, which bfloat16 cannot
+    hold. It becomes the largest bfloat16.
     """
     product = operand.values.astype(jnp.bfloat16)
     for factor in factors_of(operand.scale):
         product = product * operand.granularity.expand(factor.astype(jnp.bfloat16), product.shape)
-    # Scalar bounds: XLA:CPU would write those of jnp.clip to memory, each as large as the operand
-    # and in float32.
+    # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each in
+    # float32 and as large as the operand.
     return lax.clamp(jnp.bfloat16(-_LARGEST), product, jnp.bfloat16(_LARGEST))
 
 
 def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
-    """The sum over tiles of (product of tiles) * scales, float32, as the call has it."""
+    """The sum over tiles along K of (product of two tiles) * scales, in float32."""
     of_lhs, of_rhs = (axes.contracted for axes in call.geometry.sides)
     if not math.prod(lhs.shape[axis] for axis in of_lhs):  # nothing to sum, no scale to take
         a, b = (operand.values.astype(jnp.bfloat16) for operand in (lhs, rhs))
@@ -70,18 +70,20 @@ def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
             values.append(_slice(whole, axes, at, tiles).astype(jnp.bfloat16))
             if scale.ndim:
                 scale = _slice(scale, axes, at, [1] * len(axes))
-                # Along kept axes; along contracted ones a single cell is left, which broadcasts.
+                # The scale is expanded along kept axes only. Along contracted axes one cell is
+                # left, which broadcasts.
                 shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
                 scale = operand.granularity.expand(scale, tuple(shape))
             scales.append(along_output(scale, call.geometry, side))
         return scaled(bfloat16_dot(values[0], values[1], call), *scales)
 
-    # The first one gives the sum its type: sharding, and manual axes along which it varies.
+    # The loop starts from the first partial product, not from zeros: a carry must keep its type.
+    # Its type has the sharding of the result, and the manual axes over which it varies.
     return lax.fori_loop(1, math.prod(cells), lambda step, total: total + partial(step), partial(0))
 
 
 def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
-    """T of a pair of contracted axes: that of an operand in tiles, else the whole axis."""
+    """T of a pair of contracted axes: of the operand that is in tiles, else the whole axis."""
     for operand, axis in ((lhs, i), (rhs, j)):
         if operand.granularity.in_tiles:
             return min(operand.granularity.along(operand.ndim)[axis], max(operand.shape[axis], 1))
@@ -91,7 +93,7 @@ def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
 def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> tuple[Array, Array]:
     """Values padded with zeros to whole tiles, and float32 scales.
 
-    Powers of two go into the values, which stay exact.
+    Scales that are powers of two are folded into the values, which stay exact.
     """
     values, scale = operand.values, operand.scale
     if operand.power_of_two:
@@ -108,15 +110,15 @@ def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
     sharding = jax.typeof(operand.values).sharding
     if is_explicit(operand.values) and devices_of(sharding.mesh, sharding.spec[axis]) > 1:
         raise ValueError(
-            f"float32 scales in tiles along axis {axis} of {list(operand.shape)}, which an "
-            f"Explicit mesh splits over {sharding.spec[axis]!r}: tiles are multiplied one after "
-            "the other, not on several devices. Use power_of_two=True, or call it inside "
-            "jax.shard_map."
+            f"An operand {list(operand.shape)} has float32 scales in tiles along axis {axis}. This "
+            f"axis an Explicit mesh splits over {sharding.spec[axis]!r}. Such tiles are multiplied "
+            "one after the other, so the axis must be whole. Use power_of_two=True, or call it "
+            "inside jax.shard_map."
         )
 
 
 def _unravel(step: Array | int, cells: list[int]) -> list[Array | int]:
-    """The index along each contracted axis of a step, the last axis fastest."""
+    """The index of a step along each contracted axis; the last axis is the fastest."""
     at: list[Array | int] = []
     for count in reversed(cells):
         at.insert(0, step % count if count > 1 else 0)
@@ -125,7 +127,7 @@ def _unravel(step: Array | int, cells: list[int]) -> list[Array | int]:
 
 
 def _slice(x: Array, axes: Sequence[int], at: list[Array | int], sizes: list[int]) -> Array:
-    """Tile number `at` along each axis; an axis with a single cell stays as it is."""
+    """Tile number `at` along each axis. An axis with a single tile stays as it is."""
     for axis, index, size in zip(axes, at, sizes, strict=True):
         if x.shape[axis] > size:
             x = lax.dynamic_slice_in_dim(x, index * size, size, axis)

@@ -1,1 +1,1 @@
-"""What kernels in Triton share."""
+"""Code that the kernels in Triton share."""

@@ -1,6 +1,6 @@
-"""Calling a Triton kernel, whichever jax-triton there is.
+"""A call of a Triton kernel, with any version of jax-triton.
 
-The one file that knows what version 0.4 renamed.
+Version 0.4 renamed arguments. Only this file depends on that.
 """
 
 import inspect
@@ -28,16 +28,18 @@ def triton_call(
     """`kernel(x, *results, **constants)`, which writes the results.
 
     Args:
-      x: [...] what it reads.
+      x: [...] the array that the kernel reads.
       kernel: a function under `triton.jit`.
       results: shape and dtype of each array that it writes.
-      grid: how many programs.
-      warps: of a program.
-      compute_capability: to compile for, 90 for an H200; None asks the GPU.
-      **constants: its `tl.constexpr` arguments; those that come after the results and are None are
-        not there.
+      grid: the number of programs.
+      warps: the number of warps of a program.
+      compute_capability: of the GPU to compile for, 90 for an H200; None asks the GPU.
+      **constants: the kernel's `tl.constexpr` arguments, and None for a result that it does not
+        write. Sizes are constants, too: Triton then knows that they are multiples of 16, and it
+        stores 16 bytes at once.
     """
-    # A product and a sum that are fused round once: bits would depend on what the compiler fuses.
+    # No fused multiply-add: it rounds once instead of twice, so the bits would depend on what the
+    # compiler fuses.
     if _BEFORE_0_4:
         how: dict[str, Any] = {"out_shape": results, "enable_fp_fusion": False}
     else:

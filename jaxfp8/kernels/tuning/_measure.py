@@ -1,4 +1,4 @@
-"""The times of every way to do one matmul, on the GPU that is there."""
+"""The times of every way to do one matmul, on the GPU of this process."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +17,17 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Operands: TypeAlias = tuple[QuantizedTensor, QuantizedTensor]
 
-# Of the largest value: what two orders of addition and bfloat16's rounding may differ by.
+# The largest difference of two products, relative to the largest value. It allows for another order
+# of addition and for the rounding to bfloat16, which is 2^-9 of a value.
 _CLOSE = 2.0**-6
 
 
 def ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
-    """Every way to do a matmul by these backends."""
+    """Every way to do a matmul by these backends.
+
+    Tracing is enough to find them. If a backend cannot do a case or a tiling, it raises an error
+    before anything is compiled.
+    """
     for backend in backends:
         for tiling in search_space() if backend == "mosaic" else (None,):
             way = Way(backend=backend, tiling=tiling)
@@ -72,11 +77,18 @@ def _check(
     product: np.ndarray[Any, Any],
     products: dict[str, np.ndarray[Any, Any]],
 ) -> None:
-    """Compare a product with the first, and to the bit with the first of its backend."""
+    """Compare a product with the first one, and bit by bit with the first one of its backend.
+
+    Tilings of one kernel add in the same order, so their products have equal bits.
+    """
     first = next(iter(products.values()), product)
     if not np.max(np.abs(product - first)) <= _CLOSE * np.max(np.abs(first)):
         raise RuntimeError(
-            f"{way} gives a wrong product of {matmul}: it is not that of {next(iter(products))}."
+            f"{way} gives a wrong product of {matmul}: it differs from the product of "
+            f"{next(iter(products))}. Report this as a bug."
         )
     if not np.array_equal(product, products.setdefault(way.backend, product)):
-        raise RuntimeError(f"{way} gives other bits than another tiling, of {matmul}.")
+        raise RuntimeError(
+            f"{way} gives other bits than another tiling, of {matmul}. All tilings must give the "
+            "same bits. Report this as a bug."
+        )

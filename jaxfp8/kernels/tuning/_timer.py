@@ -1,8 +1,11 @@
-"""Seconds that programs take on a GPU, in turns, so that clocks and heat are shared.
+"""How many seconds programs take on a GPU.
 
-A program is a loop. In each turn it does the work on every one of several sets of inputs, so that
-no set is in the L2 cache when its turn comes again, and an `optimization_barrier` ties each piece
-of work to the one before: XLA can neither take work out of the loop nor merge two pieces.
+Programs run in turns and in random order, so that changes of clocks and heat affect all of them.
+
+A program is a loop. Each turn of the loop does the work on every one of several sets of inputs. The
+sets together are larger than the L2 cache, unless the inputs are very small. So a set has left the
+cache when it is used again. An `optimization_barrier` makes each piece of work depend on the piece
+before it. So XLA can neither move work out of the loop nor merge two pieces.
 """
 
 import math
@@ -17,15 +20,15 @@ from jax import lax
 
 from jaxfp8._typing import PyTree
 
-_TURNS = 4
+_TURNS = 4  # of the loop of a program
 _CACHE = 2**28  # bytes of all sets together: twice the L2 of a B200 (126 MB)
-_MOST_SETS = 8
+_MOST_SETS = 8  # all sets of very small inputs may fit in the cache
 _ROUNDS = 11
-_SECONDS = 2e-2  # of a round, of each program
+_SECONDS = 2e-2  # how long each program runs in a round
 
 
 def looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., PyTree], int]:
-    """A program that does `work` many times, and how often it does it for each set of arguments."""
+    """A program that repeats `work`, and how many times it does so for each set of arguments."""
 
     def program(sets: Sequence[Any]) -> PyTree:
         def turn(_: Any, carry: Any) -> Any:
@@ -45,14 +48,16 @@ def looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., Py
 
 
 def sets_of(types: PyTree) -> list[PyTree]:
-    """Random arguments of these types: as many sets as do not fit in a cache."""
+    """Random arguments of these types: as many sets as exceed the L2 cache, but at most 8."""
     leaves, structure = jax.tree.flatten(types)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     count = min(math.ceil(_CACHE / max(size, 1)), _MOST_SETS)
     random = np.random.default_rng(0)
 
     def draw(leaf: Any) -> jax.Array:
-        if leaf.dtype.itemsize == 1 and "e8m0" not in leaf.dtype.name:  # values; others are scales
+        # FP8 values and E8M0 scales have one byte. All other arrays are scales. Scales are powers
+        # of two, so that E8M0 holds them exactly.
+        if leaf.dtype.itemsize == 1 and "e8m0" not in leaf.dtype.name:
             return jnp.asarray(
                 (64 * random.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
             )
@@ -64,9 +69,9 @@ def sets_of(types: PyTree) -> list[PyTree]:
 def times(
     programs: Sequence[Callable[..., Any]], arguments: Any, repetitions: int
 ) -> list[list[float]]:
-    """Of each program, the seconds of one repetition in every round.
+    """The seconds of one repetition: a list for each program, with a number for each round.
 
-    They must have been called once before.
+    Each program must have been called once before, so that it is compiled.
     """
 
     def once(program: Callable[..., Any], calls: int) -> float:

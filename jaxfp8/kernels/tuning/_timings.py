@@ -1,7 +1,7 @@
 """`Timings`: measured times of the ways to do each matmul. They can be saved and loaded.
 
-`fp8.plan.autotune` makes them. They are an argument, and nothing looks them up by itself. So all
-processes and devices that are given the same timings compile the same program.
+`fp8.plan.autotune` makes them. They are used only if they are given as an argument. So all
+processes and devices with the same timings compile the same program.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Way:
 
     Attributes:
       backend: its name in `kernels/scaled_matmul/_api.py`.
-      tiling: of the kernel "mosaic"; None: the one that it chooses by itself.
+      tiling: of the backend "mosaic". With None the backend chooses its tiling.
     """
 
     backend: str
@@ -36,11 +36,13 @@ class Way:
 
     def __post_init__(self) -> None:
         if not isinstance(self.backend, str):
-            raise TypeError(f"backend={self.backend!r} must be a name.")
+            raise TypeError(
+                f"backend={self.backend!r} must be a name. Write a string, 'xla' for instance."
+            )
         if self.tiling is not None and self.backend != "mosaic":
             raise ValueError(
                 f"backend={self.backend!r} takes no tiling, only 'mosaic' does; got "
-                f"{self.tiling!r}."
+                f"{self.tiling!r}. Leave tiling= out."
             )
 
     def __str__(self) -> str:
@@ -54,8 +56,8 @@ class Time:
 
     Attributes:
       way: backend and tiling.
-      seconds: of one matmul, the median.
-      quartiles: the lower and the upper, seconds.
+      seconds: the median time of one matmul.
+      quartiles: the lower and the upper quartile in seconds.
     """
 
     way: Way
@@ -65,18 +67,19 @@ class Time:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Times of every way that was tried, of each matmul that `fp8.plan.autotune` saw.
+    """The times of every way that `fp8.plan.autotune` tried, for each matmul of a step.
 
     `str()` is a table in Markdown.
 
-    Give them to `fp8.Kernels(chip, timings=)`. A matmul that was timed then takes what was fastest.
-    Any other takes what it takes without timings. "The same matmul" has the same shapes (inside
-    `jax.shard_map` those of one device), axes, formats, tiles and dtypes.
+    Give them to `fp8.Kernels(chip, timings=)`. A matmul that was timed then takes the fastest way.
+    Any other matmul is chosen as without timings. Two matmuls are the same if their shapes, axes,
+    formats, tiles and dtypes are. Inside `jax.shard_map`, shapes are those of one device.
 
     Attributes:
-      chip: that was timed, "h200" for instance. `Kernels` of another chip refuse the timings.
-      device: what the driver calls the GPU.
-      versions: of jax and others, name and version.
+      chip: the name of the chip that was timed, "h200" for instance. `Kernels` of another chip
+        reject the timings.
+      device: the driver's name of the GPU.
+      versions: name and version of jax and of other packages.
       times: a description of each matmul, with its times.
 
     Example:
@@ -99,7 +102,7 @@ class Timings:
         chip_named(self.chip)
 
     def fastest(self, matmul: str) -> Way | None:
-        """The way with the least median; None for a matmul that was not timed."""
+        """The way with the smallest median time; None for a matmul that was not timed."""
         times = dict(self.times).get(matmul)
         return min(times, key=lambda time: time.seconds).way if times else None
 
@@ -113,8 +116,9 @@ class Timings:
     ) -> list[tuple[str, dict[str, Any]]]:
         """The backends that were timed for this matmul, fastest first, with their tilings.
 
-        If a backend cannot do the matmul, with the call's `out_sharding` for instance, the next one
-        is tried. With `add_to` the tiling is left out, because it may not leave room for the array.
+        The dispatch loop tries the next backend if one cannot do the matmul, for instance with the
+        call's `out_sharding`. With `add_to` the tilings are left out, because shared memory or
+        registers may not suffice for the added array.
         """
         times = dict(self.times).get(describe(lhs, rhs, call), ())
         ways = [time.way for time in sorted(times, key=lambda time: time.seconds)]
@@ -125,23 +129,23 @@ class Timings:
         ]
 
     def merged(self, other: "Timings") -> "Timings":
-        """These timings and the others. If both have a matmul, the others' times count.
+        """These timings and `other`. For a matmul in both, the times of `other` are kept.
 
         Raises:
-          ValueError: for another chip, device or version.
+          ValueError: if chip, device or versions differ.
         """
         for name in ("chip", "device", "versions"):
             if (mine := getattr(self, name)) != (theirs := getattr(other, name)):
                 raise ValueError(
-                    f"timings of {name}={mine!r} and of {theirs!r} do not compare; measure them "
-                    "together."
+                    f"Timings with {name}={mine!r} and with {name}={theirs!r} do not compare. "
+                    "Measure all of them on one machine, with the same versions."
                 )
         return dataclasses.replace(
             self, times=tuple((dict(self.times) | dict(other.times)).items())
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them as JSON."""
+        """Write the timings to a file, as JSON."""
         plain = {"schema": _SCHEMA} | dataclasses.asdict(self)
         plain["versions"] = dict(self.versions)
         plain["times"] = [
@@ -152,17 +156,17 @@ class Timings:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Timings":
-        """What `save` wrote.
+        """The timings that `save` wrote.
 
         Raises:
-          ValueError: for a file of another kind.
+          ValueError: for a file with other contents.
         """
         wrong = (
-            f"{os.fspath(path)!r} holds no timings of schema {_SCHEMA}; write it with Timings.save."
+            f"{os.fspath(path)!r} has no timings of schema {_SCHEMA}; write it with Timings.save."
         )
         try:
             plain = json.loads(Path(path).read_text())
-        except ValueError as error:  # of JSON, or of UTF-8
+        except ValueError as error:  # the file is not JSON, or not UTF-8
             raise ValueError(f"{wrong} ({error})") from error
         if not isinstance(plain, dict) or plain.get("schema") != _SCHEMA:
             raise ValueError(wrong)
@@ -193,7 +197,7 @@ class Timings:
 
 
 def describe(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> str:
-    """A matmul in words: everything that its time may depend on.
+    """The description of a matmul, with everything that its time may depend on.
 
     Example:
       >>> import jax.numpy as jnp
@@ -254,5 +258,5 @@ def _finite(seconds: object) -> float:
         or not isinstance(seconds, int | float)
         or not 0 <= seconds < math.inf
     ):
-        raise ValueError(f"a time of {seconds!r} s")
+        raise ValueError(f"a time of {seconds!r} s, which must be finite and not negative")
     return float(seconds)

@@ -1,7 +1,4 @@
-"""The consumers: two warpgroups, each multiplies, scales and stores its share of every tile.
-
-Letters: R C the share of a warpgroup.
-"""
+"""The consumers: two warpgroups. Each multiplies, scales and stores its share of every tile."""
 
 from typing import Any
 
@@ -19,10 +16,11 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import MULTIPLYING_REGISTERS
 def consume(block: Block, warpgroup: Array) -> None:
     """Compute and store this warpgroup's share of each tile of the block.
 
-    The two consumers never wait for each other. They share only the ring, where the slower one
-    holds up the producer.
+    The two consumers never wait for each other. They share only the ring, where the producer waits
+    for the slower one.
     """
     matmul = block.matmul
+    # It takes the registers that the producer gives back (`_producer.produce`).
     plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
     row, column = _first_in_tile(block, warpgroup)
 
@@ -39,7 +37,9 @@ def consume(block: Block, warpgroup: Array) -> None:
             column_of_product=tile.across * matmul.tiling.tile[1] + column,
         )
         epilogue = Epilogue(share)
-        epilogue.bring_addend(0)  # now, so that it comes while the tile is multiplied
+        # The copy of C overlaps with the matmul of the tile. Its shared memory is free: the last
+        # `Epilogue._write` of the previous tile has waited for all threads to read it.
+        epilogue.bring_addend(0)
         fast = matmul.scaling.fast
         epilogue.store(sums_in_tensor_cores(share) if fast else sums_in_registers(share))
 

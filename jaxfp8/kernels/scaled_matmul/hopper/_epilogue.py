@@ -1,8 +1,8 @@
-"""The epilogue: a consumer's sums become the result, patch after patch.
+"""The epilogue: a consumer makes the result from its sums, one patch after the other.
 
 For each patch: scale the sum, add C, round, store in shared memory, let TMA write it.
 
-Letters: M N K matmul, C the array that the product is added to, W the width of a patch.
+Letters: K the contracted axis, C the array that the product is added to, W the width of a patch.
 """
 
 import dataclasses
@@ -19,17 +19,19 @@ from jaxfp8.kernels.scaled_matmul.hopper._share import Share
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What is done to the sums of a share.
+    """The last steps for the sums of a share: scale, add C, write.
 
-    Shared memory has room for one patch of C, and for `Matmul.slots` patches of the result.
+    For each warpgroup, shared memory has room for one patch of C and for `Matmul.slots` patches of
+    the result.
     """
 
     share: Share
 
     def bring_addend(self, patch: int) -> None:
-        """Start to copy a patch of C to shared memory; behind the last one there is none.
+        """Start to copy a patch of C to shared memory. After the last patch it does nothing.
 
-        The caller has read the patch before it.
+        It overwrites the previous patch of C. So all threads of the warpgroup must have read that,
+        and a `commit_smem` must have followed.
         """
         block, warpgroup = self.share.block, self.share.warpgroup
         outgoing, matmul = block.shared.outgoing, block.matmul
@@ -41,9 +43,9 @@ class Epilogue:
         plgpu.copy_gmem_to_smem(there, here, filled)
 
     def store(self, sums: tuple[Array, ...]) -> None:
-        """Make patches of the result of their sums [64, W], and start to write them.
+        """Make patches of the result from their sums [64, W], and start to write them.
 
-        `bring_addend(0)` has started to copy the patch of C for the first one.
+        `bring_addend(0)` has started to copy the first patch of C.
         """
         for patch, result in enumerate(sums):
             rows, columns = self.share.patch(patch)
@@ -51,7 +53,7 @@ class Epilogue:
             self._write(patch, self._added(result), rows, columns)
 
     def _scaled(self, sums: Array, rows: Any, columns: Any) -> Array:
-        """A sum of all of K, scaled if it was not scaled step by step."""
+        """A sum over all of K, scaled unless it was scaled step by step."""
         given, lead = self.share.block.given, self.share.tile.lead
         if not self.share.block.matmul.scaling.at_end:
             return sums
@@ -64,7 +66,10 @@ class Epilogue:
         return scaled_sum(sums, row_scales, column_scales)
 
     def _added(self, sums: Array) -> Array:
-        """Sums and the patch of C, once it has arrived: before, shared memory has an older one."""
+        """The sum plus the patch of C.
+
+        The barrier says that the patch has arrived. Before that, shared memory has an older patch.
+        """
         outgoing, warpgroup = self.share.block.shared.outgoing, self.share.warpgroup
         if self.share.block.matmul.add_to is None:
             return sums
@@ -76,17 +81,18 @@ class Epilogue:
     def _write(self, patch: int, result: Array, rows: Any, columns: Any) -> None:
         """Round a patch, store it in shared memory, and let TMA write it to the result.
 
-        Four things, in this order:
+        There are four steps, in this order:
 
-        1. Wait until TMA has read what the slot held, `slots` patches ago: for all writes but the
-           `slots` - 1 latest. `slots` divides the patches of a tile, so this also holds from one
-           tile to the next. Without the wait that patch would be overwritten before TMA wrote it.
+        1. Wait until TMA has read the old patch of this slot. That was `slots` writes ago, so the
+           wait is for all writes except the latest `slots` - 1. `slots` divides the patches of a
+           tile, so the count is also right from one tile to the next. Without the wait, the old
+           patch would be overwritten before TMA has written it.
         2. Store the patch, then `commit_smem`: all threads have stored, and TMA sees it. Without it
-           TMA would write what a slower warp has not stored yet.
-        3. Only now copy the next patch of C: the same `commit_smem` says that all threads have
-           read the last one, which is overwritten.
-        4. Write the patch. This may come before 3, too, but this warpgroup waits for C next, and
-           for the write only when the slot is used again.
+           TMA would write values that a slower warp has not stored yet.
+        3. Start to copy the next patch of C. It overwrites the previous patch of C. The same
+           `commit_smem` guarantees that all threads have read that one.
+        4. Start to write the patch. The order of 3 and 4 is free. 3 comes first because this
+           warpgroup waits for C next. It waits for the write only when it uses the slot again.
         """
         block, warpgroup, matmul = self.share.block, self.share.warpgroup, self.share.block.matmul
         patches, slot = block.shared.outgoing.patches, patch % matmul.slots
@@ -99,8 +105,9 @@ class Epilogue:
 
 
 def wait_until_written() -> None:
-    """A consumer, at the end: until TMA has written all of its patches.
+    """For a consumer, at the end: wait until TMA has written all of its patches.
 
-    Without it the block could end, and its shared memory go to another one, before TMA read it.
+    Without it the block could end before TMA has read them. Its shared memory would then go to
+    another block.
     """
     plgpu.wait_smem_to_gmem(0)

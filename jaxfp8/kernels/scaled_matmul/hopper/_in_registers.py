@@ -1,10 +1,11 @@
-"""Sums in float32 registers: each step is scaled, if steps have scales, and then added.
+"""Sums in float32 registers: the product of each tile along K is scaled, and then added.
 
-The tensor cores of Hopper keep about 14 bits of a sum. So `wgmma` multiplies one tile of K, and
-the product is added in float32. A step has `Scaling.parts` tiles of K, each with scales of its own.
+It is not scaled if all of K shares its scales (`Scaling.at_end`). The tensor cores of Hopper keep
+about 14 bits of a sum. So `wgmma` multiplies only one tile along K, and the product is added in
+float32. A step has `Scaling.parts` tiles along K, each with scales of its own.
 
-Letters: M N K matmul, R C the share of a warpgroup, W the width of a patch, S the tile along K;
-T = 128.
+Letters: M N K the axes of the matmul, R x C the share of a warpgroup, W the width of a patch, S the
+  side of a tile along K; T = 128.
 
 References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2.
@@ -32,7 +33,7 @@ def sums_in_registers(share: Share) -> tuple[Array, ...]:
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         _, slot = ring.at(share.turn, index)
-        ring.wait_filled(slot)
+        ring.wait_filled(slot)  # the step's values and scales have arrived
         return _Step(share, index, slot).added_to(sums)
 
     zeros = jnp.zeros((ROWS, matmul.width), jnp.float32)
@@ -55,15 +56,18 @@ class _Step:
     slot: Array
 
     def added_to(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The sums with the products of this step. It frees the slot as soon as all is read."""
+        """The sums with the products of this step. The slot is freed once all of it is read."""
         matmul, summed = self.share.block.matmul, list(sums)
         parts = range(matmul.scaling.parts)
         last = (parts[-1], *matmul.patches[-1])
         for part, above in itertools.product(parts, matmul.bands):
             of_rows, of_square, product = self._multiplied(part, above)
             for left in matmul.lefts:
-                # Not sooner: there are registers for the scales of a patch's columns, not of all.
+                # These scales are read patch by patch. There are registers for the scales of one
+                # patch's columns, but not for those of all columns.
                 of_columns = self._scales_of_columns(part, left, of_square)
+                # The last read of the slot is done, before the last products are scaled and added.
+                # So the producer refills the slot meanwhile.
                 if (part, above, left) == last:
                     self._free()
                 more = product[:, left : left + matmul.width]
@@ -73,9 +77,9 @@ class _Step:
         return tuple(summed)
 
     def _multiplied(self, part: int, above: int) -> tuple[Array | None, Array | None, Array]:
-        """Scales of 64 rows, the one of a square of 128, and the product [64, C] of a tile of K.
+        """Scales of 64 rows, the scale of a square of 128, and the product [64, C] of a tile.
 
-        Scales are read before the tensor cores are waited for, so that the two overlap.
+        Scales are read before the wait for the tensor cores, so that the two overlap.
         """
         share, tile = self.share, self.share.block.matmul.scaling.tile
         staged = share.block.shared.staged
@@ -89,9 +93,10 @@ class _Step:
         return of_rows, of_square, _product(lhs, rhs)
 
     def _scale_of_square(self) -> Array | None:
-        """The one scale of T columns by T of K, read from global memory; None for other scales.
+        """The scale of a square of T columns and T values along K; None for other scales.
 
-        No share crosses a square: C divides T.
+        It is read from global memory: a warpgroup needs only one of them in a step. The columns of
+        a share are inside one square, because C divides T.
         """
         share = self.share
         matmul, given = share.block.matmul, share.block.given
@@ -100,24 +105,25 @@ class _Step:
         return given.rhs_scale[share.tile.lead, lax.div(share.column_of_product, T), self.index]
 
     def _scales_of_columns(self, part: int, left: int, of_square: Array | None) -> Array | None:
-        """Scales [W] of a patch's columns, or [] where they share one; None at the end."""
+        """Scales [W] of a patch's columns, or [] if they share one; None if `at_end`."""
         share, matmul = self.share, self.share.block.matmul
         scaling, scales = matmul.scaling, share.block.shared.staged.rhs_scale
         if scales is None:
             return of_square
-        if scaling.square:  # of 32: a patch is no wider, so that it has one
+        if scaling.square:  # of 32: `Tiling.width` makes patches no wider, so a patch has one
             cell = lax.div(share.column + left, scaling.tile)
             return scales[self.slot, cell * scaling.parts + part]
         columns = pl.ds(share.column + left, matmul.width)
         return load_scales(scales.at[self.slot, part, columns], 0)
 
     def _free(self) -> None:
-        """Let the producer fill the slot again: values and scales are in registers now.
+        """Let the producer fill the slot again: this warpgroup has read its values and scales.
 
-        One thread reports for the warpgroup. The tensor cores read values, and `_product` has
-        waited for them: a `wgmma` is one operation of the whole warpgroup. Scales are read by each
-        thread: `commit_smem` waits for all threads, and orders their reads before writes of TMA.
-        Without it TMA could overwrite a scale that a slower warp has yet to read.
+        In a cluster one thread reports for the whole warpgroup. Values are read by the tensor
+        cores, and `_product` has waited for these: a `wgmma` is one operation of the warpgroup.
+        Scales are read by each thread. `commit_smem` waits for all threads, and orders their reads
+        before writes of TMA. Without it TMA could overwrite a scale that a slower warp has not
+        read yet.
         """
         block = self.share.block
         if block.shared.staged.lhs_scale is not None:
@@ -128,7 +134,7 @@ class _Step:
 def _product(lhs: Any, rhs: Any) -> Array:
     """[64, C] float32 of lhs [64, S] and rhs [C, S] in shared memory.
 
-    To read the accumulator is to wait for the tensor cores.
+    Reading the accumulator waits for the tensor cores.
     """
 
     def product(accumulator: Any) -> Array:

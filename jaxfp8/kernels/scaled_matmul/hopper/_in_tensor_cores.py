@@ -1,9 +1,10 @@
 """Sums in the tensor cores: fast accumulation, which keeps about 14 bits of a sum.
 
-All of K shares its scales, and the sum is scaled at the end. So `wgmma` adds step after step to
-the same accumulators, and no product of a step comes to registers.
+All of K shares its scales, and the sum is scaled at the end. So `wgmma` adds one step after the
+other to the same accumulators. No step has a product of its own in registers.
 
-Letters: M N K matmul, R C the share of a warpgroup, W the width of a patch; T = 128.
+Letters: M N K the axes of the matmul, R x C the share of a warpgroup, W the width of a patch;
+  T = 128.
 """
 
 from typing import Any
@@ -35,10 +36,10 @@ def sums_in_tensor_cores(share: Share) -> tuple[Array, ...]:
 def _accumulate(share: Share, accumulators: tuple[Any, ...]) -> None:
     """Add all steps to the accumulators [64, C], one for each 64 rows of the share.
 
-    A step is begun before the one before it is waited for, or the tensor cores would idle in
-    between. So a slot is freed one step late: a step's own `wgmma` may still read its slot, those
-    of the step before have read theirs. Freed in its own step, a slot could be overwritten while
-    it is multiplied.
+    Each step is started before the wait for the previous step. Otherwise the tensor cores would
+    idle between two steps. So after the wait, the `wgmma` of this step may still read their slot,
+    but those of the previous step have read theirs. Only the slot of the previous step is freed.
+    If the slot of this step were freed, the producer could overwrite it while it is multiplied.
     """
     matmul, ring = share.block.matmul, share.block.ring
 
@@ -47,20 +48,23 @@ def _accumulate(share: Share, accumulators: tuple[Any, ...]) -> None:
         count, slot = ring.at(share.turn, step)
         ring.wait_filled(slot)
         _begin(share, slot, accumulators)
-        # Each accumulator has one `wgmma` a step: all are done but those of this step.
+        # Wait until at most so many `wgmma` are under way. Each accumulator has one in this step,
+        # and they finish in order. So those of the previous step are done.
         plgpu.wgmma_wait(len(accumulators))
 
+        # Step 0 has no previous step in this tile: the last slot of a tile is freed below.
         @pl.when(step > 0)
         def _free_the_last() -> None:
             ring.free(ring.slot(count - 1))
 
+    # All `wgmma` are done: the sums are complete, and the slot of the last step is free.
     plgpu.wgmma_wait(0)
     _, slot = ring.at(share.turn, jnp.int32(matmul.steps - 1))
     ring.free(slot)
 
 
 def _begin(share: Share, slot: Array, accumulators: tuple[Any, ...]) -> None:
-    """Start to multiply a step; the tensor cores go on by themselves."""
+    """Start to multiply a step. The tensor cores run asynchronously."""
     staged = share.block.shared.staged
     for above, into in zip(share.block.matmul.bands, accumulators, strict=True):
         lhs, rhs = staged.lhs.at[slot, share.rows(above)], staged.rhs.at[slot, share.columns]

@@ -1,15 +1,17 @@
 """The kernel of Hopper's scaled matmul.
 
-A block of threads takes tile after tile of the product. It has three warpgroups:
+A block of threads computes one tile of the product after the other. It has three warpgroups:
 
   one producer     copies steps of 128 along K to shared memory          `_producer.produce`
   two consumers    multiply the steps, add them, scale, store a tile     `_consumer.consume`
 
-The producer hands steps over in a ring of slots (`_ring`). A consumer sums them in float32
-registers (`_in_registers`), or in the tensor cores (`_in_tensor_cores`, fast accumulation), and
-stores the result (`_epilogue`). `_matmul` has what is known before, `_memory` what they work on.
+The producer passes steps to the consumers in a ring of slots (`_ring`). A consumer adds them in
+float32 registers (`_in_registers`), or in the tensor cores (`_in_tensor_cores`, fast accumulation).
+Then it stores the result (`_epilogue`). `_matmul` has the sizes, which are known before the kernel
+runs. `_memory` has the memory of a block.
 
-Letters: B batch, M N K matmul, S the tile along K that shares a scale; T = 128.
+Letters: B batch, M N K the axes of the matmul, C the array that the product is added to, S the side
+  of a tile along K that shares a scale; T = 128.
 
 References:
   Pallas Mosaic GPU reference, docs.jax.dev/en/latest/pallas/gpu/reference.html; CUDA C++
@@ -41,13 +43,19 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import WARPGROUPS
 def kernel(matmul: Matmul) -> Callable[..., Array]:
     """The kernel of one matmul: `multiply(lhs, rhs, lhs_scale, rhs_scale[, C])`.
 
-    It takes values [B, M, K] and [B, N, K]. With P = `scaling.parts` it takes scales [B, P K/T, M]
-    and [B, P K/T, N]; of square tiles of rhs [B, N/T, K/T] for 128, [B, K/T, P N/S] for 32; at the
-    end [B, 1, M] and [B, 1, N]. M and N of scales are whole tiles (of a cluster). C and the result
-    are [B, M, N] with N of whole rows, see `whole_row`.
+    Values are [B, M, K] and [B, N, K]. C and the result are [B, M, N], with N rounded up by
+    `whole_row`. The shapes of scales depend on `scaling`, with P = `scaling.parts`:
 
-    With C the product is added to it before it is rounded. If C has the dtype of the result, the
-    result is written over C. XLA copies C before, unless nothing else reads it.
+      scales of                lhs              rhs
+      tiles 1xS                [B, P K/T, M]    [B, P K/T, N]
+      square tiles, S = 128                     [B, N/T, K/T]
+      square tiles, S = 32                      [B, K/T, P N/S]
+      all of K (`at_end`)      [B, 1, M]        [B, 1, N]
+
+    In scales M and N are rounded up to whole tiles. With a cluster, N is rounded up to two tiles.
+
+    With C the product is added to C, and the sum is rounded once. If C has the dtype of the result,
+    the result is written over C. XLA copies C before that, unless nothing else reads C.
     """
     launch = _over_addend if matmul.in_place else _to_new_array
 
@@ -65,14 +73,17 @@ def _to_new_array(matmul: Matmul, given: Given) -> Array:
 
 
 def _over_addend(matmul: Matmul, given: Given) -> Array:
-    """C is the result's memory. A share reads each patch of C before it writes there."""
+    """The kernel that writes its result over C.
+
+    That is safe: each patch belongs to one warpgroup, and it reads the patch of C before it writes.
+    """
     result = jax.new_ref(given.addend)
     _launched(matmul, ())(given._replace(addend=None), result)
     return jax.freeze(result)
 
 
 def _launched(matmul: Matmul, out_type: Any) -> Callable[..., Any]:
-    """The kernel as a function of what is given, and of the result if that is no new array."""
+    """The kernel as a function of `Given`, and of the result if the result is no new array."""
 
     def body(given: Given, result: Any, shared: Shared) -> None:
         block, warpgroup = Block(matmul, given, result, shared), lax.axis_index("warpgroup")

@@ -1,14 +1,14 @@
-"""One matmul, as Hopper's kernel divides it: what is known before the kernel runs.
+"""One matmul, as Hopper's kernel divides it: the sizes that are known before the kernel runs.
 
-The product [B, M, N] is divided four times.
+The product [B, M, N] and the axis K are divided into:
 
-  tile    what one block of threads computes, `Tiling.tile`. A cluster of two blocks takes two
-          neighbours along N.
-  share   the R x C of a tile that one warpgroup computes; two of them make a tile.
+  tile    the part of the product that one block of threads computes, `Tiling.tile`. A cluster of
+          two blocks computes two tiles that are adjacent along N.
+  share   the R x C of a tile that one warpgroup computes. Two shares make a tile.
   patch   the 64 x W of a share that is scaled and stored at once.
-  step    T values along K of the operands of one tile. They come to shared memory together.
+  step    T values along K of the operands of one tile. They are copied to shared memory together.
 
-Letters: B batch, M N K matmul, R C the share of a warpgroup, W the width of a patch; T = 128.
+Letters: B batch, M N K the axes of the matmul, R x C a share, W the width of a patch; T = 128.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
 
 
 class Tile(NamedTuple):
-    """Which tile of the product a block computes: three indices, counted in tiles."""
+    """Which tile of the product a block computes: its matrix, and indices that count tiles."""
 
     lead: Array  # along B
     down: Array  # along M
@@ -44,11 +44,11 @@ class Matmul:
       formats: dtypes of the values of lhs and rhs.
       out_dtype: of the result.
       tiling: how the product is divided.
-      scaling: when it is scaled.
-      add_to: the dtype of an array C that the product is added to; None without one.
+      scaling: when the product is scaled.
+      add_to: the dtype of an array C that the product is added to; None without C.
 
     Raises:
-      NoRoomError: for a tiling that a multiprocessor has no room for.
+      NoRoomError: for a tiling that needs more shared memory or registers than there are.
     """
 
     batch: int
@@ -76,28 +76,32 @@ class Matmul:
 
     @property
     def tiles(self) -> int:
-        """Tiles of the product, two neighbours of a cluster counted as one."""
+        """The number of tiles of the product. The two tiles of a cluster count as one."""
         tiles_m, tiles_n = self._tiles_of_matrix
         return self.batch * tiles_m * tiles_n
 
     @property
     def clusters(self) -> int:
-        """Clusters that run, each taking tile after tile."""
+        """The number of clusters that run. Each computes one tile after the other."""
         return min(self.tiles, self.tiling.blocks // self.tiling.cluster)
 
     @functools.cached_property
     def width(self) -> int:
-        """W."""
+        """W, the width of a patch."""
         return self.tiling.width(**self._sizes)
 
     @functools.cached_property
     def slots(self) -> int:
-        """Patches of its result that a warpgroup has in shared memory; it divides all of them."""
+        """How many patches of its result a warpgroup has in shared memory.
+
+        It divides the number of `patches`. So slots are used in turn, also from one tile to the
+        next (`_epilogue.Epilogue._write` waits for that).
+        """
         return self.tiling.slots(**self._sizes)
 
     @property
     def bands(self) -> range:
-        """First rows, in a share, of the ROWS rows that one `wgmma` computes."""
+        """The bands of a share: the first row of each group of ROWS rows, one `wgmma` each."""
         return range(0, self.tiling.rows, ROWS)
 
     @property
@@ -114,17 +118,17 @@ class Matmul:
     def boxes(self) -> tuple[tuple[Axes, Any] | None, tuple[Axes, Any] | None]:
         """Shape and dtype of the scales of lhs and of rhs that come with a step.
 
-        None for scales that stay in global memory: those that are used at the end, and those of
-        squares of 128, of which a warpgroup needs one a step.
+        None for scales that stay in global memory. These are the scales that are used at the end,
+        and those of squares of 128. A warpgroup needs only one of the latter in a step.
         """
         tile_m, tile_n = self.tiling.tile
         return self.scaling.box(0, tile_m), self.scaling.box(1, tile_n)
 
     def tile(self, index: Array) -> Tile:
-        """The tile of a block whose cluster takes the tile `index`.
+        """The tile of this block, if its cluster computes the tile number `index`.
 
-        Tiles are counted in groups of `tiling.group` along M, in a group along M first: what
-        neighbours in time read is still in L2.
+        The numbers run along M first, in groups of `tiling.group` tiles, and then along N. So tiles
+        that are computed at one time read the same rows and columns, which are still in L2.
         """
         tiles_m, tiles_n = self._tiles_of_matrix
         lead, index = lax.div(index, tiles_m * tiles_n), lax.rem(index, tiles_m * tiles_n)
@@ -143,6 +147,6 @@ class Matmul:
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        """What a tiling needs to know to count bytes and registers."""
+        """The sizes from which a tiling counts bytes and registers."""
         added = 0 if self.add_to is None else self.add_to.itemsize
         return {"scaling": self.scaling, "itemsize": self.out_dtype.itemsize, "added": added}

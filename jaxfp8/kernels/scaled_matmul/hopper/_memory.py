@@ -1,6 +1,6 @@
-"""The memory that the kernel works on: operands in global memory, a block's shared memory.
+"""The memory of the kernel: operands in global memory, and a block's shared memory.
 
-`Block` has all of it. `shared_memory` says what to allocate.
+`Block` has all of it. `shared_memory` has the types to allocate.
 
   in shared memory   written by                  read by                guarded by
   staged, a slot     TMA, for the producer       the two consumers      ring: filled, emptied
@@ -9,7 +9,8 @@
 
 A patch and an addend belong to one warpgroup. So no barrier between warpgroups guards them.
 
-Letters: B batch, M N K matmul, W the width of a patch; T = 128.
+Letters: B batch, M N K the axes of the matmul, C the array that the product is added to, W the
+  width of a patch; T = 128.
 """
 
 import dataclasses
@@ -25,30 +26,30 @@ from jaxfp8.kernels.scaled_matmul.hopper._ring import Ring, RingBarriers
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T, of_bytes
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS
 
-_LEAST = 32  # bytes of a permuted row in shared memory
+_LEAST = 32  # bytes of the narrowest swizzle: rows of shared memory are multiples of it
 
 
 class Given(NamedTuple):
-    """What the kernel reads, in global memory; see `_kernel.kernel` for the shapes."""
+    """The arrays in global memory that the kernel reads; see `_kernel.kernel` for the shapes."""
 
     lhs: Any
     rhs: Any
     lhs_scale: Any
     rhs_scale: Any
-    addend: Any = None  # C; None without one, and where the result is written over it
+    addend: Any = None  # C; None without C, and if the result is written over C
 
 
 class Staged(NamedTuple):
-    """Slots for steps of both operands, in shared memory; the first axis is the slot."""
+    """The slots of the ring: steps of both operands in shared memory. Axis 0 is the slot."""
 
     lhs: Any  # [stages, tile's M, T]
     rhs: Any  # [stages, tile's N, T]
     lhs_scale: Any  # [stages, *box]; None if scales of lhs do not come with a step
-    rhs_scale: Any  # likewise
+    rhs_scale: Any  # [stages, *box]; None if scales of rhs do not come with a step
 
 
 class Outgoing(NamedTuple):
-    """Shared memory for what leaves a block; the first axis is the warpgroup."""
+    """Shared memory of the epilogue. The first axis is the warpgroup."""
 
     patches: Any  # [2, slots, 64, W]
     addend: Any  # [2, 64, W] of C, for the patch that is stored next; None without C
@@ -65,7 +66,7 @@ class Shared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What a block of threads works on: the matmul, global and shared memory."""
+    """The matmul, and the global and shared memory of a block of threads."""
 
     matmul: Matmul
     given: Given
@@ -79,13 +80,14 @@ class Block:
 
 
 def shared_memory(matmul: Matmul) -> Shared:
-    """What to allocate for a block of threads."""
+    """The types to allocate for a block of threads."""
     tiling, scaling, boxes = matmul.tiling, matmul.scaling, matmul.boxes
     values = (
         _permuted((tiling.stages, extent, T), format, scaling.tile)
         for extent, format in zip(tiling.tile, matmul.formats, strict=True)
     )
     scales = (None if box is None else _scales(tiling.stages, *box) for box in boxes)
+    # Each copy of a step arrives once at `filled`: two of values, and one for each box of scales.
     copies = 2 + sum(box is not None for box in boxes)
     return Shared(
         Staged(*values, *scales),
@@ -105,10 +107,10 @@ def _outgoing(matmul: Matmul) -> Outgoing:
 
 
 def _permuted(shape: Axes, dtype: DType, row: int) -> Any:
-    """An array in shared memory as TMA writes it and the tensor cores read it, permuted.
+    """An array in shared memory, permuted as TMA writes it and the tensor cores read it.
 
-    TMA copies boxes. `row`, the values of a row of global memory, or the tile of K that one
-    `wgmma` reads: no box is longer, so that each is whole.
+    TMA copies boxes of 8 rows. `row` is the length of a row in global memory, or the tile along K
+    that one `wgmma` reads. A box is no wider than that, so that no box is cut.
     """
     itemsize = jnp.dtype(dtype).itemsize
     inner = math.gcd(128 // itemsize, shape[-1], row)
@@ -117,13 +119,14 @@ def _permuted(shape: Axes, dtype: DType, row: int) -> Any:
 
 
 def _scales(stages: int, shape: Axes, dtype: Any) -> Any:
-    """Scales of the steps, each step at a multiple of the bytes that TMA writes at."""
+    """Scales of the steps. Each step begins at a multiple of `ALIGNED` bytes, as TMA needs."""
     *lead, last = shape
+    # Only the box of square tiles of 32 is smaller than `ALIGNED`. It has one axis of float32.
     return plgpu.SMEM((stages, *lead, max(last, ALIGNED // 4) if not lead else last), dtype)
 
 
 def whole_row(n: int, itemsize: int) -> int:
-    """N up to what global memory has to have for shared memory, multiples of 32 bytes.
+    """N rounded up, so that a row of global memory is a multiple of 32 bytes.
 
     Example:
       >>> whole_row(200, 2), whole_row(200, 4)
@@ -133,11 +136,13 @@ def whole_row(n: int, itemsize: int) -> int:
 
 
 def load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
-    """Scales as float32, in the registers of the threads that hold what they scale.
+    """Scales as float32. Each thread gets the scales of the values that it holds.
 
-    `across` is the axis of a patch that shares a scale: 1 for scales of rows, 0 for columns.
-    `shared` is whether they are in shared memory, and not in global memory, for which jax 0.11 has
-    only plain loads.
+    Args:
+      scales: in shared or global memory.
+      across: the axis of a patch along which values share a scale: 1 for scales of rows, 0 for
+        scales of columns.
+      shared: whether they are in shared memory. For global memory jax 0.11 has only plain loads.
     """
     load: Any = plgpu.load  # before jax 0.11 it has no layout=
     found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)

@@ -1,9 +1,9 @@
 """The producer: one warpgroup that copies steps to shared memory by TMA.
 
-It runs ahead of the consumers, as far as the ring has free slots, and from one tile of the product
-into the next. So copies of the next tile are under way while the last one is stored.
+It runs ahead of the consumers while the ring has free slots, also into the next tile of the
+product. So copies for the next tile are under way while the consumers store the previous one.
 
-Letters: B batch, M N K matmul; T = 128.
+Letters: B batch, M N K the axes of the matmul; T = 128.
 """
 
 from typing import Any
@@ -22,7 +22,8 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import COPYING_REGISTERS
 def produce(block: Block) -> None:
     """Fill slot after slot with the steps of all tiles of the block."""
     matmul, ring = block.matmul, block.ring
-    plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")  # consumers take what it returns
+    # It needs few registers. The consumers' request waits until it has given back the rest.
+    plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
     @plgpu.nd_loop((matmul.tiles,), collective_axes="clusters")
     def _tile(turn: Any) -> None:
@@ -31,6 +32,8 @@ def produce(block: Block) -> None:
         @pl.loop(0, matmul.steps)
         def _step(step: Array) -> None:
             count, slot = ring.at(turn.local_index, step)
+            # Consumers have read the step that was in this slot. In a cluster those of both blocks
+            # have: `_copy_values` writes to both.
             ring.wait_emptied(count, slot)
             _copy_values(block, tile, step, slot)
             _copy_scales(block, tile, step, slot)
@@ -41,7 +44,8 @@ def produce(block: Block) -> None:
 def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
     """Start to copy the values of a step. Each copy arrives once at `filled`.
 
-    Neighbours in a cluster share rows of lhs. Each reads half of them, and TMA writes it to both.
+    The two blocks of a cluster need the same rows of lhs. Each block reads half of them, and TMA
+    writes this half to both blocks.
     """
     given, staged, tiling = block.given, block.shared.staged, block.matmul.tiling
     filled = block.shared.barriers.filled.at[slot]
@@ -55,7 +59,10 @@ def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
 
 
 def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
-    """Start to copy the scales of a step, of the operands whose scales come with it."""
+    """Start to copy the scales of a step, for operands that have a box in `Matmul.boxes`.
+
+    Each copy arrives once at `filled`, like those of values. So one wait covers them all.
+    """
     given, staged, matmul = block.given, block.shared.staged, block.matmul
     filled = block.shared.barriers.filled.at[slot]
     tile_m, tile_n = matmul.tiling.tile
@@ -70,11 +77,13 @@ def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
 def _of_step(
     box: Axes, scaling: Scaling, step: Array, first: Array
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Indices of a step's scales: in global memory behind B, and in a slot.
+    """Indices of a step's scales: in global memory (without B), and in a slot.
 
-    `first`, the tile's first row of lhs or column of rhs.
+    `first` is the tile's first row of lhs or column of rhs.
     """
-    if len(box) == 1:  # square tiles of 32, those of a step beside each other
+    # Square tiles of 32: `_scales.laid` makes the scales of a step adjacent. A slot may be longer
+    # than the box, because it is rounded up to whole units of TMA.
+    if len(box) == 1:
         cells = pl.ds(lax.div(first, scaling.tile) * scaling.parts, box[0])
         return (step, cells), (pl.ds(0, box[0]),)
     return (pl.ds(step * scaling.parts, box[0]), pl.ds(first, box[1])), ()

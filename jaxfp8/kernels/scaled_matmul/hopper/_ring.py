@@ -1,18 +1,18 @@
-"""The ring of slots through which the producer hands steps to the consumers.
+"""The ring of slots through which the producer passes steps to the consumers.
 
-A slot is shared memory for one step. Step after step, over all tiles of a block, takes the next
-slot. Two barriers guard each slot.
+A slot is shared memory for one step. Each step of a block takes the next slot. The count of steps
+continues from one tile to the next. Two barriers guard each slot.
 
-  filled    The producer's copies have arrived. Consumers wait for it before they read the slot;
-            without it they would multiply what the slot held before, or half of a step.
+  filled    The producer's copies have arrived. Consumers wait for it before they read the slot.
+            Without it they would multiply the slot's old contents, or half of a step.
   emptied   All consumers have read the slot. The producer waits for it before it copies into the
-            slot again; without it a copy would overwrite a step that is still multiplied.
+            slot again. Without it a copy would overwrite a step that is still multiplied.
 
-In a cluster each block copies half of a step of lhs to both blocks. So a producer must know that
-the neighbour's slot is free, too: consumers report an emptied slot to both blocks.
+In a cluster each block copies half of a step of lhs to both blocks. So a producer must also know
+that the slot of the other block is free. Consumers report an emptied slot to both blocks.
 
-Every phase of a barrier is waited for exactly once, in order. A thread counts phases by its own
-waits: one that it skipped, or waited for twice, would let it pass too soon, or never.
+A thread must wait for every phase of a barrier exactly once, in order. It counts phases by its own
+waits. If it skips a wait, its next wait returns too soon. If it waits twice, it never returns.
 """
 
 import dataclasses
@@ -35,7 +35,10 @@ class RingBarriers(NamedTuple):
 
     @classmethod
     def allocated(cls, copies: int, stages: int, cluster: int) -> "RingBarriers":
-        """What to allocate: `copies` fill a slot, each of the consumers empties it once."""
+        """The barriers to allocate. `copies` fill a slot, and each consumer frees it once.
+
+        `ClusterBarrier` counts the arrivals of each block of the cluster: four in all.
+        """
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if cluster == 1:
             return cls(filled, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages))
@@ -60,36 +63,41 @@ class Ring:
     barriers: RingBarriers
 
     def at(self, turn: Array, step: Array) -> tuple[Array, Array]:
-        """How many steps came before this one, in all `turn` tiles of the block; its slot."""
+        """The number of steps before this one, those of `turn` tiles included, and its slot."""
         count = turn * self.steps + step
         return count, self.slot(count)
 
     def slot(self, count: Array) -> Array:
-        """The slot of a step that `count` steps came before."""
+        """The slot of a step, which `count` steps come before."""
         return lax.rem(count, self.stages)
 
     def wait_filled(self, slot: Array) -> None:
-        """A consumer, before it reads a slot."""
+        """For a consumer, before it reads a slot."""
         plgpu.barrier_wait(self.barriers.filled.at[slot])
 
     def free(self, slot: Array) -> None:
-        """A consumer, after it has read a slot for the last time."""
+        """For a consumer, after its last read of a slot."""
         plgpu.barrier_arrive(self.barriers.emptied.at[slot])
 
     def wait_emptied(self, count: Array, slot: Array) -> None:
-        """The producer, before it fills a slot: not the first time, when nobody has used it."""
+        """For the producer, before it fills a slot.
+
+        The first `stages` steps do not wait: their slots are still unused, so nobody frees them.
+        """
 
         @pl.when(count >= self.stages)
         def _wait() -> None:
             plgpu.barrier_wait(self.barriers.emptied.at[slot])
 
     def drain(self, tiles: int, clusters: int) -> None:
-        """The producer, at the end: wait until the slots that it filled last are emptied.
+        """For the producer, at the end: wait until the slots that it filled last are emptied.
 
-        Consumers of the neighbour in a cluster report to this block's barriers. Without the wait
-        this block could end before they do, and they would write to memory that is no more its own.
-        Without a cluster nothing would break.
+        Consumers of the other block of a cluster report to this block's barriers, too. Without this
+        wait the block could end before they report. Then they would write to shared memory that
+        belongs to another block by then. Without a cluster the wait is not needed.
         """
+        # `nd_loop` deals out tiles in turn: clusters with an index below the remainder have one
+        # tile more. The last `stages` steps are those whose slots nobody has waited for yet.
         index = lax.axis_index("clusters")
         total = (tiles // clusters + (index < tiles % clusters).astype(jnp.int32)) * self.steps
 

@@ -1,15 +1,15 @@
 """The scaled matmul of Hopper's tensor cores, in Pallas (Mosaic GPU).
 
-Both operands are in tiles of 128 or 32, and the product of each tile is scaled. Or both are scaled
-per tensor or along kept axes. Then the sum is scaled before it is written, without the second pass
-over the result that XLA's backend needs for rows.
+It takes two kinds of operands. If both are in tiles of 128 or 32, the product of each tile is
+scaled. If both are scaled per tensor or along kept axes, the sum is scaled before it is written.
+XLA's backend needs a second pass over the result for scales of rows.
 
-The kernel (`_kernel.py`) reads both operands with K last, as Hopper multiplies FP8. XLA transposes
-other operands before: one pass over FP8 values. There is no pass if the quantizer wrote the copy
-transposed, as it does for tiles of 128x1. XLA also copies an operand with zeros behind it if K is
-no multiple of 128, or its rows are no multiple of 8.
+The kernel (`_kernel.py`) reads both operands with K last in memory, because Hopper multiplies FP8
+only like that. XLA transposes other operands before the kernel, in one pass over FP8 values. There
+is no such pass if the quantizer wrote the copy transposed, as it does for tiles of 128x1. XLA also
+copies an operand to pad it, if K is no multiple of 128 or its rows are no multiple of 8.
 
-Letters: B batch, M N K matmul; T = 128.
+Letters: B batch, M N K the axes of the matmul; T = 128.
 
 References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.
@@ -48,11 +48,11 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FEW = 128
-"""Up to so many rows of lhs the bytes of rhs bound the time.
+"""Up to this number of rows of lhs, the bytes of rhs bound the time.
 
-With more rows operations bound it, and E8M0 takes five of them to become float32.
+With more rows operations bound the time, and converting one E8M0 scale to float32 takes five.
 """
-_BOX = 8  # rows of a permuted box in shared memory
+_BOX = 8  # rows of a box in shared memory (`_memory._permuted`): arrays have whole boxes
 
 
 def scaled_matmul(
@@ -68,16 +68,20 @@ def scaled_matmul(
     Args:
       lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32
         along a contracted axis.
-      rhs: likewise; in tiles if lhs is.
-      call: into bfloat16, float16 or float32. With fast accumulation sums stay in the tensor cores,
-        if the operands are not in tiles; else each 128 products are added in float32.
+      rhs: scaled like lhs; in tiles if lhs is in tiles.
+      call: axes and options; the result is bfloat16, float16 or float32. With fast accumulation
+        sums stay in the tensor cores, unless the operands are in tiles. Otherwise each 128 products
+        are added in float32, or each 32 with tiles of 32.
       add_to: bfloat16, float16 or float32, of the result's shape.
-      tiling: how the product is cut; default: by its shape (`_tiling.choose`).
+      tiling: how the product is divided; by default `_tiling.choose` takes one for its shape.
 
     Raises:
-      NotImplementedError: for other tiles and scales, an empty operand, a partly manual mesh, and
-        jax before 0.11. Also for `add_to` on several devices or in an Explicit
-        mesh, except inside `jax.shard_map`.
+      NotImplementedError: for any of these:
+
+        - other tiles, other scales, or an empty operand;
+        - some axes of the mesh are manual and others are not;
+        - `add_to` on several devices or in an Explicit mesh, except inside `jax.shard_map`;
+        - `jax_enable_x64`, or jax older than 0.11.
     """
     _check_process()
     for operand in (lhs, rhs):
@@ -86,7 +90,10 @@ def scaled_matmul(
     if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
         return in_auto_mesh(functools.partial(scaled_matmul, tiling=tiling), lhs, rhs, call)
     if call.out_sharding is not None:
-        raise NotImplementedError(f"out_sharding={call.out_sharding}, which is for Explicit meshes")
+        raise NotImplementedError(
+            f"out_sharding={call.out_sharding} needs an Explicit mesh. Leave it out, or make the "
+            "mesh Explicit."
+        )
     geometry, scaling = _scaling(lhs, rhs, call)
     sides = list(zip((lhs, rhs), geometry.sides, strict=True))
     values = [as_matrix(operand.values, axes, tile=T) for operand, axes in sides]
@@ -108,8 +115,8 @@ def _scaling(
     pair, tile = inner_tile(lhs, call.geometry)
     geometry = call.geometry.with_innermost(pair)
     square = shares_columns(rhs, geometry.rhs, tile)
-    # Scales of 1x32 can come to the kernel as the bytes that they are: those of lhs always do,
-    # those of rhs where that saves time.
+    # The kernel can read E8M0 scales of 1x32 as bytes. It always does so for lhs, and for rhs if
+    # that saves time.
     lhs_in_bytes, rhs_in_bytes = (
         tile < T and operand.scale.dtype == E8M0.dtype for operand in (lhs, rhs)
     )
@@ -122,17 +129,24 @@ def _check_process() -> None:
     """Raise NotImplementedError for jax without the kernel's loads, or with 64 bits."""
     check_jax()
     if jax.config.read("jax_enable_x64"):
-        raise NotImplementedError("jax_enable_x64: the kernel counts tiles in int32")
+        raise NotImplementedError(
+            "jax_enable_x64 is on. The kernel counts tiles in int32. Write matmuls='xla' in "
+            "fp8.Kernels, or switch jax_enable_x64 off."
+        )
 
 
 def _check_operand(operand: QuantizedTensor) -> None:
     """Raise NotImplementedError for an operand that the kernel cannot read."""
     if operand.scale.dtype != jnp.float32 and not operand.granularity.in_tiles:
         raise NotImplementedError(
-            f"{operand.granularity!r} with scales in {operand.scale.dtype}; it takes float32"
+            f"An operand has {operand.granularity!r} with scales in {operand.scale.dtype}. Without "
+            "tiles this kernel takes float32 scales. Write matmuls='xla' in fp8.Kernels."
         )
     if 0 in operand.shape:
-        raise NotImplementedError(f"an empty operand, {list(operand.shape)}")
+        raise NotImplementedError(
+            f"An operand is empty, {list(operand.shape)}. This kernel needs values. Write "
+            "matmuls='xla' in fp8.Kernels."
+        )
 
 
 def _check_call(
@@ -140,24 +154,36 @@ def _check_call(
 ) -> None:
     """Raise NotImplementedError for a pair of operands, or a result, that the kernel cannot do."""
     if call.out_dtype not in _WRITTEN:
-        raise NotImplementedError(f"a result in {call.out_dtype}")
+        raise NotImplementedError(
+            f"The result is {call.out_dtype}. This kernel writes bfloat16, float16 or float32. "
+            "Take one of these."
+        )
     if add_to is not None and add_to.dtype not in _WRITTEN:
-        raise NotImplementedError(f"add_to in {add_to.dtype}")
+        raise NotImplementedError(
+            f"add_to is {add_to.dtype}. This kernel reads bfloat16, float16 or float32. Cast it to "
+            "one of these."
+        )
     mesh = mesh_of(lhs.values, rhs.values)
     if not takes_mesh(mesh):
         raise NotImplementedError(
-            f"{mesh}; inside jax.shard_map it takes meshes that are manual along all axes"
+            f"The mesh is {mesh}. Inside jax.shard_map this kernel needs a mesh with all axes "
+            "manual. Name all axes in jax.shard_map."
         )
     is_split = mesh.size > 1 or AxisType.Explicit in mesh.axis_types
     if add_to is not None and is_split and {*mesh.axis_types} != {AxisType.Manual}:
         raise NotImplementedError(
-            f"add_to in {mesh}; on several devices and in Explicit meshes add inside jax.shard_map"
+            f"add_to is given in {mesh}. On several devices, and in Explicit meshes, this kernel "
+            "adds only inside jax.shard_map. Call it there."
         )
     if not call.geometry.lhs.contracted:
-        raise NotImplementedError("no axis is contracted")
+        raise NotImplementedError(
+            "In this matmul no axis is contracted. This kernel needs one. Write matmuls='xla' in "
+            "fp8.Kernels."
+        )
     if lhs.granularity.in_tiles != rhs.granularity.in_tiles:
         raise NotImplementedError(
-            f"{lhs.granularity!r} with {rhs.granularity!r}; it takes tiles with tiles"
+            f"lhs has {lhs.granularity!r}, and rhs has {rhs.granularity!r}. This kernel takes "
+            "tiles only with tiles. Write matmuls='xla' in fp8.Kernels."
         )
 
 
@@ -170,8 +196,8 @@ def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
     @custom_vmap
     def product(*arguments: Array) -> Array:
         local = functools.partial(_padded_product, out_dtype, tiling, scaling)
-        # Also where no mesh is known. The type of a kernel's result names no mesh, but the result
-        # may be on several devices.
+        # This is also the path if no mesh is known. The result of another kernel has a type without
+        # a mesh, but it may be on several devices.
         if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
             return partitioned(local, scaling.cells)(*arguments)
         for argument in arguments:
@@ -202,6 +228,8 @@ def _padded_product(
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
     tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
+    # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
+    # the two tiles of a cluster.
     down, across = tiling.tile
     across *= tiling.cluster
     lhs, rhs = (padded(x, 1, _BOX) for x in (lhs, rhs))

@@ -1,7 +1,7 @@
 """The scales of two operands as Hopper's matmul reads them.
 
-Letters: B batch, M N K matmul, S the tile along K, P = T / S tiles in a step, C = ceil(K / T)
-  steps; T = 128.
+Letters: B batch, M N K the axes of the matmul, S the side of a tile along K, P = T / S tiles in a
+  step, C = ceil(K / T) steps; T = 128.
 """
 
 import jax.numpy as jnp
@@ -20,9 +20,10 @@ _LEAST = 32
 
 
 def inner_tile(lhs: QuantizedTensor, geometry: Geometry) -> tuple[int, int]:
-    """Which pair of contracted axes has tiles, and S: 128 if they are multiples of it, or 32.
+    """Which pair of contracted axes has tiles, and S.
 
-    `lhs` is in tiles, and rhs in the same along contracted axes.
+    S is 128 if the tiles are multiples of 128, and 32 if they are multiples of 32. Along contracted
+    axes lhs and rhs have the same tiles.
     """
     along = lhs.granularity.along(lhs.ndim)
     tiles = [along[axis] for axis in geometry.lhs.contracted]
@@ -31,12 +32,13 @@ def inner_tile(lhs: QuantizedTensor, geometry: Geometry) -> tuple[int, int]:
         if whole:
             return whole[-1], tile
     raise NotImplementedError(
-        f"tiles of {tiles} along the contracted axes; it takes multiples of {_LEAST}"
+        f"The tiles along the contracted axes are {tiles}. This kernel takes multiples of "
+        f"{_LEAST}. Write matmuls='xla' in fp8.Kernels."
     )
 
 
 def shares_columns(rhs: QuantizedTensor, axes: OperandAxes, tile: int) -> bool:
-    """Whether S columns of rhs have one scale for each S of K: square tiles.
+    """Whether rhs is in square tiles: S columns and S values along K have one scale.
 
     Then the kernel reads one scale for all of these columns.
     """
@@ -48,9 +50,9 @@ def shares_columns(rhs: QuantizedTensor, axes: OperandAxes, tile: int) -> bool:
 
 
 def scale_matrix(operand: QuantizedTensor, axes: OperandAxes, side: int, scaling: Scaling) -> Array:
-    """Scales of lhs (side 0) [B, M, P C] or rhs (side 1) [B, N, P C].
+    """The scales of lhs (side 0) as [B, M, P C], or of rhs (side 1) as [B, N, P C].
 
-    For square tiles of rhs [B, N/S, P C]. If all of K shares a scale, [B, M or N, 1].
+    Square tiles of rhs give [B, N/S, P C]. If all of K shares a scale, the last size is 1.
     """
     scale = operand.scale
     if scale.dtype == E8M0.dtype:
@@ -65,16 +67,16 @@ def scale_matrix(operand: QuantizedTensor, axes: OperandAxes, side: int, scaling
 
 
 def laid(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
-    """A scale matrix as the kernel takes it.
+    """A scale matrix in the layout that the kernel reads (`_kernel.kernel`).
 
-    Zeros are behind it, up to whole tiles of `extent` rows of lhs or columns of rhs.
+    It is padded with zeros to whole tiles of `extent` rows of lhs or columns of rhs.
     """
     if not (scaling.square and side == 1):
         return padded(scale.mT, 2, extent)
     scale = padded(scale, 1, pl.cdiv(extent, scaling.tile))
     if scaling.parts == 1:
         return scale
-    # Those of a step beside each other: [B, C, N/S P].
+    # The scales of a step become adjacent, [B, C, N/S P], so that they are one copy.
     batch, columns, cells = scale.shape
     scale = scale.reshape(batch, columns, cells // scaling.parts, scaling.parts)
     return scale.transpose(0, 2, 1, 3).reshape(
@@ -83,7 +85,7 @@ def laid(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
 
 
 def padded(x: Array, axis: int, multiple: int) -> Array:
-    """Zeros behind an axis, up to a multiple."""
+    """x with zeros at the end of an axis, so that its size is a multiple of `multiple`."""
     missing = pl.cdiv(x.shape[axis], multiple) * multiple - x.shape[axis]
     pads = [(0, missing if i == axis else 0, 0) for i in range(x.ndim)]
     return lax.pad(x, jnp.zeros((), x.dtype), pads) if missing else x

@@ -1,8 +1,6 @@
-"""The share of a tile that one consumer computes, and where it is.
+"""The share of a tile: the part that one consumer computes.
 
-The two shares of a tile are above and below each other, or side by side (`Tiling.beside`).
-
-Letters: R C the share of a warpgroup, W the width of a patch.
+The two shares of a tile are one above the other, or side by side (`Tiling.beside`).
 """
 
 import dataclasses
@@ -21,10 +19,10 @@ class Share:
     """One consumer's share of one tile.
 
     Attributes:
-      block: the memory that it works on.
+      block: the matmul, and the memory of the block of threads.
       warpgroup: which consumer, 0 or 1.
-      turn: tiles that the block has taken before this one.
-      tile: which tile.
+      turn: the number of tiles that the block has computed before this one.
+      tile: which tile of the product.
       row: the share's first row in the tile.
       column: its first column in the tile.
       column_of_product: its first column in the product.

@@ -1,12 +1,13 @@
 """How Hopper's matmul is divided into tiles: a dataclass, its budgets, and a table to choose from.
 
 A block of threads has two warpgroups that multiply and one that copies. Each of the two computes a
-share of R x C. The shares are above and below each other, or side by side if there are few rows.
-Every choice adds in the same order: K in steps of 128, first to last.
+share of R x C. The shares are one above the other, or side by side if there are few rows. Every
+choice adds in the same order, K in steps of 128 from first to last. So all of them give the same
+bits.
 
-The first table has the budgets with a result in bfloat16 (float32) and tiles of 1x128 @ 1x128, the
-largest case. `wide` is for fast accumulation only, in which the tensor cores keep the sum. Its
-budgets are with scales of rows and columns.
+The first table has the budgets of 1x128 @ 1x128, the largest case with tiles of 128. The result is
+bfloat16 (float32). `wide` is for fast accumulation only, where the tensor cores keep the sum. Its
+budgets are for scales of rows and columns.
 
   name      product     R x C     stages   cluster   shared memory KiB of 227   registers of 168
   decode     64 x 64    64 x 32      8        1            141 (149)                  64
@@ -15,8 +16,9 @@ budgets are with scales of rows and columns.
   large     128 x 128   64 x 128     5        2            198 (198)                 168
   wide      256 x 128  128 x 128     4        2            225 (225)                 168
 
-Tiles of 32 take four products a step, each with its own scales. The second table is for 1x32 @ 1x32
-with scales in E8M0, which come as bytes where the kernel takes bytes (in float32):
+With tiles of 32, a step has four products, each with its own scales. In the second table, shared
+memory is that of 1x32 @ 1x32. E8M0 scales are copied as bytes, except those of columns if lhs has
+many rows. Numbers in parentheses are for float32 scales.
 
   name      shared memory KiB    registers compiled: 1x32 @ 32x32, 1x32 @ 1x32
   decode     141 (153)            102, 74 (107)
@@ -24,11 +26,12 @@ with scales in E8M0, which come as bytes where the kernel takes bytes (in float3
   small      170 (179)            157, 138 (146)
   large      205 (213)            168, 168 (168)
 
-For products that overlap, ptxas takes as many registers as there are, up to 168. None spills. An
-array that the product is added to comes to shared memory in patches, one for each warpgroup. That
-takes 16 KiB ("large": 214 KiB in all).
+If products can overlap, ptxas takes as many registers as it can, up to 168. No choice spills. An
+array that the product is added to is copied to shared memory in patches, one for each warpgroup.
+That takes 16 KiB ("large": 214 KiB in all).
 
-Letters: M N K matmul; R C the share of a warpgroup; W the width of a patch; T = 128.
+Letters: M N K the axes of the matmul; R x C the share of a warpgroup; W the width of a patch;
+  T = 128.
 
 References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3; CUDA C++ Programming Guide, "Compute
@@ -47,22 +50,28 @@ WARPGROUPS = 2
 """Warpgroups of a block that multiply."""
 COPYING_REGISTERS = 40
 MULTIPLYING_REGISTERS = 232
-"""What a thread asks for while it runs: together less than the 64 Ki registers of 384 threads."""
+"""The registers that a thread asks for while it copies, and while it multiplies.
+
+128 threads copy and 256 multiply: 128 * 40 + 256 * 232 registers, as many as 384 * 168. A
+multiprocessor has 65536.
+"""
 _SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
-# What each of 384 threads starts with. ptxas keeps to it where it links the kernel, and then
-# ignores both numbers above.
+# The registers with which each of 384 threads starts: 65536 / 384, rounded down to a multiple of 8.
+# If ptxas links the kernel, it keeps to this number and ignores the two above.
 _REGISTERS = 168
-# addresses, counters, scales of rows: the most that compiled kernels had besides sums and products
+# For addresses, counters and scales of rows: the most that compiled kernels had besides sums,
+# products and scales of columns.
 _OTHER_REGISTERS = 24
-# the largest width of a patch in bytes: that of a permuted row in shared memory
+# The largest width of a patch in bytes: the widest swizzle of a row in shared memory.
 _LINE = 128
-_BARRIERS = 1024  # bytes: barriers, and what it takes to align arrays
-# Those of an H100 or H200 (SXM). With fewer, some blocks start later; results are the same.
+_BARRIERS = 1024  # bytes for barriers, and for the gaps that align arrays
+# Those of an H100 or H200 (SXM). On a GPU with fewer, some blocks start later, but results are the
+# same.
 _MULTIPROCESSORS = 132
 
 
 class NoRoomError(ValueError):
-    """A tiling that a multiprocessor has no room for."""
+    """A tiling needs more shared memory or registers than a multiprocessor has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,13 +80,16 @@ class Tiling:
 
     Attributes:
       rows: R, 64 or 128.
-      columns: C, 32, 64 or 128, so that one scale of a square tile serves a warpgroup.
-      beside: whether the two warpgroups share rows and not columns.
-      stages: steps along K that are in shared memory at once.
-      cluster: neighbours along N, 1 or 2, that share what they copy of lhs.
-      group: tiles along M that are visited for each column before the next group, so that what is
-        read stays in L2.
-      blocks: of threads at most, each taking tile after tile.
+      columns: C, 32, 64 or 128. It divides 128, so that a warpgroup needs one scale of a square
+        tile.
+      beside: whether the two shares are side by side and have the same rows. Otherwise they are one
+        above the other.
+      stages: how many steps along K fit in shared memory at once.
+      cluster: how many blocks share what they copy of lhs, 1 or 2. Their tiles are adjacent along
+        N.
+      group: how many tiles along M are computed for each column of tiles, before the next column.
+        So their rows stay in L2.
+      blocks: the largest number of blocks of threads. Each computes one tile after the other.
 
     Example:
       >>> Tiling(rows=64, columns=128).tile
@@ -99,11 +111,13 @@ class Tiling:
             or self.cluster not in (1, 2)
         ):
             raise ValueError(
-                f"{self!r}: rows are 64 or 128, columns 32, 64 or 128, a cluster is 1 or 2."
+                f"{self!r} is no tiling. Its rows are 64 or 128, its columns 32, 64 or 128, its "
+                "cluster is 1 or 2. Take such values."
             )
         if min(self.stages, self.group) < 1 or self.blocks < self.cluster:
             raise ValueError(
-                f"{self!r}: stages and group are at least 1, blocks at least a cluster."
+                f"{self!r} is no tiling. Its stages and group are at least 1, and its blocks at "
+                "least a cluster. Take larger values."
             )
 
     @property
@@ -114,15 +128,20 @@ class Tiling:
         return WARPGROUPS * self.rows, self.columns
 
     def width(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """W: columns of a patch, the 64 rows of the result that are scaled and stored at once."""
+        """W: the columns of a patch, whose 64 rows are scaled and stored at once.
+
+        A patch is at most a share wide, and at most `_LINE` bytes. If square tiles have scales, a
+        patch is at most one tile wide, so that it has one scale.
+        """
         return min(
             self.columns, _LINE // max(itemsize, added), scaling.tile if scaling.square else _LINE
         )
 
     def slots(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """Patches of its result that a warpgroup has in shared memory.
+        """How many patches of its result a warpgroup has in shared memory.
 
-        The largest number that divides the patches of a share, and that there is room for.
+        It is the largest number for which there is room and which divides the patches of a share.
+        It is at least 1: then `check` raises if there is no room.
         """
         width = self.width(scaling=scaling, itemsize=itemsize, added=added)
         parts = (self.rows // ROWS) * (self.columns // width)
@@ -135,9 +154,10 @@ class Tiling:
         )
 
     def shared_bytes(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """Shared memory of a block of threads.
+        """The bytes of shared memory that a block of threads needs.
 
-        `itemsize` is that of the result, `added` that of an array to which it is added, or 0.
+        `itemsize` is that of the result. `added` is that of an array C to which the product is
+        added, or 0.
         """
         part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize, added=added)
         slots = self.slots(scaling=scaling, itemsize=itemsize, added=added)
@@ -148,13 +168,17 @@ class Tiling:
 
         They hold sums, a product of 64 x C, and scales of the columns of a patch.
         """
+        # A warpgroup has 128 threads, so a thread has R C / 128 sums. In the layout of `wgmma` it
+        # has a quarter of the columns of a row.
         sums, product = (
             self.rows * self.columns // 128,
             0 if scaling.fast else ROWS * self.columns // 128,
         )
         width = self.width(scaling=scaling, itemsize=itemsize, added=added)
         of_columns = 0 if scaling.square else width // 4
-        if scaling.at_end:  # scales are read when there is no product any more
+        # Scales that are used at the end are read when no product is in registers any more. Their
+        # registers then hold scales of columns, and a patch of C.
+        if scaling.at_end:
             return (
                 sums
                 + max(product, of_columns + (ROWS * width // 128 if added else 0))
@@ -163,17 +187,18 @@ class Tiling:
         return sums + product + of_columns + _OTHER_REGISTERS
 
     def check(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> None:
-        """Raise NoRoomError for what a multiprocessor has no room for."""
+        """Raise NoRoomError if a multiprocessor has no room for the tiling."""
         if (needed := self.shared_bytes(scaling=scaling, itemsize=itemsize, added=added)) > _SHARED:
             raise NoRoomError(
-                f"{self!r} needs {needed} bytes of shared memory, of {_SHARED}; take fewer stages."
+                f"{self!r} needs {needed} bytes of shared memory, and a block has {_SHARED}. Take "
+                "fewer stages."
             )
         if (
             registers := self.registers(scaling=scaling, itemsize=itemsize, added=added)
         ) > _REGISTERS:
             raise NoRoomError(
-                f"{self!r} needs about {registers} registers a thread, of {_REGISTERS}; take a "
-                "smaller tile."
+                f"{self!r} needs about {registers} registers a thread, and there are {_REGISTERS}. "
+                "Take a smaller tile."
             )
 
     def _steps(self, scaling: Scaling) -> int:
@@ -183,28 +208,29 @@ class Tiling:
 
 
 CHOICES = {
-    # A weight is read once for few tokens: bytes in flight count, 128 KiB of them here, and not
-    # operations. Half of a 128-row tile would be multiplied for nothing.
+    # The matmul reads a weight once, for few tokens. So the bytes in flight bound the time (here
+    # 128 KiB), not operations. In a tile of 128 rows, half of the rows would be wasted.
     "decode": Tiling(rows=64, columns=32, beside=True, stages=8),
-    # The same with 128 rows: narrow tiles, so that every multiprocessor reads some of the weight.
+    # As "decode", but with 128 rows. Tiles are narrow, so that every multiprocessor reads a part of
+    # the weight.
     "few": Tiling(rows=64, columns=32, stages=8),
-    # Too few tiles of 128 x 128 for all multiprocessors.
+    # For products with fewer tiles of 128 x 128 than multiprocessors.
     "small": Tiling(rows=64, columns=64, stages=6),
-    # The largest whose sums and products fit in registers. Alone a block would read 64 bytes of L2
-    # a cycle while its tensor cores are busy, more than its share; in pairs that share rows it is
-    # 48.
+    # The largest tile whose sums and products fit in registers. A step is 32 KiB and keeps the
+    # tensor cores busy for 512 cycles. So a block by itself reads 64 bytes of L2 a cycle, which is
+    # more than its share. In a cluster each block copies half of lhs, and reads 48 bytes a cycle.
     "large": Tiling(rows=64, columns=128, stages=5, cluster=2),
-    # Without a product beside the sums there are registers for twice as many of them, and a block
-    # reads 32 bytes a cycle.
+    # With fast accumulation no product needs registers, so there is room for twice as many sums.
+    # Each block of a cluster reads 32 bytes of L2 a cycle.
     "wide": Tiling(rows=128, columns=128, stages=4, cluster=2),
 }
-"""No GPU has timed them yet. They follow from budgets and counts of bytes."""
+"""These tilings are estimated from budgets and counts of bytes. No GPU has timed them yet."""
 
 
 def choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
     """The tiling from `CHOICES` for a batch of results [M, N].
 
-    `added` is whether they are added to an array. "wide" has no registers for that.
+    `added` is whether the product is added to an array. "wide" has no registers for that.
 
     Example:
       >>> choose(1, 64, 4096, Scaling()) is CHOICES["decode"]
@@ -221,7 +247,7 @@ def choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False)
 
 
 def search_space() -> Iterator[Tiling]:
-    """What an autotuner tries: the tilings of `CHOICES`, and others with tiles of similar shape.
+    """The tilings that an autotuner tries: those of `CHOICES`, and others of similar shape.
 
     Not every tiling fits every matmul.
 
