@@ -96,7 +96,7 @@ def mistakes(layer):
         ),
         "a gain of integers": Message(
             TypeError, call((x, jnp.ones(D, int)), RMS_NORM), "inputs, gain has dtype int32",
-            "cannot be quantized", "cast it to",
+            "cannot be quantized", "Cast it to",
         ),
         "two shapes": Message(
             ValueError, call((x, x[:, :1])), "gate", "[8, 16, 40]", "give both one shape"
