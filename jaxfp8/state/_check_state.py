@@ -162,7 +162,8 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
             host["scale"][..., r], host["amax_history"][..., r, :], host["nonfinite_steps"][..., r]
         )  # fmt: skip
         for fault in row.quantizer.faults(RowState(*leaves)):
-            # A row with a wrong fingerprint is already listed, and its values have other rules.
+            # A row with a wrong fingerprint is already listed. This quantizer did not write it, so
+            # its values may follow other rules.
             rows = (fault.rows[..., None] & here) & ~foreign
             yield from _any(fault._replace(rows=rows))
 
