@@ -104,7 +104,7 @@ def value_and_grad(
             def loss(params: PyTree, ledgers: PyTree) -> Any:
                 probed = with_probes(state, ledgers, all_set=all_set, reduce_axes=named)
                 out = loss_fn(params, probed, *args, **kwargs)
-                # A probe must not leave the loss: its tracers belong to this differentiation.
+                # Outside of the loss states have no probe. aux may hold a state that had one.
                 return (out[0], without_probes(out[1])) if has_aux else out
 
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
