@@ -63,7 +63,7 @@ def mistakes(layer):
     def call(inputs, prologue=SWIGLU):
         return lambda: layer(prologue)(inputs)
 
-    pair, tuple_ = arrays_of(SWIGLU), "pass the tuple (gate, up)"
+    pair, tuple_ = arrays_of(SWIGLU), "Pass the tuple (gate, up)"
     x, numpy = pair[0], tuple(map(np.asarray, pair))
     return {
         "an array": Message(

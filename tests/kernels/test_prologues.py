@@ -128,7 +128,7 @@ MISTAKES = {
     "one array": (
         TypeError,
         lambda: fp8.dot(X, W, recipe=CURRENT, prologue=SWIGLU),
-        "lhs is an array float32[4, 8]|pass the tuple (gate, up)",
+        "lhs is an array float32[4, 8]|Pass the tuple (gate, up)",
     ),
     "three": (
         TypeError,
