@@ -63,7 +63,7 @@ def mistakes(layer):
     def call(inputs, prologue=SWIGLU):
         return lambda: layer(prologue)(inputs)
 
-    pair, tuple_ = arrays_of(SWIGLU), "pass the tuple (gate, up)"
+    pair, tuple_ = arrays_of(SWIGLU), "Pass the tuple (gate, up)"
     x, numpy = pair[0], tuple(map(np.asarray, pair))
     return {
         "an array": Message(
@@ -96,7 +96,7 @@ def mistakes(layer):
         ),
         "a gain of integers": Message(
             TypeError, call((x, jnp.ones(D, int)), RMS_NORM), "inputs, gain has dtype int32",
-            "cannot be quantized", "cast it to",
+            "cannot be quantized", "Cast it to",
         ),
         "two shapes": Message(
             ValueError, call((x, x[:, :1])), "gate", "[8, 16, 40]", "give both one shape"

@@ -1,7 +1,7 @@
-"""The mesh axes over which the amaxes of one matmul are combined inside `jax.shard_map`.
+"""The mesh axes over which the amaxes of one matmul are reduced inside `jax.shard_map`.
 
-Types (`check_vma=True`) say over which manual axes a tensor varies. Where they are off or cannot
-decide, the caller names the axes with `reduce_axes=`.
+With `check_vma=True`, JAX's types say over which manual axes a tensor varies. If types are off or
+cannot decide, the caller names the axes with `reduce_axes=`.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 
 @dataclasses.dataclass(frozen=True)
 class AmaxAxes:
-    """What is known of the axes before the tensors are seen. Hashable.
+    """What is known about the axes without the tensors of the call. Hashable.
 
     Attributes:
-      named: the manual mesh axes that the caller named; None if it is left to types.
+      named: the manual mesh axes that the caller named; None if the caller named none.
       typed: whether types say over which manual axes a tensor varies.
-      manual: whether the call is inside `jax.shard_map`. Outside of it an array is global, and so
-        is its amax.
+      manual: whether the call is inside `jax.shard_map`. Outside of it arrays are global, and so
+        are their amaxes.
     """
 
     named: frozenset[str] | None
@@ -29,7 +29,7 @@ class AmaxAxes:
 
     @property
     def untyped(self) -> frozenset[str]:
-        """The axes over which every amax is combined, because types say nothing."""
+        """The axes over which every per-tensor amax is reduced. Empty if types are on."""
         return frozenset() if self.typed else self.named or frozenset()
 
 
@@ -40,14 +40,14 @@ _GLOBAL = AmaxAxes(None, typed=True, manual=False)
 class Variation:
     """The manual mesh axes over which the operands of a call vary, by their types.
 
-    Axes that an operand is gathered over do not count: the matmul reads the whole.
+    Axes that an operand is gathered over do not count, because the matmul reads the whole operand.
 
     Attributes:
       x: the axes of the activations.
       w: the axes of the weights.
       g: the axes of the gradient; empty in the forward pass.
       named: see `AmaxAxes`.
-      batched: the matmul has batch axes.
+      batched: whether the matmul has batch axes.
     """
 
     x: frozenset[str]
@@ -59,9 +59,11 @@ class Variation:
     def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
         """The axes over which a matmul contracts a tensor across devices.
 
-        Scales of rows have to span them. If an operand varies over an axis and the result does not,
-        the matmul contracts over that axis. For fprop types cannot decide. An axis over which x and
-        w both vary may split the contraction, or stages, or experts. Only the caller knows which.
+        All devices that contract one row must use one scale for it. If an operand varies over an
+        axis and the result does not, the matmul contracts over that axis.
+
+        For fprop, types cannot decide. An axis over which x and w both vary may split the
+        contraction, pipeline stages or experts. Only the caller knows which.
         """
         if matmul == "fprop":
             if self.named is None or self.batched:
@@ -72,12 +74,15 @@ class Variation:
 
     @property
     def apart(self) -> frozenset[str]:
-        """The axes over which devices hold tensors with amaxes of their own: stages, experts."""
+        """The axes over which each device has its own amaxes: those of pipeline stages or experts.
+
+        x and w both vary over such an axis, and the caller did not name it.
+        """
         return frozenset() if self.named is None else (self.x & self.w) - self.named
 
 
 NO_VARIATION = Variation(frozenset(), frozenset(), frozenset(), None, batched=False)
-"""Of a call outside of `jax.shard_map`."""
+"""The variation of a call outside of `jax.shard_map`."""
 
 
 def amax_axes(
@@ -86,14 +91,14 @@ def amax_axes(
     """The axes of a call.
 
     Args:
-      recipe: of the call.
+      recipe: the recipe of the call.
       given: `reduce_axes=` of the call.
       probed: `reduce_axes=` of `fp8.value_and_grad`.
 
     Raises:
-      TypeError: if `given` is a name and not a tuple of names.
-      FP8StateError: if the axes are unknown, because a local amax would be wrong. Also for axes
-        that per-row amaxes would ignore.
+      TypeError: if `given` is not a tuple of names, for instance one name.
+      FP8StateError: if the axes are unknown, because an amax of one shard would be wrong. Also if
+        axes are named that per-row amaxes would ignore.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -108,7 +113,9 @@ def amax_axes(
     if named is not None:
         check_axes(named)
     if not manual_axes():
-        return _GLOBAL  # also while flax initializes a layer for shard_map, outside of it
+        # flax also initializes layers for shard_map outside of it. Their named axes are ignored
+        # here, so that `init` does not raise an error.
+        return _GLOBAL
     typed = types_tell()
     if named is None:
         if not typed and recipe.combines_amaxes:
@@ -124,13 +131,13 @@ def _unknown(recipe: Recipe) -> FP8StateError:
     where = (
         "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
     )
-    cure = f"Name the axes that an amax is combined over with reduce_axes= of {where}."
+    cure = f"Name the axes that an amax is reduced over with reduce_axes= of {where}."
     if recipe.tensors_in_rows:  # per-row amaxes do not accept reduce_axes=
         cure = (
             f"Recipe {recipe.name!r} has amaxes of tensors and of rows, which needs check_vma=True."
         )
     return FP8StateError(
-        f"inside shard_map(check_vma=False) over {manual_axes()} types do not tell which mesh axes "
+        f"inside shard_map(check_vma=False) over {manual_axes()} types do not say which mesh axes "
         f"a tensor is split over. {cure}"
     )
 
@@ -140,6 +147,6 @@ def _ignored(recipe: Recipe, named: tuple[str, ...]) -> FP8StateError:
     return FP8StateError(
         f"reduce_axes={named} is given to recipe {recipe.name!r}, which has a scale for each row "
         f"of {', '.join(recipe.tensors_in_rows)}, inside shard_map(check_vma=False) over "
-        f"{manual_axes()}. Only types tell which matmul contracts a row across devices. Use "
+        f"{manual_axes()}. Only types say which matmul contracts a row across devices. Use "
         f"check_vma=True.{'' if recipe.combines_amaxes else cure}"
     )

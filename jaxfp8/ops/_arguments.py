@@ -17,7 +17,9 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 def check_operands(
     lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe, prologue: AbstractPrologue | None = None
 ) -> tuple[tuple[Array, ...], Array]:
-    """lhs (one array, or the arrays of a prologue) and rhs, in dtypes that FP8 matmuls take.
+    """lhs and rhs, in dtypes that FP8 matmuls accept.
+
+    lhs becomes a tuple: one array, or the arrays of a prologue.
 
     Raises:
       TypeError: naming the argument, its dtype and the cure.
@@ -28,7 +30,8 @@ def check_operands(
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     check_recipe(recipe)
-    if recipe.is_identity and prologue is None:  # nothing is quantized: what lax.dot_general takes
+    if recipe.is_identity and prologue is None:
+        # No operand is quantized, so every dtype that lax.dot_general accepts is allowed.
         return (one_array("lhs", lhs),), one_array("rhs", rhs)
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
@@ -36,12 +39,12 @@ def check_operands(
 def check_arrays(
     name: str, given: ArrayLike, prologue: AbstractPrologue | None
 ) -> tuple[Array, ...]:
-    """The arrays of a prologue, or one array without one, in dtypes that can be quantized.
+    """The arrays of a prologue, or one array without a prologue, in dtypes that can be quantized.
 
     Args:
       name: of the argument, for messages.
-      given: the array, or a tuple of those of the prologue.
-      prologue: or None.
+      given: the array, or the tuple of arrays of the prologue.
+      prologue: the prologue, or None.
 
     Raises:
       TypeError: naming the argument, what it is and the cure.
@@ -64,10 +67,10 @@ def check_arrays(
 
 
 def check_prologue(name: str, prologue: object) -> None:
-    """Raise TypeError unless it is a prologue, or None.
+    """Raise TypeError unless `prologue` is a prologue, or None.
 
     Args:
-      name: of the argument that it makes one array of, for the message.
+      name: of the argument that the prologue reads, for the message.
       prologue: what was given.
 
     Example:
@@ -77,13 +80,13 @@ def check_prologue(name: str, prologue: object) -> None:
     if prologue is None or isinstance(prologue, AbstractPrologue):
         return
     raise TypeError(
-        f"prologue={prologue!r} is no prologue; use fp8.prologues.SwiGLU() or "
+        f"prologue={prologue!r} is no prologue. Use fp8.prologues.SwiGLU() or "
         f"fp8.prologues.RMSNorm(), or apply your function to {name}."
     )
 
 
 def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
-    """The arrays of a prologue, as many as it takes.
+    """The arrays of a prologue, as a tuple with one array for each name.
 
     Raises:
       TypeError: naming the argument, what it is and the cure.
@@ -97,7 +100,7 @@ def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any,
         names = ", ".join(prologue.names)
         raise TypeError(
             f"{name} is {_named(given)}, but prologue={prologue!r} takes {len(prologue.names)} "
-            f"arrays; pass the tuple ({names}), or leave prologue= out."
+            f"arrays. Pass the tuple ({names}), or leave prologue= out."
         )
     return tuple(given)
 
@@ -117,7 +120,7 @@ def check_float(name: str, x: ArrayLike) -> Array:
         x = one_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
-            f"{name} has dtype {x.dtype.name}, which cannot be quantized; cast it to one of "
+            f"{name} has dtype {x.dtype.name}, which cannot be quantized. Cast it to one of "
             f"{list(FLOAT_DTYPES)}."
         )
     return x
@@ -137,8 +140,8 @@ def one_array(name: str, x: ArrayLike) -> Array:
         isinstance(each, jax.Array) or getattr(each, "shape", ()) for each in x
     ):
         raise TypeError(
-            f"{name} is {_named(x)}, but one array is needed; pass one, or name the prologue= that "
-            "makes one of them."
+            f"{name} is {_named(x)}, but one array is needed. Pass one array, or name the "
+            "prologue= that makes one array of them."
         )
     return as_array(name, x)
 
@@ -166,7 +169,7 @@ def as_array(name: str, x: ArrayLike) -> Array:
 
 
 def _no_array(name: str, x: object) -> str | None:
-    """What to write instead of something that is no array; None where only jax can tell."""
+    """What to write instead of an argument that is no array. None if jax may accept it."""
     if x is None:
         return "pass an array. If it is a parameter, the layer or the checkpoint may lack it."
     if isinstance(x, QuantizedTensor):
@@ -196,10 +199,10 @@ def _named(x: object) -> str:
 
 
 def fp8_precision(precision: Any) -> bool:
-    """Whether `precision` lets fprop accumulate fast.
+    """Whether `precision` allows fast accumulation in fprop.
 
     Raises:
-      ValueError: for a precision that FP8 matmuls cannot honour.
+      ValueError: for a precision that FP8 matmuls do not have.
 
     Example:
       >>> fp8_precision(None), fp8_precision("highest")
@@ -212,14 +215,14 @@ def fp8_precision(precision: Any) -> bool:
         canonical = set()
     if len(pair) != 2 or len(canonical) != 1:
         raise ValueError(
-            f"precision={precision!r} cannot be honoured by an FP8 matmul; use None or 'default' "
-            "(fast accumulation), 'high' or 'highest' (full accumulation)."
+            f"precision={precision!r} is not a precision of an FP8 matmul. Use None or 'default' "
+            "for fast accumulation, 'high' or 'highest' for full accumulation."
         )
     return canonical == {lax.Precision.DEFAULT}
 
 
 def check_key(key: object) -> None:
-    """Raise TypeError unless it is one PRNG key, typed or as uint32.
+    """Raise TypeError unless `key` is one PRNG key, typed or as uint32.
 
     Example:
       >>> check_key(jax.random.key(0))
@@ -230,6 +233,6 @@ def check_key(key: object) -> None:
         return
     given = repr(key) if dtype is None else f"an array of {dtype}{list(shape or ())}"
     raise TypeError(
-        f"key={given} is not one PRNG key; pass jax.random.key(0), another one at each step. Split "
-        "keys belong under jax.vmap."
+        f"key={given} is not one PRNG key. Pass jax.random.key(0), and a new key at each step. Use "
+        "split keys only under jax.vmap, one for each example."
     )

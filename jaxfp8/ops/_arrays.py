@@ -1,4 +1,4 @@
-"""The arrays of one call of a matmul: what JAX traces, and differentiates."""
+"""The arrays of one call of a matmul, which JAX traces and differentiates."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from jaxfp8._typing import Array
 
 
 class QuantizerArrays(NamedTuple):
-    """The arrays that quantizers need besides a tensor: state of R rows, and the key.
+    """The arrays that quantizers need besides a tensor: the state, with R rows, and the key.
 
     Attributes:
       scale: f32[R], the stored scales; None for recipes without state.
@@ -20,14 +20,14 @@ class QuantizerArrays(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call. None where a call has none.
+    """The arrays of a call. A field is None if the call has no such array.
 
     Attributes:
       x: activations [...]. With a prologue, the array that it makes; the gradient flows to it.
       w: weights [...].
-      bias: [batch, w kept].
+      bias: [batch axes, axes that w keeps].
       parts: the arrays that the prologue makes x from.
-      quantizers: what quantizers need.
+      quantizers: the state and the key.
     """
 
     x: Array

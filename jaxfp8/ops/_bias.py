@@ -1,9 +1,10 @@
-"""The bias of a matmul: added to the product, and its gradient.
+"""The bias of a matmul, and its gradient.
 
-Inside the matmul's own gradient, because what casts the product's gradient reads all of it, and can
-sum its columns.
+The custom gradient of the matmul includes the bias. The kernel that casts the gradient of the
+result reads all of it, so it can also sum its columns for the bias.
 
-Letters: B, M, N the batch axes and those that lhs and rhs keep, in this order those of the product.
+The result of a matmul is [B, M, N]. B are the batch axes, M the axes that lhs keeps, and N the axes
+that rhs keeps. In this file `product` is the result before the bias is added.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def check_bias(bias: ArrayLike, shape: Axes) -> Array:
     """The bias as an array of `shape`, [B, N].
 
     Raises:
-      TypeError, ValueError: naming it, its shape and the cure.
+      TypeError, ValueError: the message names the bias, its dtype or shape, and the cure.
 
     Example:
       >>> import jax.numpy as jnp
@@ -33,20 +34,21 @@ def check_bias(bias: ArrayLike, shape: Axes) -> Array:
     bias = check_float("bias", bias)
     if bias.shape != shape:
         raise ValueError(
-            f"bias has shape {list(bias.shape)}, but the axes of the result that rhs has are "
-            f"{list(shape)}; reshape it."
+            f"bias has shape {list(bias.shape)}. It must have {list(shape)}, the axes of the "
+            "result that come from rhs. Reshape it."
         )
     return bias
 
 
 def add_bias(product: Array, bias: Array | None, geometry: TrainingGeometry) -> Array:
-    """[B, M, N] plus [B, N], in the dtype of the product."""
+    """`product` [B, M, N] plus `bias` [B, N], in the dtype of `product`."""
     if bias is None:
         return product
     bias, summed = bias.astype(product.dtype), _summed(geometry)
     sharding = jax.typeof(product).sharding
     if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
-        # Or the product, and the gradient that is to be cast, would be sharded as the bias is.
+        # Without this, the sum would take the sharding of the bias. The gradient of the result,
+        # which is cast later, would have it, too.
         spec = jax.P(*(entry for axis, entry in enumerate(sharding.spec) if axis not in summed))
         bias = jax.sharding.reshard(bias, jax.NamedSharding(sharding.mesh, spec))
     return product + jnp.expand_dims(bias, summed)
@@ -57,17 +59,18 @@ def bias_gradient(
 ) -> Array:
     """The gradient [B, N] of a bias: sums over M of the result's gradient [B, M, N].
 
-    Sums are in float32 (in float64 for float64), and are rounded to the dtype of the bias.
+    Sums are in float32, or in float64 for float64. They are rounded to the dtype of the bias.
 
     Args:
-      gradient: of the product.
-      column_sums: `CastExtras.column_sums` of it, or None.
-      bias: its type.
-      geometry: of the matmul.
+      gradient: the gradient of the result.
+      column_sums: `CastExtras.column_sums` of the gradient, or None.
+      bias: the type of the bias.
+      geometry: the axes of the three matmuls.
     """
     axes = _summed(geometry)
     summed = gradient if column_sums is None else column_sums
     total = jnp.sum(summed, axes, jnp.float64 if summed.dtype == jnp.float64 else jnp.float32)
+    # Devices that share the bias must share its gradient.
     missing = varying(total) - frozenset(bias.manual_axis_type.varying)
     if missing:
         total = lax.psum(total, tuple(sorted(missing)))
@@ -78,12 +81,10 @@ def bias_gradient(
 
 
 def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None) -> bool:
-    """Whether a layer's bias can go into its matmul, lhs [..., K] times rhs [K, N].
+    """Whether `dot` can add the bias of a layer: lhs [..., K] times rhs [K, N].
 
-    Flax broadcasts, and promotes the sum.
-
-    Our matmuls do not take a complex bias. flax adds it after the matmul, so a layer with
-    `identity()` works.
+    If not, flax adds the bias after the matmul. flax then broadcasts the bias, and promotes the
+    sum. `dot` does neither, and takes no complex bias.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,7 +99,9 @@ def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | No
 
 
 def sums_columns(geometry: TrainingGeometry) -> bool:
-    """Whether sums along the last but one axis of a gradient are on the way to those of the bias.
+    """Whether column sums of g, over its last axis but one, help to sum the gradient of the bias.
+
+    They help if the bias lacks that axis and has the last one.
 
     Example:
       >>> sums_columns(TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2))
@@ -109,5 +112,5 @@ def sums_columns(geometry: TrainingGeometry) -> bool:
 
 
 def _summed(geometry: TrainingGeometry) -> Axes:
-    """The axes M of the product."""
+    """The axes M of the result [B, M, N]."""
     return geometry.fprop.added_axes[1]

@@ -1,4 +1,7 @@
-"""Call: everything about one call of a matmul except its arrays. Static in the custom gradient."""
+"""Call: everything about one call of a matmul except its arrays.
+
+A `Call` is static in the custom gradient.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -38,22 +41,22 @@ class Call:
     geometry: TrainingGeometry
     out_dtype: DType
     precision: Any
-    fast_accumulation: bool
+    fast_accumulation: bool  # of fprop only
     out_sharding: Any
     collected: bool  # amaxes go to the state's probe
     all_set: bool  # no stored scale is unset
     amax_axes: AmaxAxes
     places: Places
     kernels: Kernels
-    backends: Backends  # of each cast and matmul, by the kernels
+    backends: Backends  # of each cast and matmul, as `kernels` chooses them
     prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
 
     def multiply(
         self, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any
     ) -> Array:
-        """One of the three matmuls; in FP8 if both operands are."""
+        """One of the three matmuls. It is in FP8 if both operands are in FP8."""
         geometry: Geometry = getattr(self.geometry, matmul)
-        # `assert_fp8_gemms` reads these names in compiled programs.
+        # `assert_fp8_gemms` reads the names of these scopes in compiled programs.
         if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
             call = MatmulCall(
                 geometry=geometry,
@@ -67,8 +70,8 @@ class Call:
                 return multiply(lhs, rhs, call, self.kernels.attempts(names, lhs, rhs, call))
         with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
             wide = [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs)]
-            # g has y's dtype, which the caller may have chosen unlike that of x. Strict promotion
-            # would raise here, where no caller can write a cast.
+            # g has the dtype of y. `preferred_element_type` can make it differ from that of x. With
+            # strict promotion JAX would raise an error here, where no caller can write a cast.
             with jax.numpy_dtype_promotion("standard"):
                 dtype = jnp.promote_types(*(t.dtype for t in wide))
             lhs, rhs = (t.astype(dtype) for t in wide)

@@ -1,4 +1,4 @@
-"""CastOptions: the keyword arguments by which users say how values become FP8."""
+"""CastOptions: the keyword arguments of functions that cast to FP8."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -12,14 +12,14 @@ from jaxfp8.numerics._scale_rule import ScaleRule
 class CastOptions(TypedDict, total=False):
     """Options of `fp8.quantize` and `fp8.fake_quantize`.
 
-    Type checkers find a misspelt one: the functions take `**options: Unpack[CastOptions]`.
+    The functions take `**options: Unpack[CastOptions]`, so type checkers find a misspelt option.
 
     Attributes:
-      power_of_two: round the multiplier down to a power of two; default False.
-      scale_format: None (the default) for float32 scales, E8M0 for those of MXFP8 (with PerBlock
-        only).
-      scale_rounding: of E8M0 scales: "rceil" (the default) rounds up, so that nothing overflows;
-        "floor" is the OCP paper's.
+      power_of_two: whether to round the multiplier down to a power of two; default False.
+      scale_format: None (the default) for float32 scales. E8M0 for the scales of MXFP8, with
+        PerBlock only.
+      scale_rounding: how E8M0 scales are rounded. "rceil" (the default) rounds up, so that no value
+        overflows. "floor" rounds as the OCP specification does.
       rounding: "nearest" (ties to even, the default) or "stochastic" (needs `key`).
 
     Example:
@@ -34,11 +34,11 @@ class CastOptions(TypedDict, total=False):
 
 
 def split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRule, Rounding]:
-    """How an amax becomes a scale, and how values are rounded.
+    """The scale rule and the rounding that these options select.
 
     Args:
-      function: that was called, for the message.
-      options: what it was given.
+      function: the name of the function that was called, for the message.
+      options: the keyword arguments that it was given.
 
     Raises:
       TypeError: for an unknown option.

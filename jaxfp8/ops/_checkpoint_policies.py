@@ -1,4 +1,4 @@
-"""Names of what a matmul saves for its backward pass, and the remat policy that keeps it."""
+"""The name of the residuals of a matmul, and the remat policy that saves them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,11 @@ RESIDUAL = "jaxfp8_residual"
 def save_fp8_residuals() -> Callable[..., Any]:
     """A policy for `jax.checkpoint(policy=)`, `nn.remat` and `nnx.remat`.
 
-    Keep the FP8 residuals, recompute the rest.
+    It saves the FP8 residuals and recomputes the rest. The backward pass then casts no operand
+    again. Each operand costs 1 byte per value, and its scales and amax.
 
-    The backward pass then casts nothing again: 1 byte a value is kept of each operand, and its
-    amax.
+    Returns:
+      The policy.
 
     Example:
       >>> import jax, jaxfp8 as fp8

@@ -25,15 +25,19 @@ def dot(
     Args:
       lhs: activations [..., K]; with `prologue=` the tuple of its arrays.
       rhs: weights [K, N].
-      recipe: which quantizer for which operand.
-      state: of this matmul, for recipes that have any.
+      recipe: the quantizer of each operand, for instance `fp8.recipes.current()`.
+      state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
-      **options: of `dot_general`: `out_sharding`, `reduce_axes`, `x_shard`, `w_shard`,
+      **options: those of `dot_general`: `out_sharding`, `reduce_axes`, `x_shard`, `w_shard`,
         `kernels`, `key`, `prologue`, and `bias` [N].
 
     Returns:
       [..., N].
+
+    Raises:
+      ValueError: if rhs has other than two axes, or lhs has none.
+      TypeError, ValueError, FP8StateError: see `dot_general`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,8 +56,8 @@ def dot(
     ndim = arrays[0].ndim
     if ndim < 1 or rhs.ndim != 2:
         raise ValueError(
-            f"dot takes lhs [..., K] and rhs [K, N], got shapes {list(arrays[0].shape)} and "
-            f"{list(rhs.shape)}; use fp8.dot_general."
+            f"lhs has shape {list(arrays[0].shape)}, rhs has shape {list(rhs.shape)}. fp8.dot "
+            "takes lhs [..., K] and rhs [K, N]. For other axes use fp8.dot_general."
         )
     return dot_general(
         arrays if prologue else arrays[0], rhs, (((ndim - 1,), (0,)), ((), ())),

@@ -1,4 +1,4 @@
-"""`dot_general` in FP8, with its gradient: the function that every other matmul calls."""
+"""`dot_general` in FP8, with its gradient. Every other matmul of jaxfp8 calls it."""
 
 import functools
 from typing import Any, Unpack
@@ -40,44 +40,44 @@ def dot_general(
         float32; float64 is computed in float32. With `prologue=`, the tuple of its arrays.
       rhs: weights w, [K, N] or as `dimension_numbers` say.
       dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`.
-      precision: of fprop, y = x w. None or DEFAULT lets Hopper accumulate fast; HIGH and HIGHEST do
-        not. The gradients dgrad and wgrad never accumulate fast. Matmuls in high precision take the
-        argument as JAX does.
+      precision: of fprop, the forward matmul y = x w. None or DEFAULT lets Hopper accumulate fast;
+        HIGH and HIGHEST do not. The matmuls of the gradients, dgrad and wgrad, never accumulate
+        fast. Matmuls in high precision use the argument as JAX does.
       preferred_element_type: dtype of the result; default: what the operands promote to.
-      recipe: which quantizer for which operand.
+      recipe: the quantizer of each operand, for instance `fp8.recipes.current()`.
       state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
       **options: any of the options below, by name. The default of each is None.
 
     Options:
       out_sharding: as in `jax.lax.dot_general`, for Explicit meshes.
-      reduce_axes: names of mesh axes, inside `jax.shard_map`: those that an amax is reduced over.
-        With `check_vma=True` JAX's types give nearly all of them. Types do not decide an axis over
-        which x and w both vary. Name it if it splits the contraction of this matmul. Leave it out
-        if it splits pipeline stages, experts or anything else that has its own amaxes. By default a
+      reduce_axes: inside `jax.shard_map`, names of the mesh axes that an amax is reduced over. With
+        `check_vma=True` JAX's types give nearly all of them. Types do not decide an axis over which
+        x and w both vary. Name it if it splits the contraction of this matmul. Leave it out if it
+        splits pipeline stages, experts or anything else that has its own amaxes. By default a
         per-tensor amax is reduced over such an axis, and a per-row amax is not. An amax that a
         state records follows the type of the state. With `check_vma=False` types give nothing.
         Recipes with per-tensor amaxes then need all axes, except those of pipeline stages. Name
         them here, or in `fp8.value_and_grad(reduce_axes=)` for recipes with state. Recipes with
         per-row amaxes raise an error for them, because a per-row amax stays on its device.
-        Recipes with both need `check_vma=True`. Tiles ignore the axes, because no device cuts a
-        tile.
+        Recipes with both need `check_vma=True`. Tiles ignore the axes, because a tile never spans
+        two devices.
       x_shard: `Shard(axis, mesh axis)` says how lhs is split over the mesh (sequence parallelism).
         Inside `jax.shard_map` lhs is then this device's shard. Each device quantizes its shard with
         global scales. The FP8 shards are gathered. The gradient is reduce-scattered. In Auto and
         Explicit meshes it needs `jax.set_mesh`.
       w_shard: the same for rhs (fully sharded data parallelism).
-      kernels: what casts and multiplies. `fp8.Kernels("h200")` takes the kernels made for that
-        chip; the default takes XLA's, on every chip. See `fp8.Kernels`.
-      key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. It is
-        used where such a tensor is cast: for gradients, that is the backward pass. In Auto and
-        Explicit meshes the result does not depend on the mesh.
+      kernels: the kernels that cast and multiply. `fp8.Kernels("h200")` selects kernels that are
+        written for that chip. By default XLA does both, on every chip. See `fp8.Kernels`.
+      key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. The
+        cast uses it. Gradients are cast in the backward pass. In Auto and Explicit meshes the
+        result does not depend on the mesh.
       prologue: `fp8.prologues.SwiGLU()` for lhs (gate, up), or `fp8.prologues.RMSNorm()` for lhs
         (x, gain). The left operand is then `prologue(*lhs)`. Results and gradients have the bits of
         the two separate steps. A cast in Pallas computes it tile by tile, and never writes or saves
         it in high precision.
       bias: [batch, rhs kept], added in the dtype of the result. Its gradient is summed in float32;
-        with `identity()` JAX sums it. A cast in Pallas sums while it reads the gradient of the
-        result, if rhs keeps one axis. Otherwise the gradient is read again.
+        with `identity()` JAX sums it. If rhs keeps one axis, a cast in Pallas computes the sum
+        while it reads the gradient of the result. Otherwise that gradient is read again.
 
     Returns:
       [batch, lhs kept, rhs kept].
@@ -85,7 +85,7 @@ def dot_general(
     Raises:
       TypeError: for an operand that is no float array, or an unknown option.
       ValueError: for shapes, axes or shards that do not fit.
-      FP8StateError: if the state is missing, of another recipe, or would be lost. Also if
+      FP8StateError: if the state is missing, belongs to another recipe, or would be lost. Also if
         `reduce_axes` is missing, or if per-row amaxes would ignore it.
 
     Example:
@@ -135,7 +135,7 @@ def dot_general(
 
 
 def check_result_dtype(preferred_element_type: DType | None) -> None:
-    """Raise TypeError unless it is a dtype or None; `lax.dot_general` checks the rest."""
+    """Raise TypeError unless the argument is a dtype or None; `lax.dot_general` checks the rest."""
     if preferred_element_type is not None:
         try:
             jnp.dtype(preferred_element_type)

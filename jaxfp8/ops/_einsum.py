@@ -1,4 +1,4 @@
-"""`einsum` of two operands, on top of `dot_general`."""
+"""`einsum` of two operands, computed by `dot_general`."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -33,28 +33,30 @@ def einsum(
 ) -> Array:
     """`jnp.einsum(equation, lhs, rhs)` in FP8.
 
-    Lhs is the activation and rhs the weight, whatever the equation's order.
+    lhs is the activation and rhs the weight, whatever their order in the equation.
 
     Args:
-      equation: two operands, with or without `->`, as `jnp.einsum` takes them. If an index occurs
-        in one operand only and not in the output, it is summed in float32 before the cast. An index
-        twice in one operand takes its diagonal, of axes of one size.
+      equation: an equation of two operands, with or without `->`, as in `jnp.einsum`. If an index
+        occurs in one operand only and not in the output, it is summed in float32 before the cast.
+        An index that occurs twice in one operand takes its diagonal. Both axes must then have one
+        size.
       lhs: activations. With `prologue=`, the tuple of its arrays. Each index of lhs must then occur
         once in lhs, and also in rhs or in the output.
       rhs: weights.
-      recipe: which quantizer for which operand.
-      state: of this matmul, for recipes that have any.
+      recipe: the quantizer of each operand, for instance `fp8.recipes.current()`.
+      state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
-      **options: of `dot_general`: `out_sharding` (of the result), `reduce_axes`, `x_shard`,
+      **options: those of `dot_general`: `out_sharding` (of the result), `reduce_axes`, `x_shard`,
         `w_shard`, `kernels`, `key`, `prologue`.
 
     Returns:
-      The axes that the equation names.
+      An array with the axes that the output of the equation names.
 
     Raises:
-      TypeError, ValueError: for an equation that does not fit the operands. The message names its
-        indices.
+      TypeError: if the equation is not a string.
+      ValueError: if the equation does not fit the operands. The message names its indices.
+      TypeError, ValueError, FP8StateError: see `dot_general`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,7 +72,7 @@ def einsum(
     """
     how = read_options("fp8.einsum", MatmulOptions, options)
     arrays, rhs = check_operands(lhs, rhs, recipe, how.prologue)
-    like = arrays[0]  # has the shape and dtype of the left operand
+    like = arrays[0]  # has the shape and dtype of the left operand, with a prologue too
     x_place, w_place = place("x", like, how.x_shard), place("w", rhs, how.w_shard)
     shapes = x_place.whole_shape(like.shape), w_place.whole_shape(rhs.shape)
     if how.prologue is not None:
@@ -100,10 +102,11 @@ def einsum(
 
 
 def _alone(x: Array, names: str, kept: str) -> Array:
-    """What an operand does before the matmul: diagonals, and sums over axes that it has alone.
+    """x without the axes that the matmul does not read.
 
-    A sum is computed in float32, then rounded once to the dtype of x. An axis of size 1 is summed,
-    too.
+    It takes diagonals, and sums over axes that the other operand and the output do not have. A sum
+    is computed in float32, then rounded once to the dtype of x. An axis of size 1 is summed, too,
+    if the other operand has it with another size.
     """
     if names == kept:
         return x
@@ -112,21 +115,24 @@ def _alone(x: Array, names: str, kept: str) -> Array:
 
 
 def _refuse_alone(parsed: Equation, prologue: AbstractPrologue) -> None:
-    """Raise ValueError if `_alone` would change lhs, which the prologue makes only in the cast."""
+    """Raise ValueError if `_alone` would change lhs.
+
+    The cast kernel computes the prologue, so there is no array to sum before the cast.
+    """
     names, kept = parsed.lhs, parsed.lhs_kept
     if names == kept:
         return
     alone = [name for name in dict.fromkeys(names) if name not in kept or names.count(name) > 1]
     raise ValueError(
         f"equation {parsed.text!r} with prologue={prologue!r} sums, or takes the diagonal of, "
-        f"{', '.join(map(parsed.called, alone))} of lhs before the matmul, but a prologue is "
+        f"{', '.join(map(parsed.called, alone))} of lhs before the matmul. But a prologue is "
         "computed in the cast. Each index of lhs must occur once in it, and also in rhs (with the "
         "same size) or in the output. Write lhs=prologue(*lhs), and leave prologue= out."
     )
 
 
 def _shard_of_kept(name: str, shard: Shard | None, parsed: Equation) -> Shard | None:
-    """The shard of an operand after `_alone`."""
+    """The shard of an operand after `_alone`, which may remove and reorder axes."""
     names, kept = (parsed.lhs, parsed.lhs_kept) if name == "x" else (parsed.rhs, parsed.rhs_kept)
     if shard is None or names == kept:
         return shard
@@ -134,8 +140,8 @@ def _shard_of_kept(name: str, shard: Shard | None, parsed: Equation) -> Shard | 
     if letter not in kept or names.count(letter) > 1:
         raise ValueError(
             f"{name}_shard={shard!r}: equation {parsed.text!r} reduces axis {shard.axis} of {name} "
-            "before the matmul, so it cannot be split. Reduce it yourself (in shard_map also over "
-            f"mesh axis {shard.axis_name!r}), and pass the result."
+            "before the matmul, so a mesh cannot split it. Reduce it yourself (in shard_map also "
+            f"over mesh axis {shard.axis_name!r}), and pass the result."
         )
     return dataclasses.replace(shard, axis=kept.index(letter))
 
@@ -147,8 +153,8 @@ def _before_transpose(sharding: Any, order: Axes) -> Any:
     spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else sharding
     if len(spec) > len(order):
         raise ValueError(
-            f"out_sharding={sharding} names {len(spec)} axes, the result has {len(order)}; drop "
-            "the surplus."
+            f"out_sharding={sharding} names {len(spec)} axes, but the result has {len(order)}; "
+            "drop the surplus."
         )
     padded = tuple(spec) + (None,) * (len(order) - len(spec))
     permuted = jax.P(*(padded[order.index(axis)] for axis in range(len(order))))

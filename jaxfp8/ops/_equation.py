@@ -1,4 +1,4 @@
-"""The equation of an einsum of two operands: what it names, and what each operand does alone."""
+"""The equation of an einsum of two operands, and the matmul that it describes."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from jaxfp8._typing import Axes, DotDimensionNumbers
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """A parsed equation. Each axis has one letter; '...' is replaced by letters.
+    """A parsed equation. Each axis has one letter. Letters also replace the axes of '...'.
 
     Attributes:
-      text: as the user wrote it, for messages.
+      text: the equation as the user wrote it, for messages.
       lhs, rhs, output: one letter for each axis.
       lhs_ones, rhs_ones: letters of axes of size 1 that the other operand has with another size.
     """
@@ -35,9 +35,12 @@ class Equation:
         return self._kept(self.rhs, self.rhs_ones, self.lhs, self.lhs_ones)
 
     def _kept(self, names: str, ones: str, other: str, other_ones: str) -> str:
-        """Axes that are summed alone are not kept.
+        """The letters of `names` that the matmul reads, each once.
 
-        An axis of size 1 is kept in the other operand.
+        A letter is kept if the other operand or the output has it, too. Otherwise its axis is
+        summed before the matmul. `ones` and `other_ones` are letters of axes of size 1 that
+        broadcast. The operand with size 1 does not keep such a letter, and counts as if it did not
+        have it.
         """
         elsewhere = (set(other) - set(other_ones)) | set(self.output)
         return "".join(
@@ -45,7 +48,10 @@ class Equation:
         )
 
     def matmul(self) -> tuple[DotDimensionNumbers, Axes]:
-        """Dimension numbers of the matmul of the kept axes, and the permutation to the output."""
+        """Dimension numbers of the matmul of the kept axes, and the permutation to the output.
+
+        A matmul returns [batch, kept by lhs, kept by rhs]. The output may have another order.
+        """
         x, w = self.lhs_kept, self.rhs_kept
         batch = [name for name in self.output if name in x and name in w]
         contracted = [name for name in x if name in w and name not in self.output]
@@ -59,7 +65,7 @@ class Equation:
         return dimension_numbers, tuple(map(product.index, self.output))
 
     def called(self, name: str) -> str:
-        """An index as the user knows it."""
+        """How a message names an index. The user did not write the letters of '...'."""
         return f"index {name!r}" if name in self.text else "an index of '...'"
 
 
@@ -67,21 +73,22 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
     """The equation of two operands of these shapes, as `jnp.einsum` reads it.
 
     Raises:
-      TypeError: if it is no string.
-      ValueError: if it does not fit the shapes. The message names the indices that the user wrote.
+      TypeError: if `text` is not a string.
+      ValueError: if `text` does not fit the shapes. The message names the indices that the user
+        wrote.
 
     Example:
       >>> parse("...d,dk", (2, 3, 4), (4, 5)).output[-1]
       'k'
     """
     if not isinstance(text, str):
-        raise TypeError(f"equation={text!r} must be a string, for instance 'bd,dk->bk'.")
+        raise TypeError(f"equation={text!r} must be a string. Write for instance 'bd,dk->bk'.")
     shapes = {"lhs": lhs_shape, "rhs": rhs_shape}
     given = f"equation {text!r} of lhs {list(lhs_shape)} and rhs {list(rhs_shape)}"
     if text.count(",") != 1:
         raise ValueError(
             f"{given} has {text.count(',') + 1} operands, but fp8.einsum takes two; split it into "
-            "einsums of two."
+            "einsums of two operands."
         )
     for (name, shape), written in zip(shapes.items(), text.split("->")[0].split(","), strict=True):
         written = written.replace(" ", "")
@@ -107,6 +114,7 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
                     f"{sizes[name][letter]} and {size}; axes with the same index must have the "
                     "same size. Use another index."
                 )
+    # jnp.einsum broadcasts an axis of size 1 against the same index of another size.
     ones = dict.fromkeys(shapes, "")
     for letter in [each for each in sizes["lhs"] if each in sizes["rhs"]]:
         pair = sizes["lhs"][letter], sizes["rhs"][letter]

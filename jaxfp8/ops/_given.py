@@ -1,4 +1,4 @@
-"""The operands of a matmul, checked: arrays, where they are in the mesh, and their axes."""
+"""The operands of a matmul, checked: the arrays, their places in the mesh, and their axes."""
 
 import dataclasses
 from typing import Any
@@ -28,10 +28,10 @@ class Given:
       x: activations [...]; with a prologue, the array that it makes.
       w: weights [...].
       parts: the arrays that the prologue makes x from; None without a prologue.
-      bias: [batch, w kept], or None.
+      bias: [batch axes, axes that w keeps], or None.
       places: where x, w and g are in the mesh.
-      shapes: of x and w before they are split over a mesh.
-      geometry: of the three matmuls.
+      shapes: the shapes of x and w before a mesh splits them.
+      geometry: the axes of the three matmuls.
     """
 
     x: Array
@@ -44,10 +44,10 @@ class Given:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """(M, K, N) of the matmul, batches counted as rows.
+        """The size (M, K, N) of the matmul [M, K] @ [K, N]. Batch axes count as rows.
 
         Inside `jax.shard_map` and in Explicit meshes it is the size on one device. In an Auto mesh
-        types do not tell it, so it is the size on all devices together.
+        types do not say how an array is split, so it is the size on all devices together.
         """
         lhs, rhs = self.geometry.fprop.sides
         x, w = (
@@ -55,13 +55,14 @@ class Given:
             for shape, array in zip(self.shapes, (self.x, self.w), strict=True)
         )
         batch, m, _ = lhs.matrix_shape(x)
-        k = max(lhs.matrix_shape(x)[2], rhs.matrix_shape(w)[2])  # the one that splits it is moved
+        # If only one operand is split along K, it is resharded before the matmul.
+        k = max(lhs.matrix_shape(x)[2], rhs.matrix_shape(w)[2])
         return batch * m, k, rhs.matrix_shape(w)[1]
 
     def high_precision(
         self, precision: Any, preferred_element_type: DType | None, out_sharding: Any
     ) -> Array:
-        """`jax.lax.dot_general` of the whole operands."""
+        """`jax.lax.dot_general` of the whole operands, in high precision."""
         return lax.dot_general(
             self.places.x.gather(self.x), self.places.w.gather(self.w),
             self.geometry.fprop.dimension_numbers, precision, preferred_element_type,
@@ -78,7 +79,7 @@ class Given:
 def read_operands(
     lhs: Any, rhs: Any, dimension_numbers: DotDimensionNumbers, recipe: Recipe, how: Options
 ) -> Given:
-    """Check what the user passed to a matmul.
+    """Check the operands that the user passed to a matmul.
 
     Raises:
       TypeError: if an operand is no float array, or `recipe` is no recipe.
@@ -97,6 +98,7 @@ def read_operands(
     if how.bias is not None:
         batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
         bias = check_bias(how.bias, batch + kept)
+    # The gradient flows to `made.value`. `three_matmuls` returns no cotangent for these arrays.
     parts = None if made is None else lax.stop_gradient(made.operands)
     return Given(x, w, parts, bias, places, shapes, geometry)
 
@@ -110,7 +112,7 @@ def _axes(
         if how.x_shard is None and how.w_shard is None:
             raise
         raise ValueError(
-            f"{error} (Shapes are of whole operands: x_shard={how.x_shard!r}, "
+            f"{error} (These are the shapes of whole operands: x_shard={how.x_shard!r}, "
             f"w_shard={how.w_shard!r}.)"
         ) from None
 
@@ -119,7 +121,7 @@ def check_whole(x: Array, x_place: Place, how: Options) -> None:
     """Raise ValueError if a prologue needs a whole axis that is split over devices.
 
     Args:
-      x: what the prologue makes, or an array of its shape.
+      x: the array that the prologue makes, or an array of the same shape.
       x_place: where x is in the mesh.
       how: the options of the call.
 

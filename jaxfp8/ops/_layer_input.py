@@ -15,7 +15,7 @@ class LayerInput:
 
     Attributes:
       arrays: one array, or the arrays of the prologue.
-      prologue: what makes the left operand of them, or None.
+      prologue: computes the left operand from the arrays; None if the array is the operand.
     """
 
     arrays: tuple[Array, ...]
@@ -29,7 +29,7 @@ class LayerInput:
         are not promoted, so they must be floating point.
 
         Raises:
-          TypeError: naming the argument, what it is and the cure.
+          TypeError: the message names the argument, what was given and the cure.
 
         Example:
           >>> import jax.numpy as jnp
@@ -51,7 +51,9 @@ class LayerInput:
     def promoted(
         self, promote: Callable[..., Sequence[Any]], kernel: Array, bias: Array | None
     ) -> tuple[Self, Array, Array | None]:
-        """The input, the kernel and the bias in one dtype. Parameters of a prologue keep theirs.
+        """The input, the kernel and the bias in one dtype.
+
+        Parameters of a prologue keep their dtype.
 
         Args:
           promote: flax's `promote_dtype`, called with activations, kernel and bias.
@@ -78,7 +80,7 @@ class LayerInput:
 
     @property
     def like(self) -> Array:
-        """An array of the shape and dtype of the left operand."""
+        """An array with the shape and dtype of the left operand."""
         return self.arrays[0]
 
     @property
@@ -88,5 +90,5 @@ class LayerInput:
 
     @property
     def value(self) -> Array:
-        """The left operand itself."""
+        """The left operand itself, computed here if there is a prologue."""
         return self.arrays[0] if self.prologue is None else self.prologue(*self.arrays)

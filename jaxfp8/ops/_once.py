@@ -1,4 +1,8 @@
-"""Identities whose derivative is an error, since that of a cast is zero almost everywhere."""
+"""Identities that raise an error when they are differentiated.
+
+The derivative of a cast to FP8 is zero almost everywhere. JAX would return these zeros without a
+message.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,7 +30,8 @@ def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
 
 def _second_derivative(_: PyTree) -> Exception:
     return FP8StateError(
-        "FP8 matmuls have no second derivative; use recipes.identity() where one is needed."
+        "FP8 matmuls have no second derivative. Where one is needed, use "
+        "recipe=fp8.recipes.identity()."
     )
 
 
@@ -40,7 +45,7 @@ def _of_quantize(arrays: PyTree) -> Exception:
 
 
 once = _undifferentiable(_second_derivative)
-"""Around the operands of a matmul, whose gradient can be taken once."""
+"""For the operands of a matmul, which has a first derivative and no second one."""
 
 constant = _undifferentiable(_of_quantize)
-"""Around the arrays of `fp8.quantize`, which has no gradient."""
+"""For the arrays of `fp8.quantize`, which has no gradient."""

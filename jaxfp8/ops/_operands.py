@@ -1,6 +1,6 @@
 """The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
 
-This file also reduces amaxes across devices and names residuals for `jax.checkpoint`.
+This module also reduces amaxes across devices and names residuals for `jax.checkpoint`.
 """
 
 import dataclasses
@@ -75,10 +75,10 @@ def quantize_operand(
     """A tensor, cast once for the matmuls that read the same copy of it.
 
     Args:
-      call: all that is static.
+      call: the static part of the call.
       tensor: which tensor `source` is.
-      source: the array [...], or what a prologue makes of arrays.
-      arrays: of the state, and the key.
+      source: the array [...], or a prologue with its arrays.
+      arrays: the arrays of the state, and the key.
       variation: the mesh axes over which the operands vary.
       column_sums: see `Cast.column_sums`.
     """
@@ -99,15 +99,16 @@ def quantize_operand(
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
         copies += map(Copy, made, planned.readers)
         extras = more if extras is _NOTHING else extras.or_else(more)
+    # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
     if seen and call.all_set:
-        # Keeps cast and amax in one kernel: on Hopper XLA would move the transpose that cuBLASLt
-        # wants through the cast.
+        # The barrier keeps cast and amax in one kernel. Without it, XLA moves the transpose that
+        # cuBLASLt needs on Hopper through the cast. The amax then reads the tensor a second time.
         copies = lax.optimization_barrier(copies)
     saved = copies
     if tensor != "g":
-        # Named before any matmul reads them, so that a rematerialized fprop starts from what was
-        # saved and casts nothing.
+        # The copies are named before any matmul reads them. A rematerialized fprop then starts
+        # from the saved copies and casts no operand again.
         (copies, saved), (seen, _) = _named(copies), _named(seen) if seen else (seen, seen)
     now = _by_matmul(copies)
     return Quantized(now, now if tensor == "g" else _by_matmul(saved), seen, extras.column_sums)
@@ -125,9 +126,9 @@ def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> Ar
         return stored
     if split := getattr(call.places, tensor).manual_axes & varying(stored):
         raise FP8StateError(
-            f"{tensor} is gathered over {sorted(split)}, but its state varies over it, so each "
-            "part would have a scale of its own; pass the state to shard_map with a spec that does "
-            "not split it over that axis."
+            f"{tensor} is gathered over {sorted(split)}, but its state varies over it. All shards "
+            "need one scale. Pass the state to shard_map with a spec that does not split it over "
+            "that axis."
         )
     return stored
 
@@ -144,12 +145,15 @@ class _Amaxes:
     stored: Array | None
 
     def inputs(self, planned: PlannedCast) -> ScaleInputs:
-        """What the quantizer may look at."""
+        """What the quantizer may read to choose scales."""
         assert planned.cast is not None
+        # Two copies may have one granularity. The first one decides: `dict` keeps the last pair,
+        # so the pairs are reversed.
         first = zip(planned.cast.granularities, planned.readers, strict=True)
         readers = dict(reversed([(each, matmuls[0]) for each, matmuls in first]))
         is_manual = self.call.amax_axes.manual
-        # The mesh axes over which scale cells span devices. An error if devices cut a tile.
+        # The mesh axes over which the values of one scale span devices. It is an error if they
+        # would cut a tile.
         axes = {each: self.place.amax_axes(each, self.value.shape) for each in readers}
         for each, matmul in readers.items():
             if is_manual and not each.in_one:
@@ -162,21 +166,21 @@ class _Amaxes:
         across: dict[AbstractGranularity, frozenset[str]],
         granularity: AbstractGranularity,
     ) -> Array:
-        """The amax of the whole logical tensor, on every mesh."""
+        """The amax of the whole logical tensor, in every kind of mesh."""
         axes = across.get(granularity)
-        if axes is None and granularity.in_one:  # a quantizer may ask for it, too
+        if axes is None and granularity.in_one:  # a quantizer may also ask for PerTensor()
             axes = self.place.amax_axes(granularity, self.value.shape)
         if axes is None:
             raise ValueError(
-                f"a quantizer asks for the amax of {self.tensor} by {granularity!r}; it can have "
-                f"that of its own granularities {list(across)}, and of PerTensor()."
+                f"a quantizer asks for the amax of {self.tensor} by {granularity!r}. It may ask "
+                f"for its own granularities {list(across)}, and for PerTensor()."
             )
         if self.stored is not None:
             amax = observe(self.value, self.stored)
         else:
             amax = amax_of(self.value, granularity)
         if not self.call.amax_axes.manual:
-            return amax
+            return amax  # arrays are global, so the amax is global, too
         if self.stored is not None:
             axes |= varying(self.value) - varying(self.stored)
         elif granularity.in_one:
@@ -197,8 +201,8 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
     }
     if not call.amax_axes.manual:
         return {key: observe(value, like) for key, like in likes.items()}
-    # Without types only the shard says over which axes the amax of a gathered operand spans
-    # devices. With types value_and_grad knows, and reduces the amaxes of all matmuls at once.
+    # Without types, only the `Shard` says over which axes the amax of a gathered operand spans
+    # devices. With types, value_and_grad reduces the amaxes of all matmuls at once.
     named = call.amax_axes.named or frozenset()
     gathered = getattr(call.places, tensor).manual_axes
     untyped = frozenset() if call.amax_axes.typed else gathered - named
@@ -211,9 +215,9 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
 def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
     """The same arrays under the name RESIDUAL, twice: for this pass, and for the backward pass.
 
-    FP8 values are saved as bytes. `jax.checkpoint` puts a `lax.reduce_precision` on an array that
-    is both saved and read in the forward pass. That takes E4M3FN for an IEEE format with
-    infinities, so values above 240 would become NaN.
+    FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
+    `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
+    IEEE format with infinities, so values above 240 would become NaN.
     """
 
     def one(leaf: Array) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""The options of a matmul: what it takes besides operands, recipe and state.
+"""The options of a matmul: its arguments besides operands, recipe and state.
 
 A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it. An
 option in `LayerOptions` is also a field of `linen.MatmulModule`.
@@ -15,7 +15,7 @@ from jaxfp8.sharding._shard import Shard
 
 
 class LayerOptions(TypedDict, total=False):
-    """What a layer keeps for the calls of its matmul; see `fp8.dot_general`."""
+    """The options that a layer has as attributes, for its matmul; see `fp8.dot_general`."""
 
     reduce_axes: tuple[str, ...] | None
     x_shard: Shard | None
@@ -24,7 +24,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class MatmulOptions(LayerOptions, total=False):
-    """What every matmul takes; see `fp8.dot_general`."""
+    """The options of every matmul; see `fp8.dot_general`."""
 
     out_sharding: Any
     key: Array | None
@@ -32,7 +32,7 @@ class MatmulOptions(LayerOptions, total=False):
 
 
 class DotOptions(MatmulOptions, total=False):
-    """What `dot_general` and `dot` take; see `fp8.dot_general`."""
+    """The options of `dot_general` and `dot`; see `fp8.dot_general`."""
 
     bias: Array | None
 
@@ -55,9 +55,9 @@ def read_options(function: str, known: type, options: Any) -> Options:
     """The options of a call.
 
     Args:
-      function: its name, for the message.
+      function: the name of the function, for the message.
       known: the TypedDict of its options.
-      options: what the user passed.
+      options: the keyword arguments that the user passed.
 
     Raises:
       TypeError: for an option that the function does not have.
@@ -71,7 +71,7 @@ def read_options(function: str, known: type, options: Any) -> Options:
 
 
 def options_of(layer: Any) -> LayerOptions:
-    """The options that a layer keeps in attributes of their names.
+    """The options that a layer has as attributes. Attributes have the names of the options.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -1,6 +1,7 @@
-"""Checks of how flax was given a plug.
+"""Checks of plugs: the objects of jaxfp8 that flax calls in place of a matmul.
 
-A class where an instance is needed, the reverse, or the other kind of plug.
+flax may be given a class where an instance is needed, or the reverse. It may also be given a plug
+for `dot_general` where a plug for `einsum` is needed, or the reverse.
 """
 
 import functools
@@ -14,8 +15,8 @@ R = TypeVar("R")
 def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
     """Raise TypeError if a plug is constructed with the operands of a matmul.
 
-    flax calls what it was given as a function. A class in that place would take the operands as its
-    fields.
+    flax calls the plug as a function. If flax was given a class, the call constructs it, and the
+    operands become its fields.
 
     Args:
       plug: the class that is constructed.
@@ -30,7 +31,7 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
     )
     if called_as_matmul and hasattr(arguments[1], "shape"):
         raise TypeError(
-            f"{plug.__name__} was called with the operands of a matmul, so flax was given the "
+            f"{plug.__name__} was called with the operands of a matmul. So flax was given the "
             f"class {plug.__name__} where an instance is needed; write {cure}."
         )
 
@@ -38,13 +39,13 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
 def needs_operands(
     cure: str, *, equation: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates `__call__` of a plug.
+    """A decorator for `__call__` of a plug.
 
-    Raise TypeError if flax calls it as it calls another kind of plug.
+    The decorated method raises TypeError if flax calls it as it calls another kind of plug.
 
     Args:
-      cure: what to write for an instance where a class is needed.
-      equation: the first argument is the equation of an einsum.
+      cure: what to write if flax was given an instance where a class is needed.
+      equation: whether the first argument is the equation of an einsum.
 
     Example:
       >>> class Plug:
@@ -60,7 +61,7 @@ def needs_operands(
             name = type(arguments[0]).__name__
             if len(arguments) == 1 and not options:
                 raise TypeError(
-                    f"an instance of {name} was called without operands, so flax was given an "
+                    f"an instance of {name} was called without operands. So flax was given an "
                     f"instance, but this argument needs a class; write {cure}."
                 )
             if len(arguments) > 1 and isinstance(arguments[1], str) != equation:

@@ -1,4 +1,4 @@
-"""`quantize`: an array into a QuantizedTensor."""
+"""`quantize`: the cast of an array to a QuantizedTensor."""
 
 import math
 from typing import Unpack, overload
@@ -63,31 +63,36 @@ def quantize(
 
     The multiplier is `m = format.max / amax(x)`, unless a scale is given.
 
-    Finite input gives finite values; an element that is inf or NaN becomes NaN. Not differentiable:
-    see `fp8.fake_quantize` for a straight-through gradient.
+    Finite input gives finite values. An element that is inf or NaN becomes NaN. This function has
+    no gradient. `fp8.fake_quantize` has a straight-through gradient.
 
     Args:
       x: [...] bfloat16, float16, float32 or float64; with `prologue=` the tuple of its arrays.
       format: E4M3 or E5M2.
-      granularity: which values share a scale; default PerTensor(). A tuple of them gives x in each,
-        from the same x: both directions in which the matmuls of a training step read it.
-      scale: quantize with this scale instead (float32, shape `granularity.scale_shape(x.shape)`).
+      granularity: which values share a scale; default PerTensor(). A tuple of granularities gives
+        a copy of x for each. The matmuls of a training step read x in two directions, so they
+        need two copies in tiles.
+      scale: the scale to use, float32 of shape `granularity.scale_shape(x.shape)`. By default it is
+        computed from the amax of x.
       key: a jax PRNG key, for stochastic rounding.
-      kernels: what casts. `fp8.Kernels("h200")` takes the kernel made for that chip; the default
-        takes XLA's, on every chip. See `fp8.Kernels`.
+      kernels: the kernels that cast. `fp8.Kernels("h200")` selects the kernel that is written for
+        that chip. By default XLA casts, on every chip. See `fp8.Kernels`.
       prologue: `fp8.prologues.SwiGLU()` of x (gate, up), or `fp8.prologues.RMSNorm()` of x
         (x, gain). The result has the bits of `quantize(prologue(*x), ...)`. A kernel in Pallas
         computes the prologue tile by tile, and writes only FP8. The kernel in Triton cannot.
       **options: any of
-        power_of_two: round the multiplier down to a power of two; default False.
-        scale_format: None (the default) for float32 scales, E8M0 for those of MXFP8 (with PerBlock
-          only).
-        scale_rounding: of E8M0 scales: "rceil" (the default) rounds up, so that nothing overflows;
-          "floor" is the OCP paper's.
-        rounding: "nearest" (even, the default) or "stochastic" (needs `key`).
+        power_of_two: whether to round the multiplier down to a power of two; default False.
+        scale_format: None (the default) for float32 scales. E8M0 for the scales of MXFP8, with
+          PerBlock only.
+        scale_rounding: how E8M0 scales are rounded. "rceil" (the default) rounds up, so that no
+          value overflows. "floor" rounds as the OCP specification does.
+        rounding: "nearest" (ties to even, the default) or "stochastic" (needs `key`).
+
+    Returns:
+      A `QuantizedTensor` of the shape of x. For a tuple of granularities, a tuple of them.
 
     Raises:
-      TypeError, ValueError: naming the argument, its value and the cure.
+      TypeError, ValueError: the message names the argument, its value and the cure.
 
     Example:
       >>> import jax.numpy as jnp
@@ -125,7 +130,7 @@ def quantize(
         raise ValueError(
             f"power_of_two={rule.power_of_two}, scale_format={rule.scale_format!r}, "
             f"scale_rounding={rule.scale_rounding!r} and a tuple of granularities have no effect "
-            "on a scale= that is given; pass the one or the other."
+            "on a scale= that is given. Pass the one or the other."
         )
     known = _checked(scale, granularity, source.shape)
     ((copy,), _) = cast_copies(source, cast, (KnownScale(inverse(known), known),), key=key)
@@ -143,20 +148,20 @@ def _check_granularities(
         isinstance(each, AbstractGranularity) for each in granularities
     ):
         raise TypeError(
-            f"granularity={given!r} is no granularity, or not an instance; use "
+            f"granularity={given!r} is no granularity, or not an instance. Use "
             "fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock((1, 128))."
         )
     for each in granularities:
-        each.scale_shape(shape)  # raises where it does not fit
+        each.scale_shape(shape)  # raises an error if the granularity does not fit the shape
         if rule.scale_format is not None and not each.in_tiles:
             raise ValueError(
-                f"scale_format={rule.scale_format!r} needs tiles, got granularity={each!r}; use "
-                "PerBlock((1, 32)) or float32 scales."
+                f"scale_format={rule.scale_format!r} needs tiles, got granularity={each!r}. Use "
+                "PerBlock((1, 32)), or leave scale_format= out for float32 scales."
             )
 
 
 def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[int, ...]) -> Array:
-    """A scale that the user gives, float32."""
+    """A scale that the user passed, checked and in float32."""
     parts = _concrete(given)
     # A number above float32's range becomes inf, and the check of the range below refuses inf.
     with np.errstate(over="ignore"):
@@ -166,9 +171,10 @@ def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[
     if scale.shape != shape:
         raise ValueError(
             f"scale has shape {list(scale.shape)}, but {granularity!r} of x {list(x_shape)} needs "
-            f"{list(shape)}."
+            f"{list(shape)}. Reshape it, or leave it out."
         )
     for part in parts:
+        # In this range neither the scale nor its inverse, the multiplier, is subnormal or inf.
         if not np.all((part >= 2.0**-126) & (part <= 2.0**126)):
             raise ValueError(
                 f"scale={part} must be positive, between 2**-126 and 2**126; leave it out for the "
@@ -178,10 +184,10 @@ def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[
 
 
 def _concrete(given: ArrayLike) -> list[np.ndarray]:
-    """The values of an array that this process can read; none for a traced array.
+    """The values of an array that this process can read. The list is empty for a traced array.
 
-    NumPy reads them. Inside `jax.jit` or `jax.checkpoint` JAX traces operations even on concrete
-    arrays.
+    NumPy reads the values. Inside `jax.jit` or `jax.checkpoint`, JAX traces its own operations even
+    on concrete arrays.
     """
     # An object that holds an array, such as an nnx Variable.
     if not isinstance(given, jax.Array) and hasattr(given, "__jax_array__"):
@@ -202,7 +208,7 @@ def fake_quantize(
     key: Array | None = None,
     **options: Unpack[CastOptions],
 ) -> Array:
-    """x rounded to what FP8 can hold, in its own dtype; the gradient passes straight through.
+    """x rounded to values that FP8 can hold, in the dtype of x, with a straight-through gradient.
 
     Args:
       x: [...] bfloat16, float16, float32 or float64.
@@ -211,8 +217,11 @@ def fake_quantize(
       key: a jax PRNG key, for stochastic rounding.
       **options: those of `fp8.quantize`: power_of_two, scale_format, scale_rounding, rounding.
 
+    Returns:
+      [...], `dequantize(quantize(x))`. Its gradient with respect to x is 1.
+
     Raises:
-      TypeError, ValueError: naming the argument, its value and the cure.
+      TypeError, ValueError: the message names the argument, its value and the cure.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -227,10 +236,11 @@ def fake_quantize(
     x = check_float("x", x)
     if isinstance(granularity, tuple):
         raise TypeError(
-            f"granularity={granularity!r} is a tuple, but the result is one array; pass one "
+            f"granularity={granularity!r} is a tuple, but the result is one array. Pass one "
             "granularity."
         )
     constant_x = jax.lax.stop_gradient(x)
     rounded = quantize(constant_x, format, granularity, key=key, **options).dequantize()
-    # in this order the value is `rounded`, to the bit, -0 included
+    # For finite x, `stop_gradient(x) - x` is +0, and `rounded - (+0)` keeps every bit, also that of
+    # -0. In `rounded + (x - stop_gradient(x))` a value -0 would become +0.
     return rounded - (jax.lax.stop_gradient(x) - x)

@@ -39,20 +39,21 @@ def scaled_matmul(
     With `add_to`, `add_to + dequantize(lhs) @ dequantize(rhs)`.
 
     Args:
-      lhs: [..., M, K] or as `dimension_numbers` say; scaled per tensor, along axes that are not
-        contracted, or in tiles, which run along a contracted axis. At most one operand has square
-        tiles.
+      lhs: [..., M, K] or as `dimension_numbers` say. It has one scale, a scale for each index of
+        the axes that are not contracted, or tiles along a contracted axis. At most one operand
+        has square tiles.
       rhs: [K, N] or as `dimension_numbers` say.
-      dimension_numbers: as in `jax.lax.dot_general`; default: the last axis of lhs with the first
-        of rhs.
-      preferred_element_type: dtype of the result; default: that of `add_to`, or what the operands'
-        dtypes promote to.
-      add_to: [..., M, N], any float: it is added in float32 before the result is rounded, for
-        gradients of microbatches for instance (cuBLAS: C with beta = 1). If it has the dtype of the
-        result, Hopper's kernel overwrites it. Donate it then, or XLA copies it first.
-      kernels: what multiplies. `fp8.Kernels("h200")` takes the kernel made for that chip; the
-        default takes XLA's, on every chip. See `fp8.Kernels`.
-      **options: `fast_accumulation` and `out_sharding`, below.
+      dimension_numbers: as in `jax.lax.dot_general`. By default the last axis of lhs is contracted
+        with the first axis of rhs.
+      preferred_element_type: dtype of the result. The default is the dtype of `add_to`. Without
+        `add_to` it is what the dtypes of the operands promote to.
+      add_to: [..., M, N], any float dtype. It is added in float32, before the result is rounded.
+        One use is to sum the gradients of microbatches. In cuBLAS it is C with beta = 1. If it has
+        the dtype of the result, Hopper's kernel overwrites it. Donate it then, or XLA copies it
+        first.
+      kernels: the kernels that multiply. `fp8.Kernels("h200")` selects the kernel that is written
+        for that chip. By default XLA multiplies, on every chip. See `fp8.Kernels`.
+      **options: `fast_accumulation` and `out_sharding`, see below.
 
     Options:
       fast_accumulation: let Hopper's tensor cores keep about 14 bits of each partial sum
@@ -63,11 +64,12 @@ def scaled_matmul(
       [..., M, N], batch axes first.
 
     Raises:
-      TypeError: for operands that are no QuantizedTensors, or a result or `add_to` that is no
-        float.
-      ValueError: for shapes that do not fit, that of `add_to` too; for E5M2 x E5M2, which no
-        hardware multiplies; for a scale that varies along a contracted axis other than in tiles;
-        for tiles that do not match, or are square on both sides.
+      TypeError: if an operand is not a QuantizedTensor. Also if the dtype of the result or of
+        `add_to` is not a float.
+      ValueError: if the shapes of the operands or of `add_to` do not fit. Also in three other
+        cases. Both operands are E5M2, which no hardware multiplies. A scale varies along a
+        contracted axis, and is not the scale of a tile. The tiles of the two operands differ, or
+        are square on both sides.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,6 +96,7 @@ def scaled_matmul(
         )
     dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
     geometry = Geometry.of(dimension_numbers, lhs.ndim, rhs.ndim)
+    # A scale is applied to a sum of products. All products of one sum must have the same scales.
     _check_tiles(lhs, rhs, geometry)
     _check_rows("lhs", lhs, geometry.lhs)
     _check_rows("rhs", rhs, geometry.rhs)
@@ -113,17 +116,17 @@ def scaled_matmul(
 
 
 def _check_rows(name: str, operand: QuantizedTensor, axes: OperandAxes) -> None:
-    """Raise ValueError if scales of rows vary along a contracted axis."""
+    """Raise ValueError if per-row scales vary along a contracted axis."""
     if operand.granularity.in_rows and any(operand.scale.shape[a] != 1 for a in axes.contracted):
         raise ValueError(
             f"{name} is scaled by {operand.granularity!r}, which varies along its contracted axes "
-            f"{axes.contracted}: such scales cannot leave the sum. Quantize it along the axes that "
-            "are kept."
+            f"{axes.contracted}. Such scales cannot leave the sum. Quantize it along the axes "
+            "that are kept."
         )
 
 
 def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry) -> None:
-    """Raise ValueError unless tiles run along a contracted axis, equally long on both sides."""
+    """Raise ValueError unless tiles run along a contracted axis, with one length on both sides."""
     tiles = []
     for name, operand, axes in (("lhs", lhs, geometry.lhs), ("rhs", rhs, geometry.rhs)):
         if not operand.granularity.in_tiles:
@@ -132,24 +135,24 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry)
         tiles.append([tile[axis] for axis in axes.contracted])
         if not axes.contracted:
             raise ValueError(
-                f"{name} {list(operand.shape)} is in tiles, but no axis is contracted; tiles need "
-                "one to run along."
+                f"{name} {list(operand.shape)} is in tiles, but no axis is contracted. Tiles need "
+                "a contracted axis. Quantize it with fp8.PerTensor() or fp8.PerAxis(...)."
             )
         if all(size == 1 for size in tiles[-1]):
             raise ValueError(
-                f"{name} {list(operand.shape)} in tiles of {tile} is contracted along axes "
-                f"{axes.contracted}, along which its tiles have one value: quantize it in the "
-                "other direction."
+                f"{name} {list(operand.shape)} is in tiles of {tile}. The matmul contracts axes "
+                f"{axes.contracted}, where its tiles have one value. Quantize it in the other "
+                "direction."
             )
     if len(tiles) == 2 and tiles[0] != tiles[1]:
         raise ValueError(
-            f"lhs has tiles of {tiles[0]} along its contracted axes {geometry.lhs.contracted}, rhs "
-            f"tiles of {tiles[1]} along {geometry.rhs.contracted}: scales can leave a partial sum "
-            "only if both sides have the same tiles."
+            f"lhs has tiles of {tiles[0]} along its contracted axes {geometry.lhs.contracted}. rhs "
+            f"has tiles of {tiles[1]} along {geometry.rhs.contracted}. Scales can leave a partial "
+            "sum only if both sides have the same tiles. Quantize both with one tile length."
         )
     if lhs.granularity.is_square and rhs.granularity.is_square:
         raise ValueError(
-            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles, which no "
-            "kernel multiplies; give one of them tiles along the contracted axis only, "
-            "PerBlock((1, T)) for a contracted last axis."
+            f"lhs {lhs.granularity!r} and rhs {rhs.granularity!r} are both in 2D tiles. No kernel "
+            "multiplies them. Quantize one with tiles along the contracted axis only, for "
+            "instance PerBlock((1, T)) if that is its last axis."
         )

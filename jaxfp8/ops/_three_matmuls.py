@@ -1,10 +1,12 @@
 """The custom gradient of `dot_general`: three matmuls, each operand cast once.
 
+The matmuls are fprop (y = x w), dgrad (dx = g w^T) and wgrad (dw = x^T g). g is the gradient of y.
+
 The forward rule casts x and w for every matmul that will read them, and multiplies. It saves the
 copy of x for wgrad and the copy of w for dgrad.
 
 The backward rule casts g, sums it for the bias, and multiplies twice. It returns the amaxes of x, w
-and g in a ledger, as the gradient of the state's probe.
+and g in a ledger, as the cotangent of the state's probe.
 """
 
 import dataclasses
@@ -33,9 +35,10 @@ from jaxfp8.state._ledger import encode
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types that cotangents must have. Static, so that residuals can include them.
+    """The types that cotangents must have.
 
-    `bias` is None if its gradient is not needed.
+    The class is static in pytrees, so residuals can include it. `bias` is None if its gradient is
+    not needed.
     """
 
     x: Any
@@ -55,6 +58,7 @@ class _Forward(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def three_matmuls(call: Call, arrays: Arrays) -> Array:
     """The result y [...]. Its gradient is dx, dw, db and the ledger of amaxes."""
+    # Nothing differentiates this call, so no cotangent can bring amaxes back: none are computed.
     arrays = arrays._replace(quantizers=arrays.quantizers._replace(ledger=None))
     return add_bias(_fprop(call, arrays).y, arrays.bias, call.geometry)
 
@@ -80,7 +84,10 @@ def _source(call: Call, arrays: Arrays) -> Source:
 
 
 def _variation(call: Call, x: Any, w: Any, g: Array | None = None) -> Variation:
-    """The manual mesh axes over which x, w and g vary. x and w are types."""
+    """The manual mesh axes over which x, w and g vary. x and w are types.
+
+    Axes that x or w is gathered over are left out, because the matmul reads the whole operand.
+    """
     if not call.amax_axes.manual:
         return NO_VARIATION
     return Variation(
@@ -97,11 +104,15 @@ def _varying(aval: Any) -> frozenset[str]:
 
 
 def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
-    """`primals` are Arrays whose leaves know whether they are differentiated."""
+    """The result y and the residuals.
+
+    `primals` are Arrays. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
+    """
     _refuse_uncollected(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
     y, x_saved, w_saved, seen = _fprop(call, given._replace(x=x, w=w))
+    # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
     bias = None if given.bias is None else once(given.bias)
@@ -111,21 +122,22 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
 def _refuse_uncollected(call: Call, primals: Any) -> None:
     """Raise UncollectedStateError if a matmul with state is differentiated without its state."""
     own = primals.quantizers
-    matmul = [primals.x, primals.w, *([] if own.scale is None else [own.scale])]  # not the bias
+    # The gradient of a bias alone reads no FP8 tensor, so it needs no state.
+    matmul = [primals.x, primals.w, *([] if own.scale is None else [own.scale])]
     differentiated = any(each.perturbed for each in matmul)
     if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
         raise UncollectedStateError(
             "a matmul with quantizer state is being differentiated, but its state is not "
-            "collected. Use fp8.value_and_grad (nnx: fp8.nnx.value_and_grad) in place of jax's. "
-            "Pass the state that it gives to the loss to the layers, without stop_gradient. If "
-            "this loss does not train the network, use fp8.freeze(state) or "
-            "fp8.nnx.freeze(model)."
+            "collected. Use fp8.value_and_grad in place of jax.value_and_grad (nnx: "
+            "fp8.nnx.value_and_grad). Pass the state that it gives to the loss on to the layers, "
+            "without stop_gradient. If this loss does not train the network, use "
+            "fp8.freeze(state) or fp8.nnx.freeze(model)."
         )
 
 
 def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
     x, w, seen, own, types = residuals
-    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):
+    if isinstance(gradient, jax.custom_derivatives.SymbolicZero):  # y has no cotangent
         aval: Any = gradient.aval
         gradient = jnp.zeros(aval.shape, aval.dtype)
     gradient = once(gradient)
@@ -133,6 +145,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
         call, "g", gradient, own, _variation(call, types.x, types.w, gradient),
         column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
+    # A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
     x, w = call.places.x.gather_operand(x), call.places.w.gather_operand(w)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     dx = call.multiply("dgrad", g.now["dgrad"], w, types.x.dtype, _sharding(types.x, dx_axes))
@@ -147,11 +160,15 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 
 
 def _ledger(call: Call, seen: Seen, like: Array | None) -> Array | None:
-    """The amaxes of all rows. None if nothing collects them: for the bias alone, for instance."""
+    """The amaxes of all rows, encoded.
+
+    None if nothing collects them, for instance if only the bias is differentiated.
+    """
     if not call.collected or like is None:
         return None
     amaxes = [seen[row.tensor, r] for r, row in enumerate(call.recipe.rows)]
     if call.amax_axes.manual:
+        # `jnp.stack` needs one type, and a cotangent must vary as its probe does.
         amaxes = [vary_as(amax, like) for amax in amaxes]
     return encode(jnp.stack(amaxes))
 
@@ -160,9 +177,10 @@ three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _sharding(aval: Any, axes: Axes) -> Any:
-    """The sharding that a result needs so that it becomes a cotangent of `aval`.
+    """The sharding of a result whose axes are those of `aval`, permuted by `axes`.
 
-    None where the compiler decides.
+    `_cotangent` transposes the result to the order of `aval`. Then both have one sharding. None
+    outside of Explicit meshes, where the compiler decides.
     """
     mesh = aval.sharding.mesh
     if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
@@ -171,9 +189,10 @@ def _sharding(aval: Any, axes: Axes) -> Any:
 
 
 def _cotangent(call: Call, result: Array, axes: Axes, aval: Any) -> Array:
-    """A result with its axes in the order of its tensor.
+    """The cotangent of a tensor, from the result of a matmul.
 
-    It is summed over the mesh axes that the tensor does not vary over.
+    The result is summed over the mesh axes that the tensor does not vary over. Its axes are then
+    transposed to the order of the tensor.
     """
     if call.amax_axes.manual and (missing := varying(result) - _varying(aval)):
         result = lax.psum(result, tuple(sorted(missing)))

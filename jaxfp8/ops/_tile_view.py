@@ -1,13 +1,15 @@
 """The view of a matmul in which tiles have an axis to run along.
 
-The axes of a matmul form groups: batch, kept by lhs (m), contracted (k), kept by rhs (n). A tile
-runs along one axis of a group. In the view lhs is [*batch, *m, *k] and rhs is [*batch, *k, *n]. If
-the trailing axes of a group are too short for a tile, they are merged into one: 12 heads of 64
-values into 768. Leading axes stay separate, so that a mesh may split them. An empty group gets an
-axis of 1.
+The axes of a matmul form four groups: batch, kept by lhs (m), contracted (k), kept by rhs (n). A
+tile runs along one axis of a group. In the view lhs is [*batch, *m, *k] and rhs is [*batch, *k,
+*n].
 
-The view is made of transposes and reshapes outside the custom gradient, which JAX differentiates
-itself.
+If the trailing axes of a group are too short for a tile, they are merged into one axis. For
+instance, 12 heads of 64 values become an axis of 768. Leading axes stay separate, so that a mesh
+may split them. An empty group becomes one axis of size 1.
+
+Transposes and reshapes make the view. They are outside the custom gradient, so JAX differentiates
+them.
 """
 
 import dataclasses
@@ -31,7 +33,7 @@ Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The view for recipes without tiles: operands stay as they are.
+    """The view for recipes without tiles: operands do not change.
 
     Attributes:
       geometry: the axes of the three matmuls of the view.
@@ -55,14 +57,14 @@ class View:
         """The out_sharding of the view's result.
 
         Raises:
-          ValueError: if it splits an axis that is merged into another.
+          ValueError: if `given` splits an axis that is merged into another.
         """
         return given
 
     def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
         """The result of the view, reshaped to the result of the matmul.
 
-        `high()` computes the matmul in high precision. Only its type is used.
+        `high()` computes the matmul in high precision. Only the type of its result is used.
         """
         del out_sharding, high
         return y
@@ -73,8 +75,8 @@ class _Merge:
     """How the axes of one array become those of the view.
 
     Attributes:
-      order: the array's axes as the view has them.
-      counts: for each axis of the view, how many axes are merged into it; 0 for a new axis of 1.
+      order: the axes of the array, in the order of the view.
+      counts: for each axis of the view, how many axes are merged into it. 0 is a new axis of 1.
     """
 
     order: Axes
@@ -88,7 +90,7 @@ class _Merge:
         """The axis of the view that an axis of the array becomes.
 
         Raises:
-          ValueError: if it is merged into the axis before it.
+          ValueError: if `axis` is merged into the axis before it.
         """
         first = 0
         for new, count in enumerate(self.counts):
@@ -96,7 +98,8 @@ class _Merge:
                 if axis != self.order[first]:
                     raise ValueError(
                         f"axis {axis}, along which an operand is split, is merged into the one "
-                        "before it, for tiles; split the first of them, or make tiles fit the axis."
+                        "before it, because tiles do not fit it. Split the first of the merged "
+                        "axes, or make tiles fit the axis."
                     )
                 return new
             first += count
@@ -127,12 +130,13 @@ class TileView(View):
         return Arrays(self.of_x(given.x), self.of_w(given.w), bias, parts, quantizers)
 
     def _part(self, part: Array, x_shape: Axes) -> Array:
-        """The view of an array with the axes of lhs, each of size 1 or as in lhs, see `x_shape`."""
+        """The view of an array of a prologue. Each axis has size 1, or its size in `x_shape`."""
         whole = jax.eval_shape(self.of_x, jax.ShapeDtypeStruct(x_shape, part.dtype)).shape
         view = self.of_x(part)
         if all(size in (1, full) for size, full in zip(view.shape, whole, strict=True)):
             return view
-        # An axis of size 1 is merged with a longer one, so the merged size would be neither.
+        # An axis of size 1 is merged with a longer one. The merged axis would be neither 1 nor
+        # whole, and could not broadcast to x. So the array is broadcast first.
         return self.of_x(jnp.broadcast_to(part, x_shape))
 
     def places(self, places: Places) -> Places:
@@ -141,7 +145,7 @@ class TileView(View):
 
     def out_sharding(self, given: Sharding) -> Sharding:
         counts = self.of_y.counts
-        if given is None or set(counts) <= {1}:
+        if given is None or set(counts) <= {1}:  # no axis is merged or added
             return given
         spec = given.spec if isinstance(given, jax.sharding.NamedSharding) else given
         along = [*spec, *[None] * (sum(counts) - len(spec))]
@@ -151,7 +155,7 @@ class TileView(View):
             if any(axis is not None for axis in group[1:]):
                 raise ValueError(
                     f"out_sharding={given} splits an axis that is merged into the one before it, "
-                    "for tiles; split the first of them."
+                    "because tiles do not fit it. Split the first of the merged axes."
                 )
             merged.append(group[0] if group else None)
         new = jax.P(*merged)
@@ -170,7 +174,7 @@ class TileView(View):
 
 
 def view_for(tile: int | None, geometry: TrainingGeometry, shapes: tuple[Axes, Axes]) -> View:
-    """The view for tiles of at most `tile` values a side; None for a recipe without tiles.
+    """The view for tiles of at most `tile` values a side. `tile` is None for recipes without tiles.
 
     Example:
       >>> heads = TrainingGeometry.of((((2, 3), (0, 1)), ((), ())), 4, 3)
@@ -180,7 +184,8 @@ def view_for(tile: int | None, geometry: TrainingGeometry, shapes: tuple[Axes, A
     if tile is None:
         return View(geometry)
     x, w = geometry.fprop.sides
-    # Contracted axes in the order of lhs, so that those that are neighbours there may be merged.
+    # Contracted axes are in the order of lhs. Neighbours in lhs can then be merged without a
+    # transpose of lhs.
     pairs = sorted(zip(x.contracted, w.contracted, strict=True))
     x_contract, w_contract = (tuple(pair[side] for pair in pairs) for side in (0, 1))
     sizes_m = tuple(shapes[0][axis] for axis in x.kept)
@@ -199,7 +204,7 @@ def view_for(tile: int | None, geometry: TrainingGeometry, shapes: tuple[Axes, A
 
 
 def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:
-    """The axes of [*batch, *m, *k] @ [*batch, *k, *n]. Arguments are the lengths of the groups."""
+    """The axes of [*batch, *m, *k] @ [*batch, *k, *n]. Arguments are the sizes of the groups."""
     batches = tuple(range(batch))
     contracted = tuple(range(batch + m, batch + m + k)), tuple(range(batch, batch + k))
     return TrainingGeometry.of((contracted, (batches, batches)), batch + m + k, batch + k + n)
@@ -208,7 +213,7 @@ def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:
 def _counts(sizes: Axes, tile: int) -> Axes:
     """How many axes of a group are merged into each axis of the view.
 
-    Only trailing axes are merged: as few as fill a tile, or all if none do.
+    Only trailing axes are merged: the fewest that fill a tile, or all of them if none fill it.
     """
     first = max(len(sizes) - 1, 0)
     while first > 0 and math.prod(sizes[first:]) < tile:

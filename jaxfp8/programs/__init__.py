@@ -1,6 +1,6 @@
-"""Programs that XLA compiled.
+"""Checks of programs that XLA compiled.
 
-Which matmuls run in FP8, what devices send, and running a GPU's program on a CPU.
+They say which matmuls run in FP8 and what devices send. They also run a GPU program on a CPU.
 """
 
 from jaxfp8.programs._fp8_gemms import assert_fp8_gemms as assert_fp8_gemms

@@ -1,7 +1,8 @@
-"""A bitcast, spelled out: the same bytes in memory, read as another type.
+"""A bitcast without layouts: the same bytes in memory, read as another type.
 
-`bitcast` is the one instruction whose meaning depends on layouts, and the rewritten program has no
-layouts. So an array is transposed to its order in memory, reinterpreted, and transposed back.
+`bitcast` is the only instruction whose meaning depends on layouts. The rewritten program has no
+layouts. So an array is transposed to its order in memory, reinterpreted, and transposed to the
+order of the result.
 
 References:
   XLA, xla/hlo/ir/hlo_opcode.h (kBitcast) and xla/shape_util.cc (ShapeUtil::DecomposeBitcast).
@@ -15,17 +16,17 @@ def bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
     """`x` of type `source`, read as `result`.
 
     Raises:
-      ValueError: where elements are not whole bytes and change their type, or the sizes differ.
+      ValueError: if the sizes differ. Also if elements change their type and are not whole bytes.
     """
     if source.size * source.bits != result.size * result.bits:
         raise ValueError(
-            f"cannot run on a CPU: a bitcast of {source} to {result} changes the number of bytes; "
-            "pass the text as XLA prints it."
+            f"cannot run on a CPU: a bitcast of {source} to {result} changes the number of bytes. "
+            "Pass the text as XLA prints it."
         )
     if source.dtype != result.dtype and (source.bits % 8 or result.bits % 8):
         raise ValueError(
             f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements "
-            "that are no whole bytes; compile a program without packed elements."
+            "that are no whole bytes. Compile a program without packed elements."
         )
     x = writer.transpose(x, source.order)
     if source.bits == result.bits:
@@ -40,7 +41,8 @@ def _same_width(writer: Writer, x: str, dtype: str) -> str:
     type = writer.type_of(x)
     if type.dtype == dtype:
         return x
-    # A boolean is a byte that is 0 or 1; bitcast-convert does not take it.
+    # `bitcast-convert` does not accept booleans. A boolean is a byte of 0 or 1, so `convert` does
+    # the same.
     if type.dtype == "pred":
         x = writer.convert(x, "u8")
     if dtype == "pred":
@@ -55,6 +57,7 @@ def _other_width(writer: Writer, x: str, source: Array, result: Array) -> str:
     if source.bits > result.bits:
         shape: tuple[int, ...] = (source.size, source.bits // result.bits)
     else:
+        # The elements that become one wider element must be the last dimension.
         x = writer.reshape(x, (result.size, result.bits // source.bits))
         shape = (result.size,)
     x = writer.emit(spelled(f"u{result.bits}", shape), "bitcast-convert", x)

@@ -1,7 +1,7 @@
 """The arguments and results of a jax.stages.Compiled, as the flat arrays of its program.
 
-The program takes the constants that jit moved out of the function, then the leaves of the
-arguments, without those that the function does not use. Keys of random numbers are integers.
+The first parameters of a program are constants that jit moved out of the function. The leaves of
+the arguments follow. Leaves that the function does not use are left out. PRNG keys are integers.
 
 References:
   jax, jax/_src/stages.py (Compiled.call) and jax/_src/interpreters/pxla.py (MeshExecutable).
@@ -17,15 +17,15 @@ from jaxlib import _hlo  # type: ignore[attr-defined]
 
 
 def full_text(compiled: jax.stages.Compiled) -> str:
-    """The program, with the constants that `as_text()` leaves out.
+    """The text of the program, with the constants that `as_text()` leaves out.
 
     Raises:
-      ValueError: unless there is one program, for one device.
+      ValueError: if `compiled` holds other than one program.
     """
     modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
     if len(modules) != 1:
         raise ValueError(
-            f"compiled holds {len(modules)} programs, not one; compile a function for one device."
+            f"compiled holds {len(modules)} programs, not one. Compile a function for one device."
         )
     options = _hlo.HloPrintOptions()
     options.print_large_constants = True
@@ -36,13 +36,13 @@ def flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> l
     """The arrays that the program takes.
 
     Raises:
-      ValueError: for other trees, shapes or dtypes than the function was compiled for.
+      ValueError: if the function was compiled for another tree, shape or dtype.
     """
     leaves, tree = jax.tree.flatten((tuple(arguments), {}))
     if tree != compiled.in_tree:  # type: ignore[operator]
         raise ValueError(
-            f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}; "
-            "pass that tree, by position, and compile the function without keyword arguments."
+            f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}. "
+            "Pass that tree, by position, and compile the function without keyword arguments."
         )
     infos = jax.tree.leaves(compiled.args_info)
     pairs = enumerate(zip(leaves, infos, strict=True))
@@ -52,14 +52,14 @@ def flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> l
 
 
 def results_tree(compiled: jax.stages.Compiled, results: Sequence[jax.Array]) -> Any:
-    """The results, as the function returns them."""
+    """The results, in the tree that the function returns."""
     wanted = jax.tree.leaves(compiled.out_info)
     leaves = [_result(x, info.dtype) for x, info in zip(results, wanted, strict=True)]
     return jax.tree.unflatten(compiled.out_tree, leaves)
 
 
 def _argument(position: int, x: Any, info: Any) -> Any:
-    # A Python number has no dtype of its own; everything else has to have the right one already.
+    # A Python number has no dtype, so it gets that of the parameter. All others must have it.
     array = np.asarray(x, info.dtype) if isinstance(x, bool | int | float | complex) else x
     if not isinstance(array, jax.Array):
         array = np.asarray(array)
@@ -67,8 +67,8 @@ def _argument(position: int, x: Any, info: Any) -> Any:
     if array.dtype != info.dtype or array.shape != info.shape:
         raise ValueError(
             f"leaf {position} of the arguments is {array.dtype}{list(array.shape)}, but the "
-            f"function was compiled for {info.dtype}{list(info.shape)}; pass that, or compile for "
-            "what you have."
+            f"function was compiled for {info.dtype}{list(info.shape)}. Pass such an array, or "
+            "compile the function for this one."
         )
     return jax.random.key_data(array) if _is_key(info.dtype) else array
 

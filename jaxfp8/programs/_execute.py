@@ -1,4 +1,4 @@
-"""Running the text of a portable program on this machine's CPU.
+"""Compiles and runs the text of a portable program on this machine's CPU.
 
 References:
   jax, jax/_src/compiler.py (backend_compile_and_load) and jax/_src/interpreters/pxla.py
@@ -16,16 +16,16 @@ from jaxlib.mlir import ir
 
 from jaxfp8.programs._taps import Taps
 
-# The CPU's compiler must not drop roundings either. At level 0 LLVM fuses no multiply with an add,
-# and compiling takes less time.
+# The compiler for CPUs must not drop roundings either. At level 0, LLVM fuses no multiply with an
+# add, and compiles faster.
 _OPTIONS = [("xla_allow_excess_precision", False), ("xla_backend_optimization_level", 0)]
 
 
 def execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
-    """Compiles and runs the text; flat arrays in, flat arrays out.
+    """Compiles and runs the text. Arguments and results are flat lists of arrays.
 
     Raises:
-      ValueError: for other arrays than the program takes.
+      ValueError: if the shapes or dtypes of the arguments are not those of the parameters.
     """
     device = jax.local_devices(backend="cpu")[0]
     module = _hlo.hlo_module_from_text(text)
@@ -34,7 +34,7 @@ def execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
     options = xla_client.CompileOptions()
     options.num_replicas = options.num_partitions = 1
     options.env_option_overrides = _OPTIONS
-    with make_ir_context():  # callbacks are taken with a parsed module only
+    with make_ir_context():  # `compile_and_load` takes callbacks only with a parsed module
         mlir = ir.Module.parse(_jax.mlir.xla_computation_to_mlir_module(computation))
         executable = device.client.compile_and_load(
             mlir, xla_client.DeviceList((device,)), options, host_callbacks=taps.callbacks
@@ -44,6 +44,7 @@ def execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
         arrays = [shards[0] for shards in results.disassemble_into_single_device_arrays()]
         return jax.block_until_ready(arrays)
     finally:
+        # The error of the user's `seen` replaces the one that XLA raises for a failed callback.
         if taps.error is not None:
             raise taps.error
 
@@ -54,5 +55,5 @@ def _check(parameters: Sequence[Any], arguments: Sequence[Any]) -> None:
     if given != wanted:
         raise ValueError(
             f"the program takes {len(wanted)} arrays, {', '.join(wanted)}; given are {len(given)}, "
-            f"{', '.join(given)}; pass the arrays of the program's parameters, in their order."
+            f"{', '.join(given)}. Pass the arrays of the program's parameters, in their order."
         )

@@ -1,7 +1,7 @@
-"""Did the matmuls really run in FP8? Reading a compiled program.
+"""Which matmuls of a compiled program are in FP8.
 
-It is read from the entry on along the calls, so that each matmul counts as often as the program
-names it and no more.
+The program is read from its entry, along its calls. So each matmul counts as often as the program
+names it.
 """
 
 import re
@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from jaxfp8.programs._hlo import BRANCHES, CALLS, Program, read_program
 
-# cuBLASLt's matmul of scalar scales; cuDNN's of block scales (MXFP8), on Blackwell.
+# The FP8 matmuls of cuBLASLt (scalar scales) and of cuDNN (block scales, MXFP8, on Blackwell).
 _FP8_TARGETS = ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot")
-# What XLA makes of a matmul that stays in high precision: one of these calls, or a dot, by itself
-# or in a fusion.
+# A matmul in high precision becomes one of these calls, or a `dot`, alone or in a fusion.
 _LIBRARY = ("__cublas$", "__onednn$matmul")
-# The scopes of `ops._call.Call.multiply`. Casts by Pallas kernels stand outside of them, matmuls by
-# Pallas kernels inside.
+# The scopes of `ops._call.Call.multiply`. Pallas kernels that multiply are inside of such a scope.
+# Pallas kernels that cast are outside.
 _ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
 _PALLAS = "mosaic_gpu"
 
@@ -28,19 +27,21 @@ class Gemms(NamedTuple):
 
 
 def find_gemms(compiled: Any) -> Gemms:
-    """The matmuls that one run of a compiled function meets, a loop body taken once.
+    """The matmuls of one run of a compiled function. A loop body counts once.
 
-    Of the branches of a conditional, that with the most matmuls counts, and of several such that
-    with the fewest in FP8: `fp8.value_and_grad` compiles a step with and one without unset scales,
-    but a run takes one of them. FP8 matmuls are calls of cuBLASLt, of cuDNN for block scales, and
-    the Pallas kernels of layers and of `fp8.dot`. A dot of FP8 operands in a Triton fusion counts
-    as high precision, for the program does not say how it is multiplied.
+    One branch of a conditional counts: the one with the most matmuls. If several have the most, it
+    is the one with the fewest in FP8. `fp8.value_and_grad` compiles a step with unset scales and a
+    step without, but a run takes only one of them.
+
+    FP8 matmuls are calls of cuBLASLt, calls of cuDNN for block scales, and the Pallas kernels of
+    layers and of `fp8.dot`. A `dot` of FP8 operands in a Triton fusion counts as high precision,
+    because the program does not say how it multiplies them.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
 
     Raises:
-      TypeError, ValueError: for anything else, and for a program that has no text.
+      TypeError, ValueError: if `compiled` is neither, or the program has no text.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -83,24 +84,28 @@ def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
 
 
 def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
-    """Raise if a matmul of a recipe is not in FP8.
+    """Raise AssertionError if a matmul of a recipe is not in FP8.
 
-    A matmul in the body of a scan counts once, whatever its length; of `lax.cond`, one branch
-    counts (`find_gemms`). Matmuls outside of recipes, those of attention for instance, are ignored.
-    Limits: XLA makes a sum of a matmul with a vector or a constant, so a layer with one output
-    feature is not counted. A matmul into which XLA folded an operation around it, the transpose of
-    `fp8.dot(x, w.T)` for instance, may have lost the name of its recipe, and is ignored unless it
-    is in FP8. `expected` finds both.
+    A matmul in the body of a scan counts once, for any length of the scan. Of a `lax.cond`, one
+    branch counts: the one with the most matmuls. Matmuls outside of recipes are ignored, for
+    instance those of attention.
+
+    Without `expected`, two kinds of matmuls can be missed. XLA turns a matmul with a vector or a
+    constant into a sum, so a layer with one output feature is not counted. XLA may also fold an
+    operation into a matmul, for instance the transpose of `fp8.dot(x, w.T)`. That matmul can lose
+    the name of its recipe. It is then ignored, unless it is in FP8.
 
     Args:
       compiled: what `jax.jit(f, compiler_options=kernels.compiler_options(recipe)).lower(...)
-        .compile()` returns, with `kernels = fp8.Kernels("h200")` for instance.
-      expected: compare only the number of FP8 matmuls with this one; a dense layer that is trained
-        has `recipe.fp8_matmuls` of them. None: every matmul of a recipe must be in FP8, and there
-        must be one.
+        .compile()` returns, for instance with `kernels = fp8.Kernels("h200")`.
+      expected: the number of FP8 matmuls. Only this number is then compared. A dense layer that is
+        trained has `recipe.fp8_matmuls` of them. With None, the program must have a matmul of a
+        recipe, and all of them must be in FP8.
 
     Raises:
-      AssertionError: with both lists, by jax operation name.
+      AssertionError: with both lists of matmuls, by jax operation name.
+      TypeError: if `compiled` is neither a compiled function nor a text.
+      ValueError: if the program has no text.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -135,8 +140,8 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
     elif not gemms.fp8:
         lines.append(
             'None in FP8: write kernels = fp8.Kernels("h200"), or another chip with FP8 matmuls '
-            "(compute capability 8.9 or later), and compile with jax.jit(f, "
-            "compiler_options=kernels.compiler_options(recipe)). CPUs emulate FP8 and have none. "
-            "Tiles need more: give each layer kernels=kernels."
+            "(compute capability 8.9 or later). Compile with jax.jit(f, "
+            "compiler_options=kernels.compiler_options(recipe)). CPUs emulate FP8 and have no FP8 "
+            "matmuls. Recipes with tiles also need kernels=kernels in each layer."
         )
     raise AssertionError("\n".join(lines))

@@ -1,10 +1,8 @@
-"""Reading the text of a compiled program (HLO).
+"""Reads the text of a compiled program (HLO): its computations, their instructions and calls.
 
-Its computations, their instructions, and who calls whom.
-
-A program is a list of computations, which call each other: fusions, loop bodies, branches, async
-wrappers. A reader begins at the entry and follows the calls, so that an instruction counts as often
-as the program runs it and no more.
+A program is a list of computations, which call each other. Examples are fusions, loop bodies,
+branches and async wrappers. A function that counts instructions must begin at the entry and follow
+the calls. Then each instruction counts as often as the program runs it.
 
 References:
   XLA's printer, xla/hlo/ir/hlo_instruction.cc (HloInstruction::PrintWithCanonicalNameMap) and
@@ -27,14 +25,14 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 
-# A tensor type as printed, dtype[shape]{layout}; tokens and opaque values are none. E(4) in a
-# layout packs elements.
+# A tensor type as printed, dtype[shape]{layout}. Tokens and opaque values do not match. E(4) in a
+# layout says that elements are packed, with 4 bits each.
 _TENSOR = re.compile(r"\b(pred|(bf|f|s|u|c)(\d+)(e\w+)?)\[([^\]]*)\](\{[^}]*\})?")
 _PACKED = re.compile(r"E\((\d+)\)")
 _KINDS_OF_NUMBERS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
 
-# The attributes that name what an instruction runs once, the branches of which it runs one, and the
-# reducers.
+# The attributes that name computations. A conditional runs one of its BRANCHES. An instruction runs
+# its CALLS once; reducers are among them.
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
 CALLS = ("calls", "called_computations", "to_apply")
 
@@ -44,8 +42,8 @@ class Tensor(NamedTuple):
 
     Attributes:
       dtype: as jax names it, `float8_e4m3fn`.
-      shape: [...], an upper bound where the program does not know.
-      bytes: of all elements; two four-bit elements share a byte where the layout says so.
+      shape: [...]. A size that the program does not know is replaced by its upper bound.
+      bytes: the size of all elements. Two 4-bit elements share a byte if the layout packs them.
 
     Example:
       >>> values, counts = tensors_of("(f8e4m3fn[64,32]{1,0}, s4[10]{0:E(4)}, token[])")
@@ -61,7 +59,7 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(type: str) -> tuple[Tensor, ...]:
-    """The arrays in a type as the program prints it, tuples opened."""
+    """The arrays in a type as the program prints it. Those in tuples are included."""
     found = []
     for name, kind, bits, encoding, sizes, layout in _TENSOR.findall(type):
         dtype = (
@@ -97,7 +95,7 @@ class Instruction(NamedTuple):
     opcode: str
     operands: tuple[str, ...]
     attributes: str
-    # as printed between the brackets of the opcode: a constant's literal, a parameter's number
+    # The text between the brackets of the opcode: a constant's literal, a parameter's number.
     inside: str = ""
     is_root: bool = False
 
@@ -108,25 +106,25 @@ class Instruction(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The jax operation that it came from, or its own name."""
+        """The jax operation that the instruction came from, or its own name."""
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else self.name
 
     @property
     def call_target(self) -> str:
-        """What a custom call calls; "" for other instructions."""
+        """The target of a custom call; "" for other instructions."""
         found = _TARGET.search(self.attributes)
         return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop runs; None where the compiler does not know."""
+        """How often a loop runs; None if the compiler does not know."""
         found = _TRIP_COUNT.search(self.attributes)
         return int(found[1]) if found else None
 
     def computations(self, *roles: str) -> tuple[str, ...]:
-        """The names of the computations in these attributes, as in `computations("body")`."""
-        # Without strings: a kernel's source, kept in one, may hold anything.
+        """The names of the computations in these attributes, for example `computations("body")`."""
+        # Strings are removed first. They may hold the source of a kernel, with any text in it.
         references = _REFERENCE.findall(_STRING.sub('""', self.attributes))
         return tuple(
             name.strip(" %")
@@ -142,8 +140,8 @@ class Program(NamedTuple):
     Attributes:
       entry: the name of the computation that runs.
       computations: by name, in the order of the text.
-      replicas: how many copies of the program run.
-      partitions: how many devices each of them is spread over.
+      replicas: how many times the program runs in parallel.
+      partitions: how many devices each replica runs on.
     """
 
     entry: str
@@ -159,8 +157,8 @@ def read_program(compiled: Any) -> Program:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
 
     Raises:
-      TypeError: for anything else.
-      ValueError: for a program that has no text, or several programs in one text.
+      TypeError: if `compiled` is neither.
+      ValueError: if the program has no text, or the text holds several programs.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -170,7 +168,7 @@ def read_program(compiled: Any) -> Program:
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         raise TypeError(
-            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its "
+            f"compiled is a {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile() or its "
             "as_text()."
         )
     text = (compiled if isinstance(compiled, str) else compiled.as_text()) or ""
@@ -185,7 +183,7 @@ def read_program(compiled: Any) -> Program:
             current[found[2]] = _instruction(found[2], found[3], found[1] is not None)
     if len(entries) != 1:
         raise ValueError(
-            f"compiled holds {len(entries)} ENTRY computations, not one program's text; pass what "
+            f"compiled holds {len(entries)} ENTRY computations, but a program has one. Pass what "
             "jax.jit(f).lower(...).compile() returns, or its as_text()."
         )
     return Program(
@@ -205,8 +203,8 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
     opcode = _OPCODE.match(rest)
     if end < 0 or opcode is None or not rest[opcode.end() :].startswith("("):
         raise ValueError(
-            f"cannot read the instruction {name} = {type} {rest[:80]}: no opcode(operands) after "
-            "the type."
+            f"cannot read the instruction {name} = {type} {rest[:80]}. It has no opcode(operands) "
+            "after the type. Pass the text as XLA prints it."
         )
     end = _closing(rest, opcode.end())
     inside = rest[opcode.end() + 1 : end - 1]
@@ -219,7 +217,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Just behind the bracket that opens at `start`, or the end of the text."""
+    """The position after the bracket that closes the one at `start`, or the end of the text."""
     depth = 0
     for position in range(start, len(text)):
         depth += (text[position] == "(") - (text[position] == ")")

@@ -1,10 +1,14 @@
-"""What NVIDIA's libraries compute, in HLO: the matmuls of cuBLAS, cuBLASLt and cuDNN.
+"""The matmuls of NVIDIA's libraries (cuBLAS, cuBLASLt and cuDNN), written in HLO.
 
-Letters: A and B the operands, C a matrix that is added, D the result; R rows, T tiles along K.
+A library call computes in float32:
 
-    D = round(scale_D * epilogue(alpha * scale_A * scale_B * (A @ B) + beta * C)), in float32
+    D = round(scale_D * epilogue(alpha * scale_A * scale_B * (A @ B) + beta * C))
 
-scale_D exists if D is FP8, which is saturated.
+A and B are the operands, C is a matrix that is added, and D is the result. scale_D exists only if D
+is FP8. An FP8 result is saturated.
+
+In shapes, R is the number of rows of an operand, K its contracted dimension, and T the number of
+tiles along K.
 
 References:
   XLA, xla/service/gpu/transforms/gemm_rewriter.cc, xla/service/gpu/thunk_emitter.cc (the order of
@@ -24,7 +28,8 @@ from jaxfp8.programs._taps import Taps
 from jaxfp8.programs._types import Array, array_type, parts_of, spelled, split, without_layouts
 from jaxfp8.programs._writer import Writer
 
-# cuDNN reads scales in tiles of 128 rows x 4 columns, rows r and r + 32 beside each other.
+# cuDNN reads scales in tiles of 128 rows x 4 columns. In memory, the 4 columns of row r + 32 follow
+# those of row r.
 _SCALE_ROWS, _SCALE_COLUMNS, _SCALE_INNER = 128, 4, 32
 
 # The tanh approximation of GELU: sqrt(2 / pi) and the coefficient of x^3.
@@ -44,13 +49,14 @@ _EPILOGUES = (
 
 
 def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
-    """`__cublas$gemm`, `__cublas$lt$matmul` and `__cublas$lt$matmul$f8`."""
+    """A call of `__cublas$gemm`, `__cublas$lt$matmul` or `__cublas$lt$matmul$f8`, in HLO."""
     config = _config(instruction)
     is_fp8 = instruction.call_target == "__cublas$lt$matmul$f8"
     results = [array_type(part) for part in parts_of(instruction.type)]
     epilogue = config.get("epilogue", "DEFAULT")
     _check(instruction, config, epilogue, is_fp8)
 
+    # The order of operands: A, B, C, scale_A, scale_B, bias, scale_D. Each after B is optional.
     operands = list(instruction.operands)
     lhs, rhs = operands.pop(0), operands.pop(0)
     addend = operands.pop(0) if config.get("beta", 0) else None
@@ -60,7 +66,7 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     if operands:
         raise ValueError(
             f"cannot run on a CPU: {instruction.name} has {len(operands)} operands that are "
-            f"unknown here, {', '.join(operands)}; compile with a version of jax that jaxfp8 is "
+            f"unknown here, {', '.join(operands)}. Compile with a version of jax that jaxfp8 is "
             "tested with."
         )
     taps.show(writer, instruction.label, lhs, rhs, *scales)
@@ -76,13 +82,13 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
         d = _plus_bias(writer, d, bias)
     further = []
     if "AUX" in epilogue:
-        # The input of GELU, saved for the backward pass.
+        # The call also returns the input of GELU, which the backward pass needs.
         further.append(writer.convert(d, results[1].dtype))
     if "RELU" in epilogue:
         d = writer.elementwise("maximum", d, writer.filled(writer.type_of(d), "0"))
     if "GELU" in epilogue:
         d = _gelu(writer, d)
-    if config.get("damax_output"):
+    if config.get("damax_output"):  # the call also returns the amax of D, before scale_D
         amax = writer.largest(writer.elementwise("abs", d))
         further.append(writer.convert(amax, results[1].dtype))
     if result_scale is not None:
@@ -91,7 +97,10 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
 
 
 def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
-    """`__cudnn$blockScaledDot`: A [.., M, K], B [.., N, K] and their scales, swizzled."""
+    """A call of `__cudnn$blockScaledDot`, in HLO.
+
+    Its operands are A [.., M, K], B [.., N, K] and their scales in the order that cuDNN reads.
+    """
     lhs, rhs, *scales = instruction.operands
     result = array_type(parts_of(instruction.type)[0])
     scales = [_unswizzled(writer, x, scale) for x, scale in zip((lhs, rhs), scales, strict=True)]
@@ -111,7 +120,7 @@ def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -
 def _dequantized(writer: Writer, x: str, scale: str) -> str:
     """Values [.., R, K] times scales [.., R, T].
 
-    Exact in float32: both have few significant bits.
+    The products are exact in float32, because both factors have few significant bits.
     """
     shape = writer.type_of(x).shape
     tiles = writer.type_of(scale).shape[-1]
@@ -122,7 +131,7 @@ def _dequantized(writer: Writer, x: str, scale: str) -> str:
 
 
 def _unswizzled(writer: Writer, x: str, scale: str) -> str:
-    """Scales [.., R, T] from the order in which cuDNN reads them; the padding is cut off."""
+    """Scales [.., R, T], from the order in which cuDNN reads them. The padding is removed."""
     *_, rows, columns = writer.type_of(x).shape
     *batch, padded_rows, padded_columns = writer.type_of(scale).shape
     size = math.prod(batch)
@@ -137,9 +146,10 @@ def _unswizzled(writer: Writer, x: str, scale: str) -> str:
     if padded_rows % _SCALE_ROWS or padded_columns % _SCALE_COLUMNS:
         raise ValueError(
             f"cannot run on a CPU: scales {writer.type_of(scale).text} of a block-scaled matmul "
-            f"are not in tiles of {_SCALE_ROWS} x {_SCALE_COLUMNS}; compile with a version of jax "
+            f"are not in tiles of {_SCALE_ROWS} x {_SCALE_COLUMNS}. Compile with a version of jax "
             "that jaxfp8 is tested with."
         )
+    # To [batch, row tiles, groups of 32 rows, rows of a group, column tiles, columns].
     scale = writer.transpose(writer.reshape(scale, lies), (0, 1, 4, 3, 2, 5))
     scale = writer.reshape(scale, (*batch, padded_rows, padded_columns))
     tile = _tile(columns, padded_columns)
@@ -150,15 +160,18 @@ def _unswizzled(writer: Writer, x: str, scale: str) -> str:
 
 
 def _tile(columns: int, padded: int) -> int:
-    """How many values share a scale: 32 (MXFP8) or 16 (NVFP4), by the number of scales."""
+    """How many values share a scale: 32 (MXFP8) or 16 (NVFP4).
+
+    The call does not say it. It follows from the number of scales, up to the padding.
+    """
     for tile in (32, 16):
         missing = padded - columns // tile
         if columns % tile == 0 and 0 <= missing < _SCALE_COLUMNS:
             return tile
     raise ValueError(
-        f"cannot run on a CPU: {padded} columns of scales for {columns} values of a block-scaled "
-        "matmul fit neither tiles of 32 nor of 16; compile with a version of jax that jaxfp8 is "
-        "tested with."
+        f"cannot run on a CPU: a block-scaled matmul has {padded} columns of scales for {columns} "
+        "values. They fit neither tiles of 32 nor of 16. Compile with a version of jax that "
+        "jaxfp8 is tested with."
     )
 
 
@@ -167,8 +180,8 @@ def _config(instruction: Instruction) -> dict[str, Any]:
         if attribute.startswith("backend_config="):
             return json.loads(attribute.removeprefix("backend_config="))["gemm_backend_config"]
     raise ValueError(
-        f"cannot run on a CPU: {instruction.name} has no gemm_backend_config; pass the text "
-        "unchanged."
+        f"cannot run on a CPU: {instruction.name} has no gemm_backend_config. Pass the text as XLA "
+        "prints it."
     )
 
 
@@ -182,9 +195,9 @@ def _check(instruction: Instruction, config: dict[str, Any], epilogue: str, is_f
         wrong = f"scale_mode {config['scale_mode']}"
     if wrong:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} has {wrong}, where only real factors, scales "
-            f"of whole tensors and the epilogues {', '.join(_EPILOGUES)} are known; compile the "
-            "matmul without what follows it."
+            f"cannot run on a CPU: {instruction.name} has {wrong}. Only real factors, scales of "
+            f"whole tensors and the epilogues {', '.join(_EPILOGUES)} can run. Compile the matmul "
+            "without the operations that follow it."
         )
 
 
@@ -207,7 +220,7 @@ def _times_number(writer: Writer, x: str, number: float) -> str:
 
 
 def _plus_bias(writer: Writer, x: str, bias: str) -> str:
-    """The bias runs along the last dimensions."""
+    """x plus a bias. The dimensions of the bias are the last ones of x."""
     type, rank = writer.type_of(x), len(writer.type_of(bias).shape)
     along = tuple(range(len(type.shape) - rank, len(type.shape)))
     bias = writer.broadcast(writer.convert(bias, type.dtype), type.shape, along)
@@ -227,7 +240,10 @@ def _gelu(writer: Writer, x: str) -> str:
 
 
 def _saturated(writer: Writer, x: str, dtype: str) -> str:
-    """Rounded; cuBLASLt writes FP8 saturated, which is why XLA folds a clamp into the call."""
+    """x, rounded to `dtype`.
+
+    cuBLASLt saturates FP8 results. So XLA can fold a clamp into the call.
+    """
     if dtype in _LARGEST:
         type = writer.type_of(x)
         low, high = (writer.filled(type, sign + _LARGEST[dtype]) for sign in ("-", ""))
@@ -236,7 +252,7 @@ def _saturated(writer: Writer, x: str, dtype: str) -> str:
 
 
 def _tuple(writer: Writer, instruction: Instruction, results: list[str]) -> str:
-    """The results, as the call returns them, and zeros for its workspace."""
+    """The results in the form that the call returns them, with zeros for its workspace."""
     types: list[Array] = [array_type(part) for part in parts_of(instruction.type)]
     if not instruction.type.startswith("("):
         result = writer.reshape(results[0], types[0].shape)

@@ -1,4 +1,4 @@
-"""A matmul as a GPU computes it: products summed in float32, one rounding at the end.
+"""A matmul as a GPU computes it: products are summed in float32, and the sum is rounded once.
 
 References:
   XLA, xla/service/gpu/matmul_utils.cc (the compute type of each operand type) and
@@ -18,7 +18,7 @@ _DIMENSIONS = re.compile(r"(lhs|rhs)_(contracting|batch)_dims=\{([^}]*)\}")
 
 
 class Dimensions(NamedTuple):
-    """Which dimensions of the operands are summed over, and which are a batch's."""
+    """The contracted dimensions and the batch dimensions of both operands."""
 
     lhs_contracting: tuple[int, ...] = ()
     rhs_contracting: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class Dimensions(NamedTuple):
 
     @property
     def attributes(self) -> list[str]:
-        """As a `dot` spells them."""
+        """The attributes of a `dot` with these dimensions."""
         return [
             f"{side}_dims={{{','.join(map(str, dimensions))}}}"
             for side, dimensions in zip(self._fields, self, strict=True)
@@ -35,7 +35,7 @@ class Dimensions(NamedTuple):
         ]
 
     def result(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the matmul: batch, what is left of lhs, what is left of rhs."""
+        """The shape of the result: batch, the other dimensions of lhs, those of rhs."""
         used = self.lhs_contracting + self.lhs_batch, self.rhs_contracting + self.rhs_batch
         free = [
             size
@@ -61,7 +61,7 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     name = instruction.name
     if "sparsity=" in instruction.attributes:
         raise ValueError(
-            f"cannot run on a CPU: {name} is a matmul of sparse operands; compile it of dense ones."
+            f"cannot run on a CPU: {name} is a matmul of sparse operands. Use dense operands."
         )
     lhs, rhs = instruction.operands
     taps.show(writer, instruction.label, lhs, rhs)
@@ -73,7 +73,11 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
 
 
 def accumulated(writer: Writer, lhs: str, rhs: str, dimensions: Dimensions, dtype: str) -> str:
-    """lhs @ rhs before the rounding to `dtype`: floats in float32 (or float64), others as is."""
+    """lhs @ rhs before the rounding to `dtype`.
+
+    Floats are multiplied in float32, or in float64 if an operand or `dtype` is float64. Integers
+    are multiplied in `dtype`.
+    """
     types = [writer.type_of(x) for x in (lhs, rhs)]
     shape = dimensions.result(types[0].shape, types[1].shape)
     if all(type.is_float for type in types):
@@ -89,7 +93,11 @@ def accumulated(writer: Writer, lhs: str, rhs: str, dimensions: Dimensions, dtyp
 
 
 def _rounded(writer: Writer, x: str, algorithm: str) -> str:
-    """An operand, as an algorithm that was asked for by name rounds float32 operands."""
+    """A float32 operand, rounded as the algorithm of the `dot` rounds it.
+
+    Algorithms that end in x3, x6 or x9 add up several matmuls of low precision. They are close to
+    float32, so the operand is not rounded.
+    """
     type = writer.type_of(x)
     if type.dtype != "f32" or algorithm.endswith(("_x3", "_x6", "_x9")):
         return x

@@ -1,8 +1,8 @@
-"""The text of an optimized GPU program, rewritten into HLO that every backend of XLA takes.
+"""The text of an optimized GPU program, rewritten into HLO that every backend of XLA accepts.
 
-Layouts are dropped: HLO means the same without them, but for `bitcast`, which is spelled out.
-Fusions become calls. Calls of NVIDIA's libraries become HLO. Matmuls sum in float32. Every other
-operation and conversion stays as it is.
+Layouts are removed. Without them HLO means the same, except for `bitcast`, which becomes other
+operations. Fusions become calls. Calls of NVIDIA's libraries become HLO. Matmuls sum in float32.
+Every other operation and conversion does not change.
 
 References:
   XLA, xla/hlo/ir/hlo_opcode.h (all opcodes) and xla/hlo/parser/hlo_parser.cc (what the text says).
@@ -19,7 +19,7 @@ from jaxfp8.programs._taps import Taps
 from jaxfp8.programs._types import array_type, split, without_layouts
 from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Writer
 
-# What means the same on every backend, and is copied.
+# The opcodes that mean the same on every backend. These instructions are copied.
 _PORTABLE = re.compile(
     "abs|acos|acosh|add|after-all|and|asin|asinh|atan2|atanh|bitcast-convert|broadcast|call|cbrt|"
     "ceil|clamp|compare|complex|concatenate|conditional|constant|convert|copy|cosh|cosine|"
@@ -50,14 +50,14 @@ def portable_text(text: str, taps: Taps) -> str:
     """Rewrites the text of a program for one GPU.
 
     Raises:
-      ValueError: for what cannot be run on one CPU: several devices, kernels, unknown library calls
-        and opcodes, constants without their values.
+      ValueError: if one CPU cannot run the program. Causes are several devices, kernels, unknown
+        library calls or opcodes, and constants without their values.
     """
     program = read_program(text)
     _check_one_device(program)
     _check_parameters(program)
     written = {name: _computation(program, name, taps) for name in _reachable(program)}
-    # In the order of the text, where what is called comes before its callers.
+    # In the order of the text, in which a computation comes before its callers.
     bodies = [written[name] for name in program.computations if name in written]
     if any(f"%{MAXIMUM}" in body for body in bodies):
         bodies.insert(0, MAXIMUM_TEXT)
@@ -68,7 +68,7 @@ def _check_one_device(program: Program) -> None:
     if program.replicas * program.partitions != 1:
         raise ValueError(
             f"cannot run on a CPU: the program has {program.partitions} partitions and "
-            f"{program.replicas} replicas, and only programs for one device can run; compile the "
+            f"{program.replicas} replicas, but only programs for one device can run. Compile the "
             "function for one device."
         )
 
@@ -78,7 +78,7 @@ def _check_parameters(program: Program) -> None:
         if instruction.opcode == "parameter" and instruction.type.startswith("("):
             raise ValueError(
                 f"cannot run on a CPU: the parameter {instruction.name} is a tuple, "
-                f"{instruction.type}; pass a program whose parameters are arrays, as jax's are."
+                f"{instruction.type}. Pass a program whose parameters are arrays, as in jax's."
             )
 
 
@@ -97,9 +97,10 @@ def _computation(program: Program, name: str, taps: Taps) -> str:
     source = program.computations[name]
     writer = Writer(name, name == program.entry, source)
     for instruction in source.values():
+        # An asynchronous operation is written in the place of its `-done`, where its result exists.
         if not instruction.opcode.endswith(("-start", "-update")):
             _write(writer, taps, _started(source, instruction))
-    # HLO lets the last instruction be the result where none is marked.
+    # If no instruction is marked ROOT, the last one is the result.
     marked = (i.name for i in source.values() if i.is_root)
     writer.root(next(marked, list(source)[-1]))
     return writer.text
@@ -122,7 +123,7 @@ def _started(source: dict[str, Instruction], instruction: Instruction) -> Instru
 
 
 def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
-    """Writes what computes the same as the instruction, under its name."""
+    """Writes instructions that compute the same as `instruction`. The last one has its name."""
     name, opcode = instruction.name, instruction.opcode
     if opcode == "dot":
         dot(writer, taps, instruction)
@@ -155,10 +156,10 @@ def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
         block_scaled_dot(writer, taps, instruction)
     else:
         raise ValueError(
-            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU; of "
-            f"such calls the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot are known. "
-            "Compile the function without it, for instance with XLA's kernels in place of Pallas's "
-            "or Triton's."
+            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU. "
+            f"Only the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot can run. Compile "
+            "the function without it, for instance with XLA's kernels in place of Pallas's or "
+            "Triton's."
         )
 
 
@@ -167,7 +168,7 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
     if instruction.opcode == "constant" and "{...}" in instruction.inside:
         raise ValueError(
             "cannot run on a CPU: the text leaves out the value of the constant "
-            f"{instruction.name}; pass the compiled program itself, or a text with "
+            f"{instruction.name}. Pass the compiled program itself, or a text with "
             "print_large_constants."
         )
     writer.emit(
@@ -190,10 +191,10 @@ def _unknown(instruction: Instruction) -> str:
     name, opcode = instruction.name, instruction.opcode
     if _COLLECTIVE.match(opcode):
         return (
-            f"cannot run on a CPU: {name} is {opcode}, and only programs for one device can run; "
-            "compile the function for one device, without a mesh."
+            f"cannot run on a CPU: {name} is {opcode}, but only programs for one device can run. "
+            "Compile the function for one device, without a mesh."
         )
     return (
-        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here; compile the "
+        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here. Compile the "
         "function without the operation that it comes from."
     )

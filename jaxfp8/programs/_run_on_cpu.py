@@ -1,4 +1,4 @@
-"""Running a program that was compiled for a GPU on a CPU: what did XLA make of the numbers?"""
+"""`run_on_cpu`: runs a program that was compiled for a GPU on a CPU, to check its numbers."""
 
 from typing import Any
 
@@ -17,33 +17,40 @@ def run_on_cpu(
 ) -> Any:
     """Runs an optimized GPU program on this machine's CPU.
 
-    XLA's passes for GPUs can change numbers: they drop a rounding to FP8, for instance. JAX
-    compiles for a GPU that is not there. This function runs such a program, and its numbers can be
-    compared with those that the CPU computes. It keeps the conversions and branches that XLA made.
-    Matmuls of cuBLAS, cuBLASLt, cuDNN and of XLA's Triton emitter become sums in float32 that are
-    rounded once.
+    XLA's passes for GPUs can change numbers. For instance, they can drop a rounding to FP8. JAX can
+    compile for a GPU that is not present. This function runs such a program, so that you can
+    compare its numbers with those that the CPU computes.
 
-    It does not imitate the order of sums, the short accumulator of Hopper's fast FP8 matmuls, TF32
-    where no algorithm was asked for by name, the approximations of transcendental functions, or the
-    fusion of a multiply with an add. Nothing is cached: each call rewrites and compiles.
+    It keeps the conversions and branches that XLA made. Matmuls of cuBLAS, cuBLASLt, cuDNN and of
+    XLA's Triton emitter become sums in float32 that are rounded once. Nothing is cached: each call
+    rewrites and compiles.
+
+    Five properties of a GPU are not imitated:
+
+    - The order of sums.
+    - The short accumulator of Hopper's fast FP8 matmuls.
+    - TF32, unless the program names it as the algorithm of a matmul.
+    - The approximations of transcendental functions.
+    - The fusion of a multiply with an add.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, for one GPU, or the program's text.
       arguments: the arrays of `f` by position, without static arguments. Keyword arguments are
-        refused. For a text: the flat arrays that its program takes.
-      seen: is called with (label, lhs, rhs, lhs_scale, rhs_scale) each time a matmul runs, in loops
-        and branches too. The label is jax's name of the operation. lhs and rhs are NumPy arrays as
-        the matmul gets them. The scales are those that the matmul applies itself, or None.
-        Scales of tiles are [.., rows, tiles]. The order of the calls is not that of the program.
+        refused. For a text, the flat arrays that its program takes.
+      seen: a function that is called each time a matmul runs, also in loops and branches. Its
+        arguments are (label, lhs, rhs, lhs_scale, rhs_scale). The label is jax's name of the
+        operation. lhs and rhs are NumPy arrays, as the matmul gets them. The scales are those that
+        the matmul itself applies, or None. Scales of tiles are [.., rows, tiles]. The order of the
+        calls may differ from the order of the program.
 
     Returns:
-      What `f` returns; for a text the list of its results.
+      The result of `f`. For a text, the list of the program's results.
 
     Raises:
-      TypeError: if compiled is neither.
-      ValueError: for arguments that the program does not take, and for a program that cannot run:
-        for several devices, with hand-written kernels (Pallas, Triton), with library calls other
-        than matmuls, or with opcodes that are not known here.
+      TypeError: if `compiled` is neither a compiled function nor a text.
+      ValueError: if the program does not take these arguments. Also if it cannot run on a CPU. It
+        must be for one device. It must not have hand-written kernels (Pallas, Triton), library
+        calls other than matmuls, or unknown opcodes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,7 +75,7 @@ def run_on_cpu(
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         raise TypeError(
-            f"compiled is a {type(compiled).__name__}; pass jax.jit(f).lower(...).compile() or its "
+            f"compiled is a {type(compiled).__name__}. Pass jax.jit(f).lower(...).compile() or its "
             "text."
         )
     taps = Taps(seen)

@@ -1,7 +1,7 @@
-"""Taps: a matmul's operands, shown to the caller each time that the matmul runs.
+"""Taps, which pass the operands of a matmul to a function of the user each time that it runs.
 
-A tap is a call of jax's own callback target. It returns nothing and has a side effect. Without the
-side effect the compiler would drop it.
+A tap is a call of jax's own callback target. It returns nothing and is marked as having a side
+effect. Without the mark, the compiler would remove it.
 
 References:
   jax, jax/_src/callback.py (emit_python_callback) and XLA, xla/python/ifrt/host_callback.h.
@@ -27,8 +27,8 @@ class Taps:
     """The taps of one program.
 
     Attributes:
-      callbacks: what XLA calls, by the index that is written in the program.
-      error: what `seen` raised first. XLA would report it as text only.
+      callbacks: the functions that XLA calls. The program holds the index of each.
+      error: the first error that `seen` raised. XLA would report only its text.
     """
 
     def __init__(self, seen: Seen | None) -> None:
@@ -45,7 +45,7 @@ class Taps:
         lhs_scale: str | None = None,
         rhs_scale: str | None = None,
     ) -> None:
-        """Writes a call that shows these operands."""
+        """Writes a call that passes these operands to `seen`."""
         if self._seen is None:
             return
         given = [lhs, rhs, lhs_scale, rhs_scale]
@@ -71,7 +71,7 @@ class Taps:
             try:
                 if self.error is None and self._seen is not None:
                     self._seen(label, *shown)  # type: ignore[arg-type]
-            except BaseException as error:  # the caller's, raised again where the caller waits
+            except BaseException as error:  # `execute` raises it again in the caller
                 self.error = error
             return ()
 
@@ -79,7 +79,7 @@ class Taps:
 
 
 def _as_bytes(writer: Writer, x: str) -> str:
-    """`x` in a type that callbacks take: they know neither FP8 nor four bits."""
+    """`x` in a type that callbacks accept. They accept neither FP8 nor 4-bit types."""
     type = writer.type_of(x)
     if type.bits < 8:
         return writer.convert(x, "f32")
@@ -89,7 +89,7 @@ def _as_bytes(writer: Writer, x: str) -> str:
 
 
 def _as_array(x: Any, dtype: str) -> np.ndarray:
-    """A copy: XLA takes the memory back."""
+    """A copy of `x` in its own dtype. XLA reuses the memory of `x` after the callback."""
     named = jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype)
     array = np.array(x)
     return array.astype(named) if array_type(f"{dtype}[]").bits < 8 else array.view(named)

@@ -1,17 +1,18 @@
-"""Following a program from its entry, to meet each collective as often as a run does."""
+"""The collectives of a program, counted as often as one run executes them."""
 
 from jaxfp8.programs._hlo import BRANCHES, CALLS, Instruction, Program
 from jaxfp8.programs._transfer import Transfer, transfers_of
 
 
 class Traffic:
-    """What the computations of a program put on the wire, each read once.
+    """The transfers of the computations of a program. Each computation is read once.
 
     Args:
       program: read by `read_program`.
-      trip_count: how often each loop runs whose count the program does not know; None raises where
-        it matters.
-      every_branch: counts all branches of a conditional and not the dearest one.
+      trip_count: how often a loop runs if the program does not know its count. With None, such a
+        loop is an error if it contains a collective.
+      every_branch: whether to count all branches of a conditional. By default only the branch that
+        sends the most bytes counts.
     """
 
     def __init__(
@@ -27,17 +28,17 @@ class Traffic:
         """The transfers of one run of a computation and of all that it calls.
 
         Raises:
-          ValueError: a collective is in a loop of unknown length, or the text is not complete.
+          ValueError: if a collective is in a loop of unknown length, or the text is not complete.
         """
         if name not in self._known:
             if name not in self.program.computations:
                 raise ValueError(
-                    f"the text calls a computation {name} that it does not hold; pass all of it."
+                    f"the text calls a computation {name} that it does not hold. Pass all of it."
                 )
             computation = self.program.computations[name]
             found: list[Transfer] = []
             for instruction in computation.values():
-                if not instruction.is_second_half:
+                if not instruction.is_second_half:  # its `-start` was counted
                     found += transfers_of(instruction, computation, self.program)
                     found += (
                         self._in_calls(instruction)
@@ -71,6 +72,6 @@ class Traffic:
                     f"not know: {loop.label}. Pass trip_count=, or use a loop of fixed length "
                     "(jax.lax.scan)."
                 )
-        # The condition is asked once more than the body runs.
+        # The condition runs once more than the body: its last run ends the loop.
         every_time = [(t, times or 0) for t in body] + [(t, (times or 0) + 1) for t in condition]
         return [t._replace(times=t.times * n) for t, n in every_time if n]

@@ -1,7 +1,7 @@
-"""What one collective puts on the wire.
+"""The bytes that one collective of a program sends.
 
-b stands for the bytes of its operand on one device, g for the number of devices that take part
-together.
+A collective runs in groups of devices. In this file, b is the number of bytes of its operand on one
+device, and g the number of devices in its group.
 
 References:
   NCCL tests, doc/PERFORMANCE.md: what a ring sends per device.
@@ -28,8 +28,8 @@ CollectiveKind: TypeAlias = Literal[
     "send",
 ]
 
-# Of b bytes among g > 1 devices, those that each of them sends. The sizes in a ragged all-to-all
-# are data: b is the most.
+# The bytes that each of g > 1 devices sends, for an operand of b bytes. The sizes in a ragged
+# all-to-all are data, so b is an upper bound there.
 _WIRE: dict[str, Callable[[int, int], float]] = {
     "all-gather": lambda b, g: b * (g - 1),
     "all-reduce": lambda b, g: 2 * b * (g - 1) / g,
@@ -42,8 +42,8 @@ _WIRE: dict[str, Callable[[int, int], float]] = {
 }
 KINDS = tuple(_WIRE)
 
-# The kinds whose groups name replicas, each with all of its partitions, unless the program says
-# otherwise.
+# If a collective of these kinds has a channel, its groups name replicas. Each replica brings all of
+# its partitions. With `use_global_device_ids=true` the groups name devices.
 _REPLICAS_OR_BOTH = ("all-gather", "all-reduce", "reduce-scatter")
 
 _LISTED = re.compile(r"replica_groups=\{((?:\{[\d, ]*\}[, ]*)*)\}")
@@ -53,17 +53,17 @@ _PAIRS = re.compile(r'source_target_pairs="?\{((?:\{\d+,\d+\}[, ]*)*)\}')
 
 
 class Transfer(NamedTuple):
-    """One tensor in one collective of a program; a combined collective carries several.
+    """One tensor in one collective of a program. A combined collective has several tensors.
 
     Attributes:
-      kind: the collective, `all-gather` for instance; `send` is one half of a pair of devices, the
-        other receives.
-      dtype: what travels, as jax names it.
+      kind: the collective, for instance `all-gather`. In a `send`, one device of a pair sends and
+        the other receives.
+      dtype: the dtype that is sent, as jax names it.
       shape: [...] of the operand on one device.
-      group_size: devices that take part together; of unequal groups the largest, of a permutation
-        its longest ring.
-      bytes: of the operand on one device, each time.
-      times: how often one run of the program meets it.
+      group_size: the number of devices in a group. For unequal groups it is the largest, for a
+        permutation the longest ring.
+      bytes: the bytes of the operand on one device, each time.
+      times: how often one run of the program executes the collective.
       label: the jax operation that it came from.
 
     Example:
@@ -91,7 +91,7 @@ class Transfer(NamedTuple):
     def wire_bytes(self) -> float:
         """Bytes that one device sends over the whole run.
 
-        In a permutation, a device that sends at all.
+        In a permutation, some devices may send nothing. The bytes are those of a device that sends.
         """
         return (
             self.times * _WIRE[self.kind](self.bytes, self.group_size) if self.group_size > 1 else 0
@@ -101,24 +101,25 @@ class Transfer(NamedTuple):
 def transfers_of(
     instruction: Instruction, computation: dict[str, Instruction], program: Program
 ) -> list[Transfer]:
-    """What an instruction puts on the wire each time that it runs, not counting what it calls.
+    """The transfers of an instruction each time that it runs, without those of its calls.
 
     Raises:
-      ValueError: its devices are printed in a way that is not known here.
-      NotImplementedError: it sends slices of buffers in place, as some programs for TPUs do.
+      ValueError: if its devices are printed in an unknown way.
+      NotImplementedError: if it sends slices of buffers in place, as some programs for TPUs do.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS or (kind == "send" and "is_host_transfer=true" in instruction.attributes):
         return []
     if "slice_sizes=" in instruction.attributes:
         raise NotImplementedError(
-            f"{instruction.name} is an in-place {kind}, whose bytes are not counted yet."
+            f"{instruction.name} is an in-place {kind}, whose bytes cannot be counted. Compile "
+            "the function for a GPU or a CPU."
         )
-    # Behind the first operand of these stand offsets and sizes, or a token.
+    # The further operands of these two kinds are offsets and sizes, or a token. They hold no data.
     operands = instruction.operands[: 1 if kind in ("ragged-all-to-all", "send") else None]
     if missing := [operand for operand in operands if operand not in computation]:
         raise ValueError(
-            f"{instruction.name} reads {missing[0]}, which the text does not hold; pass all of it."
+            f"{instruction.name} reads {missing[0]}, which the text does not hold. Pass all of it."
         )
     tensors = [tensor for operand in operands for tensor in tensors_of(computation[operand].type)]
     if kind == "all-to-all" and "dimensions=" not in instruction.attributes:
@@ -128,7 +129,10 @@ def transfers_of(
 
 
 def _stacked(pieces: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that an all-to-all splits. Its operands are the pieces, one for each device."""
+    """The tensors that an all-to-all splits.
+
+    Without `dimensions=`, its operands are the pieces of a tensor, one for each device.
+    """
     alike: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
     for piece in pieces:
         alike.setdefault((piece.dtype, piece.shape), []).append(piece)
@@ -149,7 +153,7 @@ def _devices_in_a_group(instruction: Instruction, kind: str, program: Program) -
         and kind in _REPLICAS_OR_BOTH
         and "use_global_device_ids=true" not in instruction.attributes
     )
-    # An empty list means everyone.
+    # An empty list of groups means one group of all devices.
     size = _printed_size(instruction) or (
         program.partitions if with_channel and not both else program.replicas
     )
@@ -157,7 +161,7 @@ def _devices_in_a_group(instruction: Instruction, kind: str, program: Program) -
 
 
 def _printed_size(instruction: Instruction) -> int:
-    """The largest group in the three ways in which groups are printed; 0 for an empty list."""
+    """The size of the largest group; 0 for an empty list. XLA prints groups in three ways."""
     if found := _LISTED.search(instruction.attributes):
         return max(
             (group.count(",") + 1 for group in re.findall(r"\{[^}]+\}", found[1])), default=0
@@ -167,7 +171,7 @@ def _printed_size(instruction: Instruction) -> int:
     if found := _MESH.search(instruction.attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
         size = 1
-        # Part of an axis is printed as 'axis':(devices before)devices.
+        # A part of a mesh axis is printed as 'axis':(devices before it)devices in it.
         for axis, part in re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2]):
             size *= int(part or sizes[axis])
         return size
@@ -176,7 +180,7 @@ def _printed_size(instruction: Instruction) -> int:
 
 @functools.cache
 def _longest_ring(pairs: str) -> int:
-    """The devices of the largest set that the pairs `{source,target}` connect."""
+    """The number of devices in the largest set that the pairs `{source,target}` connect."""
     sets: list[set[str]] = []
     for pair in re.findall(r"\d+,\d+", pairs):
         joined = set(pair.split(",")).union(
@@ -188,4 +192,4 @@ def _longest_ring(pairs: str) -> int:
 
 def _unknown(instruction: Instruction) -> str:
     attributes = instruction.attributes.strip(" ,")[:200]
-    return f"cannot tell which devices {instruction.name} joins: {attributes}"
+    return f"cannot read which devices {instruction.name} joins: {attributes}"

@@ -10,12 +10,12 @@ _WIDTH = re.compile(r"[a-z]+(\d+)")
 
 
 class Array(NamedTuple):
-    """One array's type.
+    """The type of one array.
 
     Attributes:
       dtype: as the program prints it, `bf16`.
-      shape: logical.
-      order: the dimensions in memory, the slowest first.
+      shape: the logical shape.
+      order: the dimensions in the order of memory, the slowest first.
 
     Example:
       >>> array_type("bf16[8,128]{0,1}")
@@ -34,7 +34,7 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """The width of one element; a boolean takes a byte."""
+        """The bits of one element. A boolean has 8."""
         found = _WIDTH.match(self.dtype)
         return int(found[1]) if found else 8
 
@@ -55,14 +55,14 @@ def array_type(text: str) -> Array:
     """Reads the type of one array.
 
     Raises:
-      ValueError: for tuples, tokens, sizes that are not known, and layouts in tiles.
+      ValueError: for tuples, tokens, unknown sizes, and layouts in tiles.
     """
     found = _ARRAY.match(text.strip())
     layout, _, memory = (found[3] or "").partition(":") if found else ("", "", "")
     if not found or "<" in found[2] or "?" in found[2] or "T(" in memory:
         raise ValueError(
             f"cannot run on a CPU: the type {text} is not an array of known size in a plain "
-            "layout; compile for a GPU, without dynamic shapes."
+            "layout. Compile for a GPU, without dynamic shapes."
         )
     shape = tuple(int(size) for size in found[2].split(",") if size)
     order = tuple(int(d) for d in reversed(layout.split(",")) if d) or tuple(range(len(shape)))
@@ -70,7 +70,7 @@ def array_type(text: str) -> Array:
 
 
 def spelled(dtype: str, shape: tuple[int, ...]) -> str:
-    """The type as the program text spells it, without a layout."""
+    """The type in the syntax of a program's text, without a layout."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
@@ -80,7 +80,7 @@ def without_layouts(type: str) -> str:
 
 
 def parts_of(type: str) -> list[str]:
-    """The types in a tuple, one level deep; of another type, itself.
+    """The types in a tuple, one level deep. For another type, the type itself.
 
     Example:
       >>> parts_of("(f32[2,3]{1,0}, (s8[4]{0}, token[]))")
@@ -95,7 +95,7 @@ def split(text: str) -> list[str]:
     while position < len(text):
         char = text[position]
         if quoted:
-            position += char == "\\"  # the next one is escaped
+            position += char == "\\"  # the next character is escaped: skip it
             quoted = char != '"'
         elif char == '"':
             quoted = True

@@ -1,4 +1,4 @@
-"""Raising when something travels in another dtype than it should."""
+"""`assert_wire_dtype`: the check of the dtypes that collectives send."""
 
 from typing import Any
 
@@ -13,24 +13,27 @@ from jaxfp8.programs._wire_report import WireReport, name_of
 def assert_wire_dtype(
     compiled: Any, kind: CollectiveKind, *dtypes: DType | Format, at_least: int = 0
 ) -> None:
-    """Raise unless the collectives of a kind carry these dtypes and no other, in every branch.
+    """Raise AssertionError unless all collectives of a kind send these dtypes and no other.
 
-    It takes one gather of weights that precedes their quantization, and half of the gain is gone
-    without a trace. Branches that a run does not take and loops of unknown length are looked into
-    as well. A program with no such collective at all raises: it may be that of one device.
+    If XLA gathers weights before they are quantized, the gather sends bfloat16, twice the bytes of
+    FP8. The results are the same, so no other test shows it.
+
+    All branches of conditionals are checked, and all loops. A program without such a collective
+    raises an error, because it may be compiled for one device.
 
     Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`. One for CPUs
-        widens what it sends (`wire_report`); compile for the chip that is meant.
-      kind: of collective.
-      dtypes: that may travel; each of them has to.
-      at_least: bytes of an operand on one device; smaller ones are left out, amaxes and scales for
-        instance.
+      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`. Compile for the
+        chip that will run it: programs for CPUs widen values before they send them, see
+        `wire_report`.
+      kind: the kind of collective, for instance "all-gather".
+      dtypes: the dtypes that must be sent. No other dtype may be sent.
+      at_least: the least number of bytes of an operand on one device. Smaller operands are ignored,
+        for instance amaxes and scales.
 
     Raises:
-      AssertionError: with every tensor that travels in another dtype, or with the dtype that
-        nothing travels in.
-      TypeError, ValueError: as `wire_report`; a kind that is none, or no dtype.
+      AssertionError: with every tensor that is sent in another dtype, or with the dtypes in which
+        no tensor is sent.
+      TypeError, ValueError: see `wire_report`. Also if `kind` is unknown, or `dtypes` is empty.
 
     Example:
       >>> import jax.numpy as jnp
@@ -47,7 +50,7 @@ def assert_wire_dtype(
     if not dtypes:
         raise ValueError(f"dtypes is empty; name what {kind} has to carry, fp8.E4M3 for instance.")
     program = read_program(compiled)
-    # Any count will do, for only dtypes matter; 1 and not 0, or the transfers would be gone.
+    # Only dtypes matter here, so any count above 0 will do. A count of 0 would remove transfers.
     everything = WireReport(Traffic(program, trip_count=1, every_branch=True).of(program.entry))
     transfers = [t for t in everything.only(kind=kind, at_least=at_least).transfers if t.wire_bytes]
     expected = [name_of(dtype) for dtype in dtypes]

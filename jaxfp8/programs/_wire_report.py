@@ -1,4 +1,4 @@
-"""What a compiled program puts on the wire, read from its text."""
+"""`wire_report`: the bytes that devices send in a compiled program, read from its text."""
 
 import collections
 import dataclasses
@@ -15,7 +15,7 @@ from jaxfp8.programs._transfer import KINDS, CollectiveKind, Transfer
 
 
 def name_of(dtype: DType | Format) -> str:
-    """The name of a dtype or of the dtype that a format stores.
+    """The name of a dtype, or of the dtype of a format.
 
     Example:
       >>> name_of(jnp.bfloat16)
@@ -26,9 +26,9 @@ def name_of(dtype: DType | Format) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class WireReport:
-    """What travels between devices in one run of a program, per device.
+    """The transfers between devices in one run of a program, counted for one device.
 
-    `print` shows it as a table.
+    `print` shows them as a table.
 
     Attributes:
       transfers: one entry for each tensor in each collective of the program.
@@ -51,7 +51,7 @@ class WireReport:
 
     @property
     def count(self) -> int:
-        """Tensors that travel, each as often as it does."""
+        """The number of tensors that are sent. A tensor in a loop counts each time."""
         return sum(t.times for t in self.transfers)
 
     @property
@@ -72,16 +72,19 @@ class WireReport:
         group_size: int | None = None,
         at_least: int = 0,
     ) -> "WireReport":
-        """Those transfers that are all of this.
+        """A report with only the transfers that fit all arguments.
 
         Args:
-          kind: of collective.
-          dtype: that travels.
-          group_size: devices that take part together.
-          at_least: bytes of the operand on one device, each time.
+          kind: the kind of collective; None for all kinds.
+          dtype: the dtype that is sent; None for all.
+          group_size: the number of devices in a group; None for all.
+          at_least: the least number of bytes of an operand on one device, each time.
+
+        Returns:
+          The filtered report.
 
         Raises:
-          ValueError: for a kind that is none.
+          ValueError: if `kind` is not a kind of collective.
         """
         if kind is not None and kind not in KINDS:
             raise ValueError(f"kind is {kind!r}; it has to be one of {', '.join(KINDS)}.")
@@ -122,25 +125,34 @@ def _sums(transfers: Iterable[Transfer]) -> list[str]:
 
 
 def wire_report(compiled: Any, *, trip_count: int | None = None) -> WireReport:
-    """Counts what a compiled program puts on the wire.
+    """Counts the bytes that devices send in one run of a compiled program.
 
-    Every tensor of every collective, loops multiplied.
+    Every tensor of every collective counts, in a loop each time. Of the branches of a conditional,
+    the one that sends the most bytes counts.
 
-    Of the branches of a conditional the dearest counts. With b bytes of an operand and groups of g
-    devices, a device sends b(g-1) in an all-gather, b(g-1)/g in a reduce-scatter or all-to-all,
-    2b(g-1)/g in an all-reduce, b in a permutation, a broadcast or a send, and at most b in a ragged
-    all-to-all. Kernels that talk to other devices by themselves are not seen. CPUs widen before
-    they send, FP8 to float16 and bfloat16 to float32, and the report says so; what a GPU does is in
-    a program that was compiled for one.
+    For an operand of b bytes on each device, and groups of g devices, one device sends:
+
+    - all-gather: b(g-1).
+    - reduce-scatter or all-to-all: b(g-1)/g.
+    - all-reduce: 2b(g-1)/g.
+    - collective-permute, collective-broadcast or send: b.
+    - ragged-all-to-all: at most b.
+
+    Transfers of hand-written kernels are not counted. Programs for CPUs widen values before they
+    send them: FP8 to float16, and bfloat16 to float32. The report shows these dtypes. Compile for a
+    GPU to see what a GPU sends.
 
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
-      trip_count: how often each loop runs whose count the program does not know.
+      trip_count: how often a loop runs if the program does not know its count.
+
+    Returns:
+      The report.
 
     Raises:
-      TypeError, ValueError: `compiled` is something else, or a program that has no text.
-      ValueError: a collective is in a loop of unknown length and `trip_count` is not given, or
-        given and not needed.
+      TypeError, ValueError: if `compiled` is neither, or the program has no text.
+      ValueError: if a collective is in a loop of unknown length and `trip_count` is missing. Also
+        if `trip_count` is given and not needed.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,11 +1,11 @@
-"""Writing a computation of the rewritten program, line by line."""
+"""The text of one computation of the rewritten program, written line by line."""
 
 from collections.abc import Iterable
 
 from jaxfp8.programs._hlo import Instruction
 from jaxfp8.programs._types import Array, array_type, spelled
 
-# The one computation that the rewriting adds.
+# The only computation that is added to a program. `Writer.largest` calls it.
 MAXIMUM = "rewritten.maximum"
 MAXIMUM_TEXT = f"""%{MAXIMUM} {{
   %x = f32[] parameter(0)
@@ -15,9 +15,9 @@ MAXIMUM_TEXT = f"""%{MAXIMUM} {{
 
 
 class Writer:
-    """The lines of one computation, and the types of what they compute.
+    """The lines of one computation, and the types of their results.
 
-    Names of the program are kept; what a rewriting adds in between gets new ones.
+    An instruction of the program keeps its name. Instructions that are added get new names.
     """
 
     def __init__(self, name: str, is_entry: bool, source: dict[str, Instruction]) -> None:
@@ -35,7 +35,7 @@ class Writer:
         return array_type(self.source[name].type)
 
     def type_of(self, name: str) -> Array:
-        """The type of an array that was written."""
+        """The type of an array that this writer has written."""
         return array_type(self._types[name])
 
     def emit(
@@ -47,7 +47,16 @@ class Writer:
         name: str = "",
         also: Iterable[str] = (),
     ) -> str:
-        """Writes `%name = type opcode(operands), attributes` and returns the name."""
+        """Writes `%name = type opcode(operands), attributes` and returns the name.
+
+        Args:
+          type: the type of the result.
+          opcode: the operation.
+          *operands: names of the operands.
+          inside: the text between the brackets, if it is not a list of operands.
+          name: the name of the instruction; by default a new one.
+          also: attributes.
+        """
         name = name or f"rewritten.{len(self._lines)}"
         inside = ", ".join(f"%{operand}" for operand in operands) if inside is None else inside
         self._types[name] = type
@@ -55,7 +64,7 @@ class Writer:
         return name
 
     def root(self, name: str) -> None:
-        """Makes the line of that name the result."""
+        """Makes the instruction of that name the result of the computation."""
         (line,) = (line for line in self._lines if line.startswith(f"  %{name} ="))
         self._lines.remove(line)
         self._lines.append("  ROOT " + line.strip())
@@ -88,11 +97,11 @@ class Writer:
         return self.emit(spelled(type.dtype, shape), "broadcast", x, also=[_dimensions(dimensions)])
 
     def elementwise(self, opcode: str, *operands: str, also: Iterable[str] = ()) -> str:
-        """An operation on operands of one type."""
+        """An operation on operands of one type, with a result of that type."""
         return self.emit(self.type_of(operands[0]).text, opcode, *operands, also=also)
 
     def largest(self, x: str) -> str:
-        """The maximum of a float32 array, a scalar; not a number where one element is not."""
+        """The maximum of a float32 array, as a scalar. It is NaN if one element is NaN."""
         dimensions = _dimensions(tuple(range(len(self.type_of(x).shape))))
         start = self.constant("f32", "-inf")
         return self.emit("f32[]", "reduce", x, start, also=[dimensions, f"to_apply=%{MAXIMUM}"])

@@ -1,3 +1,3 @@
-"""Quantizer state: what it is, how it leaves the backward pass, and what a step makes of it."""
+"""Quantizer state: what it holds, how it leaves the backward pass, and how a step updates it."""
 
 from jaxfp8.state._state import MatmulState as MatmulState

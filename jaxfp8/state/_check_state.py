@@ -1,4 +1,4 @@
-"""`check_state`: a restored state is checked before a step uses it."""
+"""`check_state`: the check of a restored state before a step uses it."""
 
 import dataclasses
 import warnings
@@ -32,30 +32,32 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
     - The fingerprint of each row. It differs for another format, margin, algorithm or tensor.
     - Values, by `faults` of the quantizer. With `Delayed` a history must be finite and not
       negative. A scale must be unset, or be the scale that the amaxes of its history give. For a
-      quantizer of your own only the ranges are checked, unless it overrides `faults`.
+      quantizer of your own, only the ranges are checked, unless it overrides `faults`.
 
-    With `Delayed` two edits of a file are not found, because a training step can produce the same
-    values. The first changes a history and its scale together. The second makes a scale up to 2^20
-    larger than a full history gives, because the history may just have dropped an entry that large.
-    Both edits have an effect until the next commit. With `history_length=1` nothing is left to
-    compare a scale with. Conversely, a history whose newest entries fell by more than 2^20 below
-    one that it just dropped is refused; repair unsets its row.
+    With `Delayed`, two edits of a file are not found, because a training step can produce the same
+    values. The first edit changes a history and its scale together. The second edit makes a scale
+    up to 2^20 times larger than a full history gives. The history may just have dropped an entry
+    that large. Both edits have an effect until the next commit. With `history_length=1` there is no
+    history to compare a scale with.
+
+    One kind of correct row is refused: the history just dropped an entry that is more than 2^20
+    times its largest other entry. `repair` unsets such a row.
 
     Args:
-      state: the restored tree of states. Dicts of arrays may stand for states, as in a file that is
-        read without a target.
+      state: the restored tree of states. It may have a dict of arrays in the place of each state,
+        as in a file that is read without a target.
       like: a fresh state tree of the model, from `fp8.init_state` or the model's `init`, or its
         types (`jax.eval_shape`). Its layers may have different recipes.
-      repair: unset the bad rows, and list them in a warning. The next step uses the current amaxes
-        of their tensors, as a first step does. If arrays have other shapes, the whole state is
-        unset.
+      repair: whether to unset the bad rows, and list them in a warning. The next step uses the
+        current amaxes of their tensors, as a first step does. If arrays have other shapes, the
+        whole state of that matmul is unset.
 
     Returns:
       The tree of `like` with the arrays of `state`.
 
     Raises:
-      FP8StateError: if a check fails. It names each array, its value and what to do. If the trees
-        differ, it is raised with `repair=True` as well.
+      FP8StateError: if a check fails. The message names each array, its value and the cure. If the
+        trees differ, the error is raised with `repair=True`, too.
 
     Warns:
       UserWarning: with `repair=True`, if a check fails. It lists the rows that were unset.
@@ -101,18 +103,18 @@ def _arrays(part: Any, place: str) -> dict[str, Any]:
         arrays = {name: leaf for name, leaf in part.items() if leaf is not None}
     else:
         raise FP8StateError(
-            f"state holds a {type(part).__name__} at {place}, where a quantizer state is needed; "
-            f"pass a MatmulState, or a dict of its arrays {list(LEAVES)}."
+            f"state holds a {type(part).__name__} at {place}, where a quantizer state is needed. "
+            f"Pass a MatmulState, or a dict of its arrays {list(LEAVES)}."
         )
     if unknown := sorted(set(arrays) - set(LEAVES)):
         raise FP8StateError(
-            f"state holds {unknown} at {place}; a saved state has only the arrays {list(LEAVES)}. "
+            f"state holds {unknown} at {place}. A saved state has only the arrays {list(LEAVES)}. "
             "Leave the others out."
         )
     for name, leaf in arrays.items():
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise FP8StateError(
-                f"{place}.{name} is {leaf}, whose values cannot be read; call check_state on "
+                f"{place}.{name} is {leaf}, whose values cannot be read. Call check_state on "
                 "arrays, outside of jit, before the first step."
             )
     return {
@@ -160,6 +162,8 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
             host["scale"][..., r], host["amax_history"][..., r, :], host["nonfinite_steps"][..., r]
         )  # fmt: skip
         for fault in row.quantizer.faults(RowState(*leaves)):
+            # A row with a wrong fingerprint is already listed. This quantizer did not write it, so
+            # its values may follow other rules.
             rows = (fault.rows[..., None] & here) & ~foreign
             yield from _any(fault._replace(rows=rows))
 
@@ -170,10 +174,7 @@ def _any(fault: Fault) -> Iterator[Fault]:
 
 
 def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault: Fault) -> str:
-    """A line of the message.
-
-    The place, the value, what is wrong with it, and the row of the model.
-    """
+    """A line of the message: the place, the value, its fault, and the row of the model."""
     indices = np.argwhere(fault.rows)
     row = expected.rows[indices[0][-1] if len(indices) else 0]
     whose = f"the model's row is {row.tensor} by {row.quantizer}"

@@ -1,4 +1,4 @@
-"""What a step saw, and the state after it: `nothing_seen`, `merge_seen`, `commit`."""
+"""The amaxes that a step saw, and the state after it: `nothing_seen`, `merge_seen`, `commit`."""
 
 import dataclasses
 import functools
@@ -18,7 +18,13 @@ from jaxfp8.state._trees import check_tree, map_states
 
 
 def nothing_seen(state: PyTree) -> PyTree:
-    """The neutral element of `merge_seen`: where a scan over microbatches starts.
+    """The neutral element of `merge_seen`: the first carry of a scan over microbatches.
+
+    Args:
+      state: a tree of states.
+
+    Returns:
+      The matching tree of `SeenAmax`, with amaxes of 0.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -28,21 +34,25 @@ def nothing_seen(state: PyTree) -> PyTree:
 
     def one(s: MatmulState) -> SeenAmax:
         check_layout(s)
+        # Multiplied, to keep the sharding and the varying mesh axes of the scale.
         return SeenAmax(s.scale * 0, s.rows)
 
     return map_states(one, state)
 
 
 def merge_seen(first: PyTree, *others: PyTree) -> PyTree:
-    """What several microbatches saw together: the largest of each amax.
+    """The amaxes that several microbatches saw: the largest of each.
 
     Args:
       first: a tree that `fp8.value_and_grad(..., commit=False)` or `fp8.nothing_seen` returned.
-      *others: more of them, for the same state.
+      *others: more of these trees, for the same state.
+
+    Returns:
+      A tree for `fp8.commit`.
 
     Raises:
-      FP8StateError: for committed states, which cannot be merged; for trees that belong to
-        different states.
+      FP8StateError: if an argument holds committed states, which cannot be merged. Also if the
+        arguments belong to different states.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -54,22 +64,22 @@ def merge_seen(first: PyTree, *others: PyTree) -> PyTree:
         for node in jax.tree.leaves(tree, is_leaf=is_node):
             if not isinstance(node, SeenAmax):
                 raise FP8StateError(
-                    f"argument {position} of merge_seen holds a {type(node).__name__}; committed "
+                    f"argument {position} of merge_seen holds a {type(node).__name__}. Committed "
                     "states cannot be merged. Use fp8.value_and_grad(..., commit=False), merge "
-                    "what it saw, and commit once per optimizer step."
+                    "its third result, and commit once per optimizer step."
                 )
     for position, tree in enumerate(others, start=1):
         if _kind(tree) != _kind(first):
             raise FP8StateError(
                 f"argument {position} of merge_seen does not belong to the same state as argument "
-                f"0: it has the tree {jax.tree.map(jnp.shape, tree)}, argument 0 has "
-                f"{jax.tree.map(jnp.shape, first)}."
+                f"0. It has the tree {jax.tree.map(jnp.shape, tree)}. Argument 0 has the tree "
+                f"{jax.tree.map(jnp.shape, first)}. Merge what one state saw."
             )
     return jax.tree.map(lambda *leaves: functools.reduce(jnp.maximum, leaves), first, *others)
 
 
 def _kind(tree: PyTree) -> tuple[Any, ...]:
-    """What trees that can be merged have in common."""
+    """The structure and the shapes of a tree. Trees that can be merged have them in common."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *map(jnp.shape, leaves)
 
@@ -77,15 +87,21 @@ def _kind(tree: PyTree) -> tuple[Any, ...]:
 def commit(state: PyTree, seen: PyTree) -> PyTree:
     """The state after one optimizer step that saw these amaxes.
 
-    Once per step, whatever the number of microbatches.
+    Call it once per optimizer step, for any number of microbatches. Call it also if the step skips
+    its parameter update, as loss scaling and `optax.apply_if_finite` do.
 
-    Rows whose amax is finite and nonzero are updated, also in a step whose parameter update is
-    skipped (loss scaling, `optax.apply_if_finite`); rows with a zero amax stay; a non-finite amax
-    is counted and dropped. Frozen states stay.
+    A row with a finite, nonzero amax is updated. A row with an amax of 0 does not change. A
+    non-finite amax is counted and dropped. Frozen states do not change.
 
     Args:
       state: a tree of states.
-      seen: the matching tree of what was seen.
+      seen: the matching tree, from `fp8.value_and_grad(..., commit=False)` or `fp8.merge_seen`.
+
+    Returns:
+      The tree of states for the next step.
+
+    Raises:
+      FP8StateError: if `seen` does not belong to `state`.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -97,7 +113,7 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
 
 
 def commit_known(state: PyTree, seen: PyTree) -> PyTree:
-    """`commit` of states that have passed `known` in this step already."""
+    """`commit` of states that `known` has already checked in this step."""
     return _commit(state, seen, lambda s: s)
 
 
@@ -105,13 +121,14 @@ def _commit(state: PyTree, seen: PyTree, checked: Callable[[MatmulState], Matmul
     def one(s: MatmulState, observed: SeenAmax) -> MatmulState:
         if not isinstance(observed, SeenAmax) or observed.rows != s.rows:
             raise FP8StateError(
-                "seen does not belong to this state; commit what fp8.value_and_grad(..., "
+                "seen does not belong to this state. Commit what fp8.value_and_grad(..., "
                 "commit=False) returned for it."
             )
         if observed.amax.shape != s.scale.shape:
             raise FP8StateError(
-                f"seen has shape {list(observed.amax.shape)}, the state has {list(s.scale.shape)}; "
-                "a state of stacked layers is committed with what all of them saw."
+                f"seen has shape {list(observed.amax.shape)}, but the state has shape "
+                f"{list(s.scale.shape)}. Commit a state of stacked layers with the amaxes of all "
+                "its layers."
             )
         check_layout(s)
         return s if s.frozen else _updated(checked(s), observed.amax)
@@ -123,7 +140,8 @@ def _updated(s: MatmulState, amax: Array) -> MatmulState:
     updated = []
     for quantizer, run in itertools.groupby(range(len(s.rows)), key=lambda r: s.rows[r].quantizer):
         indices = list(run)
-        # neighbours of one policy together: fewer and larger operations
+        # Neighbouring rows with one quantizer are updated in one call. A step then runs fewer and
+        # larger operations.
         these = slice(indices[0], indices[-1] + 1)
         rows = RowState(
             s.scale[..., these], s.amax_history[..., these, :], s.nonfinite_steps[..., these]
@@ -133,7 +151,7 @@ def _updated(s: MatmulState, amax: Array) -> MatmulState:
         if types != [(leaf.shape, leaf.dtype) for leaf in rows]:
             raise FP8StateError(
                 f"{type(quantizer).__name__}.update returned {types} for scale, amax_history and "
-                f"nonfinite_steps; it must return a RowState of float32 arrays of the shapes "
+                f"nonfinite_steps. It must return a RowState of float32 arrays of the shapes "
                 f"{[list(leaf.shape) for leaf in rows]}."
             )
         updated.append(new)
@@ -143,7 +161,7 @@ def _updated(s: MatmulState, amax: Array) -> MatmulState:
 
 
 def _aligned(state: PyTree, seen: PyTree) -> PyTree:
-    """`seen` if it has a node for each state, else a clear error."""
+    """`seen`, after a check that it has a node for each state."""
     check_tree(state)
     trees: list[Any] = [
         jax.tree.structure(jax.tree.map(lambda _: 0, tree, is_leaf=is_node))
@@ -151,7 +169,7 @@ def _aligned(state: PyTree, seen: PyTree) -> PyTree:
     ]
     if trees[0] != trees[1]:
         raise FP8StateError(
-            f"state and seen have different trees: {trees[0]} and {trees[1]}; commit what this "
+            f"state and seen have different trees: {trees[0]} and {trees[1]}. Commit what this "
             "state saw."
         )
     return seen

@@ -15,9 +15,9 @@ from jaxfp8.state._unset import unset_state
 def fresh_like(state: MatmulState) -> MatmulState:
     """The state before the first step, stacked, frozen and sharded like `state`.
 
-    `state` may be abstract. A leaf without a sharding becomes a numpy array, which fits a mesh of
-    any size. A checkpoint library may use it as a target. Then the library does not put the
-    restored array on one device.
+    `state` may be abstract. A leaf without a sharding becomes a NumPy array, which fits a mesh of
+    any size. If a checkpoint library uses it as a target, the library does not put the restored
+    array on one device.
 
     Example:
       >>> import jax
@@ -26,7 +26,7 @@ def fresh_like(state: MatmulState) -> MatmulState:
       >>> fresh_like(abstract).scale
       array([0., 0., 0.], dtype=float32)
     """
-    with jax.ensure_compile_time_eval():  # makes arrays even while a function is traced
+    with jax.ensure_compile_time_eval():  # makes arrays, also while a function is traced
         fresh = unset_state(state.rows, state.scale.shape[:-1])
         fresh = dataclasses.replace(fresh, frozen=state.frozen)
         return jax.tree.map(_placed, fresh, state)
@@ -46,8 +46,8 @@ def _of_an_abstract_mesh(sharding: jax.sharding.Sharding) -> bool:
 def concrete(tree: PyTree) -> PyTree:
     """The same tree, with a fresh state in place of each abstract one.
 
-    `jax.eval_shape` makes an abstract state, which no step has used yet. It stays abstract on
-    devices that this process can only compile for.
+    `jax.eval_shape` makes abstract states. No step has used such a state, so a fresh one has the
+    same values. A state stays abstract on devices that this process can only compile for.
 
     Example:
       >>> concrete(())
@@ -66,7 +66,7 @@ def _can_be_made(state: MatmulState) -> bool:
 
 
 def _exists(sharding: jax.sharding.Sharding | None) -> bool:
-    """Whether its devices can run programs. Compile-only devices belong to no backend."""
+    """Whether the devices of a sharding can run programs. Compile-only devices have no backend."""
     if sharding is None or _of_an_abstract_mesh(sharding):
         return True
     backends = jax.extend.backend.backends().values()

@@ -1,8 +1,8 @@
 """Checks at each use that a state belongs to its matmul.
 
-`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. It
-raises an error if the values can be read. A compiled step cannot raise an error, so it unsets a row
-with a wrong fingerprint.
+`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. If
+it can read the values, it raises an error for a wrong fingerprint. A compiled step cannot raise an
+error, so it unsets the row.
 """
 
 import contextlib
@@ -23,7 +23,10 @@ from jaxfp8.state._trees import shown
 from jaxfp8.state._unset import fingerprints, history_length, unset_leaves
 
 MEAN_ROUNDING = 2.0**-21
-"""How far a mean of equal fingerprints over devices may be from them: 4 units in the last place."""
+"""The largest error of a mean over devices of equal fingerprints.
+
+It is 4 units in the last place of a float32 in [1, 2). A mean over 7 devices can be 1 unit off.
+"""
 
 STACKING = (
     "States of several layers or experts must be stacked along leading axes, before the axis of "
@@ -35,7 +38,7 @@ STACKING = (
 def check_layout(state: MatmulState) -> None:
     """Raise FP8StateError unless all arrays have the shapes and the dtype of a state.
 
-    Rows are the last axis. Shapes cannot distinguish 3 layers from 3 rows. The ledger does: see
+    Rows are the last axis. Shapes cannot distinguish 3 layers from 3 rows, but the ledger can: see
     `_ledger.py`, and `explained` below.
 
     Example:
@@ -51,13 +54,14 @@ def check_layout(state: MatmulState) -> None:
             )
         if not hasattr(leaf, "dtype"):
             raise FP8StateError(
-                f"{name} is {shown(leaf)}, it must be an array of float32. Pass lists, as JSON "
-                "holds them, through fp8.check_state(state, like=fresh_state) first."
+                f"{name} is {shown(leaf)}, but it must be an array of float32. Pass a state of "
+                "lists, for instance from JSON, through fp8.check_state(state, like=fresh_state) "
+                "first."
             )
         if leaf.dtype != jnp.float32:
             raise FP8StateError(
-                f"{name} has dtype {leaf.dtype}, it must be float32; cast parameters only, not the "
-                "state."
+                f"{name} has dtype {leaf.dtype}, but it must be float32. Cast parameters only, not "
+                "the state."
             )
     if state.scale.shape[-1:] != (len(state.rows),):
         raise FP8StateError(
@@ -76,6 +80,8 @@ def check_layout(state: MatmulState) -> None:
 @contextlib.contextmanager
 def explained(states: Iterable[MatmulState]) -> Iterator[None]:
     """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
+
+    JAX's error does not name the cause: the states were mapped over another axis than their layers.
 
     Example:
       >>> with explained([]):
@@ -110,10 +116,12 @@ def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
 def known(state: MatmulState) -> MatmulState:
     """The state, after a check of each row's fingerprint and scale.
 
-    A row passes if its fingerprint is that of its tensor and quantizer, and its scale is 0 or in
-    the range of scales. Another row was saved with another recipe, or arithmetic changed it: an
-    optimizer whose parameters held the state, or an average over steps. In a tracer such a row
-    becomes unset. A state that is 0 everywhere becomes unset too.
+    A row passes if two things are true. Its fingerprint is that of its tensor and quantizer. Its
+    scale is 0 or in the range of scales.
+
+    A row that does not pass was saved with another recipe, or arithmetic changed it. Examples are
+    an optimizer whose parameters held the state, and an average over steps. In a traced state such
+    a row becomes unset. A state that is 0 everywhere becomes unset, too.
 
     Raises:
       FP8StateError: for a row that does not pass, if its values can be read.
@@ -134,7 +142,8 @@ def known(state: MatmulState) -> MatmulState:
             _refuse(state, leaves, np.argwhere(~passes)[0])
     passes = _passes(state.fingerprint, want, state.scale)
     scale, history, nonfinite_steps = unset_leaves(state.rows, state.scale.shape)
-    # or means over devices would add up their rounding
+    # Fingerprints have 16 bits. Each mean over devices adds a rounding error, and the errors of
+    # many steps would exceed MEAN_ROUNDING. So the error is rounded away in each step.
     exact = jnp.round(state.fingerprint * 2**16) / 2**16
     return dataclasses.replace(
         state,
@@ -146,7 +155,7 @@ def known(state: MatmulState) -> MatmulState:
 
 
 def same_fingerprint(found: Any, want: np.ndarray) -> Any:
-    """Whether fingerprints are equal, but for the rounding of a mean over devices.
+    """Whether fingerprints are equal, up to the rounding of a mean over devices.
 
     Example:
       >>> import numpy as np
@@ -166,8 +175,8 @@ def _refuse(state: MatmulState, leaves: dict[str, np.ndarray], index: np.ndarray
         f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
         f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. The state was "
         "saved with another recipe, or an optimizer or an average (EMA) changed it. Keep the state "
-        "out of their trees and pass that of the run; fp8.check_state(state, like, repair=True) "
-        "unsets such rows."
+        "out of the trees of optimizers and averages. To unset such rows, use "
+        "fp8.check_state(state, like, repair=True)."
     )
 
 

@@ -1,18 +1,21 @@
-"""The ledger: how an amax crosses the backward pass without being summed away.
+"""The ledger: the form in which an amax leaves the backward pass, so that sums cannot change it.
 
-JAX adds the cotangents of a value that is used more than once, and an amax that is added is wrong.
-So the cotangent of a state's probe is no amax but a vector of magnitude bins: the amax stands in
-its own bin, all others are 0. Adding ledgers never empties a bin, hence the highest bin is always
-right. Within a bin a single entry comes back exactly; a sum of several is cut off at the bin's
-upper edge, at most 1/8 above the true maximum and never below it. Edges lie at eighths of an
-octave, so that all amaxes of a bin ask for the same power-of-two multiplier (448 and 57344 are 1.75
-times a power of two).
+JAX adds the cotangents of a value that is used more than once. A sum of amaxes is not their
+maximum. So the cotangent of a state's probe is not an amax but a ledger, a vector of magnitude
+bins. The amax is written to the bin of its magnitude. All other bins are 0.
+
+Adding ledgers never empties a bin, so the highest bin that is not 0 is always the right one. If one
+amax was added to a bin, it is read back exactly. If several were, their sum is limited to the upper
+edge of the bin. The result is never below the true maximum, and at most 1/8 above it.
+
+Bins have 8 edges per octave. 448 and 57344, the largest values of E4M3 and E5M2, are 1.75 times a
+power of two. So they are edges, and all amaxes of a bin give the same power-of-two multiplier.
 
 A ledger has shape [..., BINS, R] for the R rows of a state: bins come before rows. States must be
-stacked along leading axes, because `commit` would read another axis as rows. A loss that maps
-states over another axis maps the 1024 bins instead of its layers, so JAX or the matmul raises an
-error. This works even if there are as many layers as rows, where the shapes of the state do not
-show the mistake.
+stacked along leading axes, because `commit` would read another axis as rows. A loss may map states
+over another axis by mistake. Then it maps the 1024 bins instead of its layers, so JAX or the matmul
+raises an error. If there are as many layers as rows, the shapes of the state do not show the
+mistake, but the ledger does.
 """
 
 import functools
@@ -28,21 +31,22 @@ from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 
 BINS = 1024
-"""8 bins an octave from 2^-64 to 2^64.
+"""8 bins per octave from 2^-64 to 2^64.
 
-The first and the last are open towards zero and infinity.
+The first bin also holds smaller amaxes, the last bin larger ones.
 """
+# The bin of a float32 is its exponent and its leading 3 mantissa bits, counted from that of 2^-64.
 _BINS_PER_OCTAVE_BITS = 3
 _SHIFT = 23 - _BINS_PER_OCTAVE_BITS
 _FIRST = (127 - 64) << _BINS_PER_OCTAVE_BITS
 _EDGES = ((np.arange(1, BINS) + _FIRST) << _SHIFT).astype(np.int32).view(np.float32)
-UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # inclusive
+UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # an amax on an edge is in the bin below it
 
 
 def encode(amaxes: Array) -> Array:
     """Ledgers [..., BINS, R] of amaxes [..., R].
 
-    Not finite -> inf in the last bin, 0 -> all bins 0.
+    An amax that is not finite becomes inf in the last bin. An amax of 0 leaves all bins at 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -50,7 +54,8 @@ def encode(amaxes: Array) -> Array:
       (1024, 2)
     """
     amaxes = jnp.where(jnp.isfinite(amaxes), amaxes, jnp.inf)[..., None, :]
-    # Bin of an amax: its exponent and leading three bits, (lo, hi].
+    # Minus 1 before the shift moves an amax that is exactly an edge to the bin below: (lo, hi].
+    # For an amax of 0 the clip gives bin 0, where it writes 0.
     bins = ((lax.bitcast_convert_type(amaxes, jnp.int32) - 1) >> _SHIFT) - _FIRST
     shape = (*amaxes.shape[:-2], BINS, amaxes.shape[-1])
     here = lax.broadcasted_iota(jnp.int32, shape, amaxes.ndim - 2) == jnp.clip(bins, 0, BINS - 1)
@@ -58,7 +63,9 @@ def encode(amaxes: Array) -> Array:
 
 
 def decode(ledgers: Array) -> Array:
-    """Amaxes [..., R] of sums of ledgers [..., BINS, R]; 0 = nothing seen, inf = not finite.
+    """Amaxes [..., R] of sums of ledgers [..., BINS, R].
+
+    0 means that nothing was seen. inf means that an amax was not finite.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,14 +73,16 @@ def decode(ledgers: Array) -> Array:
       Array([3.], dtype=float32)
     """
     edges = UPPER_EDGES.reshape((1,) * (ledgers.ndim - 2) + (-1, 1))
+    # A single entry is at most its edge, so `minimum` keeps it exactly. It limits sums only.
     return jnp.max(jnp.minimum(ledgers, edges), axis=-2)
 
 
 def observe(x: Array, like: Array) -> Array:
-    """The amax of x [...] as the state sees it, of the shape of `like` [].
+    """The amax of x [...] for a row of state, with the shape of `like` [].
 
-    Under vmap, an axis that x has and the state has not (examples) is one more axis to take the
-    maximum over; an axis that both have (experts, stacked layers) is kept.
+    `like` is an entry of the ledger. Under vmap, x may have a mapped axis that the state does not
+    have, for instance examples. The maximum is then taken over that axis, too. An axis that both
+    have, for instance experts or stacked layers, is kept.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,8 +107,10 @@ def _observe(kept: int) -> Callable[[Array, Array], Array]:
         del size
         x_mapped, like_mapped = mapped
         if not like_mapped:
+            # One state for all examples: the mapped axis becomes an axis of the maximum.
             return observed(jnp.moveaxis(x, 0, kept), like), False
         if not x_mapped:
+            # One tensor for several states: each of them sees the same amax.
             return observed(x, like[0])[None] + jnp.zeros_like(like), True
         return _observe(kept + 1)(x, like), True
 

@@ -13,7 +13,7 @@ def matched(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulStat
     """The state of one matmul, checked; None for a recipe without state.
 
     Raises:
-      FP8StateError: if the state is missing, of another recipe, stacked, or was changed.
+      FP8StateError: if the state is missing, stacked, was changed, or belongs to another recipe.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -24,24 +24,24 @@ def matched(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulStat
         if state is None or (isinstance(state, tuple) and not state):
             return None
         raise FP8StateError(
-            f"recipe {recipe.name!r} has no state, got {type(state).__name__}; pass state=None."
+            f"recipe {recipe.name!r} has no state, got {type(state).__name__}. Pass state=None."
         )
     if not isinstance(state, MatmulState):
         raise FP8StateError(
-            f"recipe {recipe.name!r} needs the state of this matmul, got state={shown(state)}; "
-            f"make it with fp8.init_state(recipe). {RESTORED}"
+            f"recipe {recipe.name!r} needs the state of this matmul, got state={shown(state)}. "
+            f"Make it with fp8.init_state(recipe). {RESTORED}"
         )
     if not same_rows(state.rows, recipe.rows):
         raise FP8StateError(
-            f"state belongs to another recipe: it has rows {state.rows}, recipe {recipe.name!r} "
+            f"state belongs to another recipe. It has rows {state.rows}. Recipe {recipe.name!r} "
             f"has {recipe.rows}. Start from fp8.init_state(recipe)."
         )
     check_layout(state)
     if state.scale.ndim != 1:
         raise FP8StateError(
             f"state.scale has shape {list(state.scale.shape)}, but one matmul has "
-            f"[{len(recipe.rows)}]: index stacked states (scan, vmap, or state of one layer) "
-            "before the call."
+            f"[{len(recipe.rows)}]. The states of several layers are stacked: use scan or vmap, "
+            "or index stacked states before the call."
         )
     if state.probe is None:
         return known(state)  # `value_and_grad` already checked a state that has a probe
@@ -49,7 +49,7 @@ def matched(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulStat
     if ledger is not None and ledger.shape != (BINS, len(recipe.rows)):
         raise FP8StateError(
             f"state.probe.ledger has shape {list(ledger.shape)} in this call, not [{BINS}, "
-            f"{len(recipe.rows)}]: the states were mapped over another axis than that of their "
+            f"{len(recipe.rows)}]. The states were mapped over another axis than that of their "
             f"layers. {STACKING}"
         )
     return state

@@ -1,7 +1,4 @@
-"""Probes, which a state carries inside a differentiated loss.
-
-Add them, remove them, or `fork` a state.
-"""
+"""Probes, which a state has inside a differentiated loss: add them, remove them, fork a state."""
 
 import dataclasses
 
@@ -19,6 +16,7 @@ def _split(ledger: Array) -> tuple[Array, Array]:
     return ledger, ledger
 
 
+# JAX would add the two ledgers. Their maximum loses no amax, and is exact.
 _split.defvjp(
     lambda ledger: ((ledger, ledger), None), lambda _, cotangents: (jnp.maximum(*cotangents),)
 )
@@ -27,10 +25,17 @@ _split.defvjp(
 def fork(state: PyTree) -> tuple[PyTree, PyTree]:
     """Two handles on one state, for a layer that is used twice.
 
-    Their amaxes are joined by an exact maximum.
+    Pass one handle to each use. The state then gets the exact maximum of both amaxes. In a loop,
+    carry one handle and use the other.
 
-    Without `fork` the ledgers of several uses are added. The maximum of the sum is never below the
-    true one, and at most 1/8 above it. In a loop, carry one handle and use the other.
+    Without `fork`, JAX adds the ledgers of several uses. The amax that is read from the sum is
+    never below the true maximum, and at most 1/8 above it.
+
+    Args:
+      state: a tree of states.
+
+    Returns:
+      Two trees of the same structure as `state`.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -53,9 +58,9 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
 def with_probes(
     state: PyTree, ledgers: PyTree | None, *, all_set: bool, reduce_axes: tuple[str, ...] | None
 ) -> PyTree:
-    """The state as a differentiated loss sees it.
+    """The state with probes, for a differentiated loss.
 
-    `ledgers`: a tree of f32[..., BINS, R] as `zero_ledgers` gives.
+    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns.
     """
 
     def one(s: MatmulState, ledger: Array | None) -> MatmulState:
@@ -74,10 +79,11 @@ def without_probes(tree: PyTree) -> PyTree:
 
 
 def zero_ledgers(state: PyTree) -> PyTree:
-    """Zeros f32[..., BINS, R] that inherit stacking, sharding and variance of their state."""
+    """Zeros f32[..., BINS, R], stacked and sharded as the states, and varying over their axes."""
 
     def one(s: MatmulState) -> Array:
         *stacked, rows = s.scale.shape
+        # Multiplied from the scale, because `jnp.zeros` would have another sharding and type.
         return jnp.broadcast_to(s.scale[..., None, :] * 0, (*stacked, BINS, rows))
 
     return map_states(one, state)

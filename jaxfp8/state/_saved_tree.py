@@ -1,8 +1,8 @@
 """The places of states in a restored tree.
 
-Its containers are often not those of the model's tree. A file that is read without a target gives
-nested dicts. Lists become dicts with the keys "0", "1", ...; Variables of nnx have one more level,
-"value". So places are compared by name.
+The containers of a restored tree often differ from those of the model's tree. A file that is read
+without a target gives nested dicts. A list becomes a dict with the keys "0", "1" and so on. A
+Variable of nnx has one more level, "value". So places are compared by name.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _SHOWN = 6
 
 
 def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
-    """For each state of `like`: its place, the state, and what `state` holds there.
+    """For each state of `like`: its place, the state, and the node of `state` in that place.
 
     Raises:
-      FP8StateError: if `like` holds something else than states, or the places differ.
+      FP8StateError: if `like` holds anything but states, or the places differ.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -35,7 +35,7 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
         if not is_state(node):
             raise FP8StateError(
                 f"like holds a {type(node).__name__} at {place}, where a quantizer state is "
-                "needed; pass only the states, without parameters."
+                "needed. Pass only the states, without parameters."
             )
         wanted[_names(path)] = place, node
     found, others = {}, []
@@ -52,7 +52,7 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
     missing = [place for names, (place, _) in wanted.items() if names not in found]
     if missing or others:
         raise FP8StateError(
-            f"state has another tree than like: it lacks {missing[:_SHOWN]} and holds "
+            f"state has another tree than like. It lacks {missing[:_SHOWN]} and holds "
             f"{others[:_SHOWN]} besides ({len(missing)} and {len(others)} in all). Restore it into "
             "the tree of like, or make like from the model that was saved."
         )
@@ -60,9 +60,9 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names along a path, whatever the containers.
+    """The names along a path, the same for all kinds of containers.
 
-    The attribute of a Variable is no name.
+    The attribute `value` of a Variable is left out. A key "value" of a dict is a name.
     """
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
@@ -72,5 +72,5 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _without_value(node: Any) -> Any:
-    """What a Variable held, in a file that was read without a target."""
+    """The value of a Variable, from a file that was read without a target; else the node itself."""
     return node["value"] if isinstance(node, Mapping) and set(node) == {"value"} else node

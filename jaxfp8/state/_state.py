@@ -1,9 +1,11 @@
-"""Quantizer state: what delayed scaling remembers between steps.
+"""Quantizer state: the scales and amaxes that delayed scaling keeps between steps.
 
-State is a pytree of its own, separate from parameters and gradients. Inside a loss that
-`fp8.value_and_grad` differentiates, a state carries a probe. The cotangent of the probe is the
-ledger of the amaxes that were seen. Outside of such a loss it carries no probe. Tree structure,
-shapes and dtypes never change from step to step: "unset" is a scale of 0, not a missing leaf.
+State is a separate pytree, not part of parameters or gradients. Inside a loss that
+`fp8.value_and_grad` differentiates, a state has a probe. The cotangent of the probe is the ledger
+of the amaxes that were seen. Outside of such a loss a state has no probe.
+
+Tree structure, shapes and dtypes never change from step to step. An unset scale is 0, not a missing
+leaf.
 """
 
 import dataclasses
@@ -20,12 +22,12 @@ from jaxfp8.recipes._recipe import Row
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What a state carries while it is being differentiated.
+    """The part of a state that exists only inside a differentiated loss.
 
     Attributes:
-      ledger: f32[..., BINS, R] zeros; its cotangent brings the amaxes back. None in a frozen state.
-      all_set: no scale is unset, so no cast has to look at its own amax (static).
-      reduce_axes: mesh axes that the caller named because types do not tell them (static).
+      ledger: f32[..., BINS, R] zeros. Its cotangent holds the amaxes. None in a frozen state.
+      all_set: whether all scales are set. Then no cast has to wait for its own amax (static).
+      reduce_axes: mesh axes that the caller named, because types do not give them (static).
     """
 
     ledger: Array | None
@@ -40,21 +42,22 @@ class Probe:
 )
 @dataclasses.dataclass(frozen=True)
 class MatmulState:
-    """Quantizer state of one matmul (of its three: fprop, dgrad, wgrad).
+    """Quantizer state of one matmul, with its gradients: fprop, dgrad and wgrad.
 
+    There are R rows, one for each tensor with a stateful quantizer. H is the history length.
     Leading axes stack layers or experts.
 
     Attributes:
-      scale: f32[..., R], multiplies stored values back to real ones; 0 = unset.
+      scale: f32[..., R], the factor from FP8 values to real values; 0 = unset.
       amax_history: f32[..., R, H]; slot 0 is the staging slot, slots 1 to H-1 run from oldest to
         newest.
-      nonfinite_steps: f32[..., R], steps whose amax was inf or NaN.
+      nonfinite_steps: f32[..., R], the number of steps whose amax was inf or NaN.
       fingerprint: f32[..., R], identifies the tensor and the quantizer of each row
         (`Row.fingerprint`). A file holds arrays only, so it needs this one to identify the rows. No
         step changes it.
-      probe: None except inside a differentiated loss.
-      rows: what each of the R rows follows, and by which policy (static).
-      frozen: scales are fixed and nothing is collected (static).
+      probe: None, except inside a differentiated loss.
+      rows: the tensor and the quantizer of each row (static).
+      frozen: whether scales are fixed and no amaxes are collected (static).
 
     Example:
       >>> import jaxfp8 as fp8
@@ -86,7 +89,7 @@ LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")
 class SeenAmax:
     """The largest amaxes that a matmul saw since the last commit: f32[..., R].
 
-    0 = none, inf = one was not finite.
+    0 means that no amax was seen. inf means that an amax was not finite.
     """
 
     amax: Array
@@ -104,7 +107,7 @@ def is_state(node: object) -> bool:
 
 
 def is_node(node: object) -> bool:
-    """Whether a tree node is a state, or what a state saw.
+    """Whether a tree node is a `MatmulState` or a `SeenAmax`.
 
     Example:
       >>> is_node(())

@@ -1,4 +1,4 @@
-"""Where quantizer state lies: its partition specs, from those of the weights."""
+"""The partition specs of quantizer state, from those of the weights."""
 
 from typing import Any
 
@@ -12,21 +12,22 @@ from jaxfp8.state._trees import check_tree
 def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
     """The partition specs of quantizer state.
 
-    The state of one matmul is a few numbers that every device holds. States of stacked layers,
-    experts or pipeline stages have the leading axes of their weights, and are split as these are.
+    The state of one matmul is a few numbers. It is replicated. States of stacked layers, experts or
+    pipeline stages have the leading axes of their weights. A mesh splits these axes as it splits
+    those of the weights.
 
     Args:
       state: a tree of `MatmulState`, or its types.
-      weight_specs: a tree of the same structure with the `jax.P` of a weight in the place of each
-        state.
+      weight_specs: a tree of the same structure. In the place of each state it has the `jax.P` of
+        the weight.
 
     Returns:
-      The tree of states with a `jax.P` in the place of each array: for `in_specs`, shardings,
-      checkpoints.
+      The tree of states, with a `jax.P` in the place of each array. Use it for `in_specs`,
+      shardings or checkpoints.
 
     Raises:
-      FP8StateError: if `state` holds something else than states.
-      ValueError: for trees that differ.
+      FP8StateError: if `state` holds anything but states.
+      ValueError: if the trees differ.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
@@ -46,17 +47,18 @@ def state_specs(state: PyTree, weight_specs: PyTree) -> PyTree:
     specs = {place: spec for place, spec in specs.items() if spec is not None or place in places}
     if set(places) != set(specs):
         raise ValueError(
-            f"weight_specs has leaves at {list(specs)[:6]}, but the states are at {places[:6]}; "
-            "give one jax.P for each state."
+            f"weight_specs has leaves at {list(specs)[:6]}, but the states are at {places[:6]}. "
+            "Give one jax.P for each state."
         )
 
     def one(path: tuple[Any, ...], state: MatmulState) -> MatmulState:
         spec = specs[jax.tree_util.keystr(path)]
         if not isinstance(spec, jax.P):
             raise ValueError(
-                f"weight_specs has {spec!r} where the state of a matmul is; it must be the jax.P "
-                "of its weight."
+                f"weight_specs has {spec!r} in the place of the state of a matmul. Write the jax.P "
+                "of its weight there."
             )
+        # The axes of a state before its rows are the leading axes of the weight.
         return jax.tree.map(lambda _: jax.P(*spec[: state.scale.ndim - 1]), state)
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_state)

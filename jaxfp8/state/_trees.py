@@ -1,4 +1,4 @@
-"""Trees of states: mapping over them, and the check that they hold nothing else."""
+"""Trees of states: mapping over them, and the check that they hold only states."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from jaxfp8.state._state import MatmulState, SeenAmax, is_node
 
 
 def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """tree.map over states; anything else in the tree is an error.
+    """`jax.tree.map` over states. Anything else in the tree is an error.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -28,7 +28,7 @@ def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyT
 
 
 RESTORED = (
-    "If it was restored from a file without a target (Orbax, msgpack), it is a tree of dicts: pass "
+    "If it was restored from a file without a target (Orbax, msgpack), it is a tree of dicts. Pass "
     "it through fp8.check_state(restored, like=fresh_state) first."
 )
 
@@ -44,25 +44,25 @@ def check_tree(tree: PyTree) -> None:
 
 
 def _check_nodes(nodes: Iterable[tuple[Any, object]]) -> None:
-    """`check_tree` of its leaves, each with its path."""
+    """`check_tree` of a tree that is flattened to pairs (path, node)."""
     for path, node in nodes:
         if isinstance(node, SeenAmax):
             raise FP8StateError(
-                "expected quantizer state, found SeenAmax, what a step saw, at "
-                f"{jax.tree_util.keystr(path) or 'the top of the tree'}; pass fp8.commit(state, "
+                "expected quantizer state, found SeenAmax (the amaxes that a step saw) at "
+                f"{jax.tree_util.keystr(path) or 'the top of the tree'}. Pass fp8.commit(state, "
                 "seen)."
             )
         if not isinstance(node, MatmulState):
             raise FP8StateError(
                 f"expected quantizer state, found {shown(node)} at "
-                f"{jax.tree_util.keystr(path) or 'the top of the tree'}; pass the state from "
-                "fp8.init_state, from variables[COLLECTION] or from the last step, and nothing "
-                f"else. {RESTORED}"
+                f"{jax.tree_util.keystr(path) or 'the top of the tree'}. Pass only the state from "
+                "fp8.init_state, from variables[COLLECTION] or from the last step. "
+                f"{RESTORED}"
             )
 
 
 def shown(node: object) -> str:
-    """What a message shows of something that is no state.
+    """How a message shows an object that is no state.
 
     Example:
       >>> shown({"scale": 0.0})
@@ -79,11 +79,16 @@ def shown(node: object) -> str:
 
 
 def freeze(state: PyTree) -> PyTree:
-    """The same scales, fixed: uses collect nothing and no commit changes them.
+    """The state with fixed scales. Matmuls collect no amaxes, and commits do not change it.
 
-    For LoRA on a frozen base, for evaluation.
+    Use it for evaluation, and for the frozen base of LoRA. A row that is still unset quantizes with
+    the current amax of its tensor.
 
-    A row that is still unset quantizes with the current amax of its tensor.
+    Args:
+      state: a tree of states.
+
+    Returns:
+      The tree of frozen states.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -1,4 +1,4 @@
-"""States before their first step, and what identifies their rows."""
+"""States before their first step, and the fingerprints of their rows."""
 
 import functools
 from typing import Any
@@ -14,12 +14,19 @@ from jaxfp8.state._state import MatmulState
 
 
 def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
-    """The state of one matmul before its first step: all scales unset.
+    """The state of one matmul before its first step. All scales are unset.
 
-    `()` for a recipe without state.
+    For L stacked layers or experts, give the leaves a leading axis: `jax.vmap(lambda _:
+    init_state(recipe))(jnp.zeros(L))`.
 
-    For L stacked layers or E experts, give the leaves a leading axis: `jax.vmap(lambda _:
-    init_state(r))(jnp.zeros(L))`.
+    Args:
+      recipe: the recipe of the matmul.
+
+    Returns:
+      A `MatmulState`, or `()` for a recipe without state.
+
+    Raises:
+      TypeError: if `recipe` is no recipe.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -46,7 +53,7 @@ def history_length(rows: tuple[Row, ...]) -> int:
 def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulState:
     """The state of matmuls before their first step.
 
-    `stacked` has the sizes of the leading axes, of layers or experts.
+    `stacked` are the sizes of the leading axes, which stack layers or experts.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -54,7 +61,7 @@ def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulS
       (4, 3, 16)
     """
     shape = *stacked, len(rows)
-    # Separate arrays: a donated buffer must not appear twice.
+    # Each leaf gets its own array, because a donated buffer must not appear twice.
     scale, history, nonfinite_steps = map(jnp.asarray, unset_leaves(rows, shape))
     return MatmulState(
         scale, history, nonfinite_steps, jnp.asarray(fingerprints(rows, shape)), None, rows
@@ -70,7 +77,8 @@ def unset_leaves(rows: tuple[Row, ...], shape: tuple[int, ...]) -> tuple[np.ndar
       >>> [leaf.shape for leaf in unset_leaves(fp8.recipes.delayed().rows, (4, 3))]
       [(4, 3), (4, 3, 16), (4, 3)]
     """
-    with jax.ensure_compile_time_eval():  # an `init` may compute with jax, while a step is traced
+    # A step may be traced here, and an `init` may compute with jax. Its results must be values.
+    with jax.ensure_compile_time_eval():
         leaves = [np.stack(each) for each in zip(*map(_first, rows), strict=True)]
     return tuple(np.broadcast_to(leaf, (*shape, *leaf.shape[1:])) for leaf in leaves)
 
@@ -86,8 +94,8 @@ def _first(row: Row) -> RowState:
     if shapes != ((), (row.quantizer.history_length,), ()):
         raise ValueError(
             f"{type(row.quantizer).__name__}.init() makes arrays of shapes {shapes} for scale, "
-            f"amax_history and nonfinite_steps; with history_length={row.quantizer.history_length} "
-            f"they must be (), ({row.quantizer.history_length},) and ()."
+            f"amax_history and nonfinite_steps. With history_length={row.quantizer.history_length} "
+            f"the shapes must be (), ({row.quantizer.history_length},) and ()."
         )
     leaves: Any = (np.asarray(leaf, np.float32) for leaf in first)
     return RowState(*leaves)
@@ -108,7 +116,7 @@ def fingerprints(rows: tuple[Row, ...], shape: tuple[int, ...]) -> np.ndarray:
 def same_rows(first: tuple[Row, ...], second: tuple[Row, ...]) -> bool:
     """Whether a state with the first rows may be used with the second.
 
-    Their quantizers may round differently, on which a state does not depend.
+    Their quantizers may round differently, because a state does not depend on the rounding.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -1,12 +1,15 @@
 """`value_and_grad` for losses with quantizer state.
 
-Gradients, and the state of the next step beside them.
+It returns the gradients, and the state of the next step.
 
-An unset scale makes a cast wait for the amax of its own tensor: one more read. So that no later
-step pays for the first, the whole differentiated loss is compiled twice, with and without unset
-scales, and one `lax.cond` chooses. That doubles compile time and costs the steady state nothing.
-Selecting per use would read every tensor twice for ever (no cast shares a kernel with its amax; 9 %
-more bytes for four GPT blocks on an H200), and a `cond` per use is turned into that select.
+A cast with an unset scale needs the amax of its own tensor, which is one more read. Only first
+steps have unset scales, and later steps must not pay for that read. So the whole differentiated
+loss is compiled twice, with and without unset scales. One `lax.cond` chooses. This doubles the
+compile time and costs later steps nothing.
+
+The alternative is a select in each use. It would read every tensor twice in all steps, because no
+cast then shares a kernel with its amax. For four GPT blocks on an H200, that is 9 % more bytes. A
+`cond` in each use becomes the same select.
 """
 
 import functools
@@ -41,21 +44,24 @@ def value_and_grad(
     The gradients hold no quantizer state: clip, scale, average and cast them as you like.
 
     Args:
-      loss_fn: `loss_fn(params, state, *args, **kwargs) -> loss` (or `(loss, aux)`), differentiated
-        with respect to params.
-      has_aux: as in `jax.value_and_grad`; aux must be a pytree of arrays.
-      commit: return the state of the next step; else what was seen, for `fp8.merge_seen` over
-        microbatches and one `fp8.commit` per optimizer step.
-      reduce_axes: mesh axes over which amaxes are combined, where types cannot tell:
-        `shard_map(check_vma=False)`.
+      loss_fn: `loss_fn(params, state, *args, **kwargs) -> loss` (or `(loss, aux)`). It is
+        differentiated with respect to params.
+      has_aux: as in `jax.value_and_grad`. aux must be a pytree of arrays.
+      commit: whether to return the state of the next step. If False, the amaxes that were seen are
+        returned instead. Merge those of all microbatches with `fp8.merge_seen`. Then call
+        `fp8.commit` once per optimizer step.
+      reduce_axes: names of the mesh axes over which amaxes are reduced. It is needed inside
+        `shard_map(check_vma=False)` and `pmap`, where JAX's types do not give them.
 
     Returns:
-      A function `(params, state, *args, **kwargs) -> (loss, grads, new_state)`; loss is `(loss,
-      aux)` with has_aux.
+      A function `(params, state, *args, **kwargs) -> (loss, grads, new_state)`. With `has_aux` its
+      first result is `(loss, aux)`.
 
     Raises:
-      FP8StateError: for a second argument that is no tree of states; for a mesh whose types do not
-        tell.
+      TypeError: if `reduce_axes` is one name, and not a sequence of names.
+      FP8StateError: if the second argument is no tree of states. Also inside a mesh where types do
+        not give the axes and `reduce_axes` is missing.
+      ValueError: if `reduce_axes` is given where types give the axes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,14 +87,14 @@ def value_and_grad(
     ) -> tuple[Any, PyTree, PyTree]:
         if not types_tell() and named is None and jax.tree.leaves(state):
             raise FP8StateError(
-                f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not tell "
-                "over which mesh axes amaxes have to be combined; name them: "
-                "fp8.value_and_grad(..., reduce_axes=(...)), all but those of pipeline stages."
+                f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say "
+                "over which mesh axes an amax is reduced. Name the axes, all but those of pipeline "
+                "stages: fp8.value_and_grad(..., reduce_axes=(...))."
             )
         if named and manual_axes() and types_tell():
             raise ValueError(
-                f"reduce_axes={named} is not used here: types tell over which axes a value varies. "
-                "Drop it."
+                f"reduce_axes={named} is not used here. JAX's types say over which axes a value "
+                "varies. Drop it."
             )
         check_axes(named or ())
         state = map_states(_checked, state)
@@ -98,6 +104,7 @@ def value_and_grad(
             def loss(params: PyTree, ledgers: PyTree) -> Any:
                 probed = with_probes(state, ledgers, all_set=all_set, reduce_axes=named)
                 out = loss_fn(params, probed, *args, **kwargs)
+                # Outside of the loss states have no probe. aux may hold a state that had one.
                 return (out[0], without_probes(out[1])) if has_aux else out
 
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
@@ -120,13 +127,14 @@ def _checked(state: MatmulState) -> MatmulState:
 
 
 def _with_or_without_unset(step: Callable[[bool], Any], states: Sequence[MatmulState]) -> Any:
-    """`step(all_set)`, chosen by whether any scale is unset."""
+    """`step(all_set)`, where `all_set` is False if any scale is unset."""
     if not states:
         return step(True)
     unset = functools.reduce(jnp.maximum, [_any_unset(s.scale) for s in states])
     if not isinstance(unset, jax.core.Tracer):
         return step(not bool(unset))
-    # Collectives inside the branches: all devices have to take the same one.
+    # Branches contain collectives. If devices took different branches, they would wait for each
+    # other forever.
     unset = pmax(unset, manual_axes() if not types_tell() else varying(unset))
     return lax.cond(unset > 0, functools.partial(step, False), functools.partial(step, True))
 
@@ -135,7 +143,8 @@ def _with_or_without_unset(step: Callable[[bool], Any], states: Sequence[MatmulS
 def _any_unset(scale: Array) -> Array:
     """1 if any scale is unset, else 0.
 
-    Over the examples of a vmap as well, so that `cond` stays a branch.
+    Under vmap it is one number for all examples. With a mapped predicate JAX would turn `cond` into
+    a select that runs both branches.
     """
     return jnp.max((scale == 0).astype(jnp.float32), initial=0.0)
 
@@ -147,7 +156,10 @@ def _any_unset_batched(size: int, mapped: list[bool], scale: Array) -> tuple[Arr
 
 
 def _vary_everywhere(ledger: Array) -> Array:
-    """So that backward rules emit no collective of their own; one `pmax` follows at the end."""
+    """The ledger, with a type that varies over all manual mesh axes.
+
+    Backward rules then emit no collective for its cotangent. One `pmax` follows at the end.
+    """
     missing = tuple(sorted(set(manual_axes()) - varying(ledger))) if types_tell() else ()
     return lax.pcast(ledger, missing, to="varying") if missing else ledger
 

@@ -367,13 +367,13 @@ ERRORS = {
         ((64, 64), (32, 1)),
         ((64, 5), (32, 1)),
         fp8.E4M3,
-        "lhs.*quantize it in the other direction",
+        "lhs.*Quantize it in the other direction",
     ),
     "kept axis only, rhs": (
         ((4, 64), (1, 32)),
         ((64, 64), (1, 32)),
         fp8.E4M3,
-        "rhs.*quantize it in the other direction",
+        "rhs.*Quantize it in the other direction",
     ),
 }
 

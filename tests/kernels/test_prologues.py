@@ -128,7 +128,7 @@ MISTAKES = {
     "one array": (
         TypeError,
         lambda: fp8.dot(X, W, recipe=CURRENT, prologue=SWIGLU),
-        "lhs is an array float32[4, 8]|pass the tuple (gate, up)",
+        "lhs is an array float32[4, 8]|Pass the tuple (gate, up)",
     ),
     "three": (
         TypeError,
@@ -140,12 +140,12 @@ MISTAKES = {
     "no such": (
         TypeError,
         lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=jax.nn.silu),
-        "use fp8.prologues.SwiGLU()",
+        "Use fp8.prologues.SwiGLU()",
     ),
     "the class": (
         TypeError,
         lambda: fp8.dot((X, X), W, recipe=CURRENT, prologue=fp8.prologues.SwiGLU),
-        "use fp8.prologues.SwiGLU()",
+        "Use fp8.prologues.SwiGLU()",
     ),
     "shapes": (
         ValueError,

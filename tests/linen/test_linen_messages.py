@@ -221,7 +221,7 @@ MESSAGES = {
         lambda: created().apply_gradients(
             grads=VARIABLES["params"], fp8_state=fp8.nothing_seen(VARIABLES[COLLECTION])
         ),
-        "found SeenAmax, what a step saw, at ['FP8DotGeneral_0']['fp8']",
+        "found SeenAmax (the amaxes that a step saw) at ['FP8DotGeneral_0']['fp8']",
         "expected quantizer state",
         "fp8.commit(state, seen)",
     ),

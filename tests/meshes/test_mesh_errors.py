@@ -202,7 +202,7 @@ REDUCED = {
     "named where types tell": (
         True,
         {"reduce_axes": ("data",)},
-        ("reduce_axes=('data',)", "types tell", "Drop it"),
+        ("reduce_axes=('data',)", "types say", "Drop it"),
     ),
     "no axis of the mesh": (
         False,

@@ -305,9 +305,9 @@ def test_float64_is_summed_in_float64():
     ("bias", "error", "words"),
     [
         (jnp.ones(F + 1), ValueError, ("bias has shape [97]", "[96]")),
-        (jnp.ones((1, F)), ValueError, ("bias has shape [1, 96]", "reshape")),
+        (jnp.ones((1, F)), ValueError, ("bias has shape [1, 96]", "Reshape it")),
         (jnp.ones(()), ValueError, ("bias has shape []",)),
-        (jnp.ones(F, jnp.int32), TypeError, ("bias has dtype int32", "cast")),
+        (jnp.ones(F, jnp.int32), TypeError, ("bias has dtype int32", "Cast it")),
         (fp8.quantize(jnp.ones(F), fp8.E4M3), TypeError, ("bias is of type QuantizedTensor",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -36,7 +36,7 @@ def cast(state, dtype):
             lambda: fp8.dot(
                 X, W, recipe=DELAYED, state=cast(fp8.init_state(DELAYED), jnp.bfloat16)
             ),
-            ("bfloat16", "cast parameters only"),
+            ("bfloat16", "Cast parameters only"),
         ),
         (
             fp8.FP8StateError,

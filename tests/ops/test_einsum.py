@@ -227,7 +227,7 @@ MESSAGES = {
         ValueError,
         lambda: sharded("bd,cdk->bk", Shard(0, "fsdp"), (2, 6, 2)),
         "w_shard=Shard(axis=0, axis_name='fsdp')",
-        "cannot be split",
+        "a mesh cannot split it",
         "Reduce it yourself (in shard_map also over mesh axis 'fsdp')",
     ),
 }

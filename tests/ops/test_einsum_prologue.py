@@ -184,7 +184,7 @@ MESSAGES = {
     ),
     "array": Message(
         TypeError, refused("bsd,df->bsf", X[0]), "lhs is an array bfloat16[8, 16, 40]",
-        "takes 2 arrays", "pass the tuple (gate, up)",
+        "takes 2 arrays", "Pass the tuple (gate, up)",
     ),
     "none": Message(
         TypeError, refused("bsd,df->bsf", prologue=jax.nn.silu), "prologue=<", "is no prologue",
@@ -196,7 +196,7 @@ MESSAGES = {
     ),
     "tuple for rhs": Message(
         TypeError, refused("bsd,df->bsf", rhs=(W, W)), "rhs is a tuple of 2",
-        "one array is needed", "pass one",
+        "one array is needed", "Pass one array",
     ),
     "shard": Message(
         ValueError, lambda: split_norm("current"), "x_shard=", "needs all of axis -1 of lhs",

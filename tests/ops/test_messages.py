@@ -185,7 +185,7 @@ MESSAGES = {
     "what a step saw as state": Message(
         fp8.FP8StateError,
         lambda: fp8.freeze({"up": fp8.nothing_seen(STATE)}),
-        "found SeenAmax, what a step saw, at ['up']",
+        "found SeenAmax (the amaxes that a step saw) at ['up']",
         "expected quantizer state",
         "fp8.commit(state, seen)",
     ),

@@ -20,21 +20,21 @@ TILE = fp8.PerBlock((1, 32))
             TypeError,
             (jnp.ones(3, jnp.int32), fp8.E4M3),
             {},
-            ("x has dtype int32", "cast it to one of", "bfloat16"),
+            ("x has dtype int32", "Cast it to one of", "bfloat16"),
         ),
-        (TypeError, ([1, 2], fp8.E4M3), {}, ("x has dtype int32", "cast it to one of")),
-        (TypeError, (jnp.ones(3, bool), fp8.E4M3), {}, ("x has dtype bool", "cast it to one of")),
+        (TypeError, ([1, 2], fp8.E4M3), {}, ("x has dtype int32", "Cast it to one of")),
+        (TypeError, (jnp.ones(3, bool), fp8.E4M3), {}, ("x has dtype bool", "Cast it to one of")),
         (
             TypeError,
             (jnp.ones(3, jnp.complex64), fp8.E4M3),
             {},
-            ("x has dtype complex64", "cast it to one of"),
+            ("x has dtype complex64", "Cast it to one of"),
         ),
         (
             TypeError,
             (jnp.ones(3, jnp.float8_e5m2), fp8.E4M3),
             {},
-            ("x has dtype float8_e5m2", "cast it to one of"),
+            ("x has dtype float8_e5m2", "Cast it to one of"),
         ),
         (
             TypeError,
@@ -56,14 +56,14 @@ TILE = fp8.PerBlock((1, 32))
             {},
             (
                 "granularity=0",
-                "use fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock(",
+                "Use fp8.PerTensor(), fp8.PerAxis(the axes to keep) or fp8.PerBlock(",
             ),
         ),
         (
             TypeError,
             (X, fp8.E4M3, fp8.PerTensor),
             {},
-            ("granularity=", "PerTensor", "use fp8.PerTensor()"),
+            ("granularity=", "PerTensor", "Use fp8.PerTensor()"),
         ),
         (
             ValueError,
@@ -142,7 +142,7 @@ TILE = fp8.PerBlock((1, 32))
             ValueError,
             (X, fp8.E4M3, TILE),
             {"scale": jnp.ones((2, 1)), "scale_format": fp8.E8M0},
-            ("scale_format=E8M0", "scale=", "pass the one or the other"),
+            ("scale_format=E8M0", "scale=", "Pass the one or the other"),
         ),
         (
             ValueError,
@@ -178,7 +178,7 @@ TILE = fp8.PerBlock((1, 32))
             ValueError,
             (X, fp8.E4M3),
             {"scale": 1.0, "power_of_two": True},
-            ("power_of_two=True", "scale=", "pass the one or the other"),
+            ("power_of_two=True", "scale=", "Pass the one or the other"),
         ),
         *(
             (

@@ -152,7 +152,7 @@ def test_error_names_the_options_when_nothing_is_in_fp8():
     cure = str(error.value).splitlines()[-1]
     assert 'kernels = fp8.Kernels("h200")' in cure
     assert "compiler_options=kernels.compiler_options(recipe)" in cure
-    assert "Tiles need more: give each layer kernels=kernels." in cure
+    assert "Recipes with tiles also need kernels=kernels in each layer." in cure
 
 
 def test_error_says_that_there_is_no_recipe():

@@ -217,7 +217,7 @@ def test_a_loop_of_unknown_length_is_an_error():
 @pytest.mark.parametrize(
     ("argument", "error", "complaint"),
     [
-        (jnp.ones(3), TypeError, "pass jax.jit"),
+        (jnp.ones(3), TypeError, "Pass jax.jit"),
         (jax.jit(jnp.sin).lower(1.0), TypeError, "Lowered"),
         (None, TypeError, "NoneType"),
         ("", ValueError, "0 ENTRY"),

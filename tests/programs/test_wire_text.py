@@ -405,17 +405,17 @@ ERRORS = {
     "groups in another print": (
         program(gather("@mesh<a=8> {a}")),
         ValueError,
-        "cannot tell which devices g joins",
+        "cannot read which devices g joins",
     ),
     "no groups": (
         program("%g = f32[] all-reduce(%s), to_apply=%add", **ADD),
         ValueError,
-        "cannot tell which devices g",
+        "cannot read which devices g",
     ),
     "no pairs": (
         program("%p = f32[] collective-permute(%s)"),
         ValueError,
-        "cannot tell which devices p joins",
+        "cannot read which devices p joins",
     ),
     "no such computation": (
         program(call("call", "to_apply=%gone")),

@@ -302,7 +302,7 @@ def test_containers_of_another_kind():
 def test_the_message_about_another_tree_names_places():
     like = [fp8.init_state(RECIPE)] * 2
     with pytest.raises(
-        fp8.FP8StateError, match=r"it lacks \['\[1\]'\] and holds \[\"\['a'\]\"\] besides"
+        fp8.FP8StateError, match=r"It lacks \['\[1\]'\] and holds \[\"\['a'\]\"\] besides"
     ) as caught:
         fp8.check_state({"0": like[0], "a": like[1]}, like)
     assert len(str(caught.value)) < 300  # and no values

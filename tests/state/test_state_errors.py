@@ -269,7 +269,7 @@ def test_named_axes_of_a_call_are_checked():
 
 def test_types_tell_inside(state):
     step = in_shard_map(fp8.value_and_grad(loss, reduce_axes=("data",)), vma=True)
-    with pytest.raises(ValueError, match="types tell"):
+    with pytest.raises(ValueError, match="types say"):
         jax.eval_shape(step, W, state, X)
 
 
