@@ -150,8 +150,8 @@ def repeated(function: Callable[..., Any], turns: int) -> Callable[..., Any]:
         def turn(_: Any, results: list[Any]) -> list[Any]:
             results = list(results)
             for n, inputs in enumerate(sets):
-                # The barrier ties these inputs to the previous results, so XLA cannot merge, move
-                # or reorder the work of different sets.
+                # The barrier ties these inputs to the previous results. So XLA can neither merge
+                # the work of two sets nor move it out of the loop.
                 inputs, results[n - 1] = lax.optimization_barrier((inputs, results[n - 1]))
                 results[n] = row_major(function(*row_major(inputs)))
             return results
