@@ -1,4 +1,4 @@
-"""What cpu_train_step.py times: one train step of the same MLP in each library.
+"""The contenders of cpu_train_step.py: one train step of the same MLP in each library.
 
 Letters: B batch, D features, F hidden features.
 """
@@ -24,26 +24,26 @@ SEED = 0
 
 
 def adamw() -> optax.GradientTransformation:
-    """The optimizer step that is part of every contender's time."""
+    """The optimizer of every contender. Its step is part of each time."""
     return optax.adamw(1e-3, weight_decay=0.01)
 
 
 class Mlp(nn.Module):
-    """[B, D] -> [B, D] through F hidden features; `dense` makes its two layers."""
+    """[B, D] -> [B, D] through F hidden features. `dense` makes the two layers."""
 
     dense: Callable[..., nn.Module]
     hidden: int
 
     @nn.compact
     def __call__(self, x):
-        # Named, because initial values depend on names and a layer without one is named by its
-        # class.
+        # flax draws initial values by the name of a layer. Without these names it would use the
+        # name of the class, which differs between contenders.
         h = nn.relu(self.dense(self.hidden, name="up")(x))
         return self.dense(x.shape[-1], name="down")(h)
 
 
 class NnxMlp(nnx.Module):
-    """The same with nnx layers."""
+    """The same MLP with nnx layers."""
 
     def __init__(
         self, linear: Callable[..., nnx.Module], features: int, hidden: int, rngs: nnx.Rngs
@@ -59,8 +59,8 @@ def mean_squared_error(y, target):
     return jnp.mean(jnp.square(y.astype(jnp.float32) - target))
 
 
-# Contenders. Each is a function (batch, hidden) -> step, and step() trains on the batch once and
-# returns the loss.
+# Each contender is a function (batch, hidden) -> step. A call of step() trains on the batch once
+# and returns the loss.
 
 
 def linen(
@@ -72,11 +72,11 @@ def linen(
     """A linen model in a TrainState.
 
     Args:
-      dense: makes a layer.
-      gradients: what differentiates the model and carries its FP8 state. "jax": no state,
-        `jax.value_and_grad`; "overwrite": flax's FP8 state, whose new value arrives as its
-        gradient; "jaxfp8": `fp8.value_and_grad`.
-      convert: changes the whole model.
+      dense: makes a layer of so many features.
+      gradients: how the model is differentiated. "jax": by `jax.value_and_grad`, without FP8 state.
+        "overwrite": by `jax.value_and_grad`, with flax's FP8 state. The gradient of that state is
+        its new value. "jaxfp8": by `fp8.value_and_grad`.
+      convert: returns the model to train, made from the linen model.
     """
 
     def make(batch, hidden: int):
@@ -113,7 +113,7 @@ def start(model: nn.Module, x, gradients: str) -> TrainState:
     """A TrainState with the same initial parameters for every contender."""
     variables = jax.jit(model.init)(jax.random.key(SEED), x)
     if gradients == "jaxfp8":
-        variables.setdefault(COLLECTION, {})  # recipes without state have none
+        variables.setdefault(COLLECTION, {})  # a recipe without state has no collection
     return TrainState.create(apply_fn=model.apply, params=variables, tx=adamw())
 
 
@@ -139,8 +139,9 @@ def nnx_linear(linear: Callable[..., nnx.Module]) -> Callable[..., Callable[[], 
 
 
 def qwix(batch, hidden: int):
-    """qwix: E4M3 forward, E5M2 gradients, one scale a channel, which is its default for QT
-    rules.
+    """qwix with E4M3 forward and E5M2 gradients.
+
+    It has one scale a channel, the default of its rules for quantized training.
     """
     from qwix import QtProvider, QtRule, quantize_model
 
@@ -157,9 +158,9 @@ def bf16_dense(features: int, **arguments: Any) -> nn.Module:
 
 
 def accumulate_float32(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
-    """bf16 operands, float32 accumulation, rounded at the end.
+    """A matmul of bf16 operands with float32 accumulation, rounded at the end.
 
-    Its gradients are jax's own: float32 times bf16.
+    JAX differentiates it, so matmuls of gradients have one float32 and one bf16 operand.
     """
     del preferred_element_type
     return lax.dot_general(lhs, rhs, dimension_numbers, precision, jnp.float32).astype(lhs.dtype)
@@ -167,8 +168,9 @@ def accumulate_float32(lhs, rhs, dimension_numbers, precision=None, preferred_el
 
 @jax.custom_vjp
 def accumulate_float32_thrice(x, w):
-    """x [B, K] times w [K, N] with bf16 operands and float32 accumulation, in the gradients as
-    well.
+    """x [B, K] times w [K, N] with bf16 operands and float32 accumulation.
+
+    The matmuls of its gradients have bf16 operands and float32 accumulation too.
     """
     return jnp.dot(x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 

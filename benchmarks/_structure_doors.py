@@ -1,4 +1,7 @@
-"""The functions and methods of a package that its users call, read without importing it."""
+"""Find the functions and methods of a package that its users call, without importing it.
+
+A face is an `__init__.py` that users import from. A room is a folder of the package.
+"""
 
 import ast
 import re
@@ -7,16 +10,17 @@ from collections.abc import Iterator
 from _structure_source import Definition, Function, Source
 
 METHODS = ("", "linen", "nnx")
-"""Faces whose classes are called by users. Other classes are public, but their methods are not."""
+"""Rooms with classes whose methods users call. Users only construct the classes of other rooms."""
 
 
 def doors(source: Source) -> set[tuple[str, str]]:
     """Returns (file, name) of the functions and methods that a user reaches from the face.
 
-    A face is an `__init__.py`. The face of the package leads to the faces that it imports. A
-    function of any of them is a door. A class that a face in METHODS names has doors, too: public
-    methods and methods like `__call__`, also those of its bases in the package. Nested functions
-    and the fields of classes are no doors.
+    These functions and methods are called doors. The search starts at the face of the package, and
+    follows its imports to other faces. Every function that a face names is a door. If the face is
+    in METHODS, the public methods of its classes are doors too. So are special methods such as
+    `__call__`, and the methods of bases in the package. Nested functions and fields of classes are
+    not doors.
     """
     found = set()
     for room, name in _public(source, ""):
@@ -29,7 +33,7 @@ def doors(source: Source) -> set[tuple[str, str]]:
 
 
 def _public(source: Source, room: str) -> Iterator[tuple[str, str]]:
-    """Yields (room, name) of what the face of a room names, or a face that it imports."""
+    """Yields (room, name) of each name in the face of a room, and in the faces that it imports."""
     face = f"{room}/__init__.py" if room else "__init__.py"
     for module, name, public in _imports(source.trees[face]):
         if public.startswith("_"):
@@ -53,7 +57,7 @@ def _dotted(source: Source, room: str) -> str:
 
 
 def _file(source: Source, module: str) -> str | None:
-    """The file of a module of the package; None for a module of another one."""
+    """The file of a module of the package. None for a module of another package."""
     package, *parts = module.split(".")
     if package != source.root.name:
         return None
@@ -61,14 +65,17 @@ def _file(source: Source, module: str) -> str | None:
     found = {f"{inside}.py", f"{inside}/__init__.py".removeprefix("/")} & {*source.trees}
     if not found:
         raise ValueError(
-            f"module={module!r} is imported, but {package}/ has no file of that name; "
-            "write the import of a module that is there."
+            f"module={module!r} is imported, but {package}/ has no file of that name. "
+            "Import a module that exists."
         )
     return found.pop()
 
 
 def _resolve(source: Source, path: str | None, name: str) -> tuple[str, ast.stmt | None]:
-    """The file and the definition of a name; None for what is no function or class."""
+    """The file and the definition of a name. The definition is None for other objects.
+
+    Only functions and classes have definitions here.
+    """
     while path is not None:
         tree = source.trees[path]
         for node in tree.body:

@@ -1,4 +1,4 @@
-"""What the source of a package says about its structure, read without importing it."""
+"""Figures of the source of a package, read without importing it."""
 
 import ast
 import dataclasses
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = 100
-"""A longer line is a long line."""
+"""The most characters of a line. A longer line is counted as a long line."""
 PARAMETERS = 8
-"""The goal: an inner function has no more."""
+"""The goal: an inner function has at most so many parameters."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A package: `root` is its folder, `trees` its files, {path below root: tree}."""
+    """A package. `root` is its folder. `trees` has the tree of each file by its path in `root`."""
 
     root: Path
     trees: dict[str, ast.Module]
@@ -40,11 +40,11 @@ def read(root: Path) -> Source:
 
 
 def functions(source: Source) -> Iterator[dict[str, Any]]:
-    """Yields a row for each function: its name with those around it, file, line and parameters.
+    """Yields a row for each function: its qualified name, its file, its line and its parameters.
 
     A row counts positional and keyword parameters. It does not count `self`, `cls`, `*args` and
-    `**kwargs`. Nested functions have rows. Lambdas, `@overload`s and `@triton.jit` functions have
-    none: a launch of Triton takes flat arguments.
+    `**kwargs`. Nested functions have rows. Lambdas and `@overload`s have none. `@triton.jit`
+    functions have none, because a launch of Triton takes flat arguments.
     """
     for path, tree in source.trees.items():
         for name, node, is_method in _defined(tree, "", in_class=False):
@@ -57,7 +57,7 @@ def functions(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def questions(source: Source, outside: str) -> list[dict[str, Any]]:
-    """Lists the lines with `isinstance(x, PerX)` or `case PerX()`, without the room `outside`."""
+    """Lists the lines with `isinstance(x, PerX)` or `case PerX()` out of the folder `outside`."""
     lines = {
         (path, node.lineno)
         for path, tree in source.trees.items()

@@ -1,4 +1,4 @@
-"""What runs of a package while JAX traces a train step: calls, moves, frames."""
+"""Record the calls of a package while JAX traces a train step: calls, moves and frames."""
 
 import gc
 import itertools
@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 class Call(NamedTuple):
     """A call: (file, function) of each frame of the package on the stack, outermost first.
 
-    The last one is what was called. A call of a function outside of the package, which is recorded
-    only on request, has the frames of the package alone; `outside` is then its name.
+    The last frame is the called function. If the called function is outside of the package, the
+    stack still has only frames of the package, and `outside` is the function's name. Such calls are
+    recorded only on request.
     """
 
     stack: tuple[tuple[str, str], ...]
@@ -23,13 +24,13 @@ class Call(NamedTuple):
 def record(root: Path, run: Callable[[], Any], outside: tuple[str, ...] = ()) -> list[Call]:
     """Lists the calls of functions in the package `root` while `run` runs, in their order.
 
-    Lambdas, comprehensions and generator expressions are not listed: Python 3.12 calls fewer of
-    them than 3.11. A generator counts each time that it is resumed.
+    Lambdas, comprehensions and generator expressions are not listed, because Python 3.12 calls
+    fewer of them than 3.11. A generator counts each time that it is resumed.
 
     Args:
       root: the folder of the package.
-      run: what is recorded.
-      outside: names of functions that are listed, too, if they are not in the package.
+      run: a function without arguments, whose calls are recorded.
+      outside: names of functions outside of the package that are listed too.
     """
     prefix = f"{root}/"
     calls: list[Call] = []
@@ -69,7 +70,7 @@ def _stack(frame: FrameType | None, prefix: str) -> tuple[tuple[str, str], ...]:
 def traffic(calls: list[Call]) -> dict[str, int]:
     """The calls inside the package, the files they are in, and the moves.
 
-    A move is a call in another file than the call before it, whoever made that one.
+    A move is a call in another file than the previous call. It does not matter who called.
     """
     files = [call.stack[-1][0] for call in calls if call.outside is None]
     moves = sum(file != before for before, file in itertools.pairwise(files))
@@ -77,13 +78,13 @@ def traffic(calls: list[Call]) -> dict[str, int]:
 
 
 def frames(calls: list[Call], layer: str, is_end: Callable[[Call], bool], what: str) -> list[int]:
-    """Sorted numbers of frames from the layer to each call that is an end, both of them counted.
+    """Sorted numbers of frames from the layer to each end. Layer and end are counted.
 
     Args:
-      calls: what was recorded.
-      layer: folder of the layer; its frame is the outermost `__call__` in there.
-      is_end: whether a call is one that frames are counted to. Ends without a layer are left out.
-      what: the ends, for the message.
+      calls: the recorded calls.
+      layer: folder of the layer. The frame of the layer is the outermost `__call__` in this folder.
+      is_end: whether a call is an end. An end without a layer on its stack is left out.
+      what: description of the ends, for the message.
 
     Raises:
       LookupError: if there is no such call below the layer.
@@ -95,8 +96,8 @@ def frames(calls: list[Call], layer: str, is_end: Callable[[Call], bool], what: 
             found.add(len(call.stack) - starts.index(True))
     if not found:
         raise LookupError(
-            f"no call of {what} was seen below a `__call__` in {layer}/, "
-            "but frames are counted from there to it; "
-            "write the new name of what was renamed in benchmarks/_structure_passes.py."
+            f"no call of {what} was seen below a `__call__` in {layer}/. "
+            "Frames are counted from that `__call__` to this call. "
+            "If one was renamed, write its new name in benchmarks/_structure_passes.py."
         )
     return sorted(found)

@@ -1,15 +1,15 @@
 """What a cast to FP8 costs in a program that XLA compiles: bytes of memory and instructions.
 
-Compiled, not run.
+The programs are compiled, not run.
 
     python benchmarks/cast_cost.py
 
-This compares the cast that builds its payload as a byte with one that ends in a conversion
-(`jaxfp8/numerics/_rounding.py`). XLA folds a conversion away where the payload is converted back.
-Instructions are those of one thread's machine code, divided by the values that it casts. "and back"
-is the cast and its dequantization to bfloat16 in one kernel.
+The script compares two casts of `jaxfp8/numerics/_rounding.py`. One builds its payload as a byte.
+The other ends in a conversion, which XLA removes if the payload is converted back. Instructions are
+those of one thread's machine code, divided by the number of values that the thread casts. "and
+back" is the cast and its dequantization to bfloat16 in one kernel.
 
-It needs the wheels of jax[cuda13] and triton, which brings a disassembler, but no GPU.
+It needs the wheels of jax[cuda13] and of triton, which has a disassembler. It needs no GPU.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before jax is imported, or they have no effect.
+# These variables have no effect after jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 os.environ["XLA_FLAGS"] = f"--xla_dump_emitter_re=ptx --xla_dump_to={tempfile.mkdtemp()}"
@@ -51,7 +51,10 @@ OPCODE = re.compile(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)")
 
 
 def cost(chip: str, cast: Callable[..., Any], *, back: bool) -> tuple[float, float]:
-    """Instructions and bytes of memory for each value."""
+    """Instructions and bytes of memory for each value of a cast.
+
+    `back` adds the dequantization.
+    """
 
     def function(x, m):
         values = cast(x, m, fp8.E4M3)
@@ -66,7 +69,7 @@ def cost(chip: str, cast: Callable[..., Any], *, back: bool) -> tuple[float, flo
         for file in DUMP.glob("*thunk_sequence.txt")
         for found in LAUNCH.findall(file.read_text())
     ]
-    # another may look at the multiplier
+    # The largest launch is the cast. A smaller one may read the multiplier only.
     name, blocks, threads = max(launches, key=lambda launch: int(launch[1]))
     (kernel,) = (file for file in DUMP.glob("*.ptx") if f".entry {name}(" in file.read_text())
     cubin = DUMP / "kernel.cubin"

@@ -1,9 +1,9 @@
-"""How long a train step takes on a CPU, in FP8 and beside others.
+"""Time a train step on a CPU, in FP8, in bf16 and with other FP8 libraries.
 
-A two-layer MLP, mean squared error, AdamW. All contenders run in one process and take turns, a step
-each in every round and in a new order each round, so that whatever else the machine does falls on
-all of them. Ratios are taken within each round, one step by another; the table has their median and
-quartiles.
+The model is a two-layer MLP with mean squared error and AdamW. All contenders run in one process.
+In each round every contender runs one step, in a new random order. So other work of the machine
+slows all contenders alike. A ratio is the time of a step over that of the baseline in the same
+round. The table has medians and quartiles of times and ratios.
 
     python benchmarks/cpu_train_step.py --repeats 40 --json result.json
 
@@ -27,11 +27,11 @@ import jax
 import numpy as np
 from _cpu_contenders import BASELINE, CONTENDERS, SEED
 
-WARM_UP = 3  # the first step compiles, and is the one in which delayed scaling has no scale yet
+WARM_UP = 3  # the first step compiles, and delayed scaling has no scale in it yet
 
 
 def available(name: str) -> bool:
-    """Whether a contender can run here; says so if not."""
+    """Whether a contender can run here. If it cannot, a line is printed."""
     if name.startswith("qwix") and importlib.util.find_spec("qwix") is None:
         print("skipped: qwix fp8 rule (qwix is not installed)")
         return False
@@ -41,7 +41,7 @@ def available(name: str) -> bool:
 def measure(
     batch_size: int, features: int, hidden: int, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of every step, and the loss after the last one, by contender."""
+    """Seconds of every step, and the loss of the last step, by contender."""
     keys = jax.random.split(jax.random.key(SEED), 2)
     batch = tuple(jax.random.normal(key, (batch_size, features)) for key in keys)
     steps = {name: make(batch, hidden) for name, make in CONTENDERS.items() if available(name)}
@@ -62,7 +62,7 @@ def measure(
 
 
 def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list[dict[str, Any]]:
-    """One row a contender: medians and quartiles, in milliseconds and as ratios to the baseline."""
+    """A row for each contender: medians and quartiles, in milliseconds and as ratios."""
     baseline = np.array(seconds[BASELINE])
     rows = []
     for name, times in seconds.items():
@@ -81,9 +81,9 @@ def summarize(seconds: dict[str, list[float]], losses: dict[str, float]) -> list
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the code.
+    """The properties of the machine that the numbers depend on.
 
-    The load average, of 1, 5 and 15 minutes, is that before the run.
+    The load averages of 1, 5 and 15 minutes are read before the run.
     """
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -130,7 +130,7 @@ def main() -> None:
         "--json", type=pathlib.Path, metavar="FILE", help="also write the numbers there"
     )
     parser.add_argument(
-        "--repeats", type=int, default=20, help="rounds, one step a contender each (default 20)"
+        "--repeats", type=int, default=20, help="rounds, with one step of each (default 20)"
     )
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--features", type=int, default=1024)
@@ -159,8 +159,8 @@ def main() -> None:
     )
     print(table(rows))
     print(
-        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch, "
-        "nnx from other weights."
+        f"ratio: to {BASELINE!r}. loss: after {WARM_UP + arguments.repeats} steps on one batch; "
+        "nnx starts from other weights."
     )
     if arguments.json:
         result = {

@@ -1,12 +1,12 @@
 """Does FP8 train like bf16? Validation losses of examples/train_gpt.py.
 
-Every recipe, three seeds, and a control.
+The script trains with every recipe, and with a control that must fail, for three seeds each.
 
     python benchmarks/gpt_recipes.py --json benchmarks/results/gpt_recipes.json
 
-The marks, for delayed scaling: |FP8 - bf16| at most 0.005 nats per byte in the mean of the seeds
-and 0.01 for each. The control casts gradients with the constant scale 1 and must miss them: it
-shows that the marks can see a broken recipe.
+Delayed scaling has two marks for |FP8 - bf16|, in nats per byte. The mean over the seeds may be at
+most 0.005. Each seed may be at most 0.01. The control casts gradients with the constant scale 1. It
+must miss the marks, which shows that they detect a broken recipe.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 def unscaled_gradients() -> fp8.Recipe:
     """Delayed scaling with gradients at scale 1.
 
-    What does not underflow in E5M2 is left of them.
+    Gradients that are too small for E5M2 become 0.
     """
     x, g = Delayed(format=fp8.E4M3), Static(format=fp8.E5M2, scale=1.0)
     operands = {"fprop": (x, x), "dgrad": (g, x), "wgrad": (x, g)}
@@ -56,7 +56,7 @@ RECIPES = {
 
 
 def load_example():
-    """examples/train_gpt.py as a module. It imports another module of its folder."""
+    """Import examples/train_gpt.py, which imports other modules of its folder."""
     sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
     module = importlib.util.module_from_spec(spec)
@@ -97,7 +97,7 @@ def main() -> None:
     example = load_example()
     text = example.load_text(None)
     rows, baseline = [], []
-    # The seeds of a recipe share their programs, so only the first of them compiles.
+    # The seeds of a recipe run the same programs, so with a cache only the first seed compiles.
     with tempfile.TemporaryDirectory() as cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         for name, recipe in RECIPES.items():

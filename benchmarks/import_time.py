@@ -1,9 +1,9 @@
-"""What `import jaxfp8` costs above flax and optax, in fresh interpreters.
+"""Time `import jaxfp8` after flax and optax, in fresh interpreters.
 
-Each interpreter imports `flax.linen`, `flax.nnx` and `optax` first, then jaxfp8, then the file of a
-Pallas kernel, and times each of the three: by the clock, and in time of the processor, which
-depends less on what else the machine does. All modules have bytecode, as after `pip install`: a
-first interpreter, which is not counted, writes it to a folder that is removed at the end.
+Each interpreter times three imports in this order: `flax.linen`, `flax.nnx` and `optax`; jaxfp8;
+the file of a Pallas kernel. It measures time by the clock and time of the processor. Time of the
+processor depends less on other work of the machine. All modules have bytecode, as after
+`pip install`. A first interpreter, which is not counted, writes it to a temporary folder.
 
     python benchmarks/import_time.py --repeats 20 --json result.json
 """
@@ -26,7 +26,7 @@ STEPS = {
     "jaxfp8": "import jaxfp8",
     "a Pallas kernel": "import jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul",
 }
-"""What is imported, one after another in one interpreter."""
+"""The imports, which one interpreter runs one after the other."""
 PROGRAM = """\
 import json, sys, time
 seconds = []
@@ -40,13 +40,13 @@ PACKAGES = ("jax", "flax", "optax", "jaxfp8")
 
 
 def measure(repeats: int) -> tuple[str, np.ndarray]:
-    """The jaxfp8 that is measured, and seconds [interpreter, step, 2].
+    """The path of the jaxfp8 that is measured, and seconds [interpreter, step, 2].
 
-    By the clock, and of the processor.
+    The last axis has time by the clock and time of the processor.
     """
     with tempfile.TemporaryDirectory() as bytecode:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": bytecode}
-        # with it Python compiles every module anew
+        # This variable would make every interpreter compile all modules again.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         rounds = []
         for _ in range(1 + repeats):
@@ -60,7 +60,7 @@ def measure(repeats: int) -> tuple[str, np.ndarray]:
 
 
 def row_of(name: str, milliseconds: np.ndarray) -> dict[str, Any]:
-    """Of milliseconds [interpreter, 2]."""
+    """The row of one import, from milliseconds [interpreter, 2]."""
     return {"import": name} | {
         f"{of}_ms": {
             "median": round(float(np.median(each)), 1),

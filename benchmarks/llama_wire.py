@@ -1,10 +1,11 @@
-"""What a train step of the layers of a Llama-3-70B sends between 8, 64 and 512 H200, in each
-recipe. Compiled, not run.
+"""Bytes that a train step of Llama-3-70B's layers sends between 8, 64 and 512 H200, per recipe.
+
+The programs are compiled, not run.
 
     python benchmarks/llama_wire.py --json benchmarks/results/llama_wire.json
 
-No GPU is needed, but the wheels of jax[cuda13]. The model is tests/deviceless/llama.py, where tests
-assert these figures.
+The script needs the wheels of jax[cuda13], but no GPU. The model is tests/deviceless/llama.py.
+Tests in that folder assert these figures.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-# Before jax is imported, or they have no effect.
+# These variables have no effect after jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deviceless"))
@@ -30,7 +31,7 @@ from jaxfp8.programs import WireReport, wire_report
 
 MESHES = {8: (2, 4), 64: (8, 8), 512: (64, 8)}  # fsdp x tensor
 GIB = 2**30
-# What the backward pass finds: FP8 residuals, the results of matmuls, both.
+# What the forward pass keeps for the backward pass: FP8 residuals, results of matmuls, or both.
 KEPT = {
     "both": llama.KEEP_RESIDUALS,
     "residuals": fp8.save_fp8_residuals(),
@@ -39,7 +40,7 @@ KEPT = {
 
 
 def by_dtype(report: WireReport) -> dict[str, int]:
-    """Bytes that one device sends in a step."""
+    """Bytes that one device sends in a step, by dtype."""
     sums = collections.Counter()
     for transfer in report.transfers:
         sums[transfer.dtype] += round(transfer.wire_bytes)
@@ -52,7 +53,7 @@ def figures(name: str, fsdp: int, tensor: int, layers: int, remat: str) -> dict[
     step = llama.compile_step(llama.RECIPES[name], fsdp, tensor, layers, remat=KEPT[remat])
     seconds = time.perf_counter() - start
     report, program, memory = wire_report(step), Program(step.as_text()), step.memory_analysis()
-    maxima = program.maxima(program.parts()[0])  # of the steady state, in which no scale is unset
+    maxima = program.maxima(program.parts()[0])  # in the steady state, where no scale is unset
     return {
         "gpus": fsdp * tensor,
         "recipe": name,
@@ -74,7 +75,7 @@ def gathered(row: dict, *kinds: str) -> int:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: a line for each recipe, in its cells a figure for each mesh."""
+    """A Markdown table with a line for each recipe. Each cell has a figure for each mesh."""
     meshes = list(dict.fromkeys(row["gpus"] for row in rows))
     bf16 = {row["gpus"]: row for row in rows if row["recipe"] == "bf16"}
     weights, everything = ("weights", "scales"), ("weights", "scales", "activations")

@@ -1,17 +1,18 @@
-"""What the kernels of a training step read and write where SwiGLU or RMSNorm stands before a
-matmul. Compiled, not run.
+"""Bytes that the kernels of a training step move, with SwiGLU or RMSNorm before a matmul.
+
+The programs are compiled, not run.
 
     python benchmarks/prologue_bytes.py
 
-No GPU is needed, but the wheels of jax[cuda13] and jax 0.11 or later. The step is
-tests/deviceless/prologues.py, of which tests assert the differences.
+The script needs the wheels of jax[cuda13], and jax 0.11 or later, but no GPU. The step is
+tests/deviceless/prologues.py. Tests assert the differences between its ways.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# Before jax is imported, or they have no effect.
+# These variables have no effect after jax is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deviceless"))

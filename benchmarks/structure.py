@@ -2,15 +2,16 @@
 
     python benchmarks/structure.py --compare benchmarks/results/structure_before.json
 
-The jaxfp8 that Python imports is counted, with the tests, benchmarks and examples beside it.
+The script counts the jaxfp8 that Python imports, and the tests, benchmarks and examples beside it.
 
-What is counted, and how:
-- parameters and lines: `_structure_source.py`
-- doors, the functions that users call: `_structure_doors.py`; all others are inner functions
-- one traced pass, and what is looked for in it by name: `_structure_passes.py`
-- calls, moves and frames: `_structure_trace.py`
+These files have the definitions of the figures:
+- `_structure_source.py`: parameters and lines
+- `_structure_doors.py`: doors, which are the functions that users call; others are inner functions
+- `_structure_passes.py`: one traced pass, and the names that it is searched for
+- `_structure_trace.py`: calls, moves and frames
 
-The figures of a pass depend on the versions of Python and jax; compare within the same versions.
+The figures of a pass depend on the versions of Python and jax. Compare them only within the same
+versions.
 """
 
 import argparse
@@ -42,7 +43,7 @@ import jaxfp8 as fp8
 WIDEST = 10
 PACKAGES = ("jax", "flax", "jaxfp8")
 BESIDE = ("tests", "benchmarks", "examples")
-GRANULARITIES = "numerics"  # the room that may ask what a granularity is
+GRANULARITIES = "numerics"  # the folder that may test the type of a granularity
 
 
 def source_figures(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -85,7 +86,7 @@ def source_figures(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def table(figures: dict[str, float], before: dict[str, float] | None = None) -> str:
-    """A line for each figure; with `before`, also its old value and new / old."""
+    """A line for each figure. With `before`, the line also has the old value and new / old."""
     if before is None:
         return "\n".join(f"{name:55} {now:8}" for name, now in figures.items())
     lines = [f"{'':55} {'before':>8} {'now':>8} {'ratio':>6}"]
@@ -110,7 +111,7 @@ def listing(lists: dict[str, Any]) -> str:
 
 
 def commit(root: Path) -> str | None:
-    """The last commit that changed the package; None without git."""
+    """The last commit that changed the package. None without git."""
     command = ["git", "-C", str(root), "log", "-1", "--format=%h", "--", "."]
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -120,7 +121,7 @@ def commit(root: Path) -> str | None:
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """What `--json` wrote.
+    """Read a file that `--json` wrote.
 
     Raises:
       ValueError: if the file holds something else.

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: written by Orbax, restored bit for bit, refused if damaged.
+"""Checkpoints of a training run. Orbax writes and restores them, bit for bit.
 
 A checkpoint is a folder DIR/STEP/. It holds the arrays as Orbax writes them, and description.json.
 That file has a description of the run, the shapes of the arrays, and the SHA-256 of each file. A
-save writes the folder under another name and renames it at the end. So an interrupted save leaves
-the checkpoint before it unchanged.
+damaged checkpoint raises an error. A save writes the folder under another name and renames it at
+the end. So an interrupted save does not change the previous checkpoint.
 """
 
 import hashlib
@@ -28,11 +28,11 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs its progress her
 
 
 class CheckpointError(Exception):
-    """What is wrong with a checkpoint, and what to do, in one line."""
+    """A checkpoint cannot be used. The message says why and what to do, in one line."""
 
 
 def shapes(arrays: Any) -> dict[str, str]:
-    """The name of each array in a tree, with its dtype and shape."""
+    """The dtype and shape of each array in a tree, by the array's name."""
     leaves = jax.tree.leaves_with_path(arrays)
     return {jax.tree_util.keystr(path): f"{a.dtype}{list(np.shape(a))}" for path, a in leaves}
 
@@ -68,7 +68,7 @@ class Checkpoints:
         self.directory, self.run, self.every = directory.absolute(), run, every
 
     def steps(self) -> list[int]:
-        """The steps with a checkpoint, oldest first. Only names are read."""
+        """The steps that have a checkpoint, oldest first. Only names of folders are read."""
         if not self.directory.is_dir():
             return []
         try:
@@ -81,13 +81,13 @@ class Checkpoints:
         return sorted(int(name) for name in folders if name.isdecimal() and name == str(int(name)))
 
     def save(self, step: int, arrays: dict[str, Any]) -> None:
-        """Save a tree of arrays. On return all are on disk, so the next step may donate them."""
+        """Save a tree of arrays. On return they are on disk, so the next step may donate them."""
         folder = self.directory / str(step)
         unfinished = folder.with_suffix(".unfinished")
         try:
-            for left in self.directory.glob("*.unfinished"):  # by an interrupted save
+            for left in self.directory.glob("*.unfinished"):  # left by an interrupted save
                 shutil.rmtree(left)
-            with ocp.StandardCheckpointer() as checkpointer:  # its end waits for the files
+            with ocp.StandardCheckpointer() as checkpointer:  # on exit it waits for files
                 checkpointer.save(unfinished / "arrays", arrays)
             description = {
                 "run": self.run,
@@ -103,11 +103,14 @@ class Checkpoints:
             why = in_one_line(error)
             raise CheckpointError(
                 f"{folder}: it could not be saved ({why}). Free space on the disk, or allow "
-                "writing there. Then --resume continues from the checkpoint before it."
+                "writing there. Then --resume continues from the previous checkpoint."
             ) from None
 
     def check(self) -> None:
-        """Raise if the newest checkpoint is damaged or of another run. Its arrays are not read."""
+        """Raise CheckpointError if the newest checkpoint is damaged or of another run.
+
+        Its arrays are hashed, but Orbax does not read them.
+        """
         if not self.steps():
             return
         step = self.steps()[-1]
@@ -120,8 +123,8 @@ class Checkpoints:
                 f"{folder}: it was saved with {listed}; a resumed run needs the settings that it "
                 "was started with. Repeat them with --resume, or give another --checkpoint."
             )
-        # Files are checked before Orbax reads them. Orbax misses some damage, and its threads print
-        # tracebacks.
+        # Files are checked before Orbax reads them, because Orbax misses some damage. For other
+        # damage its threads print tracebacks.
         files = digests(folder)
         del files[DESCRIPTION]
         if others := different(files, description["files"]):
@@ -129,9 +132,9 @@ class Checkpoints:
             raise self._damaged(step, f"{others[0]} {what}")
 
     def restore(self, like: dict[str, Any]) -> dict[str, Any]:
-        """The newest checkpoint, in the tree of `like`.
+        """Read the newest checkpoint into the tree of `like`.
 
-        Its entry "state" is the quantizer state.
+        The entry "state" must be the quantizer state. `fp8.check_state` checks it.
         """
         self.check()
         step = self.steps()[-1]
@@ -163,12 +166,12 @@ class Checkpoints:
     def _damaged(self, step: int, what: str) -> CheckpointError:
         return CheckpointError(
             f"{self.directory / str(step)}: it cannot be resumed: {what}. Move it away to resume "
-            "from the checkpoint before it, or start again in another --checkpoint DIR."
+            "from the previous checkpoint, or start again in another --checkpoint DIR."
         )
 
 
 def open_directory(directory: str, runs: list[Checkpoints], resume: bool) -> None:
-    """Raise unless `directory` can take new runs or, to resume, holds runs."""
+    """Raise CheckpointError unless `directory` can take new runs, or holds runs to resume."""
     path = Path(directory)
 
     def refused(what: str, cure: str) -> CheckpointError:
@@ -188,7 +191,7 @@ def open_directory(directory: str, runs: list[Checkpoints], resume: bool) -> Non
             f"it holds no checkpoint {names}",
             "give the directory of a run, or a new one without --resume",
         )
-    # Only names are read, so a damaged checkpoint is not overwritten either.
+    # Only names are read, so a damaged checkpoint also counts as a run and is not overwritten.
     found = [entry for run in runs for entry in run.directory.glob("*") if entry.name.isdigit()]
     if found and not resume:
         raise refused(

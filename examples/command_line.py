@@ -1,6 +1,6 @@
-"""What the command lines of the examples share.
+"""Command-line arguments that several examples share.
 
-A mistake is one line: what was given, what to write.
+A mistake prints one line: what was given, and what to write instead.
 """
 
 import argparse
@@ -13,14 +13,15 @@ from typing import Any, NoReturn
 
 import jaxfp8 as fp8
 
-FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}  # JSON has no word for them
-# Scales for the default run of train_gpt.py. Its delayed scales after 60 steps (2 CPU cores, jax
-# 0.10.2) are at most 0.012, 0.0005 and 5e-8. Those of w grow, so w_scale leaves a margin.
+FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}  # by name, because JSON has no such values
+# Scales for the default run of train_gpt.py. After 60 steps (2 CPU cores, jax 0.10.2) the delayed
+# scales of x, w and g are at most 0.012, 0.0005 and 5e-8. The scales of w grow, so w_scale has a
+# margin.
 STATIC_SCALES = {"x_scale": 0.015, "w_scale": 0.001, "g_scale": 5e-8}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that knows its script. Its errors are one line; --help shows all arguments."""
+    """A parser of one script. Its errors are one line. --help shows the script's docstring."""
 
     def __init__(self, script: str, description: str | None) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
@@ -38,14 +39,14 @@ def at_least_one(option: str, value: int) -> None:
 
 
 def positive(option: str, value: float) -> None:
-    """Raise ValueError for 0, what is below it, inf and nan."""
+    """Raise ValueError unless the value is finite and above 0."""
     if not 0 < value < math.inf:
         raise ValueError(f"{option} {value}: give a finite number above 0, as in {option} 0.001.")
 
 
 # ------------------------------------------------------------------------------------------- recipe
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """--recipe and --set; `recipe_of` reads them."""
+    """Add --recipe and --set, which `recipe_of` reads."""
     names = "delayed, current, rowwise, blockwise, mxfp8, ..."
     parser.add_argument("--recipe", default="delayed", help=f"{names} (default: %(default)s)")
     field = {"type": recipe_field, "action": "append", "default": [], "metavar": "FIELD=VALUE"}
@@ -55,7 +56,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_field(text: str) -> tuple[str, Any]:
-    """FIELD=VALUE, the value as in JSON."""
+    """Parse FIELD=VALUE, whose value is JSON."""
     field, equals, value = text.partition("=")
     if not (field and equals):
         raise argparse.ArgumentTypeError(f"{text}: give FIELD=VALUE, as in --set margin=1.")
@@ -72,7 +73,8 @@ def recipe_of(given: argparse.Namespace) -> fp8.Recipe:
     """The recipe of --recipe and --set.
 
     Raises:
-      ValueError: for an unknown recipe or field, and for a field that is missing, doubled or wrong.
+      ValueError: for an unknown recipe or field. Also for a field that is missing, given twice or
+        wrong.
     """
     fields = dict(given.set)
     if len(fields) < len(given.set):
@@ -97,7 +99,7 @@ def recipe_of(given: argparse.Namespace) -> fp8.Recipe:
 
 # -------------------------------------------------------------------------------------------- files
 def check_file(option: str, file: str) -> None:
-    """Raise ValueError unless `file` can be written. What it holds stays as it is."""
+    """Raise ValueError unless `file` can be written. Its content does not change."""
     path = Path(os.path.realpath(file))
 
     def refused(what: str, cure: str) -> ValueError:
@@ -113,7 +115,7 @@ def check_file(option: str, file: str) -> None:
                 "its folder does not exist", f"make it first: mkdir -p {Path(file).parent}"
             )
         new = not path.exists()
-        # a test now fails before training; a pipe or a device is left alone
+        # This test fails before training, not after it. Pipes and devices are not opened.
         if new or path.is_file():
             path.open("ab").close()
         if new:

@@ -1,6 +1,6 @@
 """Devices and meshes of the examples.
 
-Eight CPU devices where there is no GPU, and a mesh as the command line names it.
+Without a GPU the examples run on eight CPU devices. The command line names the mesh.
 """
 
 import math
@@ -20,11 +20,11 @@ def force_cpu_devices(count: int) -> None:
 def make_mesh(sizes: str, axes: tuple[str, ...]) -> Mesh:
     """A mesh over all devices of all processes from `axis=size,...`.
 
-    An axis that is not mentioned has size 1.
+    An axis that `sizes` does not name has size 1.
 
     Raises:
-      ValueError: for an axis that is unknown or doubled, a size that is no number, and another
-        number of devices.
+      ValueError: for an axis that is unknown or given twice, and for a size that is no positive
+        number. Also if the product of the sizes is not the number of devices.
     """
     given: dict[str, int] = {}
     for part in sizes.split(","):
@@ -53,7 +53,7 @@ def make_mesh(sizes: str, axes: tuple[str, ...]) -> Mesh:
 
 
 def one_device(axes: tuple[str, ...]) -> Mesh:
-    """The smallest mesh: the same program without anything to send."""
+    """A mesh of one device. A program compiles for it without communication."""
     return jax.make_mesh(
         (1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[:1]
     )

@@ -1,6 +1,8 @@
-"""The GPT of train_gpt.py in flax.linen and in flax.nnx, and its bf16 twin.
+"""The GPT of train_gpt.py in flax.linen and in flax.nnx, in FP8 and in bf16.
 
-Letters in shapes: B batch, T tokens of a window, D width.
+The bf16 twin of a model is the same model with the layers of flax.
+
+Letters in shapes: B windows of a batch, T tokens of a window, D width.
 """
 
 import dataclasses
@@ -23,7 +25,7 @@ BF16 = jnp.bfloat16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """What describes a model besides its recipe."""
+    """The sizes and the dtype of a model."""
 
     layers: int = 2
     width: int = 192  # D, a multiple of HEAD_WIDTH
@@ -36,7 +38,7 @@ class Size:
 
 
 class Model(NamedTuple):
-    """A model of either framework as the training loop sees it."""
+    """A model of either framework, in the form that the training loop needs."""
 
     params: Any
     state: Any  # of the quantizers; empty for bf16 and for recipes without state
@@ -53,7 +55,7 @@ def attention(qkv: jax.Array, heads: int) -> jax.Array:
 
 # --------------------------------------------------------------------------------------- flax.linen
 class Block(nn.Module):
-    """One block in flax.linen; `recipe=None` is the bf16 twin."""
+    """One block in flax.linen. `recipe=None` makes the bf16 twin."""
 
     recipe: fp8.Recipe | None
     size: Size
@@ -62,7 +64,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width, dtype = self.size.width, self.size.dtype
-        # the whole difference
+        # The next two lines are the only difference between FP8 and bf16.
         fp8_dense = functools.partial(FP8Dense, recipe=self.recipe, kernels=self.kernels)
         dense = fp8_dense if self.recipe else nn.Dense
         dense = functools.partial(dense, use_bias=False, dtype=dtype)
@@ -103,7 +105,7 @@ def linen_gpt(
     size: Size = Size(),
     kernels: fp8.Kernels | None = None,
 ) -> Model:
-    """Parameters and quantizer state are two collections of the variables."""
+    """Make the linen model. Parameters and quantizer state are two collections of variables."""
     model, key, tokens = (
         GPT(recipe, size, kernels),
         jax.random.key(seed),
@@ -132,7 +134,7 @@ class NnxBlock(nnx.Module):
         kernels: fp8.Kernels | None = None,
     ) -> None:
         width, self.heads = size.width, size.heads
-        # the whole difference
+        # The next two lines are the only difference between FP8 and bf16.
         fp8_linear = functools.partial(FP8Linear, recipe=recipe, kernels=kernels)
         linear = fp8_linear if recipe else nnx.Linear
         linear = functools.partial(linear, use_bias=False, dtype=size.dtype, rngs=rngs)
@@ -175,9 +177,10 @@ def nnx_gpt(
     size: Size = Size(),
     kernels: fp8.Kernels | None = None,
 ) -> Model:
-    """Parameters and quantizer state are Variables of two types.
+    """Make the nnx model. Parameters and quantizer state are Variables of two types.
 
-    `fp8.nnx.value_and_grad` takes the whole model.
+    The example splits them for a training loop that both frameworks share. Without that loop,
+    `fp8.nnx.value_and_grad` takes the model itself.
     """
     model = NnxGPT(recipe, size, nnx.Rngs(seed), kernels)
     graph, params, state = nnx.split(model, nnx.Param, FP8State)

@@ -1,4 +1,4 @@
-"""What train_gpt.py shows at the end: a table, a picture, a file in JSON."""
+"""The results of train_gpt.py: a table, a picture and a JSON file."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ MEASURED = ("val_loss", "seconds", "compile_seconds")
 
 
 def table(runs: dict[str, Run], title: str) -> Table:
-    """A row for each run, and what FP8 adds to bf16."""
+    """A row for each run, and a row with the difference FP8 - bf16."""
     shown = Table("", "validation loss", "seconds", "compile seconds", title=title)
     for name, run in runs.items():
         shown.add_row(
@@ -31,7 +31,7 @@ def table(runs: dict[str, Run], title: str) -> Table:
 
 
 def plot(runs: dict[str, Run], title: str, file: str) -> None:
-    """Training loss of each run, and below it what FP8 adds to bf16, batch by batch."""
+    """Plot the training loss of each run, and below it FP8 - bf16 for each batch."""
     styles = {
         "bf16": {"color": "tab:orange", "lw": 4, "alpha": 0.4},
         "FP8": {"color": "tab:blue", "lw": 1},
@@ -66,7 +66,7 @@ def write_json(
     parameters: int,
     sample: str | None,
 ) -> None:
-    """Arguments, results and versions. A field is null if it was not requested."""
+    """Write arguments, results and versions. A field is null if it was not requested."""
     result = {
         key: getattr(given, key)
         for key in ("recipe", "framework", "width", "layers", "steps", "seed")

@@ -1,6 +1,6 @@
-"""Text of train_gpt.py: bytes as tokens, some of them held out for validation.
+"""The text of train_gpt.py. A token is a byte, and some blocks of bytes are for validation only.
 
-And bytes that can be printed.
+A window is a piece of text of T + 1 bytes: T tokens and the next one.
 
 Letters in shapes: N bytes to train on, V windows to validate on, T tokens of a window.
 """
@@ -15,7 +15,8 @@ import numpy as np
 CONTEXT, BATCH = 64, 16  # tokens of a window, windows of a step
 # 1024 windows of 64 tokens: 64 Ki tokens
 BLOCK_BYTES, VALIDATION_EVERY, VALIDATION_WINDOWS = 4096, 20, 1024
-# bytes: two to train on and two to validate on, each a window of one token and the next
+# In bytes. The smallest window has one token and the next one. There is one such window to train on
+# and one to validate on.
 SMALLEST = 4
 
 
@@ -28,7 +29,7 @@ class Text(NamedTuple):
 
     @property
     def context(self) -> int:
-        """T: 64, or less where the text is shorter than two windows."""
+        """T: 64, or less if the text is shorter than two windows."""
         return self.validation.shape[1] - 1
 
     def __str__(self) -> str:
@@ -40,7 +41,7 @@ class Text(NamedTuple):
 
 
 def load_text(file: str | None) -> Text:
-    """A file, or the sorted top-level modules of Python's standard library.
+    """Read a file, or the sorted top-level modules of Python's standard library.
 
     Raises:
       ValueError: if the file is missing, cannot be read, or is too short.
@@ -73,9 +74,10 @@ def load_text(file: str | None) -> Text:
 
 
 def split_blocks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every 20th block of 4 KiB is held out.
+    """Hold out every 20th block of 4 KiB for validation.
 
-    To train on: uint8[N], to validate on: uint8[V, T + 1].
+    Returns:
+      Bytes to train on, uint8[N], and windows to validate on, uint8[V, T + 1].
     """
     blocks = tokens[: len(tokens) // BLOCK_BYTES * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
     held_out = np.arange(len(blocks)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
@@ -83,9 +85,9 @@ def split_blocks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_end(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For a text below 20 blocks, hold out the last 5 %, but at least one window.
+    """Hold out the last 5 % of a text with less than 20 blocks, but at least one window.
 
-    The window is shortened so that each half of the text can hold one.
+    The window is shortened so that each half of the text can hold one window.
     """
     context = min(CONTEXT, len(tokens) // 2 - 1)
     held_out = max(len(tokens) // VALIDATION_EVERY, context + 1)
@@ -93,13 +95,13 @@ def split_end(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut(blocks: np.ndarray, context: int) -> np.ndarray:
-    """Adjacent windows: uint8[blocks, bytes] -> uint8[V, T + 1]."""
+    """Cut each block into adjacent windows: uint8[blocks, bytes] -> uint8[V, T + 1]."""
     whole = blocks.shape[1] // (context + 1) * (context + 1)
     return blocks[:, :whole].reshape(-1, context + 1)
 
 
 def printable(text: bytes, encoding: str) -> str:
-    """Text for a terminal of that encoding.
+    """Make text for a terminal with this encoding.
 
     Control characters and bytes that are not text become escapes.
     """

@@ -1,7 +1,6 @@
-"""The training loop of train_gpt.py, the same for FP8 and bf16, and text that a trained model
-samples.
+"""The training loop of train_gpt.py for FP8 and bf16, and sampling from a trained model.
 
-Letters in shapes: B batch, T tokens of a window.
+Letters in shapes: B windows of a batch, T tokens of a window.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ import jaxfp8 as fp8
 class Settings:
     """Settings of AdamW and of its schedule."""
 
-    learning_rate: float = 2e-3  # the peak, after warm-up; a twentieth of it at the end
+    learning_rate: float = 2e-3  # peak, after warm-up; the end has 1/20 of it
     warmup_steps: int = 30
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -39,7 +38,7 @@ class Settings:
 
 
 class Run(NamedTuple):
-    """What one training run showed, and the model that it trained."""
+    """The figures of one training run, and the model that it trained."""
 
     losses: np.ndarray  # f32[steps], of the training batches
     val_loss: float  # nats per byte
@@ -59,9 +58,9 @@ def train(
     checkpoints: Checkpoints | None = None,
     settings: Settings = Settings(),
 ) -> Run:
-    """Train from the newest checkpoint, if there is one, and print losses on the way.
+    """Train a model and print losses. Training starts from the newest checkpoint, if there is one.
 
-    A step takes and returns the quantizer state, and a checkpoint holds it.
+    A step takes and returns the quantizer state. A checkpoint contains it too.
     """
     tx, context = settings.optimizer(model.params, steps), text.context
 
@@ -71,7 +70,7 @@ def train(
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     def train_step(params, state, opt_state, windows):
-        # grads hold no quantizer state
+        # `grads` has no quantizer state, so any optax optimizer takes it.
         loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, windows)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state, opt_state, loss
@@ -81,9 +80,9 @@ def train(
         return jax.lax.map(functools.partial(loss_fn, params, state), batches).mean()
 
     params, state, opt_state = model.params, model.state, tx.init(model.params)
-    losses, seconds = [], 0.0  # of the steps that are done
+    losses, seconds = [], 0.0  # of the finished steps
 
-    def everything():  # what the next step takes, and what was measured
+    def everything():  # the arguments of the next step, and the measurements so far
         all_losses = np.array(losses + [np.nan] * (steps - len(losses)), np.float32)
         measured = {"losses": all_losses, "seconds": np.array(seconds)}
         return {"params": params, "state": state, "opt_state": opt_state} | measured
@@ -93,10 +92,10 @@ def train(
         params, state, opt_state = saved["params"], saved["state"], saved["opt_state"]
         losses, seconds = list(saved["losses"][:done]), float(saved["seconds"])
         print(f"{name:>4} continues after step {done} of {checkpoints.directory}")
-    # All positions of batches are drawn at once, so a resumed run reads the batches that come next.
+    # Positions of all batches are drawn here, so a resumed run reads the batches that come next.
     places = np.random.default_rng(seed).integers(0, len(text.train) - context, (steps, BATCH, 1))
     print(f"{name:>4} compiling ...", flush=True)
-    # compiled before the first step, so that tokens/s is the speed of the steps
+    # Both functions are compiled before the first step, so that tokens/s is the speed of steps.
     start = time.perf_counter()
     windows = jax.ShapeDtypeStruct((BATCH, context + 1), np.uint8)
     jitted = jax.jit(train_step, donate_argnums=(0, 1, 2), compiler_options=options)
@@ -113,7 +112,7 @@ def train(
         params, state, opt_state, loss = train_step(params, state, opt_state, windows)
         losses.append(loss)
         save = checkpoints and (i % checkpoints.every == 0 or i == steps)
-        # only here: reading a loss waits for its step
+        # The loss is read only here, because reading it waits for its step.
         if i % print_every == 0 or i == steps or save:
             shown = f"{name:>4} step {i:{len(str(steps))}}/{steps}  loss {float(loss):.3f}"
             print(
@@ -123,7 +122,7 @@ def train(
         if save:
             seconds = time.perf_counter() - start
             checkpoints.save(i, everything())
-            start = time.perf_counter() - seconds  # saving is not counted
+            start = time.perf_counter() - seconds  # the time of saving is not counted
     seconds = time.perf_counter() - start
     val_loss = float(evaluate(params, state, text.validation))
     return Run(np.array(losses), val_loss, seconds, compile_seconds, params, state)
@@ -138,14 +137,15 @@ def sample(
     temperature: float,
     options: dict[str, bool],
 ) -> bytes:
-    """`count` bytes that follow a line break.
+    """Sample `count` bytes that follow a line break.
 
-    Each is computed from the last T tokens, without a cache.
+    Each byte is computed from the last T tokens, without a cache of keys and values.
     """
 
     def write(params, state, window, keys):
         def step(carry, key):
-            # int32[T], of which `length` tokens are text; no token reads what follows it
+            # window: int32[T]. Its first `length` tokens are text. Attention is causal, so the
+            # tokens after them have no effect.
             window, length = carry
             logits = model.apply(params, state, window[None])[0, length - 1]
             token = jax.random.categorical(key, logits / temperature)
@@ -157,7 +157,7 @@ def sample(
 
     window = jnp.zeros(context, jnp.int32).at[0].set(ord("\n"))
     keys = jax.random.split(jax.random.key(seed), count)
-    # Parameters are arguments. XLA would fold closed-over parameters at compile time, which is
-    # slow.
+    # Parameters are arguments. If the function closed over them, XLA would compute with them at
+    # compile time, which is slow.
     tokens = jax.jit(write, compiler_options=options)(run.params, run.state, window, keys)
     return np.asarray(tokens, np.uint8).tobytes()

@@ -1,4 +1,4 @@
-r"""Train a small GPT in FP8 beside its bf16 twin, and see that the two loss curves agree.
+r"""Train a small GPT in FP8 and in bf16, and compare the two loss curves.
 
     pip install "jaxfp8[examples]"
     python examples/train_gpt.py                            # delayed; about a minute on two cores
@@ -13,10 +13,10 @@ r"""Train a small GPT in FP8 beside its bf16 twin, and see that the two loss cur
     python examples/train_gpt.py --checkpoint DIR           # saves every 50 steps, and at the end
     python examples/train_gpt.py --checkpoint DIR --resume  # continues DIR, bit for bit
 
-The text is Python's own standard library, which every machine has; a token is a byte. Both models
-start from the same parameters and see the same batches. They differ in one thing: the matmuls qkv,
-out, fc1 and fc2 of every block run in FP8, forward and backward. Embedding, attention, norms and
-head stay in bf16, parameters and optimizer in float32.
+The text is Python's own standard library, which every machine has. A token is a byte. Both models
+start from the same parameters and see the same batches. They differ in the matmuls qkv, out, fc1
+and fc2 of every block. In the FP8 model these run in FP8, forward and backward. Embedding,
+attention, norms and head are in bf16. Parameters and optimizer state are in float32.
 
 The models are in gpt_models.py, the training loop in gpt_training.py, the text in gpt_text.py.
 """
@@ -70,14 +70,14 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="train the bf16 twin too (the default)",
+        help="train the bf16 model too (the default)",
     )
     add("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
     add(
         "--chip",
         default="cpu",
-        help="h200, b200, ...: what it runs on, for kernels and XLA's options (default: "
-        "%(default)s)",
+        help="chip that it runs on, which decides kernels and XLA's options: h200, b200, ... "
+        "(default: %(default)s)",
     )
     add(
         "--sample",
@@ -163,7 +163,7 @@ def kernels_of(given: argparse.Namespace) -> fp8.Kernels:
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, Text]:
-    """The command line; a mistake in it ends the program with its name, its value and the cure."""
+    """Parse the command line. A mistake in it ends the program with one line that says the cure."""
     parser = Parser(__file__, __doc__)
     arguments_of(parser)
     given = parser.parse_args(arguments)
@@ -181,7 +181,7 @@ def checkpoints_of(
 ) -> dict[str, Checkpoints]:
     """The checkpoints of each run, by name.
 
-    A run is described by everything that changes its numbers.
+    The description of a run has every setting that changes its numbers.
     """
     if not given.checkpoint:
         return {}
@@ -203,7 +203,11 @@ def checkpoints_of(
 def train_all(
     given: argparse.Namespace, recipe: fp8.Recipe, text: Text, settings: Settings
 ) -> tuple[dict[str, Run], dict[str, Model]]:
-    """The FP8 run and, with --compare, the bf16 run, by name, and their models."""
+    """Train the FP8 model and, with --compare, the bf16 model.
+
+    Returns:
+      The runs and the models, by name.
+    """
     kernels, checkpoints = kernels_of(given), checkpoints_of(given, text, settings)
     options = kernels.compiler_options(recipe)
     size = Size(layers=given.layers, width=given.width, context=text.context)

@@ -1,6 +1,6 @@
 r"""Train the GPT of train_sharded.py with many processes.
 
-Each has its own devices, all of them together one mesh.
+Each process has its own devices. The devices of all processes form one mesh.
 
     python examples/train_multihost.py  # in each process, under Slurm, Open MPI, on TPU pods, ...
 
@@ -9,9 +9,9 @@ Each has its own devices, all of them together one mesh.
     python examples/train_multihost.py \
         --coordinator localhost:12345 --num-processes 2 --process-id 1
 
-Model, train step and mesh are those of one process: every process compiles and runs the same
-program, and JAX sends what has to be sent. Two things are new: the processes find each other
-(`jax.distributed.initialize`), and each of them reads only its rows of the batch
+Model, train step and mesh are those of train_sharded.py. Every process compiles and runs the same
+program, and JAX does the communication. Two things are new. The processes find each other
+(`jax.distributed.initialize`). Each process reads only its rows of the batch
 (`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
 
 SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others
@@ -38,11 +38,11 @@ from gpt_text import load_text
 from jax.sharding import Mesh, NamedSharding
 from train_sharded import BATCH_AXES, CONTEXT, ROLES, add_arguments, check, sample, train
 
-HEARTBEAT_SECONDS = 30  # without a sign of life of a process; JAX's default is 100
+HEARTBEAT_SECONDS = 30  # without a heartbeat, JAX ends the run after this time; its default is 100
 
 
 def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[jax.Array]:
-    """Windows uint8[B, T + 1] for each step; a process reads those rows that its devices need."""
+    """Windows uint8[B, T + 1] for each step. A process reads only the rows of its devices."""
     rng, sharding = np.random.default_rng(0), NamedSharding(mesh, ROLES.spec(BATCH_AXES))
     mine = np.zeros(batch, bool)
     for (rows,) in sharding.addressable_devices_indices_map((batch,)).values():
@@ -54,11 +54,11 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
 
 # ------------------------------------------------------------------------------------ start and end
 def end_at_sigterm() -> None:
-    """End this process at once when SIGTERM comes, whatever its threads wait for.
+    """End this process at once when SIGTERM comes, even if its threads wait for something.
 
-    A Python handler runs in the main thread, which waits for collectives most of the time. So the
-    signal's number goes through a pipe to a thread of its own. The handler must be there all the
-    same: without one, the first process of a container never gets the signal.
+    A Python handler runs in the main thread, which waits for collectives most of the time. So
+    Python writes the signal's number to a pipe, and another thread reads the pipe. An empty handler
+    is needed too, because without a handler the first process of a container never gets SIGTERM.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -68,7 +68,8 @@ def end_at_sigterm() -> None:
     def wait() -> None:
         while os.read(reads, 1)[0] != signal.SIGTERM:
             pass
-        # as a shell reports it; no exit handler, because JAX's waits for the others
+        # 128 + the signal is the exit code that shells use. os._exit skips exit handlers, because
+        # JAX's exit handler waits for the other processes.
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -78,7 +79,7 @@ def initialize(given: argparse.Namespace) -> None:
     """Join the other processes. JAX reads missing arguments from the cluster.
 
     Raises:
-      ValueError: for a wrong argument, or if one is missing and JAX knows no cluster.
+      ValueError: for a wrong argument, or if one is missing and JAX finds no cluster.
     """
     if given.coordinator is not None and not given.coordinator.rpartition(":")[2].isdecimal():
         raise ValueError(
@@ -102,7 +103,7 @@ def initialize(given: argparse.Namespace) -> None:
         )
         raise ValueError(f"--process-id {given.process_id}: give a number from 0 to {last}.")
     force_cpu_devices(given.cpu_devices or max(1, 8 // count))
-    # JAX's preemption service catches SIGTERM and does not end the program.
+    # JAX's preemption service would catch SIGTERM and not end the program.
     jax.config.update("jax_enable_preemption_service", False)
     address = given.coordinator, given.num_processes, given.process_id
     try:
@@ -114,9 +115,9 @@ def initialize(given: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def fail_alone() -> Iterator[None]:
-    """If this process fails, it ends at once.
+    """End this process at once if the block fails.
 
-    JAX's exit handler waits for the other processes, which wait for this one.
+    Without this, JAX's exit handler would wait for the other processes, and they for this one.
     """
     try:
         yield
@@ -134,11 +135,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
     add(
         "--coordinator",
         metavar="HOST:PORT",
-        help="where process 0 listens (default: what the cluster says)",
+        help="where process 0 listens (default: from the cluster)",
     )
-    add("--num-processes", type=int, metavar="N", help="(default: what the cluster says)")
-    add("--process-id", type=int, metavar="I", help="0 to N - 1 (default: what the cluster says)")
-    of_process = "of this process where there is no GPU or TPU (default: its part of 8)"
+    add("--num-processes", type=int, metavar="N", help="(default: from the cluster)")
+    add("--process-id", type=int, metavar="I", help="0 to N - 1 (default: from the cluster)")
+    of_process = "CPU devices of this process, without a GPU or TPU (default: its share of 8)"
     add("--cpu-devices", type=int, metavar="N", help=of_process)
     add_arguments(parser)
     return parser, parser.parse_args(arguments)
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 check_file("--json", given.json)
             except ValueError as error:
                 parser.error(str(error))
-        first = jax.process_index() == 0  # all processes know the losses, process 0 prints them
+        first = jax.process_index() == 0  # all processes have the losses, and process 0 prints
 
         def show(step: int, loss: float) -> None:
             if first:

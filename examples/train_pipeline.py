@@ -1,18 +1,17 @@
-"""Train a GPT through a pipeline.
+"""Train a GPT with pipeline parallelism.
 
-Each stage on devices of its own, microbatches on their way from stage to stage.
+Each stage runs on its own devices. Microbatches move from stage to stage.
 
     python examples/train_pipeline.py              # eight CPU devices, unless there are GPUs
     python examples/train_pipeline.py --mesh pipe=8 --microbatches 16
     python examples/train_pipeline.py --mesh pipe=2,data=4 --recipe rowwise
 
-A stage holds its layers, their parameters and their quantizer state: `P("pipe")` splits all of them
-alike. Amaxes are combined over `data`, along which the tokens of one layer are split, and never
-over `pipe`, whose stages are different layers. Of amaxes that a state follows, types say so inside
-`jax.shard_map`; for recipes without state `reduce_axes=` does.
+A stage holds its layers, their parameters and their quantizer state. `P("pipe")` splits all of them
+in the same way. `data` splits the tokens of one layer, so amaxes are reduced over `data`. `pipe`
+splits layers, so amaxes are never reduced over `pipe`. For amaxes that a state records, JAX's types
+inside `jax.shard_map` say this. For recipes without state, `reduce_axes=` says it.
 
-The same model is trained without a pipeline, on one device, and has to show the same losses and
-scales.
+The same model is trained on one device without a pipeline. Losses and scales must be the same.
 
 Letters in shapes: M microbatches, B windows of a microbatch, T tokens of a window, D width, L
 layers.
@@ -49,7 +48,7 @@ ROLES = fp8.sharding.MeshRoles(pipeline="pipe", data="data")
 
 # -------------------------------------------------------------------------------------------- model
 class Embedding(nn.Module):
-    """Before the first block: tokens [..., T] -> [..., T, D]."""
+    """The model before its first block: tokens [..., T] -> [..., T, D]."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -66,7 +65,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        # every axis but pipe
+        # ROLES.reduce_axes has every mesh axis but `pipe`.
         dense = functools.partial(FP8Dense, recipe=self.recipe, reduce_axes=ROLES.reduce_axes)
         dense = functools.partial(dense, use_bias=False, dtype=BF16)
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
@@ -79,7 +78,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """After the last block: [..., T, D] -> logits f32[..., T, 256]."""
+    """The model after its last block: [..., T, D] -> logits f32[..., T, 256]."""
 
     @nn.compact
     def __call__(self, x):
@@ -88,8 +87,9 @@ class Head(nn.Module):
 
 
 def init(block: Block) -> tuple[tuple[Any, Any, Any], Any]:
-    """Parameters, quantizer state and optimizer state, each stage's part on its devices, and their
-    specs.
+    """Parameters, quantizer state and optimizer state, and their specs.
+
+    Each stage's shard of them is on the devices of the stage.
     """
 
     def split(tree):
@@ -128,13 +128,12 @@ def cross_entropy(params: Any, x: jax.Array, targets: jax.Array) -> jax.Array:
 
 # ----------------------------------------------------------------------------------------- pipeline
 def pipeline_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> jax.Array:
-    """What a device does, inside shard_map.
+    """The loss of all microbatches, windows uint8[M, B, T + 1], on one device inside shard_map.
 
-    Windows uint8[M, B, T + 1] -> the loss of all microbatches.
-
-    The GPipe schedule: M + stages - 1 ticks. In each of them every stage runs its blocks on one
-    microbatch and passes the result on. A stage that has nothing to do yet, or nothing left,
-    computes on zeros: as there are no biases they stay zeros, and an amax of 0 is never a maximum.
+    The schedule is GPipe's, with M + stages - 1 ticks. In each tick every stage runs its blocks on
+    one microbatch and sends the result to the next stage. At the start and at the end some stages
+    have no microbatch, and compute on zeros. The blocks have no bias, so the results are zeros too.
+    Their amax is 0, which never changes a maximum.
     """
     stage, stages = lax.axis_index("pipe"), lax.axis_size("pipe")
     tokens = windows.astype(jnp.int32)
@@ -144,21 +143,21 @@ def pipeline_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> 
 
     def tick(carry, x):
         received, state = carry
-        # each microbatch meets the same state: fork makes their common maximum exact
+        # Each microbatch uses the same state. With `fork` the maximum of their amaxes is exact.
         state, now = fp8.fork(state)
-        y = run_blocks(block, params["blocks"], now, x + received)  # one of the two is zero
+        y = run_blocks(block, params["blocks"], now, x + received)  # x or received is zero
         return (lax.ppermute(y, "pipe", [(i, i + 1) for i in range(stages - 1)]), state), y
 
     _, y = lax.scan(tick, (jnp.zeros_like(x[0]), state), x)
-    # of microbatches only at the last stage
+    # Only the last stage has results of the last block, from tick stages - 1 on.
     loss = cross_entropy(params["head"], y[stages - 1 :], tokens[..., 1:])
     return lax.pmean(lax.psum(jnp.where(stage == stages - 1, loss, 0), "pipe"), "data")
 
 
 def one_device_loss(block: Block, params: Any, state: Any, windows: jax.Array) -> jax.Array:
-    """The same model without a pipeline, one microbatch after the other.
+    """The loss of the same model without a pipeline, one microbatch after the other.
 
-    Windows uint8[M, B, T + 1].
+    Windows are uint8[M, B, T + 1].
     """
 
     def microbatch(state, windows):
@@ -176,7 +175,7 @@ def one_device_loss(block: Block, params: Any, state: Any, windows: jax.Array) -
 def train(
     mesh: Mesh, block: Block, batches: Iterable[np.ndarray], *, pipeline: bool
 ) -> tuple[list[float], Any]:
-    """The loss of each batch, and the quantizer state in the end."""
+    """Train, and return the loss of each batch and the quantizer state at the end."""
     with jax.set_mesh(mesh):
         (params, state, opt_state), (*specs, _) = init(block)
         batch_spec, losses = P(None, "data"), []
@@ -202,9 +201,9 @@ def train(
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
-    """The command line and the text.
+    """Parse the command line, and read the text.
 
-    A mistake ends the program with its name, its value and the cure.
+    A mistake ends the program with one line that says the cure.
     """
     parser = Parser(__file__, __doc__)
     add = parser.add_argument
@@ -237,9 +236,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Mesh, fp8.Re
 
 
 def check(given: argparse.Namespace, mesh: Mesh) -> None:
-    """Raise ValueError for numbers that do not suit the mesh.
+    """Raise ValueError for numbers that do not fit the mesh.
 
-    The mesh cannot cut a tile: each device quantizes what it holds.
+    The mesh cannot cut a tile, because each device quantizes the tokens and layers that it has.
     """
     pipe, data = (mesh.shape[axis] for axis in AXES)
     if LAYERS % pipe:

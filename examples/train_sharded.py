@@ -1,14 +1,14 @@
 """Train a small GPT in FP8 on a mesh.
 
-Data parallel, fully sharded data parallel and tensor parallel at once.
+The mesh has axes for data parallelism, fully sharded data parallelism and tensor parallelism.
 
     python examples/train_sharded.py               # eight CPU devices, unless there are GPUs
     python examples/train_sharded.py --mesh fsdp=8 --recipe mxfp8
     python examples/train_sharded.py --compare     # the same run on one device as well
 
-What FP8 adds to a sharded train step is one argument of each layer: `w_shard=` names the axis along
-which the layer's weights are split, so that they are quantized where they lie, and what travels
-between devices is FP8.
+FP8 adds one argument to each layer of a sharded train step. `w_shard=` names the axis that splits
+the layer's weights. Each device quantizes its shard of the weights, and then the shards are
+gathered in FP8.
 
 Letters in shapes: B windows of a batch, T tokens of a window, D width, H heads.
 """
@@ -37,7 +37,7 @@ from jaxfp8.linen import COLLECTION, FP8Dense
 
 AXES = ("data", "fsdp", "tensor")
 ROLES = fp8.sharding.MeshRoles(data="data", fsdp="fsdp", tensor="tensor")
-# both split the batch; fsdp splits parameters and optimizer state as well
+# Both axes split the batch. `fsdp` also splits parameters and optimizer state.
 BATCH_AXES = ("data", "fsdp")
 LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT = 2, 256, 8, 256, 64
 BF16 = jnp.bfloat16
@@ -49,8 +49,8 @@ tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(warmup, b2=0.98, we
 class Block(nn.Module):
     """Attention and MLP.
 
-    Columns of qkv and fc1, and rows of out and fc2, are split over `tensor`; the rest over
-    `fsdp`.
+    `tensor` splits the columns of qkv and fc1, and the rows of out and fc2. `fsdp` splits the other
+    axis of each weight.
     """
 
     recipe: fp8.Recipe
@@ -73,7 +73,8 @@ class Block(nn.Module):
         norm = functools.partial(nn.LayerNorm, use_bias=False, dtype=BF16)
         tokens, split = ROLES.spec(BATCH_AXES, None, None), ROLES.spec(BATCH_AXES, None, "tensor")
         qkv = with_sharding_constraint(dense(3 * WIDTH, "qkv", "fsdp", "tensor")(norm()(x)), split)
-        # q, k and v of a head side by side: heads are split, not cut
+        # q, k and v of one head are neighbours in the columns. So `tensor` splits between heads,
+        # and never inside one.
         qkv = qkv.reshape(*x.shape[:2], HEADS, -1)
         y = jax.nn.dot_product_attention(*jnp.split(qkv, 3, axis=-1), is_causal=True).reshape(
             x.shape
@@ -88,7 +89,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens [B, T] -> logits f32[B, T, 256].
 
-    Embeddings and head are small here: in bf16, one copy on each device.
+    Embeddings and head are small here, so they are in bf16 and replicated on all devices.
     """
 
     recipe: fp8.Recipe
@@ -107,22 +108,22 @@ class GPT(nn.Module):
 
 # ----------------------------------------------------------------------------------------- training
 def init(model: GPT) -> tuple[Any, Any, Any]:
-    """Parameters, quantizer state and optimizer state, each on its devices.
+    """Parameters, quantizer state and optimizer state, sharded over the devices.
 
-    Under `jax.set_mesh`.
+    Call it under `jax.set_mesh`.
     """
 
     def create():
         variables = model.init(jax.random.key(0), jnp.zeros((1, CONTEXT), jnp.int32))
         return variables["params"], variables.get(COLLECTION, {}), tx.init(variables["params"])
 
-    # P() for what has no axes: scales are on every device
+    # An array without names of axes has the spec P(), so scales are replicated.
     specs = nn.get_partition_spec(jax.eval_shape(create))
     return jax.jit(lambda: nn.unbox(create()), out_shardings=specs)()
 
 
 def train_step(model: GPT) -> Callable[..., Any]:
-    """A train step for `jax.jit`: no word of the mesh in it."""
+    """Make the train step. Its code does not mention the mesh."""
 
     def loss_fn(params, state, windows):
         tokens = windows.astype(jnp.int32)
@@ -143,7 +144,7 @@ def sample(
 ) -> np.ndarray:
     """Windows of text at random places, uint8[*shape, T + 1].
 
-    Of the places that were drawn only `rows` are read.
+    All places are drawn, but only those of `rows` are read.
     """
     return text[
         rng.integers(0, len(text) - CONTEXT, shape)[rows][..., None] + np.arange(CONTEXT + 1)
@@ -162,7 +163,10 @@ def train(
     batches: Iterable[jax.Array],
     show: Callable[[int, float], None] | None = None,
 ) -> tuple[list[float], jax.stages.Compiled]:
-    """The loss of each batch, each shown when it is known, and the compiled train step."""
+    """Train, and return the loss of each batch and the compiled train step.
+
+    After each step `show(step, loss)` is called.
+    """
     model, losses, compiled = GPT(recipe), [], None
     with jax.set_mesh(mesh):
         carry = init(model)
@@ -191,10 +195,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
-    """Mesh and recipe.
+    """The mesh and the recipe of the arguments.
 
     Raises:
-      ValueError: for a mistake in the arguments, with its name, its value and the cure.
+      ValueError: for a mistake in the arguments. The message has its name, its value and the cure.
     """
     recipe, mesh = recipe_of(given), make_mesh(given.mesh, AXES)
     for axis, count, what in (("tensor", HEADS, "heads"), ("fsdp", WIDTH, "columns")):
@@ -203,8 +207,8 @@ def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
                 f"--mesh {given.mesh}: {axis}={mesh.shape[axis]} does not divide the {count} "
                 f"{what}; give a divisor of {count}."
             )
-    # Weights are quantized shard by shard, and a tile has one scale.
-    # If a split over `tensor` cuts a tile, XLA gathers the weight first.
+    # Each device quantizes its shard of a weight, and a tile has one scale. So a split over `fsdp`
+    # must not cut a tile. If a split over `tensor` cuts one, XLA gathers the weight first.
     if (
         recipe.tile is not None
         and mesh.shape["fsdp"] > 1
@@ -229,7 +233,7 @@ def check(given: argparse.Namespace) -> tuple[Mesh, fp8.Recipe]:
 def parse(
     arguments: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, Mesh, fp8.Recipe, np.ndarray]:
-    """The command line and the text; a mistake ends the program with one line."""
+    """Parse the command line, and read the text. A mistake ends the program with one line."""
     parser = Parser(__file__, __doc__)
     add_arguments(parser)
     parser.add_argument("--compare", action="store_true", help="do the same run on one device too")

@@ -1,6 +1,6 @@
 """An FP8 train step with gradient accumulation.
 
-The same code for every recipe, with and without state.
+The same code runs every recipe, with and without state.
 
     python examples/train_step.py [RECIPE]
 
@@ -43,7 +43,7 @@ def train_step(ts, batch):  # leaves of batch: [MICROBATCHES, BATCH, ...]
 
     nothing = [0.0, jax.tree.map(jnp.zeros_like, ts.params)], fp8.nothing_seen(ts.fp8_state)
     (sums, seen), _ = jax.lax.scan(microbatch, nothing, batch)
-    # Means. Amaxes are a maximum.
+    # Loss and gradients are means. `merge_seen` already took the maximum of the amaxes.
     loss, grads = jax.tree.map(lambda total: total / MICROBATCHES, sums)
     # One commit for each optimizer step:
     return ts.apply_gradients(grads=grads, fp8_state=fp8.commit(ts.fp8_state, seen)), loss

@@ -1,10 +1,9 @@
-"""Times every way to do the matmuls of dense layers on the GPU that is there, and writes the table
-that chooses.
+"""Times every way to do the matmuls of dense layers on this GPU, and writes a table of timings.
 
     python benchmarks/gpu/autotune.py h200 --json benchmarks/results/timings_h200.json
 
-`fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))` takes it. Shapes are [M, K] @ [K, N],
-forward and backward.
+`fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))` uses the table. A layer is
+[M, K] @ [K, N], forward and backward.
 """
 
 import argparse
@@ -30,13 +29,13 @@ def step(recipe: fp8.Recipe, kernels: fp8.Kernels, x: jax.Array, w: jax.Array) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("chip", help="what the GPU is, h200 for instance")
+    parser.add_argument("chip", help="chip of this GPU, for instance h200")
     parser.add_argument(
         "--json",
         type=Path,
         metavar="FILE",
         required=True,
-        help="write it there; a table there is added to",
+        help="write the table there, or add to a table that exists",
     )
     parser.add_argument(
         "--recipes", nargs="+", default=RECIPES, metavar="NAME", help="default: %(default)s"
@@ -54,7 +53,7 @@ def main() -> None:
         for name in arguments.recipes:
             of_recipe = functools.partial(step, fp8.recipes.get(name))
             kernels = fp8.plan.autotune(of_recipe, x, w, kernels=kernels)
-            kernels.timings.save(arguments.json)  # what follows may fail
+            kernels.timings.save(arguments.json)  # now, because a later matmul may fail
     print(kernels.timings)
 
 

@@ -1,14 +1,16 @@
-"""One thing that is timed, and the program that does it many times.
+"""A case, which is one timed operation, and the program that repeats it many times.
 
-The program is a loop. Each turn of it does the work once on each of several sets of inputs, so that
-no set is still in the L2 cache when its turn comes again, and writes each result to memory of its
-own. XLA sees no invariant to take out of the loop and no two equal pieces of work to merge, for the
-inputs of each piece pass through an `optimization_barrier` together with the results of the piece
-before. Layouts are row-major inside the loop as outside, or XLA would choose some under which a
-transposed result need not be transposed. The results of the turn before are donated, so nothing is
-copied or filled.
+The program is a loop. Each turn of the loop does the work once on each of several sets of inputs.
+All sets together are larger than the L2 cache, so a set is not in the cache when it is used again.
+Each set has its own memory for results.
 
-`Compiled.check` reads the program: if XLA found a way around this, the case fails and no number is
+XLA must not remove work. The inputs of each repetition pass through an `optimization_barrier`,
+together with the results of the previous repetition. So XLA finds nothing that it could move out of
+the loop, and no equal work to merge. Layouts are row-major inside the loop too. Otherwise XLA could
+choose a layout in which a transposed result needs no transposition. The results of the previous
+turn are donated, so nothing is copied or filled.
+
+`Compiled.check` reads the compiled program. If XLA removed work, the case fails, and no number is
 written.
 """
 
@@ -28,26 +30,27 @@ from jaxfp8.programs._fp8_gemms import find_gemms
 from jaxfp8.programs._hlo import Instruction, read_program
 
 PORTABLE = {"xla", "reference"}
-"""Backends that run anywhere; every other one is a kernel for GPUs."""
+"""Backends that run on every device. All other backends are kernels for GPUs."""
 
 ROTATED_BYTES = 2**28
-"""Of all sets of inputs together.
+"""The least bytes of all sets of inputs together.
 
-Several times the L2 of an H100 (50 MB) and twice that of a B200 (126 MB).
+This is several times the L2 cache of an H100 (50 MB), and twice that of a B200 (126 MB).
 """
 MOST_SETS = 8
-"""So many are enough for the smallest inputs here, of 32 MiB."""
+"""The most sets of inputs. 8 sets are enough for the smallest inputs here, which have 32 MiB."""
 PROGRAM_SECONDS = 2e-3
-"""The least that a program shall take on a fast GPU.
+"""The least time of a program on a fast GPU.
 
-Calling the next one, about a tenth of this, hides behind it.
+The call of the next program takes about a tenth of it, and runs at the same time.
 """
 FASTEST = {"bytes": 5e12, "flops": 2e15}
-"""What such a GPU does in a second, for that estimate alone (H200 datasheet: 4.8 TB/s, 1979 TFLOP/s
-of FP8).
+"""Bytes and operations of a fast GPU in a second, used only to choose the number of turns.
+
+The data sheet of the H200 has 4.8 TB/s, and 1979 TFLOP/s in FP8.
 """
 
-# What moves no byte.
+# Opcodes of HLO that move no bytes.
 _FREE = {
     "parameter",
     "constant",
@@ -61,21 +64,21 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """A contender at one operation on one shape.
+    """One operation on one shape, done by one contender.
 
     Attributes:
-      section: "casts", ...
-      group: cases of one group are timed in turns.
-      operation: what is done.
-      contender: who does it.
-      named: the backends that are asked for by name, arguments of `fp8.Kernels`.
-      function: of `arguments`, to a tree of arrays.
+      section: name of the section: "casts", "layers" or another.
+      group: name of the group. The cases of a group are timed alternately.
+      operation: name of the operation.
+      contender: name of the backend or recipe that does it.
+      named: arguments of `fp8.Kernels` that name backends.
+      function: takes `arguments`, and returns a tree of arrays.
       arguments: trees of `jax.ShapeDtypeStruct`.
-      options: of XLA.
-      bytes: the least that has to be moved, each input and each output once.
-      flops: of matmuls.
-      looped: False for work so long that once is enough.
-      tiny: for a dry run, two sets and two turns.
+      options: compiler options of XLA.
+      bytes: the least bytes to move, with each input and each output once.
+      flops: operations of matmuls.
+      looped: False if the work is long enough without a loop.
+      tiny: True in a dry run, which has two sets and two turns.
     """
 
     section: str
@@ -97,7 +100,7 @@ class Case:
 
     @property
     def sets(self) -> int:
-        """How many sets of inputs take turns."""
+        """The number of sets of inputs."""
         size = max(nbytes(self.arguments), 1)
         return (
             min(math.ceil(ROTATED_BYTES / size), 2 if self.tiny else MOST_SETS)
@@ -107,7 +110,7 @@ class Case:
 
     @property
     def turns(self) -> int:
-        """Of the loop. Two at least, or XLA takes it away."""
+        """The number of turns of the loop, at least two, because XLA removes a loop of one turn."""
         if not self.looped:
             return 1
         floor = max(self.bytes / FASTEST["bytes"], self.flops / FASTEST["flops"])
@@ -116,7 +119,7 @@ class Case:
         )
 
     def why_not(self, target: Target) -> str | None:
-        """Why the case cannot be tried on this target."""
+        """Why the case cannot run on this target. None if it can."""
         if not target.is_gpu and (kernels := sorted({*self.named.values()} - PORTABLE)):
             return f"{', '.join(kernels)}: needs a GPU"
         try:
@@ -131,7 +134,7 @@ def nbytes(tree: Any) -> int:
 
 
 def row_major(tree: Any) -> Any:
-    """The tree, its arrays laid out row by row."""
+    """The tree, with row-major layouts."""
 
     def pin(x: jax.Array) -> jax.Array:
         return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
@@ -140,13 +143,15 @@ def row_major(tree: Any) -> Any:
 
 
 def repeated(function: Callable[..., Any], turns: int) -> Callable[..., Any]:
-    """`run(results, sets) -> results`: `function` on each set of inputs, `turns` times over."""
-    function = jax.jit(function)  # traced once, however often it is called
+    """`run(results, sets) -> results`: `function` on each set of inputs, `turns` times."""
+    function = jax.jit(function)  # so it is traced once for all sets
 
     def run(results: list[Any], sets: list[Any]) -> list[Any]:
         def turn(_: Any, results: list[Any]) -> list[Any]:
             results = list(results)
             for n, inputs in enumerate(sets):
+                # The barrier ties these inputs to the previous results. So XLA can neither merge
+                # the work of two sets nor move it out of the loop.
                 inputs, results[n - 1] = lax.optimization_barrier((inputs, results[n - 1]))
                 results[n] = row_major(function(*row_major(inputs)))
             return results
@@ -158,13 +163,13 @@ def repeated(function: Callable[..., Any], turns: int) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """A case as a program.
+    """The compiled program of a case.
 
     Attributes:
-      case: what it does.
-      program: of (results, sets) if the case is looped, else of its arguments.
-      results: types of what one repetition gives.
-      seconds: that XLA took.
+      case: the case.
+      program: takes (results, sets) if the case is looped, and the case's arguments if not.
+      results: types of the results of one repetition.
+      seconds: time that XLA took to compile.
     """
 
     case: Case
@@ -174,15 +179,15 @@ class Compiled:
 
     @property
     def repetitions(self) -> int:
-        """How often one call does the work."""
+        """How many times one call does the work."""
         return self.case.sets * self.case.turns
 
     def check(self, target: Target) -> dict[str, Any]:
-        """Kernels and FP8 matmuls that do the work once, and memory in bytes.
+        """Numbers of kernels and FP8 matmuls of one repetition, and memory in bytes.
 
         Raises:
-          RuntimeError: if the loop is not there, does not hold the work, or holds less than one
-            kernel a repetition.
+          RuntimeError: if the program has no loop, or work outside of it. Also if the loop has less
+            than one kernel for each repetition.
         """
         gemms, memory = find_gemms(self.program), self.program.memory_analysis()
         figures: dict[str, Any] = {"fp8_gemms": len(gemms.fp8)}
@@ -190,9 +195,9 @@ class Compiled:
             figures["argument_bytes"] = memory.argument_size_in_bytes
             figures["output_bytes"] = memory.output_size_in_bytes
             figures["temporary_bytes"] = memory.temp_size_in_bytes
-            # not in every version of jax
+            # Not every version of jax has this figure.
             figures["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)
-        # what XLA makes of a loop for CPUs is another matter
+        # For CPUs XLA compiles loops differently, so only programs for GPUs are checked.
         if not self.case.looped or not target.is_gpu:
             return figures
         program = read_program(self.program)
@@ -205,7 +210,7 @@ class Compiled:
             raise RuntimeError(f"XLA moved work out of the loop: {[i.name for i in outside]}")
         (body,) = loops[0].computations("body")
         kernels = [i for i in program.computations[body].values() if _is_work(i)]
-        # fewer than asked for if XLA unrolled the loop
+        # The trip count is less than case.turns if XLA unrolled the loop.
         turns = loops[0].trip_count or self.case.turns
         done = len(kernels) * turns / self.repetitions
         if done < 1:
@@ -214,12 +219,12 @@ class Compiled:
 
 
 def _is_work(instruction: Instruction) -> bool:
-    """Whether it moves bytes; a loop's counter does not count."""
+    """Whether an instruction moves bytes. The counter and the condition of a loop do not count."""
     return instruction.opcode not in _FREE and not instruction.type.startswith(("s32[]", "pred[]"))
 
 
 def lower(case: Case, target: Target) -> tuple[Any, Any]:
-    """The traced program, and the types of what the work gives."""
+    """The traced program, and the types of the results of one repetition."""
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(

@@ -1,10 +1,10 @@
-"""High precision to FP8, in every granularity, by every backend.
+"""Casts from high precision to FP8, in every granularity, by every backend.
 
-A new backend in jaxfp8's tables is a new contender here.
+A new backend in jaxfp8's tables is automatically a contender here.
 
-What each gives is laid out as a matmul on Hopper or Blackwell reads it: a copy that runs along
-columns is written as its transpose, scales of tiles of 128 run along the axis that is kept, those
-of MXFP8 along the one that is contracted.
+Each result has the layout in which a matmul on Hopper or Blackwell reads it. A copy for the other
+direction is written transposed. Scales of tiles of 128 have the kept axis last. Scales of MXFP8
+have the contracted axis last.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.tensors._cast import Cast, Direction
 
 SECTION = "casts"
-# The first is the plainest; the largest no cache holds any of.
+# The first shape is the simplest. The largest is far larger than every cache.
 SHAPES = ((8192, 8192), (4096, 4096), (131072, 8192), (16384, 14336), (32768, 4096))
 TINY_SHAPES = ((256, 512),)
 REFERENCE = "reference"
@@ -39,11 +39,11 @@ class Way:
     """A way to quantize.
 
     Attributes:
-      name: in tables.
-      run: of (x, kernels, *scalars) to a tuple of arrays.
-      backends: of the kernel's door.
-      scalars: how many float32 scalars it takes.
-      beside: of a shape, the types of arrays that it takes beside x.
+      name: its name in tables.
+      run: takes (x, kernels, *scalars), and returns a tuple of arrays.
+      backends: the backends of the kernel, by name.
+      scalars: number of float32 scalars that `run` takes.
+      beside: takes the shape of x, and returns the types of further arrays that `run` takes.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Way:
 def known_scale(
     x: jax.Array, kernels: fp8.Kernels, multiplier: jax.Array, *, both: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Delayed scaling: the scale is known, and the amax is wanted for the next step.
+    """The cast of delayed scaling: the scale is known, and the next step needs the amax.
 
-    `both`: a transposed copy too.
+    With `both` the cast also makes a transposed copy.
     """
     directions = Direction(fp8.PerTensor()), Direction(fp8.PerTensor(), transposed=True)
     how = cast_by(kernels, x, directions if both else directions[:1])
@@ -80,19 +80,19 @@ def known_scale(
 def cast_by(
     kernels: fp8.Kernels, x: jax.Array, directions: tuple[Direction, ...], **fields: Any
 ) -> Cast:
-    """A cast of x to E4M3 by these kernels, as a layer asks for it."""
+    """A cast of x to E4M3 by these kernels, with the arguments that a layer passes."""
     granularities = tuple(direction.granularity for direction in directions)
     backends = kernels.for_cast(granularities, x.size)
     return Cast(format=fp8.E4M3, directions=directions, backends=backends, **fields)
 
 
 def options_of(rule: ScaleRule) -> dict[str, Any]:
-    """As `fp8.quantize` takes them."""
+    """The fields of a rule as arguments of `fp8.quantize`."""
     return {"power_of_two": rule.power_of_two, "scale_format": rule.scale_format}
 
 
 def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Way:
-    """The scale from the array's own amaxes, in each granularity."""
+    """A cast with scales from the array's own amaxes, in each granularity."""
 
     def run(x: jax.Array, kernels: fp8.Kernels) -> tuple[jax.Array, ...]:
         copies = fp8.quantize(x, fp8.E4M3, granularities, kernels=kernels, **options_of(rule))
@@ -104,8 +104,9 @@ def quantized(name: str, *granularities: Any, rule: ScaleRule) -> Way:
 def produced(
     name: str, prologue: Any, beside: Callable[..., Any], *granularities: Any, rule: ScaleRule
 ) -> Way:
-    """The same of what a prologue makes of x and another array, which XLA fuses if it can, and
-    kernels do themselves.
+    """The same as `quantized`, for the result of a prologue of x and another array.
+
+    XLA fuses the prologue with the cast if it can. The kernels always compute it in the cast.
     """
 
     def run(x: jax.Array, kernels: fp8.Kernels, other: jax.Array) -> tuple[jax.Array, ...]:
@@ -113,13 +114,13 @@ def produced(
         copies = fp8.quantize((x, other), fp8.E4M3, granularities, **how)
         return tuple(array for q in copies for array in as_read(q))
 
-    # Triton's reads one array.
+    # Triton's kernel reads one array only, so it cannot compute a prologue.
     backends = {name: backend for name, backend in quantize.BACKENDS.items() if name != "triton"}
     return Way(name=name, run=run, backends=backends, beside=lambda shape: (beside(shape),))
 
 
 def summed(name: str, *granularities: Any, rule: ScaleRule) -> Way:
-    """The same as `quantized`, and the sums of columns: of a gradient, for that of a bias."""
+    """The same as `quantized`, with sums of columns. A gradient needs them for that of a bias."""
 
     def run(x: jax.Array, kernels: fp8.Kernels) -> tuple[jax.Array, ...]:
         directions = tuple(map(Direction, granularities))
@@ -161,8 +162,8 @@ CASTS = (
     quantized("MXFP8 32x32", fp8.PerBlock((32, 32)), rule=BYTES),
 )
 
-# Timed, and not among the checks: an exponential on a GPU has not the bits of a CPU's, nor has a
-# sum.
+# These casts are timed, but not checked against the reference on a CPU. Exponentials and sums have
+# other bits on a GPU than on a CPU.
 BESIDES = (
     summed(
         "sums of columns, 1x128 and 128x1",
@@ -190,7 +191,10 @@ BESIDES = (
 
 
 def copies(shape: tuple[int, int], section: str = SECTION) -> Iterator[Case]:
-    """The yardstick: the driver's copy on the device, and XLA's own kernel with as many bytes."""
+    """Copies to compare casts with: the driver's copy on the device, and a kernel of XLA.
+
+    Both move the same number of bytes.
+    """
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     for contender, function in (("copy", jnp.copy), ("negation", jnp.negative)):
         yield Case(

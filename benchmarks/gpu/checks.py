@@ -1,8 +1,8 @@
 """Every backend against the reference: casts bit for bit, matmuls within the bounds of rounding.
 
-The device's memory is poisoned before each run: arrays of the sizes of the results are filled with
-one byte and freed, so that results lie where they were, and what a kernel does not write shows.
-Each program runs twice, with another byte and other inputs.
+The device's memory is poisoned before each run. Arrays of the sizes of the results are filled with
+one byte and freed. The results then get the same memory, so bytes that a kernel does not write are
+visible. Each program runs twice, with different bytes and inputs.
 """
 
 import concurrent.futures
@@ -25,33 +25,34 @@ from timing import Inputs
 import jaxfp8 as fp8
 
 SECTION = "checks"
-# Whole tiles, more of them than an H200 has processors; float32; ragged, where a kernel may say
-# that it cannot.
+# The first shape has only complete tiles, and more tiles than an H200 has processors. The second is
+# in float32. The third has incomplete tiles, for which a kernel may raise NotImplementedError.
 CAST_SHAPES = (((2048, 1280), "bfloat16"), ((384, 640), "float32"), ((300, 272), "bfloat16"))
 TINY_CAST_SHAPES = (((128, 256), "bfloat16"),)
 MATMUL_SHAPE, TINY_MATMUL_SHAPE = (256, 384, 1024), (32, 48, 256)
 POISON = (0x7B, 0xC4)
-"""Bytes that are finite in every dtype here, and in none a likely result."""
-# Relative in Frobenius norm, against a float64 product of the dequantized operands, before the
-# result is rounded.
+"""Bytes that are finite values in every dtype here, and unlikely results in each."""
+# Bounds of the relative error in Frobenius norm, before the result is rounded. The expected result
+# is a float64 matmul of the dequantized operands.
 CPU_BOUND = 2e-6
 GPU_BOUND = 1e-3
-"""Tensor cores that keep partial sums in float32, or add them there every 128 of K."""
+"""For tensor cores with float32 sums, or sums that are added to float32 every 128 values of K."""
 FAST_BOUND = 1e-2
-"""About 14 bits of each partial sum (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
+"""For partial sums of about 14 bits (DeepSeek-V3, arXiv:2412.19437, section 3.3.2)."""
 BFLOAT16_ROUNDING = 2.0**-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Check:
-    """A program, what it is given, and what its results have to be.
+    """A program, its inputs and its expected results.
 
     Attributes:
       case: the program.
-      arguments: on the host; of the number of the run, 0 or 1.
-      wanted: what `verdict` compares with; of that number too. One object for all checks that want
-        the same.
-      verdict: of (wanted, results on the host), figures, and an "error" if they are wrong.
+      arguments: takes the number of the run, 0 or 1, and returns inputs on the host.
+      wanted: takes the number of the run, and returns the expected results. Checks with the same
+        expected results share one object.
+      verdict: takes (expected results, results on the host), and returns figures. They have an
+        "error" if the results are wrong.
     """
 
     case: Case
@@ -61,9 +62,10 @@ class Check:
 
 
 def checks(target: Target, *, tiny: bool, reference: Any) -> Iterator[Check]:
-    """All of them.
+    """All checks.
 
-    `reference` is the device on which the reference runs; on a GPU it is a contender too.
+    `reference` is the device on which the reference runs. On a GPU the reference is also a
+    contender.
     """
     left_out = () if target.is_gpu else (casts.REFERENCE,)
     for shape, dtype in TINY_CAST_SHAPES if tiny else CAST_SHAPES:
@@ -143,32 +145,32 @@ def matmul_checks(
 
 
 def on(device: Any, function: Callable[..., Any], arguments: Any) -> Any:
-    """What a function gives on a device, brought to the host."""
+    """The result of a function on a device, copied to the host."""
     with jax.default_device(device):
         return jax.tree.map(np.asarray, jax.jit(function)(*jax.device_put(arguments, device)))
 
 
 def hard(shape: tuple[int, int], dtype: np.dtype, *, finite: bool) -> np.ndarray:
-    """Random values of other magnitudes in each tile of 32, zeros, subnormals, ties.
+    """Random values with a different magnitude in each tile of 32, zeros, subnormals and ties.
 
-    NaN and inf unless finite.
+    NaN and inf are among them unless `finite`.
     """
     random, info = np.random.default_rng(int(finite)), ml_dtypes.finfo(dtype)
     rows, columns = (np.arange(size) // 32 for size in shape)
     exponents = random.integers(-30, 30, (rows[-1] + 1, columns[-1] + 1))
-    exponents[0, :] = -130 if info.bits == 32 else -120  # tiles of what counts as zero, or nearly
+    exponents[0, :] = -130 if info.bits == 32 else -120  # these tiles count as zero, or nearly
     x = np.ldexp(random.standard_normal(shape), exponents[rows[:, None], columns])
     x[32:48] = 0
-    # between E4M3's values, often half-way
+    # These values are between E4M3's values, and often half-way.
     x[48:64] = np.sign(x[48:64]) * random.integers(1, 449, (16, shape[1]))
-    x[48:64, 0] = 448  # so that the scale of a row is 1
+    x[48:64, 0] = 448  # E4M3's maximum, so the scale of these rows is 1
     for value in () if finite else (np.nan, np.inf, -np.inf):
         x[random.integers(64, shape[0]), random.integers(shape[1])] = value
     return x.astype(dtype)
 
 
 def same_bits(wanted: Any, results: Any) -> dict[str, Any]:
-    """How many bytes differ."""
+    """The number of bytes that differ, and an error if there are any."""
     different = 0
     for expected, result in zip(jax.tree.leaves(wanted), jax.tree.leaves(results), strict=True):
         if (expected.shape, expected.dtype) != (result.shape, result.dtype):
@@ -184,7 +186,7 @@ def _bytes(x: np.ndarray) -> np.ndarray:
 
 
 def product(operation: matmuls.Operation, operands: Any) -> np.ndarray:
-    """Of the dequantized operands, in float64."""
+    """The matmul of the dequantized operands in float64."""
     lhs, rhs = (_dequantized(operand) for operand in operands)
     return lhs @ rhs.T if operation == "fprop" else lhs.T @ rhs
 
@@ -199,7 +201,7 @@ def _dequantized(q: fp8.QuantizedTensor) -> np.ndarray:
 
 
 def near(bound: float, wanted: np.ndarray, result: np.ndarray) -> dict[str, Any]:
-    """The distance, which NaN makes infinite."""
+    """The relative distance, and an error unless it is within the bound. NaN is never within."""
     distance = float(np.linalg.norm(result.astype(np.float64) - wanted) / np.linalg.norm(wanted))
     figures = {"distance": distance, "bound": bound}
     return (
@@ -210,9 +212,10 @@ def near(bound: float, wanted: np.ndarray, result: np.ndarray) -> dict[str, Any]
 
 
 def judge(check: Check, program: Any, types: Any, wanted: Any, device: Any) -> dict[str, Any]:
-    """Runs a program twice, on other inputs.
+    """Runs a program twice, with different inputs.
 
-    Its verdict, and the share of results' bytes that lay where poison was.
+    Returns:
+      The figures of the verdict, and the share of the results' bytes that got poisoned memory.
     """
     found: dict[str, Any] = {}
     inside = total = 0
@@ -232,7 +235,11 @@ def judge(check: Check, program: Any, types: Any, wanted: Any, device: Any) -> d
 
 
 def poison(types: Any, byte: int, device: Any) -> list[tuple[int, int]]:
-    """Fills memory of the sizes of these arrays, and frees it. Where it was, without overlap."""
+    """Fills memory of the sizes of these arrays with a byte, and frees it.
+
+    Returns:
+      The address ranges of that memory, which do not overlap.
+    """
     arrays = [
         jax.device_put(np.full(nbytes(leaf), byte, np.uint8), device)
         for leaf in jax.tree.leaves(types)
@@ -248,7 +255,7 @@ def poison(types: Any, byte: int, device: Any) -> list[tuple[int, int]]:
 def wanted_by_all(
     every: Sequence[Check], pool: concurrent.futures.Executor
 ) -> dict[Any, concurrent.futures.Future]:
-    """What the checks compare with in both runs, by `wanted`."""
+    """The expected results of both runs, by the function `wanted` that computes them."""
     some = dict.fromkeys(check.wanted for check in every)
     return {
         wanted: pool.submit(lambda wanted=wanted: [wanted(number) for number in range(len(POISON))])

@@ -1,8 +1,8 @@
-"""The dense layers of a transformer block, forward and backward, casts included, for every recipe
-beside bfloat16.
+"""The dense layers of a transformer block, forward and backward with casts, in every recipe.
 
-One program has all of them: y, the gradients of x and w, and the next state of the quantizers. Each
-layer has its own x and its own gradient of y; nothing between the layers is timed.
+The baseline is bfloat16. One program has all layers. It computes y, the gradients of x and w, and
+the next state of the quantizers. Each layer has its own x and its own gradient of y, so nothing
+between the layers is timed.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import jaxfp8 as fp8
 SECTION = "layers"
 BASELINE = "bf16"
 STEPS = 3
-"""Before times are taken, so that no scale is unset."""
+"""Steps before the timed ones, so that no scale is unset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,10 @@ class Block:
     """The dense layers of a block.
 
     Attributes:
-      name: in tables.
+      name: its name in tables.
       tokens: rows of x.
       weights: [K, N] of each layer.
-      source: of the sizes.
+      source: where the sizes come from.
     """
 
     name: str
@@ -72,11 +72,11 @@ RECIPES = {
     "mxfp8, weights 32x32": fp8.recipes.mxfp8(w_tile_dim=2),
     "static": fp8.recipes.static(x_scale=2.0**-6, w_scale=2.0**-6, g_scale=2.0**-13),
 }
-"""By name, those that matter most first."""
+"""Recipes by name. The most important ones come first."""
 ALONE = {"casts": "xla", "matmuls": "xla"}
 PALLAS_CASTS = {"casts": "mosaic", "matmuls": "xla"}
 PALLAS = {"casts": "mosaic", "matmuls": "mosaic"}
-# Kernels by name, timed beside `fp8.Kernels(chip)`, for the recipes where the comparison says most.
+# Named kernels that are timed beside `fp8.Kernels(chip)`: their title, arguments, and recipes.
 NAMED = (
     ("XLA alone", ALONE, ("delayed", "current", "blockwise", "mxfp8", "rowwise")),
     ("Pallas casts", PALLAS_CASTS, ("delayed", "current", "blockwise", "rowwise")),
@@ -85,14 +85,14 @@ NAMED = (
 
 
 class Contender(NamedTuple):
-    """A recipe, and the arguments of `fp8.Kernels` beside the chip."""
+    """A recipe, and the arguments of `fp8.Kernels` after the chip."""
 
     recipe: fp8.Recipe
     named: Mapping[str, str]
 
 
 def contenders() -> dict[str, Contender]:
-    """By name: recipes with the kernels that `fp8.Kernels(chip)` chooses, and with named ones."""
+    """Recipes with the kernels that `fp8.Kernels(chip)` chooses, and with named kernels."""
     chosen = {name: Contender(recipe, {}) for name, recipe in RECIPES.items()}
     by_name = {
         f"{name}, {what}": Contender(RECIPES[name], named)
@@ -105,7 +105,7 @@ def contenders() -> dict[str, Contender]:
 def step(recipe: fp8.Recipe, chip: str, named: Mapping[str, str]) -> Callable[..., Any]:
     """`step(params, c, state) -> (y, gradients, state)`.
 
-    Params are (x, w) of each layer, c the gradients of y.
+    `params` has (x, w) of each layer. `c` has the gradient of y of each layer.
     """
 
     def run(params: Any, c: Any, state: Any) -> Any:
@@ -115,7 +115,7 @@ def step(recipe: fp8.Recipe, chip: str, named: Mapping[str, str]) -> Callable[..
             y = [dot(x, w, state=s) for (x, w), s in zip(params, state, strict=True)]
             return weighted(y, c), y
 
-        # The loss itself is nobody's, so XLA leaves it out: g is c.
+        # The loss is not returned, so XLA does not compute it. The gradient of y is c.
         (_, y), gradients, state = fp8.value_and_grad(loss, has_aux=True)(params, state)
         return y, gradients, state
 
@@ -166,7 +166,7 @@ def one_block(block: Block, chip: str) -> Iterator[Case]:
 
 
 def steady(program: Any, arguments: Any, recipe: fp8.Recipe | None) -> Any:
-    """Arguments with the state of a run that has gone on for some steps."""
+    """Arguments with the quantizer state after some steps."""
     if recipe is None:
         return arguments
     params, c, _ = arguments

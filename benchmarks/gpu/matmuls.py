@@ -1,10 +1,10 @@
-"""Matmuls of operands that are in FP8 already, beside the same in bfloat16.
+"""Matmuls of operands that are already in FP8, and the same matmuls in bfloat16.
 
-fprop is [M, K] with [N, K], each contracted along its last axis. wgrad is [M, K] with [M, N],
-contracted along the first, as a layer keeps them; where the tensor cores want the contracted axis
-last, what XLA adds for that is timed too.
+fprop is [M, K] with [N, K], and the last axes are contracted. wgrad is [M, K] with [M, N], and the
+first axes are contracted, because a layer keeps its arrays so. Some tensor cores need the
+contracted axis last. Then the timed program has XLA's transpositions too.
 
-Letters: M tokens, K and N the weight's axes.
+Letters: M tokens; K and N are the axes of the weight.
 """
 
 import dataclasses
@@ -44,12 +44,12 @@ class Kind:
     """How the operands of a recipe's matmuls are scaled.
 
     Attributes:
-      name: in tables.
-      recipe: makes the recipe.
+      name: its name in tables.
+      recipe: a function that makes the recipe.
       fprop: granularities of lhs [M, K] and rhs [N, K].
-      wgrad: of lhs [M, K] and rhs [M, N]; None where another kind has the same.
+      wgrad: granularities of lhs [M, K] and rhs [M, N]. None if another kind has the same.
       gradient: format of rhs in wgrad.
-      scales: how amaxes become scales.
+      scales: arguments of `fp8.quantize` that say how amaxes become scales.
     """
 
     name: str
@@ -129,15 +129,16 @@ def options(kind: Kind, chip: str) -> dict[str, bool]:
 
 
 def bf16_options(chip: str) -> dict[str, bool]:
-    """Of the baseline: cuBLASLt, as for FP8 per tensor."""
+    """Compiler options of the baseline. It uses cuBLASLt, as FP8 per tensor does."""
     return fp8.Kernels(chip).compiler_options(fp8.recipes.current())
 
 
 def scaled(
     operation: Operation, backend: str, chip: str, *, fast: bool = False, dtype: Any = jnp.bfloat16
 ) -> Callable[..., jax.Array]:
-    """`fp8.scaled_matmul` of two operands by a backend, and of what the product is added to, if
-    anything.
+    """`fp8.scaled_matmul` by a backend, of two operands and an optional array `add_to`.
+
+    The result of the matmul is added to that array.
     """
 
     def run(lhs: Any, rhs: Any, add_to: Any = None) -> jax.Array:
@@ -198,8 +199,8 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
                 f"{kind.name}, {backend}", scaled(operation, backend, chip), operands, **fields
             )
             if has_addend(kind, operation) and backend != "cudnn":
-                # As gradients of microbatches are added. C is an input of each repetition: what
-                # overwrites it copies it first.
+                # Gradients of microbatches are added in this way. Each repetition reads the same
+                # addend. So a backend that overwrites its addend copies it first.
                 summed = (*operands, jax.ShapeDtypeStruct((k, n), jnp.float32))
                 add = scaled(operation, backend, chip, dtype=jnp.float32)
                 yield case(f"{kind.name}, {backend}, added to float32", add, summed, **fields)
@@ -209,10 +210,10 @@ def one_matmul(operation: Operation, m: int, n: int, k: int, chip: str) -> Itera
 
 
 def has_fast(kind: Kind, operation: Operation) -> bool:
-    """Whether it is timed with fast accumulation, too."""
+    """Whether a matmul is also timed with fast accumulation."""
     return kind.name in ("tensor", "rows") and operation == "fprop"
 
 
 def has_addend(kind: Kind, operation: Operation) -> bool:
-    """Whether it is timed with an array that the product is added to, too."""
+    """Whether a matmul is also timed with an array that its result is added to."""
     return kind.name in ("tensor", "tiles of 128") and operation == "wgrad"

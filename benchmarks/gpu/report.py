@@ -1,4 +1,4 @@
-"""What a run was and what it found: the machine, one JSON file, tables in Markdown."""
+"""Reports of a run: the machine, one JSON file with the results, and tables in Markdown."""
 
 import importlib.metadata
 import json
@@ -29,7 +29,7 @@ PACKAGES = (
 
 
 def machine(target: Target, commit: str | None) -> dict[str, Any]:
-    """What the numbers depend on besides the code; what cannot be read is None."""
+    """The properties of the machine that the numbers depend on. None for unreadable ones."""
     device = target.device
     driver = Path("/proc/driver/nvidia/version")
     return {
@@ -59,7 +59,7 @@ def installed(package: str) -> str | None:
 
 
 def smi(fields: str) -> dict[str, str] | None:
-    """What the driver's tool says of the first GPU; it is only asked."""
+    """Fields that nvidia-smi shows of the first GPU. This only queries; it changes no setting."""
     if shutil.which("nvidia-smi") is None:
         return None
     said = output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0")
@@ -79,7 +79,7 @@ def output(*command: str) -> str | None:
 
 
 def memory(device: Any) -> dict[str, int] | None:
-    """What the allocator of the device counted so far, in bytes."""
+    """Figures of the device's allocator so far, in bytes."""
     stats = device.memory_stats() or {}
     return {
         name: stats[name] for name in ("peak_bytes_in_use", "bytes_limit") if name in stats
@@ -87,14 +87,14 @@ def memory(device: Any) -> dict[str, int] | None:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: a run may be cut off while it writes."""
+    """Writes the JSON file. A run may end while it writes, so the file is renamed at the end."""
     unfinished = path.with_suffix(".partial")
     unfinished.write_text(json.dumps(result, indent=1) + "\n")
     unfinished.replace(path)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The tables: one a section."""
+    """All tables, with one for each section."""
     what = result["machine"]
     lines = [
         f"# {what['device']}",
@@ -114,7 +114,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def timed(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows of what was timed, in the order of the run."""
+    """The rows of timed cases, in the order of the run."""
     columns = {
         "shape": lambda r: r["group"],
         "operation": lambda r: r["operation"],
@@ -163,9 +163,10 @@ def compiled(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _others(rows: list[dict[str, Any]]) -> list[str]:
-    """What could only be compiled.
+    """The rows of cases without results.
 
-    What failed or was not tried, and why, one line for all shapes.
+    They are the cases that were only compiled, and those that failed or were skipped, with the
+    reason. Shapes with the same reason share one line.
     """
     lines = compiled(rows) if any(row["status"] == "compiled" for row in rows) else []
     same: dict[tuple[str, ...], list[str]] = {}
@@ -181,7 +182,7 @@ def _others(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def table(columns: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown; columns that are empty throughout are left out."""
+    """A Markdown table. Columns without any text are left out."""
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     cells = {name: column for name, column in cells.items() if any(column)}
     if not rows:
@@ -207,5 +208,5 @@ TABLES = {"checks": checked}
 
 
 def one_line(error: Exception) -> str:
-    """An error, for a table."""
+    """An error in one line, for a table."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,10 +1,10 @@
-"""What casts, matmuls and dense layers take on a GPU, checked first. One command, eight minutes.
+"""Check and time casts, matmuls and dense layers on a GPU, in one command and eight minutes.
 
     python benchmarks/gpu/run.py --json benchmarks/results/h200.json --markdown
 
-Without a GPU: --compile-only h200 compiles every program for that chip, --dry-run goes through it
-all on a CPU, tiny. What is measured, and how, is in benchmarks/README.md. The exit status is 1 if a
-check failed, 3 if the run was cut off.
+Two modes need no GPU. --compile-only h200 compiles every program for that chip. --dry-run runs
+everything on a CPU with tiny shapes. benchmarks/README.md says what is measured, and how. The exit
+status is 1 if a check failed, and 3 if the run took too long.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from pathlib import Path
 
 SECTIONS = ("copies", "checks", "casts", "layers", "matmuls")
 CUT_OFF = 1.15
-"""Times --minutes: then the run ends, come what may, and what was written stays.
+"""The watchdog ends the run after this factor times --minutes, because a kernel may hang.
 
-A kernel may hang.
+The results that are already written stay.
 """
 
 
@@ -35,10 +35,10 @@ def parse() -> argparse.Namespace:
         "--minutes",
         type=float,
         default=8.0,
-        help="what does not fit is skipped, and listed (default 8)",
+        help="cases that do not fit into this time are skipped and listed (default 8)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=10, help="in which contenders take turns (default 10)"
+        "--rounds", type=int, default=10, help="times that each case is timed (default 10)"
     )
     parser.add_argument("--sections", default=",".join(SECTIONS), help="some of %(default)s")
     parser.add_argument(
@@ -46,25 +46,25 @@ def parse() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="TEXT",
-        help="only cases with it in their name",
+        help="only cases with this text in their name",
     )
     parser.add_argument(
-        "--chip", help="what the GPU is like, if its name does not tell: h100, h200, b200"
+        "--chip", help="chip of the GPU, if its name does not say: h100, h200 or b200"
     )
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="commit of the code, if git is missing")
     without = parser.add_mutually_exclusive_group()
     without.add_argument(
         "--compile-only",
         metavar="CHIP",
-        help="compile for a chip that is not there (needs jax[cuda13])",
+        help="compile for this chip without a GPU (needs jax[cuda13])",
     )
     without.add_argument(
-        "--dry-run", action="store_true", help="tiny shapes on a CPU; no number means anything"
+        "--dry-run", action="store_true", help="tiny shapes on a CPU; the numbers mean nothing"
     )
     arguments = parser.parse_args()
     arguments.sections = arguments.sections.split(",")
     if unknown := sorted({*arguments.sections} - {*SECTIONS}):
-        parser.error(f"--sections has {unknown}; there are {SECTIONS}")
+        parser.error(f"--sections has {unknown}; use some of {SECTIONS}")
     if arguments.rounds < 1 or arguments.minutes <= 0:
         parser.error("--rounds and --minutes must be positive")
     if arguments.markdown and arguments.json is None:
@@ -73,8 +73,9 @@ def parse() -> argparse.Namespace:
 
 
 def prefer_ptxas_of_wheels() -> None:
-    """jax-triton takes the first on PATH, and one older than that of the CUDA wheels does not know
-    what Triton writes.
+    """Put the ptxas of the CUDA wheels first on PATH.
+
+    jax-triton uses the first ptxas on PATH. An older one cannot compile the code of Triton.
     """
     wheels = importlib.util.find_spec("nvidia")
     for folder in wheels.submodule_search_locations or () if wheels else ():
@@ -84,12 +85,12 @@ def prefer_ptxas_of_wheels() -> None:
 def main() -> int:
     arguments = parse()
     prefer_ptxas_of_wheels()
-    # Before jax is imported, or they have no effect.
+    # These variables have no effect after jax is imported.
     if arguments.dry_run or arguments.compile_only:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     elif os.environ.get("JAX_PLATFORMS") == "cuda":
-        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # on which the reference runs
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the reference runs on the CPU
     import report
     import target as targets
     from suite import Suite, failures
@@ -148,6 +149,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # In a file, too, what was done stands there if the watchdog ends the process.
+    # A redirected output is buffered in blocks. With lines it is complete up to the moment in which
+    # the watchdog ends the process.
     sys.stdout.reconfigure(line_buffering=True)
     sys.exit(main())

@@ -1,6 +1,4 @@
-"""The sections of a run in order, each within its time, with the results on disk after every
-group.
-"""
+"""Runs the sections in order, each within its time. Results are on disk after every group."""
 
 import concurrent.futures
 import dataclasses
@@ -22,7 +20,7 @@ from case import Case, Compiled
 from target import Target
 from timing import Buffers, Inputs, Runner, rounds, summary
 
-# What matters most comes first; a section's share of the time that it leaves goes to the next.
+# The most important sections come first. If a section leaves time, the next one gets it.
 COPIES = "copies"
 SHARES = {COPIES: 0.05, "checks": 0.2, "casts": 0.25, "layers": 0.25, "matmuls": 0.25}
 BASELINES = {
@@ -31,15 +29,15 @@ BASELINES = {
     matmuls.SECTION: matmuls.BASELINE,
 }
 LEAST_SECONDS = 0.02
-"""Of the calls that are timed together.
+"""The least time of the calls that are timed together.
 
-The wait at the end, some tens of microseconds, is then less than a percent.
+The wait at the end takes some tens of microseconds, which is then less than a percent.
 """
 MOST_THREADS = 8
-"""That compile.
+"""The most threads that compile.
 
-Timed matmuls are compiled one by one on a GPU: XLA times kernels for them there, and must not be
-disturbed.
+On a GPU timed matmuls are compiled one after the other. There XLA times kernels when it compiles,
+and other work would disturb it.
 """
 
 
@@ -48,14 +46,14 @@ class Suite:
     """A run.
 
     Attributes:
-      target: what is measured, or compiled for.
-      result: goes to disk; `result["rows"]` grows.
-      path: of the JSON file, or None.
-      minutes: for everything.
-      rounds: in which contenders take turns.
-      tiny: the smallest shapes, each program called once.
-      match: parts of names; a case is left out unless its name has one of them.
-      compile_only: nothing runs.
+      target: the device that programs are compiled for and run on.
+      result: the content of the JSON file. Each case adds a row to `result["rows"]`.
+      path: path of the JSON file, or None.
+      minutes: time of the whole run.
+      rounds: number of times that each case is timed.
+      tiny: True for the smallest shapes, with one call of each program.
+      match: texts. A case is left out unless its name contains one of them.
+      compile_only: True if no program runs.
     """
 
     target: Target
@@ -133,7 +131,7 @@ class Suite:
     # Timing
 
     def time(self, cases: Iterable[Case]) -> None:
-        """Groups one after the other; those of one operation are compared with its baseline."""
+        """Times one group after the other, and compares each case with its baseline."""
         inputs, buffers = Inputs(self.target.device), Buffers(self.target.device)
         for _, group in itertools.groupby(cases, key=lambda case: case.group):
             runners = [
@@ -155,7 +153,7 @@ class Suite:
             self.write()
 
     def runner(self, compiled: Compiled, inputs: Inputs, buffers: Buffers) -> Runner | None:
-        """The program with its inputs, warm; None if it fails."""
+        """The program with its inputs, after its warm-up. None if it fails."""
         case = compiled.case
         try:
             arguments = None
@@ -197,9 +195,9 @@ class Suite:
     # Programs
 
     def compiled(self, cases: list[Case]) -> Iterator[Compiled]:
-        """The programs of these cases, compiled side by side.
+        """The programs of these cases, compiled in parallel.
 
-        Those that are not there are in the result, with the reason.
+        A case without a program gets a row with the reason.
         """
         self.read: dict[Case, dict[str, Any]] = {}
         futures: dict[Case, concurrent.futures.Future] = {}
@@ -222,7 +220,7 @@ class Suite:
             yield from (compiled for _, compiled in done if compiled)
 
     def finished(self, case: Case, future: concurrent.futures.Future) -> Compiled | None:
-        """A program that is compiled, and is what it should be."""
+        """Wait for a program, and check it. None if it is skipped or fails."""
         if self.late() and future.cancel():
             self.add(case, "skipped", "no time left")
             return None
@@ -274,7 +272,7 @@ class Suite:
 
 
 def _cpu() -> Any:
-    """A CPU device of jax, unless JAX_PLATFORMS leaves it out."""
+    """A CPU device of jax. None if JAX_PLATFORMS leaves out CPUs."""
     try:
         return jax.devices("cpu")[0]
     except RuntimeError:
@@ -282,6 +280,6 @@ def _cpu() -> Any:
 
 
 def failures(result: dict[str, Any]) -> int:
-    """How many checks failed, or programs that were only to be compiled."""
+    """The number of checks that failed. With --compile-only, of all cases that failed."""
     counted = SHARES if result["compile_only"] else (checks.SECTION,)
     return sum(row["status"] == "failed" and row["section"] in counted for row in result["rows"])

@@ -1,6 +1,6 @@
-"""What programs are compiled for.
+"""The device that programs are compiled for.
 
-The GPU at hand, one that only a description of exists, or the CPU in a dry run.
+It is the GPU of this machine, a chip of which only a description exists, or the CPU in a dry run.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 DESCRIPTIONS = Path(__file__).parents[2] / "tests" / "deviceless"
-"""`<chip>.txtpb`, XLA's description of a chip."""
+"""The folder of `<chip>.txtpb`, XLA's description of a chip."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,10 @@ class Target:
     """One device.
 
     Attributes:
-      chip: as `fp8.Kernels` takes it.
-      device: of jax; that of a description cannot run anything.
-      mesh: of a described device alone, from which Pallas reads what it is; None for one that is
-        there.
+      chip: its name, as in `fp8.Kernels`.
+      device: the device of jax. A described device cannot run anything.
+      mesh: a mesh of the described device, from which Pallas reads the kind of device. None for a
+        device of this machine.
     """
 
     chip: str
@@ -45,7 +45,7 @@ class Target:
         )
 
     def context(self) -> Any:
-        """In which programs for it are traced."""
+        """The context in which programs for this device are traced."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
 
@@ -53,13 +53,13 @@ def here(chip: str | None) -> Target:
     """The first device that jax sees.
 
     Raises:
-      SystemExit: for a GPU whose name tells no chip, if none is given.
+      SystemExit: without a GPU. Also if `chip` is None and the name of the GPU is unknown.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
         raise SystemExit(
-            "no GPU is visible; --dry-run goes through everything on a CPU, --compile-only h200 "
-            "compiles."
+            "no GPU is visible. --dry-run runs everything on a CPU, and --compile-only h200 "
+            "compiles for that chip."
         )
     words = device.device_kind.lower().split()
     known = [
@@ -69,22 +69,22 @@ def here(chip: str | None) -> Target:
     ]
     if chip is None and not known:
         raise SystemExit(
-            f"{device.device_kind!r} is not known; name what it is like with --chip, h200 for "
-            "instance."
+            f"the chip of {device.device_kind!r} is not known. Give a similar chip, for instance "
+            "--chip h200."
         )
     return Target(chip=chip or max(known, key=len), device=device)
 
 
 def described(chip: str) -> Target:
-    """A chip that is not there.
+    """A chip that this machine does not have.
 
     Raises:
-      SystemExit: for one without a description.
+      SystemExit: for a chip without a description.
     """
     path = DESCRIPTIONS / f"{chip}.txtpb"
     if not path.exists():
         raise SystemExit(
-            f"no description of {chip!r}; there are "
+            f"there is no description of {chip!r}; use one of "
             f"{sorted(p.stem for p in DESCRIPTIONS.glob('*.txtpb'))}."
         )
     topology = topologies.get_topology_desc(

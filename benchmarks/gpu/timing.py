@@ -1,8 +1,8 @@
-"""Medians of programs that take turns on one device.
+"""Times programs alternately on one device, and takes medians.
 
-What is timed are some calls of a program in a row, each given the results of the one before, with
-one wait at the end: the device is never idle between them, and what Python and the driver do for a
-call hides behind the program before.
+One measurement has several calls of a program in a row, and one wait at the end. Each call gets the
+results of the previous call. So the device is never idle between calls. Python and the driver
+prepare a call while the previous program runs.
 """
 
 import collections
@@ -17,7 +17,7 @@ from case import Case, Compiled
 
 SEED = 0
 POOL = 2**22
-"""Random numbers that are drawn; larger arrays repeat them."""
+"""The number of random values that are drawn. Larger arrays repeat them."""
 
 
 class Inputs:
@@ -42,7 +42,7 @@ class Inputs:
         self._known: dict[Any, jax.Array] = {}
 
     def sets(self, case: Case) -> list[Any]:
-        """Each set of inputs of a case, of arrays that no other set has."""
+        """All sets of inputs of a case. No two sets share an array."""
         return [self.of(case.arguments, number) for number in range(case.sets)]
 
     def of(self, tree: Any, number: int = 0) -> Any:
@@ -52,7 +52,7 @@ class Inputs:
     def _array(self, leaf: Any, place: tuple[int, int]) -> jax.Array:
         key = (leaf.shape, leaf.dtype, place)
         if key not in self._known:
-            offset = 7919 * (1 + place[0] + 97 * place[1])  # another part of the pool for each
+            offset = 7919 * (1 + place[0] + 97 * place[1])  # a different slice of the pool for each
             values = np.resize(self._pools[np.dtype(leaf.dtype)][offset:], leaf.shape)
             self._known[key] = jax.device_put(values, self._device)
         return self._known[key]
@@ -62,7 +62,7 @@ class Inputs:
 
 
 class Buffers:
-    """Memory that programs write their results to, lent to one after the other."""
+    """Memory for results. Programs use it one after the other."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -97,7 +97,7 @@ class Runner:
         self.calls = 1
 
     def seconds(self, calls: int) -> float:
-        """Of one repetition of the work, from this many calls in a row."""
+        """Seconds of one repetition of the work, from so many calls in a row."""
         case, program = self.compiled.case, self.compiled.program
         if case.looped:
             results = self.buffers.take([self.compiled.results] * case.sets)
@@ -114,7 +114,7 @@ class Runner:
         return elapsed / (calls * self.compiled.repetitions)
 
     def warm_up(self, least: float) -> None:
-        """Run it twice, and find how many calls take so many seconds."""
+        """Run the program twice, and set `calls` so that the calls take about `least` seconds."""
         self.seconds(1)
         self.calls = max(1, round(least / (self.seconds(1) * self.compiled.repetitions)))
 
@@ -122,9 +122,10 @@ class Runner:
 def rounds(
     runners: Sequence[Runner], count: int, *, late: Callable[[], bool]
 ) -> Iterator[tuple[int, Runner, float | Exception]]:
-    """Seconds of one repetition, of each program once in every round, in a new order each round.
+    """Yields (round, program, seconds of one repetition), in a new random order each round.
 
-    A program that fails is left out of later rounds. Between rounds it may be too late for another.
+    A program that fails yields its error, and is left out of later rounds. If `late()` is true
+    after a round, no further round starts.
     """
     order, left = np.random.default_rng(SEED), list(runners)
     for number in range(count):
@@ -133,7 +134,7 @@ def rounds(
         for runner in order.permutation(np.array(left, dtype=object)):
             try:
                 yield number, runner, runner.seconds(runner.calls)
-            except Exception as error:  # a kernel that fails ends its own case, not the run
+            except Exception as error:  # a kernel that fails ends its case, not the run
                 left.remove(runner)
                 yield number, runner, error
 

@@ -1,4 +1,7 @@
-"""`FP8DotGeneral`: the plug for flax's `dot_general_cls=`."""
+"""`FP8DotGeneral`: the module that flax's layers call for their matmul.
+
+A plug is an object that is passed to flax as `dot_general_cls=` (`einsum_op=` in nnx).
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,9 +23,14 @@ from jaxfp8.recipes._recipe import Recipe
 class FP8DotGeneral(MatmulModule):
     """A module that is called like `jax.lax.dot_general`, with the state of one matmul.
 
+    `fp8.dot_general` explains the arguments after `recipe`.
+
     Attributes:
-      recipe: which quantizer for which operand.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -38,11 +46,17 @@ class FP8DotGeneral(MatmulModule):
     def using(
         cls, recipe: Recipe, **options: Unpack[LayerOptions]
     ) -> Callable[..., "FP8DotGeneral"]:
-        """What `dot_general_cls=`, `qkv_dot_general_cls=` and `out_dot_general_cls=` take.
+        """An argument for `dot_general_cls=`, `qkv_dot_general_cls=` or `out_dot_general_cls=`.
 
         Args:
           recipe: which quantizer for which operand.
           **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
+
+        Returns:
+          A callable that flax calls in each layer to make its `FP8DotGeneral`.
+
+        Raises:
+          TypeError: if `recipe` is not a Recipe, or if an option is unknown.
         """
         return Plug.of(recipe, options)
 
@@ -63,7 +77,7 @@ class FP8DotGeneral(MatmulModule):
         bias: Array | None = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """See `fp8.dot_general`."""
+        """Multiply lhs and rhs. For the arguments, see `fp8.dot_general`."""
         options = self.matmul_options()
         options["out_sharding"] = out_sharding
         options["prologue"] = prologue
@@ -77,12 +91,13 @@ class FP8DotGeneral(MatmulModule):
 class Plug:
     """`FP8DotGeneral` with its recipe.
 
-    Equal recipes make equal plugs, hence equal layers: jit does not trace them again.
+    Equal recipes make equal plugs, and equal plugs make equal layers. So `jax.jit` does not trace
+    an equal layer again.
 
     Attributes:
       recipe: which quantizer for which operand.
-      options: the other fields that are given, by name.
-      of_layer: made by a layer of ours from its own recipe, and not by a user.
+      options: the other fields of `FP8DotGeneral`, as sorted pairs (name, value).
+      of_layer: True if a layer of jaxfp8 made the plug from its recipe. False if a user made it.
     """
 
     recipe: Recipe
@@ -91,7 +106,10 @@ class Plug:
 
     @classmethod
     def of(cls, recipe: Recipe, options: LayerOptions, *, of_layer: bool = False) -> "Plug":
-        """The plug of a recipe; an option that does not exist is a TypeError.
+        """The plug of a recipe.
+
+        Raises:
+          TypeError: if `recipe` is not a Recipe, or if an option is unknown.
 
         Example:
           >>> import jaxfp8 as fp8
@@ -106,6 +124,6 @@ class Plug:
         if operands:
             raise TypeError(
                 "dot_general=FP8DotGeneral.using(...) was given, but dot_general= needs a function "
-                "like lax.dot_general; write dot_general_cls=FP8DotGeneral.using(recipe)."
+                "like lax.dot_general. Write dot_general_cls=FP8DotGeneral.using(recipe)."
             )
         return FP8DotGeneral(recipe=self.recipe, **dict(self.options), **fields)

@@ -1,7 +1,4 @@
-"""`FP8EinsumOp`.
-
-An einsum with the quantizer state of its matmul, for linen modules that write their own.
-"""
+"""`FP8EinsumOp`: an einsum with quantizer state, for linen modules that call einsum themselves."""
 
 import functools
 from collections.abc import Callable
@@ -21,9 +18,14 @@ from jaxfp8.state._state import MatmulState
 class FP8EinsumOp(MatmulModule):
     """A module that is called like `jnp.einsum` of two operands, with the state of one matmul.
 
+    `fp8.dot_general` explains the arguments after `recipe`.
+
     Attributes:
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -42,14 +44,15 @@ class FP8EinsumOp(MatmulModule):
         return super().__new__(cls)
 
     def setup(self) -> None:
-        # creates it. An attribute that holds it would be serialized by flax
+        # This call creates the state, and its result is dropped. If an attribute held the state,
+        # flax would serialize it with the module.
         matmul_state(self, self.recipe)
 
     def _stored(self) -> MatmulState | tuple[()]:
         if self.scope is None:
             raise FP8StateError(
-                "an FP8EinsumOp is used outside of a module, where it has no state; use it in the "
-                "__call__ or setup of a flax.linen.Module, or call fp8.einsum(equation, lhs, rhs, "
+                "an FP8EinsumOp is used outside of a module, where it has no state. Use it in the "
+                "__call__ or setup of a flax.linen.Module. Or call fp8.einsum(equation, lhs, rhs, "
                 "recipe=recipe, state=state)."
             )
         return stored_state(self, self.recipe)
@@ -65,7 +68,9 @@ class FP8EinsumOp(MatmulModule):
         out_sharding: Any = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """See `fp8.einsum`. The prologue belongs to the operands, so each call takes its own.
+        """Compute the einsum. For the arguments, see `fp8.einsum`.
+
+        The prologue depends on the operands, so it is an argument of each call.
 
         Example:
           >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -93,9 +98,10 @@ class FP8EinsumOp(MatmulModule):
     def dot_general(self) -> Callable[..., Array]:
         """The matmul alone, for code that calls `jnp.einsum(..., _dot_general=op.dot_general)`.
 
-        Read this property again for each call. JAX keeps each one in its cache, together with its
-        state, so prefer a call of the op. `jnp.einsum` can exchange the operands ("bd,dk->kb").
-        Then rhs is quantized as x, and lhs as w. `op(equation, lhs, rhs)` never exchanges them.
+        Prefer a call of the op itself, for two reasons. JAX's cache keeps every function that this
+        property returns, together with its state. So read the property again for each call. And
+        `jnp.einsum` can exchange the operands ("bd,dk->kb"). Then rhs is quantized as x, and lhs as
+        w. `op(equation, lhs, rhs)` never exchanges them.
         """
         return functools.partial(
             dot_general, recipe=self.recipe, state=self._stored(), **self.matmul_options()

@@ -1,6 +1,6 @@
 """flax.linen's dense layers with FP8 matmuls.
 
-The same arguments, parameters and initial values, and a recipe.
+They have the arguments, parameters and initial values of flax's layers, and a recipe.
 """
 
 import functools
@@ -22,13 +22,17 @@ from jaxfp8.recipes._presets import check_recipe
 
 
 def _plug(layer: Any) -> None:
-    """Put the recipe where flax looks for a dot_general, before the module is complete."""
+    """Store the recipe in `dot_general_cls`, where flax looks for a matmul.
+
+    The `__post_init__` of a layer calls it before that of flax, which freezes the fields.
+    """
     check_recipe(layer.recipe)
     given = layer.dot_general_cls
-    ours = isinstance(given, Plug) and given.of_layer  # `clone` passes on what the layer had
+    # `clone` passes the plug of the first layer to the second. That plug is no mistake of a user.
+    ours = isinstance(given, Plug) and given.of_layer
     if layer.dot_general is not None or (given is not None and not ours):
         raise ValueError(
-            f"{type(layer).__name__} brings its own dot_general; drop dot_general= and "
+            f"{type(layer).__name__} brings its own dot_general. Drop dot_general= and "
             f"dot_general_cls=, or use nn.{type(layer).__name__.removeprefix('FP8')}."
         )
     options = options_of(layer)
@@ -36,17 +40,37 @@ def _plug(layer: Any) -> None:
 
 
 class FP8Dense(PrologueModule, nn.Dense):
-    """`flax.linen.Dense` in FP8.
+    """`flax.linen.Dense` in FP8: y [..., N] = x [..., K] @ kernel [K, N] + bias [N].
+
+    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
+    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
 
     Attributes:
-      prologue: `fp8.prologues.SwiGLU()`, and the layer is called with `inputs=(gate, up)`. Or
-        `fp8.prologues.RMSNorm()`, and `inputs=(x, gain)`. The input of the matmul is then
-        `prologue(*inputs)`, computed in the cast. flax's `promote_dtype` gets all activations among
-        `inputs`. gain keeps its dtype: the norm is computed in float32, and rounded once.
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`; lhs is the input, rhs
-        the kernel.
-      (the others): of `flax.linen.Dense`.
+      features: N, the size of the last axis of the result.
+      use_bias: whether the layer adds a bias. Default: True.
+      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
+        Default: None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernel and bias are stored. Default: float32.
+      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
+        "highest" does not. A pair must be of two equal values. Default: None.
+      kernel_init: initializer of the kernel. Default: LeCun normal.
+      bias_init: initializer of the bias. Default: zeros.
+      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
+      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
+      dot_general_cls: do not pass it, for the same reason.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
+        `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
+        `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
+        keeps its dtype, because the norm is computed in float32 and rounded once. Default: None.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe.
+      ValueError: if `dot_general` or `dot_general_cls` is given.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -67,9 +91,10 @@ class FP8Dense(PrologueModule, nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: Array | tuple[Array, ...]) -> Array:
-        """As in `flax.linen.Dense`, but the matmul adds the bias if that gives the same result.
+        """Apply the layer to x [..., K], or to the arrays of the prologue.
 
-        Then the gradient of the matmul also sums the gradient of the bias.
+        The matmul adds the bias if that gives the result of `flax.linen.Dense`. Then the backward
+        pass of the matmul also sums the gradient of the bias.
         """
         given = LayerInput.read(inputs, self.prologue)
         kernel = self.param(
@@ -96,11 +121,33 @@ class FP8Dense(PrologueModule, nn.Dense):
 class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.
 
+    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
+    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+
     Attributes:
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`; lhs is the input, rhs
-        the kernel.
-      (the others): of `flax.linen.DenseGeneral`.
+      features: size of the last axis of the result, or a tuple of sizes for several axes.
+      axis: axis of the input that is contracted, or a tuple of axes. Default: -1.
+      batch_dims: leading axes of the input that kernel and bias have too. Default: ().
+      use_bias: whether the layer adds a bias. Default: True.
+      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
+        Default: None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernel and bias are stored. Default: float32.
+      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
+        "highest" does not. A pair must be of two equal values. Default: None.
+      kernel_init: initializer of the kernel. Default: LeCun normal.
+      bias_init: initializer of the bias. Default: zeros.
+      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
+      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
+      dot_general_cls: do not pass it, for the same reason.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe.
+      ValueError: if `dot_general` or `dot_general_cls` is given.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -115,19 +162,38 @@ class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
         super().__post_init__()
 
     def __call__(self, inputs: Array) -> Array:
-        """As in `flax.linen.DenseGeneral`."""
+        """Apply the layer to one array."""
         return super().__call__(as_array("inputs", inputs))
 
 
 class FP8Einsum(PrologueModule, nn.Einsum):
-    """`flax.linen.Einsum` in FP8. flax's own has no `dot_general_cls=` to plug into.
+    """`flax.linen.Einsum` in FP8.
+
+    flax's layer has no `dot_general_cls=`, so FP8 needs a layer of its own.
+
+    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
+    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
 
     Attributes:
-      prologue: see `FP8Dense`.
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`; lhs is the input, rhs
-        the kernel.
-      (the others): of `flax.linen.Einsum`.
+      shape: shape of the kernel.
+      einsum_str: the equation: input, kernel, and "->" with the result. Default: None; then each
+        call needs it.
+      use_bias: whether the layer adds a bias. Default: True.
+      dtype: dtype of the result. Input, kernel and bias are converted to it before the cast to FP8.
+        Default: None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernel and bias are stored. Default: float32.
+      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
+        "highest" does not. A pair must be of two equal values. Default: None.
+      kernel_init: initializer of the kernel. Default: LeCun normal.
+      bias_init: initializer of the bias. Default: zeros.
+      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
+      preferred_element_type: dtype of the einsum's result. Default: None, that of its operands.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      prologue: see `FP8Dense`. Default: None.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -139,15 +205,20 @@ class FP8Einsum(PrologueModule, nn.Einsum):
 
     @nn.compact
     def __call__(self, inputs: Array | tuple[Array, ...], einsum_str: str | None = None) -> Array:
-        """Apply the einsum.
+        """Apply the einsum to the input and the kernel.
 
-        As in `flax.linen.Einsum`, the equation is given here or as an attribute, not both.
+        As in `flax.linen.Einsum`, the equation is an argument here or an attribute, not both.
+
+        Raises:
+          ValueError: if the equation is given twice or not at all. Also if it has no "->", or if it
+            does not have two operands.
         """
         given = LayerInput.read(inputs, self.prologue)
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         if "->" not in equation or equation.count(",") != 1:
             raise ValueError(
-                f"einsum_str={equation!r} must have two operands and an explicit '->'."
+                f"einsum_str={equation!r} must have two operands and an explicit '->'. Write for "
+                "instance einsum_str='bd,dk->bk'."
             )
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias, bias_shape = None, ()

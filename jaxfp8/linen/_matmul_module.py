@@ -1,4 +1,4 @@
-"""What every linen module with an FP8 matmul has: a recipe, the options of its matmul, its key."""
+"""Base classes of linen modules with an FP8 matmul: the recipe, the options and the PRNG key."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +19,20 @@ from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.sharding._shard import Shard
 
 KEYS = "fp8"
-"""The name of the PRNG sequence that stochastic rounding takes its keys from."""
+"""Name of the PRNG sequence from which stochastic rounding takes its keys."""
 
 
 class MatmulModule(nn.Module):
-    """A module with an FP8 matmul. These fields follow the fields of flax in this order.
+    """A module with an FP8 matmul. In a layer these fields follow flax's fields, in this order.
+
+    `fp8.dot_general` explains the fields after `recipe`.
 
     Attributes:
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
     """
 
     recipe: Recipe = delayed()
@@ -42,9 +47,10 @@ class MatmulModule(nn.Module):
 
     @nn.nowrap
     def matmul_options(self) -> MatmulOptions:
-        """What the matmul takes besides operands and state, at this call.
+        """The options of the matmul at this call: all arguments but operands and state.
 
-        Outside of `jax.shard_map`, `init` has whole arrays. So it leaves out the shards.
+        Outside of `jax.shard_map`, `init` leaves out the shards. Its arrays are not split, and it
+        may run without a mesh.
         """
         options = MatmulOptions(**options_of(self))
         if self.is_initializing():
@@ -58,22 +64,25 @@ class MatmulModule(nn.Module):
 
 
 def is_part(shard: Shard) -> bool:
-    """Whether an array with this shard is one device's part of it here, inside `jax.shard_map`."""
+    """Whether this code runs inside `jax.shard_map` over the axes of the shard.
+
+    An array with this shard is then one device's shard, not the global array.
+    """
     return set(shard.axis_names) <= set(manual_axes())
 
 
 class KernelModule(MatmulModule):
-    """A layer with a kernel. Inside `jax.shard_map` it may have one device's part of the kernel.
+    """A layer with a kernel. Inside `jax.shard_map` the kernel may be one device's shard.
 
-    flax compares a kernel with the shape that `init_fn` would give it. So `init_fn` has to give the
-    shape of the part there.
+    flax compares the shape of a kernel with the shape that `init_fn` returns. So inside
+    `jax.shard_map`, `init_fn` must return a shard.
     """
 
     @nn.nowrap
     def param(
         self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any
     ) -> Any:
-        """As in `flax.linen.Module`."""
+        """See `flax.linen.Module.param`. Inside `jax.shard_map` it makes a shard of the kernel."""
         if name == "kernel" and self.w_shard is not None and is_part(self.w_shard):
             init_fn = _part_of(init_fn, self.w_shard)
         return super().param(name, init_fn, *init_args, **arguments)
@@ -83,7 +92,7 @@ class PrologueModule(KernelModule):
     """A layer that can compute a prologue inside the cast of its input.
 
     Attributes:
-      prologue: makes the left operand from the arrays of `inputs`; None if `inputs` is one array.
+      prologue: computes the left operand from the arrays of `inputs`. None: `inputs` is one array.
     """
 
     prologue: AbstractPrologue | None = None
@@ -94,9 +103,9 @@ class PrologueModule(KernelModule):
 
 
 def _part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:
-    """An initializer that makes what `init_fn` makes, and keeps the part of this device.
+    """An initializer that calls `init_fn` and returns this device's shard of its result.
 
-    So the parts of all devices are parts of the same kernel.
+    All devices draw the same global kernel, so their shards belong to one kernel.
     """
 
     def part(kernel: Array) -> Array:
@@ -104,7 +113,7 @@ def _part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTr
         if kernel.shape[axis] % devices:
             raise ValueError(
                 f"w_shard={shard!r}: axis {axis} of a kernel {list(kernel.shape)} cannot be split "
-                f"into {devices} equal parts; make it a multiple of {devices}."
+                f"into {devices} equal shards. Make its size a multiple of {devices}."
             )
         size = kernel.shape[axis] // devices
         start = lax.axis_index(shard.axis_names) * size

@@ -1,7 +1,8 @@
-"""Where linen layers keep quantizer state: a collection that flax's own TrainState knows.
+"""The collection in which linen layers keep their quantizer state.
 
-`fp8.linen.TrainState` has a field for it. flax's own TrainState overwrites the collection of this
-name instead of optimizing it: `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
+`fp8.linen.TrainState` has a field for this collection. flax's own TrainState treats a collection of
+this name as values that replace the old ones, not as gradients:
+`apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
 """
 
 import sys
@@ -26,10 +27,10 @@ _NAME = "fp8"
 
 
 def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
-    """The state of a module's matmul, created by `init`.
+    """The state of a module's matmul. `init` creates it. () for a recipe without state.
 
     Raises:
-      FP8StateError: if the module is applied without its collection.
+      FP8StateError: if the module is applied without its collection, or if `nn.scan` carries it.
     """
     if not recipe.rows:
         return ()
@@ -39,8 +40,8 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
         path = "/".join(module.path) or type(module).__name__
         raise FP8StateError(
             f"{path}: the state of recipe {recipe.name!r} is missing from collection "
-            f"{COLLECTION!r}. Pass it beside the parameters, model.apply({{'params': params, "
-            f"{COLLECTION!r}: state}}, ...), with what model.init or the last step returned; under "
+            f"{COLLECTION!r}. Pass the state of model.init or of the last step beside the "
+            f"parameters: model.apply({{'params': params, {COLLECTION!r}: state}}, ...). Under "
             f"nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
         )
     module.variable(COLLECTION, _NAME, init_state, recipe)
@@ -48,19 +49,19 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
 
 
 def stored_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
-    """The state that `matmul_state` created or found."""
+    """The state that `matmul_state` created or found. () for a recipe without state."""
     return concrete(meta.unbox(module.get_variable(COLLECTION, _NAME))) if recipe.rows else ()
 
 
 def _refuse_carry(module: nn.Module) -> None:
     """Raise FP8StateError inside `nn.scan(variable_carry=)` of the collection.
 
-    Without this check jax raises an error that names neither flax's argument nor the collection. A
-    module cannot ask what a scan carries, so this reads flax's stack frame. If flax renames it,
-    users see jax's error.
+    Without this check jax raises an error that names neither flax's argument nor the collection.
+    flax gives a module no way to ask what a scan carries. So this function reads the local
+    variables of flax's stack frame. If flax renames them, users see jax's error instead.
     """
     if module.has_variable(COLLECTION, _NAME) and module.is_mutable_collection(COLLECTION):
-        return  # flax can carry a variable that exists and that every call returns
+        return  # flax can carry a variable that exists before the scan and that every call returns
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
@@ -90,7 +91,9 @@ def _to_state_dict(state: MatmulState) -> dict[str, Any]:
 
 def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
     if set(values) == set(LEAVES) and all(values[name] is getattr(state, name) for name in LEAVES):
-        return state  # flax does so with attributes of modules, also while it traces
+        # flax restores attributes of modules from their own leaves, also while it traces. A check
+        # of values would fail on tracers.
+        return state
     try:
         restored: MatmulState = check_state(values, state)
     except FP8StateError as error:

@@ -16,16 +16,20 @@ from jaxfp8.state._trees import check_tree, shown
 def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
     """`fp8.state_specs` of a linen model.
 
-    Each state is split as the first axes of the `kernel` of its layer, if these stack layers.
+    A stack of layers, from `nn.scan` or `nn.vmap`, has a stack of states. The mesh splits that
+    stack as it splits the leading axes of the layer's `kernel`.
 
     Args:
       state: the collection `fp8.linen.COLLECTION`, or its types.
-      param_specs: a `jax.P` for each parameter,
-        `flax.linen.get_partition_spec(variables)["params"]` for instance.
+      param_specs: a `jax.P` for each parameter, for instance
+        `flax.linen.get_partition_spec(variables)["params"]`.
+
+    Returns:
+      A tree like `state`, with a `jax.P` for each array.
 
     Raises:
-      FP8StateError: if `state` holds something else than states.
-      ValueError: if a layer with state has no kernel among the specs.
+      FP8StateError: if `state` holds anything but states.
+      ValueError: if `param_specs` has no `kernel` for a layer with state.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -37,7 +41,7 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
     """
     if isinstance(state, Mapping) and COLLECTION in state:
         raise FP8StateError(
-            f"state holds the whole variables {list(state)}, but only the states are needed; pass "
+            f"state holds the whole variables {list(state)}, but only the states are needed. Pass "
             f"variables[{COLLECTION!r}]."
         )
     check_tree(state)
@@ -46,13 +50,13 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
         node = param_specs
         for key in path:
             if not (isinstance(node, Mapping) and key.key in node):
-                break  # below the layer are the modules of its matmul
+                break  # the path goes on to the module of the matmul, which has no parameters
             node = node[key.key]
         if not (isinstance(node, Mapping) and "kernel" in node):
             raise ValueError(
                 f"param_specs is {shown(param_specs)}, which has no kernel for the state at "
-                f"{jax.tree_util.keystr(path)}; give a jax.P for each parameter, "
-                'flax.linen.get_partition_spec(variables)["params"] for instance. '
+                f"{jax.tree_util.keystr(path)}. Give a jax.P for each parameter, for instance "
+                'flax.linen.get_partition_spec(variables)["params"]. '
                 "For matmuls without a kernel of their own (FP8EinsumOp) use fp8.state_specs."
             )
         return node["kernel"]

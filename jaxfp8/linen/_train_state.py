@@ -17,12 +17,16 @@ from jaxfp8.state._trees import check_tree
 class TrainState(flax.training.train_state.TrainState):
     """`flax.training.train_state.TrainState` with the quantizer state of a linen model as a field.
 
-    The optimizer, averages of `params` and weight decay never see the field. One train step serves
-    all recipes. For a recipe without state the field is an empty dict.
+    The optimizer, weight decay and averages of `params` do not touch this field. For a recipe
+    without state the field is an empty dict, so the same train step serves all recipes.
 
     Attributes:
+      step: number of optimizer steps so far.
+      apply_fn: usually `model.apply`.
+      params: the parameters only, without the quantizer state.
+      tx: the optax transformation.
+      opt_state: state of `tx`.
       fp8_state: the collection `fp8.linen.COLLECTION` of the model.
-      (the others): as in flax's class. `params` holds the parameters only.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -60,12 +64,12 @@ class TrainState(flax.training.train_state.TrainState):
         Args:
           apply_fn: usually `model.apply`.
           params: the parameters, `variables["params"]`.
-          fp8_state: `variables.get(fp8.linen.COLLECTION, {})`.
+          fp8_state: the quantizer state, `variables.get(fp8.linen.COLLECTION, {})`.
           tx: an optax transformation.
           **fields: fields of a subclass.
 
         Raises:
-          FP8StateError: if `params` hold the collection, or `fp8_state` holds something else than
+          FP8StateError: if `params` holds the collection, or if `fp8_state` holds anything but
             states.
         """
         _check_params("params", params, "params=variables['params']")
@@ -82,13 +86,13 @@ class TrainState(flax.training.train_state.TrainState):
 
         Args:
           grads: gradients of `params`.
-          fp8_state: the new quantizer state, as `fp8.value_and_grad` returned it; after gradient
-            accumulation `fp8.commit(ts.fp8_state, seen)`.
+          fp8_state: the new quantizer state that `fp8.value_and_grad` returned. After gradient
+            accumulation it is `fp8.commit(ts.fp8_state, seen)`.
           **fields: new values of fields of a subclass.
 
         Raises:
-          FP8StateError: if `grads` hold the collection, or `fp8_state` is no successor of
-            `ts.fp8_state`.
+          FP8StateError: if `grads` holds the collection, or if the tree of `fp8_state` is not that
+            of `ts.fp8_state`.
         """
         _check_params(
             "grads",
@@ -101,8 +105,8 @@ class TrainState(flax.training.train_state.TrainState):
         if new != old:
             raise FP8StateError(
                 f"fp8_state has {new.num_leaves} arrays in another tree than the {old.num_leaves} "
-                "of this TrainState; pass the state that fp8.value_and_grad returned for "
-                "ts.fp8_state. To change it on purpose (fp8.freeze), use ts.replace."
+                "of this TrainState. Pass the state that fp8.value_and_grad returned for "
+                "ts.fp8_state. To change the tree on purpose (fp8.freeze), use ts.replace."
             )
         applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
         return applied
@@ -111,19 +115,19 @@ class TrainState(flax.training.train_state.TrainState):
 def _check_params(name: str, tree: PyTree, cure: str) -> None:
     if isinstance(tree, Mapping) and COLLECTION in tree:
         raise FP8StateError(
-            f"{name} holds {list(tree.keys())}, but only the parameters are needed; write {cure}."
+            f"{name} holds {list(tree.keys())}, but only the parameters are needed. Write {cure}."
         )
 
 
 def _check_state(fp8_state: PyTree) -> None:
     if isinstance(fp8_state, Mapping) and COLLECTION in fp8_state:
         raise FP8StateError(
-            f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed; "
-            f"write fp8_state=variables[{COLLECTION!r}]."
+            f"fp8_state holds {list(fp8_state.keys())}, but only the quantizer states are needed. "
+            f"Write fp8_state=variables[{COLLECTION!r}]."
         )
     if fp8_state is None:
         raise FP8StateError(
-            "fp8_state is None, but a dict is needed; write "
+            "fp8_state is None, but a dict is needed. Write "
             f"fp8_state=variables.get({COLLECTION!r}, {{}})."
         )
     check_tree(fp8_state)

@@ -1,4 +1,4 @@
-"""Types of the arguments that our layers pass on to flax's."""
+"""Types of the arguments that the nnx layers pass on to flax's layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Required, TypeVar
@@ -15,7 +15,7 @@ M = TypeVar("M", bound=AbstractFP8Matmul)
 
 
 class EinsumArguments(LayerOptions, total=False):
-    """Arguments that `flax.nnx.Einsum` and all other layers take, and ours."""
+    """Arguments of jaxfp8, and those that all three layers of flax take."""
 
     recipe: Recipe | None
     rngs: Required[nnx.Rngs]
@@ -31,13 +31,13 @@ class EinsumArguments(LayerOptions, total=False):
 
 
 class LinearArguments(EinsumArguments, total=False):
-    """Arguments of `flax.nnx.Linear`."""
+    """Arguments of `FP8Linear`."""
 
     use_bias: bool
 
 
 class LinearGeneralArguments(LinearArguments, total=False):
-    """Arguments of `flax.nnx.LinearGeneral`."""
+    """Arguments of `FP8LinearGeneral`."""
 
     axis: int | Sequence[int]
     batch_axis: Mapping[int, int]
@@ -46,24 +46,27 @@ class LinearGeneralArguments(LinearArguments, total=False):
 def take_matmul(
     kind: type[M], layer: str, arguments: Any, *refused: str
 ) -> tuple[M, dict[str, Any]]:
-    """The matmul of a layer, of the arguments that are ours, and the arguments of flax's layer.
+    """Split the arguments of a layer, and make its matmul.
 
-    The layer calls `start_keys` of the matmul after flax has drawn the kernel, so that the kernel
-    does not depend on the recipe.
+    The layer calls `start_keys` of the matmul after flax has drawn the kernel. So the kernel does
+    not depend on the recipe.
 
     Args:
-      kind: of matmul.
-      layer: its name, for the message.
-      arguments: of our layer.
-      *refused: names of flax's arguments that bring another matmul. None is flax's default.
+      kind: class of the matmul.
+      layer: name of the layer, for the message.
+      arguments: of the layer.
+      *refused: names of flax's arguments that replace the matmul.
+
+    Returns:
+      The matmul, made from the arguments of jaxfp8, and the arguments for flax's layer.
 
     Raises:
-      ValueError: if the caller brings another matmul.
+      ValueError: if a refused argument is given and is not None, flax's default.
     """
     for name in refused:
         if arguments.get(name) is not None:
             raise ValueError(
-                f"{layer} brings its own matmul; drop {name}={arguments[name]!r}, or use "
+                f"{layer} brings its own matmul. Drop {name}={arguments[name]!r}, or use "
                 f"nnx.{layer.removeprefix('FP8')}."
             )
     names = ("recipe", *option_names(LayerOptions))

@@ -1,4 +1,4 @@
-"""The callables that nnx layers take for their matmul, with the state that goes with it."""
+"""The modules that nnx layers call for their matmul. Each module holds the state of one matmul."""
 
 import functools
 import inspect
@@ -26,16 +26,19 @@ from jaxfp8.state._fresh_state import concrete
 from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()
-"""For `rngs=`: the keys are taken by `start_keys`."""
+"""A value for `rngs=`: a later call of `start_keys` takes the keys."""
 KEYS = "fp8"
-"""The stream of `nnx.Rngs` that stochastic rounding takes its keys from, or the default stream."""
+"""Name of the stream of `nnx.Rngs` from which stochastic rounding takes its keys.
+
+If this stream is missing, `nnx.Rngs` gives its default stream.
+"""
 
 
 class AbstractFP8Matmul(nnx.Module):
-    """What nnx layers call for their matmul: a recipe, and the state of one matmul.
+    """A module that an nnx layer calls for its matmul. It holds a recipe and the matmul's state.
 
-    Give each layer an object of its own. Layers that share one object share one state. Its amax is
-    the largest amax of these layers, or up to 1/8 above it.
+    Give each layer an object of its own. Layers that share one object share one state. The amax of
+    that state is the largest amax of these layers, or up to 1/8 larger.
     """
 
     def __new__(cls, *arguments: Any, **fields: Any) -> Any:
@@ -65,12 +68,13 @@ class AbstractFP8Matmul(nnx.Module):
             self.start_keys(rngs)
 
     def start_keys(self, rngs: Any) -> None:
-        """Take a stream of keys for this object alone, if its recipe needs keys.
+        """Fork a stream of keys for this object, if its recipe needs keys.
 
-        `model.eval()` stops it, as it stops that of `nnx.Dropout`: an evaluation needs no keys.
+        `model.eval()` turns the stream off, as it does for `nnx.Dropout`, because an evaluation
+        needs no keys.
 
         Raises:
-          ValueError: if `rngs` is missing, or has neither the stream nor a default one.
+          ValueError: if `rngs` is missing, or has neither a stream "fp8" nor a default stream.
         """
         if not self.recipe.needs_key:
             return
@@ -78,21 +82,21 @@ class AbstractFP8Matmul(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise ValueError(
                 f"rngs={rngs!r}, but recipe {self.recipe.name!r} rounds stochastically, which "
-                f"needs a PRNG key at each step; write {name}(recipe, rngs=nnx.Rngs(0, {KEYS}=1))."
+                f"needs a PRNG key at each step. Write {name}(recipe, rngs=nnx.Rngs(0, {KEYS}=1))."
             )
         try:
             stream = rngs[KEYS]
         except KeyError:
             raise ValueError(
-                f"rngs={rngs!r} has no stream {KEYS!r} and no default one, but recipe "
-                f"{self.recipe.name!r} rounds stochastically; write "
+                f"rngs={rngs!r} has no stream {KEYS!r} and no default stream, but recipe "
+                f"{self.recipe.name!r} rounds stochastically. Write "
                 f"nnx.Rngs(..., {KEYS}=1)."
             ) from None
         self.keys = nnx.data(stream.fork())
         self.deterministic = False
 
     def matmul_options(self) -> MatmulOptions:
-        """What the matmul takes besides operands and state, at this call."""
+        """The options of the matmul at this call: all arguments but operands and state."""
         options = MatmulOptions(**options_of(self))
         if self.keys is not None and not self.deterministic:
             options["key"] = self.keys()
@@ -100,18 +104,18 @@ class AbstractFP8Matmul(nnx.Module):
 
     @property
     def matmul_state(self) -> MatmulState | tuple[()]:
-        """The state, for one matmul.
+        """The quantizer state of this matmul. () for a recipe without state.
 
         Raises:
-          FP8StateError: if a layer made this object while a loss was running. The state would be
-            lost.
+          FP8StateError: if a layer made this object while a loss was running. The object ends with
+            the call, so its state would be lost.
         """
         if self.state is None:
             return ()
         if self.made_in_a_loss:
             raise FP8StateError(
                 f"a {type(self).__name__} with the state of recipe {self.recipe.name!r} was made "
-                "while a loss was running, so its state would be lost after the call. flax makes a "
+                "while a loss was running. Its state would be lost after the call. flax makes a "
                 "new object at every call for dot_general_cls= (qkv_dot_general_cls=, "
                 "out_dot_general_cls=). Build the layer without this argument, then give it its "
                 "own object: layer.dot_general = nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For "
@@ -124,9 +128,18 @@ class FP8DotGeneral(AbstractFP8Matmul):
     """A module that is called like `jax.lax.dot_general`, for `dot_general=` of nnx layers.
 
     Args:
-      recipe: which quantizer for which operand; default: delayed scaling.
-      rngs: for recipes that round stochastically: the stream "fp8", or the default one.
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      rngs: `nnx.Rngs` for recipes that round stochastically. Its stream "fp8" gives the keys, or
+        its default stream. Default: None.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      **options: the last four, by name. `fp8.dot_general` explains them.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe, or if an option is unknown.
+      ValueError: if `rngs` lacks a stream that the recipe needs.
 
     Example:
       >>> from flax import nnx
@@ -148,12 +161,16 @@ class FP8DotGeneral(AbstractFP8Matmul):
         bias: Array | None = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """See `fp8.dot_general`."""
+        """Multiply lhs and rhs. For the arguments, see `fp8.dot_general`.
+
+        Raises:
+          FP8StateError: if `jnp.einsum` calls an object with state or keys.
+        """
         if (self.state is not None or self.keys is not None) and _called_by_einsum():
             raise FP8StateError(
-                "this FP8DotGeneral has quantizer state or PRNG keys and was passed as "
-                "jnp.einsum(_dot_general=), where jax would keep the state of the first call; "
-                "write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp "
+                "this FP8DotGeneral has quantizer state or PRNG keys, and it was passed as "
+                "jnp.einsum(_dot_general=). There jax would keep the state of the first call. "
+                "Write _dot_general=FP8EinsumOp(recipe).dot_general, or call the FP8EinsumOp "
                 "itself."
             )
         options = self.matmul_options()
@@ -171,9 +188,9 @@ _EINSUM = inspect.unwrap(jnp.einsum).__globals__["__name__"]
 def _called_by_einsum() -> bool:
     """Whether `jnp.einsum` called this object.
 
-    It compiles once for each object, with the state as a constant.
+    `jnp.einsum` compiles once for each object. The state would be a constant of that program.
     """
-    # Frame 0 is this function, 1 is `__call__`, 2 is `needs_operands`, 3 is what called the plug.
+    # Frame 0 is this function, 1 is `__call__`, 2 is `needs_operands`, 3 is the caller.
     return sys._getframe(3).f_globals.get("__name__") == _EINSUM
 
 
@@ -181,9 +198,18 @@ class FP8EinsumOp(AbstractFP8Matmul):
     """A module that is called like `jnp.einsum` of two operands, for `einsum_op=` of `nnx.Einsum`.
 
     Args:
-      recipe: which quantizer for which operand; default: delayed scaling.
-      rngs: for recipes that round stochastically: the stream "fp8", or the default one.
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      rngs: `nnx.Rngs` for recipes that round stochastically. Its stream "fp8" gives the keys, or
+        its default stream. Default: None.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      **options: the last four, by name. `fp8.dot_general` explains them.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe, or if an option is unknown.
+      ValueError: if `rngs` lacks a stream that the recipe needs.
 
     Example:
       >>> from flax import nnx
@@ -204,7 +230,9 @@ class FP8EinsumOp(AbstractFP8Matmul):
         out_sharding: Any = None,
         prologue: AbstractPrologue | None = None,
     ) -> Array:
-        """See `fp8.einsum`. The prologue belongs to the operands, so each call takes its own.
+        """Compute the einsum. For the arguments, see `fp8.einsum`.
+
+        The prologue depends on the operands, so it is an argument of each call.
 
         Example:
           >>> import jax.numpy as jnp

@@ -23,35 +23,35 @@ from jaxfp8.state._state import is_state
 
 _kept_p = Primitive("fp8_kept")  # the identity
 _kept_p.multiple_results = True
-_lost_p = Primitive("fp8_lost")  # what is left of a mark that nobody used
+_lost_p = Primitive("fp8_lost")  # replaces a mark whose results are not used
 _lost_p.multiple_results = True
 
 
 def kept(states: PyTree, call: str) -> PyTree:
-    """The same states. A compiled function that drops the histories of all of them raises.
+    """Return the same states, marked. A compiled function that drops all their histories raises.
 
-    Only histories count: an evaluation after the step reads scales. Frozen states do not count, for
-    no update changes them.
+    Only histories count, because an evaluation after the step reads scales. Frozen states do not
+    count, because no update changes them.
 
     Args:
-      states: what a commit returned.
-      call: the function that committed, for the message.
+      states: the states that a commit returned.
+      call: name of the function that committed, for the message.
 
     Raises:
-      FP8StateError: raised when jax compiles the function.
+      FP8StateError: when jax compiles the function, not when this function is called.
     """
     nodes, structure = jax.tree.flatten(states, is_leaf=is_state)
     learning = [i for i, node in enumerate(nodes) if is_state(node) and not node.frozen]
     histories = [nodes[i].amax_history for i in learning]
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in histories):
-        return states
+        return states  # nothing is traced, so nothing can be dropped by a compiled function
     for i, history in zip(learning, _kept_p.bind(*histories, call=call), strict=True):
         nodes[i] = dataclasses.replace(nodes[i], amax_history=history)
     return jax.tree.unflatten(structure, nodes)
 
 
 def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
-    eqn = arguments[-1]  # newer jax has one more argument before it
+    eqn = arguments[-1]  # newer jax passes one more argument before the equation
     if any(used):
         return [True] * len(eqn.invars), eqn
     return [False] * len(eqn.invars), eqn.replace(primitive=_lost_p, invars=[], outvars=[])
@@ -80,5 +80,5 @@ partial_eval.dce_rules[_kept_p] = _keep_or_mark_as_lost
 _lost_p.def_impl(_refuse)
 _lost_p.def_abstract_eval(lambda *, call: [])
 mlir.register_lowering(_lost_p, _refuse)
-# later passes keep it
+# It has no results. Without this rule a later dead-code pass would remove it, and the error too.
 partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])

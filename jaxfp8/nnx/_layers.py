@@ -1,6 +1,6 @@
 """flax.nnx's dense layers with FP8 matmuls.
 
-The same arguments, parameters and initial values, and a recipe.
+They have the arguments, parameters and initial values of flax's layers, and a recipe.
 """
 
 import functools
@@ -25,19 +25,43 @@ from jaxfp8.prologues._prologue import AbstractPrologue
 
 
 class FP8Linear(nnx.Linear):
-    """`flax.nnx.Linear` in FP8.
+    """`flax.nnx.Linear` in FP8: y [..., N] = x [..., K] @ kernel [K, N] + bias [N].
+
+    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
+    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
 
     Args:
-      in_features: size of the contracted axis.
-      out_features: size of the last output axis.
-      prologue: `fp8.prologues.SwiGLU()`, and the layer is called with `inputs=(gate, up)`. Or
-        `fp8.prologues.RMSNorm()`, and `inputs=(x, gain)`. The input of the matmul is then
-        `prologue(*inputs)`, computed in the cast. flax's `promote_dtype` gets all activations among
-        `inputs`. gain keeps its dtype: the norm is computed in float32, and rounded once.
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`; lhs is the input, rhs
-        the kernel.
-      **arguments: of `flax.nnx.Linear`.
+      in_features: K, the size of the contracted axis.
+      out_features: N, the size of the last axis of the result.
+      use_bias: whether the layer adds a bias. Default: True.
+      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
+        None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernel and bias are stored. Default: float32.
+      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
+        "highest" does not. A pair must be of two equal values. Default: None.
+      kernel_init: initializer of the kernel. Default: LeCun normal.
+      bias_init: initializer of the bias. Default: zeros.
+      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
+      preferred_element_type: dtype of the matmul's result. Default: None, that of its operands.
+      rngs: `nnx.Rngs` that draws the initial values. Stochastic rounding takes keys from its stream
+        "fp8", or from its default stream. No default.
+      kernel_metadata: metadata of the `nnx.Param` of the kernel. Default: {}.
+      bias_metadata: metadata of the `nnx.Param` of the bias. Default: {}.
+      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
+        `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
+        `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
+        keeps its dtype, because the norm is computed in float32 and rounded once. Default: None.
+      **arguments: all of the above but `in_features`, `out_features` and `prologue`, by name.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe, or if an argument is unknown.
+      ValueError: if `dot_general` is given, or if `rngs` lacks a stream for stochastic rounding.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,9 +91,10 @@ class FP8Linear(nnx.Linear):
         matmul.start_keys(arguments.get("rngs"))
 
     def __call__(self, inputs: Array | tuple[Array, ...], out_sharding: Any = None) -> Array:
-        """As in `flax.nnx.Linear`, but the matmul adds the bias if that gives the same result.
+        """Apply the layer to x [..., K], or to the arrays of the prologue.
 
-        Then the gradient of the matmul also sums the gradient of the bias.
+        The matmul adds the bias if that gives the result of `flax.nnx.Linear`. Then the backward
+        pass of the matmul also sums the gradient of the bias.
         """
         given, w, bias = _promoted(self, LayerInput.read(inputs, self.prologue))
         if not isinstance(self.dot_general, FP8DotGeneral):
@@ -88,13 +113,41 @@ class FP8Linear(nnx.Linear):
 class FP8LinearGeneral(nnx.LinearGeneral):
     """`flax.nnx.LinearGeneral` in FP8: any contracted and batch axes.
 
+    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
+    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+
     Args:
-      in_features: sizes of the contracted axes.
-      out_features: sizes of the output axes.
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`; lhs is the input, rhs
-        the kernel.
-      **arguments: of `flax.nnx.LinearGeneral`.
+      in_features: size of the contracted axis, or a tuple of sizes for several axes.
+      out_features: size of the last axis of the result, or a tuple of sizes for several axes.
+      axis: axis of the input that is contracted, or a tuple of axes. Default: -1.
+      batch_axis: `{axis: size}` of the input's axes that kernel and bias have too. Default: {}.
+      use_bias: whether the layer adds a bias. Default: True.
+      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
+        None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernel and bias are stored. Default: float32.
+      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
+        "highest" does not. A pair must be of two equal values. Default: None.
+      kernel_init: initializer of the kernel. Default: LeCun normal.
+      bias_init: initializer of the bias. Default: zeros.
+      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
+      preferred_element_type: dtype of the matmul's result. Default: None, that of its operands.
+      rngs: `nnx.Rngs` that draws the initial values. Stochastic rounding takes keys from its stream
+        "fp8", or from its default stream. No default.
+      kernel_metadata: metadata of the `nnx.Param` of the kernel. Default: {}.
+      bias_metadata: metadata of the `nnx.Param` of the bias. Default: {}.
+      dot_general: do not pass it. The layer has its own matmul, and raises ValueError.
+      dot_general_cls: do not pass it, for the same reason.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      **arguments: all of the above but `in_features` and `out_features`, by name.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe, or if an argument is unknown.
+      ValueError: if `dot_general` or `dot_general_cls` is given. Also if `rngs` lacks a stream for
+        stochastic rounding.
 
     Example:
       >>> import jax.numpy as jnp
@@ -117,22 +170,45 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         matmul.start_keys(arguments.get("rngs"))
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """As in `flax.nnx.LinearGeneral`."""
+        """Apply the layer to one array."""
         return super().__call__(as_array("inputs", inputs), out_sharding)
 
 
 class FP8Einsum(nnx.Einsum):
     """`flax.nnx.Einsum` in FP8.
 
+    flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
+    the arguments after `recipe`: the input is lhs, and the kernel is rhs.
+
     Args:
-      einsum_str: the equation, the kernel being the second operand.
+      einsum_str: the equation: input, kernel, and "->" with the result.
       kernel_shape: shape of the kernel.
-      bias_shape: shape of the bias, None for none.
-      prologue: see `FP8Linear`.
-      recipe: which quantizer for which operand; default: delayed scaling.
-      reduce_axes, x_shard, w_shard, kernels: see `fp8.dot_general`; lhs is the input, rhs
-        the kernel.
-      **arguments: of `flax.nnx.Einsum`.
+      bias_shape: shape of the bias. Default: None, no bias.
+      dtype: dtype that input, kernel and bias are converted to before the cast to FP8. Default:
+        None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernel and bias are stored. Default: float32.
+      precision: None or "default" lets Hopper accumulate fast in the forward matmul. "high" or
+        "highest" does not. A pair must be of two equal values. Default: None.
+      kernel_init: initializer of the kernel. Default: LeCun normal.
+      bias_init: initializer of the bias. Default: zeros.
+      promote_dtype: function that converts input, kernel and bias to `dtype`. Default: flax's.
+      preferred_element_type: dtype of the matmul's result. Default: None, that of its operands.
+      rngs: `nnx.Rngs` that draws the initial values. Stochastic rounding takes keys from its stream
+        "fp8", or from its default stream. No default.
+      kernel_metadata: metadata of the `nnx.Param` of the kernel. Default: {}.
+      bias_metadata: metadata of the `nnx.Param` of the bias. Default: {}.
+      einsum_op: do not pass it. The layer has its own einsum, and raises ValueError.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      prologue: see `FP8Linear`. Default: None.
+      **arguments: all of the above but the first three and `prologue`, by name.
+
+    Raises:
+      TypeError: if `recipe` is not a Recipe, or if an argument is unknown.
+      ValueError: if `einsum_op` is given, or if `rngs` lacks a stream for stochastic rounding.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,7 +239,7 @@ class FP8Einsum(nnx.Einsum):
         einsum_str: str | None = None,
         out_sharding: Any = None,
     ) -> Array:
-        """As in `flax.nnx.Einsum`."""
+        """Apply the einsum to the input and the kernel. `einsum_str` here replaces the layer's."""
         given = LayerInput.read(inputs, self.prologue)
         if self.prologue is None:
             return super().__call__(given.value, einsum_str, out_sharding)
@@ -184,7 +260,7 @@ class FP8Einsum(nnx.Einsum):
 def _promoted(
     layer: FP8Linear | FP8Einsum, given: LayerInput
 ) -> tuple[LayerInput, Array, Array | None]:
-    """The input, the kernel and the bias in the dtype of the layer."""
+    """The input, the kernel and the bias, converted by the layer's `promote_dtype`."""
 
     def promote(*arrays: Any) -> Any:
         return layer.promote_dtype(arrays, dtype=layer.dtype)

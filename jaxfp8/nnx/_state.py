@@ -1,6 +1,6 @@
-"""Where nnx layers keep quantizer state.
+"""The Variables in which nnx layers keep their quantizer state.
 
-Variables of a type of their own, which optimizers over Param leave alone.
+Their type is not `nnx.Param`, so an optimizer of parameters does not change them.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ M = TypeVar("M")
 class FP8State(nnx.Variable[MatmulState]):
     """The quantizer state of one matmul.
 
-    `nnx.eval_shape` makes an abstract state, which becomes a fresh state here. A checkpoint of
-    parameters holds no state to restore.
+    `nnx.eval_shape` makes an abstract state, and this class turns it into a fresh state. So a
+    checkpoint that holds only parameters can be restored into the model.
 
     Example:
       >>> from flax import nnx
@@ -36,45 +36,45 @@ class FP8State(nnx.Variable[MatmulState]):
 
     @classmethod
     def _new(cls, value: Any, metadata: dict[str, Any]) -> Any:
-        # flax calls this for each Variable that it makes without the constructor. nnx.jit would
-        # refuse an abstract state.
+        # flax calls this method for each Variable that it makes without the constructor. nnx.jit
+        # would raise an error for an abstract state.
         return super()._new(concrete(value), metadata)
 
 
 def new_state(recipe: Recipe) -> FP8State | None:
-    """A Variable with the unset state of one matmul; None for a recipe without state."""
+    """A Variable with the unset state of one matmul. None for a recipe without state."""
     state = init_state(recipe)
     return FP8State(state) if isinstance(state, MatmulState) else None
 
 
 def holds_state(path: tuple[Any, ...], value: Any) -> bool:
-    """A filter of nnx: Variables that hold the state of a matmul.
+    """A filter of nnx for the Variables that hold the state of a matmul.
 
-    `nnx.bridge.ToNNX` gives the states of a linen model a Variable type that flax makes from the
-    name of their collection.
+    The filter looks at values, not at types. `nnx.bridge.ToNNX` keeps the states of a linen model
+    in a type that flax makes from the name of their collection.
     """
     del path
     return isinstance(value, nnx.Variable) and isinstance(value.get_raw_value(), MatmulState)
 
 
 def states_of(model: Any) -> PyTree:
-    """The quantizer states of a model, none of them abstract."""
+    """The quantizer states of a model. Abstract states become fresh states."""
     return concrete(nnx.state(model, holds_state))
 
 
 def freeze(model: M) -> M:
-    """The same model with fixed scales: its uses collect nothing, and no step changes them.
+    """The same model with fixed scales. Its matmuls record no amax, and no step changes its scales.
 
-    For a network that a loss is differentiated through but does not train, such as the
-    discriminator in the loss of a GAN's generator. A row that is still unset quantizes with the
-    current amax of its tensor. (A row is the state of one tensor.)
+    Use it for a network that the gradient passes through, but that the loss does not train. One
+    example is the discriminator in the loss of a GAN's generator. A row of a state belongs to one
+    tensor. If a row is unset, its tensor is quantized with the tensor's current amax.
 
     Args:
       model: an nnx module. It does not change.
 
     Returns:
-      A model that shares all Variables with `model`, except for the quantizer states. They are
-      copies. Call `freeze` inside the train step, so that they are copies of the newest states.
+      A model that shares all Variables with `model`, except for the quantizer states, which it
+      copies. Call `freeze` inside the train step, so that it copies the newest states.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ _differentiating = contextvars.ContextVar("_differentiating", default=False)
 
 @contextlib.contextmanager
 def differentiating() -> Iterator[None]:
-    """Marks that a loss is running. A layer that is made meanwhile would lose its state."""
+    """Mark that a loss is running. A layer that is made inside it would lose its state."""
     token = _differentiating.set(True)
     try:
         yield

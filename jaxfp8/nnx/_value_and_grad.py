@@ -1,4 +1,4 @@
-"""`value_and_grad` for nnx models: gradients out, quantizer state updated in place."""
+"""`value_and_grad` for nnx models: it returns gradients and updates quantizer state in place."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,23 +30,24 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(model, *args, **kwargs) -> loss` (or `(loss, aux)`).
       has_aux: as in `nnx.value_and_grad`.
-      commit: update the model's quantizer states; else return what was seen, for `fp8.merge_seen`
-        and one `fp8.nnx.commit` per optimizer step.
-      wrt: the Variables to differentiate with respect to.
+      commit: True updates the model's quantizer states. False returns the amaxes that the loss
+        saw. Merge them by `fp8.merge_seen`, and call `fp8.nnx.commit` once per optimizer step.
+      wrt: filter of the Variables to differentiate with respect to. Default: `nnx.Param`.
       reduce_axes: see `fp8.value_and_grad`.
 
     Returns:
       A function `(model, *args, **kwargs) -> (loss, grads)`, or `(loss, grads, seen)` with
-      `commit=False`. Other state that the loss changes (batch statistics, random streams, metrics),
-      of the model or of other nnx objects among the arguments, is updated too. An object must not
-      be part of both the model and an argument.
+      `commit=False`. With `has_aux=True` the first result is `(loss, aux)`. The function also
+      updates other state that the loss changes: batch statistics, random streams, metrics. It does
+      so in the model and in other nnx objects among the arguments. An object must not be in both
+      the model and an argument.
 
     Raises:
       ValueError: if `wrt` matches quantizer states.
-      FP8StateError: if the loss is differentiated through another network with quantizer states, as
-        in a GAN: pass `fp8.nnx.freeze(network)`. Also if a compiled function updates a model and
-        drops the update. jax raises it when it compiles. `jax.jit` gives its function a copy of a
-        model. Use `nnx.jit`, or return the model or `nnx.state(model)`.
+      FP8StateError: if the gradient passes through another network with quantizer states, as in a
+        GAN. Pass `fp8.nnx.freeze(network)` instead. Also if a compiled function updates a model and
+        does not return it: `jax.jit` gives its function a copy of the model. Use `nnx.jit`, or
+        return the model or `nnx.state(model)`. jax raises this error when it compiles.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,7 +67,8 @@ def value_and_grad(
         given, (objects, arrays) = _split_arguments(args, kwargs)
 
         def pure(params: PyTree, states: PyTree) -> Any:
-            # copy: Variables of this trace, so that what the loss writes does not leak out of it.
+            # copy=True makes Variables of this trace. Without it the loss would write tracers into
+            # the caller's Variables.
             inner = nnx.merge(graphdef, params, states, rest, copy=True)
             inner_args, inner_kwargs = nnx.merge(given, objects, arrays, copy=True)
             with differentiating():
@@ -94,19 +96,19 @@ def value_and_grad(
 def _check_wrt(model: Any, wrt: Any) -> None:
     """Raise ValueError if `wrt` matches quantizer states.
 
-    An optimizer with this `wrt` would want their gradients.
+    An optimizer with this `wrt` would need gradients of the states, and they have none.
     """
     if caught := nnx.to_flat_state(nnx.state(model, nnx.All(holds_state, wrt))):
         place = ".".join(map(str, next(iter(caught))[0]))
         raise ValueError(
             f"wrt={wrt!r} matches {len(caught)} quantizer states, {place} for instance, which have "
-            "no gradient; write wrt=nnx.Param, or another filter that leaves them out. Give "
-            "nnx.Optimizer the same wrt."
+            "no gradient. In value_and_grad write wrt=nnx.Param, or another filter that leaves "
+            "them out. Give nnx.Optimizer the same wrt."
         )
 
 
 def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Which network of a loss is differentiated but not trained."""
+    """The first part of a message: the network that the gradient passes through untrained."""
     named = {
         f"positional argument {i} of the loss": each for i, each in enumerate(args, start=2)
     } | kwargs
@@ -123,28 +125,28 @@ def _whose(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return (
             "No other argument of the loss holds quantizer states. If the loss uses a network from "
             "outside, pass that network as an argument: fp8.nnx.freeze(network). If the loss takes "
-            "a gradient inside (a gradient penalty), use recipes.identity(): FP8 matmuls have no "
-            "second derivative. Otherwise:"
+            "a gradient inside (a gradient penalty), use recipes.identity(), because FP8 matmuls "
+            "have no second derivative. Otherwise:"
         )
     name, network = next(iter(held.items()))
     return (
         f"{name} is a {type(network).__name__} with quantizer states, but the loss trains only its "
-        "first argument; pass fp8.nnx.freeze(network) in its place, and for any other network that "
-        "the loss uses. In detail:"
+        "first argument. Pass fp8.nnx.freeze(network) instead. Do the same for any other network "
+        "that the loss uses. In detail:"
     )
 
 
 def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
-    """The graph of a model; its parameters, quantizer states and the rest."""
+    """The graph of a model, and its parameters, quantizer states and other Variables."""
     graphdef, *parts = nnx.split(model, holds_state, wrt, ...)
     states, params, rest = parts
     return graphdef, (params, concrete(states), rest)
 
 
 def _split_arguments(*arguments: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
-    """The graph of the arguments.
+    """The graph of the arguments, their Variables, and their arrays.
 
-    The Variables among them (random streams, metrics, other models), and the arrays.
+    The Variables belong to random streams, metrics and other models.
     """
     graphdef, *parts = nnx.split(arguments, nnx.Variable, ...)
     variables, arrays = parts
@@ -152,16 +154,16 @@ def _split_arguments(*arguments: Any) -> tuple[Any, tuple[PyTree, PyTree]]:
 
 
 def commit(model: Any, seen: PyTree) -> None:
-    """Update the quantizer states of a model with what its microbatches saw.
+    """Update the quantizer states of a model with the amaxes that its microbatches saw.
 
-    Once per optimizer step.
+    Call it once per optimizer step.
 
     Args:
-      model: an nnx module.
+      model: an nnx module, updated in place.
       seen: from `fp8.nnx.value_and_grad(..., commit=False)`, merged with `fp8.merge_seen`.
 
     Raises:
-      FP8StateError: if a compiled function drops the update, as in `fp8.nnx.value_and_grad`.
+      FP8StateError: if a compiled function drops the update; see `fp8.nnx.value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp

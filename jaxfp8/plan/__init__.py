@@ -1,4 +1,4 @@
-"""What to run: which kernels, what a recipe costs, and which recipe a layer gets by that."""
+"""Plans: which kernels run, what a recipe costs on a chip, and which recipe a layer gets."""
 
 from jaxfp8.kernels.tuning._timings import Timings as Timings
 from jaxfp8.plan._autotune import autotune as autotune

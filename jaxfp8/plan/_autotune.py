@@ -1,4 +1,4 @@
-"""`autotune`: time every way to do the matmuls of a step, on the GPU that is there."""
+"""`autotune`: time every way to do the matmuls of a step, on the GPU of this process."""
 
 import dataclasses
 import functools
@@ -23,25 +23,28 @@ _PACKAGES = ("jax", "jaxlib", "jaxfp8")
 def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> Kernels:
     """Time each way to do each matmul of a step, on the GPU of this process.
 
-    `step` is traced with the shapes of its arguments, and not run. Each of its FP8 matmuls is then
-    timed alone, on random values: by every backend for the chip that can do it, and with every
-    tiling of a kernel that fits. A time is the median of several rounds. The results of all ways
-    are compared. The tilings of one kernel must give the same bits. Casts are not timed.
+    `step` is traced with the shapes of its arguments, and does not run. Each of its FP8 matmuls is
+    then timed alone, on random values. It is timed with every backend for the chip that can do it.
+    A backend with tilings is timed with every tiling that fits. A time is the median of several
+    rounds. The results of all ways are compared. The tilings of one kernel must give the same bits.
+    Casts are not timed.
 
     Args:
-      step: called as `step(kernels, *arguments)`. It hands `kernels` on to its layers and ops. It
-        may have a backward pass.
+      step: called as `step(kernels, *arguments)`. It passes `kernels` to its layers and ops. It may
+        have a backward pass.
       *arguments: of the step, arrays or `jax.ShapeDtypeStruct`s.
-      kernels: for the chip that this GPU is. Matmuls that their timings have are not timed again.
+      kernels: `fp8.Kernels` for the chip of this GPU. If it has timings, autotune times only the
+        matmuls that they lack.
 
     Returns:
-      The same kernels with timings, to give to the step. Save them by `kernels.timings.save(path)`,
-      and load them by `fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))`.
+      The same kernels with timings, to pass to the step. Save them by
+      `kernels.timings.save(path)`. Load them by
+      `fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))`.
 
     Raises:
       RuntimeError: without a GPU, or if a way gives a wrong result.
-      ValueError: for a step without FP8 matmuls that take `kernels`; for kernels without a chip, or
-        with `matmuls`; for timings of another chip or device.
+      ValueError: if no FP8 matmul of the step takes `kernels`. Also for kernels without a chip or
+        with `matmuls`, and for timings of another chip or device.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp
@@ -58,12 +61,12 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
     given = check_kernels(kernels)
     if given.chip is None or given.matmuls is not None:
         raise ValueError(
-            f"kernels={kernels!r} must name the chip that is there, and no backend of matmuls: "
-            'write kernels=fp8.Kernels("h200").'
+            f"kernels={kernels!r} must name the chip of this GPU, and no backend of matmuls. "
+            'Write for instance kernels=fp8.Kernels("h200").'
         )
     if jax.default_backend() != "gpu":
         raise RuntimeError(
-            f"autotune times a GPU, but jax.default_backend() is {jax.default_backend()!r}; run it "
+            f"autotune times a GPU, but jax.default_backend() is {jax.default_backend()!r}. Run it "
             "on a machine with the GPU."
         )
     versions = tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
@@ -75,7 +78,7 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
     jax.eval_shape(functools.partial(step, dataclasses.replace(given, timings=seen)), *arguments)
     if not seen.matmuls:
         raise ValueError(
-            "no FP8 matmul of the step took `kernels`; hand it on to layers and ops as "
+            "no FP8 matmul of the step took `kernels`. Pass it to layers and ops as "
             "kernels=kernels."
         )
     for matmul, (operands, call) in seen.matmuls.items():
@@ -87,7 +90,7 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
 
 
 class Recorder:
-    """In place of timings: it records each matmul, and chooses nothing."""
+    """Takes the place of timings while a step is traced. It records each matmul."""
 
     def __init__(self) -> None:
         self.matmuls: dict[str, tuple[Operands, MatmulCall]] = {}
@@ -100,9 +103,10 @@ class Recorder:
         *,
         add_to: Array | None = None,
     ) -> tuple[()]:
-        """No backends. The matmul is recorded."""
-        del add_to  # the matmul alone is timed
+        """Record a matmul. The empty result makes `Kernels` choose by its estimates."""
+        del add_to  # the matmul is timed without its addition
         types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (lhs, rhs))
+        # One GPU times the matmul, so the sharding of its result is dropped.
         on_one_device = dataclasses.replace(call, out_sharding=None)
         self.matmuls[describe(lhs, rhs, call)] = types, on_one_device
         return ()

@@ -1,7 +1,9 @@
 """Which backends are tried for each matmul and each cast of a training step.
 
-A kernel that is made for the chip is tried first if it is estimated to be faster than what XLA
-compiles. All of it follows from static values, so every process chooses alike.
+A kernel that is made for the chip is tried first if it is estimated to be faster than XLA's
+program. The choice depends on static values only, so every process makes the same choice.
+
+Letters: a layer (M, K, N) computes y [M, N] = x [M, K] @ w [K, N]. g [M, N] is the gradient of y.
 """
 
 import functools
@@ -22,7 +24,7 @@ XLA = ("xla",)
 
 
 class Backends(NamedTuple):
-    """Names of backends in the order in which they are tried, for each part of a training step."""
+    """Names of backends for each matmul and for the casts of each tensor, in the order of trial."""
 
     fprop: tuple[str, ...] = XLA
     dgrad: tuple[str, ...] = XLA
@@ -33,7 +35,7 @@ class Backends(NamedTuple):
 
 
 def sizes_of(shape: Shape) -> dict[Matmul, Shape]:
-    """(M, K, N) of the three matmuls of a layer of (M, K, N).
+    """The sizes (M, K, N) of each of the three matmuls of a layer (M, K, N).
 
     Example:
       >>> sizes_of((1, 2, 3))["wgrad"]
@@ -44,7 +46,7 @@ def sizes_of(shape: Shape) -> dict[Matmul, Shape]:
 
 
 def values_of(shape: Shape) -> dict[Tensor, int]:
-    """How many values x, w and g have.
+    """The number of values of x, w and g.
 
     Example:
       >>> values_of((1, 2, 3))
@@ -57,7 +59,7 @@ def values_of(shape: Shape) -> dict[Tensor, int]:
 def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> dict[str, float]:
     """Estimated seconds of a matmul, for each backend of a chip.
 
-    The result is empty if the chip has no figures, or if sizes are symbols.
+    The result is empty if the chip has no figures, or if a size is symbolic.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -80,8 +82,8 @@ def cast_seconds(
 ) -> dict[str, float]:
     """Estimated seconds of the casts of a tensor, for each backend of a chip.
 
-    The result is empty if nothing is cast, if the chip or a quantizer has no figures, or if sizes
-    are symbols.
+    The result is empty if nothing is cast or if a size is symbolic. It is also empty if the chip
+    has no figures, or if the cost of a quantizer is not known.
     """
     quantizers = [quantizer for _, quantizer in recipe.uses(tensor)]
     casts = [q for q in quantizers if q.value_format is not None]
@@ -102,7 +104,7 @@ def copy_seconds(
 ) -> dict[str, float]:
     """Estimated seconds of a cast without a recipe, for each backend of a chip.
 
-    The cost of whatever reads the copies is not counted.
+    The cost of the operations that read the copies is not counted.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -112,6 +114,8 @@ def copy_seconds(
     if chip not in PEAKS or not _known((values,)):
         return {}
     peak, copies = PEAKS[chip], len(granularities)
+    # XLA reads bfloat16 (2 bytes) once for each amax, and once more for the cast of all copies.
+    # Each copy is written as 1 byte. The kernel finds amaxes in the pass in which it casts.
     by_xla = stream(peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True)
     by_kernel = stream(peak, (2 + copies) * values, by_pallas=True)
     seconds = {"mosaic": by_kernel.seconds, "xla": by_xla.seconds}
@@ -121,8 +125,8 @@ def copy_seconds(
 def casting_kernels(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
     """The backends of casts that are estimated for a chip.
 
-    Kernels in Pallas are for tiles. With scales of whole tensors and of rows XLA fuses a cast with
-    what makes the tensor, so XLA casts.
+    The Pallas kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
+    with the operation that makes the tensor. So XLA casts.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -145,6 +149,7 @@ def best(seconds: Mapping[str, float]) -> tuple[str, ...]:
     return (*(name for name, _ in sorted(faster.items(), key=operator.itemgetter(1))), "xla")
 
 
+# Every matmul asks at every trace. A model has many layers, and few recipes and shapes.
 @functools.lru_cache(maxsize=4096)
 def backends_for(
     chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape
@@ -152,9 +157,9 @@ def backends_for(
     """The backends of a layer.
 
     Args:
-      chip: that the program is for. None: XLA's backends, for every chip.
-      casts: the name of a backend of all casts; None chooses.
-      matmuls: the same for matmuls.
+      chip: name of the chip that the program is for. None: XLA's backends, for every chip.
+      casts: name of the backend of all casts. None: estimates choose.
+      matmuls: name of the backend of all matmuls. None: estimates choose.
       recipe: which quantizer for which operand.
       shape: (M, K, N) of the layer.
 
@@ -171,7 +176,7 @@ def backends_for(
             chosen[name] = (matmuls,)
         elif chip is not None:
             chosen[name] = best(matmul_seconds(sides, chip, size, recipe.tile))
-        if chip is not None:
+        if chip is not None:  # what a cast costs depends on the route of the matmuls that read it
             first = chosen[name][0]
             routes[name] = route_of(sides, first, chip_named(chip), size)
     for tensor in values_of(shape):
@@ -183,5 +188,5 @@ def backends_for(
 
 
 def _known(shape: tuple[int, ...]) -> bool:
-    """Whether sizes are numbers. Those of an exported program may be symbols."""
+    """Whether all sizes are numbers. An exported program may have symbolic sizes."""
     return all(isinstance(size, int) for size in shape)

@@ -23,12 +23,12 @@ MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
 """The axes of y [M, N] = x [M, K] @ w [K, N]."""
 # Bytes for each tile and direction: its amax and its multiplier, written and read.
 _CELL = 12
-# Bytes for each tile of a copy that is widened to bfloat16: one kernel converts its scale to
-# bfloat16, and another reads it.
+# Bytes for each tile of a copy that is widened to bfloat16. One kernel converts its scale to
+# bfloat16, and another reads that scale.
 _WIDENED_CELL = 8
-# Bytes for each value of a transposed w with scales of rows, beyond its amaxes and casts: XLA moves
-# the transposition up through the cast, and so writes and reads masks of w (3 + 4 bytes to make
-# them, and 3 in each of the two casts that XLA makes of one).
+# Bytes for each value of a transposed w with scales of rows, beyond its amaxes and casts. XLA moves
+# the transposition up through the cast, so it writes and reads masks of w. Making the masks takes
+# 3 + 4 bytes. XLA splits the cast in two, and each of these casts takes 3 bytes more.
 _MASKS = 13
 
 
@@ -37,11 +37,11 @@ class Casts(NamedTuple):
 
     Attributes:
       recipe: which quantizer for which operand.
-      tensor: which tensor.
-      values: how many it has.
-      routes: of each matmul that reads it.
-      chip: where.
-      peak: of the chip.
+      tensor: name of the tensor.
+      values: number of its values.
+      routes: the route of each matmul that reads it.
+      chip: the chip that the casts run on.
+      peak: data-sheet figures of the chip.
     """
 
     recipe: Recipe
@@ -53,22 +53,26 @@ class Casts(NamedTuple):
 
 
 def cast_cost(backend: str, casts: Casts) -> Cost:
-    """Amaxes, casts and transpositions of one tensor by "xla" or by a kernel of that name.
+    """The cost of the amaxes, casts and transpositions of one tensor.
+
+    Args:
+      backend: "xla", or the name of a kernel of casts.
+      casts: the casts of the tensor.
 
     Raises:
-      ValueError: for a quantizer of a kind that is not known.
+      ValueError: if a quantizer is not one of `fp8.quantizers`.
     """
     for name, quantizer in casts.recipe.uses(casts.tensor):
         if not has_known_cost(quantizer):
             raise ValueError(
-                f"{name} reads {casts.tensor} by {quantizer!r}, of whose casts nothing is known; "
-                "use quantizers of fp8.quantizers."
+                f"{name} quantizes {casts.tensor} by {quantizer!r}. The cost of its casts is not "
+                "known. Use quantizers of fp8.quantizers."
             )
     return _by_xla(casts) if backend == "xla" else _by_kernel(casts)
 
 
 def has_known_cost(quantizer: AbstractQuantizer) -> bool:
-    """Whether it is a quantizer of `fp8.quantizers`, whose casts can be estimated.
+    """Whether the casts of a quantizer can be estimated: it is one of `fp8.quantizers`.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -79,7 +83,10 @@ def has_known_cost(quantizer: AbstractQuantizer) -> bool:
 
 
 def _by_kernel(casts: Casts) -> Cost:
-    """By a kernel that reads the tensor once for all copies, each in the layout of its readers."""
+    """The cost of a kernel that reads the tensor once and writes all copies.
+
+    The kernel writes each copy in the layout that its matmuls read, so nothing is transposed later.
+    """
     recipe, tensor, values, routes, _, peak = casts
     cost = Cost()
     for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",)):
@@ -88,18 +95,20 @@ def _by_kernel(casts: Casts) -> Cost:
         granularities = planned.cast.granularities
         in_tiles = planned.quantizer.granularity.in_tiles
         if isinstance(planned.quantizer, Current) and not in_tiles:
-            # XLA reduces each granularity by itself, by two kernels.
+            # XLA finds the amaxes of each granularity separately, with two kernels.
             amaxes = len({*granularities})
             cost += stream(peak, 2 * values * amaxes, kernels=2 * amaxes)
-        # Scales of each copy. Those of tensors and rows are too few to count.
+        # The number of scales of each copy. Tensors and rows have too few scales to count.
         scales = [values // math.prod(g.along(2)) if in_tiles else 0 for g in granularities]
         size = 4 if planned.cast.rule.scale_format is None else 1
+        # The tensor is read as bfloat16, 2 bytes a value. Each copy is written, 1 byte a value.
         moved = (2 + len(granularities)) * values + size * sum(scales)
         cost += stream(peak, moved, by_pallas=True)
         for readers, cells in zip(planned.readers, scales, strict=True):
             widened = sum(not routes[name].reads_fp8 for name in readers)
             if widened:
-                # Tiles are widened once for both matmuls that read a copy.
+                # The copy is read once, 1 byte a value. It is written as bfloat16 (2 bytes) for
+                # each of its readers, or with tiles once for both.
                 both = 1 if in_tiles else widened
                 cost += stream(peak, (1 + 2 * both) * values + _WIDENED_CELL * cells)
     return cost
@@ -107,7 +116,7 @@ def _by_kernel(casts: Casts) -> Cost:
 
 def _by_xla(casts: Casts) -> Cost:
     recipe, tensor, values, routes, chip, peak = casts
-    # Matmuls that read the same copy: equal quantizers, and equal scale cells.
+    # Matmuls read the same copy if their quantizers and the cells of their scales are equal.
     copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
     for name, quantizer in recipe.uses(tensor):
         if quantizer.value_format is not None:
@@ -125,7 +134,7 @@ def _by_xla(casts: Casts) -> Cost:
         cost += stream(peak, 2 * values + _CELL * cells, kernels=2, in_tiles=tiles)
         in_tiles = in_tiles or tiles
     for (quantizer, _), readers in copies.items():
-        # The layouts in which matmuls read FP8: as the tensor is (False), or transposed (True).
+        # The layouts in which matmuls read FP8: False for that of the tensor, True for transposed.
         layouts = {
             MATRICES.axes(name, tensor).is_transposed and _wants_contracted_last(routes[name], chip)
             for name in readers
@@ -133,13 +142,14 @@ def _by_xla(casts: Casts) -> Cost:
         }
         transposed, by_rows = True in layouts, quantizer.granularity.in_rows
         widened = [name for name in readers if not routes[name].reads_fp8]
-        # Whether FP8 is written to memory before another kernel transposes or widens it.
+        # Whether XLA writes FP8 to memory before another kernel transposes or widens it. If not,
+        # the cast itself writes each layout.
         first = isinstance(quantizer, Delayed) or (layouts and quantizer.granularity.in_tiles)
         written += 1 if first else len(layouts)
-        if first and transposed:
+        if first and transposed:  # FP8 is read and written once more
             cost += stream(peak, 2 * values)
         if quantizer.granularity.in_tiles:
-            widened = widened[:1]  # folded once for both matmuls
+            widened = widened[:1]  # tiles are widened once for both matmuls
         if isinstance(quantizer, Delayed) and widened:
             cost += stream(peak, (1 + 2 * len(widened)) * values)
         else:

@@ -1,6 +1,6 @@
 """`Choices`: what each cast and each matmul of a layer runs, and why, as a table.
 
-Each kernel is traced for its case. If it cannot do the case, the table has its reason.
+Each kernel is traced for its case. If it cannot do the case, the table shows the reason.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ class Choice:
 
     Attributes:
       backend: its name, "xla" or that of a kernel.
-      evidence: how it was found to be the fastest. "measured": by timings on the chip. "estimated":
-        from figures of the chip (`fp8.plan.roofline`). "compiled": neither; it was named, or there
-        was nothing to compare. The table calls this column "known by".
-      why: in words. For an estimate: its time, and the times of the alternatives. For a kernel that
-        cannot do the case: its reason.
+      evidence: how the backend was chosen. "measured": by timings on the chip. "estimated": from
+        figures of the chip (`fp8.plan.roofline`). "compiled": by neither. Then the user named the
+        backend, or there was nothing to compare. The table calls this column "known by".
+      why: the reason. An estimate has its time and the times of the alternatives. If a kernel
+        cannot do the case, its reason follows.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -58,7 +58,7 @@ class Choices:
     """What the casts and matmuls of a layer run. `str()` is a table.
 
     Attributes:
-      title: recipe, shape and kernels.
+      title: names of the recipe, the shape and the kernels.
       x: the casts of x.
       w: the casts of w.
       g: the casts of the gradient of y.
@@ -112,12 +112,12 @@ def _first_that_can(names: Sequence[str], trace: Callable[[str], Any]) -> _Tried
     refusals = _Refusals()
     for name in names:
         if name == "xla":
-            break  # XLA can do every case. Tracing would only take time.
+            break  # XLA can do every case, so tracing it would only take time
         try:
             trace(name)
             return _Tried(name, refusals)
         except NotImplementedError as reason:
-            if len(names) == 1:
+            if len(names) == 1:  # the user named this backend, so no other may replace it
                 raise
             refusals[name] = str(reason)
     return _Tried("xla", refusals)
@@ -128,7 +128,8 @@ def explained(kernels: Any, recipe: Recipe, shape: Shape, dtype: DType) -> Choic
     return _in_mesh(jax.sharding.get_abstract_mesh(), kernels, recipe, shape, dtype)
 
 
-# A model has many layers and few shapes. What kernels can do depends on the mesh that is set.
+# A model has many layers and few shapes. The mesh is a key of the cache, because it decides what
+# kernels can do.
 @functools.lru_cache(maxsize=4096)
 def _in_mesh(mesh: Any, kernels: Any, recipe: Recipe, shape: Shape, dtype: DType) -> Choices:
     del mesh
@@ -160,7 +161,7 @@ def _in_mesh(mesh: Any, kernels: Any, recipe: Recipe, shape: Shape, dtype: DType
 def _copies(
     recipe: Recipe, tensor: Tensor, array: jax.ShapeDtypeStruct, backend: str
 ) -> dict[Matmul, Any]:
-    """What each matmul reads of a tensor that a backend casts."""
+    """The copy of a tensor that each matmul reads, if a backend casts it."""
     copies: dict[Matmul, Any] = {}
     for planned in planned_casts(recipe, MATRICES, tensor, (backend,)):
         made: Any = (array,)
@@ -172,7 +173,7 @@ def _copies(
 
 
 def _quantized(planned: PlannedCast, x: Array) -> Any:
-    """The copies that a quantizer makes on one device, in a later step."""
+    """The copies that a quantizer makes on one device, in a step after the first one."""
     assert planned.cast is not None
     stored = jnp.float32(1) if planned.quantizer.stateful else None
     key = jax.random.key(0) if planned.cast.rounding == "stochastic" else None
@@ -189,13 +190,13 @@ def _matmul(
     dtype: DType,
     names: Backends,
 ) -> tuple[Choice, Route]:
-    """The choice of a matmul, and its route. `operands` trace what the casts write."""
+    """The choice of a matmul, and its route. `operands` trace the casts of its operands."""
     sides = sides_of(getattr(recipe, name))
     chip = chip_named("cpu" if kernels.chip is None else kernels.chip)
     if not all(side.in_fp8 for side in sides):
         choice = Choice(backend="xla", evidence="compiled", why="in high precision")
         return choice, route_of(sides, "xla", chip, size)
-    # As `ops/` calls it: only fprop accumulates fast.
+    # `ops/` calls the matmul in the same way: only fprop accumulates fast.
     call = MatmulCall(
         geometry=getattr(MATRICES, name), out_dtype=dtype, fast_accumulation=name == "fprop"
     )

@@ -1,4 +1,4 @@
-"""The options under which XLA compiles a recipe as it is meant."""
+"""The options with which XLA compiles a recipe to the intended kernels and numbers."""
 
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.recipes._operands import Operands
@@ -21,6 +21,7 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
         return {}
     options = {}
     if described.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
+        # With tiles only, XLA has no FP8 dot that could become a cuBLASLt call.
         options["xla_gpu_enable_triton_gemm"] = False
     if not any(_reads_float32_scales(operands) for operands in in_fp8):
         options["xla_allow_excess_precision"] = False
@@ -28,7 +29,7 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
 
 
 def _reads_float32_scales(operands: Operands) -> bool:
-    """Whether a matmul reads scales of whole tensors that bfloat16 may not hold."""
+    """Whether a matmul reads scales of whole tensors that bfloat16 would round."""
     both = operands.lhs, operands.rhs
     in_one = all(quantizer.granularity.in_one for quantizer in both)
     return in_one and not all(quantizer.has_exact_scales for quantizer in both)

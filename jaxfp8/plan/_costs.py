@@ -1,9 +1,10 @@
 """How long kernels take at best: figures of chips, and the cost of a matmul by each route.
 
-A kernel takes the larger of operations / peak and bytes / bandwidth, and a launch. Nothing here was
-measured. `_routes.py` says which route a matmul takes, and `_cast_costs.py` what casts cost.
+A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Nothing here
+was measured by this project. `_routes.py` chooses the route of a matmul. `_cast_costs.py` has the
+cost of casts.
 
-Letters: M, K, N of one matmul [M, K] @ [K, N]; T the tile along K.
+Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
 """
 
 import dataclasses
@@ -12,36 +13,37 @@ import math
 
 from jaxfp8.kernels._platform import Chip, chip_named
 
-# Of a GEMM's peak. torchao takes it from large matmuls on an H100
-# (torchao/testing/training/roofline_utils.py); published cuBLAS figures lie between 0.59 (FBGEMM,
-# bf16, 8192^3) and 0.81. It is the same in bf16 and FP8, and so hardly moves a ratio.
+# The share of the peak that a matmul attains. torchao found it for large matmuls on an H100
+# (torchao/testing/training/roofline_utils.py). Published cuBLAS figures are between 0.59 (FBGEMM,
+# bf16, 8192^3) and 0.81. The same share holds for bf16 and FP8, so it hardly changes a ratio.
 ATTAINED_PEAK = 0.78
-# Of HBM's bandwidth, by elementwise kernels on large arrays (torchao, the same file; 85 to 94 % in
-# its cast benchmarks).
+# The share of HBM's bandwidth that elementwise kernels attain on large arrays (torchao, the same
+# file). The cast benchmarks of torchao attain 85 to 94 %.
 ATTAINED_BANDWIDTH = 0.92
-# Another factor, for the kernels in Pallas of this library: an assumption, since nobody has timed
-# them. A kernel of the same kind in CUDA needs no such factor: DeepGEMM attains up to 1550 of 1979
-# TFLOP/s on an H800 (its README), 0.78.
+# Another factor, for the Pallas kernels of this library. It is an assumption, because nobody has
+# timed them. A similar kernel in CUDA needs no such factor. DeepGEMM attains up to 1550 of 1979
+# TFLOP/s on an H800 (its README), which is 0.78.
 UNTIMED = 0.75
 # Seconds that a kernel of one element takes on an H100 (torchao, the same file,
 # KERNEL_LAUNCH_OVERHEAD_SEC).
 LAUNCH = 2e-6
-# Bytes/s at which XLA quantizes tiles: about 1 TB/s of a GB200's 8 (marin-community/marin issue
-# 7282, MX), the only published figure. It is not memory that limits it there, so it is taken as a
-# rate for every chip, and not as a share.
+# Bytes/s at which XLA quantizes tiles. The only published figure is about 1 TB/s on a GB200, whose
+# memory has 8 TB/s (marin-community/marin issue 7282, MX). So memory is not the limit. The figure
+# is used for every chip as a rate, not as a share of bandwidth.
 XLA_TILE_RATE = 1e12
-# Bytes for each E8M0 scale that XLA converts for a kernel that reads float32: 1 read, 4 written.
+# Bytes for each E8M0 scale that XLA converts for a kernel that reads float32. 1 is read, and 4 are
+# written.
 _CONVERTED = 5
-# Of bfloat16's rate, what Hopper's matmul in Pallas reaches at most with tiles of 32 on both sides,
-# and with squares on the right: each 32 products are scaled in float32, which keeps those lanes as
-# busy as the tensor cores.
+# The most that Hopper's Pallas matmul reaches with tiles of 32, as a share of bfloat16's rate. Key:
+# whether the tiles of the right operand are squares. Every sum of 32 products is scaled in float32.
+# That keeps the float32 lanes as busy as the tensor cores.
 _OF_BF16 = {False: 0.67, True: 1.6}
-# Of the Pallas matmul for Hopper: the length of a step along K, and the most rows of lhs with which
-# it reads E8M0 scales of rhs as bytes.
+# Two limits of the Pallas matmul for Hopper. It steps along K by 128. It reads E8M0 scales of rhs
+# as bytes if lhs has at most 128 rows.
 _WHOLE_TILE = 128
 _FEW_ROWS = 128
-# Axes that cuBLASLt multiplies in FP8 are multiples of 16 (cuBLAS documentation); XLA pads others,
-# and slices the result.
+# cuBLASLt multiplies FP8 if all axes are multiples of 16 (cuBLAS documentation). XLA pads other
+# axes and slices the result.
 ALIGNMENT = 16
 
 
@@ -60,7 +62,7 @@ class Peak:
     bandwidth: float
 
 
-# NVIDIA's data sheets; where they give a figure with sparsity, half of it.
+# From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
 PEAKS = {
     "a100": Peak(bf16=312e12, fp8=None, bandwidth=2.039e12),  # A100 80GB SXM
     "l4": Peak(bf16=121e12, fp8=242.5e12, bandwidth=0.3e12),  # L4
@@ -84,8 +86,8 @@ def estimable(name: str) -> Chip:
     chip = chip_named(name)
     if name not in PEAKS:
         raise ValueError(
-            f"chip={name!r} has no figures to estimate from ({chip.platform}: nothing here was "
-            f"compiled for FP8 units of it); use one of {sorted(PEAKS)}."
+            f"chip={name!r} has no figures to estimate from. jaxfp8 has compiled nothing for FP8 "
+            f"units of platform {chip.platform}. Use one of {sorted(PEAKS)}."
         )
     return chip
 
@@ -93,8 +95,8 @@ def estimable(name: str) -> Chip:
 def turns(chip: Chip) -> bool:
     """Whether XLA transposes FP8 operands whose contracted axis is not the last.
 
-    True of Ada and Hopper, where cuBLASLt knows the "TN" layout alone (cuBLAS documentation,
-    `cublasLtMatmul`).
+    It does so on Ada and Hopper. There cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS
+    documentation, `cublasLtMatmul`).
 
     Example:
       >>> turns(chip_named("h200")), turns(chip_named("b200"))
@@ -105,12 +107,12 @@ def turns(chip: Chip) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What kernels do, and how long that takes at best.
+    """The work of kernels, and the time that it takes at best.
 
     Attributes:
-      bytes: read from and written to device memory.
-      flops: operations of matmuls, two for each multiplication and addition.
-      seconds: estimated.
+      bytes: bytes that are read from and written to device memory.
+      flops: operations of matmuls. A multiplication and its addition are two.
+      seconds: the estimated time.
 
     Example:
       >>> Cost(bytes=2, seconds=1e-6) + Cost(bytes=3, flops=4, seconds=1e-6)
@@ -128,7 +130,7 @@ class Cost:
 
 
 class Route(enum.Enum):
-    """How a matmul is computed. The value is what tables say of it."""
+    """How a matmul is computed. The value is its text in tables."""
 
     PLAIN = "bf16"
     DEQUANTIZED = "bf16, operands dequantized"
@@ -142,21 +144,26 @@ class Route(enum.Enum):
 
     @property
     def in_fp8(self) -> bool:
-        """Whether FP8 units multiply."""
+        """Whether the FP8 units of the chip multiply."""
         return self in (Route.FP8, Route.FP8_ROWS, Route.BLOCK_SCALED, Route.PALLAS)
 
     @property
     def reads_fp8(self) -> bool:
-        """Whether operands come to it as FP8 values. Otherwise they come as bfloat16 values."""
+        """Whether the route reads FP8 values. Otherwise it reads bfloat16 values."""
         return self.in_fp8 or self is Route.TILE_BY_TILE
 
 
 def stream(
     peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False, by_pallas: bool = False
 ) -> Cost:
-    """Elementwise kernels and reductions that read and write `moved` bytes.
+    """The cost of elementwise kernels and reductions.
 
-    `in_tiles`: quantizing tiles, as XLA does. `by_pallas`: by a kernel of this library.
+    Args:
+      peak: data-sheet figures of the chip.
+      moved: bytes that are read and written.
+      kernels: number of launches.
+      in_tiles: whether XLA quantizes tiles, which limits its rate.
+      by_pallas: whether the kernels are Pallas kernels of this library.
 
     Example:
       >>> stream(PEAKS["h200"], 4.416e9).seconds
@@ -169,9 +176,10 @@ def stream(
 
 
 def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False) -> Cost:
-    """One matmul [M, K] @ [K, N].
+    """The cost of one matmul [M, K] @ [K, N].
 
-    Operands of 2 bytes, or 1 in FP8, are read once, 2 bytes a value written.
+    Each operand is read once, with 2 bytes a value, or 1 in FP8. The result is written with 2 bytes
+    a value.
 
     Example:
       >>> gemm(PEAKS["h200"], 8192, 8192, 8192).flops
@@ -180,7 +188,7 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False) -> Cost:
     moved = (m * k + k * n) * (1 if fp8 else 2) + 2 * m * n
     flops = 2 * m * k * n
     operations = peak.fp8 if fp8 else peak.bf16
-    assert operations is not None, "no FP8 units, but a route that needs them"
+    assert operations is not None, "the chip has no FP8 units, but this route needs them"
     busy = max(flops / (operations * ATTAINED_PEAK), moved / (peak.bandwidth * ATTAINED_BANDWIDTH))
     return Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
 
@@ -196,15 +204,15 @@ def matmul(
     square: bool = False,
     in_bytes: bool = False,
 ) -> Cost:
-    """[M, K] @ [K, N] by a route, with the passes over operands and result that the route needs.
+    """The cost of [M, K] @ [K, N] by a route, with all passes over operands and result.
 
     Args:
-      peak: of the chip.
-      route: how it is computed.
-      m: M.
-      k: K, the contracted axis.
-      n: N.
-      tile: T, of operands in tiles.
+      peak: data-sheet figures of the chip.
+      route: how the matmul is computed.
+      m: M, rows of the left operand.
+      k: K, size of the contracted axis.
+      n: N, columns of the right operand.
+      tile: T, for operands in tiles.
       square: whether tiles of the right operand are T x T.
       in_bytes: whether scales are E8M0.
 
@@ -218,26 +226,27 @@ def matmul(
         return _tile_by_tile(peak, m, k, n, tile or k)
     cost = _padded(peak, m, k, n) if route.in_fp8 else gemm(peak, m, k, n)
     if route is Route.BLOCK_SCALED:
-        # A byte for each 1x32, written, put in the order that the hardware wants (read and
-        # written), and read.
+        # Each tile 1x32 has a scale of 1 byte, which is moved 4 times. The cast writes it. One
+        # kernel reads it and writes it in the order of the hardware. The matmul reads it.
         cost += stream(peak, 4 * (m * k + k * n) / 32, kernels=2)
     if route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS):
-        cost += stream(peak, 4 * m * n)  # the bare product is read, scaled in float32 and written
+        # The unscaled result is read, scaled in float32, and written: 2 bytes a value each time.
+        cost += stream(peak, 4 * m * n)
     return cost
 
 
 def _by_pallas(
     peak: Peak, m: int, k: int, n: int, tile: int | None, *, square: bool, in_bytes: bool
 ) -> Cost:
-    """The kernel for Hopper (`kernels/scaled_matmul/hopper/`), and XLA's conversion of scales."""
+    """The cost of Hopper's kernel (`kernels/scaled_matmul/hopper/`) and of converted scales."""
     best = gemm(peak, m, k, n, fp8=True)
     busy = (best.seconds - LAUNCH) / UNTIMED
     side = tile or k
     if side < _WHOLE_TILE:
         busy = max(busy, best.flops / (_OF_BF16[square] * peak.bf16 * ATTAINED_PEAK))
     scales = m * k // side, k * n // (side * side if square else side)
-    # It reads the bytes of E8M0 scales of 1x32 itself: those of lhs, and those of rhs if lhs has
-    # few rows.
+    # With tiles 1x32 the kernel reads E8M0 scales of lhs as bytes. It reads those of rhs as bytes
+    # if lhs has few rows. XLA converts all other E8M0 scales to float32 first.
     small = in_bytes and side % _WHOLE_TILE > 0
     as_bytes = small, small and not square and m <= _FEW_ROWS
     read = sum(n if is_byte else 4 * n for n, is_byte in zip(scales, as_bytes, strict=True))
@@ -249,9 +258,9 @@ def _by_pallas(
 
 
 def _padded(peak: Peak, m: int, k: int, n: int) -> Cost:
-    """An FP8 matmul of padded operands: the padding, the matmul, and the slice of the result.
+    """The cost of an FP8 matmul of padded operands, with padding and the slice of the result.
 
-    Padding costs a read and a write of FP8.
+    Padding reads and writes an operand in FP8. The slice reads and writes the result in bfloat16.
     """
     wide = [math.ceil(size / ALIGNMENT) * ALIGNMENT for size in (m, k, n)]
     cost = gemm(peak, *wide, fp8=True)
@@ -264,13 +273,16 @@ def _padded(peak: Peak, m: int, k: int, n: int) -> Cost:
 
 
 def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:
-    """The loop over K.
+    """The cost of XLA's loop over the tiles along K.
 
-    Cut the tiles out (FP8), multiply them into float32, scale that and add it to a float32 sum.
+    Each step slices one tile of each operand in FP8, and multiplies both. It scales the float32
+    result, and adds it to a float32 sum.
     """
     steps = math.ceil(k / tile)
     product = gemm(peak, m, tile, n)
-    # 2 m n: the product is float32, twice what gemm counts
+    # 2 (m + n) tile: the slices are read and written. 2 m n: the result is float32, twice what
+    # `gemm` counts. 12 m n: result and sum are read, and the sum is written.
     moved = 2 * (m + n) * tile + 2 * m * n + 12 * m * n
     step = product + stream(peak, moved, kernels=3)
+    # After the loop the float32 sum is read (4 bytes) and written as bfloat16 (2 bytes).
     return Cost(step.bytes * steps, 2 * m * k * n, step.seconds * steps) + stream(peak, 6 * m * n)

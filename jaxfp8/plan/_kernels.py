@@ -1,4 +1,7 @@
-"""`Kernels`: which kernels cast and multiply. The one argument for all that depends on the chip."""
+"""`Kernels`: which kernels cast and multiply.
+
+It is the only argument that depends on the chip.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -32,59 +35,63 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 @runtime_checkable
 class Chooser(Protocol):
-    """It knows which backend is fast for a matmul, as `fp8.plan.Timings` does."""
+    """An object that ranks the backends of a matmul, as `fp8.plan.Timings` does."""
 
     def choose(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Names of backends, best first, each with its extra arguments.
+        """Names of backends, fastest first, each with its extra arguments.
 
-        `args` and `kwargs` are the arguments of the matmul.
+        Args:
+          *args: positional arguments of the matmul.
+          **kwargs: keyword arguments of the matmul.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Which kernels cast and multiply: those for a chip.
+    """Which kernels cast and multiply, for one chip or for every chip.
 
-    Every layer, op and plug takes it as `kernels=`. A recipe says which numbers come out, and
-    `Kernels` says what computes them. A cast of the same array has the same bits with all kernels.
-    Results of matmuls differ by the order in which they add.
+    Every layer, op and plug takes it as `kernels=`. A recipe decides which numbers are computed.
+    `Kernels` decides which kernels compute them. A cast of one array has the same bits with all
+    kernels. Results of matmuls differ in the order of their additions.
 
     `Kernels()` is the default: XLA computes everything, on every chip.
 
-    `Kernels("h200")` takes a kernel that is made for that chip where it is estimated to be faster
-    than what XLA compiles. `print(kernels.choices(recipe, shape))` shows what is taken, and why.
+    `Kernels("h200")` uses a kernel that is made for that chip if it is estimated to be faster than
+    XLA's program. `print(kernels.choices(recipe, shape))` shows each choice and its reason.
 
-    - Tiles on Hopper ("h100", "h200"): casts and block-scaled matmuls in Pallas.
-    - Tiles on Blackwell ("b200"): casts in Pallas. With power-of-two scales, cuDNN's block-scaled
-      matmuls.
+    - Tiles on Hopper ("h100", "h200"): Pallas casts and block-scaled Pallas matmuls.
+    - Tiles on Blackwell ("b200"): Pallas casts. With power-of-two scales, block-scaled matmuls of
+      cuDNN.
     - Scales of tensors and of rows, on GPUs with FP8 units ("l4" and "l40s" too): casts by XLA, and
-      matmuls by cuBLASLt, which XLA calls under `compiler_options`. Hopper's matmul in Pallas is
-      taken for them by name or by timings only.
-    - All else: XLA.
+      matmuls by cuBLASLt. XLA calls cuBLASLt if you pass `compiler_options`. Hopper's Pallas matmul
+      is used for these scales only by name or by timings.
+    - All other cases: XLA.
 
-    Estimated, not measured: no GPU has timed the kernels in Pallas yet. `fp8.plan.autotune` times
-    the matmuls of a step on your GPU. An estimate takes the shape on one device. In an Auto mesh it
-    takes the shape on all devices together, because a program there does not tell the shape of one.
+    These choices are estimated, not measured. No GPU has timed the Pallas kernels yet.
+    `fp8.plan.autotune` times the matmuls of a step on your GPU. An estimate uses the shape on one
+    device. In an Auto mesh it uses the global shape, because the traced program has no other.
 
-    If a kernel cannot do a case, XLA does it. `choices` then has the reason. The kernels in Pallas
+    If a kernel cannot do a case, XLA does it, and `choices` shows the reason. The Pallas kernels
     need jax 0.11 or later.
 
-    The same program runs on other platforms than CUDA, a CPU for instance: there XLA computes what
-    the kernels would. On another GPU than the one that is named it may not compile.
+    The same program runs on other platforms than CUDA, for instance on a CPU. There XLA computes
+    what the kernels would compute. On a GPU other than the named one it may not compile.
 
     Attributes:
-      chip: its name ("h100", "h200", "b200", "l4", "l40s", "a100", "mi300x", "tpu", "cpu"), or
-        None. An argument, never detected, so that all processes compile the same program.
-      casts: a backend of casts by name, instead of the choice: "xla", "mosaic" (Pallas), "triton",
-        or "reference" (for tests). A backend that is named and cannot do a case raises an error.
-      matmuls: the same for matmuls: "xla", "mosaic", "cudnn" or "reference".
-      timings: measured times of matmuls, from `fp8.plan.autotune`. A matmul that was timed takes
-        what was fastest. Any other is chosen by estimates. Casts are not timed.
+      chip: "h100", "h200", "b200", "l4", "l40s", "a100", "mi300x", "tpu", "cpu", or None for every
+        chip. jaxfp8 never detects the chip, so all processes compile the same program.
+      casts: name of the backend of all casts: "xla", "mosaic" (Pallas), "triton", or "reference"
+        (for tests). If a named backend cannot do a case, it raises an error. Default: None, the
+        choice above.
+      matmuls: name of the backend of all matmuls: "xla", "mosaic", "cudnn" or "reference". Default:
+        None, the choice above.
+      timings: measured times of matmuls, from `fp8.plan.autotune`. A matmul with a time uses its
+        fastest backend. Estimates choose for other matmuls, and for casts, which are not timed.
 
     Raises:
-      ValueError: for an unknown chip or backend, a kernel that is not made for the chip, timings of
-        another chip, or timings beside `matmuls`.
-      TypeError: for timings that are none.
+      ValueError: for an unknown chip or backend, or a backend that is not made for the chip. Also
+        for timings of another chip, or timings beside `matmuls`.
+      TypeError: if `timings` is not a `fp8.plan.Timings`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -107,35 +114,40 @@ class Kernels:
             return
         if isinstance(self.timings, type) or not isinstance(self.timings, Chooser):
             raise TypeError(
-                f"timings={self.timings!r} must be fp8.plan.Timings, for instance "
-                "fp8.plan.Timings.load(path)."
+                f"timings={self.timings!r} must be fp8.plan.Timings. Write for instance "
+                "timings=fp8.plan.Timings.load(path)."
             )
         if self.matmuls is not None:
             raise ValueError(
-                f"matmuls={self.matmuls!r} and timings both choose matmuls; leave one out."
+                f"matmuls={self.matmuls!r} and timings both choose matmuls. Leave one out."
             )
         measured = getattr(self.timings, "chip", self.chip)
         if measured != self.chip:
             raise ValueError(
-                f"timings are of chip {measured!r}, but chip={self.chip!r}; write "
+                f"timings are of chip {measured!r}, but chip={self.chip!r}. Write "
                 f"fp8.Kernels({measured!r}, timings=timings), or measure on this chip."
             )
 
     def choices(self, recipe: Recipe, shape: Shape, dtype: DType = jnp.bfloat16) -> Choices:
-        """What each cast and each matmul of a layer runs, and why. `print` shows a table.
+        """Which backend runs each cast and each matmul of a layer, and why. `print` shows a table.
 
-        The table holds for x [M, K] and w [K, N] on one device, and for the versions of jax and its
-        packages that are installed here. Each kernel is traced, to know whether it can do its case.
+        The table is valid for x [M, K] and w [K, N] on one device. It is also only valid for the
+        installed versions of jax and its packages. Each kernel is traced to find out whether it can
+        do its case.
 
         Args:
           recipe: which quantizer for which operand.
-          shape: (M, K, N) of y [M, N] = x [M, K] @ w [K, N] on one device: tokens, features in,
-            features out.
-          dtype: of x, w and y.
+          shape: (M, K, N) on one device: tokens, features in, features out. The layer computes
+            y [M, N] = x [M, K] @ w [K, N].
+          dtype: dtype of x, w and y. Default: bfloat16.
+
+        Returns:
+          `fp8.plan.Choices`, with a `fp8.plan.Choice` for each cast and each matmul.
 
         Raises:
+          TypeError: if `recipe` is not a Recipe, or if `dtype` cannot be quantized.
           ValueError: for a shape that is not three positive integers.
-          NotImplementedError: for a kernel that is named and cannot do the case.
+          NotImplementedError: if a named kernel cannot do the case.
 
         Example:
           >>> import jaxfp8 as fp8
@@ -152,33 +164,34 @@ class Kernels:
         check_recipe(recipe)
         if jnp.dtype(dtype).name not in FLOAT_DTYPES:
             raise TypeError(
-                f"dtype={dtype!r} cannot be quantized; use one of {list(FLOAT_DTYPES)}."
+                f"dtype={dtype!r} cannot be quantized. Use one of {list(FLOAT_DTYPES)}."
             )
         return explained(self, recipe, check_shape(shape), jnp.dtype(dtype))
 
     def compiler_options(self, recipe: Recipe) -> dict[str, bool]:
-        """The options under which XLA compiles a recipe for the chip as it is meant.
+        """The options with which XLA compiles a recipe to the intended kernels and numbers.
 
-        They are for `jax.jit(step, compiler_options=)`.
+        Pass them as `jax.jit(step, compiler_options=)`. They hold for the whole compiled function.
 
         `xla_gpu_enable_triton_gemm=False`: by default XLA gives FP8 dots to its Triton emitter,
         which dequantizes them. Without that emitter they become `__cublas$lt$matmul$f8` calls. The
-        option holds for the whole compiled function: its other matmuls go to cuBLASLt as well.
+        other matmuls of the function go to cuBLASLt as well.
 
         `xla_allow_excess_precision=False`: every conversion to bfloat16 in the function rounds. FP8
         casts do not need this option. It is left out if a matmul reads float32 scales of whole
-        tensors. With it, XLA would round those scales to bfloat16 before cuBLASLt, by up to 0.2 %
-        each, since it recognizes a scale only in the dtype of the dequantized operand.
+        tensors. There the option would make XLA round those scales to bfloat16 before cuBLASLt, by
+        up to 0.2 % each. XLA recognizes a scale only in the dtype of the dequantized operand.
 
         Args:
           recipe: a Recipe.
 
         Returns:
-          A dict. It is empty if XLA needs no option: on other platforms than NVIDIA's, for recipes
-          without FP8 matmuls, and for float32 scales of whole tensors on GPUs without FP8 units.
+          A dict. It is empty on platforms other than NVIDIA's, and for recipes without FP8 matmuls.
+          It is also empty for float32 scales of whole tensors on GPUs without FP8 units.
 
         Raises:
-          ValueError: if no chip is named.
+          ValueError: if `chip` is None.
+          TypeError: if `recipe` is not a Recipe.
 
         Example:
           >>> import jaxfp8 as fp8
@@ -192,23 +205,23 @@ class Kernels:
         check_recipe(recipe)
         if self.chip is None:
             raise ValueError(
-                f"{self!r} names no chip, on which compiler options depend; write "
-                'fp8.Kernels("h200") for instance.'
+                f"{self!r} names no chip, but compiler options depend on the chip. Write for "
+                'instance fp8.Kernels("h200").'
             )
         return compiler_options(recipe, self.chip)
 
     def backends(self, recipe: Recipe, shape: Shape) -> Backends:
-        """Names of backends for each part of a layer of (M, K, N) on one device."""
+        """Names of backends for each matmul and cast of a layer (M, K, N) on one device."""
         return backends_for(self.chip, self.casts, self.matmuls, recipe, shape)
 
     def for_cast(
         self, granularities: tuple[AbstractGranularity, ...], values: int
     ) -> tuple[str, ...]:
-        """Names of backends of a cast without a recipe.
+        """Names of backends of a cast without a recipe, in the order of trial.
 
         Args:
-          granularities: of each copy.
-          values: how many values the array has.
+          granularities: the granularity of each copy.
+          values: number of values of the array.
         """
         if self.casts is not None:
             return (self.casts,)
@@ -223,7 +236,7 @@ class Kernels:
         *,
         add_to: Array | None = None,
     ) -> tuple[str | Attempt, ...]:
-        """How to multiply: the backends that were timed, fastest first, then `names`."""
+        """The backends to try: those that were timed, fastest first, and then `names`."""
         timed = () if self.timings is None else self.timings.choose(lhs, rhs, call, add_to=add_to)
         return (*timed, *names)
 
@@ -235,7 +248,7 @@ class Kernels:
         *,
         add_to: Array | None = None,
     ) -> tuple[str | Attempt, ...]:
-        """`attempts` of a matmul without a recipe."""
+        """The backends to try for a matmul without a recipe, such as `fp8.scaled_matmul`."""
         if self.matmuls is not None:
             return (self.matmuls,)
         seconds: dict[str, float] = {}
@@ -252,16 +265,16 @@ class Kernels:
         fields = {name: getattr(self, name) for name in ("casts", "matmuls")}
         words = [] if self.chip is None else [repr(self.chip)]
         words += [f"{name}={value!r}" for name, value in fields.items() if value is not None]
-        # Timings are long.
+        # Timings would fill the error messages that show `Kernels`.
         words += [] if self.timings is None else [f"timings={type(self.timings).__name__}(...)"]
         return f"Kernels({', '.join(words)})"
 
 
 def check_kernels(kernels: object) -> Kernels:
-    """The kernels that a user gives; None is `Kernels()`.
+    """Check an argument `kernels=` of a user. None becomes `Kernels()`.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: for any other value that is not `Kernels`.
 
     Example:
       >>> check_kernels(None)
@@ -272,11 +285,11 @@ def check_kernels(kernels: object) -> Kernels:
     if isinstance(kernels, Kernels):
         return kernels
     raise TypeError(
-        f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed; write "
+        f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed. Write "
         f"kernels={cure_of(kernels)}."
     )
 
 
 PORTABLE = Kernels()
 NO_SHAPE: Shape = (0, 0, 0)
-"""For `Kernels.backends` without a chip, where shapes do not matter."""
+"""An argument for `Kernels.backends` without a chip, for which the shape does not matter."""

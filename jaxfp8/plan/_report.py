@@ -1,4 +1,4 @@
-"""What `roofline` returns: the cost of each matmul and of all casts, and a table of them."""
+"""The result of `roofline`: the cost of each matmul and of all casts, and a table of them."""
 
 import dataclasses
 from typing import TypeAlias
@@ -24,8 +24,8 @@ def check_shape(shape: object) -> Shape:
         and all(type(size) is int and size > 0 for size in shape)
     ):
         raise ValueError(
-            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in, "
-            "features out of one device."
+            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in and "
+            "features out on one device. Write for instance shape=(8192, 4096, 4096)."
         )
     return shape
 
@@ -37,7 +37,7 @@ class Part:
     Attributes:
       bf16: its cost in a layer in bfloat16.
       recipe: its cost in a layer of the recipe.
-      how: what runs, in words.
+      how: text for tables: the route of the matmul, or bytes for each value that is cast.
     """
 
     bf16: Cost
@@ -57,13 +57,13 @@ class Roofline:
     `str()` is a table.
 
     Attributes:
-      shape: (M, K, N), as given.
+      shape: (M, K, N): tokens, features in and features out.
       recipe: the name of the recipe.
       chip: the name of the chip.
       fprop: y = x @ w.
       dgrad: dx = g @ w^T.
       wgrad: dw = x^T @ g.
-      casts: amaxes, casts to FP8 and transpositions of x, w and g; nothing in bfloat16.
+      casts: amaxes, casts to FP8 and transpositions of x, w and g. In bfloat16 there are none.
     """
 
     shape: Shape
@@ -76,7 +76,7 @@ class Roofline:
 
     @property
     def total(self) -> Part:
-        """All four."""
+        """The sum of the three matmuls and the casts."""
         parts = (self.fprop, self.dgrad, self.wgrad, self.casts)
         bf16, recipe = (
             sum((getattr(part, side) for part in parts), Cost()) for side in ("bf16", "recipe")
@@ -85,7 +85,7 @@ class Roofline:
 
     @property
     def speedup(self) -> float:
-        """Time in bfloat16 / time in the recipe; below 1 the recipe is slower."""
+        """Time in bfloat16 / time in the recipe. Below 1 the recipe is slower."""
         return self.total.speedup
 
     def __str__(self) -> str:

@@ -1,11 +1,10 @@
 """What a recipe costs on a chip: its three matmuls and its casts.
 
-The counts are those of programs that XLA compiles a layer to (jax 0.10.2 and 0.12, for H200, B200
-and A100), a layer's forward and backward pass in one program;
-`tests/deviceless/test_roofline_traffic.py` holds them against such programs.
+The counts follow programs that XLA compiles for a layer, forward and backward in one program (jax
+0.10.2 and 0.12, for H200, B200 and A100). `tests/deviceless/test_roofline_traffic.py` compares the
+counts with such programs.
 
-Letters: M tokens, K features in, N features out, of y [M, N] = x [M, K] @ w [K, N]; T the side of a
-  tile.
+Letters: M tokens, K features in, N features out. A layer computes y [M, N] = x [M, K] @ w [K, N].
 """
 
 from jaxfp8._typing import Matmul
@@ -22,53 +21,53 @@ from jaxfp8.recipes._recipe import Recipe
 def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
     """Estimate how long a dense layer takes in a recipe and in bfloat16, forward and backward.
 
-    Nothing is measured, and nothing runs.
+    The result is an estimate. Nothing is measured, and nothing runs.
 
-    A kernel takes `max(flops / peak, bytes / bandwidth)` and a launch; a step takes the sum of its
-    kernels. Peak and bandwidth are those of data sheets, times what large kernels attain
-    (`plan/_costs.py` has every figure with its source).
+    A kernel takes `max(flops / peak, bytes / bandwidth)`, plus a launch. A step takes the sum of
+    its kernels. Peak and bandwidth are figures of data sheets, times the share that large kernels
+    attain. `plan/_costs.py` has every figure with its source.
 
-    Assumed:
-      - x, w and g are bfloat16, and so are y, dx and dw. Whatever else uses an operand (a norm
-        before, a sum after) is not fused with its cast. Both passes are compiled into one program,
-        under `kernels.compiler_options(recipe)`.
+    The estimate assumes:
+      - x, w and g are bfloat16, and so are y, dx and dw. Other operations that use an operand (a
+        norm before, a sum after) are not fused with its cast. Both passes are compiled into one
+        program, with `kernels.compiler_options(recipe)`.
       - The kernels that `kernels.choices(recipe, shape)` names cast and multiply.
-      - XLA casts as it does today. An amax reads a tensor once (delayed scaling: not
-        at all, it rides along with the cast; static: there is none); scales of rows and of tiles
-        along one axis take one for each direction. One kernel then casts the tensor in all
+      - XLA casts as it does today. An amax reads a tensor once. Scales of rows and of tiles along
+        one axis need one amax for each direction. In delayed scaling the cast computes the amax
+        without another read. Static scaling has no amax. One kernel then casts the tensor in all
         directions.
-      - Ada and Hopper multiply FP8 with the contracted axis last on both sides: w for fprop, x and
-        g for wgrad are transposed, in the cast, or (delayed scaling) after it. Blackwell needs that
-        of block-scaled matmuls only.
-      - XLA quantizes tiles at 1 TB/s, as it was measured once, on a GB200.
-      - The kernels in Pallas attain 3/4 of the speed of kernels that were timed. No GPU has timed
-        ours. With tiles of 32, Hopper's matmul reaches at most 0.67 of bfloat16's rate, or 1.6 of
-        it if those of the right operand are squares.
+      - Ada and Hopper multiply FP8 with the contracted axis last on both sides. So w is transposed
+        for fprop, and x and g are transposed for wgrad. The cast does this; in delayed scaling it
+        is done after the cast. Blackwell needs it for block-scaled matmuls only.
+      - XLA quantizes tiles at 1 TB/s. This was measured once, on a GB200.
+      - The Pallas kernels of jaxfp8 attain 3/4 of the speed of kernels that were timed. No GPU has
+        timed them. With tiles of 32, Hopper's matmul reaches at most 0.67 of bfloat16's rate. If
+        the tiles of the right operand are squares, it reaches at most 1.6 of that rate.
       - Random bits cost nothing. Stochastic rounding draws them in the cast, so its casts take
         longer than estimated. Nobody has timed by how much.
-      - XLA multiplies tiles in bfloat16; with float32 scales in a loop. With scales of rows it
-        reads and writes the product once more. A chip without FP8 units multiplies in bfloat16. A
-        matmul with one row or column is no FP8 call. Other sizes than multiples of 16 are padded.
-      - Quantizer state is in its steady state. No communication, no remat; a GPU that keeps its
-        clocks and does nothing else.
+      - XLA multiplies tiles in bfloat16, and in a loop if scales are float32. With scales of rows
+        it reads and writes the result once more. A chip without FP8 units multiplies in bfloat16.
+        A matmul with one row or column is no FP8 call. Sizes are padded to multiples of 16.
+      - Quantizer state is in its steady state. There is no communication and no rematerialization.
+        The GPU keeps its clocks and does nothing else.
 
     Args:
-      shape: (M, K, N) of y [M, N] = x [M, K] @ w [K, N] on one device: tokens, features in,
-        features out.
+      shape: (M, K, N) on one device: tokens, features in, features out. The layer computes
+        y [M, N] = x [M, K] @ w [K, N].
       recipe: a Recipe, made of the quantizers of `fp8.quantizers`.
       kernels: for "h200", "h100", "b200", "l4", "l40s" or "a100". `fp8.Kernels("h200", casts="xla",
-        matmuls="xla")` estimates what XLA alone makes of the recipe there.
+        matmuls="xla")` estimates XLA's program without other kernels.
 
     Returns:
-      A frozen dataclass: `speedup` (bf16 time / recipe time), and `fprop`, `dgrad`, `wgrad`,
-      `casts`, `total`, each with `bf16` and `recipe`, which have `bytes`, `flops` and `seconds`,
-      and with `how`. `print` shows it as a table.
+      A frozen dataclass. `speedup` is bf16 time / recipe time. `fprop`, `dgrad`, `wgrad`, `casts`
+      and `total` each have `bf16`, `recipe` and `how`. `bf16` and `recipe` each have `bytes`,
+      `flops` and `seconds`. `print` shows a table.
 
     Raises:
-      ValueError: for a shape that is not three positive integers; kernels without a chip, or for
-        one without figures (cpu, tpu, mi300x); the backend "reference"; a quantizer of a kind that
-        is not known.
-      TypeError: for a recipe that is none.
+      ValueError: for a shape that is not three positive integers, or kernels without a chip. Also
+        for a chip without figures (cpu, tpu, mi300x), for the backend "reference", and for a
+        quantizer that is not one of `fp8.quantizers`.
+      TypeError: if `recipe` is not a Recipe, or if `kernels` is not a Kernels.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -124,11 +123,11 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
 
 
 def check_estimable(kernels: Kernels) -> str:
-    """The chip to estimate for.
+    """The name of the chip to estimate for.
 
     Raises:
-      TypeError: for what are no kernels.
-      ValueError: see `roofline`.
+      TypeError: if `kernels` is not a Kernels.
+      ValueError: for kernels without a chip, for a chip without figures, and for "reference".
 
     Example:
       >>> import jaxfp8 as fp8
@@ -138,8 +137,8 @@ def check_estimable(kernels: Kernels) -> str:
     given = check_kernels(kernels)
     if given.chip is None:
         raise ValueError(
-            f'kernels={kernels!r} names no chip to estimate for; write fp8.Kernels("h200").'
+            f'kernels={kernels!r} names no chip to estimate for. Write fp8.Kernels("h200").'
         )
     if "reference" in (given.casts, given.matmuls):
-        raise ValueError(f"kernels={given!r}: the backend 'reference' is for tests; leave it out.")
+        raise ValueError(f"kernels={given!r}: the backend 'reference' is for tests. Leave it out.")
     return estimable(given.chip).name

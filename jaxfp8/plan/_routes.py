@@ -1,4 +1,7 @@
-"""The route of a matmul: how it is computed. It depends on operands, chip and backend."""
+"""The route of a matmul, which is the way that it is computed.
+
+The route depends on operands, chip and backend.
+"""
 
 from typing import NamedTuple
 
@@ -15,12 +18,13 @@ _TILE = 32
 
 
 class Side(NamedTuple):
-    """What decides the route of a matmul, of one operand.
+    """The properties of one operand that decide the route of its matmul.
 
     Attributes:
-      in_fp8: whether it is quantized.
+      in_fp8: whether the operand is quantized.
       granularity: which values share a scale.
-      exact: whether every scale is a power of two, so that a matmul may fold it into values.
+      exact: whether every scale is a power of two. Then the matmul may multiply the values by the
+        scale before it, without rounding.
       in_bytes: whether scales are E8M0.
     """
 
@@ -31,7 +35,7 @@ class Side(NamedTuple):
 
     @classmethod
     def by(cls, quantizer: AbstractQuantizer) -> "Side":
-        """An operand that this quantizer makes."""
+        """The side of an operand that this quantizer makes."""
         if quantizer.value_format is None:
             return cls(False, quantizer.granularity, exact=False, in_bytes=False)
         rule = quantizer.rule
@@ -39,7 +43,7 @@ class Side(NamedTuple):
 
     @classmethod
     def of(cls, tensor: QuantizedTensor) -> "Side":
-        """A tensor that is quantized already."""
+        """The side of a tensor that is already quantized."""
         in_bytes = tensor.scale.dtype == E8M0.dtype
         return cls(True, tensor.granularity, tensor.power_of_two, in_bytes)
 
@@ -48,7 +52,7 @@ Sides = tuple[Side, Side]
 
 
 def sides_of(operands: Operands) -> Sides:
-    """Both operands of a matmul.
+    """The sides of both operands of a matmul.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -74,8 +78,8 @@ def kernels_of(chip: Chip) -> tuple[str, ...]:
 def kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
     """The kernels of `kernels_of` that are chosen without timings.
 
-    They are for tiles, which XLA multiplies in bfloat16. A kernel that cannot do a case says so
-    when it is called.
+    They are for tiles, which XLA multiplies in bfloat16. If a kernel cannot do a case, it raises an
+    error when it is called.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -86,7 +90,7 @@ def kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
     """
     if not all(side.in_fp8 and side.granularity.in_tiles for side in sides):
         return ()
-    # Blackwell's tensor cores take scales that are powers of two.
+    # Blackwell's tensor cores read scales that are powers of two, one for each 32 values.
     fits = all(side.exact and side.granularity.along(2)[1] % _TILE == 0 for side in sides)
     return tuple(name for name in kernels_of(chip) if fits or name != "cudnn")
 
@@ -96,8 +100,8 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int])
 
     Args:
       sides: both operands.
-      backend: of the matmul, "xla", "mosaic" or "cudnn".
-      chip: where.
+      backend: name of the backend: "xla", "mosaic" or "cudnn".
+      chip: the chip that the matmul runs on.
       size: (M, K, N) of the matmul.
 
     Example:
@@ -116,6 +120,7 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int])
         if backend == "cudnn":
             return Route.BLOCK_SCALED
         return Route.FOLDED if all(side.exact for side in sides) else Route.TILE_BY_TILE
+    # XLA makes no FP8 call for a matmul with one row or one column.
     in_fp8 = chip.fp8_matmul and 1 not in (size[0], size[2])
     if any(side.granularity.in_rows for side in sides):
         return Route.FP8_ROWS if in_fp8 else Route.DEQUANTIZED_ROWS
@@ -130,15 +135,15 @@ def matmul_cost(
     size: tuple[int, int, int],
     tile: int | None,
 ) -> Cost:
-    """What a matmul costs by a backend.
+    """The cost of a matmul by a backend.
 
     Args:
       sides: both operands.
-      backend: of the matmul.
-      chip: where.
-      peak: of the chip.
+      backend: name of the backend.
+      chip: the chip that the matmul runs on.
+      peak: data-sheet figures of the chip.
       size: (M, K, N) of the matmul.
-      tile: T, of operands in tiles.
+      tile: size of a tile along K, for operands in tiles.
     """
     route, (lhs, rhs) = route_of(sides, backend, chip, size), sides
     square, in_bytes = rhs.granularity.is_square, lhs.in_bytes and rhs.in_bytes

@@ -1,9 +1,9 @@
-"""Rules: which recipe a matmul gets, by its path, its shape and the recipe that was meant for it.
+"""Rules: functions that choose the recipe of a matmul from its path, its shape and a recipe.
 
-A rule is a pure function of static values, so it chooses the same on every device and in every
-process. It acts where its user calls it, and nowhere else.
+A rule is a pure function of static values. So it makes the same choice on every device and in every
+process. jaxfp8 never calls a rule; the user calls it.
 
-Letters: M tokens, K features in, N features out, of one device.
+Letters: M tokens, K features in, N features out, on one device.
 """
 
 import dataclasses
@@ -13,23 +13,23 @@ from jaxfp8.plan._roofline import check_estimable, roofline
 from jaxfp8.recipes._per_tensor import identity
 from jaxfp8.recipes._recipe import Recipe
 
-# The least speedup that is worth FP8: none lost, by an estimate that leaves out what is around the
-# matmul. torchao's filter (`_auto_filter_for_recipe`, measured on H100) skips K <= 4096 with N <=
-# 1024 for tensors; for rows N <= 2048, K <= 1024, or both small. An estimate says as much of few
-# tokens too.
+# The least speedup with which FP8 is kept: no loss, by an estimate that leaves out the operations
+# around the matmul. torchao has a filter by fixed shapes (`_auto_filter_for_recipe`, measured on
+# H100). For scales of tensors it skips K <= 4096 with N <= 1024. For scales of rows it skips N <=
+# 2048, K <= 1024, or both small. An estimate also skips matmuls with few tokens.
 BREAK_EVEN = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkipSlow:
-    """A rule, see `skip_slow`.
+    """The rule that `skip_slow` returns.
 
-    `rule(path, shape, recipe)` is that recipe, or identity with the reason in its name.
+    `rule(path, shape, recipe)` returns that recipe, or identity with the reason in its name.
 
     Attributes:
-      kernels: for the chip to estimate for.
-      at_least: the least speedup over bfloat16.
-      tokens: M of every matmul; None where shapes have it.
+      kernels: `fp8.Kernels` for the chip of the estimates.
+      at_least: the least speedup over bfloat16 that keeps the recipe.
+      tokens: M of every matmul. None: each shape contains M.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -45,32 +45,34 @@ class SkipSlow:
         check_estimable(self.kernels)
         if type(self.at_least) not in (int, float) or not 0 < self.at_least < float("inf"):
             raise ValueError(
-                f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time; 1.0 "
-                "is break-even."
+                f"at_least={self.at_least!r} must be a positive number, bf16 time / FP8 time. "
+                "Write at_least=1.0 for break-even."
             )
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise ValueError(
-                f"tokens={self.tokens!r} must be a positive integer, or None where shapes are (M, "
-                "K, N)."
+                f"tokens={self.tokens!r} must be a positive integer. Write tokens=None if shapes "
+                "are (M, K, N)."
             )
 
     def __call__(self, path: str, shape: tuple[int, ...], recipe: Recipe) -> Recipe:
-        """The recipe for one matmul; prints one line.
+        """Choose the recipe of one matmul, and print one line.
 
         Args:
-          path: of the layer, for the printed line.
-          shape: (M, K, N); (K, N) for a rule that has `tokens`.
-          recipe: the one meant for it.
+          path: name of the layer, for the printed line.
+          shape: (M, K, N), or (K, N) for a rule that has `tokens`.
+          recipe: the recipe to use if FP8 is not slower.
 
         Returns:
-          `recipe`, or identity named after the reason.
+          `recipe`, or identity with the reason in its name.
 
         Raises:
-          ValueError: for a shape that does not fit, and as `fp8.plan.roofline`.
+          TypeError: if `path` is not a string.
+          ValueError: for a shape that does not fit. Also as in `fp8.plan.roofline`.
         """
         if not isinstance(path, str):
             raise TypeError(
-                f"path={path!r} must be a string; it is what the printed line calls the layer."
+                f"path={path!r} must be a string: the name of the layer in the printed line. Write "
+                'for instance path="up".'
             )
         m, k, n = size = self._size(path, shape)
         speedup = roofline(size, recipe=recipe, kernels=self.kernels).speedup
@@ -94,7 +96,7 @@ class SkipSlow:
                 if self.tokens is None
                 else "(K, N), since the rule has tokens"
             )
-            raise ValueError(f"shape={shape!r} of {path!r} does not fit: it must be {letters}.")
+            raise ValueError(f"shape={shape!r} of {path!r} does not fit. It must be {letters}.")
         m, k, n = shape if self.tokens is None else (self.tokens, *shape)
         return m, k, n
 
@@ -107,23 +109,24 @@ def skip_slow(
     `fp8.plan.roofline` makes the estimate. It counts casts, but not the random bits of stochastic
     rounding.
 
-    `rule(path, shape, recipe)` gives the recipe that the matmul should use: the same, or
-    `identity()` with the reason in its name. It prints its choice, one line for each call. It acts
-    only where you call it.
+    `rule(path, shape, recipe)` returns the recipe that the matmul should use. It is the given one,
+    or `identity()` with the reason in its name. Each call prints its choice in one line. The rule
+    acts only where you call it.
 
     Args:
-      kernels: those of the layers, for the chip that the program will run on.
-      at_least: the least estimated bf16 time / FP8 time that keeps the recipe. An estimate leaves
-        out what is around the matmul, so ask for more than 1 to be safe.
-      tokens: M, tokens that one device multiplies at once, for callers that know weights only:
-        shapes are then (K, N).
+      kernels: the `fp8.Kernels` of the layers, for the chip that the program will run on.
+      at_least: the least estimated bf16 time / FP8 time that keeps the recipe. Default: 1.0. An
+        estimate leaves out the operations around the matmul, so pass more than 1 to be safe.
+      tokens: M, the tokens that one device multiplies at once. Pass it if your code has only the
+        shapes of weights. Shapes are then (K, N). Default: None, shapes are (M, K, N).
 
     Returns:
       The rule, a frozen and hashable dataclass.
 
     Raises:
-      ValueError: for kernels without a chip, or for one without figures; for at_least or tokens
-        that are not positive.
+      ValueError: for kernels without a chip, and for a chip without figures. Also if `at_least` or
+        `tokens` is not positive.
+      TypeError: if `kernels` is not a Kernels.
 
     Example:
       >>> import jaxfp8 as fp8

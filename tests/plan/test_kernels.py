@@ -28,7 +28,7 @@ SHAPE = (8192, 4096, 4096)
     ("error", "arguments", "parts"),
     [
         (ValueError, {"chip": "h300"}, ("chip='h300' is unknown", "'h200'")),
-        (ValueError, {"casts": "mosiac"}, ("casts='mosiac'", "use None or one of", "'mosaic'")),
+        (ValueError, {"casts": "mosiac"}, ("casts='mosiac'", "Use None or one of", "'mosaic'")),
         (ValueError, {"casts": "cudnn"}, ("casts='cudnn'", "no backend of casts")),
         (ValueError, {"matmuls": "triton"}, ("matmuls='triton'", "no backend of matmuls")),
         (ValueError, {"matmuls": TIMINGS}, ("matmuls=Timings(", "no backend of matmuls")),
@@ -46,7 +46,7 @@ SHAPE = (8192, 4096, 4096)
         (
             ValueError,
             {"chip": "h200", "matmuls": "xla", "timings": TIMINGS},
-            ("matmuls='xla' and timings both", "leave one out"),
+            ("matmuls='xla' and timings both", "Leave one out"),
         ),
     ],
 )

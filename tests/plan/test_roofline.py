@@ -370,7 +370,7 @@ def test_chips_that_cannot_be_estimated(chip, says):
         (
             fp8.Kernels("h200", matmuls="reference"),
             ValueError,
-            ("matmuls='reference'", "for tests", "leave it out"),
+            ("matmuls='reference'", "for tests", "Leave it out"),
         ),
         (fp8.Kernels("h200", casts="reference"), ValueError, ("casts='reference'", "for tests")),
         ("h200", TypeError, ("kernels='h200'", "str", "kernels=fp8.Kernels('h200')")),
