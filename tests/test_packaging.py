@@ -49,6 +49,9 @@ EXTRAS = {
     "tests": ("test", "examples", "triton"),  # without the last two, tests of them are skipped
 }
 
+# Other libraries that a folder compares us with where they are installed. No extra installs them.
+RIVALS = {"tests": {"qwix"}}  # tests/docs/test_coming_from.py
+
 
 def sources(folder: str) -> Iterator[str]:
     """Yields the source of each file, and of each cell of a notebook."""
@@ -106,7 +109,10 @@ def test_what_is_required_is_imported(extra, folder):
 @pytest.mark.parametrize("folder", EXTRAS)
 def test_what_is_imported_is_required(folder):
     required = {module_of(name) for name in names("dependencies", *EXTRAS[folder])}
-    missing = imported(folder) - required - sys.stdlib_module_names - of_the_checkout()
+    required |= sys.stdlib_module_names | of_the_checkout()
+    rivals = RIVALS.get(folder, set())
+    assert rivals <= imported(folder) - required, "a rival that is no rival; drop it from RIVALS"
+    missing = imported(folder) - required - rivals
     assert not missing, f"{folder}/ imports {sorted(missing)}; pyproject.toml does not require it"
 
 
