@@ -26,7 +26,7 @@ TITLE = 2  # a text of one or two words is a title, a label or a value: not a se
 FEW = 5  # fewer sentences have no meaningful median, so they join the row of the folder above
 PRAGMA = re.compile(r"#\s*(type:|noqa|fmt:|mypy:|!)")  # tools read it
 CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
-END = re.compile(r"(?<=[.!?])[)\]\"'”’*_]*(?:\s+|$)")
+END = re.compile(r"(?<=[.!?])[)\]\"'”’*_]*\s+")
 ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|cf|vs|al|etc|Fig|Eq|Sec)|\.\.)\.$")
 ITEM = re.compile(r"\s*(?:[-*+]|\d{1,2}[.)])\s+")
 # Of Markdown: comments, fences, formulas on lines of their own, headings that are underlined.
@@ -47,7 +47,7 @@ def split(text: str) -> Iterator[str]:
     """The sentences of a paragraph. None ends inside of code or after an abbreviation."""
     begin, masked = 0, CODE.sub(lambda code: "x" * len(code[0]), text)
     for end in END.finditer(masked):
-        if end.end() == len(text) or not ABBREVIATION.search(masked, 0, end.start()):
+        if not ABBREVIATION.search(masked, 0, end.start()):
             yield text[begin : end.end()].strip()
             begin = end.end()
     yield text[begin:]
@@ -59,7 +59,7 @@ def sentences(path: Path, lines: Lines) -> Iterator[Sentence]:
     for number, line in [*lines, (0, "")]:
         item = ITEM.match(line)
         if paragraph and (item or not line.strip()):
-            text = " ".join(words.strip() for _, words in paragraph).replace("**", "")
+            text = " ".join(words.strip() for _, words in paragraph)
             for sentence in split(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)):
                 words = CODE.sub(" code ", sentence).split()
                 if (count := sum(any(map(str.isalnum, word)) for word in words)) > TITLE:
