@@ -1,159 +1,162 @@
-"""How long are the sentences? `python docs/words.py` prints a table, and exits with 1 above a bound.
+"""How long are the sentences? `python docs/words.py` prints a table. It exits with 1 above a bound.
 
-One row for each Markdown page, and one for the docstrings, comments and errors of each folder of
-code. `--longest N` lists the N longest sentences, `--longest N PATH...` those of some files.
+A page (Markdown or a notebook) is a row. The docstrings, comments and errors of a folder are a row
+each. `--longest N` lists the N longest sentences, `--longest N PATH...` those of some files.
 """
 
 import argparse
 import ast
+import inspect
 import io
+import json
+import math
+import os
 import re
 import statistics
 import subprocess
 import sys
-import textwrap
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
-MEDIAN, NINETIETH, COLUMNS = 14, 25, 100  # words, words, characters
-README_LINES = 120
-
-# What is no word: a pragma for a tool, a rule of signs.
-PRAGMA = re.compile(r"#\s*(type:|noqa|fmt:|mypy:|!)")
-ENTRY = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+|^\s*\**[\w.]+(?:, \**[\w.]+)*(?: \([^)]*\))?:\s+")
-SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Yields|Raises|Examples?|Source|Note):$")
-FENCE = re.compile(r"^```.*?^```[^\n]*$", re.MULTILINE | re.DOTALL)
-
-
-class Sentence(NamedTuple):
-    """A sentence and the line on which its paragraph begins."""
-
-    line: int
-    text: str
-
-    @property
-    def words(self) -> int:
-        """Words of the sentence. Code between backticks is one word, as is a link's address."""
-        text = re.sub(r"``?[^`]*``?", " code ", self.text)
-        return sum(any(c.isalnum() for c in word) for word in text.split())
+ROOT = Path(__file__).resolve().parent.parent
+MEDIAN, NINETIETH, LONGEST, COLUMNS, README_LINES = 14, 25, 40, 100, 120  # first three: words
+TITLE = 2  # a text of one or two words is a title, a label or a value: not a sentence
+FEW = 5  # fewer sentences have no meaningful median, so they join the row of the folder above
+PRAGMA = re.compile(r"#\s*(type:|noqa|fmt:|mypy:|!)")  # tools read it
+CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
+END = re.compile(r"(?<=[.!?])[)\]\"'”’*_]*\s+")
+ABBREVIATION = re.compile(r"(?:\b(?:e\.g|i\.e|cf|vs|al|etc|Fig|Eq|Sec)|\.\.)\.$")
+ITEM = re.compile(r"\s*(?:[-*+]|\d{1,2}[.)])\s+")
+# Of Markdown: comments, fences, formulas on lines of their own, headings that are underlined.
+BLOCKS = re.compile(
+    r"(?sm)<!--.*?-->|^[ >]*(```+|~~~+).*?^[ >]*\1[^\n]*$|\$\$.*?\$\$|^[^\n|]+\n(?:==+|--+) *$"
+)
+# Rows of tables, headings, addresses of links. In a docstring a row has two wide gaps or more.
+LINES = re.compile(r"\s*(?:\|.*\|\s*$|#{1,6}\s|\[[^]]+\]:\s+\S+$)|.*\S {3,}\S.*\S {2,}\S")
+SECTION = re.compile(r"[A-Z]\w+:$")  # of a docstring
+NAMED = ("Args:", "Attributes:", "Options:", "Raises:", "Warns:")  # sections of `name: text`
+ENTRY = re.compile(r"  \**[\w.]+(?:, \**[\w.]+)*(?: \([^)]*\))?:\s+")
+SAYS = re.compile(r"(?:Error|Warning|Exit|error|warn|exit|add_note)$")  # calls that take a message
+Lines = list[tuple[int, str]]  # with their numbers; an empty one ends a paragraph
+Sentence = tuple[int, Path, int, str]  # words, file, line (in a notebook: cell), text
 
 
-def sentences_of(lines: list[tuple[int, str]]) -> Iterator[Sentence]:
-    """The sentences of a text. Blank lines, list items and entries of a section end a paragraph."""
-    paragraph: list[str] = []
-    begin = 0
+def split(text: str) -> Iterator[str]:
+    """The sentences of a paragraph. None ends inside of code or after an abbreviation."""
+    begin, masked = 0, CODE.sub(lambda code: "x" * len(code[0]), text)
+    for end in END.finditer(masked):
+        if not ABBREVIATION.search(masked, 0, end.start()):
+            yield text[begin : end.end()].strip()
+            begin = end.end()
+    yield text[begin:]
+
+
+def sentences(path: Path, lines: Lines) -> Iterator[Sentence]:
+    """The sentences of a text. A blank line and a list item end one. Code is one word."""
+    paragraph: Lines = []
     for number, line in [*lines, (0, "")]:
-        starts = ENTRY.match(line)
-        if paragraph and (starts or not line.strip()):
-            text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(paragraph)).replace("**", "")
-            yield from (Sentence(begin, s) for s in re.split(r"(?<=[.!?])[)\"']*\s+", text) if s)
+        item = ITEM.match(line)
+        if paragraph and (item or not line.strip()):
+            text = " ".join(words.strip() for _, words in paragraph)
+            for sentence in split(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)):
+                words = CODE.sub(" code ", sentence).split()
+                if (count := sum(any(map(str.isalnum, word)) for word in words)) > TITLE:
+                    yield count, path, paragraph[0][0], sentence
             paragraph = []
         if line.strip():
-            begin = begin if paragraph else number
-            paragraph.append((line[starts.end() :] if starts else line).strip())
+            paragraph.append((number, line[item.end() :] if item else line))
 
 
-def of_markdown(text: str) -> Iterator[Sentence]:
-    """Prose of a page: no fences, tables, headings and comments."""
-    blank = lambda match: "\n" * match[0].count("\n")
-    text = re.sub(r"<!--.*?-->", blank, FENCE.sub(blank, text), flags=re.DOTALL)
-    lines = enumerate(text.splitlines(), 1)
-    kept = [(n, "" if re.match(r"\s*(\||#)", line) else line) for n, line in lines]
-    yield from sentences_of(kept)
+def of_markdown(text: str) -> Lines:
+    """Prose of a page: no fences, tables, headings and comments. A formula is one word."""
+    text = BLOCKS.sub(lambda block: "\n" * block[0].count("\n"), text)
+    text = re.sub(r"</?[a-z][^>`]*>", "", re.sub(r"\$[^$`\n]+\$", "`formula`", text))
+    lines = enumerate((line.lstrip("> ") for line in text.splitlines()), 1)
+    return [(number, "" if LINES.match(line) else line) for number, line in lines]
 
 
-def of_docstring(node: ast.AST, text: str) -> Iterator[Sentence]:
-    """Prose of a docstring: no examples, no names of sections."""
-    first, kept, example = node.body[0].lineno, [], False
-    for number, line in enumerate(FENCE.sub("", textwrap.dedent(text)).splitlines(), first):
+def of_docstring(first: int, text: str) -> Lines:
+    """Prose of a docstring: no examples, displays, tables, names of sections and of entries."""
+    kept, section, example, display, before = [], "", False, False, ""
+    for number, line in enumerate(inspect.cleandoc(text).splitlines(), first):
+        if line and not line.startswith(" "):
+            section = line if SECTION.match(line) else ""
         example = line.lstrip().startswith(">>>") or (example and bool(line.strip()))
-        kept.append((number, "" if example or SECTION.match(line) else line))
-    yield from sentences_of(kept)
+        # Four spaces after a blank line: a command or a formula, as in Markdown.
+        display = line.startswith("    ") and not section and (display or not before.strip())
+        before, left_out = line, example or display or line == section or LINES.match(line)
+        if section in NAMED and (entry := ENTRY.match(line)):
+            kept.append((number, ""))
+            line = line[entry.end() :]
+        kept.append((number, "" if left_out else line))
+    return kept
 
 
-def of_comments(source: str) -> Iterator[Sentence]:
-    """Prose of comments. Neighbouring lines are one text, unless code stands before them."""
-    lines: list[tuple[int, str]] = []
-    before = 0
+def of_comments(source: str) -> Lines:
+    """Prose of comments. Lines below each other are one text, unless code stands before them."""
+    lines, before = [], (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or PRAGMA.match(token.string):
-            continue
-        number, column = token.start
-        alone = not token.line[:column].strip()
-        if not alone or number != before + 1:
-            lines.append((number, ""))
-        lines.append((number, token.string.lstrip("# ")))
-        before = number if alone else 0
-    yield from sentences_of(lines)
+        if token.type == tokenize.COMMENT and not PRAGMA.match(token.string):
+            number, column = token.start
+            if before != (number - 1, column) or token.line[:column].strip():
+                lines.append((number, ""))
+            lines.append((number, token.string.lstrip("#: ")))
+            before = number, column
+    return lines
 
 
-def of_errors(tree: ast.AST) -> Iterator[Sentence]:
-    """Prose of texts that are raised where they are written. A value in them is one word."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for argument in node.exc.args:
-                parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
-                text = "".join(
-                    str(p.value) if isinstance(p, ast.Constant) else "value" for p in parts
-                )
-                yield from sentences_of([(node.lineno, text)])
+def text_of(node: ast.AST) -> str | None:
+    """The text of a string, an f-string or a sum of them. A value in it is one word."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(part) or "value" for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            both = text_of(left), text_of(right)
+            return "".join(text or "value" for text in both) if any(both) else None
+    return None
 
 
-def of_python(source: str) -> Iterator[tuple[str, Sentence]]:
-    """(kind, sentence) for all docstrings, comments and errors of a file."""
-    tree = ast.parse(source)
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and (text := ast.get_docstring(node, clean=False)):
-            yield from (("docstrings", s) for s in of_docstring(node, text))
-    yield from (("comments", s) for s in of_comments(source))
-    yield from (("errors", s) for s in of_errors(tree))
+def of_strings(node: ast.AST, says: bool = False) -> Iterator[tuple[str, Lines]]:
+    """Docstrings and errors. An error is what is raised, or any text that ends as a sentence."""
+    for child in ast.iter_child_nodes(node):
+        if (text := text_of(child)) is None:
+            called = isinstance(child, ast.Call) and SAYS.search(ast.unparse(child.func))
+            yield from of_strings(child, says or isinstance(child, ast.Raise) or bool(called))
+        elif isinstance(node, ast.Expr):
+            yield "docstrings", of_docstring(child.lineno, text)
+        elif says or re.search(r" \S*\w\.$", text):
+            yield "errors", [(child.lineno, line) for line in text.splitlines()]
 
 
-def files() -> list[Path]:
-    """Every Markdown and Python file that git would commit."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py"]
-    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [ROOT / name for name in names.splitlines() if (ROOT / name).exists()]
+def texts_of(path: Path, text: str) -> Iterator[tuple[str, Lines]]:
+    """The texts of a file, each with its kind. A page has no kind, and a notebook has cells."""
+    if path.suffix == ".py":
+        yield "comments", of_comments(text)
+        yield from of_strings(ast.parse(text))
+    elif path.suffix == ".md":
+        yield "", of_markdown(text)
+    else:
+        for number, cell in enumerate(json.loads(text)["cells"], 1):
+            if cell["cell_type"] == "markdown":
+                yield "", [(number, line) for _, line in of_markdown("".join(cell["source"]))]
 
 
-class Row:
-    """The sentences and the longest line of one row of the table."""
-
-    def __init__(self) -> None:
-        self.sentences: list[tuple[Path, Sentence]] = []
-        self.longest_line = 0
-
-    def figures(self) -> tuple[int, int, float, float, int]:
-        """Words, sentences, their median and 90th percentile in words, the longest line."""
-        words = [sentence.words for _, sentence in self.sentences] or [0]
-        ninetieth = statistics.quantiles([*words, words[0]], n=10, method="inclusive")[-1]
-        return sum(words), len(words), statistics.median(words), ninetieth, self.longest_line
-
-    def too_long(self) -> bool:
-        """Whether a figure is above its bound."""
-        *_, median, ninetieth, columns = self.figures()
-        return median > MEDIAN or ninetieth > NINETIETH or columns > COLUMNS
-
-
-def table(paths: list[Path]) -> dict[str, Row]:
-    """The rows by name: a page, or a kind of prose in a folder of code."""
-    rows: dict[str, Row] = defaultdict(Row)
+def rows_of(paths: list[Path]) -> dict[tuple[Path, str], list[Sentence]]:
+    """Sentences by page, or by folder and kind. Small rows join that of the folder above."""
+    rows = defaultdict(list)
     for path in paths:
-        text, name = path.read_text(), path.relative_to(ROOT)
-        longest = max(map(len, text.splitlines()), default=0)
-        if path.suffix == ".md":
-            found = [(str(name), sentence) for sentence in of_markdown(text)]
-        else:
-            folder = "/".join(name.parts[:-1][:2]) or "."
-            found = [(f"{folder}: {kind}", sentence) for kind, sentence in of_python(text)]
-        for row, sentence in found:
-            rows[row].sentences.append((name, sentence))
-            rows[row].longest_line = max(rows[row].longest_line, longest)
+        name = Path(os.path.relpath(path, ROOT))
+        for kind, lines in texts_of(path, path.read_text(encoding="utf-8")):
+            if found := list(sentences(name, lines)):
+                rows[Path(*name.parts[:-1][:2]) if kind else name, kind] += found
+    for depth in range(max((len(path.parts) for path, _ in rows), default=0), 0, -1):
+        for path, kind in [key for key, row in rows.items() if len(row) < FEW]:
+            if len(path.parts) == depth:
+                rows[path.parent, kind or "pages"] += rows.pop((path, kind))
     return rows
 
 
@@ -163,23 +166,33 @@ def main() -> int:
     parser.add_argument("--longest", type=int, metavar="N", help="list the N longest sentences")
     parser.add_argument("paths", nargs="*", type=Path, help="files; default: all that git knows")
     arguments = parser.parse_args()
-    rows = table([path.resolve() for path in arguments.paths] or files())
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    if not (paths := [path.resolve() for path in arguments.paths]):
+        known = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+        every = (ROOT / name for name in known or ROOT.rglob("*.*"))  # an archive has no git
+        paths = [p for p in every if p.suffix in (".md", ".py", ".ipynb") and p.is_file()]
+    rows, faults = rows_of(paths), []
     if arguments.longest:
-        every = [pair for row in rows.values() for pair in row.sentences]
-        for name, sentence in sorted(every, key=lambda p: -p[1].words)[: arguments.longest]:
-            print(f"{sentence.words:3} words  {name}:{sentence.line}: {sentence.text}")
+        every = sorted((sentence for row in rows.values() for sentence in row), reverse=True)
+        for count, path, line, text in every[: arguments.longest]:
+            print(f"{count:3} words  {path}:{line}: {text}")
         return 0
-    print(f"{'':44} words sentences median  90th longest line")
-    for name, row in sorted(rows.items()):
-        words, count, median, ninetieth, columns = row.figures()
-        remark = "  TOO LONG" if row.too_long() else ""
-        print(f"{name:44} {words:5} {count:9} {median:6.1f} {ninetieth:5.1f} {columns:12}{remark}")
-    lines = len((ROOT / "README.md").read_text().splitlines())
-    print(f"README.md has {lines} lines, at most {README_LINES} are allowed")
-    too_long = [name for name, row in rows.items() if row.too_long()]
-    print(f"bounds: median {MEDIAN}, 90th percentile {NINETIETH} words, {COLUMNS} columns")
-    print(f"{len(rows)} rows, {len(too_long)} too long")
-    return int(bool(too_long) or lines > README_LINES)
+    print(f"{'':44} words sentences median  90th longest")
+    for (path, kind), row in sorted(rows.items()):
+        name, words = f"{path}: {kind}".removesuffix(": "), sorted(count for count, *_ in row)
+        median, ninetieth = statistics.median(words), words[math.ceil(0.9 * len(words)) - 1]
+        print(f"{name:44} {sum(words):5} {len(words):9} {median:6} {ninetieth:5} {words[-1]:7}")
+        if median > MEDIAN or ninetieth > NINETIETH or words[-1] > LONGEST:
+            faults.append(f"{name}: median {median}, 90th {ninetieth}, longest {words[-1]}")
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if path.suffix != ".ipynb" and (columns := max(map(len, lines), default=0)) > COLUMNS:
+            faults.append(f"{path}: a line of {columns} columns")
+        if path == ROOT / "README.md" and len(lines) > README_LINES:
+            faults.append(f"{path}: {len(lines)} lines, at most {README_LINES}")
+    bounds = f"bounds {MEDIAN}, {NINETIETH} and {LONGEST} words, {COLUMNS} columns"
+    print(f"{len(rows)} rows, {len(faults)} faults; {bounds}", *faults, sep="\n  ")
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
