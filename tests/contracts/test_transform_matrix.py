@@ -118,13 +118,7 @@ def table(rows):
                 told = row.__name__ in KINDS or (recipe == "delayed_pow2" and row in BOUNDED)
                 if not wanted and (recipe, face) in FEW and not told:
                     continue
-                # What recipes without state do on a mesh is in tests/meshes: here, whether amaxes
-                # find their way.
-                by_hand = row in ON_MESH and not RECIPES[recipe].rows
-                # State that is exact by its powers of two in every row; other recipes there by
-                # hand.
-                slow = recipe == "delayed_pow2" and face == "core" and not by_hand
-                marks = () if wanted else (pytest.mark.slow if slow else pytest.mark.exhaustive,)
+                marks = () if wanted else (pytest.mark.slow,)
                 yield pytest.param(
                     row, recipe, face, id=f"{row.__name__}-{recipe}-{face}", marks=marks
                 )

@@ -82,7 +82,7 @@ def moved(recipe, casts, bias):
         fp8.recipes.delayed(),
         fp8.recipes.blockwise(),
         fp8.recipes.mxfp8(w_tile_dim=2),
-        pytest.param(fp8.recipes.current(), marks=pytest.mark.exhaustive),
+        pytest.param(fp8.recipes.current(), marks=pytest.mark.slow),
     ],
     ids=lambda recipe: recipe.name,
 )

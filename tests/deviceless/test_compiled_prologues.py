@@ -30,7 +30,7 @@ SAVED = [
     (fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1), "rms_norm", 2),
     (fp8.recipes.blockwise(), "swiglu", 2),
     (fp8.recipes.current(), "rms_norm", 1),
-    pytest.param(fp8.recipes.rowwise(), "swiglu", 0, marks=pytest.mark.exhaustive),
+    pytest.param(fp8.recipes.rowwise(), "swiglu", 0, marks=pytest.mark.slow),
 ]
 
 

@@ -60,7 +60,7 @@ def cells(rows: dict[str, Any]) -> Any:
 
     def marks(chip: str, options: str, setup: str, row: str) -> Any:
         first = chip == "h200" and row in ("layer", "fake_quantize")
-        return () if first else (pytest.mark.exhaustive,)
+        return () if first else (pytest.mark.slow,)
 
     return pytest.mark.parametrize(
         ("chip", "options", "setup", "row"),

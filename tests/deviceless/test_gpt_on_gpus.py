@@ -83,7 +83,7 @@ def losses_of_h200(recipe):
     return np.asarray(run_on_cpu(compile_for("h200", train, params, windows()), params, windows()))
 
 
-@pytest.mark.parametrize("name", ["blockwise", pytest.param("mxfp8", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["blockwise", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_losses(name):
     recipe, distance = fp8.recipes.get(name), lambda a, b: np.abs(a - b).mean()
     h200, cpu, identity = losses_of_h200(recipe), losses(recipe), losses(fp8.recipes.identity())

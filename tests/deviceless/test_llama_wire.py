@@ -22,8 +22,8 @@ meshes = pytest.mark.parametrize(
     ("mesh", "layers"),
     [
         pytest.param((2, 4), 4, id="8"),
-        pytest.param((8, 8), llama.LAYERS, id="64", marks=pytest.mark.exhaustive),
-        pytest.param((64, 8), llama.LAYERS, id="512", marks=pytest.mark.exhaustive),
+        pytest.param((8, 8), llama.LAYERS, id="64", marks=pytest.mark.slow),
+        pytest.param((64, 8), llama.LAYERS, id="512", marks=pytest.mark.slow),
     ],
 )
 # What all-gathers carry: bytes what `Shard` names; XLA gathers the gradients of tokens itself,
@@ -53,7 +53,7 @@ def maxima(step):
 @meshes
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.exhaustive if n in LARGE else ()) for n in llama.RECIPES],
+    [pytest.param(n, marks=pytest.mark.slow if n in LARGE else ()) for n in llama.RECIPES],
 )
 def test_weights(name, mesh, layers):
     step = compiled(name, mesh, layers)
@@ -109,7 +109,7 @@ REMAT = {
     "remat",
     [
         "plain",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("products", "residuals")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("products", "residuals")),
     ],
 )
 def test_amaxes_of_unrolled_layers_travel_together(remat):
@@ -130,6 +130,6 @@ def test_amaxes_of_current_scaling(mesh, layers):
 
 
 @meshes
-@pytest.mark.parametrize("name", [pytest.param("blockwise", marks=pytest.mark.exhaustive), "mxfp8"])
+@pytest.mark.parametrize("name", [pytest.param("blockwise", marks=pytest.mark.slow), "mxfp8"])
 def test_tiles_need_no_amax_of_other_devices(name, mesh, layers):
     assert not maxima(compiled(name, mesh, layers))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.deviceless
 
 FORMATS = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
 CHIPS = pytest.mark.parametrize(
-    "chip", ["h200", *(pytest.param(c, marks=pytest.mark.exhaustive) for c in ("b200", "a100"))]
+    "chip", ["h200", *(pytest.param(c, marks=pytest.mark.slow) for c in ("b200", "a100"))]
 )
 
 
@@ -54,9 +54,7 @@ def run(chip, function, *arguments, **options):
 @CHIPS
 @FORMATS
 @pytest.mark.parametrize("m", [1.0, 0.1, 2.0**-9, 2.0**126])
-@pytest.mark.parametrize(
-    "excess_precision", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("excess_precision", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_value(chip, format, m, excess_precision):
     x = inputs(format)
     found = run(

@@ -158,7 +158,7 @@ def caught(pid):
     [
         "rowwise",
         "mxfp8",
-        *(pytest.param(r, marks=pytest.mark.exhaustive) for r in ("current", "blockwise")),
+        *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "blockwise")),
     ],
 )
 def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):

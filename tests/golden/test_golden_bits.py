@@ -19,9 +19,7 @@ DEFAULT = {
     "delayed / 2D float32, hard at step 2",
     "fp8.quantize / [3, 40, 72] bfloat16 hard",
 }
-ROWS = [
-    pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.exhaustive) for name in TABLE
-]
+ROWS = [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in TABLE]
 
 
 @pytest.mark.parametrize("name", ROWS)

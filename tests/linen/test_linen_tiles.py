@@ -87,7 +87,7 @@ def step(apply):
 def cases():
     """A layer hands its recipe on to the function.
 
-    Few pairs show that it does, the rest of the product is exhaustive.
+    A few pairs show that it does. The other pairs are slow.
     """
     for layer in LAYERS:
         for recipe in RECIPES:
@@ -96,7 +96,7 @@ def cases():
                 ("Dense, bfloat16", "mxfp8"),
                 ("Einsum", "mxfp8"),
             }
-            marks = () if some else (pytest.mark.exhaustive,)
+            marks = () if some else (pytest.mark.slow,)
             yield pytest.param(layer, recipe, id=f"{layer}-{recipe}", marks=marks)
 
 

@@ -119,8 +119,7 @@ def test_one_device_adds_without_rounding(recipe):
 
 
 MIXED = "data, fsdp and tensor"
-# Every layout, mode and recipe, and the mixture of all with each of them; slow, every layout and
-# every recipe in two modes that share least; the rest by hand.
+# Every layout, mode and recipe, and the mixture of all with each of them. The other cells are slow.
 QUICK = (
     {(MIXED, mode, "current") for mode in MODES}
     | {("data and pipeline", mode, "current") for mode in ("types", "types, axes", "explicit")}
@@ -140,23 +139,11 @@ QUICK = (
         (MIXED, "types", "blockwise"),
     }
 )
-SLOW = {
-    (layout, mode, recipe)
-    for layout, recipe in [(layout, "current") for layout in LAYOUTS]
-    + [(MIXED, recipe) for recipe in ("delayed", *STATELESS)]
-    for mode in ("types", "explicit, shards")
-}
 MIXTURES = (MIXED, "data and pipeline")
 CONTAINED = ("data", "pipeline")  # in the mixtures, where every recipe meets every mode
 
 
-def marks(cell, quick, slow):
-    return (
-        () if cell in quick else (pytest.mark.slow,) if cell in slow else (pytest.mark.exhaustive,)
-    )
-
-
-def cells(quick, slow, layouts, variant_modes, state_modes=MODES):
+def cells(quick, layouts, variant_modes, state_modes=MODES):
     """Every recipe in every mode.
 
     Variants, which move what their recipe moves, where much is mixed.
@@ -179,12 +166,13 @@ def cells(quick, slow, layouts, variant_modes, state_modes=MODES):
                 ):
                     continue
                 cell = layout, mode, recipe
-                yield pytest.param(*cell, id="-".join(cell), marks=marks(cell, quick, slow))
+                marks = () if cell in quick else (pytest.mark.slow,)
+                yield pytest.param(*cell, id="-".join(cell), marks=marks)
 
 
 @pytest.mark.parametrize(
     ("layout", "mode", "recipe"),
-    list(cells(QUICK, SLOW, LAYOUTS, ("explicit, shards", "explicit", "types"))),
+    list(cells(QUICK, LAYOUTS, ("explicit, shards", "explicit", "types"))),
 )
 def test_integers(layout, mode, recipe):
     step, states = on_mesh(LAYOUTS[layout], mode, ALL[recipe]), unset(recipe)
@@ -254,16 +242,11 @@ QUICK_REAL = {
     ("data and pipeline", "types", "current"),
     ("data and pipeline", "types, axes", "current"),
 }
-SLOW_REAL = (
-    {(MIXED, mode, recipe) for mode in ("types", "explicit, shards") for recipe in ALL}
-    | {(layout, mode, "current") for layout in MIXTURES for mode in MODES}
-    | {(MIXED, "no types", "rowwise")}
-)
 
 
 @pytest.mark.parametrize(
     ("layout", "mode", "recipe"),
-    list(cells(QUICK_REAL, SLOW_REAL, MIXTURES, ("types",), ("types",))),
+    list(cells(QUICK_REAL, MIXTURES, ("types",), ("types",))),
 )
 def test_real_numbers(layout, mode, recipe):
     step, states = on_mesh(LAYOUTS[layout], mode, ALL[recipe]), unset(recipe)

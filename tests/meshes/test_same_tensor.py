@@ -177,7 +177,7 @@ def cells():
                     mode,
                     recipe,
                     id=f"{mode}-{recipe}",
-                    marks=() if quick else (pytest.mark.exhaustive,),
+                    marks=() if quick else (pytest.mark.slow,),
                 )
 
 

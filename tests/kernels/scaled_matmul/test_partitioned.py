@@ -70,7 +70,7 @@ def table():
     for i, name in enumerate(CELLS):
         for j, layout in enumerate(LAYOUTS):
             for n, shape in enumerate(SHAPES):
-                marks = () if (i + j + n) % 4 == 0 else pytest.mark.exhaustive
+                marks = () if (i + j + n) % 4 == 0 else pytest.mark.slow
                 yield pytest.param(name, layout, shape, id=f"{name}-{layout}-{shape}", marks=marks)
 
 
