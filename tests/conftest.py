@@ -1,10 +1,12 @@
 """The machine that every test sees: eight CPU devices, no silent promotion."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before jax is imported, or it has no effect. A GPU run says JAX_PLATFORMS=cuda; what the caller
 # set, stays.
@@ -23,16 +25,22 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
     )
-# A fifth off the suite's time, nearly all of which is compiling. What LLVM may do to bits (contract
-# a product and a sum, divide by a reciprocal) it does at XLA's own level, 3: .ci/run tests there
-# what claims bits. With the CUDA wheels programs are compiled for GPUs, too, and those are read as
-# users get them.
+# Most of the suite's time is compiling. Workers and runs share what they compile, in this folder.
+# Delete it when it is too large.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# On CPUs XLA compiles in half of the time without LLVM's optimizations and without its emitters of
+# fusions (an option of jax 0.10 only). Both may change bits: LLVM contracts a product and a sum.
+# So an environment with the CUDA wheels leaves XLA as users have it; nox runs the suite in both.
 if (
     os.environ["JAX_PLATFORMS"] == "cpu"
     and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]
     and importlib.util.find_spec("jax_cuda13_plugin") is None
 ):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis
 import jax

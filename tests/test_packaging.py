@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import headings
 
 import jaxfp8 as fp8
 
@@ -133,10 +134,13 @@ def test_types_are_for_users_too():
     assert HATCH["build"]["targets"]["wheel"]["packages"] == ["jaxfp8"]
 
 
+MADE = {"runs", ".jax_cache", ".nox"}  # by train_gpt.py, conftest.py and nox; git ignores them
+
+
 def test_the_sdist_holds_what_its_tests_read():
     inside = {*HATCH["build"]["targets"]["sdist"]["only-include"], "pyproject.toml", "LICENSE"}
     assert all((ROOT / name).exists() for name in inside)
-    here = {path.name for path in ROOT.iterdir()} - {"runs"}  # train_gpt.py makes it
+    here = {path.name for path in ROOT.iterdir()} - MADE
     nodes = (node for source in sources("tests") for node in ast.walk(ast.parse(source)))
     texts = {
         node.value
@@ -177,17 +181,9 @@ def links(text: str) -> list[tuple[bool, str]]:
     ]
 
 
-def section(heading: str) -> str:
-    """The anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
 def test_readme_links_lead_somewhere_on_an_index():
     found = links(on_the_index(README))
     assert len(found) == len(links(README)) > 2
-    sections = {
-        section(heading) for heading in re.findall(r"^#+ (.*)$", CODE.sub("", README), re.MULTILINE)
-    }
     for is_picture, target in found:
         assert re.match(r"https?://|mailto:", target), f"{target} is relative"
         here = PICTURES if is_picture else FILES
@@ -195,7 +191,7 @@ def test_readme_links_lead_somewhere_on_an_index():
             path = target.removeprefix(here).partition("#")[0]
             assert (ROOT / path).exists(), f"README.md links {path}, which does not exist"
         elif target.startswith(f"{REPOSITORY}#"):
-            assert target.partition("#")[2] in sections, (
+            assert target.partition("#")[2] in headings(README), (
                 f"README.md has no section {target.partition('#')[2]!r}"
             )
 

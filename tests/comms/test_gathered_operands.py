@@ -99,7 +99,7 @@ def cases():
     for layout in LAYOUTS:
         for recipe in RECIPES:
             for vma in (True, False):
-                # Without types row amaxes stay local (README, Limits), and the others say the same
+                # Without types row amaxes stay local (docs/limits.md), and the others say the same
                 # in one of each kind.
                 if not vma and recipe not in ("delayed", "current", "blockwise", "mxfp8_2d"):
                     continue

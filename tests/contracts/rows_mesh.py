@@ -211,7 +211,7 @@ def shard_map_contracted(face, layer, plain, *, vma):
 def shard_map_contracted_by_row(face, layer, plain, *, vma):
     """A device sees half of each row that fprop contracts.
 
-    That half has a scale of its own (README, Limits).
+    That half has a scale of its own (docs/limits.md).
     """
 
     def halves(w, s, x):

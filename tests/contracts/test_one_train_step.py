@@ -1,7 +1,6 @@
-"""The train steps of README.md, word for word: one text for every recipe and every optimizer."""
+"""The train steps of the pages, word for word: one text for every recipe and every optimizer."""
 
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pages import marked
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, TrainState
 
 # optax.adam raises a float to its int32 step count
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-README = (Path(__file__).parents[2] / "README.md").read_text()
 X = jax.random.normal(jax.random.key(0), (64, 16))
 Y = X[:, :1] * X[:, 1:2]
 STEPS = 4
@@ -47,35 +46,28 @@ PAIRS += [("delayed", optimizer) for optimizer in OPTIMIZERS if optimizer != "ad
 ]
 
 
-def fence(form):
-    """The text of README.md under the comment of this form."""
-    (code,) = re.findall(
-        rf"<!-- train step, {form} -->\n```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
-    )
-    return code
-
-
 def texts(form):
-    """README's text without its last line, which takes a step.
+    """The text of a page without its last line, which takes a step.
 
     First of linen, on which TrainState builds.
     """
-    parts = [fence("linen"), fence(form)] if form == "TrainState" else [fence(form)]
+    forms = ("linen", form) if form == "TrainState" else (form,)
+    parts = [marked(f"train step, {form}") for form in forms]
     return ["\n".join(part.rstrip().split("\n")[:-1]) for part in parts]
 
 
 class Training:
-    """A model of README.md with this recipe and this optimizer."""
+    """A model of a page with this recipe and this optimizer."""
 
     def __init__(self, form, recipe, tx):
         self.form = form
         self.names = {"jax": jax, "jnp": jnp, "optax": optax, "fp8": fp8, "x": X, "y": Y}
         for text in texts(form):
             changed = self.changed(text, recipe, tx)
-            exec(compile(changed, f"README.md, {form}", "exec"), self.names)
+            exec(compile(changed, f"train step, {form}", "exec"), self.names)
 
     def changed(self, text, recipe, tx):
-        """What a user changes in README's text.
+        """What a user changes in the text.
 
         The recipe of layers, their sizes, the optimizer and the data.
         """

@@ -98,7 +98,7 @@ def table(rows):
                     and not RECIPES[recipe].rows
                     and not RECIPES[recipe].tile
                 ):
-                    # without types a stateless amax is refused, or local by row (README, Limits)
+                    # without types a stateless amax is refused, or local by row (docs/limits.md)
                     continue
                 if "contracted" in row.__name__ and ("by_row" in row.__name__) != recipe.startswith(
                     "rowwise"

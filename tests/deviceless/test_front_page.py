@@ -5,8 +5,8 @@ Without its options it raises.
 
 import jax
 import pytest
+from pages import marked
 from targets import topology
-from test_readme import FENCE, README
 
 import jaxfp8 as fp8
 
@@ -15,10 +15,7 @@ pytestmark = [pytest.mark.deviceless, pytest.mark.usefixtures("standard_promotio
 
 def fences() -> tuple[str, str]:
     """The 15 lines, and the fast path that continues them."""
-    text = README.read_text()
-    before, after = text.split("<!-- the fast path -->")
-    first = FENCE.search(before, before.index("## In 15 lines"))
-    return first["code"], FENCE.search(after)["code"]
+    return marked("train step, linen"), marked("the fast path")
 
 
 def namespace_for(chip: str, lines: str) -> dict:
@@ -31,11 +28,11 @@ def namespace_for(chip: str, lines: str) -> dict:
     return namespace | jax.tree.map(on_gpu, arrays)
 
 
-@pytest.mark.parametrize("chip", ["h200", "h100"])
+@pytest.mark.parametrize("chip", ["h200", "h100", "b200"])
 def test_fast_path(chip):
     lines, fast_path = fences()
-    assert '"h200")  # or "h100"' in fast_path
-    assert fast_path.splitlines()[-1].startswith("fp8.programs.assert_fp8_gemms(compiled)")
+    assert '"h200")  # or "h100", "b200"' in fast_path
+    assert fast_path.splitlines()[-1] == "fp8.programs.assert_fp8_gemms(compiled)"
     namespace = namespace_for(chip, lines)
     exec(fast_path.replace('"h200"', repr(chip)), namespace)
     fp8.programs.assert_fp8_gemms(namespace["compiled"], 5)  # the first layer has no dgrad

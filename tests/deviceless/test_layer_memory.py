@@ -29,8 +29,8 @@ CASTS, BOTH = (
 )
 # Hopper wants a copy of x and w for each matmul that reads them, so at the end of the forward pass
 # there are two bytes a value, as in bfloat16; then one. cuBLASLt takes a workspace of 4 MiB
-# besides. Scales of 1x32 become float32 before the kernel that multiplies them. README's table:
-# kernels, MiB saved, and MiB at most.
+# besides. Scales of 1x32 become float32 before the kernel that multiplies them. docs/gpu.md has
+# this table: kernels, MiB saved, and MiB at most.
 RECIPES = {
     "bf16": (fp8.recipes.identity(), None, 160, 164),
     "delayed": (fp8.recipes.delayed(), BOTH, 80, 160),

@@ -144,7 +144,7 @@ MARKED = [
     ],
     ("rows of w over both", "blockwise", AxisType.Auto),
     ("rows of w over both", "mxfp8", AxisType.Explicit),
-    # The chip's own matmul of tiles: Auto meshes only (README, On a GPU).
+    # The chip's own matmul of tiles: Auto meshes only (docs/gpu.md).
     *[(layout, "mxfp8, b200", AxisType.Auto) for layout in ("rows of w", "columns of w", "tokens")],
 ]
 
@@ -182,7 +182,7 @@ def test_what_is_marked_travels_in_fp8(layout, name, kind):
     }
     want = {"reduce-scatter": [2 * devices * part], "all-reduce": []}
     if layout == "tokens" and kernels is BLACKWELL:
-        # It makes one axis of B and T, whose inner one XLA does not scatter along (README, Limits).
+        # It makes one axis of B and T, whose inner one XLA does not scatter along (docs/limits.md).
         want = {"reduce-scatter": [], "all-reduce": [2 * devices * part]}
     assert over == want, report
 
@@ -206,7 +206,7 @@ def test_weights_of_experts_under_vmap_travel_in_fp8():
     assert not wire_report(compiled).only(kind="all-reduce", at_least=4 * K * N // 8).transfers
 
 
-# What an Auto mesh gathers of sharded weights that nobody marked (README, On a mesh).
+# What an Auto mesh gathers of sharded weights that nobody marked (docs/sharding.md).
 AUTO = {
     "delayed": (fp8.recipes.delayed(), None, "float8_e4m3fn"),
     "current": (fp8.recipes.current(), None, "float8_e4m3fn"),

@@ -7,7 +7,6 @@ the diffs are only parsed.
 import ast
 import functools
 import re
-from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,29 +15,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen import fp8_ops
+from pages import ROOT, fences, sides_of
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DotGeneral
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+PAGE = ROOT / "docs" / "coming-from.md"
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),  # what readers have
     pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix"),  # it uses old names of flax
 ]
 
-FENCE = re.compile(
-    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<tag>[^\n]*)\n(?P<code>.*?)^```$", re.M | re.S
-)
 DIFFS = {"te plug", "te layer", "qwix", "flax", "flax, one line", "torchao", "maxtext", "bf16"}
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-
-
-def sides_of(diff: str) -> tuple[str, str]:
-    before, after = (
-        "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != other)
-        for other in "+-"
-    )
-    return before, after
 
 
 def relative(a, b) -> float:
@@ -52,7 +41,7 @@ def page() -> str:
 
 @pytest.fixture(scope="module")
 def diffs(page) -> dict[str, tuple[str, str]]:
-    found = {m["mark"]: sides_of(m["code"]) for m in FENCE.finditer(page) if m["tag"] == "diff"}
+    found = {fence.mark: sides_of(fence.code) for fence in fences(page, "diff")}
     assert set(found) == DIFFS
     return found
 
@@ -61,11 +50,11 @@ def diffs(page) -> dict[str, tuple[str, str]]:
 def names(page) -> dict:
     """What the page has defined before its first diff."""
     namespace = {"__name__": "__main__"}
-    for fence in FENCE.finditer(page):
-        if fence["tag"] == "diff":
+    for fence in fences(page):
+        if fence.tags == ("diff",):
             return namespace
-        if fence["tag"] == "python":
-            exec(fence["code"], namespace)
+        if fence.tags == ("python",):
+            exec(fence.code, namespace)
     raise AssertionError("no diff")
 
 

@@ -25,12 +25,12 @@ STATELESS = ("rowwise", "blockwise", "mxfp8")
 # rounding.
 SLACK = 1.5
 # "types" combine the amax of a stateless recipe over all that its tensor varies along, pipeline
-# stages too (README, Limits). Axes that are named settle it.
+# stages too (docs/limits.md). Axes that are named settle it.
 ONE_SCALE_FOR_ALL_STAGES = {
     (layout, "types", "current") for layout in LAYOUTS if LAYOUTS[layout].stages
 }
 # Tiles with float32 scales are multiplied in turn, so an Explicit mesh must not split what is
-# contracted (README, Limits).
+# contracted (docs/limits.md).
 REFUSED = {
     (layout, mode, "blockwise_f32")
     for layout in LAYOUTS

@@ -108,7 +108,7 @@ WRONG = {
     "current, types and axes": (CURRENT, True, ("data", "pipe")),
     "current, no types": (CURRENT, False, ("data", "pipe")),
     # Types alone cannot tell a stage from a part of a batch: without state the caller has to
-    # (README, Limits).
+    # (docs/limits.md).
     "current, types": (CURRENT, True, None),
 }
 

@@ -46,7 +46,7 @@ READINGS = [
     Reading("w", "fprop", 0, False, 0), Reading("w", "dgrad", 1, True, 1),
     Reading("g", "dgrad", 1, False, 1), Reading("g", "wgrad", 2, False, 0),
 ]  # fmt: skip
-# Where rows are split and each part has a scale of its own (README, Limits): inside shard_map, as
+# Where rows are split and each part has a scale of its own (docs/limits.md): inside shard_map, as
 # far as types do not tell that the amax belongs to others, too. They do where one operand of a
 # product is split and the other is not, and where the axes are named besides.
 OWN = {"types": [("x", "fprop"), ("w", "fprop")], "no types": [reading[:2] for reading in READINGS]}

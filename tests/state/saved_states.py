@@ -88,7 +88,10 @@ class Orbax:
             return checkpointer.restore(self.path)
 
     def restore(self, like):
-        """As README does it. Of another tree, and of other shapes, Orbax has errors of its own."""
+        """As docs/state.md does it.
+
+        Orbax has errors of its own for another tree and for other shapes.
+        """
         read = self.read()
         wanted = {
             name: {leaf: getattr(state, leaf).shape for leaf in LEAVES}

@@ -5,11 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from pages import ROOT
 
-ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 ADDITION = re.compile(r"### ([^\n]+)\n.*?```diff\n(.*?)```.*?```python\n(.*?)```", re.DOTALL)
 ADDITIONS = ADDITION.findall(TEXT)

@@ -1,0 +1,147 @@
+"""All that must hold before a change is merged: `nox` runs it, `nox -s NAME` one session.
+
+    nox --list                              # names, and what they check
+    nox -s newest -- -k scan tests/linen    # what follows -- goes to pytest
+    nox -s oldest                           # not run by default: every row, every test
+
+Sessions of one Python share an environment below .nox. The first one installs it.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nox
+
+ROOT = Path(__file__).parent
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = (
+    "lint", "readme", "newest", "slow", "rounding", "gpu_programs", "guests", "docs", "notebooks",
+)  # fmt: skip
+
+
+# Environments. pip finds the jax: 0.10.2 is the last one for Python 3.11, others get the newest.
+@nox.session(python="3.11")
+def python311(session: nox.Session) -> None:
+    """The environment of the oldest jax."""
+    session.install("-q", "-e", ".[test,examples,notebooks,dev]")
+
+
+@nox.session(python="3.12")
+def python312(session: nox.Session) -> None:
+    """The environment of the newest jax. Its CUDA wheels compile for GPUs that are not there."""
+    session.install("-q", "-e", ".[test,examples,cuda13,triton]")
+
+
+@nox.session(python="3.13")
+def python313(session: nox.Session) -> None:
+    """The environment of Python 3.13."""
+    session.install("-q", "-e", ".[test,triton]")
+
+
+OLDEST, NEWEST, NEXT = (
+    {"python": False, "requires": [name]} for name in ("python311", "python312", "python313")
+)
+
+
+def python(session: nox.Session, version: str, *arguments: str, **options: Any) -> str:
+    """Runs the Python of an environment, and returns its output if `silent=True`."""
+    executable = ROOT / ".nox" / version / "bin" / "python"
+    return str(session.run(str(executable), *arguments, external=True, **options))
+
+
+def pytest(session: nox.Session, version: str, *arguments: str) -> None:
+    """Runs pytest on one process more than there are cores.
+
+    Workers wait for their devices and subprocesses a fifth of the time.
+    """
+    workers = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str((os.cpu_count() or 1) + 1)}
+    given = ("-m", "pytest", "-n", "auto", *arguments, *session.posargs)
+    python(session, version, *given, env=workers)
+
+
+@nox.session(**OLDEST)
+def lint(session: nox.Session) -> None:
+    """Lint, format, types, and the lengths of sentences."""
+    python(session, "python311", "-m", "ruff", "check", ".")
+    python(session, "python311", "-m", "ruff", "format", "--check", ".")
+    python(session, "python311", "docs/words.py")
+    python(session, "python311", "-m", "mypy")
+
+
+@nox.session(python=False)
+def readme(session: nox.Session) -> None:
+    """README's test command, word for word, in a copy: the default suite on the oldest jax."""
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"<!-- the tests -->\n```bash\n(.*?)```", text, re.DOTALL)
+    known = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = session.run(*known, external=True, silent=True, log=False)
+    with tempfile.TemporaryDirectory() as folder:
+        # As a new user has it: what git does not know of is not there.
+        for name in filter(None, str(names).split("\0")):
+            (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, Path(folder) / name)
+        with session.chdir(folder):
+            session.run("bash", "-ec", command, external=True)
+
+
+@nox.session(**OLDEST)
+def oldest(session: nox.Session) -> None:
+    """Every row of the default suite on the oldest jax. `readme` runs the same."""
+    pytest(session, "python311")
+
+
+@nox.session(**NEWEST)
+def newest(session: nox.Session) -> None:
+    """The default suite on the newest jax, with XLA's options as users have them; some rows."""
+    pytest(session, "python312", "--one-row-in", "8")
+
+
+@nox.session(**NEWEST)
+def slow(session: nox.Session) -> None:
+    """Slow tests on the newest jax, some rows."""
+    pytest(session, "python312", "--one-row-in", "16", "-m", "slow and not deviceless and not gpu")
+
+
+@nox.session(**NEWEST)
+def rounding(session: nox.Session) -> None:
+    """Programs compiled for GPUs and run on the CPU: do their matmuls read FP8? Every recipe."""
+    pytest(session, "python312", "-m", "deviceless and not slow", "-k", "on_gpus")
+
+
+@nox.session(**NEWEST)
+def gpu_programs(session: nox.Session) -> None:
+    """Programs compiled for H200 and B200: kernels, registers, bytes, collectives; some rows."""
+    select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "6")
+    pytest(
+        session, "python312", "--dist", "loadfile", *select
+    )  # the tests of a file read the same programs
+
+
+@nox.session(**NEWEST)
+def guests(session: nox.Session) -> None:
+    """flax's own tests of dense layers and attention, with our layers."""
+    show = "import flax; print(flax.__version__)"
+    version = python(session, "python312", "-c", show, silent=True).strip()
+    folder = session.create_tmp()  # only the sdist has the tests
+    sdist = ("--no-deps", "--no-binary", "flax", "-d", folder, f"flax=={version}")
+    python(session, "python312", "-m", "pip", "download", "-qq", *sdist)
+    found = Path(folder) / f"flax-{version}.tar.gz"
+    pytest(session, "python312", "-rP", "--flax-sdist", str(found), "tests/guests")
+
+
+@nox.session(**NEXT)
+def docs(session: nox.Session) -> None:
+    """What readers copy: the examples of all docstrings and pages, on Python 3.13."""
+    python(session, "python313", "-m", "pytest", "--doctest-modules", "jaxfp8")
+    pytest(session, "python313", "tests/docs", "tests/test_public_api.py")
+
+
+@nox.session(**OLDEST)
+def notebooks(session: nox.Session) -> None:
+    """Every notebook, executed from the beginning."""
+    python(session, "python311", "notebooks/execute.py", "--check")

@@ -1,0 +1,133 @@
+"""README.md and docs/ keep their word: code runs, links lead somewhere, commands exist."""
+
+import re
+import shlex
+
+import jax
+import jax.numpy as jnp
+import pytest
+from pages import DOCS, PAGES, ROOT, fences, headings, marked, sides_of
+
+import jaxfp8 as fp8
+
+IDS = {"ids": lambda page: str(page.relative_to(ROOT))}
+WITH_CODE = [page for page in DOCS if any(fences(page.read_text(), "python"))]
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+NAMED = re.compile(r"(?:tests|examples|benchmarks|jaxfp8|notebooks|docs)/[\w/.-]*\w\.(?:py|md)")
+
+
+@pytest.mark.usefixtures("standard_promotion")  # what its readers have
+@pytest.mark.parametrize("page", WITH_CODE, **IDS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    """One fence after another, in one namespace."""
+    monkeypatch.chdir(tmp_path)  # what it writes, it writes here
+    namespace = {"__name__": "__main__"}
+    for fence in fences(page.read_text(), "python"):
+        # The empty lines give a traceback the line numbers of the page.
+        exec(compile("\n" * fence.above + fence.code, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", WITH_CODE, **IDS)
+def test_what_does_not_run_compiles(page):
+    for fence in fences(page.read_text(), "python", "no-run"):
+        compile(fence.code, str(page), "exec")
+
+
+def test_pages_have_code():
+    assert len(WITH_CODE) > 8
+
+
+@pytest.mark.parametrize("page", PAGES, **IDS)
+def test_links_lead_somewhere(page):
+    """Files and sections that a page links, and files that it names."""
+    for target, anchor in LINK.findall(page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name} links {target}, which does not exist"
+        assert not anchor or anchor in headings(path.read_text()), (
+            f"{page.name} links section {anchor!r} of {path.name}, which has none"
+        )
+    if page.name != "CHANGELOG.md":  # it may name what is gone
+        for named in NAMED.findall(page.read_text()):
+            beside = page.parent / named
+            assert (ROOT / named).exists() or beside.exists(), f"{page.name} names {named}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def commands():
+    """(script, flags) of each `python SCRIPT ...` in a page."""
+    for page in DOCS:
+        for fence in fences(page.read_text()):
+            if fence.tags == ("yaml",):
+                yield re.search(r'"(python [^"]*)"', fence.code)[1].replace("\n", " ")
+            elif fence.tags == ("bash",):
+                yield from fence.code.replace("\\\n", " ").splitlines()
+
+
+def test_commands_exist():
+    """Each script is there, and it or what it imports beside it knows each option."""
+    found = 0
+    for command in commands():
+        words = shlex.split(command.rstrip("& "), comments=True)
+        scripts = [word for word in words if word.endswith(".py")]
+        for script in scripts:
+            path = ROOT / script
+            known = "".join(file.read_text() for file in path.parent.glob("*.py"))
+            assert path.exists(), command
+            for option in (word for word in words if word.startswith("--")):
+                assert f'"{option}"' in known, f"{script} has no {option}"
+            found += 1
+    assert found >= 6
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_diff():
+    """Three lines change. Both sides run, the second one in FP8 and with kernels of an H200."""
+    diff = marked("the diff")
+    assert [line[0] for line in diff.splitlines()].count("+") == 3
+    losses = []
+    for code in sides_of(diff):
+        namespace = {}
+        exec(code, namespace)
+        x = jax.random.normal(jax.random.key(0), (128, 256))
+        params = namespace["layer"].init(jax.random.key(1), x)
+        loss, grads = namespace["step"](params, x)
+        assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+        losses.append(float(loss))
+    before, after = losses
+    assert before != after
+    assert after == pytest.approx(before, rel=0.01)
+    assert namespace["layer"].kernels == namespace["kernels"] == fp8.Kernels("h200")
+
+
+def test_the_choices():
+    printed = marked("the choices")
+    recipe, kernels = fp8.recipes.blockwise(), fp8.Kernels("h200")
+    choices = str(kernels.choices(recipe, (8192, 4096, 4096)))
+    if jax.__version_info__ >= (0, 11):
+        assert printed == f"{choices}\n"
+    else:  # XLA's kernels, with the reason
+        assert choices.splitlines()[:2] == printed.splitlines()[:2]
+        assert choices.count("; mosaic cannot: ") == 6
+
+
+def test_sides_of_a_diff():
+    assert sides_of(" a\n-b\n+c\n \n-d\n") == ("a\nb\n\nd\n", "a\nc\n\n")
+
+
+def test_fences():
+    text = (
+        "a\n```python\nx = 1\n```\n```bash\nls\n```\n"
+        "<!-- two -->\n```python no-run\nx = 2\n```\n```python\ny = x\n```\n"
+    )
+    assert [(f.above, f.code) for f in fences(text, "python")] == [(2, "x = 1\n"), (12, "y = x\n")]
+    assert [f.mark for f in fences(text)] == [None, None, "two", None]
+
+
+def test_headings():
+    assert headings("# A `b`: C-d\n```\n# no\n```\n## e?\n") == {"a-b-c-d", "e"}
