@@ -145,6 +145,12 @@ def texts_of(path: Path, text: str) -> Iterator[tuple[str, Lines]]:
                 yield "", [(number, line) for _, line in of_markdown("".join(cell["source"]))]
 
 
+def columns_of(path: Path) -> int:
+    """The longest line. A notebook has no lines: a paragraph is one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return 0 if path.suffix == ".ipynb" else max(map(len, lines), default=0)
+
+
 def rows_of(paths: list[Path]) -> dict[tuple[Path, str], list[Sentence]]:
     """Sentences by page, or by folder and kind. Small rows join that of the folder above."""
     rows = defaultdict(list)
@@ -177,19 +183,22 @@ def main() -> int:
         for count, path, line, text in every[: arguments.longest]:
             print(f"{count:3} words  {path}:{line}: {text}")
         return 0
-    print(f"{'':44} words sentences median  90th longest")
+    columns = {p: columns_of(p) for p in paths}
+    print(f"{'':44} words sentences median  90th longest  line")
     for (path, kind), row in sorted(rows.items()):
         name, words = f"{path}: {kind}".removesuffix(": "), sorted(count for count, *_ in row)
         median, ninetieth = statistics.median(words), words[math.ceil(0.9 * len(words)) - 1]
-        print(f"{name:44} {sum(words):5} {len(words):9} {median:6} {ninetieth:5} {words[-1]:7}")
+        line = max(columns[(ROOT / page).resolve()] for _, page, *_ in row)
+        figures = f"{len(words):9} {median:6} {ninetieth:5} {words[-1]:7} {line:5}"
+        print(f"{name:44} {sum(words):5} {figures}")
         if median > MEDIAN or ninetieth > NINETIETH or words[-1] > LONGEST:
             faults.append(f"{name}: median {median}, 90th {ninetieth}, longest {words[-1]}")
     for path in paths:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        if path.suffix != ".ipynb" and (columns := max(map(len, lines), default=0)) > COLUMNS:
-            faults.append(f"{path}: a line of {columns} columns")
-        if path == ROOT / "README.md" and len(lines) > README_LINES:
-            faults.append(f"{path}: {len(lines)} lines, at most {README_LINES}")
+        if columns[path] > COLUMNS:
+            faults.append(f"{path}: a line of {columns[path]} columns")
+        lines = path.read_text(encoding="utf-8").count("\n")
+        if path == ROOT / "README.md" and lines > README_LINES:
+            faults.append(f"{path}: {lines} lines, at most {README_LINES}")
     bounds = f"bounds {MEDIAN}, {NINETIETH} and {LONGEST} words, {COLUMNS} columns"
     print(f"{len(rows)} rows, {len(faults)} faults; {bounds}", *faults, sep="\n  ")
     return int(bool(faults))

@@ -18,7 +18,7 @@ from jaxfp8.kernels.mosaic._sums import ColumnSums
 from jaxfp8.kernels.mosaic._tiles import RAGGED
 from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.kernels.quantize._mosaic_kernel import TilesKernel
-from jaxfp8.kernels.quantize._mosaic_tiling import tiling_of
+from jaxfp8.kernels.quantize._mosaic_tiling import check_sides, tiling_of
 from jaxfp8.prologues._prologue import Source, prologue_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -53,6 +53,8 @@ def quantize(
 
 def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """`quantize` if every copy is in tiles."""
+    for granularity in cast.granularities:
+        check_sides(granularity, x.ndim)
     if x.ndim > 2 and not (merged := Merged.of(x.shape, cast)).is_trivial:
         copies, _ = _in_tiles(merged.source(x), merged.cast(cast))
         return merged.copies(copies, x, cast), CastExtras()

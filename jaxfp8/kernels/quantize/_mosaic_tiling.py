@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfp8._typing import Axes, DType
 from jaxfp8.kernels.mosaic._tiles import T, shared_tile
 from jaxfp8.numerics._formats import Format
+from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._scale_rule import ScaleRule
 from jaxfp8.tensors._cast import Direction
 
@@ -112,12 +113,26 @@ def tiling_of(direction: Direction, ndim: int) -> Tiling:
       NotImplementedError: for other granularities than tiles of 1 x S, S x 1, S x S.
     """
     granularity = direction.granularity
-    if granularity.in_tiles and ndim >= 2:
-        *lead, m, k = granularity.along(ndim)
-        if set(lead) <= {1} and max(m, k) in _SIDES and min(m, k) in (1, max(m, k)):
-            transposed = direction.transposed if m == k else k == 1
-            return Tiling(side=max(m, k), transposed=transposed, square=m == k)
-    raise NotImplementedError(
+    check_sides(granularity, ndim)
+    *lead, m, k = granularity.along(ndim)
+    if set(lead) > {1}:
+        raise _cannot(granularity, ndim)
+    transposed = direction.transposed if m == k else k == 1
+    return Tiling(side=max(m, k), transposed=transposed, square=m == k)
+
+
+def check_sides(granularity: AbstractGranularity, ndim: int) -> None:
+    """Raises NotImplementedError unless a tile has one side S, along one axis or two.
+
+    Axes may be merged only after this check, so that its error names the tile that the user wrote.
+    """
+    sides = [side for side in granularity.along(ndim) if side > 1]
+    if ndim < 2 or len(set(sides)) != 1 or len(sides) > 2 or sides[0] not in _SIDES:
+        raise _cannot(granularity, ndim)
+
+
+def _cannot(granularity: AbstractGranularity, ndim: int) -> NotImplementedError:
+    return NotImplementedError(
         f"The cast has {granularity!r} for an array of {ndim} axes. This kernel takes tiles of "
         f"1 x S, S x 1 and S x S along the last two axes, with S in {_SIDES}. Write casts='xla' in "
         "fp8.Kernels."

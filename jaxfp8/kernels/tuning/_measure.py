@@ -79,8 +79,14 @@ def _check(
 ) -> None:
     """Compare a product with the first one, and bit by bit with the first one of its backend.
 
+    The products are finite, because the operands are.
+
     Tilings of one kernel add in the same order, so their products have equal bits.
     """
+    if not np.isfinite(product).all():
+        raise RuntimeError(
+            f"{way} gives inf or NaN for {matmul}, whose operands are finite. Report this as a bug."
+        )
     first = next(iter(products.values()), product)
     if not np.max(np.abs(product - first)) <= _CLOSE * np.max(np.abs(first)):
         raise RuntimeError(

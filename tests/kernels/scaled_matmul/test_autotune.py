@@ -196,6 +196,28 @@ def test_a_file_that_was_cut(tmp_path, end):
         fp8.plan.Timings.load(path)
 
 
+@pytest.mark.parametrize(
+    ("product", "fault"),
+    [
+        ([1.0, np.nan], "inf or NaN"),
+        ([1.0, np.inf], "inf or NaN"),
+        ([1.0, 3.0], "differs from the product of xla"),
+        ([1.0, 2.001], None),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_wrong_product_is_named(product, fault, first):
+    way, products = Way(backend="mosaic", tiling=None), {"xla": np.float32([1, 2])}
+    if first:  # there is nothing to compare with
+        products = {}
+    if fault is None or (first and "differs" in fault):
+        _measure._check("a matmul", way, np.float32(product), products)
+        assert set(products) >= {"mosaic"}
+        return
+    with pytest.raises(RuntimeError, match=mentions("mosaic", "a matmul", fault)):
+        _measure._check("a matmul", way, np.float32(product), products)
+
+
 def test_a_backend_that_is_no_more(called):
     """Timings of another version may name one. The next way is taken."""
     timings = table(time("reference", 2.0), time("fast", 1.0))
