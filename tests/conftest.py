@@ -1,6 +1,7 @@
 """The machine that every test sees: eight CPU devices, no silent promotion."""
 
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import zlib
@@ -33,6 +34,12 @@ if (
     and importlib.util.find_spec("jax_cuda13_plugin") is None
 ):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    # XLA's older emitters compile twice as fast, one module of LLVM at a time. jaxlib 0.11 has them
+    # no longer, and ends a process at a flag that it does not know.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] += (
+            " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        )
 
 import hypothesis
 import jax

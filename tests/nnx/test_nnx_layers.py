@@ -208,7 +208,7 @@ def test_evaluation_changes_nothing():
     (lambda **k: FP8Einsum("ab,bc->ac", (8, 4), rngs=nnx.Rngs(0), **k), {"einsum_op": jnp.einsum}),
 ])  # fmt: skip
 def test_another_matmul_is_refused(layer, given):
-    with pytest.raises(ValueError, match=f"drop {next(iter(given))}="):
+    with pytest.raises(ValueError, match=f"Drop {next(iter(given))}="):
         layer(**given)
 
 
