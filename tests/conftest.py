@@ -30,17 +30,20 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# On CPUs XLA compiles in half of the time without LLVM's optimizations and without its emitters of
-# fusions (an option of jax 0.10 only). Both may change bits: LLVM contracts a product and a sum.
-# So an environment with the CUDA wheels leaves XLA as users have it; nox runs the suite in both.
+# On CPUs XLA compiles in half of the time without LLVM's optimizations and with its older emitters.
+# Both may change bits: LLVM contracts a product and a sum. So an environment with the CUDA wheels
+# leaves XLA as users have it. nox runs the suite in both.
 if (
     os.environ["JAX_PLATFORMS"] == "cpu"
     and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]
     and importlib.util.find_spec("jax_cuda13_plugin") is None
 ):
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    # jaxlib 0.11 has no older emitters, and ends a process at a flag that it does not know.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] += (
+            " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        )
 
 import hypothesis
 import jax

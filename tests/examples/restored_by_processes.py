@@ -8,7 +8,7 @@ import dataclasses
 import os
 import warnings
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
 
 import jax
 import jax.numpy as jnp

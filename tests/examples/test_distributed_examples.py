@@ -104,12 +104,13 @@ def training(folder):
     raise AssertionError(f"Gloo's processes did not meet:\n{logs}")
 
 
+@pytest.mark.slow  # in the default suite processes that wait are ended
 @pytest.mark.parametrize(
     ("signalled", "seconds"),
     [
         ([0, 1], 10),
-        pytest.param([0], 10, marks=pytest.mark.slow),
-        pytest.param([1], 60, marks=pytest.mark.slow),  # a heartbeat is missed first
+        ([0], 10),
+        ([1], 60),  # a heartbeat is missed first
     ],
 )
 def test_sigterm_ends_all_processes(tmp_path, signalled, seconds):

@@ -4,12 +4,15 @@ What was given, and what to write.
 """
 
 import importlib
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
-from launch import EXAMPLES, load, run
+from launch import EXAMPLES, environment, load, run
 
 from jaxfp8.recipes._presets import PRESETS
 
@@ -261,28 +264,60 @@ def test_those_meshes_are_refused_whose_shards_cut_tiles(monkeypatch, capsys, re
         script.parse(arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            "--num-processes 2",
-            "Where JAX knows no cluster, give --coordinator, --num-processes and --process-id.",
-        ),
-        (
-            "--coordinator here",
-            "--coordinator here: give HOST:PORT, a free port on the host of process 0.",
-        ),
-        ("--coordinator here:there", "--coordinator here:there: give HOST:PORT"),
-        ("--num-processes 0", "--num-processes 0: give at least 1."),
-        ("--num-processes 2 --process-id 2", "--process-id 2: give a number from 0 to 1."),
-        ("--recipe static", "--recipe static: it needs x_scale, w_scale, g_scale"),
-    ],
-)
-def test_a_process_alone_says_what_it_lacks(arguments, message, tmp_path):
-    finished = run("train_multihost.py", *arguments.split(), cwd=tmp_path)
+def test_a_process_alone_says_what_it_lacks(tmp_path):
+    finished = run("train_multihost.py", "--num-processes", 2, cwd=tmp_path)
     assert finished.returncode == 2
     assert finished.stderr.count("\n") == 1, finished.stderr
-    assert message in finished.stderr
+    cure = "Where JAX knows no cluster, give --coordinator, --num-processes and --process-id."
+    assert cure in finished.stderr
+
+
+ALONE = {
+    "--coordinator here": (
+        "--coordinator here: give HOST:PORT, a free port on the host of process 0."
+    ),
+    "--coordinator here:there": "--coordinator here:there: give HOST:PORT",
+    "--num-processes 0": "--num-processes 0: give at least 1.",
+    "--num-processes 2 --process-id 2": "--process-id 2: give a number from 0 to 1.",
+    "--recipe static": "--recipe static: it needs x_scale, w_scale, g_scale",
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Exit code and standard error of each command line: one process, as most of it is imports."""
+    script = f"""
+import contextlib, io, json, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_multihost
+ended = {{}}
+for arguments in {[*ALONE]!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        try:
+            train_multihost.main(arguments.split())
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    ended[arguments] = code, written.getvalue()
+print(json.dumps(ended))
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout)
+
+
+@pytest.mark.parametrize("arguments", ALONE)
+def test_a_process_alone_says_what_is_wrong(alone, arguments):
+    code, written = alone[arguments]
+    assert code == 2
+    assert written.count("\n") == 1, written
+    assert ALONE[arguments] in written
 
 
 def test_every_recipe_has_a_command_line(monkeypatch):

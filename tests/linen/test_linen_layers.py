@@ -3,6 +3,8 @@
 And state through flax's own transformations.
 """
 
+import functools
+
 import chex
 import flax.linen as nn
 import flax.serialization
@@ -113,7 +115,7 @@ def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
 
 def test_layer_equals_the_function():
     model, state = FP8Dense(4, use_bias=False, recipe=DELAYED), fp8.init_state(DELAYED)
-    variables = model.init(KEY, X)
+    variables = jax.jit(model.init)(KEY, X)
     got = jax.jit(fp8.value_and_grad(square(model)))(variables["params"], variables[COLLECTION], X)
     loss = lambda w, s, x: jnp.sum(jnp.square(fp8.dot(x, w, recipe=DELAYED, state=s)))
     want = jax.jit(fp8.value_and_grad(loss))(variables["params"]["kernel"], state, X)
@@ -122,7 +124,7 @@ def test_layer_equals_the_function():
 
 def test_collection_missing_in_apply():
     model = FP8Dense(4, recipe=DELAYED, name="up")
-    params = model.init(KEY, X)["params"]
+    params = jax.jit(model.init)(KEY, X)["params"]
     with pytest.raises(
         fp8.FP8StateError, match=r"missing from collection '_overwrite_with_gradient'.*model.apply"
     ):
@@ -130,16 +132,15 @@ def test_collection_missing_in_apply():
 
 
 def test_init_does_not_depend_on_the_data():
-    model = FP8Dense(4, recipe=DELAYED)
-    assert_same(
-        model.init(KEY, X)[COLLECTION], model.init(KEY, jnp.full_like(X, jnp.nan))[COLLECTION]
-    )
+    init = jax.jit(FP8Dense(4, recipe=DELAYED).init)
+    assert_same(init(KEY, X)[COLLECTION], init(KEY, jnp.full_like(X, jnp.nan))[COLLECTION])
 
 
 def test_evaluation_changes_nothing():
     model = FP8Dense(4, recipe=DELAYED)
-    variables = model.init(KEY, X)
-    _, mutated = model.apply(variables, X, mutable=[COLLECTION])
+    variables = jax.jit(model.init)(KEY, X)
+    evaluate = jax.jit(functools.partial(model.apply, mutable=[COLLECTION]))
+    _, mutated = evaluate(variables, X)
     assert_same(mutated[COLLECTION], variables[COLLECTION])
 
 
@@ -189,6 +190,9 @@ def loop(params, state, x, recipe=DELAYED, length=2, shared=False):
     return jnp.sum(jnp.square(x))
 
 
+LOOPED = jax.jit(fp8.value_and_grad(loop))  # one program for all rows
+
+
 REMAT = lambda block: nn.remat(block, policy=fp8.save_fp8_residuals(), prevent_cse=False)
 
 
@@ -201,10 +205,10 @@ def test_scan_over_layers(transform):
     params, state = variables["params"], variables[COLLECTION]
     name = next(iter(params))
     rename = lambda tree: {"ScanBlock_0": tree[name]}
-    scanned, looped = jax.jit(fp8.value_and_grad(square(model))), jax.jit(fp8.value_and_grad(loop))
+    scanned = jax.jit(fp8.value_and_grad(square(model)))
     for _ in range(2):
         got = scanned(params, state, X[0])
-        want = looped(rename(params), rename(state), X[0])
+        want = LOOPED(rename(params), rename(state), X[0])
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
@@ -242,7 +246,7 @@ def test_scan_without_the_collection_s_axis():
                 Block, variable_axes={"params": 0}, length=2, split_rngs={"params": True}
             )()(x, None)[0]
 
-    cure = "under nn.scan or nn.vmap add '_overwrite_with_gradient' to variable_axes"
+    cure = "Under nn.scan or nn.vmap add '_overwrite_with_gradient' to variable_axes"
     with pytest.raises(fp8.FP8StateError, match=cure):
         Model().init(KEY, X[0])
     variables = jax.jit(stack().init)(KEY, X[0])
@@ -300,11 +304,12 @@ class MLP(nn.Module):
 
 
 MODEL = MLP()  # one, and one optimizer, or each train state would compile a step of its own
+APPLY, INIT = MODEL.apply, jax.jit(MODEL.init)
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, weight_decay=0.3))
 
 
 def train_state():
-    return TrainState.create(apply_fn=MODEL.apply, params=jax.jit(MODEL.init)(KEY, X), tx=OPTIMIZER)
+    return TrainState.create(apply_fn=APPLY, params=INIT(KEY, X), tx=OPTIMIZER)
 
 
 @jax.jit

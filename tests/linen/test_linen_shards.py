@@ -92,7 +92,7 @@ def test_initialized_inside_shard_map_each_device_has_its_part_of_one_kernel():
     parts = jax.jit(
         jax.shard_map(init, mesh=mesh(AxisType.Auto), in_specs=P("fsdp"), out_specs=P("fsdp"))
     )(X)
-    whole = FP8Dense(N).init(jax.random.key(1), X)["params"]["kernel"]
+    whole = jax.jit(FP8Dense(N).init)(jax.random.key(1), X)["params"]["kernel"]
     # two programs, which may fuse another product and sum
     np.testing.assert_allclose(parts, whole, atol=1e-6)
 
@@ -138,7 +138,7 @@ def test_a_kernel_that_has_no_equal_parts():
     model = FP8Dense(7, recipe=RECIPES["mxfp8"], w_shard=Shard(1, "fsdp"))
     init = lambda x: model.init(jax.random.key(1), x)["params"]["kernel"]
     with pytest.raises(
-        ValueError, match=r"w_shard=.*axis 1 of a kernel \[64, 7\] .* 2 equal parts"
+        ValueError, match=r"w_shard=.*axis 1 of a kernel \[64, 7\] .* 2 equal shards"
     ):
         jax.eval_shape(
             jax.shard_map(

@@ -18,12 +18,21 @@ def model(recipe):
     return fp8.nnx.FP8Linear(8, 3, recipe=recipe, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+DELAYED, CURRENT = fp8.recipes.delayed(), fp8.recipes.current()
+
+
 @pytest.mark.parametrize(
-    "recipe", [fp8.recipes.delayed(), fp8.recipes.current()], ids=["delayed", "current"]
+    ("recipe", "jit"),
+    [
+        pytest.param(DELAYED, nnx.jit, id="delayed-jit"),
+        pytest.param(CURRENT, nnx.jit, id="current-jit"),
+        pytest.param(CURRENT, lambda f: f, id="current-eager"),
+        # Eagerly each of its operations is a program.
+        pytest.param(DELAYED, lambda f: f, id="delayed-eager", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.usefixtures("standard_promotion")  # flax's metrics
-def test_random_streams_and_metrics(jit, recipe):
+def test_random_streams_and_metrics(recipe, jit):
     drop = nnx.Dropout(0.5)
 
     def loss_fn(model, rngs, x, *, metric):

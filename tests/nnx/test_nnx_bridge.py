@@ -5,6 +5,8 @@ fp8.nnx.value_and_grad". flax makes a Variable type for these states from the na
 collection.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ X = jax.random.normal(jax.random.key(0), (6, 4, 8))
 RATE = 0.125
 
 
+@functools.partial(nnx.jit, static_argnums=0)  # flax initializes with a forward pass
 def bridged(features=4):
     return nnx.bridge.ToNNX(
         fp8.linen.FP8Dense(features, recipe=RECIPE), rngs=nnx.Rngs(0)
@@ -32,17 +35,22 @@ def square(model, x):
     return jnp.mean(jnp.square(model(x)))
 
 
-def descend(params, grads):
-    return jax.tree.map(lambda p, g: p - RATE * g, params, grads)
-
-
 def states_in(tree):
     nodes = jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
     return [node for node in nodes if isinstance(node, fp8.state.MatmulState)]
 
 
-def run_nnx(model, jit):
-    step, seen = jit(fp8.nnx.value_and_grad(square)), []
+@functools.cache
+def compiled(graph=True):
+    """One program for each kind of model, whichever test it is of."""
+    return nnx.jit(fp8.nnx.value_and_grad(square), graph=graph)
+
+
+descend = jax.jit(lambda params, grads: jax.tree.map(lambda p, g: p - RATE * g, params, grads))
+
+
+def run_nnx(model, step):
+    seen = []
     for x in X[:5]:
         loss, grads = step(model, x)
         params = nnx.state(model, nnx.Param)
@@ -51,10 +59,14 @@ def run_nnx(model, jit):
     return seen
 
 
-def run_linen(module, variables):
-    params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
+def step_of(module):
     loss_fn = lambda p, s, x: jnp.mean(jnp.square(module.apply({"params": p, **s}, x)))
-    step, seen = jax.jit(fp8.value_and_grad(loss_fn)), []
+    return jax.jit(fp8.value_and_grad(loss_fn))
+
+
+def run_linen(step, variables):
+    params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
+    seen = []
     for x in X[:5]:
         loss, grads, state = step(params, state, x)
         params = descend(params, grads)
@@ -62,10 +74,13 @@ def run_linen(module, variables):
     return seen
 
 
+PURE = fp8.linen.FP8Dense(4, recipe=RECIPE)
+PURE_STEP = step_of(PURE)
+
+
 def pure_linen(kernel, bias):
-    layer = fp8.linen.FP8Dense(4, recipe=RECIPE)
-    variables = layer.init(jax.random.key(1), X[0])
-    return run_linen(layer, {**variables, "params": {"kernel": kernel, "bias": bias}})
+    variables = jax.jit(PURE.init)(jax.random.key(1), X[0])
+    return run_linen(PURE_STEP, {**variables, "params": {"kernel": kernel, "bias": bias}})
 
 
 def weights(model):
@@ -79,19 +94,19 @@ def test_a_linen_layer_in_nnx(mode):
     kernel, bias = weights(model)
     layer.kernel.set_value(kernel)
     want = pure_linen(kernel, bias)
-    got = run_nnx(model, lambda f: nnx.jit(f, graph=mode == "graph"))
+    got = run_nnx(model, compiled(graph=mode == "graph"))
     assert len(got[-1][2]) == 1
     assert got[-1][2][0].scale.all()
     assert_same_bits(got, want)
-    assert_same_bits(run_nnx(layer, nnx.jit), want)
+    assert_same_bits(run_nnx(layer, compiled()), want)
 
 
 def test_an_nnx_layer_in_linen():
     module = nnx.bridge.ToLinen(fp8.nnx.FP8Linear, args=(8, 4), kwargs={"recipe": RECIPE})
-    variables = module.init(jax.random.key(0), X[0])
+    variables = jax.jit(module.init)(jax.random.key(0), X[0])
     assert set(variables) == {"params", "FP8State"}
     want = pure_linen(variables["params"]["kernel"], variables["params"]["bias"])
-    assert_same_bits(run_linen(module, variables), want)
+    assert_same_bits(run_linen(step_of(module), variables), want)
 
 
 def test_microbatches():
@@ -100,7 +115,7 @@ def test_microbatches():
     seen = fp8.merge_seen(*(see(model, x)[2] for x in X[:2]))
     assert not states_in(nnx.state(model))[0].scale.any()
     fp8.nnx.commit(model, seen)
-    fp8.nnx.value_and_grad(square)(whole, X[:2].reshape(8, 8))
+    compiled()(whole, X[:2].reshape(8, 8))
     got, want = states_in(nnx.state(model))[0], states_in(nnx.state(whole))[0]
     np.testing.assert_array_equal(got.amax_history[:2], want.amax_history[:2])
 
@@ -170,7 +185,7 @@ def test_states_are_found_by_what_they_hold():
     assert len(jax.tree.leaves(nnx.state(model, flax_s_type))) > len(
         jax.tree.leaves(nnx.state(model.layer, flax_s_type))
     )
-    nnx.jit(fp8.nnx.value_and_grad(square))(model, X[0])
+    compiled()(model, X[0])
     assert states_in(nnx.state(model, flax_s_type))[0].scale.all()
     np.testing.assert_array_equal(model.other.get_value(), 1)
 
@@ -201,4 +216,4 @@ def test_a_linen_model_with_a_plug():
             nnx.state(model, nnx.variable_type_from_name(COLLECTION, allow_register=True))
         ),
     }
-    assert_same_bits(run_nnx(model, nnx.jit), run_linen(Plugged(), variables))
+    assert_same_bits(run_nnx(model, compiled()), run_linen(step_of(Plugged()), variables))

@@ -4,6 +4,8 @@ jax.jit gives its function a copy of a model. Before, the states of the model ou
 unset (scale [0, 0, 0]), without an error.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,10 +34,25 @@ def square(model, x):
 
 step = fp8.nnx.value_and_grad(square)
 see = fp8.nnx.value_and_grad(square, commit=False)
+# For what comes before or beside a claim: eagerly each operation is a program.
+compiled_step, compiled_see = nnx.jit(step), jax.jit(see)
 
 
 def state_of(model):
     return model.dot_general.state.get_value()
+
+
+@functools.cache
+def state_after_a_step():
+    """By functions: of the layer that all tests start from."""
+    model = layer()
+
+    def loss(params, state):
+        kernel, bias = params
+        return jnp.mean(jnp.square(fp8.dot(X, kernel, bias=bias, recipe=RECIPE, state=state)))
+
+    params = model.kernel.get_value(), model.bias.get_value()
+    return jax.jit(fp8.value_and_grad(loss))(params, state_of(model))[2]
 
 
 def stacked(tree):
@@ -89,7 +106,7 @@ def test_a_part_of_an_update_is_not_enough(function):
 
 def test_a_frozen_model_loses_nothing():
     model = layer()
-    step(model, X)
+    compiled_step(model, X)
     model.dot_general.state.set_value(fp8.freeze(state_of(model)))
     assert jax.jit(step)(model, X)[0] > 0
 
@@ -102,7 +119,7 @@ def test_an_update_that_is_dropped_is_refused(name):
 
 def test_a_commit_that_is_dropped_is_refused():
     model = layer()
-    _, _, seen = see(model, X)
+    _, _, seen = compiled_see(model, X)
     with pytest.raises(fp8.FP8StateError, match=r"fp8\.nnx\.commit updated"):
         jax.jit(fp8.nnx.commit)(model, seen)
 
@@ -130,7 +147,7 @@ def carrying_the_model(model):
 
 
 def committing_outside(model):
-    _, _, seen = jax.jit(see)(model, X)
+    _, _, seen = compiled_see(model, X)
     fp8.nnx.commit(model, seen)
     return model
 
@@ -157,7 +174,7 @@ KEPT = {
     "state returned": returning_the_state,
     "model carried": carrying_the_model,
     "commit outside": committing_outside,
-    "nnx.jit": in_place(nnx.jit(step)),
+    "nnx.jit": in_place(compiled_step),
     "nnx.jit, simple graph": in_place(nnx.jit(step, graph=True, graph_updates=False)),
     "nnx.jit, tree": in_place(nnx.jit(step, graph=False)),
     "nnx.scan": updated_by_scan(),
@@ -167,23 +184,22 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_an_update_that_is_returned_is_kept(name):
-    want = layer()
-    step(want, X)
     got = KEPT[name](layer())
     assert state_of(got).scale.all()
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state_of(got), state_of(want)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        state_of(got),
+        state_after_a_step(),
     )
 
 
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_shard_map_may_return_the_model(jit):
-    want = layer()
-    step(want, X)
+    want = state_after_a_step()
     got = jit(on_mesh(lambda m, x: (step(m, x), m)[1], jax.P()))(layer(), X)
     # Rows of x and w. Each device has a mean of its own, so gradients differ from those of the
     # whole batch.
-    np.testing.assert_array_equal(state_of(got).amax_history[:2], state_of(want).amax_history[:2])
+    np.testing.assert_array_equal(state_of(got).amax_history[:2], want.amax_history[:2])
     assert state_of(got).scale.all()
 
 
@@ -195,7 +211,7 @@ def test_two_steps_in_one_program():
 
     want = layer()
     for factor in (1, 2):
-        step(want, factor * X)
+        compiled_step(want, factor * X)
     _, got = jax.jit(steps)(layer(), X)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state_of(got), state_of(want)
@@ -230,10 +246,9 @@ def test_a_transformation_of_jax_inside_the_loss(inner):
         "checkpoint": jax.checkpoint(square),
         "vmap": lambda m, x: jnp.mean(jax.vmap(square, in_axes=(None, 0))(m, x[:, None])),
     }[inner]
-    model, want = layer(), layer()
+    model, want = layer(), state_after_a_step()
     nnx.jit(fp8.nnx.value_and_grad(transform))(model, X)
-    step(want, X)
-    np.testing.assert_array_equal(state_of(model).amax_history[:2], state_of(want).amax_history[:2])
+    np.testing.assert_array_equal(state_of(model).amax_history[:2], want.amax_history[:2])
 
 
 def test_a_lost_update_stays_one_when_dead_code_is_removed_again():

@@ -146,7 +146,8 @@ def test_compiler_options_need_a_chip():
 def test_a_kernel_by_name_fails_loudly_and_one_by_chip_makes_way(recipe):
     """No kernel in Pallas takes rows of 24 values."""
     x, w = jnp.ones((8, 24)), jnp.ones((24, 8))
-    dot = functools.partial(fp8.dot, x, w, recipe=recipe, state=fp8.init_state(recipe))
+    dot = jax.jit(fp8.dot, static_argnames=("recipe", "kernels"))
+    dot = functools.partial(dot, x, w, recipe=recipe, state=fp8.init_state(recipe))
     with pytest.raises(NotImplementedError):
         dot(kernels=fp8.Kernels("h200", casts="mosaic"))
     np.testing.assert_array_equal(dot(kernels=H200), dot())
@@ -156,8 +157,9 @@ def test_with_64_bits():
     """Hopper's matmul counts in int32; the casts do not mind."""
     with jax.enable_x64(True):
         x, w = jnp.ones((256, 128), jnp.bfloat16), jnp.ones((128, 256), jnp.bfloat16)
-        mine = fp8.dot(x, w, recipe=BLOCKWISE, kernels=H200)
-        np.testing.assert_array_equal(mine, fp8.dot(x, w, recipe=BLOCKWISE))
+        dot = jax.jit(fp8.dot, static_argnames=("recipe", "kernels"))
+        mine = dot(x, w, recipe=BLOCKWISE, kernels=H200)
+        np.testing.assert_array_equal(mine, dot(x, w, recipe=BLOCKWISE))
         assert H200.choices(BLOCKWISE, (1024, 2048, 4096)).fprop.backend == "xla"
     with pytest.raises(TypeError, match="cannot be quantized"):
         H200.choices(BLOCKWISE, SHAPE, jnp.int32)
@@ -204,20 +206,27 @@ def placed(mesh, x, *spec):
 def test_estimates_are_of_one_device_where_types_tell(sizes):
     x, w = jnp.ones((512, 256)), jnp.ones((256, 512))
     dot = functools.partial(fp8.dot, recipe=BLOCKWISE, kernels=H200)
-    dot(x, w)
+
+    def ask(x, w, **how):  # while it is traced; of what it computes nothing is claimed
+        jax.eval_shape(functools.partial(dot, **how), x, w)
+
+    ask(x, w)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        dot(placed(mesh, x, "a"), placed(mesh, w, None, "b"))
+        ask(placed(mesh, x, "a"), placed(mesh, w, None, "b"))
     with jax.set_mesh(mesh):  # K is split on both sides: partial products
-        dot(placed(mesh, x, None, "b"), placed(mesh, w, "b"), out_sharding=P(None, None))
+        ask(placed(mesh, x, None, "b"), placed(mesh, w, "b"), out_sharding=P(None, None))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     mapped = jax.shard_map(dot, mesh=mesh, in_specs=(P("a"), P(None, "b")), out_specs=P("a", "b"))
-    jax.jit(mapped)(x, w)
-    dot(placed(mesh, x, "a"), placed(mesh, w, None, "b"))
-    batched = (((2,), (1,)), ((0,), (0,)))
-    fp8.dot_general(
-        jnp.ones((3, 128, 256)), jnp.ones((3, 256, 512)), batched, recipe=BLOCKWISE, kernels=H200
+    jax.eval_shape(mapped, x, w)
+    ask(placed(mesh, x, "a"), placed(mesh, w, None, "b"))
+    batched = functools.partial(
+        fp8.dot_general,
+        dimension_numbers=(((2,), (1,)), ((0,), (0,))),
+        recipe=BLOCKWISE,
+        kernels=H200,
     )
+    jax.eval_shape(batched, jnp.ones((3, 128, 256)), jnp.ones((3, 256, 512)))
     assert sizes == [
         (512, 256, 512), (128, 256, 256), (512, 128, 512), (128, 256, 256), (512, 256, 512),
         (384, 256, 512),

@@ -39,38 +39,40 @@ def loss_fn(params, state, x, y):
     return jnp.mean((fp8.dot(x, params, recipe=RECIPE, state=state) - y) ** 2)
 
 
+# One program each for all tests: every new function that jax.jit is given is compiled anew.
+STEP = jax.jit(fp8.value_and_grad(loss_fn))
+LOSS = jax.jit(loss_fn)
+
+
+def update_of(tx):
+    @jax.jit
+    def update(tree, grads, memory):
+        updates, memory = tx.update(grads, memory, tree)
+        return optax.apply_updates(tree, updates), memory
+
+    return update
+
+
 def whole_tree(tx):
     """The mistake.
 
     Parameters and state are one tree for optax, and the new state stands among the gradients.
     """
     tree = {"params": W, "state": fp8.init_state(RECIPE)}
-    memory, losses = tx.init(tree), []
-
-    @jax.jit
-    def step(tree, memory):
-        loss, grads, state = fp8.value_and_grad(loss_fn)(tree["params"], tree["state"], X, Y)
-        updates, memory = tx.update({"params": grads, "state": state}, memory, tree)
-        return optax.apply_updates(tree, updates), memory, loss
-
+    memory, update, losses = tx.init(tree), update_of(tx), []
     for _ in range(STEPS):
-        tree, memory, loss = step(tree, memory)
+        loss, grads, state = STEP(tree["params"], tree["state"], X, Y)
+        tree, memory = update(tree, {"params": grads, "state": state}, memory)
         losses.append(float(loss))
     return tree, losses
 
 
 def parameters_only(tx):
     """The same descent where no step remembers anything, as rows that are unset each time."""
-    params, memory, losses = W, tx.init(W), []
-
-    @jax.jit
-    def step(params, memory):
-        loss, grads, _ = fp8.value_and_grad(loss_fn)(params, fp8.init_state(RECIPE), X, Y)
-        updates, memory = tx.update(grads, memory, params)
-        return optax.apply_updates(params, updates), memory, loss
-
+    params, memory, update, losses = W, tx.init(W), update_of(tx), []
     for _ in range(STEPS):
-        params, memory, loss = step(params, memory)
+        loss, grads, _ = STEP(params, fp8.init_state(RECIPE), X, Y)
+        params, memory = update(params, grads, memory)
         losses.append(float(loss))
     return losses
 
@@ -81,8 +83,8 @@ def test_a_tree_that_holds_state(name, standard_promotion):
     np.testing.assert_allclose(losses, parameters_only(OPTIMIZERS[name]), rtol=1e-4)
     assert losses[-1] < losses[0]
     # Evaluation does not believe it either.
-    loss = jax.jit(loss_fn)(tree["params"], tree["state"], X, Y)
-    want = jax.jit(loss_fn)(tree["params"], fp8.init_state(RECIPE), X, Y)
+    loss = LOSS(tree["params"], tree["state"], X, Y)
+    want = LOSS(tree["params"], fp8.init_state(RECIPE), X, Y)
     np.testing.assert_array_equal(loss, want)
     # Where values are at hand there is an error.
     for use in (loss_fn, fp8.value_and_grad(loss_fn)):
@@ -99,7 +101,7 @@ def test_a_row_that_is_not_known_starts_anew(frozen):
     The step takes the amax of its tensor, the others remember.
     """
     other = fp8.init_state(fp8.recipes.delayed(history_length=4, margin=3)).fingerprint
-    warm = jax.jit(fp8.value_and_grad(loss_fn))(W, fp8.init_state(RECIPE), 3 * X, Y)[2]
+    warm = STEP(W, fp8.init_state(RECIPE), 3 * X, Y)[2]
     mixed = type(warm)(**{**vars(warm), "fingerprint": warm.fingerprint.at[0].set(other[0])})
     unset = type(warm)(
         **{
@@ -112,9 +114,9 @@ def test_a_row_that_is_not_known_starts_anew(frozen):
     )
     if frozen:
         mixed, unset = fp8.freeze(mixed), fp8.freeze(unset)
-    got, want = (jax.jit(fp8.value_and_grad(loss_fn))(W, state, X, Y) for state in (mixed, unset))
+    got, want = (STEP(W, state, X, Y) for state in (mixed, unset))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert float(got[0]) != float(jax.jit(fp8.value_and_grad(loss_fn))(W, warm, X, Y)[0])
+    assert float(got[0]) != float(STEP(W, warm, X, Y)[0])
 
 
 def test_means_over_any_number_of_devices_keep_the_fingerprint():
@@ -160,16 +162,13 @@ def test_a_scale_that_no_step_leaves_is_unset(scale):
     """An optimizer with a learning rate of 1e-8 changes no fingerprint, and makes small scales
     negative.
     """
-    warm = jax.jit(fp8.value_and_grad(loss_fn))(W, fp8.init_state(RECIPE), 3 * X, Y)[2]
+    warm = STEP(W, fp8.init_state(RECIPE), 3 * X, Y)[2]
     bad = dataclasses.replace(warm, scale=warm.scale.at[2].set(scale))
     zeros = {
         name: getattr(warm, name).at[2].set(0)
         for name in ("scale", "amax_history", "nonfinite_steps")
     }
-    got, want = (
-        jax.jit(fp8.value_and_grad(loss_fn))(W, s, X, Y)
-        for s in (bad, dataclasses.replace(warm, **zeros))
-    )
+    got, want = (STEP(W, s, X, Y) for s in (bad, dataclasses.replace(warm, **zeros)))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     with pytest.raises(fp8.FP8StateError, match=r"row \[2\] of a state"):
         loss_fn(W, bad, X, Y)
@@ -192,12 +191,12 @@ def test_a_state_of_zeros_is_an_unset_one(jit, commit):
 
 def test_a_row_of_another_recipe_heals_with_microbatches_too():
     other = fp8.init_state(fp8.recipes.delayed(history_length=4, margin=3)).fingerprint
-    warm = jax.jit(fp8.value_and_grad(loss_fn))(W, fp8.init_state(RECIPE), 1e6 * X, Y)[2]
+    warm = STEP(W, fp8.init_state(RECIPE), 1e6 * X, Y)[2]
     bad = dataclasses.replace(warm, fingerprint=other)
     new = jax.jit(
         lambda s: fp8.commit(s, fp8.value_and_grad(loss_fn, commit=False)(W, s, X, Y)[2])
     )(bad)
-    want = jax.jit(fp8.value_and_grad(loss_fn))(W, fp8.init_state(RECIPE), X, Y)[2]
+    want = STEP(W, fp8.init_state(RECIPE), X, Y)[2]
     jax.tree.map(np.testing.assert_array_equal, new, want)
 
 
