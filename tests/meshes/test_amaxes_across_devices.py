@@ -123,6 +123,8 @@ CASES = [
 def test_states_are_those_of_one_device(layout, way):
     layout, state, want = LAYOUTS[layout], fp8.init_state(RECIPE), fp8.init_state(RECIPE)
     step = on_mesh(layout, way)
+    # As a step returns it; else the second step would be another program.
+    state = jax.device_put(state, jax.NamedSharding(mesh(), P()))
     for i in range(3):
         x, w, c = batch(i)
         if i < 2:
