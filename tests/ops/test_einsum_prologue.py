@@ -103,9 +103,10 @@ def of_layers(call):
     return run
 
 
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transformed", [of_experts, of_layers])
-def test_transformations(transformed):
-    recipe, arrays = RECIPES["delayed"], arrays_of(RMS_NORM)
+def test_transformations(transformed, recipe):
+    recipe, arrays = RECIPES[recipe], arrays_of(RMS_NORM)
     w = jax.random.normal(jax.random.key(1), (D, F), jnp.bfloat16)
     state = fp8.init_state(recipe)
     one, two = (
