@@ -68,7 +68,10 @@ class Face:
         if not (warm and jax.tree.leaves(state)):
             return state
         at = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1)
-        return fp8.commit(state, SeenAmax(jnp.asarray(np.float32([21, 11, 13]) * at), state.rows))
+        # eagerly each operation is a program, for each shape
+        return jax.jit(fp8.commit)(
+            state, SeenAmax(jnp.asarray(np.float32([21, 11, 13]) * at), state.rows)
+        )
 
 
 def core(recipe):

@@ -8,6 +8,7 @@ very same scale if that is a power of two.
 """
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,17 @@ ALSO = {
     "shard_map_tensor_vma": {("blockwise", "core")},
 }
 
+# Of these the table has another row of that transformation, and another one of that recipe or face.
+SELDOM = {
+    ("jitted", "own", "linen"),
+    ("jitted", "own", "nnx"),
+    ("remat", "rowwise", "core"),
+    ("remat_in_scan", "own", "core"),
+    ("tied", "own", "core"),
+    ("shard_map_outside_no_vma", "own", "core"),
+    ("stages_inside_vma", "own", "core"),
+    ("explicit_data_tensor", "delayed", "core"),
+}
 
 # Rows that leave a device a part of a tile (one example of two), which then has a scale of its own.
 CUTTING = {"shard_map_outside_vma", "shard_map_outside_no_vma"}
@@ -108,8 +120,8 @@ def table(rows):
                     REFUSED if recipe == "blockwise_f32" else set()
                 ):
                     continue
-                default = DEFAULT if row not in ON_MESH or row.__name__ in KINDS else set()
-                wanted = (recipe, face) in default | ALSO.get(row.__name__, set())
+                usual = DEFAULT if row not in ON_MESH or row.__name__ in KINDS else set()
+                wanted = (recipe, face) in usual | ALSO.get(row.__name__, set())
                 if not wanted and face != "core" and recipe not in LAYER_RECIPES:
                     # a layer hands its recipe on to the core function: two recipes show that it
                     # does
@@ -118,20 +130,28 @@ def table(rows):
                 told = row.__name__ in KINDS or (recipe == "delayed_pow2" and row in BOUNDED)
                 if not wanted and (recipe, face) in FEW and not told:
                     continue
-                marks = () if wanted else (pytest.mark.slow,)
+                default = wanted and (row.__name__, recipe, face) not in SELDOM
+                marks = () if default else (pytest.mark.slow,)
                 yield pytest.param(
                     row, recipe, face, id=f"{row.__name__}-{recipe}-{face}", marks=marks
                 )
 
 
+# One program each: eagerly each operation is one, for each shape.
+commit = jax.jit(fp8.commit)
+
+
+@functools.cache
+def plain(recipe_name):
+    """One matmul of the loops: the programs that all rows of a recipe share."""
+    return jax.jit(core(RECIPES[recipe_name]).apply)
+
+
 def check(build, recipe_name, face_name, *, exact, tolerance=2e-6):
     recipe, truth = RECIPES[recipe_name], Truth()
     face = FACES[face_name](recipe)
-    row = build(face, truth.watch(face.apply), core(recipe).apply)
+    row = build(face, truth.watch(face.apply), plain(recipe_name))
     step, reference = jax.jit(row.step) if row.jit else row.step, jax.value_and_grad(row.reference)
-    # eagerly it is a hundred programs, which the rows of that recipe share
-    if recipe_name != "delayed":
-        reference = jax.jit(reference)
     for warm in (False, True) if recipe.rows else (False,):
         state = face.state(row.lead, warm)
         truth.largest.clear()
@@ -160,7 +180,7 @@ def placed(row, state):
 
 
 def check_state(state, new, true, *, exact):
-    want = fp8.commit(state, SeenAmax(jnp.asarray(true), state.rows))
+    want = commit(state, SeenAmax(jnp.asarray(true), state.rows))
     if exact:
         np.testing.assert_array_equal(new.amax_history, want.amax_history)
     else:

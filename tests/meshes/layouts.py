@@ -85,6 +85,7 @@ LAYOUTS = {
 }
 
 
+@functools.cache
 def on_one_device(recipe: fp8.Recipe) -> Callable:
     def loss(params, states, c):
         x, *ws = params

@@ -123,6 +123,8 @@ CASES = [
 def test_states_are_those_of_one_device(layout, way):
     layout, state, want = LAYOUTS[layout], fp8.init_state(RECIPE), fp8.init_state(RECIPE)
     step = on_mesh(layout, way)
+    # As a step returns it; else the second step would be another program.
+    state = jax.device_put(state, jax.NamedSharding(mesh(), P()))
     for i in range(3):
         x, w, c = batch(i)
         if i < 2:
@@ -140,9 +142,11 @@ def test_microbatches_are_one_batch(layout, way):
     """One microbatch has the larger x, the other the larger gradient."""
     see, state = on_mesh(LAYOUTS[layout], way, commit=False), fp8.init_state(RECIPE)
     (x, w, c), (larger_x, _, larger_c) = batch(0), batch(1)
-    seen = fp8.merge_seen(see(w, state, larger_x, c), see(w, state, x, larger_c))
+    seen = see(w, state, larger_x, c), see(w, state, x, larger_c)
     whole = np.concatenate([larger_x, x]), np.concatenate([c, larger_c])
-    assert_same_on_every_device(fp8.commit(state, seen), on_one_device(w, state, *whole))
+    # eagerly each operation is a program
+    commit = jax.jit(lambda state, *seen: fp8.commit(state, fp8.merge_seen(*seen)))
+    assert_same_on_every_device(commit(state, *seen), on_one_device(w, state, *whole))
 
 
 @pytest.mark.parametrize("layout", ["data and tensor", "w gathered", "x gathered"])

@@ -86,7 +86,15 @@ def test_no_second_cast(recipe):
     assert casts(program(RECIPES[recipe], "fp8")) == expected
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        # with state, and of tensors, rows and tiles
+        pytest.param(name, marks=() if name in few else pytest.mark.slow)
+        for few in [("delayed", "current", "rowwise_hp_wgrad", "blockwise")]
+        for name in RECIPES
+    ],
+)
 def test_plain_remat_casts_again(recipe):
     """The count can fail."""
     assert casts(program(RECIPES[recipe], "everything")) > CASTS[recipe] * LAYERS * branches(
@@ -104,16 +112,36 @@ def gradients(recipe, *policy):
     return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(block(block(x, w), w)), (0, 1)))(x, w)
 
 
-@pytest.mark.parametrize("policy", [
-    fp8.save_fp8_residuals(),
-    jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.dots_saveable,
-    jax.checkpoint_policies.save_anything_except_these_names("other"),
-    jax.checkpoint_policies.nothing_saveable,
-], ids=["fp8", "everything", "dots", "anything_except", "nothing"])  # fmt: skip
+JAXS_POLICIES = {
+    "fp8": fp8.save_fp8_residuals(),
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "anything_except": jax.checkpoint_policies.save_anything_except_these_names("other"),
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+# Ours with both recipes, the others with one.
+SELDOM = {
+    ("current", "everything"),
+    ("mxfp8", "dots"),
+    ("current", "anything_except"),
+    ("mxfp8", "nothing"),
+}
+
+
 @pytest.mark.parametrize(
-    "recipe", [fp8.recipes.current(power_of_two=True), fp8.recipes.mxfp8()], ids=lambda r: r.name
+    ("recipe", "policy"),
+    [
+        pytest.param(
+            recipe,
+            policy,
+            id=f"{recipe.name}-{name}",
+            marks=pytest.mark.slow if (recipe.name, name) in SELDOM else (),
+        )
+        for recipe in (fp8.recipes.current(power_of_two=True), fp8.recipes.mxfp8())
+        for name, policy in JAXS_POLICIES.items()
+    ],
 )
-def test_every_policy_gives_the_gradients_of_none(policy, recipe):
+def test_every_policy_gives_the_gradients_of_none(recipe, policy):
     """Saved values reach 448.
 
     Jax.checkpoint's reduce_precision would make NaN of E4M3FN above 240.

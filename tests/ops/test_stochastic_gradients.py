@@ -40,10 +40,14 @@ def gradients(recipe, key, g=G):
     return backward(g)
 
 
+# Recipes share nothing, but each of them is one program for all keys.
+drawn = jax.jit(gradients, static_argnums=0)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_mean_is_right(name):
     """To nearest, every 1 + 1/64 becomes 1: a gradient that is lost at each step."""
-    dx, dw = jax.jit(functools.partial(gradients, RECIPES[name]))(jax.random.key(0))
+    dx, dw = drawn(RECIPES[name], jax.random.key(0))
     for got in (dx, dw):
         values = np.asarray(got, np.float64)[1:, 1:]
         up = np.mean(values != 1)
@@ -52,17 +56,17 @@ def test_the_mean_is_right(name):
         assert abs(values.mean() - (1 + 1 / 64)) < 6 * values.std() / values.shape[0]
         assert 0 < up < 0.2
     nearest = fp8.recipes.get(name, **(STATIC if name == "static" else {}))
-    np.testing.assert_array_equal(gradients(nearest, None)[0][1:, 1:], 1.0)
+    np.testing.assert_array_equal(drawn(nearest, None)[0][1:, 1:], 1.0)
 
 
 @pytest.mark.parametrize("name", ["current", "delayed", "mxfp8"])
 def test_bits_are_those_of_the_key(name):
     recipe, keys = RECIPES[name], jax.random.split(jax.random.key(0), 2)
-    first, again, other = (gradients(recipe, key) for key in (keys[0], keys[0], keys[1]))
+    first, again, other = (drawn(recipe, key) for key in (keys[0], keys[0], keys[1]))
     for a, b, c in zip(first, again, other, strict=True):
         np.testing.assert_array_equal(a, b)
         assert np.any(a != c)
-    raw = gradients(recipe, jax.random.key_data(keys[0]))  # keys as uint32 are keys, too
+    raw = drawn(recipe, jax.random.key_data(keys[0]))  # keys as uint32 are keys, too
     np.testing.assert_array_equal(raw[0], first[0])
 
 
@@ -81,8 +85,13 @@ def test_tensors_have_bits_of_their_own():
     t, one = jnp.full((N, N), 1 + 1 / 16), jnp.eye(N)
     key = jax.random.key(0)
     dot = functools.partial(fp8.dot, recipe=recipe, key=key)
-    _, backward = jax.vjp(lambda x: dot(x, one), one)
-    tensors = [np.asarray(each) for each in (dot(t, one), dot(one, t), *backward(t))]
+
+    @jax.jit  # eagerly each operation is a program
+    def run(t):
+        _, backward = jax.vjp(lambda x: dot(x, one), one)
+        return dot(t, one), dot(one, t), *backward(t)
+
+    tensors = [np.asarray(each) for each in run(t)]
     for first, second in itertools.combinations(tensors, 2):
         assert 0.3 < np.mean(first == 1.125) < 0.7
         assert 0.3 < np.mean(first != second) < 0.7
@@ -103,14 +112,15 @@ def test_a_mesh_does_not_change_them(name, kind):
     x, w = (
         jnp.asarray(np.random.default_rng(s).integers(-8, 9, (N, N)), jnp.float32) for s in (0, 1)
     )
-    want, _ = jax.jit(functools.partial(step, recipe))(key, x, w)
+    run = jax.jit(step, static_argnums=0)
+    want, _ = run(recipe, key, x, w)
     mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh):
         x, w = (
             jax.device_put(t, NamedSharding(mesh, spec))
             for t, spec in ((x, P("data")), (w, P(None, None)))
         )
-        got, _ = jax.jit(functools.partial(step, recipe))(key, x, w)
+        got, _ = run(recipe, key, x, w)
     assert got.sharding.spec[0] == "data"
     np.testing.assert_array_equal(got, want)  # rows of dx: no sum crosses devices
 
@@ -165,7 +175,8 @@ def test_without_a_key_only_the_backward_pass_is_refused():
         with pytest.raises(ValueError, match=MISSING):
             jax.grad(lambda x, call=call: call(x, x, recipe=recipe).sum())(x)
     key = jax.random.key(0)
-    jax.grad(lambda x: fp8.einsum("ij,jk->ik", x, x, recipe=recipe, key=key).sum())(x)
+    given = lambda x: fp8.einsum("ij,jk->ik", x, x, recipe=recipe, key=key).sum()
+    assert jax.jit(jax.grad(given))(x).shape == (4, 4)
     with pytest.raises(ValueError, match=mentions("rounding='up'", "'stochastic'")):
         fp8.recipes.current(gradient_rounding="up")
 
@@ -184,14 +195,14 @@ class Two(nn.Module):
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_linen(name):
     model, x = Two(RECIPES[name]), jnp.ones((N, N))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     state = variables.get(COLLECTION, {})
 
     def loss(params, state, x, rngs):
         y = model.apply({"params": params, COLLECTION: state}, x, rngs=rngs)
         return jnp.sum(y * G)
 
-    run = fp8.value_and_grad(loss)
+    run = jax.jit(fp8.value_and_grad(loss))
     grads = [run(variables["params"], state, x, {"fp8": jax.random.key(k)})[1] for k in (0, 0, 1)]
     first, again, other = (jax.tree.leaves(each) for each in grads)
     for a, b, c in zip(first, again, other, strict=True):
@@ -200,7 +211,7 @@ def test_linen(name):
     with pytest.raises(ValueError, match=MISSING):
         run(variables["params"], state, x, {})
     # Evaluation needs no key.
-    model.apply({"params": variables["params"], COLLECTION: state}, x)
+    jax.eval_shape(model.apply, {"params": variables["params"], COLLECTION: state}, x)
 
 
 class Pair(nn.Module):
@@ -216,7 +227,7 @@ class Pair(nn.Module):
 def test_equal_linen_layers_have_bits_of_their_own():
     params, rngs = Pair().init(jax.random.key(0), jnp.eye(N)), {"fp8": jax.random.key(1)}
     run = lambda p: jnp.sum(Pair().apply(p, jnp.eye(N), rngs=rngs) * G)
-    first, second = jax.tree.leaves(jax.grad(run)(params))
+    first, second = jax.tree.leaves(jax.jit(jax.grad(run))(params))
     assert np.any(first != second)
 
 
@@ -231,11 +242,11 @@ def test_linen_scan_splits_keys():
     blocks = nn.scan(
         Block, length=2, variable_axes={"params": 0}, split_rngs={"params": True, "fp8": True}
     )()
-    params = blocks.init(jax.random.key(0), jnp.eye(N), None)
+    params = jax.jit(blocks.init)(jax.random.key(0), jnp.eye(N), None)
     run = lambda p: jnp.sum(
         blocks.apply(p, jnp.eye(N), None, rngs={"fp8": jax.random.key(1)})[0] * G
     )
-    (grads,) = jax.tree.leaves(jax.grad(run)(params))
+    (grads,) = jax.tree.leaves(jax.jit(jax.grad(run))(params))
     assert np.any(grads[0] != grads[1])
 
 
@@ -274,7 +285,8 @@ def test_a_run_can_turn_it_on_and_off():
     state = fp8.init_state(fp8.recipes.delayed())
     for recipe in (fp8.recipes.delayed(), RECIPES["delayed"], fp8.recipes.delayed()):
         multiply = functools.partial(fp8.dot, x, recipe=recipe, key=key)
-        _, _, state = fp8.value_and_grad(lambda w, s, f=multiply: f(w, state=s).sum())(x, state)
+        run = fp8.value_and_grad(lambda w, s, f=multiply: f(w, state=s).sum())
+        _, _, state = jax.jit(run)(x, state)
     assert state.amax_history[0, -3:].tolist() == [1, 1, 1]
 
 
