@@ -1,7 +1,7 @@
 """Operands that are gathered in FP8, inside shard_map: the answer of one device, for every recipe.
 
-Integers, so that every sum is exact; recipes in tiles of 2, so that shards of 2 lie on their
-borders.
+The numbers are integers, so every sum is exact. Tiles have sides of 2, so shards of 2 hold whole
+tiles.
 """
 
 import functools
@@ -49,8 +49,8 @@ def on_one_device(recipe, state):
     return jax.jit(step)(X, W)
 
 
-# Where x, w and the gradient of y lie, which of them is gathered, and over which axes gradients are
-# summed by the user.
+# The specs of x, w and the gradient of y, which of them is gathered, and the axes over which the
+# user sums gradients.
 LAYOUTS = {
     "rows of w, fully sharded": (
         (P(AXES), P("model"), P(AXES)),
@@ -134,7 +134,7 @@ def test_is_the_answer_of_one_device(layout, recipe, vma):
 
 
 def permuted(w_shape, numbers, **how):
-    """y of x [16, 128] and a w that is split over four devices, in tiles; there and on one."""
+    """y of x [16, 128] and w in tiles: with w split over four devices, and on one device."""
     x, w = integers(0, 16, 128), integers(1, *w_shape)
     run = functools.partial(
         fp8.dot_general, dimension_numbers=(numbers, ((), ())), recipe=fp8.recipes.mxfp8()

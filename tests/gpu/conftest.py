@@ -1,7 +1,7 @@
 """What runs on a GPU only: `JAX_PLATFORMS=cuda python -m pytest -m gpu tests/gpu`.
 
-Without a GPU these tests are skipped; but who asks for one by JAX_PLATFORMS gets a failure if there
-is none. A test that runs on a CPU beside it takes the fixture `cpu`.
+Without a GPU these tests are skipped. If JAX_PLATFORMS asks for a GPU and there is none, they fail.
+A test that runs on a CPU beside it takes the fixture `cpu`.
 """
 
 import os

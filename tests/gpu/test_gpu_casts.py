@@ -28,8 +28,8 @@ FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}
 
 
 KINDS = tuple(itertools.product(RULES, FORMATS))
-# Programs are compiled on the machine with the GPU, so one has all kinds of a test, and there are
-# two shapes.
+# The machine with the GPU compiles these programs. So one program has all kinds of a test, and
+# there are two shapes only.
 SHAPES = [(1024, 2048), (303, 300)]
 
 

@@ -22,8 +22,8 @@ import jaxfp8 as fp8
 from jaxfp8.sharding import Shard
 
 N = 16
-# Whole arrays, left to the compiler or to types, without and with `x_shard=`, `w_shard=`; shard_map
-# with check_vma=True and False, and with types and the axes of amaxes named.
+# Whole arrays in Auto and Explicit meshes, without and with `x_shard=` and `w_shard=`. shard_map
+# with check_vma=True ("types") and False, and with types and named axes of amaxes.
 MODES = ("auto", "explicit", "auto, shards", "explicit, shards", "types", "no types", "types, axes")
 
 

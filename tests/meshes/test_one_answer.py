@@ -2,9 +2,9 @@
 
 A model of two layers, forward and backward, by every recipe in every mode.
 
-With small integers every sum is exact, in whatever order devices add, so that amaxes, scales,
-states, loss and gradients have to be those of one device to the bit. With real numbers they may
-differ by what bfloat16 itself differs on that mesh.
+With small integers every sum is exact in any order. So amaxes, scales, states, loss and gradients
+must have the bits of one device. With real numbers they may differ by as much as bfloat16 itself
+differs on that mesh.
 """
 
 import functools
@@ -20,12 +20,11 @@ from meshes.recipes import ALL, VARIANTS
 import jaxfp8 as fp8
 
 STATELESS = ("rowwise", "blockwise", "mxfp8")
-# An element of the rounding of bfloat16 is random, and so is its sum: two programs that round as
-# often differ by a tenth or two. A scale of its own on each device shows as twenty times the
-# rounding.
+# bfloat16 rounds at random, so the sums of two programs differ by a tenth or two of their rounding.
+# If each device had a scale of its own, the difference would be twenty times the rounding.
 SLACK = 1.5
-# "types" combine the amax of a stateless recipe over all that its tensor varies along, pipeline
-# stages too (docs/limits.md). Axes that are named settle it.
+# With "types" the amax of a recipe without state is reduced over all axes over which its tensor
+# varies, pipeline stages too (docs/limits.md). Named axes change that.
 ONE_SCALE_FOR_ALL_STAGES = {
     (layout, "types", "current") for layout in LAYOUTS if LAYOUTS[layout].stages
 }
@@ -43,9 +42,9 @@ REFUSED = {
 def integers():
     """(x, w1, w2), c.
 
-    The largest of each lies on the last device; of this seed those of relu(x @ w1) and of its
-    gradient are 7 times a power of two as well, whose FP8 scales are powers of two: no scale rounds
-    a sum.
+    The last device has the largest value of each. The largest values are 7 times a power of two, so
+    that FP8 scales are powers of two and no scale rounds a sum. With this seed that also holds for
+    relu(x @ w1) and its gradient.
     """
     random = np.random.default_rng(5261)
 

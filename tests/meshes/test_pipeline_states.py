@@ -2,8 +2,8 @@
 
 Each casts with scales of its own, and the check of it can fail.
 
-The control reduces amaxes over the pipeline axis too, in every way that a user or a change of the
-library could: the same check has to fail there.
+Controls reduce amaxes over the pipeline axis, too, in every way that a user or a change of the
+library could. The same check must fail for them.
 """
 
 import functools

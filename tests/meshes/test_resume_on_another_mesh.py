@@ -24,8 +24,9 @@ STEPS = 2  # in mid-window
 
 @functools.cache
 def batch(step):
-    """x and c, [N, N], twice as large in each step, so that the scales of the steps before
-    saturate: a lost state shows.
+    """x and c, [N, N], twice as large in each step.
+
+    The scales of earlier steps then saturate, so a lost state is noticed.
     """
     random = np.random.default_rng(step)
     return [(random.integers(-5, 6, (N, N)) * 2**step).astype(np.float32) for _ in range(2)]

@@ -2,8 +2,8 @@
 
 Values and scales as each of its two matmuls reads them.
 
-They are read with the matrix 7 I, whose FP8 copy is exact in every recipe: a product with it is the
-tensor as that matmul reads it, values * scale * 7, one rounding and no sum.
+The tensor is multiplied by the matrix 7 I, whose FP8 copy is exact in every recipe. The result is
+values * scale * 7, as that matmul reads the tensor: one rounding and no sum.
 """
 
 import functools
@@ -23,8 +23,8 @@ from jaxfp8.sharding._amax import vary_as
 
 LAYOUT = LAYOUTS["tensor and sequence"]  # the mesh of 4 ('data') x 2 ('tensor') devices
 SPLIT = P("data", "tensor")
-# By the tensor that is read, the only one split both ways: specs of x, w and g, and the axes over
-# which y, dx and dw are sums.
+# The key is the tensor that is read, and the only one that is split both ways. Its entry has the
+# specs of x, w and g, and the axes over which y, dx and dw are sums.
 PLACES = {
     "x": ((SPLIT, P("tensor"), P("data")), ("tensor", None, "data")),
     "w": ((P(None, "data"), SPLIT, P(None, "tensor")), ("data", "tensor", None)),
@@ -46,9 +46,9 @@ READINGS = [
     Reading("w", "fprop", 0, False, 0), Reading("w", "dgrad", 1, True, 1),
     Reading("g", "dgrad", 1, False, 1), Reading("g", "wgrad", 2, False, 0),
 ]  # fmt: skip
-# Where rows are split and each part has a scale of its own (docs/limits.md): inside shard_map, as
-# far as types do not tell that the amax belongs to others, too. They do where one operand of a
-# product is split and the other is not, and where the axes are named besides.
+# Rows that are split and have a scale of their own in each shard (docs/limits.md). That happens
+# inside shard_map, if types do not show that other devices share the amax. Types show it if only
+# one operand of the matmul is split, or if the axes are named.
 OWN = {"types": [("x", "fprop"), ("w", "fprop")], "no types": [reading[:2] for reading in READINGS]}
 
 

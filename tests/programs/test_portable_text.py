@@ -85,7 +85,8 @@ LOOP = """%body (c: (s32[], f32[2,2])) -> (s32[], f32[2,2]) {
   %next = s32[] add(%n, %one)
   %x = f32[2,2]{1,0} get-tuple-element(%c), index=1
   %low = f8e4m3fn[2,2]{0,1} convert(%x)
-  %y = f32[2,2]{1,0} dot(%low, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="squared"}
+  %y = f32[2,2]{1,0} dot(%low, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="squared"}
   ROOT %t = (s32[], f32[2,2]{1,0}) tuple(%next, %y)
 }
 %condition (c: (s32[], f32[2,2])) -> pred[] {
@@ -99,14 +100,15 @@ LOOP = """%body (c: (s32[], f32[2,2])) -> (s32[], f32[2,2]) {
   %x = f32[2,2]{1,0} get-tuple-element(%c), index=0
   %zero = s32[] constant(0)
   %t = (s32[], f32[2,2]{1,0}) tuple(%zero, %x)
-  %w = (s32[], f32[2,2]{1,0}) while(%t), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %w = (s32[], f32[2,2]{1,0}) while(%t), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
   ROOT %y = f32[2,2]{1,0} get-tuple-element(%w), index=1
 }
 %other (c: (f32[2,2])) -> f32[2,2] {
   %c = (f32[2,2]{1,0}) parameter(0)
   ROOT %x = f32[2,2]{1,0} get-tuple-element(%c), index=0
 }
-"""  # noqa: E501 - one instruction, one line
+"""
 BRANCHES = {
     "pred": "true_computation=%chosen, false_computation=%other",
     "s32": "branch_computations={%other, %chosen}",

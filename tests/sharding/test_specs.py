@@ -47,7 +47,7 @@ def mesh():
     ids=str,
 )
 def test_mesh_axes_are_found_again(spec):
-    """From where parts lie, whoever describes it: JAX's spec, or XLA's tiles of devices."""
+    """The same axes from both descriptions: JAX's spec, and XLA's tiles of devices."""
     x = jax.ShapeDtypeStruct((16, 8, 8), jnp.float32, sharding=NamedSharding(mesh(), spec))
     wanted = tuple(mesh_axes(entry) for entry in (*spec, None, None, None)[:3])
     assert whole_mesh_axes(x, mesh()) == wanted
@@ -56,8 +56,9 @@ def test_mesh_axes_are_found_again(spec):
 
 
 def test_a_part_of_a_mesh_axis_is_none():
-    """2 x 2 x 2 devices see "a" of four as two axes, of which a spec on the mesh of 4 x 2 knows
-    nothing.
+    """A mesh of 2 x 2 x 2 divides axis "a" of the mesh 4 x 2 in two.
+
+    No spec on the mesh of 4 x 2 can name them.
     """
     finer = jax.sharding.Mesh(mesh().devices.reshape(2, 2, 2), ("a0", "a1", "b"))
     for spec, wanted in (
