@@ -10,7 +10,7 @@ import jax
 import pytest
 
 ASKED_FOR = "cuda" in os.environ["JAX_PLATFORMS"] or "gpu" in os.environ["JAX_PLATFORMS"]
-# no device is made yet: the CPU comes second, and what is placed nowhere goes to the GPU
+# JAX has made no device yet. Arrays go to the first platform, so the GPU is named first.
 if ASKED_FOR:
     jax.config.update("jax_platforms", "cuda,cpu")
 

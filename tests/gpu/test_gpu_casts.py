@@ -28,8 +28,7 @@ FORMATS = {"E4M3": fp8.E4M3, "E5M2": fp8.E5M2}
 
 
 KINDS = tuple(itertools.product(RULES, FORMATS))
-# The machine with the GPU compiles these programs. So one program has all kinds of a test, and
-# there are two shapes only.
+# GPU time is short, and compiling counts. So one program has all kinds, and there are two shapes.
 SHAPES = [(1024, 2048), (303, 300)]
 
 
