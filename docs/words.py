@@ -175,7 +175,9 @@ def main() -> int:
     listed = ["git", "ls-files", "-co", "--exclude-standard"]
     if not (paths := [path.resolve() for path in arguments.paths]):
         known = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
-        every = (ROOT / name for name in known or ROOT.rglob("*.*"))  # an archive has no git
+        folders = (p for p in ROOT.iterdir() if p.name[0] != ".")  # an archive has no git
+        found = (p for top in folders for p in ([top] if top.is_file() else top.rglob("*.*")))
+        every = (ROOT / name for name in known) if known else found
         paths = [p for p in every if p.suffix in (".md", ".py", ".ipynb") and p.is_file()]
     rows, faults = rows_of(paths), []
     if arguments.longest:

@@ -180,7 +180,7 @@ ROWS, COLUMNS = tensor(2, 2, granularity=fp8.PerAxis(0)), tensor(2, 2, granulari
             (
                 "kernels='mosaic' is of type str",
                 "Kernels are needed",
-                "write kernels=fp8.Kernels(casts='mosaic', matmuls=",
+                "Write kernels=fp8.Kernels(casts='mosaic', matmuls=",
             ),
         ),
         (TypeError, (T, T), {"chop": "h200"}, ("fp8.scaled_matmul has no option chop='h200'",)),

@@ -47,7 +47,7 @@ def test_clone_takes_another_recipe():
 
 @pytest.mark.parametrize("layer", [FP8Dense, FP8DenseGeneral])
 def test_a_second_plug_is_refused(layer):
-    with pytest.raises(ValueError, match="drop dot_general= and dot_general_cls="):
+    with pytest.raises(ValueError, match="Drop dot_general= and dot_general_cls="):
         layer(4, dot_general_cls=FP8DotGeneral.using(fp8.recipes.current()))
 
 

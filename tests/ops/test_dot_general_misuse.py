@@ -46,7 +46,7 @@ def cast(state, dtype):
         (
             TypeError,
             lambda: fp8.dot(X, W, recipe=fp8.recipes.identity(), kernels="h200"),
-            ("kernels='h200' is of type str", "write kernels=fp8.Kernels('h200')"),
+            ("kernels='h200' is of type str", "Write kernels=fp8.Kernels('h200')"),
         ),
         (
             ValueError,

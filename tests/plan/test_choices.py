@@ -83,7 +83,7 @@ def test_tiles_on_blackwell():
 def test_an_old_jax_is_named():
     for choice in by_part(fp8.Kernels("h200"), RECIPES["blockwise"]).values():
         assert choice.backend == "xla"
-        assert "mosaic cannot: jax before 0.11" in choice.why
+        assert "Pallas of jax before 0.11" in choice.why
 
 
 @needs_mosaic
