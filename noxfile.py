@@ -2,7 +2,7 @@
 
     nox --list                              # names, and what they check
     nox -s newest -- -k scan tests/linen    # what follows -- goes to pytest
-    nox -s oldest                           # not run by default: every row, every test
+    nox -s everything                       # by hand, before a release: every row of every test
 
 Sessions of one Python share an environment below .nox. The first one installs it.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 nox.options.default_venv_backend = "venv"
@@ -22,25 +23,26 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
     "lint", "readme", "newest", "slow", "rounding", "gpu_programs", "guests", "docs", "notebooks",
 )  # fmt: skip
+LATEST = ("-q", "--upgrade", "--upgrade-strategy", "eager")  # also in an environment that is there
 
 
 # Environments. pip finds the jax: 0.10.2 is the last one for Python 3.11, others get the newest.
 @nox.session(python="3.11")
 def python311(session: nox.Session) -> None:
     """The environment of the oldest jax."""
-    session.install("-q", "-e", ".[test,examples,notebooks,dev]")
+    session.install(*LATEST, "-e", ".[test,examples,notebooks,dev]")
 
 
 @nox.session(python="3.12")
 def python312(session: nox.Session) -> None:
     """The environment of the newest jax. Its CUDA wheels compile for GPUs that are not there."""
-    session.install("-q", "-e", ".[test,examples,cuda13,triton]")
+    session.install(*LATEST, "-e", ".[test,examples,cuda13,triton]")
 
 
 @nox.session(python="3.13")
 def python313(session: nox.Session) -> None:
     """The environment of Python 3.13."""
-    session.install("-q", "-e", ".[test,triton]")
+    session.install(*LATEST, "-e", ".[test,triton]")
 
 
 OLDEST, NEWEST, NEXT = (
@@ -67,10 +69,20 @@ def pytest(session: nox.Session, version: str, *arguments: str) -> None:
 @nox.session(**OLDEST)
 def lint(session: nox.Session) -> None:
     """Lint, format, types, and the lengths of sentences."""
-    python(session, "python311", "-m", "ruff", "check", ".")
-    python(session, "python311", "-m", "ruff", "format", "--check", ".")
-    python(session, "python311", "docs/words.py")
-    python(session, "python311", "-m", "mypy")
+    commands = (
+        ("-m", "ruff", "check", "."),
+        ("-m", "ruff", "format", "--check", "."),
+        ("-m", "mypy"),
+        ("docs/words.py",),
+    )
+    failed = []
+    for command in commands:  # all of them, so that one run shows everything that is wrong
+        try:
+            python(session, "python311", *command)
+        except CommandFailed:
+            failed.append(" ".join(command))
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session(python=False)
@@ -86,13 +98,21 @@ def readme(session: nox.Session) -> None:
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, Path(folder) / name)
         with session.chdir(folder):
+            oldest = "import sys; assert sys.version_info[:2] == (3, 11), sys.version"
+            session.run("python", "-c", oldest, external=True)  # README's `python`
             session.run("bash", "-ec", command, external=True)
 
 
-@nox.session(**OLDEST)
+@nox.session(**OLDEST, default=False)
 def oldest(session: nox.Session) -> None:
     """Every row of the default suite on the oldest jax. `readme` runs the same."""
     pytest(session, "python311")
+
+
+@nox.session(**NEWEST, default=False)
+def everything(session: nox.Session) -> None:
+    """Every test that needs no GPU, every row, on the newest jax. It takes hours."""
+    pytest(session, "python312", "-m", "not gpu")
 
 
 @nox.session(**NEWEST)
@@ -109,7 +129,7 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(**NEWEST)
 def rounding(session: nox.Session) -> None:
-    """Programs compiled for GPUs and run on the CPU: do their matmuls read FP8? Every recipe."""
+    """Programs compiled for an H200, run on the CPU: do matmuls read FP8? Every recipe."""
     pytest(session, "python312", "-m", "deviceless and not slow", "-k", "on_gpus")
 
 
@@ -137,7 +157,7 @@ def guests(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """What readers copy: the examples of all docstrings and pages, on Python 3.13."""
     python(session, "python313", "-m", "pytest", "--doctest-modules", "jaxfp8")
-    pytest(session, "python313", "tests/docs", "tests/test_public_api.py")
+    pytest(session, "python313", "tests/docs/test_pages.py", "tests/test_public_api.py")
 
 
 @nox.session(**OLDEST)
