@@ -175,7 +175,8 @@ def _refuse(state: MatmulState, leaves: dict[str, np.ndarray], index: np.ndarray
         f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
         f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. The state was "
         "saved with another recipe, or an optimizer or an average (EMA) changed it. Keep the state "
-        "out of the trees of optimizers and averages. To unset such rows, use "
+        "out of the trees of optimizers and averages, and evaluate with the state of the run. "
+        "Stack states along axis 0 only. To unset such rows, use "
         "fp8.check_state(state, like, repair=True)."
     )
 

@@ -13,7 +13,8 @@ import jaxfp8 as fp8
 IDS = {"ids": lambda page: str(page.relative_to(ROOT))}
 WITH_CODE = [page for page in DOCS if any(fences(page.read_text(), "python"))]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
-NAMED = re.compile(r"(?:tests|examples|benchmarks|jaxfp8|notebooks|docs)/[\w/.-]*\w\.(?:py|md)")
+NAMED = re.compile(r"(?<![\w/.])(?:tests|examples|benchmarks|jaxfp8|notebooks|docs)/[\w/.-]*\w")
+TAGS = {("python",), ("python", "no-run"), ("bash",), ("diff",), ("text",), ("yaml",)}
 
 
 @pytest.mark.usefixtures("standard_promotion")  # what its readers have
@@ -36,6 +37,7 @@ def test_what_does_not_run_compiles(page):
 
 def test_pages_have_code():
     assert len(WITH_CODE) > 8
+    assert {fence.tags for page in DOCS for fence in fences(page.read_text())} == TAGS
 
 
 @pytest.mark.parametrize("page", PAGES, **IDS)
@@ -53,7 +55,10 @@ def test_links_lead_somewhere(page):
             text = text.replace(fence.code, "")
         for named in NAMED.findall(text):
             beside = page.parent / named
-            assert (ROOT / named).exists() or beside.exists(), f"{page.name} names {named}"
+            written = named.endswith(".json")  # by the command that names it
+            assert written or (ROOT / named).exists() or beside.exists(), (
+                f"{page.name} names {named}, which does not exist"
+            )
 
 
 def test_every_page_is_in_the_index():
@@ -63,13 +68,22 @@ def test_every_page_is_in_the_index():
 
 
 def commands():
-    """(script, flags) of each `python SCRIPT ...` in a page."""
+    """Each command of a page, also between backticks."""
     for page in DOCS:
+        yield from re.findall(r"`(python [^`]+)`", page.read_text())
         for fence in fences(page.read_text()):
             if fence.tags == ("yaml",):
                 yield re.search(r'"(python [^"]*)"', fence.code)[1].replace("\n", " ")
             elif fence.tags == ("bash",):
                 yield from fence.code.replace("\\\n", " ").splitlines()
+
+
+def sources(script):
+    """The text of a script, and of the modules beside it that it imports."""
+    text = script.read_text()
+    names = re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)
+    beside = (script.parent / f"{name}.py" for name in names)
+    return "".join([text, *(sources(module) for module in beside if module.exists())])
 
 
 def test_commands_exist():
@@ -80,8 +94,8 @@ def test_commands_exist():
         scripts = [word for word in words if word.endswith(".py")]
         for script in scripts:
             path = ROOT / script
-            known = "".join(file.read_text() for file in path.parent.glob("*.py"))
             assert path.exists(), command
+            known = sources(path)
             for option in (word for word in words if word.startswith("--")):
                 assert f'"{option}"' in known, f"{script} has no {option}"
             found += 1

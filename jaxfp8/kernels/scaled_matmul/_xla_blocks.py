@@ -110,10 +110,10 @@ def _refuse_sharded(operand: QuantizedTensor, axis: int) -> None:
     sharding = jax.typeof(operand.values).sharding
     if is_explicit(operand.values) and devices_of(sharding.mesh, sharding.spec[axis]) > 1:
         raise ValueError(
-            f"An operand {list(operand.shape)} has float32 scales in tiles along axis {axis}. This "
-            f"axis an Explicit mesh splits over {sharding.spec[axis]!r}. Such tiles are multiplied "
-            "one after the other, so the axis must be whole. Use power_of_two=True, or call it "
-            "inside jax.shard_map."
+            f"An operand {list(operand.shape)} has float32 scales in tiles along axis {axis}, "
+            f"which an Explicit mesh splits over {sharding.spec[axis]!r}. Such tiles are "
+            "multiplied one after the other, so the axis must be whole. Use power_of_two=True, or "
+            "call it inside jax.shard_map."
         )
 
 

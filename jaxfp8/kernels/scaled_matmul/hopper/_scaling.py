@@ -86,8 +86,8 @@ class Scaling:
             or (self.square and self.in_bytes[1])
         ):
             raise ValueError(
-                f"{self!r} is not possible. A tile is 32 or 128, and bytes are scales of 1x32. "
-                "Take float32 scales, in_bytes=(False, False), for other tiles."
+                f"{self!r} is not possible. A tile is 32 or 128. Only tiles of 1x32 have scales in "
+                "bytes. Take tile=32 or tile=128, and in_bytes=(False, False) for other tiles."
             )
 
     @property
