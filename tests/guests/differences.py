@@ -38,7 +38,7 @@ DIFFERENCES = {
         # preferred_element_type=float32, which flax's own Dense gets through dot_general=
         Difference(
             OWN_MATMUL,
-            "drop dot_general=",
+            "Drop dot_general=",
             tuple(f"TestLinenConsistency::test_nnx_linear_equivalence{i}" for i in range(1, 48, 2)),
         ),
     ),

@@ -95,7 +95,7 @@ def test_what_a_kernel_cannot_do_is_in_its_words():
     assert "8200" in found["x"].why
     stochastic = fp8.recipes.blockwise(gradient_rounding="stochastic")
     assert (
-        "mosaic cannot: rounding='stochastic'" in by_part(fp8.Kernels("h200"), stochastic)["g"].why
+        "has rounding='stochastic'" in by_part(fp8.Kernels("h200"), stochastic)["g"].why
     )
 
 

@@ -273,7 +273,7 @@ def test_a_tiling_without_room_is_refused():
         CHOICES["wide"].check(scaling=Scaling(at_end=True, fast=True), itemsize=4, added=4)
     with pytest.raises(ValueError, match="is scaled at the end can be fast"):
         Scaling(fast=True)
-    with pytest.raises(ValueError, match="bytes are scales of 1x32"):
+    with pytest.raises(ValueError, match="have scales in bytes"):
         Scaling(tile=32, square=True, in_bytes=(True, True))
     with pytest.raises(ValueError, match="rows are 64 or 128"):
         Tiling(rows=96, columns=128)
