@@ -118,19 +118,20 @@ def everything(session: nox.Session) -> None:
 @nox.session(**NEWEST)
 def newest(session: nox.Session) -> None:
     """The default suite on the newest jax, with XLA's options as users have them; some rows."""
-    pytest(session, "python312", "--one-row-in", "8")
+    pytest(session, "python312", "--one-row-in", "12")
 
 
 @nox.session(**NEWEST)
 def slow(session: nox.Session) -> None:
     """Slow tests on the newest jax, some rows."""
-    pytest(session, "python312", "--one-row-in", "16", "-m", "slow and not deviceless and not gpu")
+    pytest(session, "python312", "--one-row-in", "24", "-m", "slow and not deviceless and not gpu")
 
 
 @nox.session(**NEWEST)
 def rounding(session: nox.Session) -> None:
     """Programs compiled for an H200, run on the CPU: do matmuls read FP8? Every recipe."""
-    pytest(session, "python312", "-m", "deviceless and not slow", "-k", "on_gpus")
+    select = ("-m", "deviceless and not slow", "-k", "on_gpus")
+    pytest(session, "python312", *select, "tests/deviceless")
 
 
 @nox.session(**NEWEST)
