@@ -32,7 +32,7 @@ DIFFERENCES = {
         ),
     ),
     "nnx layers": (
-        Difference(OWN_MATMUL, "drop einsum_op=", ("TestLinenConsistency::test_einsum_op",)),
+        Difference(OWN_MATMUL, "Drop einsum_op=", ("TestLinenConsistency::test_einsum_op",)),
     ),
     "linen layers as nnx's": (
         # preferred_element_type=float32, which flax's own Dense gets through dot_general=
