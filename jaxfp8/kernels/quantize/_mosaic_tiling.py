@@ -115,7 +115,7 @@ def tiling_of(direction: Direction, ndim: int) -> Tiling:
     granularity = direction.granularity
     check_sides(granularity, ndim)
     *lead, m, k = granularity.along(ndim)
-    if set(lead) > {1}:
+    if any(side > 1 for side in lead):
         raise _cannot(granularity, ndim)
     transposed = direction.transposed if m == k else k == 1
     return Tiling(side=max(m, k), transposed=transposed, square=m == k)

@@ -116,6 +116,12 @@ CANNOT = {
     "1x64": (ONES, fp8.PerBlock((1, 64)), {}, "(1, 64)"),
     "sides that differ": (ONES, (ROWS, MX_COLUMNS), {}, "[(1, 128), (32, 1)]"),
     "over experts": (jnp.ones((2, 128, 128)), fp8.PerBlock((2, 1, 128)), {}, "(2, 1, 128)"),
+    "before the last axis": (
+        jnp.ones((128, 128, 32)),
+        fp8.PerBlock((128, 128, 1)),
+        {},
+        "(128, 128, 1)",
+    ),
     "tiles and rows": (ONES, (ROWS, fp8.PerAxis(0)), {}, "PerAxis(0)"),
     "per value": (ONES, fp8.PerAxis(0, 1), {}, "PerAxis(0, 1)"),
     "less than 32": (jnp.ones((128, 200), jnp.bfloat16), ROWS, {}, "[128, 200]"),
