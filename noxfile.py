@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
-    "lint", "readme", "newest", "slow", "rounding", "gpu_programs", "guests", "docs", "notebooks",
+    "lint", "readme", "newest", "rounding", "gpu_programs", "guests", "docstrings", "notebooks",
 )  # fmt: skip
 LATEST = ("-q", "--upgrade", "--upgrade-strategy", "eager")  # also in an environment that is there
 
@@ -117,14 +117,8 @@ def everything(session: nox.Session) -> None:
 
 @nox.session(**NEWEST)
 def newest(session: nox.Session) -> None:
-    """The default suite on the newest jax, with XLA's options as users have them; some rows."""
-    pytest(session, "python312", "--one-row-in", "12")
-
-
-@nox.session(**NEWEST)
-def slow(session: nox.Session) -> None:
-    """Slow tests on the newest jax, some rows."""
-    pytest(session, "python312", "--one-row-in", "24", "-m", "slow and not deviceless and not gpu")
+    """All tests on the newest jax, slow ones too, with XLA's optimizations; some rows of each."""
+    pytest(session, "python312", "-m", "not deviceless and not gpu", "--one-row-in", "24")
 
 
 @nox.session(**NEWEST)
@@ -137,7 +131,7 @@ def rounding(session: nox.Session) -> None:
 @nox.session(**NEWEST)
 def gpu_programs(session: nox.Session) -> None:
     """Programs compiled for H200 and B200: kernels, registers, bytes, collectives; some rows."""
-    select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "6")
+    select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "12")
     by_file = ("--dist", "loadfile")  # the tests of a file read the same programs
     pytest(session, "python312", *by_file, *select)
 
@@ -155,10 +149,10 @@ def guests(session: nox.Session) -> None:
 
 
 @nox.session(**NEXT)
-def docs(session: nox.Session) -> None:
-    """What readers copy: the examples of all docstrings and pages, on Python 3.13."""
-    python(session, "python313", "-m", "pytest", "--doctest-modules", "jaxfp8")
-    pytest(session, "python313", "tests/docs/test_pages.py", "tests/test_public_api.py")
+def docstrings(session: nox.Session) -> None:
+    """The examples of all docstrings, and the public face, on Python 3.13."""
+    pytest(session, "python313", "--doctest-modules", "jaxfp8")  # without tests/conftest.py
+    pytest(session, "python313", "tests/test_public_api.py")
 
 
 @nox.session(**OLDEST)

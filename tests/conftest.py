@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before jax is imported, or it has no effect. A GPU run says JAX_PLATFORMS=cuda; what the caller
 # set, stays.
@@ -30,9 +31,12 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# For many small programs it is faster to compile each of them in one piece.
+if os.environ["JAX_PLATFORMS"] == "cpu" and "codegen_split_count" not in os.environ["XLA_FLAGS"]:
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # On CPUs XLA compiles in half of the time without LLVM's optimizations and with its older emitters.
 # Both may change bits: LLVM contracts a product and a sum. So an environment with the CUDA wheels
-# leaves XLA as users have it. nox runs the suite in both.
+# leaves the optimizations as users have them. nox runs the suite in both.
 if (
     os.environ["JAX_PLATFORMS"] == "cpu"
     and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]
@@ -41,9 +45,7 @@ if (
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     # jaxlib 0.11 has no older emitters, and ends a process at a flag that it does not know.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        os.environ["XLA_FLAGS"] += (
-            " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-        )
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis
 import jax
@@ -77,6 +79,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--flax-sdist", metavar="FILE", help="flax's source distribution, for tests/guests"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker gets a third of the tests in one piece, so that tests of one file share traces."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 @pytest.hookimpl(trylast=True)  # of the rows that -m and -k leave

@@ -32,15 +32,18 @@ FOLDERS = {
     "test": "tests",
 }
 # Modules whose name is not that of their package.
-MODULES = {"absl-py": "absl", "jax-triton": "jax_triton", "orbax-checkpoint": "orbax"}
+MODULES = {
+    "absl-py": "absl",
+    "jax-triton": "jax_triton",
+    "orbax-checkpoint": "orbax",
+    "pytest-xdist": "xdist",
+}
 # Required, and imported by others than the folder that requires it.
 PLUGINS = {
     ("notebooks", "ipykernel"): "nbclient starts it by name: it runs the cells",
-    ("test", "pytest-xdist"): "pytest loads it: -n auto",
-    (
-        "test",
-        "absl-py",
-    ): "flax's tests import it (tests/guests), and jax 0.10 does in Mosaic, undeclared",
+    ("test", "absl-py"): (
+        "flax's tests import it (tests/guests), and jax 0.10 does in Mosaic, undeclared"
+    ),
 }
 # What a folder may import besides the dependencies.
 EXTRAS = {

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import quantized
 from contracts.test_scaled_matmul_backends import distance, product
 from contracts.test_scaled_matmul_tiles import kernels_of, made, tensors
 from hard_inputs import mentions
@@ -139,7 +140,7 @@ def test_vmap(backend):
         (jnp.zeros((M, N), jnp.int32), TypeError, r"add_to is of dtype int32; cast it to one of"),
         (1.0, TypeError, r"add_to is of type float; pass an array of shape \[70, 36\]"),
         (
-            fp8.quantize(jnp.zeros((M, N)), fp8.E4M3),
+            quantized(jnp.zeros((M, N))),
             TypeError,
             r"add_to is of type QuantizedTensor; pass an array",
         ),

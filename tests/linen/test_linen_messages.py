@@ -24,7 +24,7 @@ from jaxfp8.linen import (
 DELAYED = fp8.recipes.delayed()
 X, KEY = jnp.ones((2, 8)), jax.random.key(0)
 DENSE = FP8Dense(8, recipe=DELAYED)
-VARIABLES = DENSE.init(KEY, X)
+VARIABLES = jax.jit(DENSE.init)(KEY, X)
 LAYERS = {
     "FP8Dense": lambda: FP8Dense(4),
     "FP8DenseGeneral": lambda: FP8DenseGeneral(4),
@@ -153,7 +153,7 @@ MESSAGES = {
     "state_specs of variables": Message(
         fp8.FP8StateError,
         lambda: linen.state_specs(VARIABLES, {"kernel": jax.P()}),
-        "the whole variables ['params', '_overwrite_with_gradient']",
+        "the whole variables ['_overwrite_with_gradient', 'params']",
         "only the states are needed",
         "variables['_overwrite_with_gradient']",
     ),
@@ -174,14 +174,14 @@ MESSAGES = {
     "TrainState of variables": Message(
         fp8.FP8StateError,
         lambda: created(params=VARIABLES),
-        "params holds ['params', '_overwrite_with_gradient']",
+        "params holds ['_overwrite_with_gradient', 'params']",
         "only the parameters are needed",
         "params=variables['params']",
     ),
     "TrainState, variables as state": Message(
         fp8.FP8StateError,
         lambda: created(fp8_state=VARIABLES),
-        "fp8_state holds ['params', '_overwrite_with_gradient']",
+        "fp8_state holds ['_overwrite_with_gradient', 'params']",
         "only the quantizer states are needed",
         "fp8_state=variables['_overwrite_with_gradient']",
     ),
@@ -249,7 +249,7 @@ MESSAGES = {
     "TrainState, joined gradients": Message(
         fp8.FP8StateError,
         lambda: created().apply_gradients(grads=VARIABLES, fp8_state=VARIABLES[COLLECTION]),
-        "grads holds ['params', '_overwrite_with_gradient']",
+        "grads holds ['_overwrite_with_gradient', 'params']",
         "only the parameters are needed",
         "the state that fp8.value_and_grad returned",
     ),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import quantized
 from hard_inputs import mentions
 from interpreter import interpreted, needs_mosaic
 from jax.sharding import AxisType, NamedSharding
@@ -308,7 +309,7 @@ def test_float64_is_summed_in_float64():
         (jnp.ones((1, F)), ValueError, ("bias has shape [1, 96]", "Reshape it")),
         (jnp.ones(()), ValueError, ("bias has shape []",)),
         (jnp.ones(F, jnp.int32), TypeError, ("bias has dtype int32", "Cast it")),
-        (fp8.quantize(jnp.ones(F), fp8.E4M3), TypeError, ("bias is of type QuantizedTensor",)),
+        (quantized(jnp.ones(F)), TypeError, ("bias is of type QuantizedTensor",)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import messages
 import numpy as np
 import pytest
+from casts import quantized
 from messages import Message
 
 import jaxfp8 as fp8
@@ -294,7 +295,7 @@ NO_OPERANDS = {
     "ragged list": ([[1.0, 2.0], [3.0]], "is a list of 2", "an array of numbers"),
     "tuple": ((X, X), "is a tuple of 2", "prologue="),
     "function": (jnp.ones, "is of type function", "pass what it returns"),
-    "QuantizedTensor": (fp8.quantize(W, fp8.E4M3), "is of type QuantizedTensor", ".dequantize()"),
+    "QuantizedTensor": (quantized(W), "is of type QuantizedTensor", ".dequantize()"),
     "state": (STATE, "is of type MatmulState", "an array of numbers"),
 }
 TAKING = {

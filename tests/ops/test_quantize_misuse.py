@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import quantized
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
@@ -38,7 +39,7 @@ TILE = fp8.PerBlock((1, 32))
         ),
         (
             TypeError,
-            (fp8.quantize(X, fp8.E4M3), fp8.E4M3),
+            (quantized(X), fp8.E4M3),
             {},
             ("x is of type QuantizedTensor", "x.dequantize()"),
         ),

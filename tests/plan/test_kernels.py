@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from casts import quantized
 from contracts.own_quantizer import Smoothed
 from flax import nnx
 from hard_inputs import mentions
@@ -77,7 +78,7 @@ def test_a_static_value(kernels):
 
 
 X, W = jnp.ones((128, 128)), jnp.ones((128, 128))
-Q = fp8.quantize(X, fp8.E4M3, fp8.PerBlock((1, 128)))
+Q = quantized(X, fp8.E4M3, fp8.PerBlock((1, 128)))
 DOORS = {
     "dot": lambda k: fp8.dot(X, W, recipe=BLOCKWISE, kernels=k),
     "dot of identity": lambda k: fp8.dot(X, W, recipe=fp8.recipes.identity(), kernels=k),
