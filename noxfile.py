@@ -118,7 +118,7 @@ def everything(session: nox.Session) -> None:
 @nox.session(**NEWEST)
 def newest(session: nox.Session) -> None:
     """All tests on the newest jax, slow ones too, with XLA's optimizations; some rows of each."""
-    pytest(session, "python312", "-m", "not deviceless and not gpu", "--one-row-in", "24")
+    pytest(session, "python312", "-m", "not deviceless and not gpu", "--one-row-in", "80")
 
 
 @nox.session(**NEWEST)

@@ -73,8 +73,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each parametrized test about one row in N, at least one, always the same: "
-        "where another run has them all",
+        help="of each test about one row in N, at least one, and of the slow rows of a file at "
+        "least one, always the same: where another run has them all",
     )
     parser.addoption(
         "--flax-sdist", metavar="FILE", help="flax's source distribution, for tests/guests"
@@ -94,7 +94,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     one_in = config.getoption("--one-row-in")
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
-        tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        test, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+        slow = item.get_closest_marker("slow") is not None
+        tables.setdefault(f"{file} slow" if slow else test, []).append(item)
     # By a hash of its name: every N-th of a product of parameters may be always the same value of
     # one.
     draw = lambda item: zlib.crc32(item.nodeid.encode())
