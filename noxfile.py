@@ -117,7 +117,7 @@ def everything(session: nox.Session) -> None:
 
 @nox.session(**NEWEST)
 def newest(session: nox.Session) -> None:
-    """All tests on the newest jax, slow ones too, with XLA's optimizations; some rows of each."""
+    """The default suite and slow tests on the newest jax, with XLA's optimizations; some rows."""
     pytest(session, "python312", "-m", "not deviceless and not gpu", "--one-row-in", "80")
 
 

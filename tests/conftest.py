@@ -83,7 +83,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker gets a third of the tests in one piece, so that tests of one file share traces."""
+    """`-n` alone gives each worker its share in one piece, so that tests of a file share traces.
+
+    As `--dist worksteal` does. In `addopts` that option would need xdist in every run.
+    """
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
