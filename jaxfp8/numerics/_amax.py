@@ -1,9 +1,11 @@
 """The largest magnitude of each scale cell, that is of the values that share one scale."""
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._float32 import to_float32
+from jaxfp8.numerics._float32 import TINY, widened
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 
@@ -25,9 +27,9 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
 
     It is inf if the cell holds an inf or a NaN, and 0 if the cell is empty.
 
-    NaN becomes inf before the maximum, because XLA:CPU's maximum loses NaN in larger arrays (seen
-    with 4,096 elements). The maximum is taken in the dtype of x, because XLA would write a float32
-    copy of x to memory between two reductions.
+    Magnitudes are ordered as their bits are, and the bits of NaN are above those of inf. So this is
+    a maximum of integers, and it cannot lose a NaN. A maximum of floats can: XLA:CPU's does, in
+    larger arrays. XLA:CPU would also write a float32 copy of a 16-bit float array to memory.
 
     Args:
       x: [...] floating point.
@@ -43,5 +45,11 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
       Array([[3.],
              [2.]], dtype=float32)
     """
+    integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    without_sign = (1 << (8 * x.dtype.itemsize - 1)) - 1
+    inf = int(np.array(np.inf, x.dtype).view(integers))
+    bits = lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
+    largest = jnp.minimum(granularity.maximum(bits), integers.type(inf))
     # The conversion to float32 is monotonic, so it may follow the maximum.
-    return to_float32(granularity.maximum(magnitude(x)))
+    value = widened(lax.bitcast_convert_type(largest, x.dtype))
+    return jnp.where(value < TINY, jnp.float32(0.0), value)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.numerics._float32 import is_finite, to_float32
+from jaxfp8.numerics._float32 import TINY, is_finite, to_float32, widened
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._powers_of_two import power_of_two
 
@@ -64,15 +64,18 @@ def saturating_cast(
             f"rounding={rounding!r} was called with key={'given' if key is not None else None}. "
             "'stochastic' needs a key=, 'nearest' takes none."
         )
-    x = to_float32(x)
-    scaled = _saturated(x, multiplier, format)
+    x = widened(x)
+    magnitude = jnp.abs(x)
+    zero = magnitude - magnitude  # NaN if x is not finite
+    # A magnitude below 2^-126 counts as zero. The second product is 0, or NaN if x or the
+    # multiplier is not finite.
+    scaled = jnp.where(magnitude < TINY, zero, magnitude) * multiplier + zero * multiplier
+    saturated = jnp.minimum(scaled, format.max)
     if key is not None:
-        scaled = _stochastic(scaled, format, key)
-    # `_nearest` would give a finite byte for NaN, so the byte of NaN is selected here. The test
-    # reads x and the multiplier. If it read their product, XLA would fuse the casts of row-wise
-    # recipes in another way, and move more bytes.
-    finite = is_finite(x) & is_finite(multiplier)
-    byte = jnp.where(finite, _nearest(scaled, format), format.nan_byte)
+        saturated = _stochastic(saturated, format, key)
+    sign = (lax.bitcast_convert_type(x, jnp.int32) >> 24) & 0x80
+    # `_nearest` would give a finite byte for NaN, so the byte of NaN is selected here.
+    byte = jnp.where(scaled == scaled, _nearest(saturated, format) | sign, format.nan_byte)
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
 
 
@@ -91,39 +94,41 @@ def _saturated(x: Array, multiplier: Array, format: Format) -> Array:
 
 
 def _nearest(v: Array, format: Format) -> Array:
-    """The byte of the format's value nearest to v, [...] int32; ties to even.
+    """The format's value nearest to v, ties to even: its byte is the last byte of an int32 [...].
 
-    |v| must be at most `format.max`, which is a value of the format. So rounding cannot overflow.
+    v must be in [0, `format.max`]. The largest value is one of the format, so rounding cannot
+    overflow.
     """
     fraction = _FLOAT32_MANTISSA - format.mantissa_bits  # mantissa bits that the format lacks
-    bits = lax.bitcast_convert_type(v, jnp.int32)
     # Subnormals of the format have the spacing of its smallest normal values.
     smallest = (format.min_exponent + 127) << _FLOAT32_MANTISSA
-    exponent = jnp.maximum(bits & _EXPONENT, smallest)
+    exponent = jnp.maximum(lax.bitcast_convert_type(v, jnp.int32) & _EXPONENT, smallest)
     # `base` is a power of two. Above it, float32 values have the spacing that the format has at v.
-    # So the sum `base + |v|` rounds |v| to a whole number of spacings, ties to even. Its last bits
-    # are that number. `base` is never subtracted, so no compiler can cancel the sum.
-    base = lax.bitcast_convert_type(exponent + (fraction << _FLOAT32_MANTISSA), jnp.float32)
-    spacings = lax.bitcast_convert_type(base + jnp.abs(v), jnp.int32)
+    # So the sum `base + v` rounds v to a whole number of spacings, ties to even. Its last bits are
+    # that number. `base` is never subtracted, so no compiler can cancel the sum.
+    # The byte is that number plus `(exponent - smallest) >> fraction`. The last byte of
+    # `-smallest >> fraction` is even, so it can be in the last bits of `base` from the start.
+    minus_smallest = -(smallest >> fraction) % 256
+    base = exponent + (fraction << _FLOAT32_MANTISSA) + minus_smallest
+    spacings = lax.bitcast_convert_type(lax.bitcast_convert_type(base, jnp.float32) + v, jnp.int32)
     # Each binade above the smallest adds 1 to the exponent field. A normal value also has at least
     # 2^mantissa_bits spacings: that bit adds 1 more, so its field is 1 or more. A subnormal has
     # fewer spacings and the field 0. A carry into the next binade is right by itself.
-    magnitude = spacings + ((exponent - smallest) >> fraction)
-    return (magnitude & 0x7F) | ((bits >> 24) & 0x80)  # drops the bits of `base`, adds the sign
+    return spacings + (exponent >> fraction)
 
 
 def _stochastic(v: Array, format: Format, key: Array) -> Array:
-    """Rounds v, with |v| <= `format.max`, to a value of the format, as float32.
+    """Rounds v, in [0, `format.max`], to a value of the format, as float32.
 
-    The probability of rounding |v| up is the dropped fraction, rounded down to a multiple of 2^-32.
+    The probability of rounding v up is the dropped fraction, rounded down to a multiple of 2^-32.
     """
-    biased = lax.bitcast_convert_type(jnp.abs(v), jnp.uint32) >> 23
+    biased = lax.bitcast_convert_type(v, jnp.uint32) >> 23
     exponent = jnp.maximum(biased.astype(jnp.int32) - 127, format.min_exponent)
     # The spacing of the format at v is a power of two. So the product with its inverse, the floor
     # and the fraction are exact. `_nearest` then finds a value of the format, and changes nothing.
     spacing = power_of_two(exponent - format.mantissa_bits)
-    steps = jnp.abs(v) * power_of_two(format.mantissa_bits - exponent)
+    steps = v * power_of_two(format.mantissa_bits - exponent)
     whole = jnp.floor(steps)
     threshold = ((steps - whole) * 2.0**32).astype(jnp.uint32)
     up = jax.random.bits(key, v.shape, jnp.uint32) < threshold
-    return jnp.copysign((whole + up.astype(jnp.float32)) * spacing, v)
+    return (whole + up.astype(jnp.float32)) * spacing

@@ -3,12 +3,14 @@
 `values = cast(x * multiplier)` and `x ~ values * scale`, with `scale = 1 / multiplier`.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics import _powers_of_two as powers
-from jaxfp8.numerics._division import divide
+from jaxfp8.numerics._division import divide, divide_in_integers
 from jaxfp8.numerics._float32 import TINY, is_finite
 from jaxfp8.numerics._formats import Format
 
@@ -25,7 +27,12 @@ def is_usable(amax: Array) -> Array:
 
 
 def encoding_multiplier(
-    amax: Array, format: Format, *, margin: int = 0, power_of_two: bool = False
+    amax: Array,
+    format: Format,
+    *,
+    margin: int = 0,
+    power_of_two: bool = False,
+    kernel_language: bool = False,
 ) -> Array:
     """`format.max / amax / 2**margin`, the factor that fills the format's range.
 
@@ -38,6 +45,7 @@ def encoding_multiplier(
       format: the format of the values.
       margin: how many powers of two to stay below the format's largest value.
       power_of_two: round down to a power of two, so that scaling is exact and no value overflows.
+      kernel_language: whether this is part of a kernel, which has no float64.
 
     Returns:
       [...] float32.
@@ -52,24 +60,25 @@ def encoding_multiplier(
       TransformerEngine user guide, FP8 delayed scaling.
     """
     usable = is_usable(amax)
-    amax = jnp.where(usable, amax, 1.0)
     if power_of_two:
         # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has
         # that exactly, without a division.
-        multiplier = powers.power_of_two(
-            jnp.clip(-powers.scale_exponent(amax, format) - margin, -126, 126)
-        )
-    else:
-        multiplier = divide(format.max, amax, exponent=-margin)
-    return jnp.where(usable, multiplier, 1.0)
+        exponent = -powers.scale_exponent(amax, format) - margin
+        return powers.power_of_two(jnp.where(usable, jnp.clip(exponent, -126, 126), 0))
+    # A division by this constant gives 1.
+    amax = jnp.where(usable, amax, format.max * 2.0**-margin)
+    return _divide(kernel_language)(format.max, amax, exponent=-margin)
 
 
-def inverse(multiplier_or_scale: Array, *, power_of_two: bool = False) -> Array:
+def inverse(
+    multiplier_or_scale: Array, *, power_of_two: bool = False, kernel_language: bool = False
+) -> Array:
     """`1 / x`, correctly rounded: the scale of a multiplier, or the multiplier of a scale.
 
     Args:
       multiplier_or_scale: [...] float32 in [2^-126, 2^126].
       power_of_two: whether all of them are powers of two. Then no division is needed.
+      kernel_language: whether this is part of a kernel, which has no float64.
 
     Returns:
       [...] float32.
@@ -83,4 +92,8 @@ def inverse(multiplier_or_scale: Array, *, power_of_two: bool = False) -> Array:
         bits = lax.bitcast_convert_type(multiplier_or_scale, jnp.int32)
         # 2^k has the bits (127 + k) << 23, its inverse (127 - k) << 23. Both are normal numbers.
         return lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
-    return divide(1.0, multiplier_or_scale)
+    return _divide(kernel_language)(1.0, multiplier_or_scale)
+
+
+def _divide(kernel_language: bool) -> Callable[..., Array]:
+    return divide_in_integers if kernel_language else divide

@@ -55,7 +55,9 @@ class ScaleRule:
         """Whether every scale is a power of two, so that multiplying by it is exact."""
         return self.power_of_two or self.scale_format is not None
 
-    def apply(self, amax: Array, format: Format) -> tuple[Array, Array]:
+    def apply(
+        self, amax: Array, format: Format, *, kernel_language: bool = False
+    ) -> tuple[Array, Array]:
         """The encoding multiplier [...] float32, and the scale [...] in its format.
 
         With E8M0, an amax of zero gives byte 0 (2^-127). An amax of inf or NaN gives byte 255 (NaN)
@@ -64,10 +66,12 @@ class ScaleRule:
         Args:
           amax: [...] float32.
           format: the format of the values.
+          kernel_language: whether this is part of a kernel, which has no float64.
         """
         if self.scale_format is None:
-            multiplier = encoding_multiplier(amax, format, power_of_two=self.power_of_two)
-            return multiplier, inverse(multiplier, power_of_two=self.power_of_two)
+            how = {"power_of_two": self.power_of_two, "kernel_language": kernel_language}
+            multiplier = encoding_multiplier(amax, format, **how)
+            return multiplier, inverse(multiplier, **how)
         finite = is_finite(amax)
         # An amax of zero, or one that counts as zero, gets the smallest scale, 2^-127. Its
         # multiplier is 2^127, which is the largest power of two in float32.

@@ -121,7 +121,7 @@ def _encode(rows: Array, cast: Cast, tiling: Tiling) -> tuple[Array, list[Array]
         largest = jnp.max(magnitude(cell), axis=1)
         if tiling.square:
             largest = _largest_of_squares(largest, tiling.side)
-        multiplier, scale = cast.rule.apply(largest, cast.format)
+        multiplier, scale = cast.rule.apply(largest, cast.format, kernel_language=True)
         multipliers.append(lax.broadcast_in_dim(multiplier, cell.shape, (0,)))
         # Pallas writes bytes. `Tiling.with_axes_of_x` makes E8M0 of them.
         as_bytes = cast.rule.scale_format is not None
