@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._float32 import TINY, widened
+from jaxfp8.numerics._float32 import widened
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 
@@ -25,7 +25,8 @@ def magnitude(x: Array) -> Array:
 def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """`max |x|` over each scale cell, float32.
 
-    It is inf if the cell holds an inf or a NaN, and 0 if the cell is empty.
+    It is inf if the cell holds an inf or a NaN, and 0 if the cell is empty. It may be below 2^-126.
+    Scale rules and ledgers count such an amax as zero.
 
     Magnitudes are ordered as their bits are, and the bits of NaN are above those of inf. So this is
     a maximum of integers, and it cannot lose a NaN. A maximum of floats can: XLA:CPU's does, in
@@ -51,5 +52,4 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
     bits = lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
     largest = jnp.minimum(granularity.maximum(bits), integers.type(inf))
     # The conversion to float32 is monotonic, so it may follow the maximum.
-    value = widened(lax.bitcast_convert_type(largest, x.dtype))
-    return jnp.where(value < TINY, jnp.float32(0.0), value)
+    return widened(lax.bitcast_convert_type(largest, x.dtype))

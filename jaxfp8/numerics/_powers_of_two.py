@@ -11,9 +11,9 @@ from jax import lax
 from jaxfp8._typing import Array, ScaleRounding
 from jaxfp8.numerics._formats import E8M0, Format
 
-_BIAS = 127
-_MANTISSA = 0x007FFFFF
-_LARGEST_MANTISSA = 0x600000  # of 448 and of 57344, which are 1.75 * 2^n
+BIAS = 127
+"""The biased exponent of 1 in float32 and in E8M0."""
+_ROUND_UP = 0x007FFFFF - 0x600000  # 0x600000 is the mantissa of 448 and 57344, of 1.75 * 2^n
 _NAN = 255  # the byte of NaN in E8M0
 
 
@@ -24,48 +24,51 @@ def power_of_two(exponent: Array) -> Array:
       >>> power_of_two(jnp.int32(-3))
       Array(0.125, dtype=float32)
     """
-    return lax.bitcast_convert_type((exponent + _BIAS) << 23, jnp.float32)
+    return lax.bitcast_convert_type((exponent + BIAS) << 23, jnp.float32)
 
 
 def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
-    """The exponent k of a scale 2^k under which an amax fits the format, [...] int32.
+    """The exponent k of a scale 2^k under which an amax fits the format, as k + 127, [...] int32.
 
     "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
     subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
     amaxes. Then values above `format.max` saturate.
 
     Args:
-      amax: [...] float32, finite and at least 2^-126.
+      amax: [...] float32, at least 0.
       format: the format of the values.
       rounding: "rceil" or "floor".
+
+    Returns:
+      k + 127. For an amax below 2^-126 it is below 1.
 
     Example:
       >>> import jaxfp8 as fp8
       >>> scale_exponent(jnp.array([448.0, 449.0]), fp8.E4M3)
-      Array([0, 1], dtype=int32)
+      Array([127, 128], dtype=int32)
     """
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    exponent = (bits >> 23) - _BIAS - format.max_exponent
     # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
-    # if a > 1.75. So comparing mantissas rounds up exactly, without a division.
-    return (
-        exponent + jnp.where((bits & _MANTISSA) > _LARGEST_MANTISSA, 1, 0)
-        if rounding == "rceil"
-        else exponent
-    )
+    # if a > 1.75. This sum then carries into the exponent, so it rounds up exactly.
+    up = _ROUND_UP if rounding == "rceil" else 0
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    return (bits + (up - (format.max_exponent << 23))) >> 23
 
 
 def to_e8m0(exponent: Array, finite: Array) -> Array:
-    """`2**exponent` in E8M0, clamped to [2^-127, 2^127]; NaN where not `finite`.
+    """`2**k` in E8M0, from `exponent`, which is k + 127; NaN where not `finite`.
 
     The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
 
+    Args:
+      exponent: [...] int32, 0 to 254.
+      finite: [...] bool.
+
     Example:
-      >>> to_e8m0(jnp.array([-200, 3]), jnp.array([True, False]))
+      >>> to_e8m0(jnp.array([0, 130]), jnp.array([True, False]))
       Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
     """
-    byte = jnp.where(finite, jnp.clip(exponent + _BIAS, 0, _NAN - 1), _NAN)
-    return lax.bitcast_convert_type(byte.astype(jnp.uint8), E8M0.dtype)
+    byte = jnp.where(finite, exponent, _NAN).astype(jnp.uint8)
+    return lax.bitcast_convert_type(byte, E8M0.dtype)
 
 
 def factors_of(scale: Array) -> tuple[Array, ...]:
@@ -76,13 +79,15 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
     wherever the result is a normal number.
 
     Example:
-      >>> factors_of(to_e8m0(jnp.int32(-127), jnp.bool(True)))
+      >>> factors_of(to_e8m0(jnp.int32(0), jnp.bool(True)))
       (Array(5.421011e-20, dtype=float32), Array(1.0842022e-19, dtype=float32))
     """
     if scale.dtype != E8M0.dtype:
         return (scale,)
     byte = lax.bitcast_convert_type(scale, jnp.uint8).astype(jnp.int32)
-    exponent = byte - _BIAS
-    half = exponent >> 1  # rounds down, so both factors are between 2^-64 and 2^64
-    first = jnp.where(byte == _NAN, jnp.float32(jnp.nan), power_of_two(half))
-    return first, power_of_two(exponent - half)
+    both = byte + BIAS  # the sum of the biased exponents of the factors
+    half = both >> 1
+    first, second = (
+        lax.bitcast_convert_type(each << 23, jnp.float32) for each in (half, both - half)
+    )
+    return jnp.where(byte == _NAN, jnp.float32(jnp.nan), first), second

@@ -11,7 +11,7 @@ from jax import lax
 from jaxfp8._typing import Array
 from jaxfp8.numerics import _powers_of_two as powers
 from jaxfp8.numerics._division import divide, divide_in_integers
-from jaxfp8.numerics._float32 import TINY, is_finite
+from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import Format
 
 
@@ -23,7 +23,7 @@ def is_usable(amax: Array) -> Array:
       >>> is_usable(jnp.array([0.0, 1.0, jnp.inf]))
       Array([False,  True, False], dtype=bool)
     """
-    return is_finite(amax) & (amax >= TINY)
+    return (amax >= TINY) & (amax < jnp.inf)  # False for NaN, as every comparison with it
 
 
 def encoding_multiplier(
@@ -59,15 +59,14 @@ def encoding_multiplier(
     References:
       TransformerEngine user guide, FP8 delayed scaling.
     """
-    usable = is_usable(amax)
-    if power_of_two:
-        # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has
-        # that exactly, without a division.
-        exponent = -powers.scale_exponent(amax, format) - margin
-        return powers.power_of_two(jnp.where(usable, jnp.clip(exponent, -126, 126), 0))
-    # A division by this constant gives 1.
-    amax = jnp.where(usable, amax, format.max * 2.0**-margin)
-    return _divide(kernel_language)(format.max, amax, exponent=-margin)
+    # This constant gives the multiplier 1.
+    amax = jnp.where(is_usable(amax), amax, format.max * 2.0**-margin)
+    if not power_of_two:
+        return _divide(kernel_language)(format.max, amax, exponent=-margin)
+    # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has that
+    # exactly, without a division.
+    exponent = (2 * powers.BIAS - margin) - powers.scale_exponent(amax, format)
+    return lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, jnp.float32)
 
 
 def inverse(

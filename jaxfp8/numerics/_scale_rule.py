@@ -4,11 +4,11 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 
 from jaxfp8._typing import Array, ScaleRounding
-from jaxfp8.numerics._float32 import TINY, is_finite
 from jaxfp8.numerics._formats import E8M0, Format
-from jaxfp8.numerics._powers_of_two import power_of_two, scale_exponent, to_e8m0
+from jaxfp8.numerics._powers_of_two import BIAS, scale_exponent, to_e8m0
 from jaxfp8.numerics._scale import encoding_multiplier, inverse
 
 
@@ -60,7 +60,7 @@ class ScaleRule:
     ) -> tuple[Array, Array]:
         """The encoding multiplier [...] float32, and the scale [...] in its format.
 
-        With E8M0, an amax of zero gives byte 0 (2^-127). An amax of inf or NaN gives byte 255 (NaN)
+        With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of inf or NaN gives byte 255 (NaN)
         and the multiplier 1.
 
         Args:
@@ -72,9 +72,9 @@ class ScaleRule:
             how = {"power_of_two": self.power_of_two, "kernel_language": kernel_language}
             multiplier = encoding_multiplier(amax, format, **how)
             return multiplier, inverse(multiplier, **how)
-        finite = is_finite(amax)
-        # An amax of zero, or one that counts as zero, gets the smallest scale, 2^-127. Its
-        # multiplier is 2^127, which is the largest power of two in float32.
-        exponent = jnp.where(amax >= TINY, scale_exponent(amax, format, self.scale_rounding), -127)
-        exponent = jnp.clip(jnp.where(finite, exponent, 0), -127, 127)
-        return power_of_two(-exponent), to_e8m0(exponent, finite)
+        finite = amax < jnp.inf  # False for NaN, as every comparison with it
+        # The smallest scale is 2^-127. Its multiplier is 2^127, which is the largest power of two
+        # in float32.
+        exponent = jnp.maximum(scale_exponent(amax, format, self.scale_rounding), 0)
+        multiplier = (2 * BIAS - jnp.where(finite, exponent, BIAS)) << 23
+        return lax.bitcast_convert_type(multiplier, jnp.float32), to_e8m0(exponent, finite)

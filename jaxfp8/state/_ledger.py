@@ -23,11 +23,11 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 
 BINS = 1024
@@ -41,25 +41,24 @@ _SHIFT = 23 - _BINS_PER_OCTAVE_BITS
 _FIRST = (127 - 64) << _BINS_PER_OCTAVE_BITS
 _EDGES = ((np.arange(1, BINS) + _FIRST) << _SHIFT).astype(np.int32).view(np.float32)
 UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # an amax on an edge is in the bin below it
+# An amax below 2^-126 counts as 0, and is in no bin.
+_LOWER_EDGES = np.insert(_EDGES, 0, np.nextafter(np.float32(TINY), np.float32(0)))
 
 
 def encode(amaxes: Array) -> Array:
     """Ledgers [..., BINS, R] of amaxes [..., R].
 
-    An amax that is not finite becomes inf in the last bin. An amax of 0 leaves all bins at 0.
+    An amax of inf, which stands for NaN, too, is in the last bin. An amax of 0 or below 2^-126
+    leaves all bins at 0.
 
     Example:
       >>> import jax.numpy as jnp
       >>> encode(jnp.float32([3.0, 0.5])).shape
       (1024, 2)
     """
-    amaxes = jnp.where(jnp.isfinite(amaxes), amaxes, jnp.inf)[..., None, :]
-    # Minus 1 before the shift moves an amax that is exactly an edge to the bin below: (lo, hi].
-    # For an amax of 0 the clip gives bin 0, where it writes 0.
-    bins = ((lax.bitcast_convert_type(amaxes, jnp.int32) - 1) >> _SHIFT) - _FIRST
-    shape = (*amaxes.shape[:-2], BINS, amaxes.shape[-1])
-    here = lax.broadcasted_iota(jnp.int32, shape, amaxes.ndim - 2) == jnp.clip(bins, 0, BINS - 1)
-    return jnp.where(here, amaxes, jnp.float32(0.0))
+    amaxes = amaxes[..., None, :]
+    lower, upper = (_along_bins(edges, amaxes.ndim) for edges in (_LOWER_EDGES, UPPER_EDGES))
+    return jnp.where((lower < amaxes) & (amaxes <= upper), amaxes, jnp.float32(0.0))
 
 
 def decode(ledgers: Array) -> Array:
@@ -72,9 +71,12 @@ def decode(ledgers: Array) -> Array:
       >>> decode(encode(jnp.float32([3.0])) + encode(jnp.float32([0.5])))
       Array([3.], dtype=float32)
     """
-    edges = UPPER_EDGES.reshape((1,) * (ledgers.ndim - 2) + (-1, 1))
     # A single entry is at most its edge, so `minimum` keeps it exactly. It limits sums only.
-    return jnp.max(jnp.minimum(ledgers, edges), axis=-2)
+    return jnp.max(jnp.minimum(ledgers, _along_bins(UPPER_EDGES, ledgers.ndim)), axis=-2)
+
+
+def _along_bins(edges: np.ndarray, ndim: int) -> np.ndarray:
+    return edges.reshape((1,) * (ndim - 2) + (-1, 1))
 
 
 def observe(x: Array, like: Array) -> Array:

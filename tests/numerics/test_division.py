@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.numerics._division import divide
+from jaxfp8.numerics._division import divide as divide_in_float64
+from jaxfp8.numerics._division import divide_in_integers
 from jaxfp8.numerics._scale import inverse
 
 MANTISSAS = (np.arange(2**23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # [1, 2), all of them
 LARGEST, TINY = np.float32(oracle.FLOAT32_MAX), np.float32(oracle.TINY)
+
+
+WAYS = pytest.mark.parametrize(
+    "divide", [divide_in_float64, divide_in_integers], ids=["float64", "integers"]
+)
 
 
 def long_division(numerator: int, denominator: np.ndarray) -> np.ndarray:
@@ -27,9 +33,10 @@ def long_division(numerator: int, denominator: np.ndarray) -> np.ndarray:
     return np.ldexp((kept + up).astype(np.float64), drop - 38)
 
 
+@WAYS
 # 57344 has the mantissa of 448.
 @pytest.mark.parametrize("numerator", [1.0, 448.0, pytest.param(57344.0, marks=pytest.mark.slow)])
-def test_every_mantissa(numerator):
+def test_every_mantissa(numerator, divide):
     significand = (MANTISSAS.view(np.uint32) & 0x7FFFFF | 0x800000).astype(np.int64)
     top, exponent = np.frexp(numerator)
     expected = np.ldexp(long_division(int(top * 2**24), significand), int(exponent) - 1)
@@ -37,10 +44,11 @@ def test_every_mantissa(numerator):
     np.testing.assert_array_equal(actual, expected)
 
 
+@WAYS
 @pytest.mark.parametrize(
     "numerator", [1.0, 448.0, 57344.0, 3.0, 0.1, oracle.FLOAT32_MAX, oracle.TINY]
 )
-def test_fractions(numerator):
+def test_fractions(numerator, divide):
     numerator = float(np.float32(numerator))
     random = np.random.default_rng(1)
     bits = random.integers(0x00800000, 0x7F800000, 2000, dtype=np.uint32)
@@ -52,11 +60,12 @@ def test_fractions(numerator):
     np.testing.assert_array_equal(divide(numerator, denominators), np.array(expected, np.float32))
 
 
+@WAYS
 @given(
     st.floats(width=32, min_value=float(TINY), allow_infinity=False),
     st.sampled_from([-64, -1, 0, 3]),
 )
-def test_exponent(denominator, exponent):
+def test_exponent(divide, denominator, exponent):
     exact = oracle.exact_quotient(448, denominator) * 2.0**exponent
     assert float(divide(448.0, jnp.float32(denominator), exponent=exponent)) == min(
         max(exact, 2.0**-126), 2.0**126
@@ -70,8 +79,9 @@ def neighbours(values: np.ndarray) -> np.ndarray:
         )
 
 
+@WAYS
 @pytest.mark.parametrize("largest", [448.0, 57344.0])
-def test_the_largest_value_times_powers_of_two_and_neighbours(largest):
+def test_the_largest_value_times_powers_of_two_and_neighbours(largest, divide):
     centres = np.ldexp(np.float32(largest), np.arange(-120, 112)).astype(np.float32)
     amaxes = neighbours(centres)
     # rounded once more by the comparison in float32
@@ -83,8 +93,9 @@ def test_the_largest_value_times_powers_of_two_and_neighbours(largest):
     np.testing.assert_array_equal(np.frexp(exact)[0], 0.5)
 
 
+@WAYS
 @pytest.mark.parametrize("largest", [1.0, 448.0, 57344.0])
-def test_clamp(largest):
+def test_clamp(largest, divide):
     limits = np.array([largest * 2.0**-126, min(largest * 2.0**126, float(LARGEST))], np.float32)
     amaxes = neighbours(limits)
     amaxes = np.append(amaxes[np.isfinite(amaxes) & (amaxes >= TINY)], [TINY, LARGEST])
@@ -129,6 +140,6 @@ def test_an_estimate_that_is_off(ulps, monkeypatch):
     monkeypatch.setattr("jaxfp8.numerics._division._estimate", off)
     denominators = MANTISSAS[::17]
     for numerator in (1.0, 448.0):
-        actual = jax.jit(lambda d, n=numerator: divide.__wrapped__(n, d))(denominators)
+        actual = jax.jit(lambda d, n=numerator: divide_in_integers.__wrapped__(n, d))(denominators)
         # NumPy's division is IEEE's
         np.testing.assert_array_equal(actual, np.float32(numerator) / denominators)

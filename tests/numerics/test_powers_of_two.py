@@ -40,6 +40,7 @@ def test_scale_exponent(format, rounding, transform):
     actual = np.asarray(
         transform(lambda amax: scale_exponent(amax, format, rounding))(jnp.asarray(AMAXES))
     )
+    actual = actual - 127
     exact = [exact_exponent(amax, format.name, rounding) for amax in AMAXES[::3]]
     np.testing.assert_array_equal(actual[::3], exact)
     byte = oracle.e8m0_bytes(AMAXES, format.name, rounding)
@@ -59,11 +60,11 @@ def test_rceil_is_the_power_of_two_rule_wherever_that_is_not_clamped(format):
 
 @EAGER_AND_JIT
 def test_to_e8m0(transform):
-    exponents = np.array([-300, -128, -127, -126, 0, 126, 127, 128, 300, 0], np.int32)
-    nan = np.array([False] * 9 + [True])
+    exponents = np.array([0, 1, 127, 253, 254, 127], np.int32)
+    nan = np.array([False] * 5 + [True])
     result = transform(to_e8m0)(jnp.asarray(exponents), ~jnp.asarray(nan))
     np.testing.assert_array_equal(
-        np.asarray(result).view(np.uint8), [0, 0, 0, 1, 127, 253, 254, 254, 254, 255]
+        np.asarray(result).view(np.uint8), [0, 1, 127, 253, 254, 255]
     )
 
 

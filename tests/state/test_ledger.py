@@ -40,7 +40,8 @@ def test_one_use_is_exact():
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_not_finite_stays_whatever_is_added(bad):
-    amaxes = jnp.asarray([[1.0], [bad], [3e38]], jnp.float32)
+    seen = [observe(jnp.float32([value, 0.5]), jnp.float32(0)) for value in (1.0, bad, 3e38)]
+    amaxes = jnp.stack(seen)[:, None]
     np.testing.assert_array_equal(sum_of(amaxes), np.inf)
 
 
