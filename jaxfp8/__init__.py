@@ -34,6 +34,7 @@ from jaxfp8.state._commit import commit as commit
 from jaxfp8.state._commit import merge_seen as merge_seen
 from jaxfp8.state._commit import nothing_seen as nothing_seen
 from jaxfp8.state._probes import fork as fork
+from jaxfp8.state._settle import settle as settle
 from jaxfp8.state._state_specs import state_specs as state_specs
 from jaxfp8.state._trees import freeze as freeze
 from jaxfp8.state._unset import init_state as init_state

@@ -27,7 +27,9 @@ from jaxfp8.numerics._float32 import TINY
 _SLACK = 4
 
 
-def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
+def divide(
+    numerator: float, denominator: Array, *, exponent: int = 0, clamped: bool = True
+) -> Array:
     """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
 
     The clamp keeps both the quotient and its inverse normal numbers.
@@ -36,6 +38,7 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
       numerator: a positive float32 constant.
       denominator: [...] float32, positive, finite and normal.
       exponent: the exponent of a power of two to multiply by, without rounding.
+      clamped: whether to clamp. If False, the quotient must be in range, or is inf or NaN.
 
     Returns:
       [...] float32.
@@ -48,9 +51,13 @@ def divide(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
     with jax.enable_x64(True):  # for these operations only; no result is float64
         top = np.float64(np.float32(numerator)) * 2.0**exponent
         wide = lax.convert_element_type(denominator, np.float64)
-        quotient = lax.clamp(np.float64(TINY), lax.full_like(wide, top) / wide, np.float64(1 / TINY))
+        if clamped:
+            # The division comes last, because XLA computes what follows it once for each use.
+            wide = lax.clamp(top * TINY, wide, top / TINY)
         # XLA may drop a conversion to float32 and back, but not this rounding.
-        rounded = lax.reduce_precision(quotient, exponent_bits=8, mantissa_bits=23)
+        rounded = lax.reduce_precision(
+            lax.full_like(wide, top) / wide, exponent_bits=8, mantissa_bits=23
+        )
         return lax.convert_element_type(rounded, np.float32)
 
 

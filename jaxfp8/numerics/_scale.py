@@ -3,8 +3,6 @@
 `values = cast(x * multiplier)` and `x ~ values * scale`, with `scale = 1 / multiplier`.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -62,7 +60,8 @@ def encoding_multiplier(
     # This constant gives the multiplier 1.
     amax = jnp.where(is_usable(amax), amax, format.max * 2.0**-margin)
     if not power_of_two:
-        return _divide(kernel_language)(format.max, amax, exponent=-margin)
+        quotient = divide_in_integers if kernel_language else divide
+        return quotient(format.max, amax, exponent=-margin)
     # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has that
     # exactly, without a division.
     exponent = (2 * powers.BIAS - margin) - powers.scale_exponent(amax, format)
@@ -91,8 +90,6 @@ def inverse(
         bits = lax.bitcast_convert_type(multiplier_or_scale, jnp.int32)
         # 2^k has the bits (127 + k) << 23, its inverse (127 - k) << 23. Both are normal numbers.
         return lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
-    return _divide(kernel_language)(1.0, multiplier_or_scale)
-
-
-def _divide(kernel_language: bool) -> Callable[..., Array]:
-    return divide_in_integers if kernel_language else divide
+    if kernel_language:
+        return divide_in_integers(1.0, multiplier_or_scale)
+    return divide(1.0, multiplier_or_scale, clamped=False)

@@ -10,11 +10,13 @@ class QuantizerArrays(NamedTuple):
 
     Attributes:
       scale: f32[R], the stored scales; None for recipes without state.
+      multiplier: f32[R], the encoding multipliers of these scales; None without them.
       ledger: f32[BINS, R], the ledger that collects amaxes (`state._ledger`); None without one.
       key: a jax PRNG key, or None.
     """
 
     scale: Array | None = None
+    multiplier: Array | None = None
     ledger: Array | None = None
     key: Array | None = None
 

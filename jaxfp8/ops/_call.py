@@ -44,7 +44,7 @@ class Call:
     fast_accumulation: bool  # of fprop only
     out_sharding: Any
     collected: bool  # amaxes go to the state's probe
-    all_set: bool  # no stored scale is unset
+    settled: bool  # no stored scale is unset
     amax_axes: AmaxAxes
     places: Places
     kernels: Kernels

@@ -18,6 +18,7 @@ from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import view_for
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._identity import multipliers
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
 
@@ -118,7 +119,7 @@ def dot_general(
         fast_accumulation=fp8_precision(precision),
         out_sharding=view.out_sharding(how.out_sharding),
         collected=own is not None and not own.frozen,
-        all_set=probe.all_set if probe else False,
+        settled=own is not None and own.settled,
         amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
         places=view.places(given.places),
         kernels=kernels,
@@ -127,6 +128,7 @@ def dot_general(
     )
     quantizers = QuantizerArrays(
         scale=own.scale if own else None,
+        multiplier=(probe.multiplier if probe else multipliers(own)) if own else None,
         ledger=probe.ledger if probe else None,
         key=how.key if recipe.needs_key else None,
     )

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Matmul, PyTree, Tensor
 from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
@@ -101,7 +102,7 @@ def quantize_operand(
         extras = more if extras is _NOTHING else extras.or_else(more)
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
-    if seen and call.all_set:
+    if seen and call.settled:
         # The barrier keeps cast and amax in one kernel. Without it, XLA moves the transpose that
         # cuBLASLt needs on Hopper through the cast. The amax then reads the tensor a second time.
         copies = lax.optimization_barrier(copies)
@@ -118,19 +119,21 @@ def _by_matmul(copies: list[Copy]) -> dict[Matmul, Operand]:
     return {matmul: copy.operand for copy in copies for matmul in copy.readers}
 
 
-def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> Array:
-    """The stored scale [] of a stateful quantizer."""
+def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:
+    """The stored scale [] of a stateful quantizer, with its multiplier."""
     assert arrays.scale is not None
+    assert arrays.multiplier is not None
     stored = arrays.scale[row]
+    known = KnownScale(arrays.multiplier[row], stored)
     if not call.amax_axes.manual:
-        return stored
+        return known
     if split := getattr(call.places, tensor).manual_axes & varying(stored):
         raise FP8StateError(
             f"{tensor} is gathered over {sorted(split)}, but its state varies over it. All shards "
             "need one scale. Pass the state to shard_map with a spec that does not split it over "
             "that axis."
         )
-    return stored
+    return known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +145,7 @@ class _Amaxes:
     value: Array
     place: Place
     variation: Variation
-    stored: Array | None
+    stored: KnownScale | None
 
     def inputs(self, planned: PlannedCast) -> ScaleInputs:
         """What the quantizer may read to choose scales."""
@@ -159,7 +162,8 @@ class _Amaxes:
             if is_manual and not each.in_one:
                 axes[each] |= self.variation.contracted(matmul, self.tensor)
         amax = functools.partial(self._amax, axes)
-        return ScaleInputs(amax, self.stored, self.call.all_set)
+        multiplier, scale = self.stored or (None, None)
+        return ScaleInputs(amax, scale, self.call.settled, multiplier)
 
     def _amax(
         self,
@@ -176,13 +180,13 @@ class _Amaxes:
                 f"for its own granularities {list(across)}, and for PerTensor()."
             )
         if self.stored is not None:
-            amax = observe(self.value, self.stored)
+            amax = observe(self.value, self.stored.scale)
         else:
             amax = amax_of(self.value, granularity)
         if not self.call.amax_axes.manual:
             return amax  # arrays are global, so the amax is global, too
         if self.stored is not None:
-            axes |= varying(self.value) - varying(self.stored)
+            axes |= varying(self.value) - varying(self.stored.scale)
         elif granularity.in_one:
             axes |= varying(self.value) - self.variation.apart
         if self.stored is not None or granularity.in_one:

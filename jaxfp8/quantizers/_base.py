@@ -54,6 +54,7 @@ class ScaleInputs(NamedTuple):
         A call costs a read of x.
       stored: f32[], `RowState.scale` of a stateful quantizer; None for other quantizers.
       all_set: whether the stored scale is known to be set.
+      multiplier: f32[], the inverse of `stored`, NaN if it is unset; None if it was not computed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -63,6 +64,7 @@ class ScaleInputs(NamedTuple):
     amax: Callable[[AbstractGranularity], Array]
     stored: Array | None
     all_set: bool
+    multiplier: Array | None = None
 
 
 class AbstractQuantizer(abc.ABC):
@@ -138,12 +140,16 @@ class AbstractQuantizer(abc.ABC):
         """
         if inputs.stored is None:
             return self.scale_of_amax(inputs.amax(granularity))
-        stored = KnownScale(inverse(inputs.stored), inputs.stored)
+        multiplier = inputs.multiplier
+        if multiplier is None:
+            multiplier = inverse(inputs.stored)
+            multiplier = jnp.where(inputs.stored > 0, multiplier, jnp.float32(jnp.nan))
+        stored = KnownScale(multiplier, inputs.stored)
         if inputs.all_set:
             return stored
         # Both scales are computed, because whether a scale is unset is known on the device only.
-        unset, current = inputs.stored == 0, self.scale_of_amax(inputs.amax(granularity))
-        return KnownScale(*(jnp.where(unset, *each) for each in zip(current, stored, strict=True)))
+        is_set, current = multiplier > 0, self.scale_of_amax(inputs.amax(granularity))
+        return KnownScale(*(jnp.where(is_set, *each) for each in zip(stored, current, strict=True)))
 
     def quantize(
         self, x: Source, cast: Cast, inputs: ScaleInputs, *, key: Array | None = None

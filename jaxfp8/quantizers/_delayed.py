@@ -117,13 +117,17 @@ class Delayed(AbstractQuantizer):
           Array([0., 0., 7.], dtype=float32)
         """
         usable = is_usable(amax)
-        history = jnp.asarray(row.amax_history).at[..., 0].set(amax)  # a restored row is of NumPy
-        reference = jnp.max(history, axis=-1) if self.algorithm == "max" else amax
-        rotated = jnp.roll(history, -1, axis=-1).at[..., 0].set(0.0)
+        history, newest = row.amax_history, amax[..., None]
+        reference = amax
+        if self.algorithm == "max":
+            reference = jnp.max(jnp.concatenate([history[..., 1:], newest], axis=-1), axis=-1)
+        # Without the oldest entry: slot 0 becomes the newest one, and the staging slot is 0 again.
+        entries = [history[..., 2:], newest] if self.history_length > 1 else []
+        rotated = jnp.concatenate([jnp.zeros_like(newest), *entries], axis=-1)
         return RowState(
             scale=jnp.where(usable, inverse(self.multiplier(reference)), row.scale),
             amax_history=jnp.where(usable[..., None], rotated, row.amax_history),
-            nonfinite_steps=row.nonfinite_steps + (~jnp.isfinite(amax)).astype(jnp.float32),
+            nonfinite_steps=row.nonfinite_steps + jnp.where(jnp.isfinite(amax), 0.0, 1.0),
         )
 
     def faults(self, row: RowState) -> list[Fault]:

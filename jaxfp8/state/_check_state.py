@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.quantizers._base import RowState
 from jaxfp8.quantizers._faults import Fault
+from jaxfp8.state._hosts import on_host
 from jaxfp8.state._identity import layout, same_fingerprint
 from jaxfp8.state._saved_tree import parts_of
+from jaxfp8.state._settle import all_set
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
 from jaxfp8.state._unset import fingerprints, same_rows, unset_state
 
@@ -78,7 +79,8 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
         wrong = list(_faults(part, arrays, expected))
         found += [_described(place, arrays, expected, fault) for fault in wrong]
         frozen = part.frozen if isinstance(part, MatmulState) else expected.frozen
-        checked.append(dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen))
+        mended = dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen)
+        checked.append(dataclasses.replace(mended, settled=expected.settled and all_set(mended)))
     if found:
         text = f"{len(found)} fault{'s' * (len(found) > 1)} in the quantizer state:\n" + "\n".join(
             found[:_SHOWN]
@@ -123,13 +125,6 @@ def _arrays(part: Any, place: str) -> dict[str, Any]:
     }
 
 
-def _host(leaf: Any) -> np.ndarray:
-    """The values of an array, which may be split over the devices of several processes."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-    return np.asarray(leaf)
-
-
 def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterator[Fault]:
     """The faults of one state. A wrong shape or dtype is a fault of all its rows."""
     everywhere = np.ones(expected.scale.shape, bool)
@@ -149,7 +144,7 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
     if isinstance(part, MatmulState) and not same_rows(part.rows, expected.rows):
         yield Fault("rows", everywhere, f"its rows are {part.rows}, of another recipe")
         return
-    host = {name: _host(leaf) for name, leaf in arrays.items()}
+    host = {name: on_host(leaf) for name, leaf in arrays.items()}
     foreign = ~same_fingerprint(
         host["fingerprint"], fingerprints(expected.rows, expected.scale.shape)
     )
@@ -181,7 +176,7 @@ def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault:
     whose += f"; {len(indices) - 1} more rows have this fault" * (len(indices) > 1)
     if fault.leaf not in arrays:
         return f"  {place}.{fault.leaf}: {fault.what} ({whose})"
-    value = _host(arrays[fault.leaf])
+    value = on_host(arrays[fault.leaf])
     if value.shape != layout(expected)[fault.leaf] or not len(indices):
         return f"  {place}.{fault.leaf} has shape {list(value.shape)}: {fault.what} ({whose})"
     shown = np.array2string(value[tuple(indices[0])], threshold=6, max_line_width=10_000)
@@ -200,7 +195,7 @@ def _mended(arrays: dict[str, Any], expected: MatmulState, wrong: list[Fault]) -
         if given is None or given.shape != fresh.shape or given.dtype != fresh.dtype:
             return _placed(fresh, getattr(expected, name))
         where = bad[..., None] if name == "amax_history" else bad
-        return _placed(np.where(where, fresh, _host(given)), given)
+        return _placed(np.where(where, fresh, on_host(given)), given)
 
     return dataclasses.replace(expected, **{name: one(name) for name in LEAVES})
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -109,15 +108,7 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
       >>> fp8.commit(state, fp8.nothing_seen(state)).scale
       Array([0., 0., 0.], dtype=float32)
     """
-    return _commit(state, seen, known)
 
-
-def commit_known(state: PyTree, seen: PyTree) -> PyTree:
-    """`commit` of states that `known` has already checked in this step."""
-    return _commit(state, seen, lambda s: s)
-
-
-def _commit(state: PyTree, seen: PyTree, checked: Callable[[MatmulState], MatmulState]) -> PyTree:
     def one(s: MatmulState, observed: SeenAmax) -> MatmulState:
         if not isinstance(observed, SeenAmax) or observed.rows != s.rows:
             raise FP8StateError(
@@ -131,9 +122,22 @@ def _commit(state: PyTree, seen: PyTree, checked: Callable[[MatmulState], Matmul
                 "its layers."
             )
         check_layout(s)
-        return s if s.frozen else _updated(checked(s), observed.amax)
+        return commit_one(s, observed)
 
     return map_states(one, state, _aligned(state, seen))
+
+
+def commit_one(state: MatmulState, seen: SeenAmax) -> MatmulState:
+    """`commit` of one state, which may be stacked, without checks.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> commit_one(state, fp8.nothing_seen(state)).scale
+      Array([0., 0., 0.], dtype=float32)
+    """
+    state = known(state)
+    return state if state.frozen else _updated(state, seen.amax)
 
 
 def _updated(s: MatmulState, amax: Array) -> MatmulState:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array
 from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._scale import inverse
 from jaxfp8.state._ledger import BINS
 from jaxfp8.state._state import LEAVES, MatmulState
 from jaxfp8.state._trees import shown
@@ -142,16 +143,31 @@ def known(state: MatmulState) -> MatmulState:
             _refuse(state, leaves, np.argwhere(~passes)[0])
     passes = _passes(state.fingerprint, want, state.scale)
     scale, history, nonfinite_steps = unset_leaves(state.rows, state.scale.shape)
-    # Fingerprints have 16 bits. Each mean over devices adds a rounding error, and the errors of
-    # many steps would exceed MEAN_ROUNDING. So the error is rounded away in each step.
-    exact = jnp.round(state.fingerprint * 2**16) / 2**16
     return dataclasses.replace(
         state,
         scale=jnp.where(passes, state.scale, scale),
         amax_history=jnp.where(passes[..., None], state.amax_history, history),
         nonfinite_steps=jnp.where(passes, state.nonfinite_steps, nonfinite_steps),
-        fingerprint=jnp.where(passes, exact, want),
+        # Each mean over devices adds a rounding error to a fingerprint, and the errors of many
+        # steps would exceed MEAN_ROUNDING. So the exact one is written. The select keeps the mesh
+        # axes that the state varies over, and XLA removes it.
+        fingerprint=jnp.where(passes, want, want),
     )
+
+
+def multipliers(state: MatmulState) -> Array:
+    """The encoding multipliers of all rows, f32[..., R]. NaN for a row that is unset.
+
+    A row that does not pass `known` counts as unset.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> multipliers(fp8.init_state(fp8.recipes.delayed()))
+      Array([nan, nan, nan], dtype=float32)
+    """
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
+    return inverse(jnp.where(is_set, state.scale, jnp.float32(jnp.nan)))
 
 
 def same_fingerprint(found: Any, want: np.ndarray) -> Any:

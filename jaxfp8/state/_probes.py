@@ -56,19 +56,20 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def with_probes(
-    state: PyTree, ledgers: PyTree | None, *, all_set: bool, reduce_axes: tuple[str, ...] | None
+    state: PyTree, ledgers: PyTree, multipliers: PyTree, *, reduce_axes: tuple[str, ...] | None
 ) -> PyTree:
     """The state with probes, for a differentiated loss.
 
-    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns.
+    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `multipliers` is a tree of
+    f32[..., R].
     """
 
-    def one(s: MatmulState, ledger: Array | None) -> MatmulState:
+    def one(s: MatmulState, ledger: Array, multiplier: Array) -> MatmulState:
         return dataclasses.replace(
-            s, probe=Probe(None if s.frozen else ledger, all_set, reduce_axes)
+            s, probe=Probe(None if s.frozen else ledger, multiplier, reduce_axes)
         )
 
-    return map_states(one, state, ledgers)
+    return map_states(one, state, ledgers, multipliers)
 
 
 def without_probes(tree: PyTree) -> PyTree:

@@ -18,7 +18,9 @@ from jaxfp8.recipes._recipe import Row
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["ledger"], meta_fields=["all_set", "reduce_axes"]
+    jax.tree_util.register_dataclass,
+    data_fields=["ledger", "multiplier"],
+    meta_fields=["reduce_axes"],
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -26,19 +28,19 @@ class Probe:
 
     Attributes:
       ledger: f32[..., BINS, R] zeros. Its cotangent holds the amaxes. None in a frozen state.
-      all_set: whether all scales are set. Then no cast has to wait for its own amax (static).
+      multiplier: f32[..., R], the encoding multipliers: `multipliers` of the scales of all states.
       reduce_axes: mesh axes that the caller named, because types do not give them (static).
     """
 
     ledger: Array | None
-    all_set: bool
+    multiplier: Array
     reduce_axes: tuple[str, ...] | None
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["scale", "amax_history", "nonfinite_steps", "fingerprint", "probe"],
-    meta_fields=["rows", "frozen"],
+    meta_fields=["rows", "frozen", "settled"],
 )
 @dataclasses.dataclass(frozen=True)
 class MatmulState:
@@ -58,6 +60,8 @@ class MatmulState:
       probe: None, except inside a differentiated loss.
       rows: the tensor and the quantizer of each row (static).
       frozen: whether scales are fixed and no amaxes are collected (static).
+      settled: whether all scales are known to be set (static), see `fp8.settle`. A program that is
+        compiled for a settled state has no reads for scales that are unset.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -73,11 +77,14 @@ class MatmulState:
     probe: Probe | None
     rows: tuple[Row, ...]
     frozen: bool = False
+    settled: bool = False
 
     def __repr__(self) -> str:
         names = " ".join(row.tensor for row in self.rows)
         leaves = (f"{name}={getattr(self, name)}" for name in LEAVES if name != "fingerprint")
-        return f"MatmulState of {names}{' (frozen)' if self.frozen else ''}: {', '.join(leaves)}"
+        marks = [mark for mark in ("frozen", "settled") if getattr(self, mark)]
+        which = f" ({', '.join(marks)})" if marks else ""
+        return f"MatmulState of {names}{which}: {', '.join(leaves)}"
 
 
 LEAVES = ("scale", "amax_history", "nonfinite_steps", "fingerprint")

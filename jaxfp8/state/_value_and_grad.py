@@ -2,14 +2,11 @@
 
 It returns the gradients, and the state of the next step.
 
-A cast with an unset scale needs the amax of its own tensor, which is one more read. Only first
-steps have unset scales, and later steps must not pay for that read. So the whole differentiated
-loss is compiled twice, with and without unset scales. One `lax.cond` chooses. This doubles the
-compile time and costs later steps nothing.
-
-The alternative is a select in each use. It would read every tensor twice in all steps, because no
-cast then shares a kernel with its amax. For four GPT blocks on an H200, that is 9 % more bytes. A
-`cond` in each use becomes the same select.
+A cast with an unset scale needs the amax of its own tensor, which is one more read. The program
+selects between that scale and the stored one at each use, so there is one copy of the loss. (With a
+`lax.cond` around two copies the later steps would need no such read. But compiling would take twice
+as long, and every run would have a copy that is used once.) `settle` marks the states that need no
+such read.
 """
 
 import functools
@@ -17,17 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.sharding._amax import check_axes, manual_axes, pmax, types_tell, varying
-from jaxfp8.state._commit import commit_known
-from jaxfp8.state._identity import check_layout, explained, known
+from jaxfp8.state._commit import commit_one
+from jaxfp8.state._identity import check_layout, explained, known, multipliers
 from jaxfp8.state._ledger import decode
 from jaxfp8.state._probes import with_probes, without_probes, zero_ledgers
+from jaxfp8.state._stacks import Stacks
 from jaxfp8.state._state import MatmulState, SeenAmax, is_state
 from jaxfp8.state._trees import map_states
 
@@ -98,61 +94,32 @@ def value_and_grad(
             )
         check_axes(named or ())
         state = map_states(_checked, state)
+        states, structure = jax.tree.flatten(state, is_leaf=is_state)
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
+        multiplied = structure.unflatten(map(multipliers, states))
 
-        def step(all_set: bool) -> tuple[Any, PyTree, PyTree]:
-            def loss(params: PyTree, ledgers: PyTree) -> Any:
-                probed = with_probes(state, ledgers, all_set=all_set, reduce_axes=named)
-                out = loss_fn(params, probed, *args, **kwargs)
-                # Outside of the loss states have no probe. aux may hold a state that had one.
-                return (out[0], without_probes(out[1])) if has_aux else out
+        def loss(params: PyTree, ledgers: PyTree) -> Any:
+            probed = with_probes(state, ledgers, multiplied, reduce_axes=named)
+            out = loss_fn(params, probed, *args, **kwargs)
+            # Outside of the loss states have no probe. aux may hold a state that had one.
+            return (out[0], without_probes(out[1])) if has_aux else out
 
+        with explained(states):
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
                 params, ledgers
             )
-            return value, grads, jax.tree.map(decode, cotangents)
-
-        states = jax.tree.leaves(state, is_leaf=is_state)
-        with explained(states):
-            value, grads, amaxes = _with_or_without_unset(step, states)
-        seen = jax.tree.map(functools.partial(_seen, named), state, amaxes, is_leaf=is_state)
-        return value, grads, commit_known(state, seen) if commit else seen
+        stacks, seen = Stacks.of(states), structure.flatten_up_to(cotangents)
+        seen = stacks.apply(functools.partial(_seen, named), states, seen)
+        new = stacks.apply(commit_one, states, seen) if commit else seen
+        return value, grads, structure.unflatten(new)
 
     return wrapped
 
 
 def _checked(state: MatmulState) -> MatmulState:
     check_layout(state)
-    return known(state)
-
-
-def _with_or_without_unset(step: Callable[[bool], Any], states: Sequence[MatmulState]) -> Any:
-    """`step(all_set)`, where `all_set` is False if any scale is unset."""
-    if not states:
-        return step(True)
-    unset = functools.reduce(jnp.maximum, [_any_unset(s.scale) for s in states])
-    if not isinstance(unset, jax.core.Tracer):
-        return step(not bool(unset))
-    # Branches contain collectives. If devices took different branches, they would wait for each
-    # other forever.
-    unset = pmax(unset, manual_axes() if not types_tell() else varying(unset))
-    return lax.cond(unset > 0, functools.partial(step, False), functools.partial(step, True))
-
-
-@custom_vmap
-def _any_unset(scale: Array) -> Array:
-    """1 if any scale is unset, else 0.
-
-    Under vmap it is one number for all examples. With a mapped predicate JAX would turn `cond` into
-    a select that runs both branches.
-    """
-    return jnp.max((scale == 0).astype(jnp.float32), initial=0.0)
-
-
-@_any_unset.def_vmap
-def _any_unset_batched(size: int, mapped: list[bool], scale: Array) -> tuple[Array, bool]:
-    del size, mapped
-    return _any_unset(scale), False
+    # In a traced state `multipliers` finds rows that are not known, and `commit_one` unsets them.
+    return state if isinstance(state.fingerprint, jax.core.Tracer) else known(state)
 
 
 def _vary_everywhere(ledger: Array) -> Array:
@@ -164,7 +131,8 @@ def _vary_everywhere(ledger: Array) -> Array:
     return lax.pcast(ledger, missing, to="varying") if missing else ledger
 
 
-def _seen(named: tuple[str, ...] | None, state: MatmulState, amax: Array) -> SeenAmax:
+def _seen(named: tuple[str, ...] | None, state: MatmulState, ledger: Array) -> SeenAmax:
+    amax = decode(ledger)
     axes = (
         varying(amax) - varying(state.scale)
         if types_tell()

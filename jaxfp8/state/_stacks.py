@@ -1,0 +1,68 @@
+"""States of many matmuls, computed on together.
+
+What a step does with the state of one matmul takes a hundred small operations. States with equal
+rows are therefore stacked, and one call does it for all of them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._typing import PyTree
+from jaxfp8.state._state import MatmulState
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """Which states of a list are computed on together.
+
+    Attributes:
+      groups: the places of the states of each group.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, states: Sequence[MatmulState]) -> "Stacks":
+        """The groups of some states.
+
+        Only traced states of single matmuls are in a group with others. In eager code nothing is
+        compiled, and messages name single states. States that are stacked already may be split
+        over devices, and two of them in different ways.
+
+        Example:
+          >>> import jaxfp8 as fp8
+          >>> Stacks.of([fp8.init_state(fp8.recipes.delayed())] * 2).groups
+          ((0,), (1,))
+        """
+        groups: dict[Any, list[int]] = {}
+        for i, state in enumerate(states):
+            leaves, structure = jax.tree.flatten(state)
+            alone = state.scale.ndim > 1 or not all(
+                isinstance(leaf, jax.core.Tracer) for leaf in leaves
+            )
+            key = i if alone else (structure, *map(jax.typeof, leaves))
+            groups.setdefault(key, []).append(i)
+        return cls(tuple(map(tuple, groups.values())))
+
+    def apply(self, function: Callable[..., T], *lists: Sequence[PyTree]) -> list[T]:
+        """`[function(*each) for each in zip(*lists)]`, with one call for each group.
+
+        The arrays of a group with several states get a leading axis.
+        """
+        results: dict[int, T] = {}
+        for group in self.groups:
+            members = [[each[i] for i in group] for each in lists]
+            if len(group) == 1:
+                results[group[0]] = function(*(each[0] for each in members))
+                continue
+            stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
+            result = function(*stacked)
+            for place, i in enumerate(group):
+                results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
+        return [results[i] for i in range(len(results))]
