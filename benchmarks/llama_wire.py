@@ -53,7 +53,7 @@ def figures(name: str, fsdp: int, tensor: int, layers: int, remat: str) -> dict[
     step = llama.compile_step(llama.RECIPES[name], fsdp, tensor, layers, remat=KEPT[remat])
     seconds = time.perf_counter() - start
     report, program, memory = wire_report(step), Program(step.as_text()), step.memory_analysis()
-    maxima = program.maxima(program.parts()[0])  # in the steady state, where no scale is unset
+    maxima = program.maxima(program.entry)  # in the steady state, where no scale is unset
     return {
         "gpus": fsdp * tensor,
         "recipe": name,

@@ -18,8 +18,8 @@ EXPECTED = {
     "jaxfp8": """
         E4M3 E5M2 E8M0 PerTensor PerAxis PerBlock ScaleRule QuantizedTensor quantize fake_quantize
         scaled_matmul dot dot_general einsum Recipe Shard Kernels
-        init_state check_state value_and_grad commit merge_seen nothing_seen freeze fork state_specs
-        FP8StateError save_fp8_residuals
+        init_state check_state value_and_grad commit merge_seen nothing_seen freeze settle fork
+        state_specs FP8StateError save_fp8_residuals
         recipes quantizers prologues linen nnx sharding comms plan programs state __version__
     """,
     "jaxfp8.linen": """
@@ -28,7 +28,7 @@ EXPECTED = {
     """,
     "jaxfp8.nnx": """
         FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad
-        commit freeze
+        commit freeze settle
     """,
     "jaxfp8.numerics": """
         amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow

@@ -7,5 +7,6 @@ from jaxfp8.nnx._layers import FP8Linear as FP8Linear
 from jaxfp8.nnx._layers import FP8LinearGeneral as FP8LinearGeneral
 from jaxfp8.nnx._state import FP8State as FP8State
 from jaxfp8.nnx._state import freeze as freeze
+from jaxfp8.nnx._state import settle as settle
 from jaxfp8.nnx._value_and_grad import commit as commit
 from jaxfp8.nnx._value_and_grad import value_and_grad as value_and_grad

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxfp8._typing import PyTree
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._settle import settle as settle_states
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._trees import freeze as freeze_states
 from jaxfp8.state._unset import init_state
@@ -91,6 +92,32 @@ def freeze(model: M) -> M:
     states, rest = parts
     frozen: M = nnx.merge(graphdef, freeze_states(concrete(states)), rest)
     return frozen
+
+
+def settle(model: Any) -> None:
+    """Mark the matmuls of a model whose scales are all set, in place. See `fp8.settle`.
+
+    Call it once, outside of `nnx.jit`: after the first step, or after a checkpoint is restored. The
+    next step compiles once more, and reads x, w and g of each matmul once less.
+
+    Args:
+      model: an nnx module.
+
+    Raises:
+      FP8StateError: inside of `nnx.jit`, where no value can be read.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
+      >>> run = fp8.nnx.value_and_grad(lambda model, x: model(x).sum())
+      >>> _ = run(layer, jnp.ones((2, 8)))
+      >>> fp8.nnx.settle(layer)
+      >>> layer.dot_general.state.get_value().settled
+      True
+    """
+    nnx.update(model, settle_states(states_of(model)))
 
 
 _differentiating = contextvars.ContextVar("_differentiating", default=False)

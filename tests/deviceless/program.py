@@ -1,6 +1,6 @@
 """Reading a compiled program.
 
-Its kernels, what they read, and which of its two branches is the steady state.
+Its kernels, and what they read.
 """
 
 import math
@@ -19,7 +19,7 @@ BYTES = {
     "s16": 2,
     "u16": 2,
 }
-BYTES |= {"f8e8m0fnu": 1, "f32": 4, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
+BYTES |= {"f8e8m0fnu": 1, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)")
@@ -98,26 +98,6 @@ class Program:
             elif " = " in line and line.startswith("  "):
                 instruction = _instruction(line)
                 current[instruction.name] = instruction
-
-    def conditionals(self) -> list[Instruction]:
-        return [i for c in self.computations.values() for i in c.values() if i.op == "conditional"]
-
-    def branches(self) -> list[str]:
-        """The computations of the only conditional, by the index that chooses them.
-
-        [warm, cold] of a training step.
-        """
-        (conditional,) = self.conditionals()
-        if found := re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes):
-            return [name.strip(" %") for name in found[1].split(",")]
-        return [
-            re.search(rf"{side}_computation=%?([\w.\-]+)", conditional.attributes)[1]
-            for side in ("false", "true")
-        ]
-
-    def parts(self) -> list[str]:
-        """Each way that the program can run: the branches of its conditional, or all of it."""
-        return self.branches() if self.conditionals() else [self.entry]
 
     def instructions(
         self, computation: str, *, into_fusions: bool = False

@@ -65,4 +65,4 @@ def trained(
 
 def moved(program: Program) -> int:
     """Bytes that its kernels read and write in the steady state."""
-    return program.traffic(program.parts()[0])
+    return program.traffic(program.entry)

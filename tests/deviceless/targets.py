@@ -117,9 +117,13 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def state_of(recipe: fp8.Recipe, *stacked: int) -> Any:
-    """The types of a matmul's state, stacked along leading axes."""
+def state_of(recipe: fp8.Recipe, *stacked: int, settled: bool = True) -> Any:
+    """The types of a matmul's state, stacked along leading axes.
+
+    Settled, as that of all steps but the first ones.
+    """
     state = jax.eval_shape(lambda: fp8.init_state(recipe))
-    return jax.tree.map(
+    types = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((*stacked, *leaf.shape), leaf.dtype), state
     )
+    return fp8.settle(types) if settled and recipe.rows else types

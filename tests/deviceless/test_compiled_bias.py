@@ -73,7 +73,7 @@ def compiled(recipe, casts, bias, mesh, spec=None):
 
 def moved(recipe, casts, bias):
     program = Program(compiled(recipe, casts, bias, devices()).as_text())
-    return program.traffic(program.parts()[0])
+    return program.traffic(program.entry)
 
 
 @pytest.mark.parametrize(

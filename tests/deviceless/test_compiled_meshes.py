@@ -52,11 +52,10 @@ def test_parallel(name, layout, axis_type):
         )
     fp8.programs.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())
-    for part in program.parts():
-        assert len(program.fp8_matmuls(part)) == 3
-        assert not program.other_matmuls(part)
+    assert len(program.fp8_matmuls(program.entry)) == 3
+    assert not program.other_matmuls(program.entry)
     if name == "delayed":
         # In the steady state no matmul waits for an amax, so that those of the same devices travel
         # together.
-        found = [maximum.groups for maximum in program.maxima(program.branches()[0])]
+        found = [maximum.groups for maximum in program.maxima(program.entry)]
         assert len(found) == len(set(found)) == {"data": 1, "data and tensor": 3}[layout], found

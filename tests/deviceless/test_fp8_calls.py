@@ -27,9 +27,10 @@ M, K, N = 512, 256, 128
 
 
 @functools.cache
-def trained(name: str, chip: str) -> Program:
+def trained(name: str, chip: str, settled: bool = True) -> Program:
     recipe = RECIPES[name]
-    arguments = array(M, K), array(K, N), array(M, N), state_of(recipe)
+    state = state_of(recipe, settled=settled)
+    arguments = array(M, K), array(K, N), array(M, N), state
     return program_for(
         chip, dense_step(recipe), *arguments, options=fp8.Kernels(chip).compiler_options(recipe)
     )
@@ -39,23 +40,18 @@ def trained(name: str, chip: str) -> Program:
 @pytest.mark.parametrize("name", RECIPES)
 def test_matmuls(name, chip):
     program, recipe = trained(name, chip), RECIPES[name]
-    parts = program.parts()
-    assert len(parts) == (2 if recipe.rows else 1)  # with all scales set, and with one unset
-    for part in parts:
-        assert len(program.fp8_matmuls(part)) == recipe.fp8_matmuls
-        assert len(program.other_matmuls(part)) == 3 - recipe.fp8_matmuls
+    assert "conditional" not in {i.op for c in program.computations.values() for i in c.values()}
+    assert len(program.fp8_matmuls(program.entry)) == recipe.fp8_matmuls
+    assert len(program.other_matmuls(program.entry)) == 3 - recipe.fp8_matmuls
 
 
 @pytest.mark.parametrize("chip", ["h200", "b200"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_scales_are_float32_scalars(name, chip):
-    program = trained(name, chip)
-    for part in program.parts():
-        for call in program.fp8_matmuls(part):
-            assert [program.computations[part][scale].type for scale in call.operands[2:4]] == [
-                "f32[]",
-                "f32[]",
-            ]
+    for program in (trained(name, chip), trained(name, chip, settled=False)):
+        entry = program.computations[program.entry]
+        for call in program.fp8_matmuls(program.entry):
+            assert [entry[scale].type for scale in call.operands[2:4]] == ["f32[]", "f32[]"]
 
 
 def test_scales_are_not_rounded_to_bfloat16():
@@ -68,12 +64,10 @@ def test_scales_are_not_rounded_to_bfloat16():
     assert scales == {"0.1", "0.3", "0.7"}
     # A stored scale goes from the state to the call through no bfloat16 at all.
     program = trained("delayed", "h200")
-    warm = program.branches()[0]
-    for call in program.fp8_matmuls(warm):
+    for call in program.fp8_matmuls(program.entry):
         for scale in call.operands[2:4]:
-            assert not any(
-                i.type == "bf16[]" for i in program.inside(warm, program.source(warm, scale))
-            )
+            source = program.source(program.entry, scale)
+            assert not any(i.type == "bf16[]" for i in program.inside(program.entry, source))
 
 
 EXACT = '"HIGHEST","HIGHEST"'
@@ -92,12 +86,11 @@ def precisions(program: Program, part: str) -> dict[str, str]:
 def test_precision(chip):
     for name in ("delayed", "current", "static", "rowwise"):
         program = trained(name, chip)
-        for part in program.parts():
-            assert precisions(program, part) == {
-                "fprop": '"DEFAULT","DEFAULT"',
-                "dgrad": EXACT,
-                "wgrad": EXACT,
-            }
+        assert precisions(program, program.entry) == {
+            "fprop": '"DEFAULT","DEFAULT"',
+            "dgrad": EXACT,
+            "wgrad": EXACT,
+        }
 
 
 @pytest.mark.parametrize("chip", ["h200", "b200"])
@@ -128,11 +121,10 @@ def test_float32():
         state_of(recipe),
         options=fp8.Kernels("h200").compiler_options(recipe),
     )
-    for part in program.parts():
-        calls = program.fp8_matmuls(part)
-        assert sorted(call.type.split("{")[0] for call in calls) == sorted(
-            f"(f32[{a},{b}]" for a, b in ((M, N), (M, K), (K, N))
-        )
+    calls = program.fp8_matmuls(program.entry)
+    assert sorted(call.type.split("{")[0] for call in calls) == sorted(
+        f"(f32[{a},{b}]" for a, b in ((M, N), (M, K), (K, N))
+    )
         assert not program.other_matmuls(part)
 
 
@@ -197,9 +189,8 @@ def test_shapes(case, name):
     )
     fp8.programs.assert_fp8_gemms(compiled, 3)
     program = Program(compiled.as_text())
-    for part in program.parts():
-        assert len(program.fp8_matmuls(part)) == 3
-        assert not program.other_matmuls(part)
+    assert len(program.fp8_matmuls(program.entry)) == 3
+    assert not program.other_matmuls(program.entry)
 
 
 def test_without_the_options_the_assertion_says_so():

@@ -47,7 +47,7 @@ def compiled(name, mesh, layers, **how):
 def maxima(step):
     """The max all-reduces of the steady state, in which no scale is unset."""
     program = Program(step.as_text())
-    return program.maxima(program.parts()[0])
+    return program.maxima(program.entry)
 
 
 @meshes

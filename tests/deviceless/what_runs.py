@@ -24,7 +24,7 @@ MESHES = ("Auto", "Explicit", "shard_map")
 def what_runs(compiled):
     """How often the steady state of a program has each kind of cast and of matmul."""
     program, found = Program(compiled.as_text()), collections.Counter()
-    steady = program.parts()[0]
+    steady = program.entry
     for each in program.instructions(steady, into_fusions=True):
         target = each.attributes if each.op == "custom-call" else ""
         if 'target="mosaic_gpu' in target:

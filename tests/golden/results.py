@@ -106,10 +106,7 @@ def _traffic(compiled: jax.stages.Compiled) -> dict[str, float]:
     from program import Program
 
     read = Program(compiled.as_text())
-    parts = {"entry": read.entry}
-    if read.conditionals():  # which branch runs depends on whether a scale is unset
-        parts |= dict(zip(("warm", "cold"), read.branches(), strict=True))
-    return {f"bytes accessed, {name}": read.traffic(part) for name, part in parts.items()}
+    return {"bytes accessed": read.traffic(read.entry)}
 
 
 def write(file: Path, chip: str) -> None:
