@@ -135,10 +135,11 @@ def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
     return step
 
 
-def compile_step(
+def traced_step(
     recipe: fp8.Recipe, fsdp: int, tensor: int, layers: int = LAYERS,
     *, scanned: bool = True, remat: Any = KEEP_RESIDUALS, names: tuple[str, ...] = tuple(WEIGHTS),
-) -> jax.stages.Compiled:  # fmt: skip
+    settled: bool = True,
+) -> jax.stages.Traced:  # fmt: skip
     """A train step for fsdp x tensor H200, eight a host, with a sequence of TOKENS for each group
     of tensor devices.
 
@@ -155,7 +156,7 @@ def compile_step(
             name: array((*stacked, *WEIGHTS[name][0]), P(*[None] * len(stacked), *WEIGHTS[name][1]))
             for name in names
         }
-        state = jax.tree.map(lambda s: array(s.shape, P(), s.dtype), state_of(recipe, *stacked))
+        state = jax.tree.map(lambda s: array(s.shape, P(), s.dtype), state_of(recipe, *stacked, settled=settled))
         return weights, dict.fromkeys(names, state)
 
     weights, state = of_layers(layers) if scanned else ([one] * layers for one in of_layers())
@@ -163,7 +164,13 @@ def compile_step(
     out = jax.tree.map(lambda s: s.sharding, (weights, state))
     step = jax.jit(train_step(recipe, remat), donate_argnums=(0, 1), out_shardings=(*out, None))
     with jax.set_mesh(mesh):
-        return step.lower(weights, state, h).compile(fp8.Kernels("h200").compiler_options(recipe))
+        return step.trace(weights, state, h)
+
+
+def compile_step(recipe: fp8.Recipe, *sizes: int, **options: Any) -> jax.stages.Compiled:
+    """`traced_step` with the same arguments, compiled."""
+    lowered = traced_step(recipe, *sizes, **options).lower()
+    return lowered.compile(fp8.Kernels("h200").compiler_options(recipe))
 
 
 def shards(fsdp: int, tensor: int) -> list[tuple[int, int]]:

@@ -142,25 +142,37 @@ class Program:
             for i in self.computations[called].values()
         ]
 
-    def maxima(self, computation: str, times: int = 1) -> list["Maximum"]:
+    def runs(self, computation: str, times: int = 1) -> Iterator[tuple[str, Instruction, int]]:
+        """The instructions of a computation, and of what runs in it: (computation, it, how often).
+
+        A loop body runs as often as the loop turns. Of a conditional the first branch counts.
+        """
+        for instruction in self.computations[computation].values():
+            yield computation, instruction, times
+            if instruction.op == "conditional":
+                yield from self.runs(_branches(instruction)[0], times)
+            elif instruction.op in CONTAINERS - {"async-done"}:
+                again = times * _trips(instruction)
+                for called in CALLED.findall(instruction.attributes):
+                    yield from self.runs(called, again)
+
+    def launches(self, computation: str) -> int:
+        """How many kernels a run of a computation starts."""
+        return sum(
+            times
+            for _, instruction, times in self.runs(computation)
+            if instruction.is_kernel and not instruction.op.endswith("-done")  # it only waits
+        )
+
+    def maxima(self, computation: str) -> list["Maximum"]:
         """The all-reduces that take a maximum, those in loops and calls as often as they run."""
         found = []
-        for instruction in self.computations[computation].values():
-            called = CALLED.findall(instruction.attributes)
+        for within, instruction, times in self.runs(computation):
             if instruction.op in ("all-reduce", "all-reduce-start"):
-                if any(i.op == "maximum" for i in self.computations[called[0]].values()):
-                    found.append(
-                        Maximum(computation, GROUPS.search(instruction.attributes)[1], times)
-                    )
-            elif instruction.op in CONTAINERS:
-                trips = (
-                    int(TRIP_COUNT.search(instruction.attributes)[1])
-                    if instruction.op == "while"
-                    else 1
-                )
-                found += [
-                    maximum for name in called for maximum in self.maxima(name, times * trips)
-                ]
+                combiner = self.computations[CALLED.findall(instruction.attributes)[0]]
+                if any(i.op == "maximum" for i in combiner.values()):
+                    groups = GROUPS.search(instruction.attributes)[1]
+                    found.append(Maximum(within, groups, times))
         return found
 
     def readers(self, computation: str, type: str) -> list[Instruction]:
@@ -208,6 +220,24 @@ def size_of(type: str) -> int:
         for dtype, shape in SHAPE.findall(type)
         if dtype != "s8"
     )
+
+
+def _branches(conditional: Instruction) -> list[str]:
+    if found := re.search(r"branch_computations=\{([^}]*)\}", conditional.attributes):
+        return [name.strip(" %") for name in found[1].split(",")]
+    return [
+        re.search(rf"{side}_computation=%?([\w.\-]+)", conditional.attributes)[1]
+        for side in ("false", "true")
+    ]
+
+
+def _trips(container: Instruction) -> int:
+    """How often a loop turns. A call runs once."""
+    if container.op != "while":
+        return 1
+    if (known := TRIP_COUNT.search(container.attributes)) is None:
+        raise ValueError(f"XLA does not know how often the loop {container.name} turns")
+    return int(known[1])
 
 
 def _instruction(line: str) -> Instruction:
