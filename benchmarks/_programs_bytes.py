@@ -23,11 +23,14 @@ def moved(program: Program, computation: str) -> int:
 
 
 def _of_kernel(program: Program, around: Computation, kernel: Instruction) -> int:
-    if kernel.op.endswith("-done"):  # `x-start` reads, `x-done` has the result
-        return size_of(kernel.type)
+    if kernel.op.endswith("-done"):  # it was counted with its start
+        return 0
     operands = [around[name].type for name in kernel.operands]
-    written = 0 if kernel.op.endswith("-start") else size_of(kernel.type)
-    if kernel.op.startswith("fusion"):
+    written = size_of(kernel.type)
+    if kernel.op.endswith("-start"):  # its own type has its operands, too
+        ((_, done),) = _users(around, kernel)
+        written = size_of(done.type)
+    if kernel.op in ("fusion", "fusion-start"):
         (name,) = CALLED.findall(kernel.attributes)
         inside = program.computations[name]
         read = sum(_read(inside, str(at), type) for at, type in enumerate(operands))

@@ -48,7 +48,7 @@ def test_delayed_scaling_reads_a_tensor_once(tensor, chip):
     parameter = "bf16[{},{}]".format(*TENSORS[tensor])
     (kernel,) = settled.readers(settled.entry, parameter)
     assert re.search(r"\(.*u8\[", kernel.type)  # the cast, and beside it in the same kernel
-    assert re.search(r"\b(bf16|f32)\[\d*\]", kernel.type)  # the amax, or its first stage
+    assert re.search(r"\b(bf16|f32|u16)\[\d*\]", kernel.type)  # the amax, or its first stage
     assert len(unsettled.readers(unsettled.entry, parameter)) == 2
 
 
