@@ -79,7 +79,9 @@ class Stack(nn.Module):
         return x
 
 
-def mlp(recipe: fp8.Recipe | None, sizes: Sizes, settled: bool) -> functools.partial[jax.stages.Traced]:
+def mlp(
+    recipe: fp8.Recipe | None, sizes: Sizes, settled: bool
+) -> functools.partial[jax.stages.Traced]:
     """A call that traces a step of AdamW. Without a recipe it is a step of flax alone."""
     model, optimizer = Stack(recipe, sizes.blocks, sizes.scanned), optax.adamw(1e-3)
 
@@ -126,7 +128,9 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
     recipe = llama.RECIPES[name if settled else "delayed"]
     step: functools.partial[jax.stages.Traced]
     if sizes.model == "llama":  # bf16 has a recipe here, for the gathers of its weights
-        step = functools.partial(llama.traced_step, recipe, FSDP, TENSOR, sizes.blocks, settled=settled)
+        step = functools.partial(
+            llama.traced_step, recipe, FSDP, TENSOR, sizes.blocks, settled=settled
+        )
         options = options_of(recipe, sizes.target)
     elif name == "bf16":  # with cuBLASLt for its matmuls, as per-tensor recipes have
         step, options = mlp(None, sizes, settled), options_of(fp8.recipes.current(), sizes.target)

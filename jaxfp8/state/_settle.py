@@ -76,5 +76,3 @@ def all_set(state: MatmulState) -> bool:
     if isinstance(state.scale, jax.ShapeDtypeStruct):
         return True
     return bool(np.all(on_host(state.scale) > 0))
-
-

@@ -156,7 +156,9 @@ def traced_step(
             name: array((*stacked, *WEIGHTS[name][0]), P(*[None] * len(stacked), *WEIGHTS[name][1]))
             for name in names
         }
-        state = jax.tree.map(lambda s: array(s.shape, P(), s.dtype), state_of(recipe, *stacked, settled=settled))
+        state = jax.tree.map(
+            lambda s: array(s.shape, P(), s.dtype), state_of(recipe, *stacked, settled=settled)
+        )
         return weights, dict.fromkeys(names, state)
 
     weights, state = of_layers(layers) if scanned else ([one] * layers for one in of_layers())

@@ -125,7 +125,7 @@ def test_float32():
     assert sorted(call.type.split("{")[0] for call in calls) == sorted(
         f"(f32[{a},{b}]" for a, b in ((M, N), (M, K), (K, N))
     )
-        assert not program.other_matmuls(part)
+    assert not program.other_matmuls(program.entry)
 
 
 def general(recipe, contract):

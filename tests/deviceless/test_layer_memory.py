@@ -6,6 +6,8 @@ Each pass is a program of its own, as it is where other layers stand between. Wh
 other lies as the compiler likes it.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 from targets import topology
 
 import jaxfp8 as fp8
+from jaxfp8.state._identity import multipliers
 from jaxfp8.state._probes import with_probes, zero_ledgers
+from jaxfp8.state._trees import map_states
 
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
@@ -65,11 +69,12 @@ def peak(recipe, kernels=None):
     """
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
     here = NamedSharding(mesh, P())
-    state = fp8.init_state(recipe)
+    state = map_states(lambda s: dataclasses.replace(s, settled=True), fp8.init_state(recipe))
+    multiplied = map_states(multipliers, state)
 
     def forward(x, w):
         def layer(x, w, ledgers):
-            probed = with_probes(state, ledgers, all_set=True, reduce_axes=None)
+            probed = with_probes(state, ledgers, multiplied, reduce_axes=None)
             return fp8.dot(x, w, recipe=recipe, state=probed, kernels=kernels)
 
         return jax.vjp(layer, x, w, zero_ledgers(state))

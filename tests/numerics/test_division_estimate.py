@@ -18,7 +18,9 @@ def quotients_equal(off, monkeypatch):
         return (exact(dividend, divisor).view(jnp.int32) + off).view(jnp.float32)
 
     monkeypatch.setattr(_division, "_estimate", estimate)
-    divide = _division.divide_in_integers.__wrapped__  # without the cache of jit, which knows the real estimate
+    divide = (
+        _division.divide_in_integers.__wrapped__
+    )  # without the cache of jit, which knows the real estimate
     bits = np.random.default_rng(0).integers(0x00800000, 0x7F800000, 20_000).astype(np.int32)
     denominator = np.concatenate(
         [bits.view(np.float32), 2.0 ** np.arange(-126, 128, dtype=np.float32)]

@@ -63,9 +63,7 @@ def test_to_e8m0(transform):
     exponents = np.array([0, 1, 127, 253, 254, 127], np.int32)
     nan = np.array([False] * 5 + [True])
     result = transform(to_e8m0)(jnp.asarray(exponents), ~jnp.asarray(nan))
-    np.testing.assert_array_equal(
-        np.asarray(result).view(np.uint8), [0, 1, 127, 253, 254, 255]
-    )
+    np.testing.assert_array_equal(np.asarray(result).view(np.uint8), [0, 1, 127, 253, 254, 255])
 
 
 @EAGER_AND_JIT

@@ -1,5 +1,6 @@
 """What a matmul saves for its backward pass: one byte a value, and no copy in high precision."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,7 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
+from jaxfp8.state._identity import multipliers
 from jaxfp8.state._probes import with_probes, zero_ledgers
+from jaxfp8.state._trees import map_states
 
 M, K, N = 64, 32, 16
 F8, BF16 = "float8_e4m3fn", "bfloat16"
@@ -42,11 +45,11 @@ def saved(recipe, x_shape, w_shape):
     """The types of what a layer in bfloat16 saves."""
 
     def backward(x, w):
-        state = fp8.init_state(recipe)
-        ledgers = zero_ledgers(state)
+        state = map_states(lambda s: dataclasses.replace(s, settled=True), fp8.init_state(recipe))
+        ledgers, multiplied = zero_ledgers(state), map_states(multipliers, state)
 
         def forward(x, w, ledgers):
-            probed = with_probes(state, ledgers, all_set=True, reduce_axes=None)
+            probed = with_probes(state, ledgers, multiplied, reduce_axes=None)
             return fp8.dot(x, w, recipe=recipe, state=probed)
 
         return jax.vjp(forward, x, w, ledgers)[1]

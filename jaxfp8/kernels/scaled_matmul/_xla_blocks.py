@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
@@ -26,7 +27,7 @@ from jaxfp8.numerics._powers_of_two import factors_of
 from jaxfp8.numerics._reshape import devices_of, is_explicit
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+_LARGEST = np.float32(jnp.finfo(jnp.bfloat16).max)
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
