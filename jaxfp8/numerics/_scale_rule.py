@@ -60,8 +60,8 @@ class ScaleRule:
     ) -> tuple[Array, Array]:
         """The encoding multiplier [...] float32, and the scale [...] in its format.
 
-        With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of inf or NaN gives byte 255 (NaN)
-        and the multiplier 1.
+        With E8M0, an amax of zero, or one that counts as zero, gives byte 0 (2^-127). An amax of
+        inf or NaN gives byte 255 (NaN) and the multiplier 1.
 
         Args:
           amax: [...] float32.

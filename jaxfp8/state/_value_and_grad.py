@@ -94,7 +94,8 @@ def value_and_grad(
             )
         check_axes(named or ())
         state = map_states(_checked, state)
-        states, structure = jax.tree.flatten(state, is_leaf=is_state)
+        states, flat = jax.tree.flatten(state, is_leaf=is_state)
+        structure: Any = flat  # jax gives it no type
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
         multiplied = structure.unflatten(map(multipliers, states))
 

@@ -11,7 +11,7 @@ from jaxfp8.numerics import _division
 
 
 def quotients_equal(off, monkeypatch):
-    """Whether `divide_in_integers` is right although its estimate is `off` units in the last place more."""
+    """Whether `divide_in_integers` is right although its estimate is `off` ulp more."""
     exact = _division._estimate
 
     def estimate(dividend, divisor):

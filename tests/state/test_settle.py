@@ -1,4 +1,4 @@
-"""`fp8.settle`: the same bits, without the reads that unset scales need; NaN if a scale is unset."""
+"""`fp8.settle`: the same bits, without the reads that unset scales need. NaN if one is unset."""
 
 import dataclasses
 
