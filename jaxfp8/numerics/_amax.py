@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, DType
 from jaxfp8.numerics._float32 import widened
 from jaxfp8.numerics._granularity import AbstractGranularity
 
@@ -46,10 +46,30 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
       Array([[3.],
              [2.]], dtype=float32)
     """
+    return from_bits(granularity.maximum(magnitude_bits(x)), x.dtype)
+
+
+def magnitude_bits(x: Array) -> Array:
+    """The bits of `|x|`, [...] unsigned integers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> magnitude_bits(jnp.array([-2.0, 2.0]))
+      Array([1073741824, 1073741824], dtype=uint32)
+    """
     integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     without_sign = (1 << (8 * x.dtype.itemsize - 1)) - 1
-    inf = int(np.array(np.inf, x.dtype).view(integers))
-    bits = lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
-    largest = jnp.minimum(granularity.maximum(bits), integers.type(inf))
+    return lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
+
+
+def from_bits(largest: Array, dtype: DType) -> Array:
+    """The amax, float32, from the largest bits of magnitudes of this dtype; inf for NaN.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from_bits(jnp.uint32(1073741824), jnp.float32)
+      Array(2., dtype=float32)
+    """
+    inf = np.array(np.inf, dtype).view(largest.dtype)
     # The conversion to float32 is monotonic, so it may follow the maximum.
-    return widened(lax.bitcast_convert_type(largest, x.dtype))
+    return widened(lax.bitcast_convert_type(jnp.minimum(largest, inf), dtype))

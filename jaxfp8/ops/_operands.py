@@ -16,7 +16,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, Matmul, PyTree, Tensor
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.numerics._amax import amax as amax_of
+from jaxfp8.numerics._amaxes import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
@@ -161,13 +161,14 @@ class _Amaxes:
         for each, matmul in readers.items():
             if is_manual and not each.in_one:
                 axes[each] |= self.variation.contracted(matmul, self.tensor)
-        amax = functools.partial(self._amax, axes)
+        amax = functools.partial(self._amax, axes, {})
         multiplier, scale = self.stored or (None, None)
         return ScaleInputs(amax, scale, self.call.settled, multiplier)
 
     def _amax(
         self,
         across: dict[AbstractGranularity, frozenset[str]],
+        found: dict[AbstractGranularity, Array],
         granularity: AbstractGranularity,
     ) -> Array:
         """The amax of the whole logical tensor, in every kind of mesh."""
@@ -182,7 +183,10 @@ class _Amaxes:
         if self.stored is not None:
             amax = observe(self.value, self.stored.scale)
         else:
-            amax = amax_of(self.value, granularity)
+            # A quantizer asks for one at a time, but all of them are found in one read.
+            if granularity not in found:
+                found |= amaxes(self.value, [*across] if granularity in across else [granularity])
+            amax = found[granularity]
         if not self.call.amax_axes.manual:
             return amax  # arrays are global, so the amax is global, too
         if self.stored is not None:

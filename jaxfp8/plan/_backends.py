@@ -56,6 +56,17 @@ def values_of(shape: Shape) -> dict[Tensor, int]:
     return {"x": m * k, "w": k * n, "g": m * n}
 
 
+def rows_of(shape: Shape) -> dict[Tensor, int]:
+    """The number of rows of x, w and g.
+
+    Example:
+      >>> rows_of((1, 2, 3))
+      {'x': 1, 'w': 2, 'g': 1}
+    """
+    m, k, _ = shape
+    return {"x": m, "w": k, "g": m}
+
+
 def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> dict[str, float]:
     """Estimated seconds of a matmul, for each backend of a chip.
 
@@ -92,7 +103,8 @@ def cast_seconds(
     if not all(map(has_known_cost, quantizers)):
         return {}
     described = chip_named(chip)
-    whole = Casts(recipe, tensor, values_of(shape)[tensor], routes, described, PEAKS[chip])
+    values, rows = values_of(shape)[tensor], rows_of(shape)[tensor]
+    whole = Casts(recipe, tensor, values, rows, routes, described, PEAKS[chip])
     return {
         name: cast_cost(name, whole).seconds
         for name in casting_kernels(described, [q.granularity for q in casts])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import Chip
+from jaxfp8.numerics._amaxes import rows_read_together
 from jaxfp8.plan._costs import Cost, Peak, Route, stream, turns
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._current import Current
@@ -26,10 +27,6 @@ _CELL = 12
 # Bytes for each tile of a copy that is widened to bfloat16. One kernel converts its scale to
 # bfloat16, and another reads that scale.
 _WIDENED_CELL = 8
-# Bytes for each value of a transposed w with scales of rows, beyond its amaxes and casts. XLA moves
-# the transposition up through the cast, so it writes and reads masks of w. Making the masks takes
-# 3 + 4 bytes. XLA splits the cast in two, and each of these casts takes 3 bytes more.
-_MASKS = 13
 
 
 class Casts(NamedTuple):
@@ -39,6 +36,7 @@ class Casts(NamedTuple):
       recipe: which quantizer for which operand.
       tensor: name of the tensor.
       values: number of its values.
+      rows: number of its rows.
       routes: the route of each matmul that reads it.
       chip: the chip that the casts run on.
       peak: data-sheet figures of the chip.
@@ -47,6 +45,7 @@ class Casts(NamedTuple):
     recipe: Recipe
     tensor: Tensor
     values: int
+    rows: int
     routes: Mapping[Matmul, Route]
     chip: Chip
     peak: Peak
@@ -87,7 +86,7 @@ def _by_kernel(casts: Casts) -> Cost:
 
     The kernel writes each copy in the layout that its matmuls read, so nothing is transposed later.
     """
-    recipe, tensor, values, routes, _, peak = casts
+    recipe, tensor, values, rows, routes, _, peak = casts
     cost = Cost()
     for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",)):
         if planned.cast is None:
@@ -95,9 +94,7 @@ def _by_kernel(casts: Casts) -> Cost:
         granularities = planned.cast.granularities
         in_tiles = planned.quantizer.granularity.in_tiles
         if isinstance(planned.quantizer, Current) and not in_tiles:
-            # XLA finds the amaxes of each granularity separately, with two kernels.
-            amaxes = len({*granularities})
-            cost += stream(peak, 2 * values * amaxes, kernels=2 * amaxes)
+            cost += _amaxes(peak, values, rows, len({*granularities}))
         # The number of scales of each copy. Tensors and rows have too few scales to count.
         scales = [values // math.prod(g.along(2)) if in_tiles else 0 for g in granularities]
         size = 4 if planned.cast.rule.scale_format is None else 1
@@ -115,7 +112,7 @@ def _by_kernel(casts: Casts) -> Cost:
 
 
 def _by_xla(casts: Casts) -> Cost:
-    recipe, tensor, values, routes, chip, peak = casts
+    recipe, tensor, values, rows, routes, chip, peak = casts
     # Matmuls read the same copy if their quantizers and the cells of their scales are equal.
     copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
     for name, quantizer in recipe.uses(tensor):
@@ -124,15 +121,17 @@ def _by_xla(casts: Casts) -> Cost:
             copies.setdefault((quantizer, direction), []).append(name)
     if not copies:
         return Cost()
-    cost, written, in_tiles = Cost(), 0, False
-    for granularity, _ in {
-        (q.granularity, direction): None for q, direction in copies if isinstance(q, Current)
-    }:
+    cost, written = Cost(), 0
+    found = {(q.granularity, direction): None for q, direction in copies if isinstance(q, Current)}
+    in_tiles = any(granularity.in_tiles for granularity, _ in found)
+    if len({quantizer for quantizer, _ in copies}) == 1 and not in_tiles:
+        cost += _amaxes(peak, values, rows, len(found))
+        found = {}
+    for granularity, _ in found:
         tiles = granularity.in_tiles
         cells = values / math.prod(granularity.along(2)) if tiles else 0
         # A second, small kernel ends the reduction and makes the scale.
         cost += stream(peak, 2 * values + _CELL * cells, kernels=2, in_tiles=tiles)
-        in_tiles = in_tiles or tiles
     for (quantizer, _), readers in copies.items():
         # The layouts in which matmuls read FP8: False for that of the tensor, True for transposed.
         layouts = {
@@ -140,7 +139,7 @@ def _by_xla(casts: Casts) -> Cost:
             for name in readers
             if routes[name].reads_fp8
         }
-        transposed, by_rows = True in layouts, quantizer.granularity.in_rows
+        transposed = True in layouts
         widened = [name for name in readers if not routes[name].reads_fp8]
         # Whether XLA writes FP8 to memory before another kernel transposes or widens it. If not,
         # the cast itself writes each layout.
@@ -154,9 +153,16 @@ def _by_xla(casts: Casts) -> Cost:
             cost += stream(peak, (1 + 2 * len(widened)) * values)
         else:
             written += 2 * len(widened)
-        if by_rows and tensor == "w" and transposed:
-            cost += stream(peak, _MASKS * values, kernels=3)
     return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
+
+
+def _amaxes(peak: Peak, values: int, rows: int, granularities: int) -> Cost:
+    """The cost of amaxes of the tensor, or of its rows, its columns or both."""
+    together = rows_read_together(rows) if granularities == 2 else 0
+    if together:  # the largest values of each group of rows are written, and read once more
+        return stream(peak, 2 * values + 2 * 2 * values / together, kernels=3)
+    # XLA finds the amaxes of each granularity separately, with two kernels.
+    return stream(peak, 2 * values * granularities, kernels=2 * granularities)
 
 
 def _wants_contracted_last(route: Route, chip: Chip) -> bool:

@@ -9,7 +9,7 @@ Letters: M tokens, K features in, N features out. A layer computes y [M, N] = x 
 
 from jaxfp8._typing import Matmul
 from jaxfp8.kernels._platform import chip_named
-from jaxfp8.plan._backends import sizes_of, values_of
+from jaxfp8.plan._backends import rows_of, sizes_of, values_of
 from jaxfp8.plan._cast_costs import Casts, cast_cost
 from jaxfp8.plan._costs import PEAKS, Cost, Route, estimable, gemm
 from jaxfp8.plan._kernels import Kernels, check_kernels
@@ -93,7 +93,7 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
     chip = check_estimable(kernels)
     choices = kernels.choices(recipe, shape)
     described, peak = chip_named(chip), PEAKS[chip]
-    sizes, values = sizes_of(shape), values_of(shape)
+    sizes, values, rows = sizes_of(shape), values_of(shape), rows_of(shape)
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Part] = {}
     for name in MATMULS:
@@ -107,7 +107,7 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
     each = {
         tensor: cast_cost(
             getattr(choices, tensor).backend,
-            Casts(recipe, tensor, count, routes, described, peak),
+            Casts(recipe, tensor, count, rows[tensor], routes, described, peak),
         )
         for tensor, count in values.items()
     }

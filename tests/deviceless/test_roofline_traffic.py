@@ -108,18 +108,18 @@ def test_padding(shape):
     assert estimate.total.recipe.bytes == pytest.approx(moved(recipe, kernels, *shape), rel=0.15)
 
 
-# MiB of a layer [8192, 5120] @ [5120, 13824] when casts ended in a conversion, which XLA folded
-# away in tiles.
-WITH_CONVERSIONS = {
+# MiB of a layer [8192, 5120] @ [5120, 13824]. But for rows they are those of a cast that ends in a
+# conversion, which XLA folds away in tiles.
+AT_MOST = {
     "delayed": 1940,
     "current": 2155,
-    "rowwise": 4335,
+    "rowwise": 3091,
     "blockwise": 3217,
     "mxfp8": 3717,
 }
 
 
-@pytest.mark.parametrize("name", WITH_CONVERSIONS)
+@pytest.mark.parametrize("name", AT_MOST)
 def test_rounding_moves_no_byte(name):
     recipe = fp8.recipes.get(name)
-    assert moved(recipe, by_xla("h200"), 8192, 5120, 13824) / 2**20 <= WITH_CONVERSIONS[name] + 0.5
+    assert moved(recipe, by_xla("h200"), 8192, 5120, 13824) / 2**20 <= AT_MOST[name] + 0.5

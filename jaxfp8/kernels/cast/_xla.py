@@ -6,6 +6,8 @@ With barriers it is the reference: XLA cannot fuse or rewrite anything across th
 from collections.abc import Sequence
 
 import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
@@ -25,6 +27,8 @@ def cast_copies(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.cast._api.cast_copies`."""
     array = value_of(x)
+    if not barriers and any(each.in_rows for each in cast.granularities):
+        array = _in_its_layout(array)
     values, known = [], []
     for granularity, (multiplier, scale) in zip(cast.granularities, scales, strict=True):
         if barriers:
@@ -33,3 +37,16 @@ def cast_copies(
         values.append(saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key))
         known.append(scale)
     return cast.copies(tuple(values), tuple(known), array.dtype), CastExtras()
+
+
+def _in_its_layout(x: Array) -> Array:
+    """x, laid out in memory in the order of its axes.
+
+    Otherwise XLA may give all of the cast the layout of the copy that cuBLASLt reads transposed.
+    Parts of the cast that both copies share are then written to memory, for instance the masks of
+    values that are finite.
+    """
+    layout = Layout(tuple(range(x.ndim)))
+    return lax.platform_dependent(
+        x, cuda=lambda x: with_layout_constraint(x, layout), default=lambda x: x
+    )
