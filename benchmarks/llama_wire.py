@@ -61,6 +61,7 @@ def figures(name: str, fsdp: int, tensor: int, layers: int, remat: str) -> dict[
             kind: by_dtype(of) for kind, of in llama.gathers(report, fsdp, tensor).items()
         },
         "reduce_scatter_bytes": round(report.only(kind="reduce-scatter").wire_bytes),
+        "wire_bytes": round(report.wire_bytes),
         "all_reduce_bytes": round(report.only(kind="all-reduce").wire_bytes),
         "max_all_reduces": sum(maximum.times for maximum in maxima),
         "max_all_reduce_instructions": len(maxima),
@@ -70,7 +71,11 @@ def figures(name: str, fsdp: int, tensor: int, layers: int, remat: str) -> dict[
     }
 
 
-def gathered(row: dict, *kinds: str) -> int:
+WEIGHTS, EVERYTHING = ("weights", "scales"), ("weights", "scales", "activations")
+
+
+def gathered(row: dict, kinds: tuple[str, ...] = EVERYTHING) -> int:
+    """Bytes of all-gathers. The scales of activations count as those of weights."""
     return sum(sum(row["gathered_bytes"][kind].values()) for kind in kinds)
 
 
@@ -78,12 +83,14 @@ def table(rows: list[dict]) -> str:
     """A Markdown table with a line for each recipe. Each cell has a figure for each mesh."""
     meshes = list(dict.fromkeys(row["gpus"] for row in rows))
     bf16 = {row["gpus"]: row for row in rows if row["recipe"] == "bf16"}
-    weights, everything = ("weights", "scales"), ("weights", "scales", "activations")
     columns = {
-        "weights": lambda r: f"{gathered(r, *weights) / GIB:.1f}",
-        "to bf16": lambda r: f"{gathered(r, *weights) / gathered(bf16[r['gpus']], *weights):.2f}",
-        "all gathers": lambda r: f"{gathered(r, *everything) / GIB:.1f}",
+        "weights": lambda r: f"{gathered(r, WEIGHTS) / GIB:.1f}",
+        "to bf16": lambda r: f"{gathered(r, WEIGHTS) / gathered(bf16[r['gpus']], WEIGHTS):.2f}",
+        "all gathers": lambda r: f"{gathered(r) / GIB:.1f}",
+        "all gathers to bf16": lambda r: f"{r['gathers_to_bf16']:.3f}",
         "scattered": lambda r: f"{r['reduce_scatter_bytes'] / GIB:.1f}",
+        "total wire": lambda r: f"{r['wire_bytes'] / GIB:.1f}",
+        "total to bf16": lambda r: f"{r['wire_bytes'] / bf16[r['gpus']]['wire_bytes']:.2f}",
         "all-reduced, MiB": lambda r: f"{r['all_reduce_bytes'] * 1024 / GIB:.2f}",
         "max all-reduces": lambda r: f"{r['max_all_reduces']}",
         "arguments": lambda r: f"{r['arguments_gib']:.1f}",
@@ -118,10 +125,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 
-    rows = []
+    rows, bf16 = [], {}
     for gpus in given.gpus:
         for name in llama.RECIPES:
-            rows.append(figures(name, *MESHES[gpus], given.layers, given.remat))
+            row = figures(name, *MESHES[gpus], given.layers, given.remat)
+            bf16 = row if name == "bf16" else bf16  # the first of llama.RECIPES
+            rows.append(row | {"gathers_to_bf16": round(gathered(row) / gathered(bf16), 4)})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     print(table(rows))
 

@@ -30,6 +30,7 @@ class FP8DotGeneral(MatmulModule):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
 
     Example:
@@ -50,7 +51,8 @@ class FP8DotGeneral(MatmulModule):
 
         Args:
           recipe: which quantizer for which operand.
-          **options: `reduce_axes`, `x_shard`, `w_shard`, `kernels`; see `fp8.dot_general`.
+          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`; see
+            `fp8.dot_general`.
 
         Returns:
           A callable that flax calls in each layer to make its `FP8DotGeneral`.

@@ -25,6 +25,7 @@ class FP8EinsumOp(MatmulModule):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
 
     Example:

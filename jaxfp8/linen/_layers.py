@@ -62,6 +62,7 @@ class FP8Dense(PrologueModule, nn.Dense):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
         `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
@@ -143,6 +144,7 @@ class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
 
     Raises:
@@ -192,6 +194,7 @@ class FP8Einsum(PrologueModule, nn.Einsum):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       prologue: see `FP8Dense`. Default: None.
 

@@ -32,6 +32,7 @@ class MatmulModule(nn.Module):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
     """
 
@@ -39,6 +40,7 @@ class MatmulModule(nn.Module):
     reduce_axes: tuple[str, ...] | None = None
     x_shard: Shard | None = None
     w_shard: Shard | None = None
+    y_shard: Shard | None = None
     kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class MatmulModule(nn.Module):
         """
         options = MatmulOptions(**options_of(self))
         if self.is_initializing():
-            for name in ("x_shard", "w_shard"):
+            for name in ("x_shard", "w_shard", "y_shard"):
                 shard: Any = options[name]
                 if shard is not None and not is_part(shard):
                     options[name] = None

@@ -134,8 +134,9 @@ class FP8DotGeneral(AbstractFP8Matmul):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      **options: the last four, by name. `fp8.dot_general` explains them.
+      **options: the last five, by name. `fp8.dot_general` explains them.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
@@ -204,8 +205,9 @@ class FP8EinsumOp(AbstractFP8Matmul):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      **options: the last four, by name. `fp8.dot_general` explains them.
+      **options: the last five, by name. `fp8.dot_general` explains them.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.

@@ -52,6 +52,7 @@ class FP8Linear(nnx.Linear):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
         `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
@@ -141,6 +142,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       **arguments: all of the above but `in_features` and `out_features`, by name.
 
@@ -202,6 +204,7 @@ class FP8Einsum(nnx.Einsum):
       reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
       x_shard: how the mesh splits the input, an `fp8.Shard`. Default: None.
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       prologue: see `FP8Linear`. Default: None.
       **arguments: all of the above but the first three and `prologue`, by name.

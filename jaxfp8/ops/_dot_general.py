@@ -67,6 +67,10 @@ def dot_general(
         global scales. The FP8 shards are gathered. The gradient is reduce-scattered. In Auto and
         Explicit meshes it needs `jax.set_mesh`.
       w_shard: the same for rhs (fully sharded data parallelism).
+      y_shard: `Shard(axis, mesh axis)` says how the result is split (sequence parallelism, when the
+        mesh axis splits what the matmul contracts). The result is reduce-scattered. Its gradient is
+        quantized with global scales. The FP8 shards are gathered, once if both matmuls of the
+        gradients read one copy. An Explicit mesh needs `out_sharding` with the same split.
       kernels: the kernels that cast and multiply. `fp8.Kernels("h200")` selects kernels that are
         written for that chip. By default XLA does both, on every chip. See `fp8.Kernels`.
       key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. The
@@ -110,7 +114,7 @@ def dot_general(
         check_result_dtype(preferred_element_type)
         return add_bias(in_high_precision(), given.bias, given.geometry)
     probe = own.probe if own else None
-    view = view_for(recipe.tile, given.geometry, given.shapes)
+    view = view_for(recipe.tile, given.geometry, given.shapes, given.places.g)
     call = Call(
         recipe=recipe,
         geometry=view.geometry,

@@ -15,7 +15,7 @@ from jaxfp8.ops._options import MatmulOptions, read_options
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._shard import Shard, place
+from jaxfp8.sharding._shard import Shard, place, place_of_result
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
 
@@ -48,7 +48,7 @@ def einsum(
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       **options: those of `dot_general`: `out_sharding` (of the result), `reduce_axes`, `x_shard`,
-        `w_shard`, `kernels`, `key`, `prologue`.
+        `w_shard`, `y_shard` (of the result), `kernels`, `key`, `prologue`.
 
     Returns:
       An array with the axes that the output of the equation names.
@@ -83,14 +83,16 @@ def einsum(
         check_kernels(how.kernels)
         check_result_dtype(preferred_element_type)
         x = like if how.prologue is None else how.prologue(*arrays)
-        return jnp.einsum(
+        y = jnp.einsum(
             equation, x_place.gather(x), w_place.gather(rhs), precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=how.out_sharding,
         )  # fmt: skip
+        return place_of_result(y.shape, (x, rhs), how.y_shard).scatter(y)
     parsed = parse(equation, *shapes)
     dimension_numbers, order = parsed.matmul()
     options["x_shard"] = _shard_of_kept("x", how.x_shard, parsed)
     options["w_shard"] = _shard_of_kept("w", how.w_shard, parsed)
+    options["y_shard"] = _shard_before_transpose(how.y_shard, order)
     options["out_sharding"] = _before_transpose(how.out_sharding, order)
     y = dot_general(
         arrays if how.prologue is not None else _alone(like, parsed.lhs, parsed.lhs_kept),
@@ -144,6 +146,14 @@ def _shard_of_kept(name: str, shard: Shard | None, parsed: Equation) -> Shard | 
             f"over mesh axis {shard.axis_name!r}), and pass the result."
         )
     return dataclasses.replace(shard, axis=kept.index(letter))
+
+
+def _shard_before_transpose(shard: Shard | None, order: Axes) -> Shard | None:
+    """The shard of an array whose transpose by `order` has this shard."""
+    # `dot_general` raises the error for an axis that is out of range, or for what is no Shard.
+    if not isinstance(shard, Shard) or not -len(order) <= shard.axis < len(order):
+        return shard
+    return dataclasses.replace(shard, axis=order[shard.axis])
 
 
 def _before_transpose(sharding: Any, order: Axes) -> Any:

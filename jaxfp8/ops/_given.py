@@ -16,7 +16,7 @@ from jaxfp8.ops._options import Options
 from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place, Whole
-from jaxfp8.sharding._shard import place
+from jaxfp8.sharding._shard import place, place_of_result
 from jaxfp8.sharding._specs import parts_of
 
 
@@ -63,11 +63,12 @@ class Given:
         self, precision: Any, preferred_element_type: DType | None, out_sharding: Any
     ) -> Array:
         """`jax.lax.dot_general` of the whole operands, in high precision."""
-        return lax.dot_general(
+        y = lax.dot_general(
             self.places.x.gather(self.x), self.places.w.gather(self.w),
             self.geometry.fprop.dimension_numbers, precision, preferred_element_type,
             out_sharding=out_sharding,
         )  # fmt: skip
+        return self.places.g.scatter(y)
 
     def out_dtype(self, preferred_element_type: DType | None) -> DType:
         """The dtype of the result."""
@@ -94,6 +95,8 @@ def read_operands(
     check_whole(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
+    y_shape = geometry.fprop.out_shape(*shapes)
+    places = places._replace(g=place_of_result(y_shape, (x, w), how.y_shard))
     bias = None
     if how.bias is not None:
         batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])

@@ -27,7 +27,7 @@ from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
 from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, varying
-from jaxfp8.sharding._place import Place
+from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.state._ledger import observe
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
@@ -87,7 +87,11 @@ def quantize_operand(
     copies: list[Copy] = []
     extras = _NOTHING
     backends = getattr(call.backends, tensor)
-    for planned in planned_casts(call.recipe, call.geometry, tensor, backends, column_sums):
+    # Both copies of g are gathered in one pass, those of x and w in different passes.
+    gathered = tensor == "g" and not isinstance(place, Whole)
+    for planned in planned_casts(
+        call.recipe, call.geometry, tensor, backends, column_sums, gathered
+    ):
         if planned.cast is None:
             copies += [Copy(value, readers) for readers in planned.readers]
             continue
@@ -113,6 +117,12 @@ def quantize_operand(
         (copies, saved), (seen, _) = _named(copies), _named(seen) if seen else (seen, seen)
     now = _by_matmul(copies)
     return Quantized(now, now if tensor == "g" else _by_matmul(saved), seen, extras.column_sums)
+
+
+def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
+    """The whole operands of two matmuls. If both read one copy, it is gathered once."""
+    whole = place.gather_operand(first)
+    return whole, whole if second is first else place.gather_operand(second)
 
 
 def _by_matmul(copies: list[Copy]) -> dict[Matmul, Operand]:

@@ -20,6 +20,7 @@ class LayerOptions(TypedDict, total=False):
     reduce_axes: tuple[str, ...] | None
     x_shard: Shard | None
     w_shard: Shard | None
+    y_shard: Shard | None
     kernels: Kernels | None
 
 
@@ -44,6 +45,7 @@ class Options:
     reduce_axes: tuple[str, ...] | None = None
     x_shard: Shard | None = None
     w_shard: Shard | None = None
+    y_shard: Shard | None = None
     kernels: Kernels | None = None
     out_sharding: Any = None
     key: Array | None = None

@@ -25,7 +25,7 @@ from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._once import once
-from jaxfp8.ops._operands import Seen, quantize_operand
+from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
 from jaxfp8.prologues._prologue import Produced, Source
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import vary_as, varying
@@ -74,6 +74,7 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
         call.out_dtype,
         call.out_sharding,
     )
+    y = call.places.g.scatter(y)
     return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], {**x.seen, **w.seen})
 
 
@@ -86,14 +87,14 @@ def _source(call: Call, arrays: Arrays) -> Source:
 def _variation(call: Call, x: Any, w: Any, g: Array | None = None) -> Variation:
     """The manual mesh axes over which x, w and g vary. x and w are types.
 
-    Axes that x or w is gathered over are left out, because the matmul reads the whole operand.
+    Axes that a tensor is gathered over are left out, because the matmul reads the whole operand.
     """
     if not call.amax_axes.manual:
         return NO_VARIATION
     return Variation(
         x=_varying(x) - call.places.x.manual_axes,
         w=_varying(w) - call.places.w.manual_axes,
-        g=frozenset() if g is None else varying(g),
+        g=frozenset() if g is None else varying(g) - call.places.g.manual_axes,
         named=call.amax_axes.named,
         batched=bool(call.geometry.fprop.lhs.batch),
     )
@@ -147,9 +148,10 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
     )  # fmt: skip
     # A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
     x, w = call.places.x.gather_operand(x), call.places.w.gather_operand(w)
+    dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
-    dx = call.multiply("dgrad", g.now["dgrad"], w, types.x.dtype, _sharding(types.x, dx_axes))
-    dw = call.multiply("wgrad", x, g.now["wgrad"], types.w.dtype, _sharding(types.w, dw_axes))
+    dx = call.multiply("dgrad", dgrad, w, types.x.dtype, _sharding(types.x, dx_axes))
+    dw = call.multiply("wgrad", x, wgrad, types.w.dtype, _sharding(types.w, dw_axes))
     dx = call.places.x.scatter(_cotangent(call, dx, dx_axes, types.x))
     dw = call.places.w.scatter(_cotangent(call, dw, dw_axes, types.w))
     db = None

@@ -27,6 +27,7 @@ from jaxfp8.numerics._reshape import is_explicit, merge_axes
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._call import Places
 from jaxfp8.ops._given import Given
+from jaxfp8.sharding._place import Place, Whole
 
 Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
 
@@ -115,7 +116,7 @@ class TileView(View):
       of_w: rhs as [*batch, *k, *n].
       of_bias: the bias as [*batch, *n].
       of_y: the result as [*batch, *m, *n].
-      y_shape: the shape of the result of the matmul.
+      y_shape: the shape of the result of the matmul; inside `jax.shard_map` that of its shard.
     """
 
     of_x: _Merge
@@ -141,7 +142,7 @@ class TileView(View):
 
     def places(self, places: Places) -> Places:
         x, w = places.x.along(self.of_x.axis), places.w.along(self.of_w.axis)
-        return places._replace(x=x, w=w)
+        return places._replace(x=x, w=w, g=places.g.along(self.of_y.axis))
 
     def out_sharding(self, given: Sharding) -> Sharding:
         counts = self.of_y.counts
@@ -173,7 +174,12 @@ class TileView(View):
         return lax.reshape(y, self.y_shape, out_sharding=out_sharding)
 
 
-def view_for(tile: int | None, geometry: TrainingGeometry, shapes: tuple[Axes, Axes]) -> View:
+def view_for(
+    tile: int | None,
+    geometry: TrainingGeometry,
+    shapes: tuple[Axes, Axes],
+    y_place: Place = Whole(),  # noqa: B008
+) -> View:
     """The view for tiles of at most `tile` values a side. `tile` is None for recipes without tiles.
 
     Example:
@@ -199,7 +205,7 @@ def view_for(tile: int | None, geometry: TrainingGeometry, shapes: tuple[Axes, A
         of_w=_Merge(w.batch + w_contract + w.kept, batch + k + n),
         of_bias=_Merge(tuple(range(len(w.batch + w.kept))), batch + n),
         of_y=_Merge(y_axes, batch + m + n),
-        y_shape=geometry.fprop.out_shape(*shapes),
+        y_shape=y_place.shard_shape(geometry.fprop.out_shape(*shapes)),
     )
 
 

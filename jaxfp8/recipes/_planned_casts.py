@@ -37,6 +37,7 @@ def planned_casts(
     tensor: Tensor,
     backends: tuple[str, ...],
     column_sums: bool = False,
+    gathered: bool = False,
 ) -> tuple[PlannedCast, ...]:
     """The casts of a tensor: one for each quantizer that the recipe gives it.
 
@@ -46,6 +47,8 @@ def planned_casts(
       tensor: "x", "w" or "g".
       backends: names of cast backends, in the order in which they are tried.
       column_sums: whether the first cast also sums columns.
+      gathered: whether the copies of this pass are gathered over a mesh. Matmuls with one scale
+        then share a copy, because a second one would double the bytes.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -61,7 +64,8 @@ def planned_casts(
         granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
         # Hopper's matmuls read operands with the contracted axis last. So a backend that can write
         # a copy transposed does it here, and nobody has to transpose it later.
-        direction = Direction(granularity, axes.is_transposed and backends[0] in WRITE_TRANSPOSED)
+        transposed = axes.is_transposed and backends[0] in WRITE_TRANSPOSED
+        direction = Direction(granularity, transposed and not (gathered and granularity.in_one))
         copies = found.setdefault(quantizer, {})
         copies[direction] = (*copies.get(direction, ()), matmul)
     planned = []

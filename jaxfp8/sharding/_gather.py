@@ -76,3 +76,17 @@ def gather_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x
 gather_auto.defvjp(
     lambda where, x: (gather_auto(where, x), None), lambda where, _, g: (constraint(*where)(g),)
 )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scatter_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
+    """x in an Auto mesh, split along an array axis over mesh axes. It reverses `gather_auto`.
+
+    The gradient of x is gathered in its own dtype.
+    """
+    return constraint(*where)(x)
+
+
+scatter_auto.defvjp(
+    lambda where, x: (scatter_auto(where, x), None), lambda where, _, g: (gather_auto(where, g),)
+)

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.sharding._gather import constraint, gather_auto, in_bytes
+from jaxfp8.sharding._gather import gather_auto, in_bytes, scatter_auto
 from jaxfp8.sharding._specs import check_borders, mesh_axes
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -37,6 +37,10 @@ class Place(abc.ABC):
     @abc.abstractmethod
     def whole_shape(self, shape: Axes) -> Axes:
         """The global shape of an array whose shape in the traced function is `shape`."""
+
+    @abc.abstractmethod
+    def shard_shape(self, shape: Axes) -> Axes:
+        """The shape in the traced function of an array whose global shape is `shape`."""
 
     @abc.abstractmethod
     def amax_axes(self, granularity: AbstractGranularity, shape: Axes) -> frozenset[str]:
@@ -64,7 +68,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def scatter(self, product: Array) -> Array:
-        """The gradient [...], summed over the mesh axes. Each device keeps its shard of the sum."""
+        """The result of a matmul, summed over the mesh axes. Each device keeps its shard of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,9 @@ class Whole(Place):
         return frozenset()
 
     def whole_shape(self, shape: Axes) -> Axes:
+        return shape
+
+    def shard_shape(self, shape: Axes) -> Axes:
         return shape
 
     def amax_axes(self, granularity: AbstractGranularity, shape: Axes) -> frozenset[str]:
@@ -127,6 +134,11 @@ class PlacedShard(Place):
             return shape
         return (*shape[: self.axis], shape[self.axis] * self.devices, *shape[self.axis + 1 :])
 
+    def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.kind != AxisType.Manual:
+            return shape
+        return (*shape[: self.axis], shape[self.axis] // self.devices, *shape[self.axis + 1 :])
+
     def amax_axes(self, granularity: AbstractGranularity, shape: Axes) -> frozenset[str]:
         if not granularity.has_cells_along(self.axis, len(shape)):
             return self.manual_axes
@@ -168,8 +180,15 @@ class PlacedShard(Place):
                 product, self.axis_names, scatter_dimension=self.axis, tiled=True
             )
         if self.kind == AxisType.Explicit:
-            return product  # dgrad and wgrad were called with the sharding of the operand
-        return constraint(self.axis, self.axis_names, self.mesh)(product)
+            # The matmul was called with the sharding of the result, so nothing is left to do.
+            spec = jax.typeof(product).sharding.spec
+            if set(self.axis_names) - set(mesh_axes(spec[self.axis])):
+                raise ValueError(
+                    f"y_shard= splits the result over {list(self.axis_names)}, but its type is "
+                    f"{spec}. Pass out_sharding= with this split, or leave y_shard= out."
+                )
+            return product
+        return scatter_auto((self.axis, self.axis_names, self.mesh), product)
 
 
 def kinds_of(mesh: jax.sharding.AbstractMesh) -> dict[str, AxisType]:

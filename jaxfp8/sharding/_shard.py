@@ -8,7 +8,7 @@ import dataclasses
 import jax
 from jax.sharding import AxisType
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import types_tell, varying
 from jaxfp8.sharding._place import Place, PlacedShard, Whole, kinds_of, spec_without
 
@@ -20,6 +20,9 @@ class Shard:
     Each device quantizes its shard with global scales. The FP8 shards are gathered for fprop, and
     again in the backward pass. Only the shard is stored in between. The gradient is
     reduce-scattered: it is summed over the mesh axis, and each device keeps its shard.
+
+    The `Shard` of a result does the reverse: the result is reduce-scattered, and its gradient is
+    quantized and gathered in FP8.
 
     Attributes:
       axis: the axis of the array that is split.
@@ -68,11 +71,58 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
     """
     if shard is None:
         return Whole()
+    placed = _placed(name, x.shape, shard)
+    given = f"{name}_shard={shard!r}"
+    if placed.kind == AxisType.Manual:
+        if same := _same(placed, varying(x)):
+            raise ValueError(
+                f"{given}: by its type every device along {same} has the same {name}, so it is no "
+                "shard. Split it in in_specs of jax.shard_map, or leave the shard out. (flax's "
+                "nn.scan traces a layer once without types, unless it is called with "
+                "check_constancy_invariants=False.)"
+            )
+        return placed
+    # Inside shard_map x is a shard already, so only global arrays can be unequal.
+    _check_equal(name, x.shape, placed)
+    if placed.kind == AxisType.Explicit:
+        # Raises an error if the type of x says another split. The result is not needed.
+        spec_without(jax.typeof(x).sharding.spec, placed.axis, placed.axis_names, given)
+    return placed
+
+
+def place_of_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | None) -> Place:
+    """How the result of a matmul is placed: whole, or summed and split as `shard` says.
+
+    Args:
+      shape: the shape of the result before it is split.
+      operands: x and w. Inside `jax.shard_map` one of them must vary over the mesh axes.
+      shard: how the result is split; None if it is not.
+
+    Raises:
+      TypeError, ValueError: see `place`.
+    """
+    if shard is None:
+        return Whole()
+    placed = _placed("y", shape, shard)
+    _check_equal("y", shape, placed)
+    if placed.kind == AxisType.Manual and (
+        same := _same(placed, frozenset().union(*map(varying, operands)))
+    ):
+        raise ValueError(
+            f"y_shard={shard!r}: by their types every device along {same} has the same x and the "
+            "same w, so y is no sum over devices. Split what the matmul contracts, or leave the "
+            "shard out."
+        )
+    return placed
+
+
+def _placed(name: str, shape: Axes, shard: Shard) -> PlacedShard:
+    """A shard of an array of this shape, in the mesh that is set."""
     given = f"{name}_shard={shard!r}"
     if not isinstance(shard, Shard):
         raise TypeError(f'{given} is no Shard; use fp8.sharding.Shard(0, "fsdp").')
-    if not -x.ndim <= shard.axis < x.ndim:
-        raise ValueError(f"{given} is out of range for {name} of shape {list(x.shape)}.")
+    if not -len(shape) <= shard.axis < len(shape):
+        raise ValueError(f"{given} is out of range for {name} of shape {list(shape)}.")
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
@@ -89,23 +139,20 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
             f"{given} names mesh axes of several kinds: {kinds}. A shard needs axes of one kind; "
             "gather the operand over the others before."
         )
-    placed = PlacedShard(axis=shard.axis % x.ndim, axis_names=shard.axis_names, mesh=mesh)
-    if placed.kind == AxisType.Manual:
-        if types_tell() and (same := sorted(set(placed.axis_names) - varying(x))):
-            raise ValueError(
-                f"{given}: by its type every device along {same} has the same {name}, so it is no "
-                "shard. Split it in in_specs of jax.shard_map, or leave the shard out. (flax's "
-                "nn.scan traces a layer once without types, unless it is called with "
-                "check_constancy_invariants=False.)"
-            )
-        return placed
-    # Inside shard_map x is a shard already, so only global arrays can be unequal.
-    if x.shape[placed.axis] % placed.devices:
+    return PlacedShard(axis=shard.axis % len(shape), axis_names=shard.axis_names, mesh=mesh)
+
+
+def _same(placed: PlacedShard, varies: frozenset[str]) -> list[str]:
+    """The mesh axes of the shard over which, by the types, an array does not vary."""
+    return sorted(set(placed.axis_names) - varies) if types_tell() else []
+
+
+def _check_equal(name: str, shape: Axes, placed: PlacedShard) -> None:
+    """Raise ValueError if shards would have unequal sizes."""
+    if shape[placed.axis] % placed.devices:
+        names = placed.axis_names
         raise ValueError(
-            f"{given}: axis {placed.axis} of {name} {list(x.shape)} cannot be split into "
-            f"{placed.devices} equal parts; pad it to a multiple of {placed.devices}."
+            f"{name}_shard={Shard(placed.axis, names[0] if len(names) == 1 else names)!r}: axis "
+            f"{placed.axis} of {name} {list(shape)} cannot be split into {placed.devices} equal "
+            f"parts; pad it to a multiple of {placed.devices}."
         )
-    if placed.kind == AxisType.Explicit:
-        # Raises an error if the type of x says another split. The result is not needed.
-        spec_without(jax.typeof(x).sharding.spec, placed.axis, placed.axis_names, given)
-    return placed

@@ -96,12 +96,14 @@ def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
 
     def dot(name: str, x: Any) -> Any:
         spec = WEIGHTS[name][1]
-        tokens = Shard(1, "tensor") if spec == COLUMNS else None
+        tokens = Shard(1, "tensor")
         weight = Shard(spec.index("fsdp"), "fsdp")
         x = lax.with_sharding_constraint(x, SEQUENCE if spec == COLUMNS else FEATURES)
         y = fp8.dot(
-            x, weights[name], recipe=recipe, state=state[name], x_shard=tokens, w_shard=weight
-        )
+            x, weights[name], recipe=recipe, state=state[name],
+            x_shard=tokens if spec == COLUMNS else None, w_shard=weight,
+            y_shard=None if spec == COLUMNS else tokens,
+        )  # fmt: skip
         return checkpoint_name(
             lax.with_sharding_constraint(y, FEATURES if spec == COLUMNS else SEQUENCE), PRODUCT
         )

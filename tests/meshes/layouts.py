@@ -22,9 +22,13 @@ import jaxfp8 as fp8
 from jaxfp8.sharding import Shard
 
 N = 16
-# Whole arrays in Auto and Explicit meshes, without and with `x_shard=` and `w_shard=`. shard_map
-# with check_vma=True ("types") and False, and with types and named axes of amaxes.
-MODES = ("auto", "explicit", "auto, shards", "explicit, shards", "types", "no types", "types, axes")
+# Whole arrays in Auto and Explicit meshes, without and with `x_shard=`, `w_shard=` and `y_shard=`.
+# shard_map with check_vma=True ("types") and False, and with types and named axes of amaxes. In the
+# modes of shard_map the user scatters y. In "result" the matmul does, by `y_shard=`.
+MODES = (
+    *("auto", "explicit", "auto, shards", "explicit, shards"),
+    *("types", "no types", "types, axes", "types, result", "no types, result"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,15 +44,21 @@ class Layout:
     read_x: P
     read_w: tuple[P, P] = (P(), P())
     shards: tuple[dict, dict] = ({}, {})  # what the two matmuls gather
-    partial: str | None = None  # inside shard_map: the axis over which y is a sum,
+    partial: str | None = None  # the axis over which y is a sum,
     summed: tuple[str, ...] = ()  # and the axes over which the gradients of w are
 
     @property
     def stages(self) -> bool:
         return "pipe" in self.mesh
 
+    @property
+    def result(self) -> dict:
+        """What scatters y in the second matmul."""
+        return RESULT if self.partial else {}
+
 
 FSDP, TOKENS = {"w_shard": Shard(0, "fsdp")}, {"x_shard": Shard(0, "tensor")}
+RESULT = {"y_shard": Shard(0, "tensor")}
 LAYOUTS = {
     "data": Layout(mesh={"data": 8}, x=P("data"), read_x=P("data"), summed=("data",)),
     "fsdp": Layout(
@@ -105,7 +115,7 @@ def on_mesh(layout: Layout, mode: str, recipe: fp8.Recipe) -> Callable:
         step = fp8.value_and_grad(loss)
     else:
         step = jax.shard_map(
-            inside(layout, recipe, types=types, named=mode != "types"),
+            inside(layout, recipe, mode),
             mesh=mesh, in_specs=specs, out_specs=(P(), *specs[:2]), check_vma=types,
         )  # fmt: skip
     step = jax.jit(step)
@@ -152,10 +162,11 @@ def layers(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
 
     In an Explicit mesh the user moves what types refuse, unless the matmul gathers it.
     """
-    explicit, shards = (
-        mode.startswith("explicit"),
-        layout.shards if mode.endswith("shards") else ({}, {}),
-    )
+    explicit, (of_first, of_second) = mode.startswith("explicit"), ({}, {})
+    of_y = layout.read_x
+    if mode.endswith("shards"):
+        (of_first, of_second), of_y = layout.shards, layout.x if layout.partial else of_y
+        of_second = of_second | layout.result
     move = jax.sharding.reshard if explicit else lambda value, spec: value
     ready = move if mode == "explicit" else lambda value, spec: value
     dot = functools.partial(fp8.dot, recipe=recipe)
@@ -164,15 +175,15 @@ def layers(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
         x, ws = params
         first, second = map(ready, ws, layout.read_w)
         x = ready(x, layout.read_x)
-        h = jax.nn.relu(dot(x, first, state=states[0], **shards[0]))
+        h = jax.nn.relu(dot(x, first, state=states[0], **of_first))
         y = dot(
             h,
             second,
             state=states[1],
-            out_sharding=layout.read_x if explicit else None,
-            **shards[1],
+            out_sharding=of_y if explicit else None,
+            **of_second,
         )
-        return jnp.sum(y * move(c, layout.read_x))
+        return jnp.sum(y * move(c, of_y))
 
     return loss
 
@@ -203,11 +214,13 @@ def by_row(recipe: fp8.Recipe) -> bool:
     return any(q.granularity == fp8.quantizers.PerRow() for q in quantizers)
 
 
-def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool, named: bool) -> Callable:
+def inside(layout: Layout, recipe: fp8.Recipe, mode: str) -> Callable:
     """Of one device.
 
     The axes of amaxes may be named; without types they are, and the user sums the gradients.
     """
+    types, named = mode.startswith("types"), mode not in ("types", "types, result")
+    result = layout.result if mode.endswith("result") else {}
     axes = tuple(axis for axis in layout.mesh if axis != "pipe")
     # Without types recipes with amaxes of rows refuse the axes, and keep each amax on its device.
     stateless = (
@@ -218,8 +231,8 @@ def inside(layout: Layout, recipe: fp8.Recipe, *, types: bool, named: bool) -> C
     def layers(params, states, c):
         x, (first, second) = params
         h = jax.nn.relu(dot(x, first, state=states[0], **layout.shards[0]))
-        y = dot(h, second, state=states[1], **layout.shards[1])
-        if layout.partial:
+        y = dot(h, second, state=states[1], **layout.shards[1], **result)
+        if layout.partial and not result:
             y = lax.psum_scatter(y, layout.partial, scatter_dimension=0, tiled=True)
         return jnp.sum(y * c)
 

@@ -141,6 +141,9 @@ QUICK = (
         (MIXED, "auto, shards", "rowwise"),
         (MIXED, "explicit, shards", "mxfp8"),
         (MIXED, "types", "blockwise"),
+        (MIXED, "types, result", "delayed"),
+        (MIXED, "types, result", "rowwise"),
+        (MIXED, "no types, result", "mxfp8"),
     }
 )
 MIXTURES = (MIXED, "data and pipeline")
@@ -156,6 +159,8 @@ def cells(quick, layouts, variant_modes, state_modes=MODES):
         for mode in MODES:
             if mode.endswith("shards") and LAYOUTS[layout].shards == ({}, {}):
                 continue  # there is nothing to gather
+            if mode.endswith("result") and not LAYOUTS[layout].partial:
+                continue  # y is no sum
             for recipe in ALL:
                 if recipe in VARIANTS and (layout not in MIXTURES or mode not in variant_modes):
                     continue

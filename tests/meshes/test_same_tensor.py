@@ -168,8 +168,10 @@ REFUSED = {
 def cells():
     for mode in MODES:
         for recipe in RECIPES:
-            if mode.endswith("shards") or (mode == "types, axes" and RECIPES[recipe].rows):
-                continue  # nothing is gathered here; a state says it
+            if mode.endswith(("shards", "result")) or (
+                mode == "types, axes" and RECIPES[recipe].rows
+            ):
+                continue  # nothing is gathered or scattered here; a state says it
             # the same amaxes as others, or none
             if recipe not in ("delayed_pow2", "static", "identity"):
                 quick = (mode, recipe) in QUICK
