@@ -46,6 +46,7 @@ class Variation:
       x: the axes of the activations.
       w: the axes of the weights.
       g: the axes of the gradient; empty in the forward pass.
+      summed: the axes over which the matmul sums its result, by `y_shard=`.
       named: see `AmaxAxes`.
       batched: whether the matmul has batch axes.
     """
@@ -53,6 +54,7 @@ class Variation:
     x: frozenset[str]
     w: frozenset[str]
     g: frozenset[str]
+    summed: frozenset[str]
     named: frozenset[str] | None
     batched: bool
 
@@ -63,12 +65,12 @@ class Variation:
         axis and the result does not, the matmul contracts over that axis.
 
         For fprop, types cannot decide. An axis over which x and w both vary may split the
-        contraction, pipeline stages or experts. Only the caller knows which.
+        contraction, pipeline stages or experts. Only the caller knows which, and `y_shard=` says
+        the first.
         """
         if matmul == "fprop":
-            if self.named is None or self.batched:
-                return frozenset()
-            return self.x & self.w & self.named
+            named = frozenset() if self.named is None or self.batched else self.named
+            return self.x & self.w & (named | self.summed)
         mine = {"x": self.x, "w": self.w, "g": self.g}[tensor]
         return (mine | self.x) - self.w if matmul == "wgrad" else (mine | self.w) - self.x
 
@@ -78,10 +80,10 @@ class Variation:
 
         x and w both vary over such an axis, and the caller did not name it.
         """
-        return frozenset() if self.named is None else (self.x & self.w) - self.named
+        return frozenset() if self.named is None else (self.x & self.w) - self.named - self.summed
 
 
-NO_VARIATION = Variation(frozenset(), frozenset(), frozenset(), None, batched=False)
+NO_VARIATION = Variation(*[frozenset()] * 4, None, batched=False)
 """The variation of a call outside of `jax.shard_map`."""
 
 

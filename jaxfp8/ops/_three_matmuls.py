@@ -95,6 +95,7 @@ def _variation(call: Call, x: Any, w: Any, g: Array | None = None) -> Variation:
         x=_varying(x) - call.places.x.manual_axes,
         w=_varying(w) - call.places.w.manual_axes,
         g=frozenset() if g is None else varying(g) - call.places.g.manual_axes,
+        summed=call.places.g.manual_axes,
         named=call.amax_axes.named,
         batched=bool(call.geometry.fprop.lhs.batch),
     )

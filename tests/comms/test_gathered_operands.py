@@ -1,4 +1,4 @@
-"""Operands that are gathered in FP8, inside shard_map: the answer of one device, for every recipe.
+"""What is gathered in FP8 inside shard_map: the answer of one device, for every recipe.
 
 The numbers are integers, so every sum is exact. Tiles have sides of 2, so shards of 2 hold whole
 tiles.
@@ -67,6 +67,11 @@ LAYOUTS = {
         {"x_shard": Shard(0, "model")},
         ((), ("data",)),
     ),
+    "a sum over the rows of w, scattered": (
+        (P("data", "model"), P("model"), P(AXES)),
+        {"y_shard": Shard(0, "model")},
+        ((), ("data",)),
+    ),
 }
 
 
@@ -107,6 +112,7 @@ def cases():
                     ("rows of w, fully sharded", "delayed"),
                     ("columns of w, fully sharded", "current"),
                     ("tokens over the columns of w", "rowwise"),
+                    ("a sum over the rows of w, scattered", "delayed"),
                 }
                 marks = () if quick else (pytest.mark.slow,)
                 yield pytest.param(

@@ -47,6 +47,11 @@ def inside(function, specs, *args, types, out):
     )
 
 
+def sum_of_tokens(kind, w, x):
+    out = P("fsdp") if kind == "explicit" else None
+    return dot(x, w, recipe=MXFP8, y_shard=FSDP, out_sharding=out).sum()
+
+
 WHOLE = {
     "uneven shards": (
         lambda kind: under(
@@ -88,6 +93,36 @@ WHOLE = {
         ),
         ("w_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
     ),
+    "uneven shards of the result": (
+        lambda kind: under(
+            kind, functools.partial(dot, y_shard=FSDP), (jnp.ones((31, 32)), P()), (W, P())
+        ),
+        ("y_shard=Shard(axis=0, axis_name='fsdp')", "y [31, 32]", "a multiple of 2"),
+    ),
+    "an axis that the result does not have": (
+        lambda kind: under(
+            kind, functools.partial(dot, y_shard=Shard(2, "fsdp")), (X, P()), (W, P())
+        ),
+        ("y_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
+    ),
+    "an axis that the output of an einsum does not have": (
+        lambda kind: under(
+            kind,
+            functools.partial(fp8.einsum, "ab,bc->ca", recipe=CURRENT, y_shard=Shard(2, "fsdp")),
+            (X, P()),
+            (W, P()),
+        ),
+        ("y_shard=Shard(axis=2, axis_name='fsdp')", "out of range", "[32, 32]"),
+    ),
+    "shards of the gradient that cut a tile": (
+        lambda kind: under(
+            kind,
+            jax.grad(functools.partial(sum_of_tokens, kind)),
+            (W, P()),
+            (X, P()),
+        ),
+        ("shards of 16 along axis 0", "PerBlock(tile=(32, 1))", "at multiples of 32"),
+    ),
 }
 
 
@@ -108,6 +143,10 @@ EXPLICIT = {
             "P('data', None)",
             "reshard the operand",
         ),
+    ),
+    "a result that is not split, by its type": (
+        lambda: under("explicit", functools.partial(dot, y_shard=FSDP), (X, P()), (W, P())),
+        ("y_shard= splits the result over ['fsdp']", "P(None, None)", "Pass out_sharding="),
     ),
     "tokens cut a tile of wgrad": (
         lambda: under(
@@ -133,7 +172,7 @@ def test_what_types_of_an_explicit_mesh_tell(case):
         call()
 
 
-@pytest.mark.parametrize("side", ["x", "w"])
+@pytest.mark.parametrize("side", ["x", "w", "y"])
 @pytest.mark.parametrize("function", [jax.jit, lambda function: function], ids=["jit", "eager"])
 def test_a_missing_mesh(function, side):
     call = function(functools.partial(dot, **{f"{side}_shard": FSDP}))
@@ -189,6 +228,14 @@ def test_inside_shard_map(case, types):
             W,
             types=types,
             out=P("data"),
+        )
+
+
+def test_a_result_that_is_no_sum():
+    """Types say so: every device along the axis has the same x and w."""
+    with pytest.raises(ValueError, match=mentions("y_shard=Shard(", "no sum", "leave the shard")):
+        inside(
+            functools.partial(dot, y_shard=FSDP), (P("data"), P()), X, W, types=True, out=P("data")
         )
 
 
