@@ -26,8 +26,9 @@ meshes = pytest.mark.parametrize(
     ],
 )
 # The bytes of all all-gathers, over those in bf16. Gradients of split tokens are gathered as one
-# FP8 copy, or as two. Two copies are as large as bf16, without their scales.
-MOST = {"delayed": 0.505, "current": 0.505, "rowwise": 0.58, "blockwise": 0.60, "mxfp8": 0.61}
+# FP8 copy, or as two. Two copies are as large as bf16, without their scales. On 64 devices more of
+# the bytes are tokens than on 8.
+MOST = {"delayed": 0.505, "current": 0.505, "rowwise": 0.582, "blockwise": 0.60, "mxfp8": 0.61}
 COPIES_OF_G = {"delayed": 1, "current": 1, "rowwise": 2, "blockwise": 2, "mxfp8": 2}
 # Like others in how they compile; test_sharded_weights.py has them in one layer.
 LARGE = {"rowwise", "blockwise"}
