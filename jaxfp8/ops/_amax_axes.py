@@ -83,7 +83,8 @@ class Variation:
         return frozenset() if self.named is None else (self.x & self.w) - self.named - self.summed
 
 
-NO_VARIATION = Variation(*[frozenset()] * 4, None, batched=False)
+_NONE: frozenset[str] = frozenset()
+NO_VARIATION = Variation(_NONE, _NONE, _NONE, _NONE, None, batched=False)
 """The variation of a call outside of `jax.shard_map`."""
 
 
