@@ -1,5 +1,8 @@
 """The largest magnitude of each scale cell, that is of the values that share one scale."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,6 +25,7 @@ def magnitude(x: Array) -> Array:
     return jnp.where(largest != largest, jnp.array(jnp.inf, x.dtype), largest)
 
 
+@functools.partial(jax.jit, static_argnames="granularity")  # traced once for each shape
 def amax(x: Array, granularity: AbstractGranularity) -> Array:
     """`max |x|` over each scale cell, float32.
 

@@ -11,6 +11,8 @@ References:
   XLA, xla/service/simplify_fp_conversions.cc (the pass that folds conversions).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +26,8 @@ _FLOAT32_MANTISSA = 23  # stored bits
 _EXPONENT = 0x7F800000  # the exponent field of a float32
 
 
+# jit traces and lowers this once for all arrays of one shape. A step of 12 blocks has 100 casts.
+@functools.partial(jax.jit, static_argnames=("format", "rounding"))
 def saturating_cast(
     x: Array,
     multiplier: Array,

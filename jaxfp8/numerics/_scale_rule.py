@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -68,6 +69,15 @@ class ScaleRule:
           format: the format of the values.
           kernel_language: whether this is part of a kernel, which has no float64.
         """
+        if kernel_language:
+            return self._apply(amax, format, kernel_language=True)
+        return self._in_one_program(amax, format)
+
+    @functools.partial(jax.jit, static_argnums=(0, 2))  # traced once for each shape
+    def _in_one_program(self, amax: Array, format: Format) -> tuple[Array, Array]:
+        return self._apply(amax, format, kernel_language=False)
+
+    def _apply(self, amax: Array, format: Format, *, kernel_language: bool) -> tuple[Array, Array]:
         if self.scale_format is None:
             how = {"power_of_two": self.power_of_two, "kernel_language": kernel_language}
             multiplier = encoding_multiplier(amax, format, **how)

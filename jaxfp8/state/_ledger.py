@@ -21,6 +21,7 @@ mistake, but the ledger does.
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
@@ -45,6 +46,7 @@ UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # an amax on an edge is in 
 _LOWER_EDGES = np.insert(_EDGES, 0, np.nextafter(np.float32(TINY), np.float32(0)))
 
 
+@jax.jit  # traced once for each number of rows
 def encode(amaxes: Array) -> Array:
     """Ledgers [..., BINS, R] of amaxes [..., R].
 

@@ -37,6 +37,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
     return _tile_by_tile(lhs, rhs, call.in_float32).astype(call.out_dtype)
 
 
+@jax.jit  # traced once for each shape
 def fold(operand: QuantizedTensor) -> Array:
     """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
 
