@@ -12,6 +12,7 @@ from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import Chip
 from jaxfp8.numerics._amaxes import rows_read_together
 from jaxfp8.plan._costs import Cost, Peak, Route, stream, turns
+from jaxfp8.plan._padding import padding
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
@@ -27,6 +28,8 @@ _CELL = 12
 # Bytes for each tile of a copy that is widened to bfloat16. One kernel converts its scale to
 # bfloat16, and another reads that scale.
 _WIDENED_CELL = 8
+# Matmuls of cuBLASLt, whose operands XLA pads.
+_PADDED = (Route.FP8, Route.FP8_ROWS)
 
 
 class Casts(NamedTuple):
@@ -86,7 +89,7 @@ def _by_kernel(casts: Casts) -> Cost:
 
     The kernel writes each copy in the layout that its matmuls read, so nothing is transposed later.
     """
-    recipe, tensor, values, rows, routes, _, peak = casts
+    recipe, tensor, values, rows, routes, chip, peak = casts
     cost = Cost()
     for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",)):
         if planned.cast is None:
@@ -102,6 +105,8 @@ def _by_kernel(casts: Casts) -> Cost:
         moved = (2 + len(granularities)) * values + size * sum(scales)
         cost += stream(peak, moved, by_pallas=True)
         for readers, cells in zip(planned.readers, scales, strict=True):
+            if any(routes[name] in _PADDED for name in readers):
+                cost += padding(peak, chip, (rows, values // rows), {False}, first=True)
             widened = sum(not routes[name].reads_fp8 for name in readers)
             if widened:
                 # The copy is read once, 1 byte a value. It is written as bfloat16 (2 bytes) for
@@ -147,6 +152,9 @@ def _by_xla(casts: Casts) -> Cost:
         written += 1 if first else len(layouts)
         if first and transposed:  # FP8 is read and written once more
             cost += stream(peak, 2 * values)
+        if any(routes[name] in _PADDED for name in readers):
+            sides = rows, values // rows
+            cost += padding(peak, chip, sides, layouts, first=bool(first))
         if quantizer.granularity.in_tiles:
             widened = widened[:1]  # tiles are widened once for both matmuls
         if isinstance(quantizer, Delayed) and widened:

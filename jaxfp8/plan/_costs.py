@@ -224,15 +224,30 @@ def matmul(
         return _by_pallas(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
     if route is Route.TILE_BY_TILE:
         return _tile_by_tile(peak, m, k, n, tile or k)
-    cost = _padded(peak, m, k, n) if route.in_fp8 else gemm(peak, m, k, n)
+    wide = [padded(size) if route.in_fp8 else size for size in (m, k, n)]
+    cost = gemm(peak, *wide, fp8=route.in_fp8)
     if route is Route.BLOCK_SCALED:
         # Each tile 1x32 has a scale of 1 byte, which is moved 4 times. The cast writes it. One
         # kernel reads it and writes it in the order of the hardware. The matmul reads it.
         cost += stream(peak, 4 * (m * k + k * n) / 32, kernels=2)
-    if route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS):
-        # The unscaled result is read, scaled in float32, and written: 2 bytes a value each time.
-        cost += stream(peak, 4 * m * n)
+        # XLA pads each operand in FP8. `_padding.py` has the padding for other matmuls.
+        for before, after in ((m * k, wide[0] * wide[1]), (k * n, wide[1] * wide[2])):
+            cost += stream(peak, before + after) if before != after else Cost()
+    by_rows = route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS)
+    if by_rows or m * n != wide[0] * wide[2]:
+        # One pass scales the result in float32, and slices it. It reads and writes bfloat16.
+        cost += stream(peak, 2 * (wide[0] * wide[2] + m * n))
     return cost
+
+
+def padded(size: int, multiple: int = ALIGNMENT) -> int:
+    """The size to which XLA pads an axis of an FP8 matmul.
+
+    Example:
+      >>> padded(333)
+      336
+    """
+    return -(-size // multiple) * multiple
 
 
 def _by_pallas(
@@ -255,21 +270,6 @@ def _by_pallas(
         if in_bytes and not is_byte:
             cost += stream(peak, _CONVERTED * number)
     return cost
-
-
-def _padded(peak: Peak, m: int, k: int, n: int) -> Cost:
-    """The cost of an FP8 matmul of padded operands, with padding and the slice of the result.
-
-    Padding reads and writes an operand in FP8. The slice reads and writes the result in bfloat16.
-    """
-    wide = [math.ceil(size / ALIGNMENT) * ALIGNMENT for size in (m, k, n)]
-    cost = gemm(peak, *wide, fp8=True)
-    for before, after in ((m * k, wide[0] * wide[1]), (k * n, wide[1] * wide[2])):
-        if before != after:
-            cost += stream(peak, before + after)
-    return (
-        cost if m * n == wide[0] * wide[2] else cost + stream(peak, 2 * (wide[0] * wide[2] + m * n))
-    )
 
 
 def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:

@@ -1,0 +1,46 @@
+"""The cost of padding for FP8 matmuls of cuBLASLt, whose axes are multiples of 16.
+
+XLA pads in two steps. The first one, to multiples of 8, comes before fusion is planned, and becomes
+a part of the cast. The second one, to multiples of 16, comes with the FP8 call. On Ada and Hopper
+it stays apart from a cast that also transposes.
+"""
+
+from jaxfp8.kernels._platform import Chip
+from jaxfp8.plan._costs import Cost, Peak, padded, stream, turns
+
+
+def padding(
+    peak: Peak, chip: Chip, sides: tuple[int, int], layouts: set[bool], *, first: bool
+) -> Cost:
+    """The cost of padding the FP8 copies of a matrix.
+
+    Args:
+      peak: data-sheet figures of the chip.
+      chip: the chip.
+      sides: the sizes of the matrix.
+      layouts: the layouts in which matmuls read it; True stands for transposed.
+      first: whether XLA writes FP8 to memory before another kernel transposes it.
+
+    Example:
+      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.plan._costs import PEAKS
+      >>> h200, both = (PEAKS["h200"], chip_named("h200")), {False, True}
+      >>> padding(*h200, (333, 1024), both, first=False).bytes
+      0
+      >>> padding(*h200, (4096, 1000), both, first=False).bytes == 2 * 4096 * (1000 + 1008)
+      True
+    """
+    rows, columns = sides
+    before, after = rows * columns, padded(rows) * padded(columns)
+    if before == after:
+        return Cost()
+    if not turns(chip):
+        return stream(peak, before + after) if first else Cost()
+    if any(padded(size, 8) != padded(size) for size in sides):
+        cost = stream(peak, (before + after) * len(layouts), kernels=len(layouts))
+        if True in layouts and not first and any(size % 8 for size in sides):
+            # The cast pads neither layout. So it writes one, which another kernel transposes.
+            cost += stream(peak, before)
+        return cost
+    # The kernel that transposes FP8 also writes the other layout, padded.
+    return stream(peak, after, kernels=0) if first and True in layouts else Cost()
