@@ -11,15 +11,15 @@ scales the partial product in float32, and adds it. Memory holds one partial pro
 Letters: T the side of a tile along a contracted axis.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -27,7 +27,7 @@ from jaxfp8.numerics._powers_of_two import factors_of
 from jaxfp8.numerics._reshape import devices_of, is_explicit
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_LARGEST = np.float32(jnp.finfo(jnp.bfloat16).max)
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
@@ -44,13 +44,23 @@ def fold(operand: QuantizedTensor) -> Array:
     There is one exception. The largest float32, rounded up to FP8, is 2^128, which bfloat16 cannot
     hold. It becomes the largest bfloat16.
     """
-    # In float32: XLA:CPU would round each product in bfloat16 by three conversions more.
-    product = operand.values.astype(jnp.float32)
-    for factor in factors_of(operand.scale):
-        product = product * operand.granularity.expand(factor, product.shape)
-    # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as large
-    # as the operand.
-    return lax.clamp(-_LARGEST, product, _LARGEST).astype(jnp.bfloat16)
+    factors = factors_of(operand.scale)
+
+    def product(values: Array, *factors: Array, dtype: DType) -> Array:
+        values = values.astype(dtype)
+        for factor in factors:
+            values = values * operand.granularity.expand(factor.astype(dtype), values.shape)
+        # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as
+        # large as the operand.
+        return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
+
+    # XLA:CPU computes in float32, and rounds each product in bfloat16. XLA for GPUs writes factors
+    # to memory, which are smaller in bfloat16.
+    return lax.platform_dependent(
+        operand.values, *factors,
+        cpu=functools.partial(product, dtype=jnp.float32),
+        default=functools.partial(product, dtype=jnp.bfloat16),
+    )  # fmt: skip
 
 
 def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
