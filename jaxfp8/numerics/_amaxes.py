@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._amax import amax, from_bits, magnitude_bits
+from jaxfp8.numerics._amax import amax, magnitude
+from jaxfp8.numerics._float32 import widened
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 # The number of groups of rows is a multiple of this power of two. So a mesh axis of up to that many
@@ -93,7 +94,7 @@ def _rows_and_columns(x: Array, columns: AbstractGranularity, rows: int) -> list
     members = [
         each.squeeze(-3)
         for each in lax.split(
-            magnitude_bits(x).reshape(*leading, m // rows, rows, parts, n // parts),
+            magnitude(x).reshape(*leading, m // rows, rows, parts, n // parts),
             (1,) * rows,
             axis=len(leading) + 1,
         )
@@ -109,7 +110,7 @@ def _rows_and_columns(x: Array, columns: AbstractGranularity, rows: int) -> list
     largest = lax.optimization_barrier(functools.reduce(jnp.maximum, members))
     of_rows = jnp.max(jnp.stack(found, axis=-2), axis=-1).reshape(*leading, m, 1)
     of_columns = columns.maximum(largest.reshape(*leading, m // rows, n))
-    return [from_bits(of_rows, x.dtype), from_bits(of_columns, x.dtype)]
+    return [widened(of_rows), widened(of_columns)]
 
 
 def _parts(columns: int) -> int:

@@ -98,18 +98,6 @@ class PerBlock(AbstractGranularity):
         )
 
     def maximum(self, magnitude: Array) -> Array:
-        if magnitude.dtype.itemsize != 2:
-            return self._maximum(magnitude)
-
-        # Magnitudes are ordered as their bits are, so this maximum of the bits is exact.
-        def of_bits(magnitude: Array) -> Array:
-            bits = lax.bitcast_convert_type(magnitude, jnp.uint16)
-            return lax.bitcast_convert_type(self._maximum(bits), magnitude.dtype)
-
-        # XLA:CPU writes a float32 copy of a 16-bit float array for a maximum, but not of integers.
-        return lax.platform_dependent(magnitude, cpu=of_bits, default=self._maximum)
-
-    def _maximum(self, magnitude: Array) -> Array:
         # One axis after the other, from the last to the first. Several at once would lose the
         # sharding on an Explicit mesh.
         for axis, side in reversed(list(enumerate(self.along(magnitude.ndim)))):
