@@ -47,7 +47,6 @@ def is_dot(call: Call) -> bool:
 
 def one_pass(root: Path, recipe: fp8.Recipe) -> list[Call]:
     """The calls of one traced forward and backward pass."""
-    jax.clear_caches()
     layer = FP8Dense(OUT, recipe=recipe)
     x = jax.ShapeDtypeStruct((BATCH, IN), jnp.float32)
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
@@ -60,6 +59,7 @@ def one_pass(root: Path, recipe: fp8.Recipe) -> list[Call]:
     def step(*arguments):
         return (fp8 if state else jax).value_and_grad(loss)(*arguments)
 
+    jax.clear_caches()  # of what is traced once for each shape, by `init` for instance
     return record(root, lambda: jax.make_jaxpr(step)(params, state, x), outside=(DOT,))
 
 
