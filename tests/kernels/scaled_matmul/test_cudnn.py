@@ -33,7 +33,13 @@ def definition(out_dtype, turned, a, b, a_scale, b_scale):
 @pytest.fixture
 def on_blackwell(monkeypatch):
     """The CUDA branch is taken, and its call has the definition's result."""
-    monkeypatch.setattr(lax, "platform_dependent", lambda *arguments, cuda, **_: cuda(*arguments))
+    here = lax.platform_dependent
+
+    def on_cuda(*arguments, **branches):
+        chosen = branches.get("cuda")
+        return chosen(*arguments) if chosen else here(*arguments, **branches)
+
+    monkeypatch.setattr(lax, "platform_dependent", on_cuda)
     monkeypatch.setattr(_block_scaled_dot, "_call", definition)
     _block_scaled_dot.block_scaled_dot.cache_clear()
     yield
