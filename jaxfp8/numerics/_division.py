@@ -1,11 +1,13 @@
 """A float32 quotient with the same bits on every chip.
 
 On NVIDIA GPUs, XLA compiles a float32 division to `div.full.f32`, which is not correctly rounded.
-On CPUs, XLA rewrites `1 / (448 / amax)`. There are two ways to be exact:
+On CPUs, XLA rewrites `1 / (448 / amax)`. There are three ways to be exact:
 
-- `divide` divides in float64, and rounds twice. That is exact, because float64 has more than twice
-  the bits of float32. A step of current scaling has a dozen quotients for each matmul, and this is
-  four operations.
+- `divide` divides in float32 on CPUs, where one division is correctly rounded. XLA:CPU rewrites no
+  quotient that is clamped before it divides again.
+- Elsewhere `divide` divides in float64, and rounds twice. That is exact, because float64 has more
+  than twice the bits of float32. A step of current scaling has a dozen quotients for each matmul,
+  and this is four operations.
 - `divide_in_integers` corrects an estimate by integer arithmetic. Kernel languages lack float64.
 
 References:
@@ -38,7 +40,7 @@ def divide(
       numerator: a positive float32 constant.
       denominator: [...] float32, positive, finite and normal.
       exponent: the exponent of a power of two to multiply by, without rounding.
-      clamped: whether to clamp. If False, the quotient must be in range, or is inf or NaN.
+      clamped: whether to clamp. False needs fewer operations, and a quotient in range or NaN.
 
     Returns:
       [...] float32.
@@ -48,6 +50,23 @@ def divide(
       >>> divide(448.0, jnp.float32(3.0))
       Array(149.33333, dtype=float32)
     """
+    return lax.platform_dependent(
+        denominator,
+        cpu=functools.partial(_in_float32, numerator=numerator, exponent=exponent),
+        default=functools.partial(
+            _in_float64, numerator=numerator, exponent=exponent, clamped=clamped
+        ),
+    )
+
+
+def _in_float32(denominator: Array, *, numerator: float, exponent: int) -> Array:
+    top = lax.full_like(denominator, np.float32(numerator) * 2.0**exponent)
+    # The clamp also keeps XLA:CPU from rewriting a division by this quotient. So this is clamped
+    # always.
+    return lax.clamp(np.float32(TINY), lax.div(top, denominator), np.float32(1 / TINY))
+
+
+def _in_float64(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:
     with jax.enable_x64(True):  # for these operations only; no result is float64
         top = np.float64(np.float32(numerator)) * 2.0**exponent
         wide = lax.convert_element_type(denominator, np.float64)

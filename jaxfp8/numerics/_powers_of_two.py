@@ -6,9 +6,11 @@ References:
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, ScaleRounding
+from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import E8M0, Format
 
 BIAS = 127
@@ -67,7 +69,7 @@ def to_e8m0(exponent: Array, finite: Array) -> Array:
       >>> to_e8m0(jnp.array([0, 130]), jnp.array([True, False]))
       Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
     """
-    byte = jnp.where(finite, exponent, _NAN).astype(jnp.uint8)
+    byte = lax.select(finite, exponent, lax.full_like(exponent, _NAN)).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
 
 
@@ -91,3 +93,19 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
         lax.bitcast_convert_type(each << 23, jnp.float32) for each in (half, both - half)
     )
     return jnp.where(byte == _NAN, jnp.float32(jnp.nan), first), second
+
+
+def converted_factors_of(scale: Array) -> tuple[Array, ...]:
+    """`factors_of` for CPUs: other factors with the same product, in half the operations.
+
+    XLA:CPU converts E8M0 to float32 correctly, but it may flush 2^-127 to zero.
+
+    Example:
+      >>> converted_factors_of(to_e8m0(jnp.int32(0), jnp.bool(True)))
+      (Array(1.1754944e-38, dtype=float32), Array(0.5, dtype=float32))
+    """
+    if scale.dtype != E8M0.dtype:
+        return (scale,)
+    power = scale.astype(jnp.float32)
+    second = lax.clamp(np.float32(0.5), power * np.float32(1 / TINY), np.float32(1))
+    return lax.max(power, lax.full_like(power, TINY)), second

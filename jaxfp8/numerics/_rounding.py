@@ -1,8 +1,7 @@
 """The saturating cast to FP8: nearest-even and stochastic rounding.
 
-The payload is built as a byte, from the bits of a float32. A plain conversion to FP8 could lose the
-rounding. On GPUs, XLA by default folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16
-(`xla_allow_excess_precision=true`). A byte that is bitcast cannot be folded, under any option.
+On CPUs XLA converts to FP8. Elsewhere the payload is built as a byte, from the bits of a float32,
+because XLA may fold a conversion away. The bits are the same.
 
 The cast compiles to 0.45 times the instructions of a conversion on an A100, and to 1.2 times on an
 H200 (compiled, not run: benchmarks/cast_cost.py).
@@ -15,6 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
@@ -68,6 +68,39 @@ def saturating_cast(
             f"rounding={rounding!r} was called with key={'given' if key is not None else None}. "
             "'stochastic' needs a key=, 'nearest' takes none."
         )
+    if key is not None:
+        return _built(x, multiplier, format=format, key=key)
+    return lax.platform_dependent(
+        x, multiplier,
+        cpu=functools.partial(_converted, format=format),
+        default=functools.partial(_built, format=format),
+    )  # fmt: skip
+
+
+def _converted(x: Array, multiplier: Array, *, format: Format) -> Array:
+    """The cast by XLA's conversion, which XLA:CPU does not fold away, [...] in `format.dtype`.
+
+    It has less than half of the operations of `_built`, so programs compile in less time.
+    """
+    x = widened(x)
+    magnitude = jnp.abs(x)
+    zero = magnitude - magnitude  # NaN if x is not finite
+    # A magnitude below 2^-126 counts as zero. The product keeps the sign of x.
+    scaled = lax.select(magnitude < TINY, x * zero, x) * multiplier
+    saturated = lax.clamp(np.float32(-format.max), scaled, np.float32(format.max))
+    # 0, or NaN if x or the multiplier is not finite. The sign of such a NaN depends on the CPU, and
+    # the conversion would keep it.
+    guard = jnp.abs(zero * multiplier)
+    return lax.select(guard == guard, saturated, guard).astype(format.dtype)
+
+
+def _built(x: Array, multiplier: Array, *, format: Format, key: Array | None = None) -> Array:
+    """The cast by integer arithmetic on the bits of a float32, [...] in `format.dtype`.
+
+    The payload is built as a byte. A plain conversion to FP8 could lose the rounding. On GPUs, XLA
+    by default folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16
+    (`xla_allow_excess_precision=true`). A byte that is bitcast cannot be folded, under any option.
+    """
     x = widened(x)
     magnitude = jnp.abs(x)
     zero = magnitude - magnitude  # NaN if x is not finite

@@ -4,12 +4,13 @@
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics import _powers_of_two as powers
 from jaxfp8.numerics._division import divide, divide_in_integers
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._float32 import LARGEST, TINY
 from jaxfp8.numerics._formats import Format
 
 
@@ -21,7 +22,8 @@ def is_usable(amax: Array) -> Array:
       >>> is_usable(jnp.array([0.0, 1.0, jnp.inf]))
       Array([False,  True, False], dtype=bool)
     """
-    return (amax >= TINY) & (amax < jnp.inf)  # False for NaN, as every comparison with it
+    # False for NaN, as every comparison with it.
+    return amax == lax.clamp(np.float32(TINY), amax, np.float32(LARGEST))
 
 
 def encoding_multiplier(
@@ -58,14 +60,15 @@ def encoding_multiplier(
       TransformerEngine user guide, FP8 delayed scaling.
     """
     # This constant gives the multiplier 1.
-    amax = jnp.where(is_usable(amax), amax, format.max * 2.0**-margin)
+    amax = lax.select(is_usable(amax), amax, lax.full_like(amax, format.max * 2.0**-margin))
     if not power_of_two:
         quotient = divide_in_integers if kernel_language else divide
         return quotient(format.max, amax, exponent=-margin)
     # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has that
     # exactly, without a division.
     exponent = (2 * powers.BIAS - margin) - powers.scale_exponent(amax, format)
-    return lax.bitcast_convert_type(jnp.clip(exponent, 1, 253) << 23, jnp.float32)
+    exponent = lax.clamp(np.int32(1), exponent, np.int32(253))
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
 def inverse(

@@ -86,5 +86,6 @@ class ScaleRule:
         # The smallest scale is 2^-127. Its multiplier is 2^127, which is the largest power of two
         # in float32.
         exponent = jnp.maximum(scale_exponent(amax, format, self.scale_rounding), 0)
-        multiplier = (2 * BIAS - jnp.where(finite, exponent, BIAS)) << 23
+        of_multiplier = lax.select(finite, exponent, lax.full_like(exponent, BIAS))
+        multiplier = (2 * BIAS - of_multiplier) << 23
         return lax.bitcast_convert_type(multiplier, jnp.float32), to_e8m0(exponent, finite)

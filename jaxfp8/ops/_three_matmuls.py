@@ -63,6 +63,7 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
     return add_bias(_fprop(call, arrays).y, arrays.bias, call.geometry)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
     variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w))
     x = quantize_operand(call, "x", _source(call, arrays), arrays.quantizers, variation)
@@ -138,10 +139,15 @@ def _refuse_uncollected(call: Call, primals: Any) -> None:
 
 
 def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
-    x, w, seen, own, types = residuals
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):  # y has no cotangent
         aval: Any = gradient.aval
         gradient = jnp.zeros(aval.shape, aval.dtype)
+    return (_gradients(call, residuals, gradient),)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
+    x, w, seen, own, types = residuals
     gradient = once(gradient)
     g = quantize_operand(
         call, "g", gradient, own, _variation(call, types.x, types.w, gradient),
@@ -159,7 +165,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
     if types.bias is not None:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
     ledger = _ledger(call, {**seen, **g.seen}, own.ledger)
-    return (Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger)),)
+    return Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger))
 
 
 def _ledger(call: Call, seen: Seen, like: Array | None) -> Array | None:

@@ -13,7 +13,7 @@ Letters: T the side of a tile along a contracted axis.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._powers_of_two import factors_of
+from jaxfp8.numerics._powers_of_two import converted_factors_of, factors_of
 from jaxfp8.numerics._reshape import devices_of, is_explicit
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -44,11 +44,12 @@ def fold(operand: QuantizedTensor) -> Array:
     There is one exception. The largest float32, rounded up to FP8, is 2^128, which bfloat16 cannot
     hold. It becomes the largest bfloat16.
     """
-    factors = factors_of(operand.scale)
 
-    def product(values: Array, *factors: Array, dtype: DType) -> Array:
+    def product(
+        values: Array, scale: Array, *, factors: Callable[[Array], tuple[Array, ...]], dtype: DType
+    ) -> Array:
         values = values.astype(dtype)
-        for factor in factors:
+        for factor in factors(scale):
             values = values * operand.granularity.expand(factor.astype(dtype), values.shape)
         # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as
         # large as the operand.
@@ -57,9 +58,9 @@ def fold(operand: QuantizedTensor) -> Array:
     # XLA:CPU computes in float32, and rounds each product in bfloat16. XLA for GPUs writes factors
     # to memory, which are smaller in bfloat16.
     return lax.platform_dependent(
-        operand.values, *factors,
-        cpu=functools.partial(product, dtype=jnp.float32),
-        default=functools.partial(product, dtype=jnp.bfloat16),
+        operand.values, operand.scale,
+        cpu=functools.partial(product, factors=converted_factors_of, dtype=jnp.float32),
+        default=functools.partial(product, factors=factors_of, dtype=jnp.bfloat16),
     )  # fmt: skip
 
 
