@@ -5,7 +5,7 @@ This module also reduces amaxes across devices and names residuals for `jax.chec
 
 import dataclasses
 import functools
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,14 +35,39 @@ Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers"]
+    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers", "row"]
 )
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One copy of a tensor, and the matmuls that read it."""
+    """One copy of a tensor, and the matmuls that read it.
+
+    The state has a stored scale in every pass, so a copy does not carry it. A loop over layers
+    would save it as one more residual, with a kernel that writes it and one that reads it.
+
+    Attributes:
+      operand: the copy, whose scale is None if it is a stored one.
+      readers: the matmuls that read it.
+      row: the row of the state that has the stored scale; None if the copy has its scale.
+    """
 
     operand: Operand
     readers: tuple[Matmul, ...]
+    row: int | None = None
+
+    @classmethod
+    def of(
+        cls, operand: Operand, readers: tuple[Matmul, ...], planned: PlannedCast, stored: Any
+    ) -> "Copy":
+        """A copy that was made with these stored scales, or with other ones."""
+        if stored is None or getattr(operand, "scale", None) is not stored.scale:
+            return cls(operand, readers)
+        return cls(dataclasses.replace(operand, scale=None), readers, planned.row)
+
+    def whole(self, known: Array | None) -> Operand:
+        """The copy with its scale, which may be one of `QuantizerArrays.known`."""
+        if self.row is None or known is None:
+            return self.operand
+        return dataclasses.replace(self.operand, scale=known[self.row, 1])
 
 
 _NOTHING = CastExtras()
@@ -52,14 +77,14 @@ class Quantized(NamedTuple):
     """A tensor as each matmul reads it.
 
     Attributes:
-      now: the copies for the matmuls of this pass.
+      now: the operand of each matmul of this pass.
       saved: the same copies as residuals, for the matmuls of the backward pass.
       seen: the amaxes for the tensor's rows of state.
       column_sums: `CastExtras.column_sums`.
     """
 
     now: dict[Matmul, Operand]
-    saved: dict[Matmul, Operand]
+    saved: dict[Matmul, Copy]
     seen: Seen
     column_sums: Array | None
 
@@ -102,7 +127,8 @@ def quantize_operand(
             key = rounding_key(arrays.key, call, tensor, value)
         inputs = amaxes.inputs(planned)
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
-        copies += map(Copy, made, planned.readers)
+        for operand, readers in zip(made, planned.readers, strict=True):
+            copies.append(Copy.of(operand, readers, planned, stored))
         extras = more if extras is _NOTHING else extras.or_else(more)
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
@@ -114,9 +140,10 @@ def quantize_operand(
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from the saved copies and casts no operand again.
-        (copies, saved), (seen, _) = _named(copies), _named(seen) if seen else (seen, seen)
-    now = _by_matmul(copies)
-    return Quantized(now, now if tensor == "g" else _by_matmul(saved), seen, extras.column_sums)
+        copies, saved = _named(copies)
+    now = {m: copy.whole(arrays.known) for copy in copies for m in copy.readers}
+    residuals = {m: copy for copy in saved for m in copy.readers}
+    return Quantized(now, residuals, seen, extras.column_sums)
 
 
 def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
@@ -125,16 +152,11 @@ def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operan
     return whole, whole if second is first else place.gather_operand(second)
 
 
-def _by_matmul(copies: list[Copy]) -> dict[Matmul, Operand]:
-    return {matmul: copy.operand for copy in copies for matmul in copy.readers}
-
-
 def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:
     """The stored scale [] of a stateful quantizer, with its multiplier."""
-    assert arrays.scale is not None
-    assert arrays.multiplier is not None
-    stored = arrays.scale[row]
-    known = KnownScale(arrays.multiplier[row], stored)
+    assert arrays.known is not None
+    multiplier, stored = arrays.known[row]
+    known = KnownScale(multiplier, stored)
     if not call.amax_axes.manual:
         return known
     if split := getattr(call.places, tensor).manual_axes & varying(stored):

@@ -120,7 +120,7 @@ def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
     `remat` is a policy, or None.
     """
     one = functools.partial(layer, recipe)
-    block = one if remat is None else jax.checkpoint(one, policy=remat)
+    block = one if remat is None else jax.checkpoint(one, policy=remat, prevent_cse=False)
 
     def loss_fn(weights: Any, state: Any, h: Any) -> Any:
         if isinstance(weights, list):
