@@ -141,8 +141,10 @@ def quantize_operand(
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from the saved copies and casts no operand again.
         copies, saved = _named(copies)
-    now = {m: copy.whole(arrays.known) for copy in copies for m in copy.readers}
-    residuals = {m: copy for copy in saved for m in copy.readers}
+    # One operand for all readers of a copy: `gathered_once` compares identities.
+    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
+    now = {matmul: operand for operand, readers in whole for matmul in readers}
+    residuals = {matmul: copy for copy in saved for matmul in copy.readers}
     return Quantized(now, residuals, seen, extras.column_sums)
 
 
