@@ -9,7 +9,7 @@ class QuantizerArrays(NamedTuple):
     """The arrays that quantizers need besides a tensor: the state, with R rows, and the key.
 
     Attributes:
-      known: f32[R, 2], multiplier and scale of each row (`state._identity.known_scales`); None for
+      known: f32[2, R], multiplier and scale of each row (`state._identity.known_scales`); None for
         recipes without state.
       ledger: f32[BINS, R], the ledger that collects amaxes (`state._ledger`); None without one.
       key: a jax PRNG key, or None.

@@ -1,19 +1,16 @@
 """The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
 
-This module also reduces amaxes across devices and names residuals for `jax.checkpoint`.
+This module also reduces amaxes across devices.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, Matmul, PyTree, Tensor
+from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.numerics._amaxes import amaxes
@@ -21,7 +18,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call
-from jaxfp8.ops._checkpoint_policies import RESIDUAL
+from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
@@ -32,42 +29,6 @@ from jaxfp8.state._ledger import observe
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers", "row"]
-)
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """One copy of a tensor, and the matmuls that read it.
-
-    The state has a stored scale in every pass, so a copy does not carry it. A loop over layers
-    would save it as one more residual, with a kernel that writes it and one that reads it.
-
-    Attributes:
-      operand: the copy, whose scale is None if it is a stored one.
-      readers: the matmuls that read it.
-      row: the row of the state that has the stored scale; None if the copy has its scale.
-    """
-
-    operand: Operand
-    readers: tuple[Matmul, ...]
-    row: int | None = None
-
-    @classmethod
-    def of(
-        cls, operand: Operand, readers: tuple[Matmul, ...], planned: PlannedCast, stored: Any
-    ) -> "Copy":
-        """A copy that was made with these stored scales, or with other ones."""
-        if stored is None or getattr(operand, "scale", None) is not stored.scale:
-            return cls(operand, readers)
-        return cls(dataclasses.replace(operand, scale=None), readers, planned.row)
-
-    def whole(self, known: Array | None) -> Operand:
-        """The copy with its scale, which may be one of `QuantizerArrays.known`."""
-        if self.row is None or known is None:
-            return self.operand
-        return dataclasses.replace(self.operand, scale=known[self.row, 1])
 
 
 _NOTHING = CastExtras()
@@ -140,7 +101,7 @@ def quantize_operand(
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from the saved copies and casts no operand again.
-        copies, saved = _named(copies)
+        copies, saved = named(copies)
     # One operand for all readers of a copy: `gathered_once` compares identities.
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
@@ -157,11 +118,10 @@ def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operan
 def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:
     """The stored scale [] of a stateful quantizer, with its multiplier."""
     assert arrays.known is not None
-    multiplier, stored = arrays.known[row]
-    known = KnownScale(multiplier, stored)
+    known = KnownScale(arrays.known[0, row], arrays.known[1, row])
     if not call.amax_axes.manual:
         return known
-    if split := getattr(call.places, tensor).manual_axes & varying(stored):
+    if split := getattr(call.places, tensor).manual_axes & varying(known.scale):
         raise FP8StateError(
             f"{tensor} is gathered over {sorted(split)}, but its state varies over it. All shards "
             "need one scale. Pass the state to shard_map with a spec that does not split it over "
@@ -252,24 +212,3 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
         key: pmax(observe(value, like), (varying(value) - varying(like)) | untyped)
         for key, like in likes.items()
     }
-
-
-def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The same arrays under the name RESIDUAL, twice: for this pass, and for the backward pass.
-
-    FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
-    `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
-    IEEE format with infinities, so values above 240 would become NaN.
-    """
-
-    def one(leaf: Array) -> tuple[Array, Array]:
-        if not leaf.dtype.name.startswith("float8"):
-            leaf = checkpoint_name(leaf, RESIDUAL)
-            return leaf, leaf
-        values = checkpoint_name(lax.bitcast_convert_type(leaf, jnp.uint8), RESIDUAL)
-        now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
-        return now, later
-
-    leaves, structure = jax.tree.flatten(tree)
-    now, later = zip(*map(one, leaves), strict=True) if leaves else ((), ())
-    return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)

@@ -27,7 +27,8 @@ from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
 from jaxfp8.ops._once import once
-from jaxfp8.ops._operands import Copy, Seen, gathered_once, quantize_operand
+from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
+from jaxfp8.ops._residuals import Copy
 from jaxfp8.prologues._prologue import Produced, Source
 from jaxfp8.sharding._amax import vary_as, varying
 from jaxfp8.state._ledger import encode

@@ -61,7 +61,7 @@ def with_probes(
     """The state with probes, for a differentiated loss.
 
     `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
-    f32[..., R, 2].
+    f32[..., 2, R].
     """
 
     def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:

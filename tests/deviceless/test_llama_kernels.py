@@ -10,9 +10,7 @@ from program import Program
 pytestmark = pytest.mark.deviceless
 
 MESH = 2, 4
-# Kernels of delayed scaling over those of bf16. In an Auto mesh XLA joins the maxima of an
-# iteration in one all-reduce, with a kernel that copies each operand out of the result.
-MOST = {"auto": 1.82, "manual": 1.62}
+MOST = {"auto": 1.615, "manual": 1.61}  # kernels of delayed scaling over those of bf16
 # The all-reduces of amaxes, and how often each runs. In `shard_map` amaxes leave the loop before
 # they are reduced. The forward pass has no amax, because its casts need none.
 MAXIMA = {"auto": [llama.LAYERS], "manual": [1]}
