@@ -31,7 +31,10 @@ FSDP, TENSOR = 2, 4  # of Llama: 8 GPUs
 
 
 class Sizes(NamedTuple):
-    """What makes a step: the chip or "cpu", and sizes. Llama has sizes of its own."""
+    """What makes a step: the chip or "cpu", and sizes. Llama has sizes of its own.
+
+    `keep` and `manual` are of Llama only: the remat policy, and whether it is inside `shard_map`.
+    """
 
     model: str
     target: str
@@ -39,6 +42,11 @@ class Sizes(NamedTuple):
     scanned: bool
     features: int
     tokens: int
+    keep: str
+    manual: bool
+
+
+KEEP = {"products": llama.KEEP_PRODUCTS, "residuals": llama.KEEP_RESIDUALS}
 
 
 class Block(nn.Module):
@@ -129,8 +137,9 @@ def measure(name: str, sizes: Sizes) -> dict[str, Any]:
     step: functools.partial[jax.stages.Traced]
     if sizes.model == "llama":  # bf16 has a recipe here, for the gathers of its weights
         step = functools.partial(
-            llama.traced_step, recipe, FSDP, TENSOR, sizes.blocks, settled=settled
-        )
+            llama.traced_step, recipe, FSDP, TENSOR, sizes.blocks,
+            settled=settled, remat=KEEP[sizes.keep], manual=sizes.manual,
+        )  # fmt: skip
         options = options_of(recipe, sizes.target)
     elif name == "bf16":  # with cuBLASLt for its matmuls, as per-tensor recipes have
         step, options = mlp(None, sizes, settled), options_of(fp8.recipes.current(), sizes.target)

@@ -5,6 +5,8 @@ CPU seconds to trace, lower and compile it, instructions, kernels and bytes. Not
     python benchmarks/programs.py --blocks 4 12 48 --json result.json
     python benchmarks/programs.py --target h200 --blocks 12 --json result.json
     python benchmarks/programs.py --model llama --json result.json
+    python benchmarks/programs.py --model llama --keep residuals --json result.json
+    python benchmarks/programs.py --model llama --manual --json result.json
 
 Each measurement has a process of its own. In each round every recipe is measured once, so that
 other work of the machine slows all of them alike. h200 and llama need the wheels of jax[cuda13],
@@ -34,6 +36,9 @@ COUNTS = ("instructions", "kernels", "bytes")
 # and so does what XLA fuses for a GPU.
 SIDE = {"cpu": 256, "h200": 4096}
 LLAMA_LAYERS = 80
+# What the forward pass of Llama keeps for the backward pass: results of matmuls, or FP8 residuals
+# as well.
+KEEP = ("products", "residuals")
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")
 
 
@@ -110,6 +115,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--features", type=int, help="of mlp (default: 256; h200: 4096)")
     parser.add_argument("--tokens", type=int, help="of mlp (default: 256; h200: 4096)")
+    parser.add_argument("--keep", choices=KEEP, default=KEEP[0], help="of llama (%(default)s)")
+    parser.add_argument("--manual", action="store_true", help="llama inside of jax.shard_map")
     parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the results")
     given = parser.parse_args()
@@ -119,6 +126,8 @@ def parse() -> argparse.Namespace:
         parser.error("--model llama compiles for --target h200 only")
     if llama and (given.stacks == ["unrolled"] or given.features or given.tokens):
         parser.error("--model llama is scanned, and has its own --features and --tokens")
+    if given.manual and not llama:
+        parser.error("--manual needs --model llama")
     if given.repeats < 1 or BASELINE not in given.recipes:
         parser.error("needs --repeats of at least 1, and bf16 among --recipes")
     given.target = given.target or ("h200" if llama else "cpu")
@@ -142,7 +151,7 @@ def main() -> None:
     for blocks in given.blocks:
         for stack in given.stacks:
             sizes = [given.model, given.target, blocks, stack == "scanned"]
-            sizes += [given.features, given.tokens]
+            sizes += [given.features, given.tokens, given.keep, given.manual]
             rounds = [
                 {recipe: in_a_process(recipe, sizes) for recipe in given.recipes}
                 for _ in range(given.repeats)
@@ -158,7 +167,7 @@ def main() -> None:
 def about(given: argparse.Namespace) -> dict[str, Any]:
     """What the figures depend on."""
     names = ["model", "target", "blocks", "stacks", "recipes", "repeats"]
-    names += ["features", "tokens"] if given.model == "mlp" else []
+    names += ["features", "tokens"] if given.model == "mlp" else ["keep"]
     settings = {name: getattr(given, name) for name in names}
     words = (
         f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
@@ -166,7 +175,9 @@ def about(given: argparse.Namespace) -> dict[str, Any]:
     )
     packages = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
     return {
-        "command": " ".join(["python benchmarks/programs.py", *words]),
+        "command": " ".join(
+            ["python benchmarks/programs.py", *words, *(["--manual"] if given.manual else [])]
+        ),
         **settings,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
         "python": platform.python_version(),

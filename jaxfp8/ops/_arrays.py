@@ -9,14 +9,13 @@ class QuantizerArrays(NamedTuple):
     """The arrays that quantizers need besides a tensor: the state, with R rows, and the key.
 
     Attributes:
-      scale: f32[R], the stored scales; None for recipes without state.
-      multiplier: f32[R], the encoding multipliers of these scales; None without them.
+      known: f32[2, R], multiplier and scale of each row (`state._identity.known_scales`); None for
+        recipes without state.
       ledger: f32[BINS, R], the ledger that collects amaxes (`state._ledger`); None without one.
       key: a jax PRNG key, or None.
     """
 
-    scale: Array | None = None
-    multiplier: Array | None = None
+    known: Array | None = None
     ledger: Array | None = None
     key: Array | None = None
 

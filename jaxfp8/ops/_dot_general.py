@@ -18,7 +18,7 @@ from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import view_for
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._identity import multipliers
+from jaxfp8.state._identity import known_scales
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
 
@@ -131,8 +131,7 @@ def dot_general(
         prologue=how.prologue,
     )
     quantizers = QuantizerArrays(
-        scale=own.scale if own else None,
-        multiplier=(probe.multiplier if probe else multipliers(own)) if own else None,
+        known=(probe.known if probe else known_scales(own)) if own else None,
         ledger=probe.ledger if probe else None,
         key=how.key if recipe.needs_key else None,
     )

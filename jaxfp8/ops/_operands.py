@@ -1,19 +1,16 @@
 """The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
 
-This module also reduces amaxes across devices and names residuals for `jax.checkpoint`.
+This module also reduces amaxes across devices.
 """
 
 import dataclasses
 import functools
 from typing import NamedTuple, TypeAlias
 
-import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, Matmul, PyTree, Tensor
+from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.numerics._amaxes import amaxes
@@ -21,7 +18,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call
-from jaxfp8.ops._checkpoint_policies import RESIDUAL
+from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
@@ -34,17 +31,6 @@ Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers"]
-)
-@dataclasses.dataclass(frozen=True)
-class Copy:
-    """One copy of a tensor, and the matmuls that read it."""
-
-    operand: Operand
-    readers: tuple[Matmul, ...]
-
-
 _NOTHING = CastExtras()
 
 
@@ -52,14 +38,14 @@ class Quantized(NamedTuple):
     """A tensor as each matmul reads it.
 
     Attributes:
-      now: the copies for the matmuls of this pass.
+      now: the operand of each matmul of this pass.
       saved: the same copies as residuals, for the matmuls of the backward pass.
       seen: the amaxes for the tensor's rows of state.
       column_sums: `CastExtras.column_sums`.
     """
 
     now: dict[Matmul, Operand]
-    saved: dict[Matmul, Operand]
+    saved: dict[Matmul, Copy]
     seen: Seen
     column_sums: Array | None
 
@@ -102,7 +88,8 @@ def quantize_operand(
             key = rounding_key(arrays.key, call, tensor, value)
         inputs = amaxes.inputs(planned)
         made, more = planned.quantizer.quantize(source, planned.cast, inputs, key=key)
-        copies += map(Copy, made, planned.readers)
+        for operand, readers in zip(made, planned.readers, strict=True):
+            copies.append(Copy.of(operand, readers, planned, stored))
         extras = more if extras is _NOTHING else extras.or_else(more)
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
@@ -114,9 +101,12 @@ def quantize_operand(
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from the saved copies and casts no operand again.
-        (copies, saved), (seen, _) = _named(copies), _named(seen) if seen else (seen, seen)
-    now = _by_matmul(copies)
-    return Quantized(now, now if tensor == "g" else _by_matmul(saved), seen, extras.column_sums)
+        copies, saved = named(copies)
+    # One operand for all readers of a copy: `gathered_once` compares identities.
+    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
+    now = {matmul: operand for operand, readers in whole for matmul in readers}
+    residuals = {matmul: copy for copy in saved for matmul in copy.readers}
+    return Quantized(now, residuals, seen, extras.column_sums)
 
 
 def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
@@ -125,19 +115,13 @@ def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operan
     return whole, whole if second is first else place.gather_operand(second)
 
 
-def _by_matmul(copies: list[Copy]) -> dict[Matmul, Operand]:
-    return {matmul: copy.operand for copy in copies for matmul in copy.readers}
-
-
 def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:
     """The stored scale [] of a stateful quantizer, with its multiplier."""
-    assert arrays.scale is not None
-    assert arrays.multiplier is not None
-    stored = arrays.scale[row]
-    known = KnownScale(arrays.multiplier[row], stored)
+    assert arrays.known is not None
+    known = KnownScale(arrays.known[0, row], arrays.known[1, row])
     if not call.amax_axes.manual:
         return known
-    if split := getattr(call.places, tensor).manual_axes & varying(stored):
+    if split := getattr(call.places, tensor).manual_axes & varying(known.scale):
         raise FP8StateError(
             f"{tensor} is gathered over {sorted(split)}, but its state varies over it. All shards "
             "need one scale. Pass the state to shard_map with a spec that does not split it over "
@@ -228,24 +212,3 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
         key: pmax(observe(value, like), (varying(value) - varying(like)) | untyped)
         for key, like in likes.items()
     }
-
-
-def _named(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The same arrays under the name RESIDUAL, twice: for this pass, and for the backward pass.
-
-    FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
-    `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
-    IEEE format with infinities, so values above 240 would become NaN.
-    """
-
-    def one(leaf: Array) -> tuple[Array, Array]:
-        if not leaf.dtype.name.startswith("float8"):
-            leaf = checkpoint_name(leaf, RESIDUAL)
-            return leaf, leaf
-        values = checkpoint_name(lax.bitcast_convert_type(leaf, jnp.uint8), RESIDUAL)
-        now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
-        return now, later
-
-    leaves, structure = jax.tree.flatten(tree)
-    now, later = zip(*map(one, leaves), strict=True) if leaves else ((), ())
-    return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)

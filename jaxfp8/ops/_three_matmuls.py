@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import UncollectedStateError
 from jaxfp8._geometry import inverse_permutation
@@ -24,10 +25,11 @@ from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
+from jaxfp8.ops._checkpoint_policies import RESIDUAL
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
+from jaxfp8.ops._residuals import Copy
 from jaxfp8.prologues._prologue import Produced, Source
-from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import vary_as, varying
 from jaxfp8.state._ledger import encode
 
@@ -50,9 +52,9 @@ class _Forward(NamedTuple):
     """Results of the forward pass: y, the copy of x for wgrad, the copy of w for dgrad, amaxes."""
 
     y: Array
-    x: Operand
-    w: Operand
-    seen: Seen
+    x: Copy
+    w: Copy
+    seen: Array | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -63,7 +65,7 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
     return add_bias(_fprop(call, arrays).y, arrays.bias, call.geometry)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
     variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w))
     x = quantize_operand(call, "x", _source(call, arrays), arrays.quantizers, variation)
@@ -76,7 +78,8 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
         call.out_sharding,
     )
     y = call.places.g.scatter(y)
-    return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], {**x.seen, **w.seen})
+    seen = _rows(call, {**x.seen, **w.seen}, arrays.quantizers.ledger)
+    return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], seen)
 
 
 def _source(call: Call, arrays: Arrays) -> Source:
@@ -115,6 +118,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
     y, x_saved, w_saved, seen = _fprop(call, given._replace(x=x, w=w))
+    seen = None if seen is None else checkpoint_name(seen, RESIDUAL)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
@@ -126,7 +130,7 @@ def _refuse_uncollected(call: Call, primals: Any) -> None:
     """Raise UncollectedStateError if a matmul with state is differentiated without its state."""
     own = primals.quantizers
     # The gradient of a bias alone reads no FP8 tensor, so it needs no state.
-    matmul = [primals.x, primals.w, *([] if own.scale is None else [own.scale])]
+    matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
     differentiated = any(each.perturbed for each in matmul)
     if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
         raise UncollectedStateError(
@@ -145,7 +149,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
     return (_gradients(call, residuals, gradient),)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)  # as above
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, seen, own, types = residuals
     gradient = once(gradient)
@@ -154,7 +158,8 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
         column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
     # A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
-    x, w = call.places.x.gather_operand(x), call.places.w.gather_operand(w)
+    x = call.places.x.gather_operand(x.whole(own.known))
+    w = call.places.w.gather_operand(w.whole(own.known))
     dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     dx = call.multiply("dgrad", dgrad, w, types.x.dtype, _sharding(types.x, dx_axes))
@@ -164,22 +169,24 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     db = None
     if types.bias is not None:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
-    ledger = _ledger(call, {**seen, **g.seen}, own.ledger)
+    of_g = _rows(call, g.seen, own.ledger)
+    ledger = None if seen is None or of_g is None else encode(jnp.maximum(seen, of_g))
     return Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger))
 
 
-def _ledger(call: Call, seen: Seen, like: Array | None) -> Array | None:
-    """The amaxes of all rows, encoded.
+def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
+    """The amaxes of a pass in one array f32[R]. A row that another pass sees has 0.
 
     None if nothing collects them, for instance if only the bias is differentiated.
     """
     if not call.collected or like is None:
         return None
-    amaxes = [seen[row.tensor, r] for r, row in enumerate(call.recipe.rows)]
+    keys = ((row.tensor, r) for r, row in enumerate(call.recipe.rows))
+    amaxes = [seen.get(key, jnp.float32(0.0)) for key in keys]
     if call.amax_axes.manual:
         # `jnp.stack` needs one type, and a cotangent must vary as its probe does.
         amaxes = [vary_as(amax, like) for amax in amaxes]
-    return encode(jnp.stack(amaxes))
+    return jnp.stack(amaxes)
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

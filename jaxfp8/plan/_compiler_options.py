@@ -5,7 +5,7 @@ from jaxfp8.recipes._operands import Operands
 from jaxfp8.recipes._recipe import Recipe
 
 
-def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
+def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
     """See `fp8.Kernels.compiler_options`.
 
     Example:
@@ -19,12 +19,16 @@ def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool]:
     ]
     if described.platform != "cuda" or not in_fp8:
         return {}
-    options = {}
+    options: dict[str, bool | str] = {}
     if described.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
         # With tiles only, XLA has no FP8 dot that could become a cuBLASLt call.
         options["xla_gpu_enable_triton_gemm"] = False
     if not any(_reads_float32_scales(operands) for operands in in_fp8):
         options["xla_allow_excess_precision"] = False
+    if recipe.combines_amaxes or recipe.tensors_in_rows:
+        # XLA joins the all-reduces of amaxes. This pass then copies all operands into one array,
+        # and each result out of it, with a kernel for each result.
+        options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
     return options
 
 

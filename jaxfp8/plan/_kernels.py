@@ -168,7 +168,7 @@ class Kernels:
             )
         return explained(self, recipe, check_shape(shape), jnp.dtype(dtype))
 
-    def compiler_options(self, recipe: Recipe) -> dict[str, bool]:
+    def compiler_options(self, recipe: Recipe) -> dict[str, bool | str]:
         """The options with which XLA compiles a recipe to the intended kernels and numbers.
 
         Pass them as `jax.jit(step, compiler_options=)`. They hold for the whole compiled function.
@@ -182,12 +182,17 @@ class Kernels:
         tensors. There the option would make XLA round those scales to bfloat16 before cuBLASLt, by
         up to 0.2 % each. XLA recognizes a scale only in the dtype of the dequantized operand.
 
+        `xla_disable_hlo_passes="all-reduce-contiguous"`: XLA joins the all-reduces of amaxes, and
+        sends each as it is. By default it copies them into one array, and starts a kernel for each
+        result. In a scanned Llama that is one kernel in ten of delayed scaling. The option is for
+        recipes with amaxes that span devices.
+
         Args:
           recipe: a Recipe.
 
         Returns:
           A dict. It is empty on platforms other than NVIDIA's, and for recipes without FP8 matmuls.
-          It is also empty for float32 scales of whole tensors on GPUs without FP8 units.
+          On GPUs without FP8 units `xla_gpu_enable_triton_gemm` is left out.
 
         Raises:
           ValueError: if `chip` is None.
@@ -195,8 +200,11 @@ class Kernels:
 
         Example:
           >>> import jaxfp8 as fp8
-          >>> fp8.Kernels("h200").compiler_options(fp8.recipes.delayed())
+          >>> fp8.Kernels("h200").compiler_options(fp8.recipes.static(
+          ...     x_scale=0.1, w_scale=0.1, g_scale=0.1))
           {'xla_gpu_enable_triton_gemm': False}
+          >>> fp8.Kernels("h200").compiler_options(fp8.recipes.delayed())["xla_disable_hlo_passes"]
+          'all-reduce-contiguous'
           >>> fp8.Kernels("h200").compiler_options(fp8.recipes.blockwise())
           {'xla_allow_excess_precision': False}
           >>> fp8.Kernels("cpu").compiler_options(fp8.recipes.delayed())

@@ -155,19 +155,22 @@ def known(state: MatmulState) -> MatmulState:
     )
 
 
-def multipliers(state: MatmulState) -> Array:
-    """The encoding multipliers of all rows, f32[..., R]. NaN for a row that is unset.
+def known_scales(state: MatmulState) -> Array:
+    """The encoding multiplier and the scale of each row, f32[..., 2, R].
 
-    A row that does not pass `known` counts as unset.
+    The multiplier is NaN for a row that is unset. A row that does not pass `known` counts as unset.
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> multipliers(fp8.init_state(fp8.recipes.delayed()))
-      Array([nan, nan, nan], dtype=float32)
+      >>> known_scales(fp8.init_state(fp8.recipes.delayed()))
+      Array([[nan, nan, nan],
+             [ 0.,  0.,  0.]], dtype=float32)
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
-    return inverse(jnp.where(is_set, state.scale, jnp.float32(jnp.nan)))
+    multipliers = inverse(jnp.where(is_set, state.scale, jnp.float32(jnp.nan)))
+    # Rows are the last axis, as in all arrays of a state: see `explained`.
+    return jnp.stack([multipliers, state.scale], axis=-2)
 
 
 def same_fingerprint(found: Any, want: np.ndarray) -> Any:

@@ -56,20 +56,20 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def with_probes(
-    state: PyTree, ledgers: PyTree, multipliers: PyTree, *, reduce_axes: tuple[str, ...] | None
+    state: PyTree, ledgers: PyTree, known: PyTree, *, reduce_axes: tuple[str, ...] | None
 ) -> PyTree:
     """The state with probes, for a differentiated loss.
 
-    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `multipliers` is a tree of
-    f32[..., R].
+    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
+    f32[..., 2, R].
     """
 
-    def one(s: MatmulState, ledger: Array, multiplier: Array) -> MatmulState:
+    def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:
         return dataclasses.replace(
-            s, probe=Probe(None if s.frozen else ledger, multiplier, reduce_axes)
+            s, probe=Probe(None if s.frozen else ledger, scales, reduce_axes)
         )
 
-    return map_states(one, state, ledgers, multipliers)
+    return map_states(one, state, ledgers, known)
 
 
 def without_probes(tree: PyTree) -> PyTree:

@@ -19,7 +19,7 @@ from jaxfp8.recipes._recipe import Row
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["ledger", "multiplier"],
+    data_fields=["ledger", "known"],
     meta_fields=["reduce_axes"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Probe:
 
     Attributes:
       ledger: f32[..., BINS, R] zeros. Its cotangent holds the amaxes. None in a frozen state.
-      multiplier: f32[..., R], the encoding multipliers: `multipliers` of the scales of all states.
+      known: f32[..., 2, R], the multiplier and the scale of each row (`known_scales`). A loop over
+        stacked layers slices one array for both.
       reduce_axes: mesh axes that the caller named, because types do not give them (static).
     """
 
     ledger: Array | None
-    multiplier: Array
+    known: Array
     reduce_axes: tuple[str, ...] | None
 
 

@@ -20,7 +20,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.sharding._amax import check_axes, manual_axes, pmax, types_tell, varying
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import check_layout, explained, known, multipliers
+from jaxfp8.state._identity import check_layout, explained, known, known_scales
 from jaxfp8.state._ledger import decode
 from jaxfp8.state._probes import with_probes, without_probes, zero_ledgers
 from jaxfp8.state._stacks import Stacks
@@ -97,10 +97,10 @@ def value_and_grad(
         states, flat = jax.tree.flatten(state, is_leaf=is_state)
         structure: Any = flat  # jax gives it no type
         ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
-        multiplied = structure.unflatten(map(multipliers, states))
+        scales = structure.unflatten(map(known_scales, states))
 
         def loss(params: PyTree, ledgers: PyTree) -> Any:
-            probed = with_probes(state, ledgers, multiplied, reduce_axes=named)
+            probed = with_probes(state, ledgers, scales, reduce_axes=named)
             out = loss_fn(params, probed, *args, **kwargs)
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], without_probes(out[1])) if has_aux else out
@@ -119,7 +119,7 @@ def value_and_grad(
 
 def _checked(state: MatmulState) -> MatmulState:
     check_layout(state)
-    # In a traced state `multipliers` finds rows that are not known, and `commit_one` unsets them.
+    # In a traced state `known_scales` finds rows that are not known, and `commit_one` unsets them.
     return state if isinstance(state.fingerprint, jax.core.Tracer) else known(state)
 
 

@@ -1,6 +1,6 @@
 """The layers of a Llama-3-70B in plain JAX.
 
-Fully sharded, tensor and sequence parallel, in an Auto mesh.
+Fully sharded, tensor and sequence parallel, in an Auto mesh or inside `shard_map`.
 
 `B` sequences, `T` tokens, `D` model, `F` hidden features. Attention is a stand-in without matmuls:
 on the wire it is silent.
@@ -22,6 +22,7 @@ from targets import state_of, topology
 import jaxfp8 as fp8
 from jaxfp8.programs import WireReport
 from jaxfp8.sharding import Shard
+from jaxfp8.sharding._amax import manual_axes
 
 # Llama 3 (arXiv:2407.21783, table 3): 8 groups of 8 query heads, one key and one value head, of 128
 # features each.
@@ -85,7 +86,12 @@ def in_groups(x: Any) -> Any:
 
     So lie the columns of fused weights, which "tensor" splits.
     """
-    return x.reshape(*x.shape[:2], GROUPS, -1)
+    groups = GROUPS // lax.axis_size("tensor") if manual_axes() else GROUPS
+    return x.reshape(*x.shape[:2], groups, -1)
+
+
+def constrained(x: Any, spec: P) -> Any:
+    return x if manual_axes() else lax.with_sharding_constraint(x, spec)
 
 
 def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
@@ -98,15 +104,13 @@ def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
         spec = WEIGHTS[name][1]
         tokens = Shard(1, "tensor")
         weight = Shard(spec.index("fsdp"), "fsdp")
-        x = lax.with_sharding_constraint(x, SEQUENCE if spec == COLUMNS else FEATURES)
+        x = constrained(x, SEQUENCE if spec == COLUMNS else FEATURES)
         y = fp8.dot(
             x, weights[name], recipe=recipe, state=state[name],
             x_shard=tokens if spec == COLUMNS else None, w_shard=weight,
             y_shard=None if spec == COLUMNS else tokens,
         )  # fmt: skip
-        return checkpoint_name(
-            lax.with_sharding_constraint(y, FEATURES if spec == COLUMNS else SEQUENCE), PRODUCT
-        )
+        return checkpoint_name(constrained(y, FEATURES if spec == COLUMNS else SEQUENCE), PRODUCT)
 
     if "qkv" in weights:
         h = h + dot("out", attention(dot("qkv", normalized(h))))
@@ -120,15 +124,21 @@ def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
     `remat` is a policy, or None.
     """
     one = functools.partial(layer, recipe)
-    block = one if remat is None else jax.checkpoint(one, policy=remat)
+
+    def block(h: Any, *of: Any, scanned: bool) -> Any:
+        # The documentation of JAX advises `prevent_cse=False` inside a scan, where nothing can undo
+        # the remat. With barriers, the backward loop copies each residual before it is read.
+        kept = one if remat is None else jax.checkpoint(one, policy=remat, prevent_cse=not scanned)
+        return kept(h, *of)
 
     def loss_fn(weights: Any, state: Any, h: Any) -> Any:
         if isinstance(weights, list):
             for of in zip(weights, state, strict=True):
-                h = block(h, *of)
+                h = block(h, *of, scanned=False)
         else:
-            h, _ = lax.scan(lambda h, of: (block(h, *of), None), h, (weights, state))
-        return jnp.mean(h.astype(jnp.float32) ** 2)
+            h, _ = lax.scan(lambda h, of: (block(h, *of, scanned=True), None), h, (weights, state))
+        loss = jnp.mean(h.astype(jnp.float32) ** 2)
+        return lax.pmean(loss, manual_axes()) if manual_axes() else loss
 
     def step(weights: Any, state: Any, h: Any) -> Any:
         loss, grads, state = fp8.value_and_grad(loss_fn)(weights, state, h)
@@ -140,12 +150,12 @@ def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
 def traced_step(
     recipe: fp8.Recipe, fsdp: int, tensor: int, layers: int = LAYERS,
     *, scanned: bool = True, remat: Any = KEEP_RESIDUALS, names: tuple[str, ...] = tuple(WEIGHTS),
-    settled: bool = True,
+    settled: bool = True, manual: bool = False,
 ) -> jax.stages.Traced:  # fmt: skip
     """A train step for fsdp x tensor H200, eight a host, with a sequence of TOKENS for each group
     of tensor devices.
 
-    `names`: the weights of a layer; MLP compiles in half the time.
+    `names`: the weights of a layer; MLP compiles in half the time. `manual`: inside `shard_map`.
     """
     devices = np.array(topology("h200", f"1x{fsdp * tensor // 8}x8").devices).reshape(fsdp, tensor)
     mesh = Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -166,7 +176,11 @@ def traced_step(
     weights, state = of_layers(layers) if scanned else ([one] * layers for one in of_layers())
     h = array((fsdp, TOKENS, D), SEQUENCE)
     out = jax.tree.map(lambda s: s.sharding, (weights, state))
-    step = jax.jit(train_step(recipe, remat), donate_argnums=(0, 1), out_shardings=(*out, None))
+    step = train_step(recipe, remat)
+    if manual:
+        specs = jax.tree.map(lambda sharding: sharding.spec, out)
+        step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, SEQUENCE), out_specs=(*specs, P()))
+    step = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*out, None))
     with jax.set_mesh(mesh):
         return step.trace(weights, state, h)
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from targets import topology
 
 import jaxfp8 as fp8
-from jaxfp8.state._identity import multipliers
+from jaxfp8.state._identity import known_scales
 from jaxfp8.state._probes import with_probes, zero_ledgers
 from jaxfp8.state._trees import map_states
 
@@ -70,11 +70,11 @@ def peak(recipe, kernels=None):
     mesh = Mesh(np.array(topology("h200").devices), ("d",), axis_types=(AxisType.Auto,))
     here = NamedSharding(mesh, P())
     state = map_states(lambda s: dataclasses.replace(s, settled=True), fp8.init_state(recipe))
-    multiplied = map_states(multipliers, state)
+    scales = map_states(known_scales, state)
 
     def forward(x, w):
         def layer(x, w, ledgers):
-            probed = with_probes(state, ledgers, multiplied, reduce_axes=None)
+            probed = with_probes(state, ledgers, scales, reduce_axes=None)
             return fp8.dot(x, w, recipe=recipe, state=probed, kernels=kernels)
 
         return jax.vjp(layer, x, w, zero_ledgers(state))

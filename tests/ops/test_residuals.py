@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.state._identity import multipliers
+from jaxfp8.state._identity import known_scales
 from jaxfp8.state._probes import with_probes, zero_ledgers
 from jaxfp8.state._trees import map_states
 
@@ -46,10 +46,10 @@ def saved(recipe, x_shape, w_shape):
 
     def backward(x, w):
         state = map_states(lambda s: dataclasses.replace(s, settled=True), fp8.init_state(recipe))
-        ledgers, multiplied = zero_ledgers(state), map_states(multipliers, state)
+        ledgers, scales = zero_ledgers(state), map_states(known_scales, state)
 
         def forward(x, w, ledgers):
-            probed = with_probes(state, ledgers, multiplied, reduce_axes=None)
+            probed = with_probes(state, ledgers, scales, reduce_axes=None)
             return fp8.dot(x, w, recipe=recipe, state=probed)
 
         return jax.vjp(forward, x, w, ledgers)[1]
