@@ -3,8 +3,8 @@
 On NVIDIA GPUs, XLA compiles a float32 division to `div.full.f32`, which is not correctly rounded.
 On CPUs, XLA rewrites `1 / (448 / amax)`. There are three ways to be exact:
 
-- `divide` divides in float32 on CPUs, where one division is correctly rounded. XLA:CPU rewrites no
-  quotient that is clamped before it divides again.
+- `divide` divides in float32 on CPUs, where one division is correctly rounded. XLA:CPU does not
+  rewrite a division by a quotient if a clamp is between them.
 - Elsewhere `divide` divides in float64, and rounds twice. That is exact, because float64 has more
   than twice the bits of float32. A step of current scaling has a dozen quotients for each matmul,
   and this is four operations.
@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._float32 import LARGEST, TINY
 
 # A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
 # 2 (PTX ISA). The conversion to an integer drops less than 1.
@@ -60,10 +60,12 @@ def divide(
 
 
 def _in_float32(denominator: Array, *, numerator: float, exponent: int) -> Array:
-    top = lax.full_like(denominator, np.float32(numerator) * 2.0**exponent)
-    # The clamp also keeps XLA:CPU from rewriting a division by this quotient. So this is clamped
-    # always.
-    return lax.clamp(np.float32(TINY), lax.div(top, denominator), np.float32(1 / TINY))
+    top = float(np.float32(numerator)) * 2.0**exponent
+    # The clamp also keeps XLA:CPU from rewriting this, if the denominator is a quotient. So there
+    # is one always. It is not after the division, because XLA computes what follows the division
+    # once for each use.
+    least, most = (np.float32(min(each, LARGEST)) for each in (top * TINY, top / TINY))
+    return lax.div(lax.full_like(denominator, top), lax.clamp(least, denominator, most))
 
 
 def _in_float64(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:

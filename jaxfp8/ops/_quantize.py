@@ -10,6 +10,7 @@ import numpy as np
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
+from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._scale import inverse
@@ -73,7 +74,8 @@ def quantize(
         a copy of x for each. The matmuls of a training step read x in two directions, so they
         need two copies in tiles.
       scale: the scale to use, float32 of shape `granularity.scale_shape(x.shape)`. By default it is
-        computed from the amax of x.
+        computed from the amax of x. It must be in [2^-126, 2^126]. If it is traced, no error can
+        be raised, and another scale gives NaN.
       key: a jax PRNG key, for stochastic rounding.
       kernels: the kernels that cast. `fp8.Kernels("h200")` selects the kernel that is written for
         that chip. By default XLA casts, on every chip. See `fp8.Kernels`.
@@ -180,7 +182,7 @@ def _checked(given: ArrayLike, granularity: AbstractGranularity, x_shape: tuple[
                 f"scale={part} must be positive, between 2**-126 and 2**126; leave it out for the "
                 "scale that fits x."
             )
-    return scale
+    return scale if parts else jnp.where((scale >= TINY) & (scale <= 1 / TINY), scale, jnp.nan)
 
 
 def _concrete(given: ArrayLike) -> list[np.ndarray]:

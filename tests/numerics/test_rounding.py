@@ -8,7 +8,7 @@ import pytest
 from hard_inputs import DTYPES, mentions
 
 from jaxfp8.numerics._formats import E4M3, E5M2
-from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._rounding import _built, _converted, saturating_cast
 
 FORMATS = pytest.mark.parametrize("format", [E4M3, E5M2], ids=repr)
 EAGER_AND_JIT = pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
@@ -45,6 +45,22 @@ def test_every_value(dtype, format, jit):
         np.testing.assert_array_equal(
             oracle.codes(actual), oracle.cast(x, m, format.name), err_msg=str(m)
         )
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bytes_that_are_built_are_those_of_the_conversion(dtype, format):
+    """CPUs convert to FP8, and other platforms build the bytes: this runs both on the CPU."""
+    if dtype == "float32":
+        bits = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32)
+        edges = np.float32([0, -0.0, 2.0**-126, -(2.0**-126), 2.0**-127, np.inf, -np.inf, np.nan])
+        x = np.concatenate([bits.view(np.float32), boundaries(format.name), edges, -edges])
+    else:
+        x = np.arange(2**16, dtype=np.uint16).view(DTYPES[dtype])
+    both = [jax.jit(functools.partial(each, format=format)) for each in (_built, _converted)]
+    for m in (*MULTIPLIERS, 2.0**127, np.inf, np.nan, -np.nan):
+        built, converted = (each(jnp.asarray(x), jnp.float32(m)) for each in both)
+        np.testing.assert_array_equal(oracle.codes(built), oracle.codes(converted), err_msg=str(m))
 
 
 @FORMATS
