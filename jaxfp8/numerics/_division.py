@@ -4,7 +4,7 @@ On NVIDIA GPUs, XLA compiles a float32 division to `div.full.f32`, which is not 
 On CPUs, XLA rewrites `1 / (448 / amax)`. There are three ways to be exact:
 
 - `divide` divides in float32 on CPUs, where one division is correctly rounded. XLA:CPU does not
-  rewrite a division by a quotient if a clamp is between them.
+  rewrite a division by a quotient if a bound is between them.
 - Elsewhere `divide` divides in float64, and rounds twice. That is exact, because float64 has more
   than twice the bits of float32. A step of current scaling has a dozen quotients for each matmul,
   and this is four operations.
@@ -40,7 +40,7 @@ def divide(
       numerator: a positive float32 constant.
       denominator: [...] float32, positive, finite and normal.
       exponent: the exponent of a power of two to multiply by, without rounding.
-      clamped: whether to clamp. False needs fewer operations, and a quotient in range or NaN.
+      clamped: whether to clamp. If False, the quotient must be in range, or is inf or NaN.
 
     Returns:
       [...] float32.
@@ -50,22 +50,23 @@ def divide(
       >>> divide(448.0, jnp.float32(3.0))
       Array(149.33333, dtype=float32)
     """
-    return lax.platform_dependent(
-        denominator,
-        cpu=functools.partial(_in_float32, numerator=numerator, exponent=exponent),
-        default=functools.partial(
-            _in_float64, numerator=numerator, exponent=exponent, clamped=clamped
-        ),
+    ways = (
+        functools.partial(each, numerator=numerator, exponent=exponent, clamped=clamped)
+        for each in (_in_float32, _in_float64)
     )
+    return lax.platform_dependent(denominator, cpu=next(ways), default=next(ways))
 
 
-def _in_float32(denominator: Array, *, numerator: float, exponent: int) -> Array:
+def _in_float32(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:
     top = float(np.float32(numerator)) * 2.0**exponent
-    # The clamp also keeps XLA:CPU from rewriting this, if the denominator is a quotient. So there
-    # is one always. It is not after the division, because XLA computes what follows the division
-    # once for each use.
-    least, most = (np.float32(min(each, LARGEST)) for each in (top * TINY, top / TINY))
-    return lax.div(lax.full_like(denominator, top), lax.clamp(least, denominator, most))
+    # The bounds come first, because XLA computes what follows a division once for each use. A
+    # bound also keeps XLA:CPU from rewriting a division by a quotient, so there is one always.
+    most = top / TINY
+    if clamped:
+        denominator = jnp.maximum(denominator, np.float32(top * TINY))
+    if most <= LARGEST:
+        denominator = jnp.minimum(denominator, np.float32(most))
+    return lax.div(lax.full_like(denominator, top), denominator)
 
 
 def _in_float64(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:

@@ -15,7 +15,7 @@ LARGEST, TINY = np.float32(oracle.FLOAT32_MAX), np.float32(oracle.TINY)
 
 def divide_in_float32(numerator, denominator, *, exponent=0):
     """What `divide` does on a CPU."""
-    return _in_float32(denominator, numerator=numerator, exponent=exponent)
+    return _in_float32(denominator, numerator=numerator, exponent=exponent, clamped=True)
 
 
 def divide_in_float64(numerator, denominator, *, exponent=0):
