@@ -51,6 +51,13 @@ class Call:
     backends: Backends  # of each cast and matmul, as `kernels` chooses them
     prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
 
+    @property
+    def by_xla(self) -> frozenset[Matmul]:
+        """The matmuls that XLA computes. None is certain if timings choose."""
+        if self.kernels.timings is not None:
+            return frozenset()
+        return frozenset(name for name in OPERANDS if getattr(self.backends, name)[0] == "xla")
+
     def multiply(
         self, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any
     ) -> Array:

@@ -76,7 +76,7 @@ def quantize_operand(
     # Both copies of g are gathered in one pass, those of x and w in different passes.
     gathered = tensor == "g" and not isinstance(place, Whole)
     for planned in planned_casts(
-        call.recipe, call.geometry, tensor, backends, column_sums, gathered
+        call.recipe, call.geometry, tensor, backends, column_sums, gathered, call.by_xla
     ):
         if planned.cast is None:
             copies += [Copy(value, readers) for readers in planned.readers]

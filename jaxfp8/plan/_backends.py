@@ -15,7 +15,8 @@ from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import Chip, chip_named
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
-from jaxfp8.plan._costs import PEAKS, Route, stream
+from jaxfp8.plan._costs import Route, stream
+from jaxfp8.plan._peaks import PEAKS
 from jaxfp8.plan._report import Shape
 from jaxfp8.plan._routes import Sides, kernels_for, matmul_cost, route_of, sides_of
 from jaxfp8.recipes._recipe import Recipe

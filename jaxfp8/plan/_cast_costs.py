@@ -11,8 +11,9 @@ from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import Chip
 from jaxfp8.numerics._amaxes import rows_read_together
-from jaxfp8.plan._costs import Cost, Peak, Route, stream, turns
-from jaxfp8.plan._padding import padding
+from jaxfp8.plan._costs import WHOLE_TILE, Cost, Route, padded, stream, turns
+from jaxfp8.plan._padding import padding, padding_for_pallas
+from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._current import Current
 from jaxfp8.quantizers._delayed import Delayed
@@ -23,11 +24,16 @@ from jaxfp8.recipes._recipe import Recipe
 
 MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
 """The axes of y [M, N] = x [M, K] @ w [K, N]."""
-# Bytes for each tile and direction: its amax and its multiplier, written and read.
-_CELL = 12
+# Bytes for each tile and direction. The amax is written and read, 2 + 2. With float32 scales the
+# multiplier is, 4 + 4. So it is with E8M0 scales, unless a matmul in bfloat16 reads the copy. Then
+# three steps to the multiplier are, 8 + 8.
+_CELL = {False: 12, True: 20}
 # Bytes for each tile of a copy that is widened to bfloat16. One kernel converts its scale to
 # bfloat16, and another reads that scale.
 _WIDENED_CELL = 8
+# XLA fuses less if a tensor has fewer values. For an H200 the limit is between 6.3 and 7.3 million
+# if it transposes in the cast, and between 8.4 and 15 million if it writes magnitudes.
+_SMALL = 7e6
 # Matmuls of cuBLASLt, whose operands XLA pads.
 _PADDED = (Route.FP8, Route.FP8_ROWS)
 
@@ -91,7 +97,10 @@ def _by_kernel(casts: Casts) -> Cost:
     """
     recipe, tensor, values, rows, routes, chip, peak = casts
     cost = Cost()
-    for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",)):
+    by_xla = frozenset(
+        name for name, route in routes.items() if route not in (Route.PALLAS, Route.BLOCK_SCALED)
+    )
+    for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",), by_xla=by_xla):
         if planned.cast is None:
             continue
         granularities = planned.cast.granularities
@@ -107,6 +116,9 @@ def _by_kernel(casts: Casts) -> Cost:
         for readers, cells in zip(planned.readers, scales, strict=True):
             if any(routes[name] in _PADDED for name in readers):
                 cost += padding(peak, chip, (rows, values // rows), {False}, first=True)
+            layouts = {MATRICES.axes(name, tensor).is_transposed for name in readers}
+            if any(routes[name] is Route.PALLAS for name in readers):
+                cost += padding_for_pallas(peak, (rows, values // rows), layouts, by_kernel=True)
             widened = sum(not routes[name].reads_fp8 for name in readers)
             if widened:
                 # The copy is read once, 1 byte a value. It is written as bfloat16 (2 bytes) for
@@ -126,17 +138,26 @@ def _by_xla(casts: Casts) -> Cost:
             copies.setdefault((quantizer, direction), []).append(name)
     if not copies:
         return Cost()
-    cost, written = Cost(), 0
-    found = {(q.granularity, direction): None for q, direction in copies if isinstance(q, Current)}
+    cost, written, sides = Cost(), 0, (rows, values // rows)
+    # For each amax, whether matmuls in bfloat16 read a copy with E8M0 scales.
+    found = {
+        (q.granularity, direction): q.rule.scale_format is not None
+        and not all(routes[name].reads_fp8 for name in readers)
+        for (q, direction), readers in copies.items()
+        if isinstance(q, Current)
+    }
     in_tiles = any(granularity.in_tiles for granularity, _ in found)
     if len({quantizer for quantizer, _ in copies}) == 1 and not in_tiles:
         cost += _amaxes(peak, values, rows, len(found))
         found = {}
-    for granularity, _ in found:
+    for (granularity, _), converted in found.items():
         tiles = granularity.in_tiles
         cells = values / math.prod(granularity.along(2)) if tiles else 0
         # A second, small kernel ends the reduction and makes the scale.
-        cost += stream(peak, 2 * values + _CELL * cells, kernels=2, in_tiles=tiles)
+        moved = 2 * values + _CELL[converted] * cells
+        cost += stream(peak, moved, kernels=2, in_tiles=tiles)
+    if len(found) == 2 and not in_tiles and values < _SMALL:
+        cost += stream(peak, 2 * values, kernels=0)  # one amax writes magnitudes for the other
     for (quantizer, _), readers in copies.items():
         # The layouts in which matmuls read FP8: False for that of the tensor, True for transposed.
         layouts = {
@@ -153,14 +174,21 @@ def _by_xla(casts: Casts) -> Cost:
         if first and transposed:  # FP8 is read and written once more
             cost += stream(peak, 2 * values)
         if any(routes[name] in _PADDED for name in readers):
-            sides = rows, values // rows
             cost += padding(peak, chip, sides, layouts, first=bool(first))
+        if any(routes[name] is Route.PALLAS for name in readers):
+            cost += padding_for_pallas(peak, sides, layouts, by_kernel=False)
         if quantizer.granularity.in_tiles:
             widened = widened[:1]  # tiles are widened once for both matmuls
         if isinstance(quantizer, Delayed) and widened:
             cost += stream(peak, (1 + 2 * len(widened)) * values)
         else:
             written += 2 * len(widened)
+    for_pallas = any(routes[name] is Route.PALLAS for name, _ in recipe.uses(tensor))
+    if len(copies) == 2 and in_tiles and for_pallas and sides[1] % WHOLE_TILE:
+        # The copy that is padded along its tiles has a kernel of its own, which reads the tensor.
+        cost += stream(peak, 2 * values, in_tiles=True)
+    if len(copies) == 2 and not in_tiles and turns(chip):
+        cost += stream(peak, 2 * values * _more_passes(sides), kernels=_more_passes(sides))
     return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
 
 
@@ -171,6 +199,18 @@ def _amaxes(peak: Peak, values: int, rows: int, granularities: int) -> Cost:
         return stream(peak, 2 * values + 2 * 2 * values / together, kernels=3)
     # XLA finds the amaxes of each granularity separately, with two kernels.
     return stream(peak, 2 * values * granularities, kernels=2 * granularities)
+
+
+def _more_passes(sides: tuple[int, int]) -> int:
+    """The passes over a tensor besides the first, if its copies have different scales.
+
+    One of the copies is transposed. A pass moves 2 bytes a value. It reads bfloat16, or it writes
+    and reads FP8.
+    """
+    is_padded = any(padded(size) != size for size in sides)  # one kernel for each copy
+    # XLA transposes small tensors in a kernel after the cast.
+    is_small = math.prod(sides) < _SMALL and all(size % 8 == 0 for size in sides)
+    return is_padded + is_small
 
 
 def _wants_contracted_last(route: Route, chip: Chip) -> bool:

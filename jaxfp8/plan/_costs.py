@@ -1,8 +1,8 @@
-"""How long kernels take at best: figures of chips, and the cost of a matmul by each route.
+"""How long kernels take at best: what they attain, and the cost of a matmul by each route.
 
 A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Nothing here
-was measured by this project. `_routes.py` chooses the route of a matmul. `_cast_costs.py` has the
-cost of casts.
+was measured by this project. `_peaks.py` has the figures of chips. `_routes.py` chooses the route
+of a matmul. `_cast_costs.py` has the cost of casts.
 
 Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
 """
@@ -11,7 +11,8 @@ import dataclasses
 import enum
 import math
 
-from jaxfp8.kernels._platform import Chip, chip_named
+from jaxfp8.kernels._platform import Chip
+from jaxfp8.plan._peaks import Peak
 
 # The share of the peak that a matmul attains. torchao found it for large matmuls on an H100
 # (torchao/testing/training/roofline_utils.py). Published cuBLAS figures are between 0.59 (FBGEMM,
@@ -38,58 +39,15 @@ _CONVERTED = 5
 # whether the tiles of the right operand are squares. Every sum of 32 products is scaled in float32.
 # That keeps the float32 lanes as busy as the tensor cores.
 _OF_BF16 = {False: 0.67, True: 1.6}
-# Two limits of the Pallas matmul for Hopper. It steps along K by 128. It reads E8M0 scales of rhs
-# as bytes if lhs has at most 128 rows.
-_WHOLE_TILE = 128
+# Limits of the Pallas matmul for Hopper. It steps along K by 128. It copies boxes of 8 rows. It
+# reads E8M0 scales of rhs as bytes if lhs has at most 128 rows.
+WHOLE_TILE = 128
+BOX = 8
 _FEW_ROWS = 128
 # cuBLASLt multiplies FP8 if all axes are multiples of 16 (cuBLAS documentation). XLA pads other
 # axes and slices the result.
 ALIGNMENT = 16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Peak:
-    """What a chip can do at most, by its data sheet, without sparsity.
-
-    Attributes:
-      bf16: operations/s of bfloat16 matmuls.
-      fp8: operations/s of FP8 matmuls; None without FP8 units.
-      bandwidth: bytes/s of device memory.
-    """
-
-    bf16: float
-    fp8: float | None
-    bandwidth: float
-
-
-# From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
-PEAKS = {
-    "a100": Peak(bf16=312e12, fp8=None, bandwidth=2.039e12),  # A100 80GB SXM
-    "l4": Peak(bf16=121e12, fp8=242.5e12, bandwidth=0.3e12),  # L4
-    "l40s": Peak(bf16=362e12, fp8=733e12, bandwidth=0.864e12),  # L40S
-    "h100": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=3.35e12),  # H100 SXM
-    "h200": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=4.8e12),  # H200 SXM
-    "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12),  # DGX B200, an eighth
-}
-
-
-def estimable(name: str) -> Chip:
-    """The chip of that name, if its figures are known.
-
-    Raises:
-      ValueError: for an unknown chip, or one without figures.
-
-    Example:
-      >>> estimable("h200").compute_capability
-      (9, 0)
-    """
-    chip = chip_named(name)
-    if name not in PEAKS:
-        raise ValueError(
-            f"chip={name!r} has no figures to estimate from. jaxfp8 has compiled nothing for FP8 "
-            f"units of platform {chip.platform}. Use one of {sorted(PEAKS)}."
-        )
-    return chip
+_ALIGNMENT_OF_BF16 = 8
 
 
 def turns(chip: Chip) -> bool:
@@ -99,6 +57,7 @@ def turns(chip: Chip) -> bool:
     documentation, `cublasLtMatmul`).
 
     Example:
+      >>> from jaxfp8.kernels._platform import chip_named
       >>> turns(chip_named("h200")), turns(chip_named("b200"))
       (True, False)
     """
@@ -175,11 +134,11 @@ def stream(
     return Cost(bytes=round(moved), seconds=moved / rate + kernels * LAUNCH)
 
 
-def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False) -> Cost:
+def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bool = False) -> Cost:
     """The cost of one matmul [M, K] @ [K, N].
 
     Each operand is read once, with 2 bytes a value, or 1 in FP8. The result is written with 2 bytes
-    a value.
+    a value. If Triton's matmul is split along K, its float32 sums are written and read besides.
 
     Example:
       >>> gemm(PEAKS["h200"], 8192, 8192, 8192).flops
@@ -190,7 +149,9 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False) -> Cost:
     operations = peak.fp8 if fp8 else peak.bf16
     assert operations is not None, "the chip has no FP8 units, but this route needs them"
     busy = max(flops / (operations * ATTAINED_PEAK), moved / (peak.bandwidth * ATTAINED_BANDWIDTH))
-    return Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
+    cost = Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
+    parts = peak.split_k.parts(m, k, n) if by_triton else 1
+    return cost + stream(peak, 2 * 4 * parts * m * n) if parts > 1 else cost
 
 
 def matmul(
@@ -203,6 +164,7 @@ def matmul(
     tile: int | None = None,
     square: bool = False,
     in_bytes: bool = False,
+    by_triton: bool = False,
 ) -> Cost:
     """The cost of [M, K] @ [K, N] by a route, with all passes over operands and result.
 
@@ -215,6 +177,7 @@ def matmul(
       tile: T, for operands in tiles.
       square: whether tiles of the right operand are T x T.
       in_bytes: whether scales are E8M0.
+      by_triton: whether XLA multiplies bfloat16 by Triton. Otherwise cuBLASLt multiplies it.
 
     Example:
       >>> matmul(PEAKS["h200"], Route.FP8, 8192, 8192, 8192).bytes == (1 + 1 + 2) * 8192**2
@@ -224,20 +187,34 @@ def matmul(
         return _by_pallas(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
     if route is Route.TILE_BY_TILE:
         return _tile_by_tile(peak, m, k, n, tile or k)
-    wide = [padded(size) if route.in_fp8 else size for size in (m, k, n)]
-    cost = gemm(peak, *wide, fp8=route.in_fp8)
+    multiple = ALIGNMENT if route.in_fp8 else 1 if by_triton else _ALIGNMENT_OF_BF16
+    wide = [padded(size, multiple) for size in (m, k, n)]
+    cost = gemm(peak, *wide, fp8=route.in_fp8, by_triton=by_triton and not route.in_fp8)
     if route is Route.BLOCK_SCALED:
         # Each tile 1x32 has a scale of 1 byte, which is moved 4 times. The cast writes it. One
         # kernel reads it and writes it in the order of the hardware. The matmul reads it.
         cost += stream(peak, 4 * (m * k + k * n) / 32, kernels=2)
-        # XLA pads each operand in FP8. `_padding.py` has the padding for other matmuls.
-        for before, after in ((m * k, wide[0] * wide[1]), (k * n, wide[1] * wide[2])):
-            cost += stream(peak, before + after) if before != after else Cost()
+    if route is Route.BLOCK_SCALED or not route.in_fp8:
+        # `_padding.py` has the padding for other matmuls.
+        cost += _padded_operand(peak, route, m, k, multiple)
+        cost += _padded_operand(peak, route, k, n, multiple)
     by_rows = route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS)
     if by_rows or m * n != wide[0] * wide[2]:
         # One pass scales the result in float32, and slices it. It reads and writes bfloat16.
         cost += stream(peak, 2 * (wide[0] * wide[2] + m * n))
     return cost
+
+
+def _padded_operand(peak: Peak, route: Route, rows: int, columns: int, multiple: int) -> Cost:
+    """The cost of padding an operand."""
+    before, after = rows * columns, padded(rows, multiple) * padded(columns, multiple)
+    if before == after:
+        return Cost()
+    size = 1 if route.in_fp8 else 2
+    if not route.in_fp8 and after == padded(rows) * padded(columns):
+        # Other matmuls read the operand in FP8. The kernel that casts and pads it pads this one.
+        return stream(peak, size * after, kernels=0)
+    return stream(peak, size * (before + after))
 
 
 def padded(size: int, multiple: int = ALIGNMENT) -> int:
@@ -254,21 +231,24 @@ def _by_pallas(
     peak: Peak, m: int, k: int, n: int, tile: int | None, *, square: bool, in_bytes: bool
 ) -> Cost:
     """The cost of Hopper's kernel (`kernels/scaled_matmul/hopper/`) and of converted scales."""
-    best = gemm(peak, m, k, n, fp8=True)
+    wide = padded(m, BOX), padded(k, WHOLE_TILE), padded(n)
+    best = gemm(peak, *wide, fp8=True)
     busy = (best.seconds - LAUNCH) / UNTIMED
     side = tile or k
-    if side < _WHOLE_TILE:
+    if side < WHOLE_TILE:
         busy = max(busy, best.flops / (_OF_BF16[square] * peak.bf16 * ATTAINED_PEAK))
     scales = m * k // side, k * n // (side * side if square else side)
     # With tiles 1x32 the kernel reads E8M0 scales of lhs as bytes. It reads those of rhs as bytes
     # if lhs has few rows. XLA converts all other E8M0 scales to float32 first.
-    small = in_bytes and side % _WHOLE_TILE > 0
+    small = in_bytes and side % WHOLE_TILE > 0
     as_bytes = small, small and not square and m <= _FEW_ROWS
     read = sum(n if is_byte else 4 * n for n, is_byte in zip(scales, as_bytes, strict=True))
     cost = Cost(best.bytes + read, best.flops, busy + LAUNCH)
     for number, is_byte in zip(scales, as_bytes, strict=True):
         if in_bytes and not is_byte:
             cost += stream(peak, _CONVERTED * number)
+    if m * n != wide[0] * wide[2]:
+        cost += stream(peak, 2 * (wide[0] * wide[2] + m * n))  # the result is sliced
     return cost
 
 

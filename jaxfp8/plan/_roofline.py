@@ -11,8 +11,9 @@ from jaxfp8._typing import Matmul
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.plan._backends import rows_of, sizes_of, values_of
 from jaxfp8.plan._cast_costs import Casts, cast_cost
-from jaxfp8.plan._costs import PEAKS, Cost, Route, estimable, gemm
+from jaxfp8.plan._costs import Cost, Route, gemm
 from jaxfp8.plan._kernels import Kernels, check_kernels
+from jaxfp8.plan._peaks import PEAKS, estimable
 from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape
 from jaxfp8.plan._routes import matmul_cost, route_of, sides_of
 from jaxfp8.recipes._recipe import Recipe
@@ -25,7 +26,7 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
 
     A kernel takes `max(flops / peak, bytes / bandwidth)`, plus a launch. A step takes the sum of
     its kernels. Peak and bandwidth are figures of data sheets, times the share that large kernels
-    attain. `plan/_costs.py` has every figure with its source.
+    attain. `plan/_peaks.py` and `plan/_costs.py` have every figure with its source.
 
     The estimate assumes:
       - x, w and g are bfloat16, and so are y, dx and dw. Other operations that use an operand (a
@@ -47,7 +48,9 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
         longer than estimated. Nobody has timed by how much.
       - XLA multiplies tiles in bfloat16, and in a loop if scales are float32. With scales of rows
         it reads and writes the result once more. A chip without FP8 units multiplies in bfloat16.
-        A matmul with one row or column is no FP8 call. Sizes are padded to multiples of 16.
+        A matmul with one row or column is no FP8 call. Sizes are padded as each matmul needs it.
+      - XLA splits the contracted axis of a small matmul in bfloat16. Its float32 sums are written
+        and read.
       - Quantizer state is in its steady state. There is no communication and no rematerialization.
         The GPU keeps its clocks and does nothing else.
 
@@ -93,6 +96,7 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
     chip = check_estimable(kernels)
     choices = kernels.choices(recipe, shape)
     described, peak = chip_named(chip), PEAKS[chip]
+    by_triton = kernels.compiler_options(recipe).get("xla_gpu_enable_triton_gemm", True)
     sizes, values, rows = sizes_of(shape), values_of(shape), rows_of(shape)
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Part] = {}
@@ -100,8 +104,10 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
         sides, backend = sides_of(getattr(recipe, name)), getattr(choices, name).backend
         routes[name] = route_of(sides, backend, described, sizes[name])
         parts[name] = Part(
-            bf16=gemm(peak, *sizes[name]),
-            recipe=matmul_cost(sides, backend, described, peak, sizes[name], recipe.tile),
+            bf16=gemm(peak, *sizes[name], by_triton=True),
+            recipe=matmul_cost(
+                sides, backend, described, peak, sizes[name], recipe.tile, by_triton=by_triton
+            ),
             how=routes[name].value,
         )
     each = {

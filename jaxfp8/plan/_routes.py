@@ -8,7 +8,8 @@ from typing import NamedTuple
 from jaxfp8.kernels._platform import Chip
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.plan._costs import Cost, Peak, Route, matmul
+from jaxfp8.plan._costs import Cost, Route, matmul
+from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.recipes._operands import Operands
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -134,6 +135,8 @@ def matmul_cost(
     peak: Peak,
     size: tuple[int, int, int],
     tile: int | None,
+    *,
+    by_triton: bool = True,
 ) -> Cost:
     """The cost of a matmul by a backend.
 
@@ -144,7 +147,10 @@ def matmul_cost(
       peak: data-sheet figures of the chip.
       size: (M, K, N) of the matmul.
       tile: size of a tile along K, for operands in tiles.
+      by_triton: whether XLA may multiply bfloat16 by Triton.
     """
     route, (lhs, rhs) = route_of(sides, backend, chip, size), sides
     square, in_bytes = rhs.granularity.is_square, lhs.in_bytes and rhs.in_bytes
-    return matmul(peak, route, *size, tile=tile, square=square, in_bytes=in_bytes)
+    return matmul(
+        peak, route, *size, tile=tile, square=square, in_bytes=in_bytes, by_triton=by_triton
+    )

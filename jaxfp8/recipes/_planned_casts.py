@@ -38,6 +38,7 @@ def planned_casts(
     backends: tuple[str, ...],
     column_sums: bool = False,
     gathered: bool = False,
+    by_xla: frozenset[Matmul] = frozenset(),
 ) -> tuple[PlannedCast, ...]:
     """The casts of a tensor: one for each quantizer that the recipe gives it.
 
@@ -49,6 +50,7 @@ def planned_casts(
       column_sums: whether the first cast also sums columns.
       gathered: whether the copies of this pass are gathered over a mesh. Matmuls with one scale
         then share a copy, because a second one would double the bytes.
+      by_xla: the matmuls that XLA computes. It multiplies tiles in bfloat16, in any layout.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -65,7 +67,9 @@ def planned_casts(
         # Hopper's matmuls read operands with the contracted axis last. So a backend that can write
         # a copy transposed does it here, and nobody has to transpose it later.
         transposed = axes.is_transposed and backends[0] in WRITE_TRANSPOSED
-        direction = Direction(granularity, transposed and not (gathered and granularity.in_one))
+        if (gathered and granularity.in_one) or (matmul in by_xla and granularity.in_tiles):
+            transposed = False
+        direction = Direction(granularity, transposed)
         copies = found.setdefault(quantizer, {})
         copies[direction] = (*copies.get(direction, ()), matmul)
     planned = []

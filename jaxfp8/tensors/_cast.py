@@ -18,8 +18,8 @@ class Direction:
       granularity: which values share a scale.
       transposed: whether the last two axes of the copy are transposed in memory. Hopper's matmuls
         read an operand like that if they contract the first of these two axes. The shape of the
-        copy is still that of the array. The XLA backend ignores this field, because XLA chooses
-        layouts itself.
+        copy is still that of the array. XLA chooses layouts itself. Its backend only keeps the
+        transposition behind the cast.
 
     Example:
       >>> import jaxfp8 as fp8

@@ -41,6 +41,7 @@ CASES = [(by_xla(chip), name) for chip in ("h200", "b200") for name in RECIPES]
 CASES += [(by_xla("a100"), name) for name in ("static", "current", "blockwise")]
 CASES += [(fp8.Kernels("b200", casts="xla"), name) for name in IN_TILES]
 CASES += [(fp8.Kernels(chip), name) for chip in ("h200", "b200") for name in IN_TILES]
+OF_ANY_SHAPE = tuple(CASES)  # Pallas casts by name refuse some shapes
 PALLAS_CASTS = fp8.Kernels("h200", casts="mosaic", matmuls="xla")
 CASES += [
     pytest.param(PALLAS_CASTS, name, marks=needs_mosaic)
@@ -69,7 +70,11 @@ def moved(recipe, kernels, m, k, n):
         return program.traffic(program.entry)
     step = dense_step(recipe, kernels=kernels)
     program = Program(compiled(step, *tensors, state_of(recipe)).as_text())
-    return program.traffic(program.entry) - 2 * m * n  # the loss reads y
+    m_padded, n_padded = -(-m // 16) * 16, -(-n // 16) * 16
+    if m * n == m_padded * n_padded:
+        return program.traffic(program.entry) - 2 * m * n  # the loss reads y
+    # The loss reads y as it is padded, so no slice is written.
+    return program.traffic(program.entry) + 2 * m_padded * n_padded
 
 
 @pytest.mark.parametrize(("kernels", "name"), CASES, ids=str)
@@ -110,25 +115,25 @@ PADDED = [
 ]
 
 
-@pytest.mark.parametrize("shape", PADDED)
-@pytest.mark.parametrize(
-    ("name", "chip"), [("current", "h200"), ("static", "h200"), ("current", "b200")]
-)
-def test_padding(name, chip, shape):
-    recipe, kernels = RECIPES[name](), by_xla(chip)
-    estimate = fp8.plan.roofline(shape, recipe=recipe, kernels=kernels)
-    compiled = in_its_process(chip, moved, recipe, kernels, *shape)
-    assert estimate.total.recipe.bytes == pytest.approx(compiled, rel=0.03)
+# What differs by more than 3 % is in docs/limits.md.
+NOT_PREDICTED = {
+    (by_xla("b200"), "rowwise", (333, 2048, 1024)),
+    (fp8.Kernels("h200"), "mxfp8", (333, 2048, 1024)),
+    (fp8.Kernels("b200"), "mxfp8", (333, 2048, 1024)),
+}
+RAGGED = [
+    (*case, shape)
+    for case in OF_ANY_SHAPE
+    for shape in PADDED
+    if (*case, shape) not in NOT_PREDICTED
+]
 
 
-@pytest.mark.parametrize("shape", [(4096, 2048, 1000), (4100, 2048, 1024), (333, 4096, 14336)])
-def test_padding_of_delayed(shape):
-    recipe, kernels = fp8.recipes.delayed(), by_xla("h200")
+@pytest.mark.parametrize(("kernels", "name", "shape"), RAGGED, ids=str)
+def test_padding(kernels, name, shape):
+    recipe = RECIPES[name]()
     estimate = fp8.plan.roofline(shape, recipe=recipe, kernels=kernels)
-    m, _, n = shape
-    m_padded, n_padded = -(-m // 16) * 16, -(-n // 16) * 16
-    sliced = 2 * m * n + 2 * m_padded * n_padded  # the loss reads y as it is: no slice is written
-    compiled = moved(recipe, kernels, *shape) + sliced
+    compiled = in_its_process(kernels.chip, moved, recipe, kernels, *shape)
     assert estimate.total.recipe.bytes == pytest.approx(compiled, rel=0.03)
 
 

@@ -1,5 +1,7 @@
 """The time of kernels, against sums by hand."""
 
+import dataclasses
+
 import pytest
 from hard_inputs import mentions
 from hypothesis import given
@@ -10,21 +12,23 @@ from jaxfp8.plan._costs import (
     ATTAINED_BANDWIDTH,
     ATTAINED_PEAK,
     LAUNCH,
-    PEAKS,
     XLA_TILE_RATE,
     Cost,
-    Peak,
     Route,
-    estimable,
     gemm,
     matmul,
     stream,
     turns,
 )
+from jaxfp8.plan._peaks import PEAKS, Peak, estimable
+from jaxfp8.plan._split_k import HOPPER, SplitK
 
 # Round figures: 1e12 operations/s and 1e9 bytes/s once derated.
 ROUND = Peak(
-    bf16=1e12 / ATTAINED_PEAK, fp8=2e12 / ATTAINED_PEAK, bandwidth=1e9 / ATTAINED_BANDWIDTH
+    bf16=1e12 / ATTAINED_PEAK,
+    fp8=2e12 / ATTAINED_PEAK,
+    bandwidth=1e9 / ATTAINED_BANDWIDTH,
+    split_k=SplitK(132, *HOPPER),
 )
 sizes = st.integers(1, 64).map(lambda n: 128 * n)
 
@@ -100,7 +104,7 @@ OPERANDS, RESULT = M * K + K * N, M * N
     ids=lambda value: value.name if isinstance(value, Route) else "",
 )
 def test_what_a_route_moves(route, moved, kernels):
-    cost = matmul(ROUND, route, M, K, N, tile=128)
+    cost = matmul(ROUND, route, M, K, N, tile=128)  # bfloat16 by cuBLASLt
     assert cost.bytes == moved
     assert cost.flops == 2 * M * K * N
     # Memory-bound all through, so that launches can be told from the rest.
@@ -116,9 +120,27 @@ def test_ragged_sizes_are_padded():
     assert matmul(ROUND, Route.FP8, 256, 528, 128).bytes == wide + 2 * 256 * 128
 
 
+def test_what_a_small_matmul_of_triton_moves():
+    # 333 x 1024 are 24 tiles for 132 multiprocessors: 4 parts of K, summed in float32.
+    assert ROUND.split_k.parts(333, 2048, 1024) == 4
+    cost = matmul(ROUND, Route.PLAIN, 333, 2048, 1024, by_triton=True)
+    plain = 2 * (333 * 2048 + 2048 * 1024 + 333 * 1024)
+    assert cost.bytes == plain + 2 * 4 * 4 * 333 * 1024
+    assert cost.seconds == pytest.approx(cost.bytes / 1e9 + 2 * LAUNCH)
+    # 2,048 x 1,024 are 128 tiles, enough.
+    assert ROUND.split_k.parts(2048, 333, 1024) == 1
+
+
+def test_ragged_sizes_are_padded_for_pallas():
+    # 333 -> 336 rows in boxes of 8; 333 -> 384 along K, in tiles of 128. The result is sliced.
+    moved = 336 * 384 + 384 * 1024 + 2 * 336 * 1024 + 2 * (336 + 333) * 1024
+    scales = 4 * (333 * 333 // 128 + 333 * 1024 // 128)
+    assert matmul(ROUND, Route.PALLAS, 333, 333, 1024, tile=128).bytes == moved + scales
+
+
 @given(m=sizes, k=sizes, n=sizes, more=st.floats(1, 10))
 def test_more_bandwidth_never_hurts(m, k, n, more):
-    faster = Peak(bf16=ROUND.bf16, fp8=ROUND.fp8, bandwidth=ROUND.bandwidth * more)
+    faster = dataclasses.replace(ROUND, bandwidth=ROUND.bandwidth * more)
     for route in Route:
         slow, fast = (matmul(peak, route, m, k, n, tile=128) for peak in (ROUND, faster))
         assert fast.seconds <= slow.seconds

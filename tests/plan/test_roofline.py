@@ -8,12 +8,14 @@ import re
 import jax
 import pytest
 from hard_inputs import mentions
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pages import ROOT
 
 import jaxfp8 as fp8
-from jaxfp8.plan._costs import LAUNCH, PEAKS, gemm
+from jaxfp8.plan._backends import sizes_of
+from jaxfp8.plan._costs import LAUNCH, gemm
+from jaxfp8.plan._peaks import PEAKS
 from jaxfp8.plan._report import MATMULS
 from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity
 
@@ -34,8 +36,8 @@ RECIPES = {
 ON_B200 = fp8.Kernels("b200", casts="xla")
 SHAPE = M, K, N = 4096, 1024, 2048
 X, W, G = M * K, K * N, M * N
-# Scales of tiles of 128, and of 32: 12 bytes in each direction of the tensors with 1D tiles.
-CELLS_128, CELLS_32 = 12 * 2 * (X + G) // 128 + 12 * W // 128**2, 12 * 2 * (X + W + G) // 32
+# Scales of tiles of 128, and of 32: 12 and 20 bytes in each direction of the tensors with 1D tiles.
+CELLS_128, CELLS_32 = 12 * 2 * (X + G) // 128 + 12 * W // 128**2, 20 * 2 * (X + W + G) // 32
 TENSORS = X + W + G
 # jax 0.10 lacks what the kernels in Pallas need.
 WITH_PALLAS = jax.__version_info__ >= (0, 11)
@@ -59,11 +61,13 @@ BY_HAND = [
     ("current", "a100", 8 * TENSORS),  # amax 2, cast 2 to two copies in bfloat16
     ("delayed", "a100", 8 * TENSORS),  # cast and amax 2 + 1, read 1 and widened 2 + 2
     # Two amaxes, cast 2 + 1 + 1. x and g have rows enough to be read once for both amaxes: the
-    # largest of 8 rows is written and read, 2 + 2.
-    ("rowwise", "h200", 8 * W + 13 * (X + G) // 2),
+    # largest of 8 rows is written and read, 2 + 2. Of fewer than 7 million values FP8 is written
+    # and read again on a chip that transposes.
+    ("rowwise", "h200", 10 * W + 2 * X + 13 * (X + G) // 2),
     ("rowwise", "b200", 8 * W + 13 * (X + G) // 2),
-    ("rowwise, wgrad in high precision", "h200", 5 * (X + G) + 8 * W),
-    ("rowwise, wgrad in high precision", "b200", 5 * (X + G) + 8 * W),
+    # The amax of all w writes the magnitudes, 2, because w is small.
+    ("rowwise, wgrad in high precision", "h200", 5 * (X + G) + 12 * W),
+    ("rowwise, wgrad in high precision", "b200", 5 * (X + G) + 10 * W),
     # two amaxes, cast 2 + 2 + 2; of w one, 2 + 2
     ("blockwise", "h200", 10 * (X + G) + 6 * W + CELLS_128),
     ("blockwise, float32", "h200", 8 * (X + G) + 5 * W + CELLS_128),  # FP8 for the loop
@@ -86,7 +90,7 @@ def test_casts(name, chip, moved):
     [
         # Two amaxes, cast 2 + 1 + 1, one direction transposed 1 + 1; a square tile is cast once,
         # and transposed.
-        ("mxfp8", 10 * TENSORS + CELLS_32),
+        ("mxfp8", 10 * TENSORS + CELLS_32 * 12 // 20),
         ("blockwise", 10 * (X + G) + 7 * W + CELLS_128),
         ("mxfp8, w 32x32", 10 * (X + G) + 7 * W + 12 * 2 * (X + G) // 32 + 12 * W // 32**2),
     ],
@@ -288,6 +292,8 @@ SCALING = [name for name, recipe in RECIPES.items() if recipe.tile is None]
 @pytest.mark.parametrize("name", SCALING)
 @given(shape=st.tuples(sizes, sizes, sizes), factor=st.integers(2, 8))
 def test_a_larger_layer_gains_no_less(name, chip, shape, factor):
+    # In a small layer XLA splits matmuls in bfloat16, which takes another kernel.
+    assume(all(PEAKS[chip].split_k.parts(*size) == 1 for size in sizes_of(shape).values()))
     small = fp8.plan.roofline(shape, recipe=RECIPES[name], kernels=fp8.Kernels(chip))
     large = fp8.plan.roofline(
         tuple(factor * size for size in shape), recipe=RECIPES[name], kernels=fp8.Kernels(chip)

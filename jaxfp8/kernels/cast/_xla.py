@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels._in_order import in_order_on_mesh
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.tensors._cast import Cast
@@ -30,11 +31,12 @@ def cast_copies(
     if not barriers and any(each.in_rows for each in cast.granularities):
         array = _in_its_layout(array)
     values, known = [], []
-    for granularity, (multiplier, scale) in zip(cast.granularities, scales, strict=True):
+    for direction, (multiplier, scale) in zip(cast.directions, scales, strict=True):
         if barriers:
             multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
-        spread = granularity.expand(multiplier, array.shape)
-        values.append(saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key))
+        spread = direction.granularity.expand(multiplier, array.shape)
+        value = saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key)
+        values.append(in_order_on_mesh(value) if direction.transposed else value)
         known.append(scale)
     return cast.copies(tuple(values), tuple(known), array.dtype), CastExtras()
 

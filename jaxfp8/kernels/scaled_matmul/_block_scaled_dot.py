@@ -13,10 +13,10 @@ import json
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxfp8._typing import Array, DType
+from jaxfp8.kernels.scaled_matmul._matrices import transposed_last
 from jaxfp8.kernels.scaled_matmul._partitioned import Cells, Dot, partitioned
 from jaxfp8.sharding._amax import vary_as
 
@@ -41,9 +41,7 @@ def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
 
 def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> Array:
     """XLA's operation on the arrays of one device."""
-    values = [
-        _transposed_last(x) if was else x for x, was in zip(arguments[:2], transposed, strict=True)
-    ]
+    values = transposed_last(arguments[:2], transposed)
     (batch, rows, _), (_, columns, _) = (x.shape for x in values)
     config = {
         "lhs_batch_dimensions": [0],
@@ -57,17 +55,6 @@ def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> 
         legacy_backend_config=json.dumps({"scaled_dot_backend_config": config}),
     )
     return call(*values, *arguments[2:])
-
-
-def _transposed_last(x: Array) -> Array:
-    """x [B, M, K], which XLA transposes as FP8 and not as the wider array that was cast to FP8.
-
-    Without the barrier XLA moves the transposition in front of the cast. Then it also writes masks,
-    and the copy of the other direction, in the transposed order. That is a third more traffic in a
-    layer. The barrier holds a flat array, because no transposition passes a reshape to one axis.
-    """
-    before = x.mT
-    return lax.optimization_barrier(before.reshape(-1)).reshape(before.shape).mT
 
 
 def mapped(local: Dot, on_mesh: Dot) -> Dot:

@@ -25,7 +25,7 @@ from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
 from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, block_scaled_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, repeated_scale
+from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, left_to_xla, repeated_scale
 from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, takes_mesh
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -47,11 +47,8 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
             as_matrix(_per_32(operand, scale, axes), axes)
             for operand, scale, axes in zip((lhs, rhs), (a_scale, b_scale), sides, strict=True)
         ]
-        transposed = tuple(
-            _is_transposed(axes) and not written
-            for axes, written in zip(sides, call.written_transposed, strict=True)
-        )
-        product = block_scaled_dot(jnp.dtype(written), transposed)(*matrices, *scales)
+        dot = block_scaled_dot(jnp.dtype(written), left_to_xla(sides, call.written_transposed))
+        product = dot(*matrices, *scales)
         return product.reshape(call.geometry.out_shape(lhs.shape, rhs.shape)).astype(out_dtype)
 
     def elsewhere(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
@@ -89,11 +86,6 @@ def _check(operand: QuantizedTensor, axes: OperandAxes) -> None:
                 f"The mesh is {mesh}. Inside jax.shard_map this backend needs a mesh with all axes "
                 "manual. Name all axes in jax.shard_map."
             )
-
-
-def _is_transposed(axes: OperandAxes) -> bool:
-    """Whether the innermost contracted axis has to move behind a kept axis."""
-    return axes.contracted[-1] < max(axes.kept, default=-1)
 
 
 def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:

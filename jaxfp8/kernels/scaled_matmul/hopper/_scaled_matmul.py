@@ -28,7 +28,7 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.mosaic._tiles import check_jax
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul._matrices import as_matrix
+from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, left_to_xla, transposed_last
 from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
 from jaxfp8.kernels.scaled_matmul.hopper._kernel import kernel
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
@@ -102,7 +102,8 @@ def scaled_matmul(
     ]
     rows, columns = (x.shape[1] for x in values)
     before = () if add_to is None else (add_to.reshape(values[0].shape[0], rows, columns),)
-    product = _multiply(call.out_dtype, tiling, scaling)(*values, *scales, *before)
+    transposed = left_to_xla(geometry.sides, call.written_transposed)
+    product = _multiply(call.out_dtype, tiling, scaling, transposed)(*values, *scales, *before)
     return product.reshape(geometry.out_shape(lhs.shape, rhs.shape))
 
 
@@ -187,15 +188,18 @@ def _check_call(
         )
 
 
-def _multiply(out_dtype: DType, tiling: Tiling | None, scaling: Scaling) -> Any:
+def _multiply(
+    out_dtype: DType, tiling: Tiling | None, scaling: Scaling, transposed: tuple[bool, ...]
+) -> Any:
     """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
 
-    A fifth argument [B, M, N] is added to the result. Under `jax.vmap` B grows.
+    A fifth argument [B, M, N] is added to the result. Under `jax.vmap` B grows. `transposed` says
+    which values XLA has to transpose for the kernel.
     """
 
     @custom_vmap
     def product(*arguments: Array) -> Array:
-        local = functools.partial(_padded_product, out_dtype, tiling, scaling)
+        local = functools.partial(_padded_product, out_dtype, tiling, scaling, transposed)
         # This is also the path if no mesh is known. The result of another kernel has a type without
         # a mesh, but it may be on several devices.
         if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
@@ -220,6 +224,7 @@ def _padded_product(
     out_dtype: DType,
     tiling: Tiling | None,
     scaling: Scaling,
+    transposed: tuple[bool, ...],
     lhs: Array,
     rhs: Array,
     lhs_scale: Array,
@@ -227,6 +232,7 @@ def _padded_product(
     add_to: Array | None = None,
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
+    lhs, rhs = transposed_last((lhs, rhs), transposed)
     tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
     # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
     # the two tiles of a cluster.
