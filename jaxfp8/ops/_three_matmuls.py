@@ -181,8 +181,13 @@ def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
     """
     if not call.collected or like is None:
         return None
-    keys = ((row.tensor, r) for r, row in enumerate(call.recipe.rows))
-    amaxes = [seen.get(key, jnp.float32(0.0)) for key in keys]
+
+    def unseen(slot: Array) -> Array:
+        # The select keeps the mesh axes and mapped axes of the ledger, and XLA removes it.
+        return jnp.where(slot > 0, jnp.zeros_like(slot), 0.0)
+
+    keys = [(row.tensor, r) for r, row in enumerate(call.recipe.rows)]
+    amaxes = [seen[key] if key in seen else unseen(like[0, key[1]]) for key in keys]
     if call.amax_axes.manual:
         # `jnp.stack` needs one type, and a cotangent must vary as its probe does.
         amaxes = [vary_as(amax, like) for amax in amaxes]
