@@ -125,6 +125,7 @@ def stream(
       by_pallas: whether the kernels are Pallas kernels of this library.
 
     Example:
+      >>> from jaxfp8.plan._peaks import PEAKS
       >>> stream(PEAKS["h200"], 4.416e9).seconds
       0.001002
     """
@@ -141,6 +142,7 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bo
     a value. If Triton's matmul is split along K, its float32 sums are written and read besides.
 
     Example:
+      >>> from jaxfp8.plan._peaks import PEAKS
       >>> gemm(PEAKS["h200"], 8192, 8192, 8192).flops
       1099511627776
     """
@@ -180,6 +182,7 @@ def matmul(
       by_triton: whether XLA multiplies bfloat16 by Triton. Otherwise cuBLASLt multiplies it.
 
     Example:
+      >>> from jaxfp8.plan._peaks import PEAKS
       >>> matmul(PEAKS["h200"], Route.FP8, 8192, 8192, 8192).bytes == (1 + 1 + 2) * 8192**2
       True
     """

@@ -96,7 +96,7 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
     chip = check_estimable(kernels)
     choices = kernels.choices(recipe, shape)
     described, peak = chip_named(chip), PEAKS[chip]
-    by_triton = kernels.compiler_options(recipe).get("xla_gpu_enable_triton_gemm", True)
+    by_triton = bool(kernels.compiler_options(recipe).get("xla_gpu_enable_triton_gemm", True))
     sizes, values, rows = sizes_of(shape), values_of(shape), rows_of(shape)
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Part] = {}
