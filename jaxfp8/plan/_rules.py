@@ -138,7 +138,7 @@ def skip_slow(
       >>> gate = FP8Dense(64, recipe=rule("gate", (8192, 4096, 64), recipe))
       skip_slow: gate [8192, 4096] @ [4096, 64]: current estimated 0.631x on h200, below 1: identity
       >>> gate.recipe.name
-      'identity (skip_slow: current 0.517x on h200)'
+      'identity (skip_slow: current 0.631x on h200)'
       >>> _ = fp8.plan.skip_slow(kernels=h200, tokens=256)("up", (4096, 14336), recipe)
       skip_slow: up [256, 4096] @ [4096, 14336]: current estimated 0.695x on h200, below 1: identity
 
