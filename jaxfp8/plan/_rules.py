@@ -140,7 +140,7 @@ def skip_slow(
       >>> gate.recipe.name
       'identity (skip_slow: current 0.631x on h200)'
       >>> _ = fp8.plan.skip_slow(kernels=h200, tokens=256)("up", (4096, 14336), recipe)
-      skip_slow: up [256, 4096] @ [4096, 14336]: current estimated 0.695x on h200, below 1: identity
+      skip_slow: up [256, 4096] @ [4096, 14336]: current estimated 0.728x on h200, below 1: identity
 
     References:
       `fp8.plan.roofline`; torchao, `_auto_filter_for_recipe`, a filter by fixed shapes.
