@@ -155,6 +155,7 @@ def known(state: MatmulState) -> MatmulState:
     )
 
 
+@jax.jit  # traced and lowered once for all equal layers
 def known_scales(state: MatmulState) -> Array:
     """The encoding multiplier and the scale of each row, f32[..., 2, R].
 

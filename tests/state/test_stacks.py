@@ -1,0 +1,62 @@
+"""States that are computed on together: same bits as one by one, and few slices to compile."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfp8 as fp8
+from jaxfp8.state._commit import commit_one
+from jaxfp8.state._stacks import MOST, Stacks
+
+RECIPES = fp8.recipes.delayed(), fp8.recipes.delayed(history_length=4)
+
+
+def states(count, recipes=RECIPES[:1]):
+    """States after a step that saw other amaxes in each of them, and what the next step saw."""
+    old = [fp8.init_state(recipes[i % len(recipes)]) for i in range(count)]
+
+    def seen(i, of):
+        nothing = fp8.nothing_seen(of)
+        amaxes = np.random.default_rng(i).lognormal(size=3).astype(np.float32)
+        return jax.tree.map(lambda _: jnp.asarray(amaxes), nothing)
+
+    old = [fp8.commit(state, seen(i, state)) for i, state in enumerate(old)]
+    return old, [seen(count + i, state) for i, state in enumerate(old)]
+
+
+def together(old, seen):
+    return Stacks.of(old).apply(commit_one, old, seen)
+
+
+@pytest.mark.parametrize("count", [1, MOST, MOST + 1, 3 * MOST + 2])
+def test_same_bits_as_one_by_one(count):
+    old, seen = states(count, RECIPES)
+    got = jax.jit(together)(old, seen)
+    wanted = [jax.jit(commit_one)(*each) for each in zip(old, seen, strict=True)]
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
+
+
+@pytest.mark.parametrize("count", [1, MOST, 3 * MOST + 2])
+def test_stacks_hold_every_state_once_and_few_states_each(count):
+    old, _ = states(count, RECIPES)
+    found = []
+    jax.jit(lambda tree: found.append(Stacks.of(tree).groups))(old)
+    groups = found[0]
+    assert sorted(place for group in groups for place in group) == list(range(count))
+    assert max(map(len, groups)) <= MOST
+    assert all(len({old[place].rows for place in group}) == 1 for group in groups)
+
+
+def test_deep_models_compile_no_more_slices():
+    def slices(count):
+        text = jax.jit(together).lower(*states(count)).compile().as_text()
+        return set(re.findall(r"\[\S* slice\(.*?slice=(\{.*?\})", text))
+
+    few, many = slices(MOST), slices(4 * MOST)
+    assert len(few) >= MOST  # each place of a stack
+    assert many == few
