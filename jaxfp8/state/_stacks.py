@@ -76,7 +76,7 @@ class Stacks:
                 results[group[0]] = function(*(each[0] for each in members))
                 continue
             stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
-            result = function(*stacked)
+            result = jax.jit(function)(*stacked)  # traced and lowered once for all equal stacks
             for place, i in enumerate(group):
                 results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
         return [results[i] for i in range(len(results))]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._errors import FP8StateError
@@ -109,9 +110,12 @@ def value_and_grad(
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
                 params, ledgers
             )
-        stacks, seen = Stacks.of(states), structure.flatten_up_to(cotangents)
-        seen = stacks.apply(functools.partial(_seen, named), states, seen)
-        new = stacks.apply(commit_one, states, seen) if commit else seen
+        stacks = Stacks.of(states)
+        amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
+        amaxes = _over_mesh(amaxes, states, named)
+        new = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
+        if commit:
+            new = stacks.apply(commit_one, states, new)
         return value, grads, structure.unflatten(new)
 
     return wrapped
@@ -132,11 +136,21 @@ def _vary_everywhere(ledger: Array) -> Array:
     return lax.pcast(ledger, missing, to="varying") if missing else ledger
 
 
-def _seen(named: tuple[str, ...] | None, state: MatmulState, ledger: Array) -> SeenAmax:
-    amax = decode(ledger)
-    axes = (
-        varying(amax) - varying(state.scale)
-        if types_tell()
-        else set(named or ()) & set(manual_axes())
-    )
-    return SeenAmax(pmax(amax, axes), state.rows)
+def _over_mesh(
+    amaxes: list[Array], states: list[MatmulState], named: tuple[str, ...] | None
+) -> list[Array]:
+    """The amaxes over all devices that must agree on them, with one `pmax` for all of one type."""
+    together: dict[Any, list[int]] = {}
+    for i, (amax, state) in enumerate(zip(amaxes, states, strict=True)):
+        if types_tell():
+            axes = varying(amax) - varying(state.scale)
+        else:
+            axes = frozenset(named or ()) & frozenset(manual_axes())
+        if axes:
+            # Devices may hold other layers of a stacked state: it is reduced by itself.
+            together.setdefault((axes, amax.ndim > 1 and i, jax.typeof(amax)), []).append(i)
+    found = list(amaxes)
+    for (axes, *_), places in together.items():
+        for i, amax in zip(places, pmax(jnp.stack([amaxes[i] for i in places]), axes), strict=True):
+            found[i] = amax
+    return found
