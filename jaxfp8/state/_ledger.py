@@ -30,6 +30,7 @@ from jaxfp8._typing import Array
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
+from jaxfp8.sharding._amax import vary_as
 
 BINS = 1024
 """8 bins per octave from 2^-64 to 2^64.
@@ -102,9 +103,11 @@ def _observe(kept: int) -> Callable[[Array, Array], Array]:
 
     @custom_vmap
     def observed(x: Array, like: Array) -> Array:
-        if not kept:
-            return amax(x, PerTensor())
-        return jnp.squeeze(amax(x, PerAxis(*range(kept))), axis=tuple(range(kept, x.ndim)))
+        largest = amax(x, PerAxis(*range(kept)) if kept else PerTensor())
+        largest = jnp.squeeze(largest, axis=tuple(range(kept, largest.ndim)))
+        # Devices may hold other states, of experts for instance, and the same tensor. The rule
+        # below gives one amax to each state, so the result varies as the states do.
+        return vary_as(largest, like)
 
     @observed.def_vmap
     def batched(size: int, mapped: list[bool], x: Array, like: Array) -> tuple[Array, bool]:

@@ -5,6 +5,7 @@ rows are therefore stacked, a few at a time, and one call does it for each stack
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -70,13 +71,21 @@ class Stacks:
         The arrays of a group with several states get a leading axis.
         """
         results: dict[int, T] = {}
+
+        # Equal stacks are traced and lowered once for each call of `apply`. It is a new function
+        # each time, because quantizers of users may read what is no argument.
+        @jax.jit
+        @functools.wraps(function)
+        def together(*stacked: PyTree) -> T:
+            return function(*stacked)
+
         for group in self.groups:
             members = [[each[i] for i in group] for each in lists]
             if len(group) == 1:
                 results[group[0]] = function(*(each[0] for each in members))
                 continue
             stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
-            result = jax.jit(function)(*stacked)  # traced and lowered once for all equal stacks
+            result = together(*stacked)
             for place, i in enumerate(group):
                 results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
         return [results[i] for i in range(len(results))]

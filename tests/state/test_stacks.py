@@ -60,3 +60,18 @@ def test_deep_models_compile_no_more_slices():
     few, many = slices(MOST), slices(4 * MOST)
     assert len(few) >= MOST  # each place of a stack
     assert many == few
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_quantizer_that_changed_is_traced_again(count, monkeypatch):
+    """A notebook may define a method of a quantizer again, or a test may replace it."""
+    quantizer = type(RECIPES[0].rows[0].quantizer)
+    old, seen = states(count)
+    assert all(leaf.scale[0] != 7 for leaf in jax.jit(together)(old, seen))
+
+    def update(self, row, amax):
+        return row._replace(scale=jnp.full_like(row.scale, 7))
+
+    monkeypatch.setattr(quantizer, "update", update)
+    again = jax.jit(lambda *given: together(*given))(old, seen)
+    assert all(leaf.scale[0] == 7 for leaf in again)
