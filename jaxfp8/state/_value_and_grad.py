@@ -113,9 +113,8 @@ def value_and_grad(
         stacks = Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
         amaxes = _over_mesh(amaxes, states, named)
-        new = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
-        if commit:
-            new = stacks.apply(commit_one, states, new)
+        seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
+        new = stacks.apply(commit_one, states, seen) if commit else seen
         return value, grads, structure.unflatten(new)
 
     return wrapped
