@@ -72,8 +72,9 @@ class Stacks:
         """
         results: dict[int, T] = {}
 
-        # Equal stacks are traced and lowered once for each call of `apply`. It is a new function
-        # each time, because quantizers of users may read what is no argument.
+        # Equal stacks are traced and lowered once for each call of `apply`. `together` is defined
+        # anew in each call. A user's quantizer may read a global, and a cache that calls share
+        # would keep its old value.
         @jax.jit
         @functools.wraps(function)
         def together(*stacked: PyTree) -> T:

@@ -146,7 +146,8 @@ def _over_mesh(
         else:
             axes = frozenset(named or ()) & frozenset(manual_axes())
         if axes:
-            # Devices may hold other layers of a stacked state: it is reduced by itself.
+            # Two stacked states may be split over devices in different ways. So each of them has
+            # a `pmax` of its own.
             together.setdefault((axes, amax.ndim > 1 and i, jax.typeof(amax)), []).append(i)
     found = list(amaxes)
     for (axes, *_), places in together.items():
