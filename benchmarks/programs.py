@@ -173,16 +173,22 @@ def about(given: argparse.Namespace) -> dict[str, Any]:
         f"--{name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
         for name, value in settings.items()
     )
-    packages = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
     return {
         "command": " ".join(
             ["python benchmarks/programs.py", *words, *(["--manual"] if given.manual else [])]
         ),
         **settings,
+        **about_this_machine(),
+        "unit": "CPU seconds of all threads; kernels and bytes of one step",
+    }
+
+
+def about_this_machine() -> dict[str, Any]:
+    packages = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
+    return {
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, no GPU",
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
-        "unit": "CPU seconds of all threads; kernels and bytes of one step",
     }
 
 

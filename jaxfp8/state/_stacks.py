@@ -17,8 +17,8 @@ from jaxfp8.state._state import MatmulState
 
 T = TypeVar("T")
 
-MOST = 6
-"""States of one stack.
+MOST_STACKED = 6
+"""The largest number of states in a stack.
 
 Each result is a slice of its stack. XLA compiles equal slices of equal stacks once, and slices of
 other places again. One stack of all layers would thus compile two kernels for each layer. Small
@@ -38,7 +38,7 @@ class Stacks:
 
     @classmethod
     def of(cls, states: Sequence[MatmulState]) -> "Stacks":
-        """The groups of some states.
+        """The groups of some states, of at most `MOST_STACKED` each.
 
         Only traced states of single matmuls are in a group with others. In eager code nothing is
         compiled, and messages name single states. States that are stacked already may be split
@@ -59,9 +59,9 @@ class Stacks:
             groups.setdefault(key, []).append(i)
         return cls(
             tuple(
-                tuple(places[start : start + MOST])
+                tuple(places[start : start + MOST_STACKED])
                 for places in groups.values()
-                for start in range(0, len(places), MOST)
+                for start in range(0, len(places), MOST_STACKED)
             )
         )
 

@@ -129,7 +129,7 @@ def _checked(state: MatmulState) -> MatmulState:
 def _vary_everywhere(ledger: Array) -> Array:
     """The ledger, with a type that varies over all manual mesh axes.
 
-    Backward rules then emit no collective for its cotangent. One `pmax` follows at the end.
+    Backward rules then emit no collective for its cotangent. `_over_mesh` follows at the end.
     """
     missing = tuple(sorted(set(manual_axes()) - varying(ledger))) if types_tell() else ()
     return lax.pcast(ledger, missing, to="varying") if missing else ledger
@@ -138,19 +138,21 @@ def _vary_everywhere(ledger: Array) -> Array:
 def _over_mesh(
     amaxes: list[Array], states: list[MatmulState], named: tuple[str, ...] | None
 ) -> list[Array]:
-    """The amaxes over all devices that must agree on them, with one `pmax` for all of one type."""
-    together: dict[Any, list[int]] = {}
+    """The amaxes over all devices that must agree on them.
+
+    Amaxes of one type that span the same mesh axes share one `pmax`.
+    """
+    spans: dict[Any, list[int]] = {}
     for i, (amax, state) in enumerate(zip(amaxes, states, strict=True)):
         if types_tell():
             axes = varying(amax) - varying(state.scale)
         else:
             axes = frozenset(named or ()) & frozenset(manual_axes())
         if axes:
-            # Two stacked states may be split over devices in different ways. So each of them has
-            # a `pmax` of its own.
-            together.setdefault((axes, amax.ndim > 1 and i, jax.typeof(amax)), []).append(i)
-    found = list(amaxes)
-    for (axes, *_), places in together.items():
-        for i, amax in zip(places, pmax(jnp.stack([amaxes[i] for i in places]), axes), strict=True):
-            found[i] = amax
-    return found
+            spans.setdefault((axes, jax.typeof(amax)), []).append(i)
+    largest = list(amaxes)
+    for (axes, _), places in spans.items():
+        together = pmax(jnp.stack([amaxes[i] for i in places]), axes)
+        for i, amax in zip(places, together, strict=True):
+            largest[i] = amax
+    return largest

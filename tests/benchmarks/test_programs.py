@@ -150,6 +150,21 @@ def rows_of(tmp_path, *words):
     return rows
 
 
+def test_the_casts_of_a_program_are_counted(tmp_path):
+    result = tmp_path / "result.json"
+    script = [sys.executable, ROOT / "benchmarks" / "cast_instructions.py"]
+    run = subprocess.run(
+        [*script, "--recipes", "current", "mxfp8", "--json", result],
+        env=os.environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    current, mxfp8 = json.loads(result.read_text())["rows"]
+    assert 3 <= current["casts_per_layer"] < mxfp8["casts_per_layer"]  # one for x, w and g at least
+    # A conversion, and two bounds.
+    assert 3 < current["instructions_of_a_cast"]["min"] < mxfp8["instructions_of_a_cast"]["min"]
+    assert all(0 < row["share_of_the_program"] < 1 for row in (current, mxfp8))
+
+
 def test_runs_and_writes_its_table(tmp_path):
     rows = rows_of(tmp_path, "--stacks", "scanned", "--recipes", "bf16", "delayed")
     assert [*rows] == ["bf16", "delayed"]

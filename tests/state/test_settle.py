@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from primitives import count
 
 import jaxfp8 as fp8
 
@@ -32,17 +33,9 @@ def assert_same(first, second):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(first), jax.tree.leaves(second))
 
 
-def maxima(jaxpr):
-    """The number of maxima, in all subprograms."""
-    parameters = jax.tree.leaves([list(e.params.values()) for e in jaxpr.eqns])
-    inner = [p.jaxpr if hasattr(p, "jaxpr") else p for p in parameters]
-    own = sum(e.primitive.name == "reduce_max" for e in jaxpr.eqns)
-    return own + sum(maxima(p) for p in inner if hasattr(p, "eqns"))
-
-
 def reads_of(state):
     """How many maxima a step takes."""
-    return maxima(jax.make_jaxpr(fp8.value_and_grad(loss))(W, state, X).jaxpr)
+    return count(jax.make_jaxpr(fp8.value_and_grad(loss))(W, state, X).jaxpr, "reduce_max")
 
 
 def test_bits_and_reads():
