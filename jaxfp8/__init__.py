@@ -1,6 +1,7 @@
 """FP8 training in JAX. `import jaxfp8 as fp8`."""
 
 from jaxfp8 import comms as comms
+from jaxfp8 import conversion as conversion
 from jaxfp8 import linen as linen
 from jaxfp8 import nnx as nnx
 from jaxfp8 import plan as plan
@@ -12,6 +13,7 @@ from jaxfp8 import sharding as sharding
 from jaxfp8 import state as state
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8._version import __version__ as __version__
+from jaxfp8.conversion._convert import convert as convert
 from jaxfp8.numerics._formats import E4M3 as E4M3
 from jaxfp8.numerics._formats import E5M2 as E5M2
 from jaxfp8.numerics._formats import E8M0 as E8M0

@@ -4,6 +4,7 @@ They have the arguments, parameters and initial values of flax's layers, and a r
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -97,26 +98,29 @@ class FP8Dense(PrologueModule, nn.Dense):
         The matmul adds the bias if that gives the result of `flax.linen.Dense`. Then the backward
         pass of the matmul also sums the gradient of the bias.
         """
-        given = LayerInput.read(inputs, self.prologue)
-        kernel = self.param(
-            "kernel", self.kernel_init, (given.like.shape[-1], self.features), self.param_dtype
-        )
-        bias = (
-            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-            if self.use_bias
-            else None
-        )
-        promote = functools.partial(self.promote_dtype, dtype=self.dtype)
-        given, w, bias = given.promoted(promote, kernel, bias)
-        dimension_numbers = (((given.like.ndim - 1,), (0,)), ((), ()))
-        dot_general = functools.partial(
-            self.dot_general_cls(), given.lhs, w, dimension_numbers, precision=self.precision,
-            prologue=self.prologue,
-        )  # fmt: skip
-        if bias is None or fits(bias, given.like, w):
-            return dot_general(bias=bias)
-        y = dot_general()
-        return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
+        return dense(self, LayerInput.read(inputs, self.prologue), self.dot_general_cls())
+
+
+def dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]) -> Array:
+    """What a layer with the fields of `nn.Dense` computes, with an `FP8DotGeneral` as matmul."""
+    kernel = layer.param(
+        "kernel", layer.kernel_init, (given.like.shape[-1], layer.features), layer.param_dtype
+    )
+    bias = (
+        layer.param("bias", layer.bias_init, (layer.features,), layer.param_dtype)
+        if layer.use_bias
+        else None
+    )
+    promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
+    given, w, bias = given.promoted(promote, kernel, bias)
+    dimension_numbers = (((given.like.ndim - 1,), (0,)), ((), ()))
+    dot_general = functools.partial(
+        matmul, given.lhs, w, dimension_numbers, precision=layer.precision, prologue=given.prologue
+    )
+    if bias is None or fits(bias, given.like, w):
+        return dot_general(bias=bias)
+    y = dot_general()
+    return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
 class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
@@ -216,25 +220,32 @@ class FP8Einsum(PrologueModule, nn.Einsum):
           ValueError: if the equation is given twice or not at all. Also if it has no "->", or if it
             does not have two operands.
         """
-        given = LayerInput.read(inputs, self.prologue)
-        equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
-        if "->" not in equation or equation.count(",") != 1:
-            raise ValueError(
-                f"einsum_str={equation!r} must have two operands and an explicit '->'. Write for "
-                "instance einsum_str='bd,dk->bk'."
-            )
-        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
-        bias, bias_shape = None, ()
-        if self.use_bias:
-            own_shape, bias_shape = self._get_bias_shape(equation, given.like, kernel)
-            bias = self.param("bias", self.bias_init, own_shape, self.param_dtype)
-        promote = functools.partial(self.promote_dtype, dtype=self.dtype)
-        given, w, bias = given.promoted(promote, kernel, bias)
-        options = self.matmul_options()
-        options["prologue"] = self.prologue
-        y = einsum(
-            equation, given.lhs, w, recipe=self.recipe, state=matmul_state(self, self.recipe),
-            precision=self.precision, preferred_element_type=self.preferred_element_type,
-            **options,
-        )  # fmt: skip
-        return y if bias is None else y + jnp.reshape(bias, bias_shape)
+        given, options = LayerInput.read(inputs, self.prologue), self.matmul_options()
+        multiply = functools.partial(
+            einsum, recipe=self.recipe, state=matmul_state(self, self.recipe), **options
+        )
+        return apply_einsum(self, given, einsum_str, multiply)
+
+
+def apply_einsum(
+    layer: nn.Einsum, given: LayerInput, einsum_str: str | None, multiply: Callable[..., Array]
+) -> Array:
+    """What a layer with the fields of `nn.Einsum` computes, with `multiply` as `fp8.einsum`."""
+    equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
+    if "->" not in equation or equation.count(",") != 1:
+        raise ValueError(
+            f"einsum_str={equation!r} must have two operands and an explicit '->'. Write for "
+            "instance einsum_str='bd,dk->bk'."
+        )
+    kernel = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype)
+    bias, bias_shape = None, ()
+    if layer.use_bias:
+        own_shape, bias_shape = layer._get_bias_shape(equation, given.like, kernel)
+        bias = layer.param("bias", layer.bias_init, own_shape, layer.param_dtype)
+    promote = functools.partial(layer.promote_dtype, dtype=layer.dtype)
+    given, w, bias = given.promoted(promote, kernel, bias)
+    y = multiply(
+        equation, given.lhs, w, precision=layer.precision,
+        preferred_element_type=layer.preferred_element_type, prologue=given.prologue,
+    )  # fmt: skip
+    return y if bias is None else y + jnp.reshape(bias, bias_shape)

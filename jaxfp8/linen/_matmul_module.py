@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._arguments import check_prologue
-from jaxfp8.ops._options import MatmulOptions, options_of
+from jaxfp8.ops._options import LayerOptions, MatmulOptions, options_of
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._per_tensor import delayed
@@ -54,15 +54,20 @@ class MatmulModule(nn.Module):
         Outside of `jax.shard_map`, `init` leaves out the shards. Its arrays are not split, and it
         may run without a mesh.
         """
-        options = MatmulOptions(**options_of(self))
-        if self.is_initializing():
-            for name in ("x_shard", "w_shard", "y_shard"):
-                shard: Any = options[name]
-                if shard is not None and not is_part(shard):
-                    options[name] = None
-        if self.recipe.needs_key and (self.has_rng(KEYS) or self.is_initializing()):
-            options["key"] = self.make_rng(KEYS)
-        return options
+        return matmul_options(self, self.recipe, options_of(self))
+
+
+def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> MatmulOptions:
+    """The options of a matmul that runs in `module`; see `MatmulModule.matmul_options`."""
+    options = MatmulOptions(**given)
+    if module.is_initializing():
+        for name in ("x_shard", "w_shard", "y_shard"):
+            shard: Any = options.get(name)
+            if shard is not None and not is_part(shard):
+                options[name] = None
+    if recipe.needs_key and (module.has_rng(KEYS) or module.is_initializing()):
+        options["key"] = module.make_rng(KEYS)
+    return options
 
 
 def is_part(shard: Shard) -> bool:

@@ -5,6 +5,7 @@ this name as values that replace the old ones, not as gradients:
 `apply_gradients(grads={"params": grads, COLLECTION: new_state})`.
 """
 
+import contextvars
 import sys
 import types
 from typing import Any
@@ -23,7 +24,15 @@ from jaxfp8.state._state import LEAVES, MatmulState
 from jaxfp8.state._unset import init_state
 
 COLLECTION = "_overwrite_with_gradient"
-_NAME = "fp8"
+NAME = "fp8"
+"""The name of a state in the variables of its module."""
+home = contextvars.ContextVar("home", default=COLLECTION)
+"""The collection that holds states while a model runs.
+
+A converted model (`fp8.convert`) moves its states into "params" for the time of a call. Code that
+knows nothing of quantizer state then hands states on with the parameters of their layers:
+`nn.scan` and `nn.vmap` stack both along the same axis.
+"""
 
 
 def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
@@ -35,8 +44,9 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     if not recipe.rows:
         return ()
     _refuse_carry(module)
-    creates = module.is_initializing() and module.is_mutable_collection(COLLECTION)
-    if not creates and not module.has_variable(COLLECTION, _NAME):
+    collection = home.get()
+    creates = module.is_initializing() and module.is_mutable_collection(collection)
+    if not creates and not module.has_variable(collection, NAME):
         path = "/".join(module.path) or type(module).__name__
         raise FP8StateError(
             f"{path}: the state of recipe {recipe.name!r} is missing from collection "
@@ -44,13 +54,15 @@ def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
             f"parameters: model.apply({{'params': params, {COLLECTION!r}: state}}, ...). Under "
             f"nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
         )
-    module.variable(COLLECTION, _NAME, init_state, recipe)
+    if not module.has_variable(collection, NAME):
+        # Not `module.variable`, which flax allows in compact methods only.
+        module.put_variable(collection, NAME, init_state(recipe))
     return stored_state(module, recipe)
 
 
 def stored_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
     """The state that `matmul_state` created or found. () for a recipe without state."""
-    return concrete(meta.unbox(module.get_variable(COLLECTION, _NAME))) if recipe.rows else ()
+    return concrete(meta.unbox(module.get_variable(home.get(), NAME))) if recipe.rows else ()
 
 
 def _refuse_carry(module: nn.Module) -> None:
@@ -60,7 +72,7 @@ def _refuse_carry(module: nn.Module) -> None:
     flax gives a module no way to ask what a scan carries. So this function reads the local
     variables of flax's stack frame. If flax renames them, users see jax's error instead.
     """
-    if module.has_variable(COLLECTION, _NAME) and module.is_mutable_collection(COLLECTION):
+    if module.has_variable(COLLECTION, NAME) and module.is_mutable_collection(COLLECTION):
         return  # flax can carry a variable that exists before the scan and that every call returns
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,0 +1,189 @@
+"""`convert`: a whole model in FP8."""
+
+import dataclasses
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, Unpack
+
+import flax.linen as nn
+from flax import nnx
+
+from jaxfp8._call_options import check_options
+from jaxfp8.conversion import _linen, _nnx
+from jaxfp8.conversion._blocks import ends_of, stacks_of
+from jaxfp8.conversion._coverage import Coverage, coverage_of
+from jaxfp8.conversion._example import Example
+from jaxfp8.conversion._flops import OTHER
+from jaxfp8.conversion._foreign import Compute, read_layers
+from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep
+from jaxfp8.conversion._rule import Matcher, Rule, check_used, read_rules
+from jaxfp8.conversion._seen import Seen
+from jaxfp8.ops._options import LayerOptions
+from jaxfp8.plan._kernels import check_kernels
+from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.recipes._recipe import Recipe
+
+M = TypeVar("M")
+
+
+def convert(
+    model: M,
+    recipe: Recipe,
+    *,
+    inputs: tuple[Any, ...] | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    rules: Iterable[Rule | tuple[Matcher, Recipe | None]] = (),
+    keep: Iterable[Kept] = KEPT,
+    keep_first: int = 0,
+    keep_last: int = 0,
+    layers: Mapping[type, Compute] = types.MappingProxyType({}),
+    rngs: Any = None,
+    **options: Unpack[LayerOptions],
+) -> tuple[M, Coverage]:
+    """The model with its matmuls in FP8, and a table of what was converted.
+
+    The parameters of the model, their paths and their initial values do not change. So a checkpoint
+    of the model loads as it is.
+
+    The dense layers of flax are converted: in linen `Dense`, `DenseGeneral`, `Einsum` and the
+    projections of attention, in nnx `Linear`, `LinearGeneral`, `Einsum` and the projections of
+    attention. Each gets a quantizer state of its own. A layer that is used twice has one state, and
+    a stack of layers in `nn.scan` has a stack of states.
+
+    Layers stay in high precision if a rule says so. They also do if no rule matches and they are
+    of a kind that usually stays there: see `keep`, `keep_first` and `keep_last`. Embeddings and
+    norms multiply nothing by a kernel. `nn.Embed.attend`, a head that shares its weights with the
+    embedding, is an "lm_head".
+
+    Args:
+      model: an unbound `flax.linen.Module`, or an `flax.nnx.Module`.
+      recipe: the recipe of the layers that no rule matches.
+      inputs: positional arguments of a call of the model, a tuple. Arrays may be
+        `jax.ShapeDtypeStruct`s, since nothing is computed. linen models need them, because they
+        make their layers when they are called. For nnx models they give the tokens of each layer.
+      arguments: keyword arguments of that call.
+      rules: pairs `(match, recipe)`, or `fp8.conversion.Rule`s, which also take options. The first
+        match decides. `match` is a regular expression for the whole path ("decoder/.*/mlp/.*"), a
+        class of layers, or a function of (path, shape) with shape (M, K, N). A recipe of None
+        leaves the layers in high precision.
+      keep: kinds of layers that stay in high precision unless a rule matches them. "router": the
+        router of experts. "lm_head": the output head, by its name or by the size of the
+        vocabulary. "slow": layers that are estimated to be slower in FP8; see `fp8.plan.skip_slow`.
+        It needs `inputs`, and `kernels=` with a chip. Default: all three.
+      keep_first: the number of blocks at the start of each stack that stay in high precision.
+        Blocks are modules whose names differ in a number: block_0, block_1.
+      keep_last: the same at the end of each stack.
+      layers: layers that are not flax's. It maps a class to a function
+        `compute(layer, einsum, *args, **kwargs)`, which returns what the layer returns, with
+        `einsum(equation, x, w)` for its matmul.
+      rngs: for nnx, the `nnx.Rngs` from which stochastic rounding takes its keys.
+      **options: `kernels`, `reduce_axes`, `x_shard`, `w_shard`, `y_shard`: see `fp8.dot_general`.
+        They are for all matmuls.
+
+    Returns:
+      The converted model, and its `fp8.conversion.Coverage`. The linen model is an instance of a
+      subclass with the same fields and methods. `init` also returns the quantizer state, in the
+      collection `fp8.linen.COLLECTION`. The nnx model is a new object that shares all Variables
+      with `model`. Neither changes `model`.
+
+    Raises:
+      TypeError: if `model` is no flax module or is bound, if linen's `inputs` are missing, and for
+        rules, recipes and options of another type.
+      ValueError: if a rule matches no layer, if earlier rules match all of its layers, or if a
+        layer cannot take its recipe. Also for blocks that do not exist, and if nothing is
+        converted.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> class MLP(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         x = nn.relu(nn.Dense(64, name="up")(x))
+      ...         return nn.Dense(10, name="head")(x)
+      >>> x = jnp.ones((8, 32))
+      >>> model, coverage = fp8.convert(MLP(), fp8.recipes.delayed(), inputs=(x,))
+      >>> print(coverage)
+      layer type  shape       share recipe  reason
+      up    Dense (8, 32, 64)   76% delayed
+      head  Dense (8, 64, 10)   24% -       kept: lm_head
+      76% of the FLOPs of matmuls run in FP8: 1 of 2 layers
+      >>> sorted(model.init(jax.random.key(0), x))
+      ['_overwrite_with_gradient', 'params']
+
+    References:
+      DeepSeek-V3, arXiv:2412.19437, section 3.3 (embeddings, heads, routers and norms stay in high
+      precision); NVIDIA Nemotron-H, arXiv:2504.03624, section 3 (so do the first and last blocks);
+      torchao, `convert_to_float8_training(module_filter_fn=)`.
+    """
+    check_recipe(recipe)
+    check_options("fp8.convert", LayerOptions, options)
+    check_kernels(options.get("kernels"))
+    given = read_rules(rules)
+    plan = Plan(
+        recipe=recipe,
+        rules=given,
+        keep=check_keep(keep),
+        foreign=read_layers(layers),
+        options=tuple(sorted(options.items())),
+    )
+    example = _example(inputs, arguments)
+    room: Any
+    if isinstance(model, nn.Module):
+        if model.scope is not None:
+            raise TypeError(
+                f"model is a bound {type(model).__name__}. Convert the model before it is bound: "
+                "fp8.convert(model.unbind()[0], ...)."
+            )
+        if example is None:
+            raise TypeError(
+                f"model is a linen {type(model).__name__}, which makes its layers when it is "
+                "called. Give the arguments of a call: fp8.convert(model, recipe, inputs=(x,))."
+            )
+        room = _linen
+    elif isinstance(model, nnx.Module):
+        room = _nnx
+    else:
+        raise TypeError(
+            f"model is of type {type(model).__name__}, but a flax.linen or flax.nnx Module is "
+            "needed. For other layers see fp8.dot_general and jaxfp8.plugs."
+        )
+    seen: Seen = room.look(model, plan, example)
+    plan = _of_model(plan, seen, keep_first, keep_last)
+    check_used(given, list(seen.layers.values()))
+    decisions = {layer: plan.decide(layer) for layer in seen.layers.values()}
+    if not any(decision.recipe for decision in decisions.values()):
+        reasons = {layer.path: decision.reason for layer, decision in decisions.items()}
+        raise ValueError(
+            f"no layer of the {type(model).__name__} would run in FP8: {reasons or 'it has none'}. "
+            "Write keep=() or rules= for the layers that should."
+        )
+    new = room.converted(model, plan, decisions, rngs)
+    if example is not None:
+        room.check(new, example)
+    flops = dict(seen.flops)
+    return new, coverage_of(decisions, flops, flops.pop(OTHER, 0))
+
+
+def _example(inputs: Any, arguments: Any) -> Example | None:
+    if inputs is None:
+        if arguments is not None:
+            return Example((), dict(arguments))
+        return None
+    if not isinstance(inputs, tuple):
+        raise TypeError(
+            f"inputs is of type {type(inputs).__name__}, but the tuple of the positional arguments "
+            "of a call is needed. Write inputs=(x,)."
+        )
+    return Example(inputs, dict(arguments or {}))
+
+
+def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
+    """The plan, with what it must know of the whole model."""
+    stacks = stacks_of(seen.modules.items(), seen.layers)
+    return dataclasses.replace(
+        plan,
+        kept_blocks=ends_of(stacks, keep_first, keep_last),
+        blocks=frozenset(block for stack in stacks for block in stack),
+        vocabularies=frozenset(seen.vocabularies),
+    )

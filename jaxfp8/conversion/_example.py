@@ -1,0 +1,68 @@
+"""`Example`: the arguments of an example call, some of which may be types."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxfp8._typing import PyTree
+from jaxfp8.conversion._flops import flops_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """The arguments of an example call of a model.
+
+    Attributes:
+      args: positional arguments. Arrays may be `jax.ShapeDtypeStruct`s.
+      kwargs: keyword arguments.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+      >>> Example((x, True), {}).shapes(lambda x, train: x.T if train else x).shape
+      (4, 8)
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def _parts(self) -> tuple[list[Any], Callable[[list[Any]], tuple[Any, Any]]]:
+        """The arrays, and a function that puts others in their place.
+
+        Flags and names are no arrays. A function that is traced must get them as they are.
+        """
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs), is_leaf=lambda n: n is None)
+        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+
+        def with_arrays(arrays: list[Any]) -> tuple[Any, Any]:
+            new = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                new[place] = array
+            args, kwargs = jax.tree.unflatten(structure, new)
+            return args, kwargs
+
+        return [leaves[i] for i in places], with_arrays
+
+    def shapes(self, function: Callable[..., Any], *first: PyTree) -> PyTree:
+        """The types of `function(*first, *args, **kwargs)`. Nothing is computed."""
+        arrays, with_arrays = self._parts
+
+        def call(first: Any, arrays: Any) -> Any:
+            args, kwargs = with_arrays(arrays)
+            return function(*first, *args, **kwargs)
+
+        return jax.eval_shape(call, first, arrays)
+
+    def flops(self, function: Callable[..., Any], *first: PyTree) -> Counter[str]:
+        """The operations of `function(*first, *args, **kwargs)` by layer; see `flops_of`."""
+        arrays, with_arrays = self._parts
+
+        def call(first: Any, arrays: Any) -> Any:
+            args, kwargs = with_arrays(arrays)
+            return function(*first, *args, **kwargs)
+
+        return flops_of(jax.make_jaxpr(call)(first, arrays).jaxpr)

@@ -1,0 +1,255 @@
+"""Converted linen models: flax's own interception of methods, and states that follow parameters.
+
+A converted model is an instance of a subclass of the model's class, with equal fields, name and
+methods. Its methods run under an interceptor (`flax.linen.intercept_methods`). The interceptor sees
+each call of a layer, and computes those that the plan puts into FP8. Modules, parameters and their
+paths are those of the model.
+
+Many models contain `nn.scan` or `nn.vmap`, which name the collections that they stack. They do not
+name that of quantizer state. So while `init` and `apply` run, each state is a variable in "params",
+beside the parameters of its layer. A transformation treats it as it treats them.
+
+`nn.jit` keeps compiled functions by the structure of their variables. The plan is part of that
+structure, so a converted model never runs a function that was compiled for another one.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core.scope import DenyList
+
+from jaxfp8._typing import PyTree
+from jaxfp8.conversion._example import Example
+from jaxfp8.conversion._flops import layer_scope
+from jaxfp8.conversion._foreign import Once, compute_of
+from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of
+from jaxfp8.conversion._linen_seen import layer_of, see_kernel, see_module
+from jaxfp8.conversion._linen_variables import apart, together
+from jaxfp8.conversion._plan import Plan
+from jaxfp8.conversion._seen import Seen
+from jaxfp8.conversion._size import size_of_einsum
+from jaxfp8.linen._state import COLLECTION, home
+from jaxfp8.ops._einsum import einsum
+from jaxfp8.state._identity import check_layout
+from jaxfp8.state._state import is_state
+
+
+class _Running(NamedTuple):
+    """A model that runs under an interceptor now.
+
+    Attributes:
+      plan: the plan of the model.
+      depth: the length of the model's path, if it is a part of another model.
+      seen: takes notes of modules and layers. Nothing is converted then. None: the plan is carried
+        out.
+    """
+
+    plan: Plan
+    depth: int
+    seen: Seen | None
+
+
+_running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("_running", default=None)
+
+
+@contextlib.contextmanager
+def _run(plan: Plan, depth: int, seen: Seen | None = None) -> Iterator[None]:
+    """Intercept all calls of layers, as the plan says."""
+    running = _Running(plan, depth, seen)
+    token = _running.set(running)
+    try:
+        with nn.intercept_methods(functools.partial(_intercept, running)):
+            yield
+    finally:
+        _running.reset(token)
+
+
+def _intercept(
+    running: _Running, next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+    if _running.get() is not running:
+        return next_fun(*args, **kwargs)  # a converted model inside this one decides
+    module, method = context.module, getattr(context.orig_method, "func", None)
+    path = "/".join(module.path[running.depth :])
+    if running.seen is not None:
+        see_module(running.seen, path, module)
+    compute = compute_of(running.plan.foreign, type(module))
+    try:
+        if compute is not None and context.method_name == "__call__":
+            einsum = functools.partial(_einsum_of, running, path, module)
+            return compute(module, Once(einsum), *args, **kwargs)
+        if method in KNOWN:
+            return _call(running, path, module, KNOWN[method], next_fun, args, kwargs)
+    except Exception as error:
+        # The message of a matmul names operands, but a model has many layers.
+        if not any("fp8.convert" in note for note in getattr(error, "__notes__", ())):
+            error.add_note(f"fp8.convert: in layer {path!r}, a {type(module).__name__}.")
+        raise
+    y = next_fun(*args, **kwargs)
+    if running.seen is not None:
+        see_kernel(running.seen, path, module)
+    return y
+
+
+def _call(
+    running: _Running, path: str, module: nn.Module, known: Known, next_fun: Any, args: Any,
+    kwargs: Any,
+) -> Any:  # fmt: skip
+    """A call of one of flax's layers."""
+    layer = layer_of(path, module, known, args, kwargs)
+    if running.seen is not None:
+        running.seen.add(layer)
+        with layer_scope(path):
+            return next_fun(*args, **kwargs)
+    decision = running.plan.decide(layer)
+    if decision.recipe is None:
+        return next_fun(*args, **kwargs)
+    return known.run(module, decision, next_fun, *args, **kwargs)
+
+
+def _einsum_of(
+    running: _Running, path: str, module: nn.Module, equation: str, x: Any, w: Any, **options: Any
+) -> Any:
+    """The einsum of a layer that is not flax's."""
+    size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
+    layer = Layer(path=path, type=type(module), shape=size.shape, batch=size.batch)
+    if running.seen is not None:
+        running.seen.add(layer)
+        with layer_scope(path):
+            return jnp.einsum(equation, x, w, **options)
+    decision = running.plan.decide(layer)
+    if decision.recipe is None:
+        return jnp.einsum(equation, x, w, **options)
+    return matmul_of(einsum, module, decision)(equation, x, w, **options)
+
+
+def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
+    """The modules and layers of a model, as a call shows them. Nothing is computed."""
+    seen = Seen()
+    keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
+    variables = example.shapes(lambda *args, **kwargs: model.init(keys, *args, **kwargs))
+    with _run(plan, 0, seen):
+        seen.flops = example.flops(
+            lambda variables, *args, **kwargs: model.apply(
+                variables, *args, rngs=keys, mutable=True, **kwargs
+            ),
+            variables,
+        )
+    return seen
+
+
+def check(model: nn.Module, example: Example) -> None:
+    """Trace a converted model, so that a layer that cannot take its recipe raises its error now."""
+    keys = {"params": jax.random.key(0)}
+    variables = example.shapes(lambda *args, **kwargs: model.init(keys, *args, **kwargs))
+    for state in jax.tree.leaves(variables.get(COLLECTION, {}), is_leaf=is_state):
+        if is_state(state):
+            check_layout(state)
+
+
+def converted(model: nn.Module, plan: Plan, decisions: Any = None, rngs: Any = None) -> Any:
+    """The model with the matmuls in FP8 that the plan says. Its fields are those of the model."""
+    del decisions, rngs  # the plan decides again, when the model makes its layers
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+    return _subclass(type(model), plan)(**fields)
+
+
+@functools.cache
+def _subclass(cls: type, plan: Plan) -> type:
+    """One subclass for equal plans, so that equal models are equal."""
+    names = [
+        name
+        for name in dir(cls)
+        if getattr(inspect.getattr_static(cls, name, None), "method_handler_wrapped", False)
+    ]
+    members: dict[str, Any] = {name: _entry(getattr(cls, name), plan) for name in names}
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members |= {"fp8_plan": plan, "fp8_model": cls}  # no annotations, so they are no fields
+    return type(cls.__name__, (_Converted, cls), members)
+
+
+def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """A method of a converted model, under the interceptor.
+
+    `apply` sets the interceptor, too. This one serves models that are bound, or a part of another.
+    """
+
+    @functools.wraps(method)  # also copies the marks by which flax knows its own methods
+    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = _running.get()
+        inside = running is not None and running.plan is plan
+        if inside or self.scope is None:
+            return method(self, *args, **kwargs)
+        with _run(plan, len(self.path)):
+            return method(self, *args, **kwargs)
+
+    return entered
+
+
+class _Converted:
+    """The methods by which `flax.linen.Module` starts a model, for a converted model."""
+
+    fp8_plan: Plan
+    fp8_model: type
+
+    def init_with_output(
+        self: Any, rngs: Any, *args: Any, mutable: Any = DenyList("intermediates"), **kwargs: Any
+    ) -> tuple[Any, PyTree]:
+        with self._started():
+            y, variables = super().init_with_output(  # type: ignore[misc]
+                _marked(rngs, self.fp8_plan), *args, mutable=mutable, **kwargs
+            )
+        return y, apart(variables)
+
+    def apply(
+        self: Any,
+        variables: PyTree,
+        *args: Any,
+        mutable: Any = False,
+        capture_intermediates: Any = False,
+        **kwargs: Any,
+    ) -> Any:
+        with self._started():
+            out = super().apply(  # type: ignore[misc]
+                together(variables, self.fp8_plan),
+                *args,
+                mutable=mutable,
+                capture_intermediates=capture_intermediates,
+                **kwargs,
+            )
+        if mutable is False and not capture_intermediates:
+            return out
+        y, changed = out
+        return y, apart(changed)
+
+    @contextlib.contextmanager
+    def _started(self: Any) -> Iterator[None]:
+        token = home.set("params")
+        try:
+            with _run(self.fp8_plan, 0):
+                yield
+        finally:
+            home.reset(token)
+
+    def __reduce__(self: Any) -> Any:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        return _made_again, (self.fp8_model, fields, self.fp8_plan)
+
+
+def _made_again(cls: type, fields: dict[str, Any], plan: Plan) -> Any:
+    return _subclass(cls, plan)(**fields)
+
+
+def _marked(rngs: Any, plan: Plan) -> Any:
+    """The keys, with one more key whose name identifies the plan; see `together`."""
+    keys = rngs if isinstance(rngs, dict) else {"params": rngs}
+    return keys | {f"fp8_plan_{hash(plan)}": next(iter(keys.values()))} if keys else keys

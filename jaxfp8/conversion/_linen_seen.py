@@ -1,0 +1,71 @@
+"""What a linen model is made of, as one traced call shows it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._linen_layers import Known
+from jaxfp8.conversion._seen import Seen
+from jaxfp8.linen._matmul_module import MatmulModule
+
+
+def see_module(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note a module whose call begins."""
+    seen.modules.setdefault(path, type(module))
+    if isinstance(module, nn.Embed):
+        seen.vocabularies.add(module.num_embeddings)
+
+
+def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note a module whose call ended, if it has a kernel that no known method multiplied."""
+    if path in seen.layers or module.scope is None:
+        return
+    own = module.scope.variables().get("params", {})
+    kernels = [
+        value
+        for value in own.values()
+        if not isinstance(value, Mapping) and len(getattr(value, "shape", ())) > 1
+    ]
+    if kernels:
+        seen.add(Layer(path=path, type=type(module), obstacle=_obstacle(module)))
+
+
+def _obstacle(module: nn.Module) -> str:
+    if isinstance(module, nn.Embed):
+        return "an embedding, a lookup"
+    if isinstance(module, nn.Conv | nn.ConvLocal | nn.ConvTranspose):
+        return "a convolution, which has no FP8 kernel"
+    if isinstance(module, MatmulModule):
+        return "an FP8 layer already"
+    return "a layer that fp8.convert does not know"
+
+
+def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
+    """The layer whose known method is called.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxfp8.conversion._linen_layers import Known
+      >>> dense = KNOWN[nn.Dense.__call__.__wrapped__]
+      >>> layer_of("up", nn.Dense(4), dense, (jnp.ones((2, 8)),), {}).shape
+      (2, 8, 4)
+    """
+    size = known.size(module, *args, **kwargs)
+    return Layer(
+        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=_own(module)
+    )
+
+
+def _own(module: nn.Module) -> str:
+    """Why a layer of a known type cannot run in FP8. "" if it can."""
+    if isinstance(module, MatmulModule):
+        return "an FP8 layer already"
+    for name in ("dot_general", "dot_general_cls"):
+        given = getattr(module, name, None)
+        if given is not None and given is not jax.lax.dot_general:
+            called = getattr(given, "__name__", type(given).__name__)
+            return f"has a matmul of its own, {name}={called}"
+    return ""

@@ -1,0 +1,113 @@
+"""Variables of a converted linen model: states beside parameters, and apart from them.
+
+Many models contain `nn.scan` or `nn.vmap`, which name the collections that they stack. They do not
+name that of quantizer state. So while a converted model runs, each state is a variable in "params",
+beside the parameters of its layer. A transformation treats it as it treats them. Before and after,
+states are in a collection of their own, and "params" is the tree of the unconverted model.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax.core import unfreeze
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import PyTree
+from jaxfp8.conversion._plan import Plan
+from jaxfp8.linen._state import COLLECTION
+from jaxfp8.state._state import is_state
+
+_MARK = "fp8_plan"
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """A plan, as a node without leaves in a tree of variables."""
+
+    plan: Plan
+
+
+def together(variables: PyTree, plan: Plan) -> dict[str, Any]:
+    """The variables while a converted model runs: states are in "params".
+
+    `nn.jit` keeps compiled functions by the structure of their variables, and knows nothing of
+    plans. So each node of "params" has a mark. Then a model never runs a function that was compiled
+    for another plan.
+
+    Raises:
+      FP8StateError: if a parameter has the path of a state.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.delayed()
+      >>> variables = {"params": {"w": 1.0}, COLLECTION: {"op": {"fp8": fp8.init_state(recipe)}}}
+      >>> sorted(together(variables, Plan(recipe=recipe))["params"])
+      ['fp8_plan', 'op', 'w']
+    """
+    plain: dict[str, Any] = unfreeze(variables)  # type: ignore[arg-type]
+    states, others = _split(plain.get(COLLECTION, {}))
+    params = _marked(_merged(plain.get("params", {}), states, ()), _Mark(plan))
+    rest = {name: tree for name, tree in plain.items() if name not in ("params", COLLECTION)}
+    return rest | {"params": params} | ({COLLECTION: others} if others else {})
+
+
+def apart(variables: PyTree) -> dict[str, Any]:
+    """The variables after a converted model ran: states are in their own collection.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> variables = {"params": {"w": 1.0, "fp8": fp8.init_state(fp8.recipes.delayed())}}
+      >>> sorted(apart(variables))
+      ['_overwrite_with_gradient', 'params']
+    """
+    plain: dict[str, Any] = dict(unfreeze(variables))  # type: ignore[arg-type]
+    if "params" not in plain:
+        return plain
+    states, params = _split(plain["params"])
+    if params or not states:
+        plain["params"] = params or {}
+    else:
+        del plain["params"]
+    if states:
+        plain[COLLECTION] = _merged(plain.get(COLLECTION, {}), states, ())
+    return plain
+
+
+def _split(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of a tree of dicts, and the rest, without marks and without empty dicts."""
+    states: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            for part, inner in zip((states, rest), _split(node), strict=True):
+                if inner or (part is rest and not node):
+                    part[name] = inner
+        elif is_state(node):
+            states[name] = node
+        elif not isinstance(node, _Mark):
+            rest[name] = node
+    return states, rest
+
+
+def _merged(first: PyTree, second: PyTree, path: tuple[str, ...]) -> dict[str, Any]:
+    merged = dict(first)
+    for name, node in second.items():
+        here = (*path, name)
+        if name not in merged:
+            merged[name] = node
+        elif isinstance(node, Mapping) and isinstance(merged[name], Mapping):
+            merged[name] = _merged(merged[name], node, here)
+        else:
+            raise FP8StateError(
+                f"{'/'.join(here)} is both in 'params' and in {COLLECTION!r}. Pass the parameters "
+                "of the model and the quantizer states apart, as model.init returns them."
+            )
+    return merged
+
+
+def _marked(tree: PyTree, mark: _Mark) -> dict[str, Any]:
+    marked = {n: _marked(t, mark) if isinstance(t, Mapping) else t for n, t in tree.items()}
+    return marked | {_MARK: mark}

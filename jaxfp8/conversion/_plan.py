@@ -1,0 +1,145 @@
+"""`Plan`: the decision for each layer, as a pure function of what a rule sees."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from jaxfp8.conversion._blocks import is_inside
+from jaxfp8.conversion._foreign import Foreign
+from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._rule import Rule
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.plan._roofline import roofline
+from jaxfp8.recipes._recipe import Recipe
+
+Kept: TypeAlias = Literal["router", "lm_head", "slow"]
+"""Kinds of layers that stay in high precision unless a rule names them."""
+
+KEPT: tuple[Kept, ...] = get_args(Kept)
+
+# A few experts are chosen by small differences of the router's logits. DeepSeek-V3 (arXiv
+# 2412.19437, section 3.3) keeps gating in high precision, Megatron-Core and torchtitan do so, too.
+_ROUTER = re.compile(r"(?i).*router.*|.*gating.*")
+# "gate" names routers (Mixtral, DeepSeek) and also the gate of a gated MLP. A router is narrow.
+_GATE = re.compile(r"(?i)gate|switch|w?gate_logits")
+_NARROW = 8
+# DeepSeek-V3 keeps the output head in high precision. torchao's and torchtitan's examples filter
+# "output", TransformerEngine's examples leave it out.
+_LM_HEAD = re.compile(
+    r"(?i)(lm_?|out(put)?_?)?head|(output_?)?logits?(_?(dense|layer|proj|head))?|logitdense"
+    r"|output(_?(layer|proj|dense|embedding))?|unembed(ding)?|readout|classifier"
+)
+
+
+class Decision(NamedTuple):
+    """What becomes of a layer.
+
+    Attributes:
+      recipe: the recipe of its matmul. None: the layer stays as it is.
+      reason: why, in a few words, for the coverage table.
+      options: the options of its matmul, as pairs.
+    """
+
+    recipe: Recipe | None
+    reason: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to convert a model. Hashable, so equal plans make equal models.
+
+    Attributes:
+      recipe: the recipe of all layers that nothing else decides.
+      rules: the rules of the user. They come first.
+      keep: kinds of layers that stay in high precision.
+      kept_blocks: paths of blocks that stay in high precision.
+      blocks: paths of all blocks. What is in a block is no head of the model.
+      vocabularies: sizes of the embeddings of the model.
+      foreign: classes of layers that are not flax's, and how to compute them.
+      options: the options of all matmuls, as sorted pairs. A rule may replace them.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> import jaxfp8 as fp8
+      >>> plan = Plan(recipe=fp8.recipes.current())
+      >>> plan.decide(Layer(path="lm_head", type=nn.Dense, shape=(8, 4, 16))).reason
+      'kept: lm_head'
+    """
+
+    recipe: Recipe
+    rules: tuple[Rule, ...] = ()
+    keep: tuple[Kept, ...] = KEPT
+    kept_blocks: frozenset[str] = frozenset()
+    blocks: frozenset[str] = frozenset()
+    vocabularies: frozenset[int] = frozenset()
+    foreign: Foreign = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def decide(self, layer: Layer) -> Decision:
+        """The decision for a layer. It depends on nothing but the layer and the plan."""
+        if layer.obstacle:
+            return Decision(None, layer.obstacle)
+        for rule in self.rules:
+            if rule.matches(layer):
+                if rule.recipe is None or rule.recipe.is_identity:
+                    return Decision(None, f"rule {rule.called}")
+                options = dict(self.options) | dict(rule.options)
+                return Decision(rule.recipe, f"rule {rule.called}", tuple(sorted(options.items())))
+        if kept := self._kept(layer):
+            return Decision(None, f"kept: {kept}")
+        return Decision(self.recipe, "", self.options)
+
+    def _kept(self, layer: Layer) -> str:
+        block = next((b for b in self.kept_blocks if is_inside(layer.path, b)), None)
+        if block is not None:
+            return f"block {block}"
+        if "router" in self.keep and _is_router(layer):
+            return "router"
+        if "lm_head" in self.keep and self._is_head(layer):
+            return "lm_head"
+        return self._slow(layer) if "slow" in self.keep else ""
+
+    def _is_head(self, layer: Layer) -> bool:
+        if any(is_inside(layer.path, block) for block in self.blocks):
+            return False
+        return _LM_HEAD.fullmatch(layer.name) is not None or layer.shape[2] in self.vocabularies
+
+    def _slow(self, layer: Layer) -> str:
+        """The estimate, if FP8 is slower than bfloat16 on the chip of the kernels."""
+        kernels: Kernels | None = dict(self.options).get("kernels")
+        if kernels is None or kernels.chip is None or layer.batch != 1 or not layer.counted:
+            return ""  # nothing to estimate for
+        speedup = roofline(
+            (layer.shape[0], layer.shape[1], layer.shape[2]), recipe=self.recipe, kernels=kernels
+        ).speedup
+        return "" if speedup >= 1 else f"slow: estimated {speedup:.2f}x on {kernels.chip}"
+
+
+def _is_router(layer: Layer) -> bool:
+    narrow = layer.shape[2] * _NARROW <= layer.shape[1]
+    parts = layer.path.split("/")[-2:]
+    return any(_ROUTER.fullmatch(part) for part in parts) or bool(
+        narrow and _GATE.fullmatch(layer.name)
+    )
+
+
+def check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:
+    """The kinds of layers to keep.
+
+    Raises:
+      ValueError: for an unknown kind.
+
+    Example:
+      >>> check_keep(["router"])
+      ('router',)
+    """
+    kinds = (keep,) if isinstance(keep, str) else tuple(keep)
+    for kind in kinds:
+        if kind not in KEPT or isinstance(keep, str):
+            raise ValueError(
+                f"keep={keep!r} must be a sequence of {', '.join(map(repr, KEPT))}. Write keep=() "
+                "to convert all of them."
+            )
+    return kinds

@@ -1,0 +1,40 @@
+"""`Seen`: what a model is made of."""
+
+import dataclasses
+from collections import Counter
+
+from jaxfp8.conversion._layer import Layer
+
+
+class Seen:
+    """The modules and layers of a model, in the order in which they were seen.
+
+    Attributes:
+      modules: the type of each module, by path.
+      layers: the layers, by path.
+      vocabularies: the numbers of rows of its embeddings.
+      flops: operations by path of a layer; see `flops_of`.
+
+    Example:
+      >>> seen = Seen()
+      >>> seen.add(Layer(path="up", type=dict))
+      >>> seen.add(Layer(path="up", type=dict))
+      >>> seen.layers["up"].calls
+      2
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, type] = {}
+        self.layers: dict[str, Layer] = {}
+        self.vocabularies: set[int] = set()
+        self.flops: Counter[str] = Counter()
+
+    def add(self, layer: Layer) -> None:
+        """Note a call of a layer."""
+        known = self.layers.get(layer.path)
+        if known is None:
+            self.layers[layer.path] = layer
+        else:
+            # An embedding that is looked up, and then used as a head, counts as the head.
+            kept = layer if layer.shape else known
+            self.layers[layer.path] = dataclasses.replace(kept, calls=known.calls + 1)
