@@ -162,7 +162,7 @@ def convert(
     if example is not None:
         room.check(new, example)
     flops = dict(seen.flops)
-    return new, coverage_of(decisions, flops, flops.pop(OTHER, 0))
+    return new, coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
 
 
 def _example(inputs: Any, arguments: Any) -> Example | None:

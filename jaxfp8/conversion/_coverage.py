@@ -37,12 +37,15 @@ class Coverage:
     Attributes:
       rows: the layers with a kernel, in the order in which the model calls them.
       other_flops: operations of matmuls and convolutions that belong to no row, for instance those
-        of attention scores. 0 if they were not counted.
+        of attention scores.
+      counted: whether an example call gave M and the operations. Otherwise M is 1, each layer counts
+        once, and other operations are not counted.
 
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> model, coverage = fp8.convert(nn.Dense(4), fp8.recipes.current(), inputs=(jnp.ones((2, 8)),))
+      >>> x, recipe = jnp.ones((2, 8)), fp8.recipes.current()
+      >>> model, coverage = fp8.convert(nn.Dense(4), recipe, inputs=(x,))
       >>> print(coverage)
       layer type  shape     share recipe  reason
       .     Dense (2, 8, 4)  100% current
@@ -51,6 +54,7 @@ class Coverage:
 
     rows: tuple[CoverageRow, ...]
     other_flops: int = 0
+    counted: bool = True
 
     def __iter__(self) -> Iterator[CoverageRow]:
         return iter(self.rows)
@@ -77,8 +81,9 @@ class Coverage:
 
     @property
     def _cells(self) -> list[tuple[str, ...]]:
-        cells = [
-            (row.path or ".", row.type, str(row.shape or ""), _percent(row.flops / max(self.flops, 1)),
+        all_flops = max(self.flops, 1)
+        cells: list[tuple[str, ...]] = [
+            (row.path or ".", row.type, str(row.shape or ""), _percent(row.flops / all_flops),
              row.recipe or "-", row.reason)
             for row in self.rows
         ]  # fmt: skip
@@ -92,7 +97,7 @@ class Coverage:
         converted = sum(bool(row.recipe) for row in self.rows)
         return (
             f"{_percent(self.share)} of the FLOPs of matmuls run in FP8: {converted} of "
-            f"{len(self.rows)} layers"
+            f"{len(self.rows)} layers{'' if self.counted else ', each called once (no inputs)'}"
         )
 
     def __str__(self) -> str:
@@ -126,12 +131,16 @@ def _percent(share: float) -> str:
 
 
 def coverage_of(
-    decisions: Mapping[Layer, Decision], flops: Mapping[str, int], other_flops: int
+    decisions: Mapping[Layer, Decision],
+    flops: Mapping[str, int],
+    other_flops: int,
+    *,
+    counted: bool,
 ) -> Coverage:
     """The table of these layers. `flops` has the operations of each path.
 
     Example:
-      >>> coverage_of({}, {}, 0).share
+      >>> coverage_of({}, {}, 0, counted=True).share
       0.0
     """
     rows = (
@@ -145,4 +154,4 @@ def coverage_of(
         )
         for layer, decision in decisions.items()
     )
-    return Coverage(rows=tuple(rows), other_flops=other_flops)
+    return Coverage(rows=tuple(rows), other_flops=other_flops, counted=counted)

@@ -48,7 +48,7 @@ def _count(jaxpr: Any, times: int, outer: str, found: Counter[str]) -> None:
             branches = [Counter[str]() for _ in eqn.params["branches"]]
             for branch, counter in zip(eqn.params["branches"], branches, strict=True):
                 _count(branch.jaxpr, inner_times, names, counter)
-            found.update(max(branches, key=Counter.total))
+            found.update(max(branches, key=lambda branch: sum(branch.values())))
             continue
         for inner in jax.tree.leaves(list(eqn.params.values())):
             inner = getattr(inner, "jaxpr", inner)

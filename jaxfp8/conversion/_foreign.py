@@ -61,8 +61,8 @@ class Once:
     def __call__(self, equation: str, x: Any, w: Any, **options: Any) -> Array:
         if self._called:
             raise ValueError(
-                f"a function of layers= calls einsum twice in one call, {equation!r} again. A layer "
-                "has one quantizer state. Split the layer, or write its matmuls as modules."
+                f"a function of layers= calls einsum twice in one call, {equation!r} again. A "
+                "layer has one quantizer state. Split the layer, or write its matmuls as modules."
             )
         self._called = True
         return self._einsum(equation, x, w, **options)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core.scope import DenyList
+import numpy as np
 
 from jaxfp8._typing import PyTree
 from jaxfp8.conversion._example import Example
@@ -153,14 +153,18 @@ def check(model: nn.Module, example: Example) -> None:
     variables = example.shapes(lambda *args, **kwargs: model.init(keys, *args, **kwargs))
     for state in jax.tree.leaves(variables.get(COLLECTION, {}), is_leaf=is_state):
         if is_state(state):
-            check_layout(state)
+            # Stacks of parameters along another axis than the first stack states there, too.
+            check_layout(
+                jax.tree.map(lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), state)
+            )
 
 
 def converted(model: nn.Module, plan: Plan, decisions: Any = None, rngs: Any = None) -> Any:
     """The model with the matmuls in FP8 that the plan says. Its fields are those of the model."""
     del decisions, rngs  # the plan decides again, when the model makes its layers
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
-    return _subclass(type(model), plan)(**fields)
+    cls: Any = type(model)
+    return _subclass(cls, plan)(**fields)
 
 
 @functools.cache
@@ -201,12 +205,10 @@ class _Converted:
     fp8_plan: Plan
     fp8_model: type
 
-    def init_with_output(
-        self: Any, rngs: Any, *args: Any, mutable: Any = DenyList("intermediates"), **kwargs: Any
-    ) -> tuple[Any, PyTree]:
+    def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():
             y, variables = super().init_with_output(  # type: ignore[misc]
-                _marked(rngs, self.fp8_plan), *args, mutable=mutable, **kwargs
+                _marked(rngs, self.fp8_plan), *args, **kwargs
             )
         return y, apart(variables)
 

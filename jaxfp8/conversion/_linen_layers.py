@@ -23,7 +23,6 @@ from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._layer_input import LayerInput
-from jaxfp8.ops._options import LayerOptions
 
 
 class Known(NamedTuple):
@@ -41,7 +40,8 @@ class Known(NamedTuple):
 
 def _plug(decision: Decision) -> Plug:
     assert decision.recipe is not None
-    return Plug.of(decision.recipe, dict(decision.options), of_layer=True)
+    options: Any = dict(decision.options)
+    return Plug.of(decision.recipe, options, of_layer=True)
 
 
 def _dense_size(module: nn.Dense, inputs: Any) -> Size:
@@ -62,14 +62,10 @@ def _general_size(module: nn.DenseGeneral, inputs: Any) -> Size:
     shape = jnp.shape(inputs)
     k = math.prod(shape[axis] for axis in _tuple(module.axis))
     batch = math.prod(shape[axis] for axis in _tuple(module.batch_dims))
-    return Size(
-        (math.prod(shape) // (k * batch), k, math.prod(_tuple(module.features))), batch
-    )
+    return Size((math.prod(shape) // (k * batch), k, math.prod(_tuple(module.features))), batch)
 
 
-def _run_general(
-    module: nn.DenseGeneral, decision: Decision, next_fun: Any, inputs: Any
-) -> Array:
+def _run_general(module: nn.DenseGeneral, decision: Decision, next_fun: Any, inputs: Any) -> Array:
     # flax looks for a matmul in this field. A module that runs is a copy, which flax made for this
     # call of the model, so no object of the user changes.
     before = module.dot_general_cls
@@ -104,11 +100,12 @@ def matmul_of(
 ) -> Callable[..., Array]:
     """`fp8.einsum` or `fp8.dot_general`, with the state of the module."""
     assert decision.recipe is not None
+    options: Any = dict(decision.options)
     return functools.partial(
         function,
         recipe=decision.recipe,
         state=matmul_state(module, decision.recipe),
-        **matmul_options(module, decision.recipe, LayerOptions(**dict(decision.options))),  # type: ignore[typeddict-item]
+        **matmul_options(module, decision.recipe, options),
     )
 
 

@@ -47,7 +47,7 @@ def together(variables: PyTree, plan: Plan) -> dict[str, Any]:
       >>> sorted(together(variables, Plan(recipe=recipe))["params"])
       ['fp8_plan', 'op', 'w']
     """
-    plain: dict[str, Any] = unfreeze(variables)  # type: ignore[arg-type]
+    plain: dict[str, Any] = unfreeze(variables)
     states, others = _split(plain.get(COLLECTION, {}))
     params = _marked(_merged(plain.get("params", {}), states, ()), _Mark(plan))
     rest = {name: tree for name, tree in plain.items() if name not in ("params", COLLECTION)}
@@ -63,7 +63,7 @@ def apart(variables: PyTree) -> dict[str, Any]:
       >>> sorted(apart(variables))
       ['_overwrite_with_gradient', 'params']
     """
-    plain: dict[str, Any] = dict(unfreeze(variables))  # type: ignore[arg-type]
+    plain: dict[str, Any] = dict(unfreeze(variables))
     if "params" not in plain:
         return plain
     states, params = _split(plain["params"])

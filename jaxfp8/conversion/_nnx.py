@@ -112,7 +112,8 @@ def converted(model: M, plan: Plan, decisions: Mapping[Layer, Decision], rngs: A
         if path not in recipes:
             continue
         known, decision = known_of(module, plan.foreign), recipes[path]
-        assert known is not None and decision.recipe is not None
+        assert known is not None
+        assert decision.recipe is not None
         stacked = () if known.size is None else known.size(module)[1]
         if stacked and decision.recipe.needs_key:
             raise ValueError(

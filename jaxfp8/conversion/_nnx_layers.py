@@ -68,6 +68,8 @@ def _einsum_size(layer: nnx.Einsum) -> tuple[Size, tuple[int, ...]]:
 class _Attending(nnx.Embed):
     """`nnx.Embed` whose `attend` calls the attribute `dot_general`."""
 
+    dot_general: Any
+
     def attend(self, query: Array, out_sharding: Any = None) -> Array:
         query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         dimension_numbers = (((query.ndim - 1,), (1,)), ((), ()))
@@ -116,12 +118,12 @@ def give_matmul(layer: Any, known: Known, matmul: Any) -> None:
     Classes of flax keep the matmul in an attribute. A layer of exactly such a class becomes one of
     ours, which also sums the gradient of the bias in the matmul. A class of the user stays.
     """
-    if known.size is None or type(layer) is nnx.Embed:
-        layer.__class__ = known.fp8
-    elif isinstance(matmul, AbstractFP8Matmul) and type(layer) in KNOWN:
-        layer.__class__ = known.fp8
-        if known.fp8 is not FP8LinearGeneral:
-            layer.prologue = None
+    converts = isinstance(matmul, AbstractFP8Matmul) and type(layer) in KNOWN
+    if converts or known.size is None or type(layer) is nnx.Embed:
+        # nnx would note an attribute "__class__" in the graph of the model.
+        object.__setattr__(layer, "__class__", known.fp8)
+    if isinstance(layer, FP8Linear | FP8Einsum):
+        layer.prologue = None
     setattr(layer, known.attribute, nnx.data(matmul) if isinstance(matmul, nnx.Module) else matmul)
 
 

@@ -135,11 +135,10 @@ def check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:
       >>> check_keep(["router"])
       ('router',)
     """
-    kinds = (keep,) if isinstance(keep, str) else tuple(keep)
-    for kind in kinds:
-        if kind not in KEPT or isinstance(keep, str):
-            raise ValueError(
-                f"keep={keep!r} must be a sequence of {', '.join(map(repr, KEPT))}. Write keep=() "
-                "to convert all of them."
-            )
+    kinds: tuple[Kept, ...] = tuple(keep)
+    if isinstance(keep, str) or any(kind not in KEPT for kind in kinds):
+        raise ValueError(
+            f"keep={keep!r} must be a sequence of {', '.join(map(repr, KEPT))}. Write keep=() to "
+            "convert all of them."
+        )
     return kinds
