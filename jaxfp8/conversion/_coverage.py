@@ -38,8 +38,8 @@ class Coverage:
       rows: the layers with a kernel, in the order in which the model calls them.
       other_flops: operations of matmuls and convolutions that belong to no row, for instance those
         of attention scores.
-      counted: whether an example call gave M and the operations. Otherwise M is 1, each layer counts
-        once, and other operations are not counted.
+      counted: whether an example call gave M and the operations. Otherwise M is 1, and each layer
+        counts once.
 
     Example:
       >>> import flax.linen as nn, jax.numpy as jnp
