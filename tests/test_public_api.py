@@ -24,11 +24,11 @@ EXPECTED = {
     """,
     "jaxfp8.linen": """
         FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION
-        state_specs
+        state_specs add_state
     """,
     "jaxfp8.nnx": """
         FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad
-        commit freeze settle
+        commit freeze settle add_state
     """,
     "jaxfp8.numerics": """
         amax saturating_cast encoding_multiplier E4M3 E5M2 E8M0 Format PerTensor PerAxis PerRow
