@@ -101,6 +101,12 @@ def test_a_checkpoint_in_fp8(make, how, file, tmp_path):
     assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(nnx.state(model, nnx.Param)))
     model.eval(), want.eval()
     np.testing.assert_array_equal(model(X), want(X))
+
+
+@pytest.mark.parametrize("make", [Net, Stack])
+def test_a_step(make):
+    model, want = nnx.eval_shape(lambda: make(4, fp8_linear)), make(3, fp8_linear)
+    add_state(model, nnx.state(make(3)))
     step = nnx.jit(fp8.nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)))
     for _ in range(2):
         assert_same_bits(step(model, X), step(want, X))
