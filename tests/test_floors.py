@@ -16,7 +16,7 @@ import pytest
 # stands on the roof.
 FLOORS = (
     ("_typing", "_compat", "_errors", "_call_options", "_version"),
-    ("numerics", "_geometry"),
+    ("numerics", "_geometry", "_example"),
     ("tensors", "programs", "prologues"),
     ("sharding",),
     ("kernels",),

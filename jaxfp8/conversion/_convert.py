@@ -9,10 +9,10 @@ import flax.linen as nn
 from flax import nnx
 
 from jaxfp8._call_options import check_options
+from jaxfp8._example import Example
 from jaxfp8.conversion import _linen, _nnx
 from jaxfp8.conversion._blocks import ends_of, stacks_of
 from jaxfp8.conversion._coverage import Coverage, coverage_of
-from jaxfp8.conversion._example import Example
 from jaxfp8.conversion._flops import OTHER
 from jaxfp8.conversion._foreign import Compute, read_layers
 from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep

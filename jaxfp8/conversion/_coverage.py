@@ -20,6 +20,13 @@ class CoverageRow:
       reason: the rule that decided, or why the layer stays in high precision. "" for the recipe of
         the model.
       flops: its operations in one forward pass. Without example inputs, for one token.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> _, coverage = fp8.convert(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), fp8.recipes.current())
+      >>> coverage[""].shape
+      (1, 8, 4)
     """
 
     path: str

@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._example import Example
 from jaxfp8._typing import PyTree
-from jaxfp8.conversion._example import Example
-from jaxfp8.conversion._flops import layer_scope
+from jaxfp8.conversion._flops import flops_of, layer_scope
 from jaxfp8.conversion._foreign import Once, compute_of
 from jaxfp8.conversion._layer import Layer
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of
@@ -138,12 +138,13 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
     variables = example.shapes(lambda *args, **kwargs: model.init(keys, *args, **kwargs))
     with _run(plan, 0, seen):
-        seen.flops = example.flops(
+        program = example.jaxpr(
             lambda variables, *args, **kwargs: model.apply(
                 variables, *args, rngs=keys, mutable=True, **kwargs
             ),
             variables,
         )
+    seen.flops = flops_of(program)
     return seen
 
 

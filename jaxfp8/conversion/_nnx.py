@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
-from jaxfp8.conversion._example import Example
+from jaxfp8._example import Example
+from jaxfp8.conversion._flops import flops_of
 from jaxfp8.conversion._layer import Layer
 from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, own_matmul
 from jaxfp8.conversion._plan import Decision, Plan
@@ -98,9 +99,10 @@ def _called(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> Seen
             layer = dataclasses.replace(layer, obstacle="")
         give_matmul(module, known, Watch(layer, called, own or known.default))
     graphdef, state = nnx.split(copy)
-    called.flops = example.flops(
+    program = example.jaxpr(
         lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
     )
+    called.flops = flops_of(program)
     return called
 
 

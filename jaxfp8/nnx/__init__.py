@@ -1,5 +1,6 @@
 """FP8 layers for flax.nnx."""
 
+from jaxfp8.nnx._add_state import add_state as add_state
 from jaxfp8.nnx._dot_general import FP8DotGeneral as FP8DotGeneral
 from jaxfp8.nnx._dot_general import FP8EinsumOp as FP8EinsumOp
 from jaxfp8.nnx._layers import FP8Einsum as FP8Einsum

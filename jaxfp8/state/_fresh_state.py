@@ -8,16 +8,16 @@ import jax.extend.backend
 import numpy as np
 
 from jaxfp8._typing import PyTree
-from jaxfp8.state._state import MatmulState, is_state
+from jaxfp8.state._state import LEAVES, MatmulState, is_state
 from jaxfp8.state._unset import unset_state
 
 
 def fresh_like(state: MatmulState) -> MatmulState:
     """The state before the first step, stacked, frozen and sharded like `state`.
 
-    `state` may be abstract. A leaf without a sharding becomes a NumPy array, which fits a mesh of
-    any size. If a checkpoint library uses it as a target, the library does not put the restored
-    array on one device.
+    `state` may be abstract. A leaf without a place on devices becomes a NumPy array, which fits a
+    mesh of any size. If a checkpoint library uses it as a target, the library does not put the
+    restored array on one device.
 
     Example:
       >>> import jax
@@ -28,15 +28,28 @@ def fresh_like(state: MatmulState) -> MatmulState:
     """
     with jax.ensure_compile_time_eval():  # makes arrays, also while a function is traced
         fresh = unset_state(state.rows, state.scale.shape[:-1])
-        fresh = dataclasses.replace(fresh, frozen=state.frozen)
-        return jax.tree.map(_placed, fresh, state)
+        placed = {name: _placed(getattr(fresh, name), getattr(state, name)) for name in LEAVES}
+        return dataclasses.replace(fresh, frozen=state.frozen, **placed)
 
 
 def _placed(fresh: jax.Array, like: Any) -> Any:
+    sharding = placement(like)
+    return np.array(fresh) if sharding is None else jax.device_put(fresh, sharding)
+
+
+def placement(like: Any) -> jax.sharding.Sharding | None:
+    """The sharding of an array or type. None if nobody placed it on devices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> placement(jnp.ones(3))
+    """
+    if isinstance(like, jax.Array) and not getattr(like, "committed", False):
+        return None  # jax moves it to the devices of what it is used with
     sharding = getattr(like, "sharding", None)
     if not isinstance(sharding, jax.sharding.Sharding) or _of_an_abstract_mesh(sharding):
-        return np.array(fresh)
-    return jax.device_put(fresh, sharding)
+        return None
+    return sharding
 
 
 def _of_an_abstract_mesh(sharding: jax.sharding.Sharding) -> bool:

@@ -37,16 +37,16 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
                 f"like holds a {type(node).__name__} at {place}, where a quantizer state is "
                 "needed. Pass only the states, without parameters."
             )
-        wanted[_names(path)] = place, node
+        wanted[names_of(path)] = place, node
     found, others = {}, []
 
     def is_part(path: tuple[Any, ...], node: Any) -> bool:
-        return is_state(node) or (isinstance(node, Mapping) and _names(path) in wanted)
+        return is_state(node) or (isinstance(node, Mapping) and names_of(path) in wanted)
 
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_part, is_leaf_takes_path=True)
     for path, node in leaves:
-        if _names(path) in wanted:
-            found[_names(path)] = _without_value(node)
+        if names_of(path) in wanted:
+            found[names_of(path)] = _without_value(node)
         else:
             others.append(jax.tree_util.keystr(path))
     missing = [place for names, (place, _) in wanted.items() if names not in found]
@@ -59,10 +59,15 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
     return [(place, node, found[names]) for names, (place, node) in wanted.items()]
 
 
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names along a path, the same for all kinds of containers.
 
     The attribute `value` of a Variable is left out. A key "value" of a dict is a name.
+
+    Example:
+      >>> import jax
+      >>> [names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1]})]
+      [('a', '0')]
     """
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]

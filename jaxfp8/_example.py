@@ -1,14 +1,12 @@
 """`Example`: the arguments of an example call, some of which may be types."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxfp8._typing import PyTree
-from jaxfp8.conversion._flops import flops_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,20 +47,20 @@ class Example:
 
     def shapes(self, function: Callable[..., Any], *first: PyTree) -> PyTree:
         """The types of `function(*first, *args, **kwargs)`. Nothing is computed."""
-        arrays, with_arrays = self._parts
-
-        def call(first: Any, arrays: Any) -> Any:
-            args, kwargs = with_arrays(arrays)
-            return function(*first, *args, **kwargs)
-
+        call, arrays = self._call(function)
         return jax.eval_shape(call, first, arrays)
 
-    def flops(self, function: Callable[..., Any], *first: PyTree) -> Counter[str]:
-        """The operations of `function(*first, *args, **kwargs)` by layer; see `flops_of`."""
+    def jaxpr(self, function: Callable[..., Any], *first: PyTree) -> Any:
+        """The program of `function(*first, *args, **kwargs)`."""
+        call, arrays = self._call(function)
+        return jax.make_jaxpr(call)(first, arrays).jaxpr
+
+    def _call(self, function: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """`function` of its first arguments and of the arrays, and the arrays."""
         arrays, with_arrays = self._parts
 
         def call(first: Any, arrays: Any) -> Any:
             args, kwargs = with_arrays(arrays)
             return function(*first, *args, **kwargs)
 
-        return flops_of(jax.make_jaxpr(call)(first, arrays).jaxpr)
+        return call, arrays

@@ -1,0 +1,241 @@
+"""The arrays of a checkpoint, by the names of a model.
+
+A checkpoint that was saved before a model ran in FP8 has all its arrays but the quantizer state.
+`saved_leaves` reads them by name, since the containers of a restored tree often differ from those
+of the model (see `_saved_tree`). `matched` finds the array for each place of the model.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import PyTree
+from jaxfp8.state._saved_tree import names_of
+from jaxfp8.state._state import LEAVES, is_state
+from jaxfp8.state._trees import shown
+
+Path: TypeAlias = tuple[str, ...]
+_SHOWN = 8  # faults that a message lists
+
+
+def saved_leaves(
+    saved: PyTree,
+    rename: Mapping[str, str],
+    *,
+    called: str,
+    read: Callable[[Any], Any],
+    kept: int = 0,
+) -> dict[Path, Any]:
+    r"""The leaves of a saved tree by their path of names, some of which are replaced.
+
+    Args:
+      saved: nested dicts, lists, `FrozenDict`s or `nnx.State`s.
+      rename: regular expressions that a whole name must match, and their replacements. The first
+        one that matches decides.
+      called: what the caller calls `saved`, for messages.
+      read: the array in a box or a Variable; any other object as it is.
+      kept: the number of levels at the top whose names stay.
+
+    Raises:
+      FP8StateError: if the tree holds quantizer state.
+      TypeError: if `rename` is no mapping of strings.
+      ValueError: if an expression is invalid or decides no name, or if two names become one.
+
+    Example:
+      >>> tree = {"Dense_0": {"kernel": 1.0}}
+      >>> saved_leaves(tree, {r"Dense_(\d+)": r"FP8Dense_\1"}, called="saved", read=lambda n: n)
+      {('FP8Dense_0', 'kernel'): 1.0}
+    """
+    patterns = _compiled(rename)
+    leaves: dict[Path, Any] = {}
+    names: set[str] = set()
+    used: set[str] = set()
+
+    def new_name(name: str) -> str:
+        names.add(name)
+        for pattern, replacement in patterns.items():
+            if match := pattern.fullmatch(name):
+                used.add(pattern.pattern)
+                return _expanded(match, replacement)
+        return name
+
+    def walk(node: Any, path: Path) -> None:
+        if is_state(node) or (isinstance(node, Mapping) and set(LEAVES) <= set(node)):
+            raise FP8StateError(
+                f"{called} holds quantizer state at {'/'.join(path)}, but a checkpoint without it "
+                "is needed. Restore a checkpoint of an FP8 model as it is, and check its state: "
+                "fp8.check_state(state, like=fresh_state)."
+            )
+        if not isinstance(node, Mapping | list) and type(node) is not tuple:
+            inner = read(node)
+            if is_state(inner):
+                walk(inner, path)
+            for below, leaf in jax.tree_util.tree_leaves_with_path(inner, is_leaf=_is_none):
+                leaves[path + names_of(below)] = leaf
+            return
+        children = node.items() if isinstance(node, Mapping) else enumerate(node)
+        olds: dict[str, Any] = {}
+        for old, inner in children:
+            name = new_name(str(old)) if len(path) >= kept else str(old)
+            if name in olds:
+                raise ValueError(
+                    f"rename={dict(rename)} makes one name {name!r} of {olds[name]!r} and {old!r} "
+                    f"at {'/'.join(path) or 'the top of the tree'}. Each name needs one of its "
+                    'own. Keep numbers: {r"Dense_(\\d+)": r"FP8Dense_\\1"}.'
+                )
+            olds[name] = old
+            walk(inner, (*path, name))
+
+    walk(saved, ())
+    for pattern in rename:
+        if pattern not in used:
+            near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.0)
+            raise ValueError(
+                f"rename: {pattern!r} matches no name of {called} that an earlier pattern does not "
+                f"match. The nearest names are {near}. A pattern must match a whole name, which is "
+                "one part of a path."
+            )
+    return leaves
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _compiled(rename: Any) -> dict[re.Pattern[str], str]:
+    pairs: list[Any] = list(rename.items()) if isinstance(rename, Mapping) else [(rename, None)]
+    for pattern, replacement in pairs:
+        if not isinstance(pattern, str) or not isinstance(replacement, str):
+            raise TypeError(
+                f"rename={rename!r} must be a dict of regular expressions and replacements. Write "
+                'for instance rename={r"Dense_(\\d+)": r"FP8Dense_\\1"}.'
+            )
+    try:
+        return {re.compile(pattern): replacement for pattern, replacement in pairs}
+    except re.error as error:
+        raise ValueError(
+            f"rename={dict(rename)} holds an invalid regular expression: {error}. Escape special "
+            "characters with a backslash."
+        ) from None
+
+
+def _expanded(match: re.Match[str], replacement: str) -> str:
+    try:
+        return match.expand(replacement)
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"rename: {replacement!r} is no replacement for {match.re.pattern!r}: {error}. Groups "
+            r"are \1, \2 and so on."
+        ) from None
+
+
+def matched(
+    wanted: Mapping[Path, Any], found: Mapping[Path, Any], *, called: str, optional: Container[Path]
+) -> dict[Path, Any]:
+    """The saved leaf for each place of a model, in the model's dtype.
+
+    Args:
+      wanted: arrays or types of the model.
+      found: arrays of the file. Both are by path of names.
+      called: what the caller calls the saved tree, for messages.
+      optional: places that may be missing.
+
+    Raises:
+      ValueError: if paths or shapes differ, or if the model's dtype cannot hold the saved values.
+
+    Example:
+      >>> import ml_dtypes, numpy as np
+      >>> saved = {("w",): np.ones(3, ml_dtypes.bfloat16)}
+      >>> matched({("w",): np.zeros(3, np.float32)}, saved, called="saved", optional=())
+      {('w',): array([1., 1., 1.], dtype=float32)}
+    """
+    # A file shows a box of linen or a Variable of nnx as one more level, "value".
+    found = {
+        path[:-1] if path not in wanted and path[-1:] == ("value",) else path: leaf
+        for path, leaf in found.items()
+    }
+    missing = [path for path in wanted if path not in found and path not in optional]
+    unexpected = [path for path in found if path not in wanted]
+    wrong = [(path, why) for path in wanted if path in found
+             for why in _faults(wanted[path], found[path])]  # fmt: skip
+    if missing or unexpected or wrong:
+        lines = [f"  {_at(p)}: missing{_nearest(p, unexpected or found)}" for p in missing]
+        lines += [f"  {_at(p)}: unexpected{_nearest(p, missing or wanted)}" for p in unexpected]
+        lines += [f"  {_at(path)}: {why}" for path, why in wrong]
+        text = "\n".join(lines[:_SHOWN]) + (
+            f"\n  ... ({len(lines)} in all)" if len(lines) > _SHOWN else ""
+        )
+        raise ValueError(
+            f"{called} must hold the arrays of the model and no others:\n{text}\n"
+            + " ".join(_cures(missing, unexpected, dict(wrong)))
+        )
+    return {path: _as_dtype(found[path], like.dtype) for path, like in wanted.items()
+            if path in found}  # fmt: skip
+
+
+def _at(path: Path) -> str:
+    return "/".join(path) or "the top of the tree"
+
+
+def _nearest(path: Path, others: Container[Path]) -> str:
+    paths: Any = others
+    near = difflib.get_close_matches(_at(path), map(_at, paths), n=1, cutoff=0.6)
+    return f" (the nearest name is {near[0]})" if near else ""
+
+
+def _faults(wanted: Any, leaf: Any) -> Iterator[str]:
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or dtype is None:
+        yield f"it is {shown(leaf)}, but an array is needed"
+    elif shape != wanted.shape:
+        yield f"its shape is {list(shape)}, but the model's is {list(wanted.shape)}"
+    elif dtype != wanted.dtype and not _holds(wanted.dtype, dtype):
+        yield f"its dtype is {dtype}, but the model's is {wanted.dtype}, which cannot hold it"
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether a dtype holds all values of another one."""
+    extended = any(jnp.issubdtype(d, jax.dtypes.extended) for d in (wide, narrow))
+    return not extended and np.can_cast(narrow, wide, "safe")
+
+
+def _as_dtype(leaf: Any, dtype: Any) -> Any:
+    if leaf.dtype == dtype:
+        return leaf
+    return (
+        leaf.update(dtype=dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+    )
+
+
+def _cures(missing: list[Path], unexpected: list[Path], wrong: dict[Path, str]) -> Iterator[str]:
+    if missing and unexpected:
+        yield (
+            f"If only names differ, write rename={_renaming(missing, unexpected)} for them, or "
+            "name the layers."
+        )
+    elif missing:
+        yield "Save or restore these too, or take them from a fresh model."
+    elif unexpected:
+        yield "Leave these out, or add their layers to the model."
+    if any("shape" in why for why in wrong.values()):
+        yield "For other shapes, make the model with the sizes of the checkpoint."
+    if any("dtype" in why for why in wrong.values()):
+        yield "For other dtypes, convert the arrays by .astype, or set param_dtype= of the layers."
+
+
+def _renaming(missing: list[Path], unexpected: list[Path]) -> str:
+    """The argument `rename=` for layers without names, which are called after their class."""
+    names = {name for path in unexpected for name in path}
+    kinds = sorted(
+        {match[1] for path in missing for name in path
+         if (match := re.fullmatch(r"FP8(\w+)_\d+", name))
+         and any(re.fullmatch(rf"{match[1]}_\d+", other) for other in names)}
+    ) or ["Dense"]  # fmt: skip
+    pairs = (rf'r"{kind}_(\d+)": r"FP8{kind}_\1"' for kind in kinds)
+    return f"{{{', '.join(pairs)}}}"
