@@ -38,7 +38,10 @@ EXPECTED = {
         AbstractQuantizer KnownScale RowState ScaleInputs Current Delayed Static Identity Format
         PerRow
     """,
-    "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get",
+    "jaxfp8.recipes": """
+        Recipe Operands delayed current rowwise blockwise mxfp8 static identity get parse to_string
+        to_dict from_dict
+    """,
     "jaxfp8.sharding": "MeshRoles Shard quantized_specs",
     "jaxfp8.programs": """
         assert_fp8_gemms run_on_cpu wire_report assert_wire_dtype WireReport Transfer
