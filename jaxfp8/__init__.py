@@ -1,6 +1,7 @@
 """FP8 training in JAX. `import jaxfp8 as fp8`."""
 
 from jaxfp8 import comms as comms
+from jaxfp8 import diagnostics as diagnostics
 from jaxfp8 import linen as linen
 from jaxfp8 import nnx as nnx
 from jaxfp8 import plan as plan

@@ -20,7 +20,8 @@ EXPECTED = {
         scaled_matmul dot dot_general einsum Recipe Shard Kernels
         init_state check_state value_and_grad commit merge_seen nothing_seen freeze settle fork
         state_specs FP8StateError save_fp8_residuals
-        recipes quantizers prologues linen nnx sharding comms plan programs state __version__
+        recipes quantizers prologues linen nnx sharding comms plan programs state diagnostics
+        __version__
     """,
     "jaxfp8.linen": """
         FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION
@@ -49,6 +50,7 @@ EXPECTED = {
     "jaxfp8.plan": "Choice Choices Timings autotune roofline skip_slow",
     "jaxfp8.prologues": "RMSNorm SwiGLU",
     "jaxfp8.state": "MatmulState",
+    "jaxfp8.diagnostics": "collect summary Summary Records CastRow StateRow",
     "jaxfp8.comms": "all_gather all_to_all ppermute",
 }
 

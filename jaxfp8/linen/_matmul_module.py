@@ -55,6 +55,7 @@ class MatmulModule(nn.Module):
         may run without a mesh.
         """
         options = MatmulOptions(**options_of(self))
+        options["name"] = "/".join(self.path)
         if self.is_initializing():
             for name in ("x_shard", "w_shard", "y_shard"):
                 shard: Any = options[name]
