@@ -27,6 +27,8 @@ class StateRow:
       scale: the scale of the next step, 0 if it is unset.
       amax: the newest amax of the history. It is 0 before the first one, and NaN if the history has
         a length of 1, because then it is not kept.
+      amax_min: the smallest amax of the history; 0 until the history is full.
+      amax_max: the largest amax of the history.
       nonfinite_steps: the number of steps whose amax was inf or NaN.
       unset: whether the scale is unset, because no finite amax above 0 was seen.
 
@@ -43,6 +45,8 @@ class StateRow:
     key: str = dataclasses.field(repr=False)
     scale: float
     amax: float
+    amax_min: float
+    amax_max: float
     nonfinite_steps: int
     unset: bool
 
@@ -82,7 +86,8 @@ def _rows(path: tuple[Any, ...], state: MatmulState) -> list[StateRow]:
     scale, history, nonfinite = map(
         np.asarray, (state.scale, state.amax_history, state.nonfinite_steps)
     )
-    newest = history[..., -1] if history.shape[-1] > 1 else np.full(scale.shape, np.nan)
+    # Slot 0 is the staging slot. Without other slots nothing is kept.
+    kept = history[..., 1:] if history.shape[-1] > 1 else np.full((*scale.shape, 1), np.nan)
     tensors = [row.tensor for row in state.rows]
     rows = []
     for index in itertools.product(*map(range, scale.shape[:-1])):
@@ -95,7 +100,9 @@ def _rows(path: tuple[Any, ...], state: MatmulState) -> list[StateRow]:
                     # A tensor with two quantizers has two rows.
                     key=tensor if tensors.count(tensor) == 1 else f"{tensor}/{i}",
                     scale=float(scale[place]),
-                    amax=float(newest[place]),
+                    amax=float(kept[place][-1]),
+                    amax_min=float(kept[place].min()),
+                    amax_max=float(kept[place].max()),
                     nonfinite_steps=int(nonfinite[place]),
                     unset=bool(scale[place] == 0),
                 )

@@ -24,10 +24,10 @@ class Summary:
     Example:
       >>> import jaxfp8 as fp8
       >>> print(fp8.diagnostics.summary({"up": fp8.init_state(fp8.recipes.delayed())}))
-      layer  tensor  scale  amax  nonfinite steps  unset
-      up     x       0      0     0                yes
-      up     w       0      0     0                yes
-      up     g       0      0     0                yes
+      layer  tensor  scale  amax  history  nonfinite steps  unset
+      up     x       0      0     0        0                yes
+      up     w       0      0     0        0                yes
+      up     g       0      0     0        0                yes
     """
 
     rows: tuple[CastRow | StateRow, ...]
@@ -99,7 +99,7 @@ def _is_nnx(source: Any) -> bool:
 def _cells(rows: Sequence[CastRow | StateRow]) -> list[list[str]]:
     """The titles and the rows of a table."""
     of_states = bool(rows) and isinstance(rows[0], StateRow)
-    titles = ("scale amax nonfinite_steps unset" if of_states else
+    titles = ("scale amax history nonfinite_steps unset" if of_states else
               "amax scale saturated underflowed nonfinite values calls").split()  # fmt: skip
     table = [["layer", "tensor", *(title.replace("_", " ") for title in titles)]]
     table += [
@@ -111,11 +111,17 @@ def _cells(rows: Sequence[CastRow | StateRow]) -> list[list[str]]:
 
 def _cell(row: CastRow | StateRow, title: str) -> str:
     if title == "scale" and isinstance(row, CastRow):
-        ends = (f"{row.scale_min:.3g}", f"{row.scale_max:.3g}")
-        return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+        return _range(row.scale_min, row.scale_max)
+    if title == "history" and isinstance(row, StateRow):
+        return _range(row.amax_min, row.amax_max)
     value = getattr(row, title)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if title in ("saturated", "underflowed"):
         return f"{100 * value:.3g} %" if value else "0"
     return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _range(least: float, most: float) -> str:
+    ends = f"{least:.3g}", f"{most:.3g}"
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)

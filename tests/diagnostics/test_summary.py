@@ -39,6 +39,7 @@ def test_rows_of_states():
     ]
     assert all(type(row) is StateRow for row in rows)
     assert [row.amax for row in rows[:3]] == [62.0, 1.0, 1.0]
+    assert [(row.amax_min, row.amax_max) for row in rows[:3]] == [(0, 62), (0, 1), (0, 1)]
     assert [row.scale for row in rows[:3]] == [float(each) for each in state.scale]
     assert [row.nonfinite_steps for row in rows[3:]] == [0, 0, 2]
     assert not any(row.unset for row in rows)
@@ -143,8 +144,8 @@ def test_tables():
             assert row.layer in out.getvalue()
     table = str(summary({"up": trained()}))
     assert table == (
-        "layer  tensor  scale     amax  nonfinite steps  unset\n"
-        "up     x       0.138     62    0                no\n"
-        "up     w       0.00223   1     0                no\n"
-        "up     g       1.74e-05  1     0                no"
+        "layer  tensor  scale     amax  history  nonfinite steps  unset\n"
+        "up     x       0.138     62    0 to 62  0                no\n"
+        "up     w       0.00223   1     0 to 1   0                no\n"
+        "up     g       1.74e-05  1     0 to 1   0                no"
     )
