@@ -94,7 +94,8 @@ def _row(
         layer=layer,
         tensor=tensor,
         matmuls=matmuls,
-        key=tensor if records[0].only_copy else f"{tensor}/{'+'.join(matmuls)}",
+        # Two matmuls read each tensor.
+        key=tensor if len(matmuls) == 2 else f"{tensor}/{matmuls[0]}",
         amax=float(all_of("amax").max()),
         scale_min=(smallest or _SMALLEST_E8M0) if has_scale else np.nan,
         scale_max=(largest or _SMALLEST_E8M0) if has_scale else np.nan,

@@ -35,7 +35,7 @@ class Summary:
     def as_dict(self) -> dict[str, float]:
         """The numbers of all rows: `{"layer/tensor/figure": number}`.
 
-        If matmuls read different copies of a tensor, a key is "layer/tensor/matmul/figure".
+        If only one matmul reads a copy of a tensor, the key is "layer/tensor/matmul/figure".
 
         Example:
           >>> import jaxfp8 as fp8

@@ -23,7 +23,7 @@ _EXACT = 2**31 - 1  # an int32 counts so far
     data_fields=[
         "amax", "scale_min", "scale_max", "saturated", "underflowed", "nonzero", "nonfinite",
     ],
-    meta_fields=["tensor", "matmuls", "only_copy", "values"],
+    meta_fields=["tensor", "matmuls", "values"],
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class CastStats:
@@ -41,7 +41,6 @@ class CastStats:
       nonfinite: i32[], the number of values that are inf or NaN.
       tensor: "x", "w" or "g" (static).
       matmuls: the matmuls that read the copy (static).
-      only_copy: whether all matmuls that read the tensor in FP8 read this copy (static).
       values: the number of values, on this device inside `jax.shard_map` (static).
 
     A count is f32[] if there are 2^31 values or more.
@@ -56,7 +55,6 @@ class CastStats:
     nonfinite: Array
     tensor: Tensor
     matmuls: tuple[Matmul, ...]
-    only_copy: bool
     values: int
 
 
@@ -74,12 +72,7 @@ def limit(format: Format) -> float:
 
 
 def cast_stats(
-    x: Array,
-    copy: QuantizedTensor,
-    tensor: Tensor,
-    matmuls: tuple[Matmul, ...],
-    *,
-    only_copy: bool,
+    x: Array, copy: QuantizedTensor, tensor: Tensor, matmuls: tuple[Matmul, ...]
 ) -> CastStats:
     """The statistics of a copy of x.
 
@@ -88,13 +81,12 @@ def cast_stats(
       copy: [...], its copy.
       tensor: which tensor x is.
       matmuls: the matmuls that read the copy.
-      only_copy: see `CastStats`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
       >>> x = jnp.array([1e6, 1.0, 1e-9, 0.0])
-      >>> stats = cast_stats(x, fp8.quantize(x, fp8.E4M3, scale=1.0), "x", (), only_copy=True)
+      >>> stats = cast_stats(x, fp8.quantize(x, fp8.E4M3, scale=1.0), "x", ())
       >>> int(stats.saturated), int(stats.underflowed), int(stats.nonzero)
       (1, 1, 3)
     """
@@ -119,7 +111,6 @@ def cast_stats(
         nonfinite=_count(~finite),
         tensor=tensor,
         matmuls=matmuls,
-        only_copy=only_copy,
         values=math.prod(x.shape),
     )
 

@@ -119,10 +119,10 @@ def _watched(
 ) -> tuple[CastStats, ...]:
     """The statistics of each FP8 copy of a tensor."""
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
-    in_fp8 = [(each, readers) for each, readers in whole if isinstance(each, QuantizedTensor)]
     return tuple(
-        cast_stats(value, each, tensor, readers, only_copy=len(in_fp8) == 1)
-        for each, readers in in_fp8
+        cast_stats(value, each, tensor, readers)
+        for each, readers in whole
+        if isinstance(each, QuantizedTensor)
     )
 
 

@@ -56,9 +56,11 @@ def watching(receive: Receive) -> Iterator[None]:
         with _watched(True):
             yield
     finally:
-        # Programs may still run. What they send belongs to this context.
-        jax.effects_barrier()
-        _listeners.clear()
+        try:
+            # Programs may still run. What they send belongs to this context.
+            jax.effects_barrier()
+        finally:
+            _listeners.clear()
 
 
 def is_watching() -> bool:
@@ -72,10 +74,15 @@ def name_of_call(given: str | None) -> str | None:
     None if casts are not watched. Then the name is no part of the call, and equal layers share
     their traces.
 
+    Raises:
+      TypeError: if `given` is neither a string nor None.
+
     Example:
       >>> name_of_call("up") is None
       True
     """
+    if given is not None and not isinstance(given, str):
+        raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
     if not is_watching():
         return None
     if given is not None:

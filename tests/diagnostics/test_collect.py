@@ -270,6 +270,8 @@ def test_misuse():
         pass
     with pytest.raises(TypeError, match=mentions("FP8Dense", "collect()")):
         fp8.diagnostics.collect(FP8Dense(4)).__enter__()
+    with pytest.raises(TypeError, match="name=3 must be a string"):
+        fp8.dot(X, X.T, recipe=fp8.recipes.current(), name=3)
     with pytest.raises(KeyError), fp8.diagnostics.collect():  # the error of the step stays
         raise KeyError("step")
     with fp8.diagnostics.collect():  # and the next context can begin

@@ -130,8 +130,7 @@ def test_rows_and_dict_of_casts():
 
 
 def test_tables():
-    from rich.console import Console
-
+    rich = pytest.importorskip("rich.console")
     for found in (records(), summary({"up": trained()})):
         lines = str(found).splitlines()
         assert len(lines) == 1 + len(found.rows)
@@ -139,7 +138,7 @@ def test_tables():
         assert {line.index(row.key[0]) for line, row in zip(lines[1:], found.rows, strict=True)}
         assert all(line.startswith(r.layer) for line, r in zip(lines[1:], found.rows, strict=True))
         out = io.StringIO()
-        Console(file=out, width=200).print(found)
+        rich.Console(file=out, width=200).print(found)
         for row in found.rows:
             assert row.layer in out.getvalue()
     table = str(summary({"up": trained()}))
