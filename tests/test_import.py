@@ -19,7 +19,6 @@ HEAVY = (
     "matplotlib",
     "orbax",
     "chex",
-    "rich",
 )
 QUANTIZE = (
     "fp8.quantize(jnp.ones((128, 128)), fp8.E4M3, fp8.PerBlock((1, 128)), "

@@ -27,7 +27,6 @@ REQUIREMENTS = {"dependencies": PROJECT["dependencies"], **PROJECT["optional-dep
 FOLDERS = {
     "dependencies": "jaxfp8",
     "triton": "jaxfp8",
-    "diagnostics": "jaxfp8",
     "examples": "examples",
     "notebooks": "notebooks",
     "test": "tests",
@@ -48,8 +47,7 @@ PLUGINS = {
 }
 # What a folder may import besides the dependencies.
 EXTRAS = {
-    # Triton is behind `Backend`s (tests/test_floors.py), and rich in the method that rich calls.
-    "jaxfp8": ("triton", "diagnostics"),
+    "jaxfp8": ("triton",),  # behind `Backend`s: tests/test_floors.py
     "examples": ("examples",),
     "notebooks": ("notebooks",),
     "tests": ("test", "examples", "triton"),  # without the last two, tests of them are skipped

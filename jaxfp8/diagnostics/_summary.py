@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
+from rich.table import Table
 
 from jaxfp8.diagnostics._cast_rows import CastRow
 from jaxfp8.diagnostics._collect import Records
@@ -58,10 +59,8 @@ class Summary:
             for line in lines
         )
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
-        from rich.table import Table  # rich is there: it is the caller
-
         titles, *lines = _cells(self.rows)
         table = Table(*titles)
         for line in lines:

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from hard_inputs import mentions
+from rich.console import Console
 
 import jaxfp8 as fp8
 from jaxfp8.diagnostics import CastRow, StateRow, summary
@@ -130,7 +131,6 @@ def test_rows_and_dict_of_casts():
 
 
 def test_tables():
-    rich = pytest.importorskip("rich.console")
     for found in (records(), summary({"up": trained()})):
         lines = str(found).splitlines()
         assert len(lines) == 1 + len(found.rows)
@@ -138,7 +138,7 @@ def test_tables():
         assert {line.index(row.key[0]) for line, row in zip(lines[1:], found.rows, strict=True)}
         assert all(line.startswith(r.layer) for line, r in zip(lines[1:], found.rows, strict=True))
         out = io.StringIO()
-        rich.Console(file=out, width=200).print(found)
+        Console(file=out, width=200).print(found)
         for row in found.rows:
             assert row.layer in out.getvalue()
     table = str(summary({"up": trained()}))
