@@ -83,17 +83,42 @@ def name_of_call(given: str | None) -> str | None:
     """
     if given is not None and not isinstance(given, str):
         raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
-    if not is_watching():
+    if not is_watching() or _is_check_of_scan():
         return None
     if given is not None:
         return given
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _LIBRARIES:
+    for frame in _frames():
+        if _module(frame).partition(".")[0] not in _LIBRARIES:
             file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
             return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
     return "matmul"
+
+
+def _is_check_of_scan() -> bool:
+    """Whether `nn.scan` traces its body only to check it, before it loops over it.
+
+    The trace must have no effect. With one, flax 0.12.12 raises "broadcasted variable has a data
+    dependency on the scan body". Its result is not used, so it needs no statistics. flax does not
+    say which trace it is. So this function reads the local variables of flax's stack frame. If flax
+    renames them, users see flax's error.
+    """
+    return any(
+        _module(frame) == "flax.core.axes_scan" and frame.f_locals.get("init_mode") is True
+        for frame in _frames()
+        if frame.f_code.co_name == "body_fn"
+    )
+
+
+def _frames() -> Iterator[types.FrameType]:
+    """The frames of the stack, from the caller outwards."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def send(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
