@@ -20,8 +20,8 @@ EXPECTED = {
         scaled_matmul dot dot_general einsum Recipe Shard Kernels
         init_state check_state value_and_grad commit merge_seen nothing_seen freeze settle fork
         state_specs FP8StateError save_fp8_residuals
-        recipes quantizers prologues linen nnx sharding comms plan programs state __version__
-        convert conversion
+        recipes quantizers prologues linen nnx sharding comms plan programs state diagnostics
+        convert conversion __version__
     """,
     "jaxfp8.linen": """
         FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION
@@ -39,7 +39,10 @@ EXPECTED = {
         AbstractQuantizer KnownScale RowState ScaleInputs Current Delayed Static Identity Format
         PerRow
     """,
-    "jaxfp8.recipes": "Recipe Operands delayed current rowwise blockwise mxfp8 static identity get",
+    "jaxfp8.recipes": """
+        Recipe Operands delayed current rowwise blockwise mxfp8 static identity get parse to_string
+        to_dict from_dict
+    """,
     "jaxfp8.sharding": "MeshRoles Shard quantized_specs",
     "jaxfp8.programs": """
         assert_fp8_gemms run_on_cpu wire_report assert_wire_dtype WireReport Transfer
@@ -48,6 +51,7 @@ EXPECTED = {
     "jaxfp8.prologues": "RMSNorm SwiGLU",
     "jaxfp8.conversion": "Coverage CoverageRow Layer Rule",
     "jaxfp8.state": "MatmulState",
+    "jaxfp8.diagnostics": "collect summary Summary Records CastRow StateRow",
     "jaxfp8.comms": "all_gather all_to_all ppermute",
 }
 

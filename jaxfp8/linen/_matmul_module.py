@@ -60,6 +60,7 @@ class MatmulModule(nn.Module):
 def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> MatmulOptions:
     """The options of a matmul that runs in `module`; see `MatmulModule.matmul_options`."""
     options = MatmulOptions(**given)
+    options["name"] = "/".join(module.path)
     if module.is_initializing():
         for name in ("x_shard", "w_shard", "y_shard"):
             shard: Any = options.get(name)

@@ -64,6 +64,8 @@ class AbstractFP8Matmul(nnx.Module):
         self.state = nnx.data(new_state(self.recipe))
         self.keys: Any = nnx.data(None)
         self.made_in_a_loss = in_a_loss()
+        # `fp8.diagnostics.collect(model)` sets it, because a module of nnx does not know its path.
+        self.name: str | None = None
         if rngs is not LATER:
             self.start_keys(rngs)
 
@@ -98,6 +100,7 @@ class AbstractFP8Matmul(nnx.Module):
     def matmul_options(self) -> MatmulOptions:
         """The options of the matmul at this call: all arguments but operands and state."""
         options = MatmulOptions(**options_of(self))
+        options["name"] = self.name
         if self.keys is not None and not self.deterministic:
             options["key"] = self.keys()
         return options

@@ -50,6 +50,7 @@ class Call:
     kernels: Kernels
     backends: Backends  # of each cast and matmul, as `kernels` chooses them
     prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
+    watched: str | None  # the name under which casts report statistics; None if they do not
 
     @property
     def by_xla(self) -> frozenset[Matmul]:

@@ -16,6 +16,7 @@ from jaxfp8.ops._given import read_operands
 from jaxfp8.ops._options import DotOptions, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import view_for
+from jaxfp8.ops._watch import name_of_call
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._identity import known_scales
@@ -83,6 +84,8 @@ def dot_general(
       bias: [batch, rhs kept], added in the dtype of the result. Its gradient is summed in float32;
         with `identity()` JAX sums it. If rhs keeps one axis, a cast in Pallas computes the sum
         while it reads the gradient of the result. Otherwise that gradient is read again.
+      name: what `fp8.diagnostics` calls this matmul. By default it is the file and the line of the
+        call. Layers pass their path. The program does not depend on it.
 
     Returns:
       [batch, lhs kept, rhs kept].
@@ -129,6 +132,7 @@ def dot_general(
         kernels=kernels,
         backends=kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE),
         prologue=how.prologue,
+        watched=name_of_call(how.name),
     )
     quantizers = QuantizerArrays(
         known=(probe.known if probe else known_scales(own)) if own else None,

@@ -18,6 +18,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call
+from jaxfp8.ops._cast_stats import CastStats, cast_stats
 from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Source, value_of
@@ -26,6 +27,7 @@ from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, varying
 from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.state._ledger import observe
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""
@@ -42,12 +44,14 @@ class Quantized(NamedTuple):
       saved: the same copies as residuals, for the matmuls of the backward pass.
       seen: the amaxes for the tensor's rows of state.
       column_sums: `CastExtras.column_sums`.
+      watched: the statistics of each copy, if casts are watched.
     """
 
     now: dict[Matmul, Operand]
     saved: dict[Matmul, Copy]
     seen: Seen
     column_sums: Array | None
+    watched: tuple[CastStats, ...]
 
 
 def quantize_operand(
@@ -91,6 +95,7 @@ def quantize_operand(
         for operand, readers in zip(made, planned.readers, strict=True):
             copies.append(Copy.of(operand, readers, planned, stored))
         extras = more if extras is _NOTHING else extras.or_else(more)
+    watched = _watched(tensor, value, copies, arrays) if call.watched is not None else ()
     # `largest` has the amax of `value`, and comes from the cast kernel: no second read of `value`.
     seen = _seen(call, tensor, value if extras.largest is None else extras.largest, arrays.ledger)
     if seen and call.settled:
@@ -106,7 +111,19 @@ def quantize_operand(
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
     residuals = {matmul: copy for copy in saved for matmul in copy.readers}
-    return Quantized(now, residuals, seen, extras.column_sums)
+    return Quantized(now, residuals, seen, extras.column_sums, watched)
+
+
+def _watched(
+    tensor: Tensor, value: Array, copies: list[Copy], arrays: QuantizerArrays
+) -> tuple[CastStats, ...]:
+    """The statistics of each FP8 copy of a tensor."""
+    whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
+    return tuple(
+        cast_stats(value, each, tensor, readers)
+        for each, readers in whole
+        if isinstance(each, QuantizedTensor)
+    )
 
 
 def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:

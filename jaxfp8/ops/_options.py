@@ -30,6 +30,7 @@ class MatmulOptions(LayerOptions, total=False):
     out_sharding: Any
     key: Array | None
     prologue: AbstractPrologue | None
+    name: str | None
 
 
 class DotOptions(MatmulOptions, total=False):
@@ -51,6 +52,7 @@ class Options:
     key: Array | None = None
     prologue: AbstractPrologue | None = None
     bias: Array | None = None
+    name: str | None = None
 
 
 def read_options(function: str, known: type, options: Any) -> Options:

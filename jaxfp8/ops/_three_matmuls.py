@@ -25,10 +25,12 @@ from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
+from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._checkpoint_policies import RESIDUAL
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
 from jaxfp8.ops._residuals import Copy
+from jaxfp8.ops._watch import send
 from jaxfp8.prologues._prologue import Produced, Source
 from jaxfp8.sharding._amax import vary_as, varying
 from jaxfp8.state._ledger import encode
@@ -49,12 +51,16 @@ class _Types:
 
 
 class _Forward(NamedTuple):
-    """Results of the forward pass: y, the copy of x for wgrad, the copy of w for dgrad, amaxes."""
+    """Results of the forward pass.
+
+    They are y, the copy of x for wgrad, the copy of w for dgrad, amaxes, and statistics of casts.
+    """
 
     y: Array
     x: Copy
     w: Copy
     seen: Array | None
+    watched: tuple[CastStats, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,7 +68,9 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
     """The result y [...]. Its gradient is dx, dw, db and the ledger of amaxes."""
     # Nothing differentiates this call, so no cotangent can bring amaxes back: none are computed.
     arrays = arrays._replace(quantizers=arrays.quantizers._replace(ledger=None))
-    return add_bias(_fprop(call, arrays).y, arrays.bias, call.geometry)
+    forward = _fprop(call, arrays)
+    send(call.watched, tuple(each for each in forward.watched if "fprop" in each.matmuls))
+    return add_bias(forward.y, arrays.bias, call.geometry)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
@@ -79,7 +87,7 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     )
     y = call.places.g.scatter(y)
     seen = _rows(call, {**x.seen, **w.seen}, arrays.quantizers.ledger)
-    return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], seen)
+    return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], seen, x.watched + w.watched)
 
 
 def _source(call: Call, arrays: Arrays) -> Source:
@@ -117,13 +125,13 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     _refuse_uncollected(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
-    y, x_saved, w_saved, seen = _fprop(call, given._replace(x=x, w=w))
-    seen = None if seen is None else checkpoint_name(seen, RESIDUAL)
+    y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
+    scalars = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), scalars)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
     bias = None if given.bias is None else once(given.bias)
-    return add_bias(y, bias, call.geometry), (x_saved, w_saved, seen, given.quantizers, types)
+    return add_bias(y, bias, call.geometry), (x_saved, w_saved, scalars, given.quantizers, types)
 
 
 def _refuse_uncollected(call: Call, primals: Any) -> None:
@@ -151,12 +159,13 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 
 @functools.partial(jax.jit, static_argnums=0)  # as above
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
-    x, w, seen, own, types = residuals
+    x, w, (seen, watched), own, types = residuals
     gradient = once(gradient)
     g = quantize_operand(
         call, "g", gradient, own, _variation(call, types.x, types.w, gradient),
         column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
+    send(call.watched, watched + g.watched)
     # A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
     x = call.places.x.gather_operand(x.whole(own.known))
     w = call.places.w.gather_operand(w.whole(own.known))

@@ -6,7 +6,11 @@ from jaxfp8.recipes._per_tensor import delayed as delayed
 from jaxfp8.recipes._per_tensor import identity as identity
 from jaxfp8.recipes._per_tensor import rowwise as rowwise
 from jaxfp8.recipes._per_tensor import static as static
+from jaxfp8.recipes._plain import from_dict as from_dict
+from jaxfp8.recipes._plain import to_dict as to_dict
 from jaxfp8.recipes._presets import get as get
 from jaxfp8.recipes._recipe import Recipe as Recipe
+from jaxfp8.recipes._text import parse as parse
+from jaxfp8.recipes._text import to_string as to_string
 from jaxfp8.recipes._tiled import blockwise as blockwise
 from jaxfp8.recipes._tiled import mxfp8 as mxfp8
