@@ -9,8 +9,9 @@ Many models contain `nn.scan` or `nn.vmap`, which name the collections that they
 name that of quantizer state. So while `init` and `apply` run, each state is a variable in "params",
 beside the parameters of its layer. A transformation treats it as it treats them.
 
-`nn.jit` keeps compiled functions by the structure of their variables. The plan is part of that
-structure, so a converted model never runs a function that was compiled for another one.
+`nn.jit` keeps compiled functions by the fields of a module, which conversion does not change. So
+the plan is also a context that JAX knows (`jax.make_user_context`). Every cache of JAX has it in
+its key, and a converted model never runs a function that was compiled for another one.
 """
 
 import contextlib
@@ -61,13 +62,16 @@ class _Running(NamedTuple):
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("_running", default=None)
 
 
+_planned: Any = jax.make_user_context(None)
+
+
 @contextlib.contextmanager
 def _run(plan: Plan, depth: int, seen: Seen | None = None) -> Iterator[None]:
     """Intercept all calls of layers, as the plan says."""
     running = _Running(plan, depth, seen)
     token = _running.set(running)
     try:
-        with nn.intercept_methods(functools.partial(_intercept, running)):
+        with nn.intercept_methods(functools.partial(_intercept, running)), _planned(plan):
             yield
     finally:
         _running.reset(token)
@@ -208,9 +212,7 @@ class _Converted:
 
     def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():
-            y, variables = super().init_with_output(  # type: ignore[misc]
-                _marked(rngs, self.fp8_plan), *args, **kwargs
-            )
+            y, variables = super().init_with_output(rngs, *args, **kwargs)  # type: ignore[misc]
         return y, apart(variables)
 
     def apply(
@@ -223,7 +225,7 @@ class _Converted:
     ) -> Any:
         with self._started():
             out = super().apply(  # type: ignore[misc]
-                together(variables, self.fp8_plan),
+                together(variables),
                 *args,
                 mutable=mutable,
                 capture_intermediates=capture_intermediates,
@@ -250,9 +252,3 @@ class _Converted:
 
 def _made_again(cls: type, fields: dict[str, Any], plan: Plan) -> Any:
     return _subclass(cls, plan)(**fields)
-
-
-def _marked(rngs: Any, plan: Plan) -> Any:
-    """The keys, with one more key whose name identifies the plan; see `together`."""
-    keys = rngs if isinstance(rngs, dict) else {"params": rngs}
-    return keys | {f"fp8_plan_{hash(plan)}": next(iter(keys.values()))} if keys else keys

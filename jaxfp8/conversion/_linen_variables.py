@@ -6,50 +6,33 @@ beside the parameters of its layer. A transformation treats it as it treats them
 states are in a collection of their own, and "params" is the tree of the unconverted model.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from flax.core import unfreeze
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
-from jaxfp8.conversion._plan import Plan
 from jaxfp8.linen._state import COLLECTION
 from jaxfp8.state._state import is_state
 
-_MARK = "fp8_plan"
 
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Mark:
-    """A plan, as a node without leaves in a tree of variables."""
-
-    plan: Plan
-
-
-def together(variables: PyTree, plan: Plan) -> dict[str, Any]:
+def together(variables: PyTree) -> dict[str, Any]:
     """The variables while a converted model runs: states are in "params".
-
-    `nn.jit` keeps compiled functions by the structure of their variables, and knows nothing of
-    plans. So each node of "params" has a mark. Then a model never runs a function that was compiled
-    for another plan.
 
     Raises:
       FP8StateError: if a parameter has the path of a state.
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> recipe = fp8.recipes.delayed()
-      >>> variables = {"params": {"w": 1.0}, COLLECTION: {"op": {"fp8": fp8.init_state(recipe)}}}
-      >>> sorted(together(variables, Plan(recipe=recipe))["params"])
-      ['fp8_plan', 'op', 'w']
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> variables = {"params": {"w": 1.0}, COLLECTION: {"op": {"fp8": state}}}
+      >>> sorted(together(variables)["params"])
+      ['op', 'w']
     """
     plain: dict[str, Any] = unfreeze(variables)
     states, others = _split(plain.get(COLLECTION, {}))
-    params = _marked(_merged(plain.get("params", {}), states, ()), _Mark(plan))
+    params = _merged(plain.get("params", {}), states, ())
     rest = {name: tree for name, tree in plain.items() if name not in ("params", COLLECTION)}
     return rest | {"params": params} | ({COLLECTION: others} if others else {})
 
@@ -77,7 +60,7 @@ def apart(variables: PyTree) -> dict[str, Any]:
 
 
 def _split(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of a tree of dicts, and the rest, without marks and without empty dicts."""
+    """The states of a tree of dicts, and the rest. Neither has a dict for the other alone."""
     states: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, node in tree.items():
@@ -87,7 +70,7 @@ def _split(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
                     part[name] = inner
         elif is_state(node):
             states[name] = node
-        elif not isinstance(node, _Mark):
+        else:
             rest[name] = node
     return states, rest
 
@@ -106,8 +89,3 @@ def _merged(first: PyTree, second: PyTree, path: tuple[str, ...]) -> dict[str, A
                 "of the model and the quantizer states apart, as model.init returns them."
             )
     return merged
-
-
-def _marked(tree: PyTree, mark: _Mark) -> dict[str, Any]:
-    marked = {n: _marked(t, mark) if isinstance(t, Mapping) else t for n, t in tree.items()}
-    return marked | {_MARK: mark}
