@@ -45,7 +45,7 @@ EXPECTED = {
     """,
     "jaxfp8.plan": "Choice Choices Timings autotune roofline skip_slow",
     "jaxfp8.prologues": "RMSNorm SwiGLU",
-    "jaxfp8.state": "MatmulState",
+    "jaxfp8.state": "MatmulState in_gradient_channel",
     "jaxfp8.comms": "all_gather all_to_all ppermute",
 }
 

@@ -133,6 +133,14 @@ def _refuse_uncollected(call: Call, primals: Any) -> None:
     matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
     differentiated = any(each.perturbed for each in matmul)
     if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
+        if call.in_gradient_channel:
+            raise UncollectedStateError(
+                'a matmul with state_channel="gradient" is being differentiated, but not with '
+                "respect to its state, so the next state would be lost. Differentiate all "
+                "variables, also those of the state: jax.value_and_grad(loss)(variables), and "
+                "without stop_gradient. If this loss does not train the network, use "
+                "jax.lax.stop_gradient(fp8.freeze(state))."
+            )
         raise UncollectedStateError(
             "a matmul with quantizer state is being differentiated, but its state is not "
             "collected. Use fp8.value_and_grad in place of jax.value_and_grad (nnx: "
@@ -171,6 +179,8 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
     of_g = _rows(call, g.seen, own.ledger)
     ledger = None if seen is None or of_g is None else encode(jnp.maximum(seen, of_g))
+    if ledger is None and call.in_gradient_channel and own.ledger is not None:
+        ledger = jnp.zeros_like(own.ledger)  # a frozen state returns itself where a ledger arrives
     return Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger))
 
 
