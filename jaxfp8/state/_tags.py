@@ -25,12 +25,10 @@ hides a mean in about 1 of 100 steps, two matmuls in 1 of 10000.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._unset import fingerprints
 
