@@ -63,7 +63,7 @@ def test_nnx_grad_returns_the_next_states(case):
     @nnx.jit
     def step(model, x):
         loss, grads = nnx.value_and_grad(square, argnums=both)(model, x)
-        params, states = grads.split(nnx.Param, FP8State)
+        params, states = nnx.split_state(grads, nnx.Param, FP8State)
         nnx.update(model, states)
         return loss, params
 
@@ -94,10 +94,10 @@ def test_a_linen_plug_in_an_nnx_layer_whose_loop_overwrites_the_state():
 
     @jax.jit
     def step(variables, x):
-        loss = lambda variables: square(nnx.merge(graphdef, variables, rest), x)
+        loss = lambda variables: square(nnx.merge(graphdef, variables, rest, copy=True), x)
         value, grads = jax.value_and_grad(loss)(variables)
-        params, _ = variables.split(nnx.Param, OVERWRITTEN)
-        grads, states = grads.split(nnx.Param, OVERWRITTEN)
+        params, _ = nnx.split_state(variables, nnx.Param, OVERWRITTEN)
+        grads, states = nnx.split_state(grads, nnx.Param, OVERWRITTEN)
         return value, nnx.merge_state(descend(params, grads), states)
 
     their_step = nnx.jit(fp8.nnx.value_and_grad(square))
@@ -105,7 +105,7 @@ def test_a_linen_plug_in_an_nnx_layer_whose_loop_overwrites_the_state():
     for x, (loss, _, states) in zip(X, expected, strict=True):
         value, variables = step(variables, x)
         assert_same_bits((value, arrays(variables)), (loss, states))
-    params = variables.filter(nnx.Param)
+    params = nnx.filter_state(variables, nnx.Param)
     assert_same_bits(jax.tree.leaves(params), jax.tree.leaves(expected[-1][1]))
 
 
