@@ -104,7 +104,7 @@ def matmul_of(
     return functools.partial(
         function,
         recipe=decision.recipe,
-        state=matmul_state(module, decision.recipe),
+        state=matmul_state(module, decision.recipe, options.get("state_channel")),
         **matmul_options(module, decision.recipe, options),
     )
 

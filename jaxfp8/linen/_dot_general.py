@@ -32,6 +32,8 @@ class FP8DotGeneral(MatmulModule):
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -51,8 +53,8 @@ class FP8DotGeneral(MatmulModule):
 
         Args:
           recipe: which quantizer for which operand.
-          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`; see
-            `fp8.dot_general`.
+          **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`;
+            see `fp8.dot_general`.
 
         Returns:
           A callable that flax calls in each layer to make its `FP8DotGeneral`.
@@ -85,7 +87,7 @@ class FP8DotGeneral(MatmulModule):
         options["prologue"] = prologue
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
-            state=matmul_state(self, self.recipe), bias=bias, **options,
+            state=matmul_state(self, self.recipe, self.state_channel), bias=bias, **options,
         )  # fmt: skip
 
 

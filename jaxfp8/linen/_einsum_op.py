@@ -27,6 +27,8 @@ class FP8EinsumOp(MatmulModule):
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -47,7 +49,7 @@ class FP8EinsumOp(MatmulModule):
     def setup(self) -> None:
         # This call creates the state, and its result is dropped. If an attribute held the state,
         # flax would serialize it with the module.
-        matmul_state(self, self.recipe)
+        matmul_state(self, self.recipe, self.state_channel)
 
     def _stored(self) -> MatmulState | tuple[()]:
         if self.scope is None:

@@ -65,6 +65,8 @@ class FP8Dense(PrologueModule, nn.Dense):
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
       prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
         `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
         `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
@@ -150,6 +152,8 @@ class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
 
     Raises:
       TypeError: if `recipe` is not a Recipe.
@@ -200,6 +204,8 @@ class FP8Einsum(PrologueModule, nn.Einsum):
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
       prologue: see `FP8Dense`. Default: None.
 
     Example:
@@ -221,9 +227,8 @@ class FP8Einsum(PrologueModule, nn.Einsum):
             does not have two operands.
         """
         given, options = LayerInput.read(inputs, self.prologue), self.matmul_options()
-        multiply = functools.partial(
-            einsum, recipe=self.recipe, state=matmul_state(self, self.recipe), **options
-        )
+        state = matmul_state(self, self.recipe, self.state_channel)
+        multiply = functools.partial(einsum, recipe=self.recipe, state=state, **options)
         return apply_einsum(self, given, einsum_str, multiply)
 
 

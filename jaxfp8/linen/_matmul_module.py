@@ -9,7 +9,13 @@ from jax import lax
 
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._arguments import check_prologue
-from jaxfp8.ops._options import LayerOptions, MatmulOptions, options_of
+from jaxfp8.ops._options import (
+    LayerOptions,
+    MatmulOptions,
+    StateChannel,
+    check_state_channel,
+    options_of,
+)
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._per_tensor import delayed
@@ -34,6 +40,8 @@ class MatmulModule(nn.Module):
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
     """
 
     recipe: Recipe = delayed()
@@ -42,9 +50,11 @@ class MatmulModule(nn.Module):
     w_shard: Shard | None = None
     y_shard: Shard | None = None
     kernels: Kernels | None = None
+    state_channel: StateChannel | None = None
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
+        check_state_channel(self.state_channel)
         super().__post_init__()
 
     @nn.nowrap

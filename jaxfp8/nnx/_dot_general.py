@@ -139,7 +139,9 @@ class FP8DotGeneral(AbstractFP8Matmul):
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      **options: the last five, by name. `fp8.dot_general` explains them.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.nnx.value_and_grad`.
+      **options: the last six, by name. `fp8.dot_general` explains them.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
@@ -210,7 +212,9 @@ class FP8EinsumOp(AbstractFP8Matmul):
       w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      **options: the last five, by name. `fp8.dot_general` explains them.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.nnx.value_and_grad`.
+      **options: the last six, by name. `fp8.dot_general` explains them.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.

@@ -54,6 +54,8 @@ class FP8Linear(nnx.Linear):
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.nnx.value_and_grad`.
       prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
         `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
         `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
@@ -144,6 +146,8 @@ class FP8LinearGeneral(nnx.LinearGeneral):
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.nnx.value_and_grad`.
       **arguments: all of the above but `in_features` and `out_features`, by name.
 
     Raises:
@@ -206,6 +210,8 @@ class FP8Einsum(nnx.Einsum):
       w_shard: how the mesh splits the kernel, an `fp8.Shard`. Default: None.
       y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.nnx.value_and_grad`.
       prologue: see `FP8Linear`. Default: None.
       **arguments: all of the above but the first three and `prologue`, by name.
 

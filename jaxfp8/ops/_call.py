@@ -44,6 +44,7 @@ class Call:
     fast_accumulation: bool  # of fprop only
     out_sharding: Any
     collected: bool  # amaxes go to the state's probe
+    in_gradient_channel: bool  # the cotangent of the state is the next state
     settled: bool  # no stored scale is unset
     amax_axes: AmaxAxes
     places: Places

@@ -30,7 +30,7 @@ def dot(
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       **options: those of `dot_general`: `out_sharding`, `reduce_axes`, `x_shard`, `w_shard`,
-        `y_shard`, `kernels`, `key`, `prologue`, `name`, and `bias` [N].
+        `y_shard`, `kernels`, `state_channel`, `key`, `prologue`, `name`, and `bias` [N].
 
     Returns:
       [..., N].

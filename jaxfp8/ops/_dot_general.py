@@ -19,6 +19,7 @@ from jaxfp8.ops._tile_view import view_for
 from jaxfp8.ops._watch import name_of_call
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
@@ -74,6 +75,11 @@ def dot_general(
         gradients read one copy. An Explicit mesh needs `out_sharding` with the same split.
       kernels: the kernels that cast and multiply. `fp8.Kernels("h200")` selects kernels that are
         written for that chip. By default XLA does both, on every chip. See `fp8.Kernels`.
+      state_channel: how the state leaves the backward pass. None: `fp8.value_and_grad` collects it.
+        "gradient": the gradient of the state is the state of the next step. It is for loops that
+        take `jax.value_and_grad` of all variables, and overwrite the state with its gradient. Such
+        a loop takes one backward pass per optimizer step, and each state has one use in it. Recipes
+        without state ignore the option.
       key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. The
         cast uses it. Gradients are cast in the backward pass. In Auto and Explicit meshes the
         result does not depend on the mesh.
@@ -109,6 +115,8 @@ def dot_general(
     """
     how = read_options("fp8.dot_general", DotOptions, options)
     given = read_operands(lhs, rhs, dimension_numbers, recipe, how)
+    if how.state_channel == "gradient" and isinstance(state, MatmulState):
+        state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
     own, kernels = matched(state, recipe), check_kernels(how.kernels)
     in_high_precision = functools.partial(
         given.high_precision, precision, preferred_element_type, how.out_sharding
@@ -126,6 +134,7 @@ def dot_general(
         fast_accumulation=fp8_precision(precision),
         out_sharding=view.out_sharding(how.out_sharding),
         collected=own is not None and not own.frozen,
+        in_gradient_channel=probe is not None and probe.channel == "gradient",
         settled=own is not None and own.settled,
         amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
         places=view.places(given.places),

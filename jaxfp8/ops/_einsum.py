@@ -48,7 +48,7 @@ def einsum(
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       **options: those of `dot_general`: `out_sharding` (of the result), `reduce_axes`, `x_shard`,
-        `w_shard`, `y_shard` (of the result), `kernels`, `key`, `prologue`, `name`.
+        `w_shard`, `y_shard` (of the result), `kernels`, `state_channel`, `key`, `prologue`, `name`.
 
     Returns:
       An array with the axes that the output of the equation names.

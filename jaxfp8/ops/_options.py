@@ -5,13 +5,30 @@ option in `LayerOptions` is also a field of `linen.MatmulModule`.
 """
 
 import dataclasses
-from typing import Any, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from jaxfp8._call_options import check_options, option_names
 from jaxfp8._typing import Array
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.sharding._shard import Shard
+
+StateChannel: TypeAlias = Literal["gradient"]
+"""How quantizer state leaves the backward pass, if `fp8.value_and_grad` does not collect it."""
+
+
+def check_state_channel(channel: object) -> None:
+    """Raise ValueError unless the argument is a channel or None.
+
+    Example:
+      >>> check_state_channel("gradient")
+    """
+    if channel is not None and channel != "gradient":
+        raise ValueError(
+            f'state_channel={channel!r} must be None, for fp8.value_and_grad, or "gradient", for '
+            "jax.value_and_grad over all variables and a loop that overwrites states with their "
+            "gradients."
+        )
 
 
 class LayerOptions(TypedDict, total=False):
@@ -22,6 +39,7 @@ class LayerOptions(TypedDict, total=False):
     w_shard: Shard | None
     y_shard: Shard | None
     kernels: Kernels | None
+    state_channel: StateChannel | None
 
 
 class MatmulOptions(LayerOptions, total=False):
@@ -48,11 +66,15 @@ class Options:
     w_shard: Shard | None = None
     y_shard: Shard | None = None
     kernels: Kernels | None = None
+    state_channel: StateChannel | None = None
     out_sharding: Any = None
     key: Array | None = None
     prologue: AbstractPrologue | None = None
     bias: Array | None = None
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_state_channel(self.state_channel)
 
 
 def read_options(function: str, known: type, options: Any) -> Options:

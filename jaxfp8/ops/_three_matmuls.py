@@ -141,6 +141,15 @@ def _refuse_uncollected(call: Call, primals: Any) -> None:
     matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
     differentiated = any(each.perturbed for each in matmul)
     if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
+        if call.in_gradient_channel:
+            raise UncollectedStateError(
+                'a matmul with state_channel="gradient" is being differentiated, but not with '
+                "respect to its state, so the next state would be lost. Differentiate all "
+                "variables, also those of the state: jax.value_and_grad(loss)(variables), and "
+                "without stop_gradient. In nnx write argnums=nnx.DiffState(0, nnx.Any(nnx.Param, "
+                "fp8.nnx.FP8State)). If this loss does not train the network, use "
+                "jax.lax.stop_gradient(fp8.freeze(state))."
+            )
         raise UncollectedStateError(
             "a matmul with quantizer state is being differentiated, but its state is not "
             "collected. Use fp8.value_and_grad in place of jax.value_and_grad (nnx: "

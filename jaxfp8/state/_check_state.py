@@ -14,10 +14,11 @@ from jaxfp8._typing import PyTree
 from jaxfp8.quantizers._base import RowState
 from jaxfp8.quantizers._faults import Fault
 from jaxfp8.state._hosts import on_host
-from jaxfp8.state._identity import layout, same_fingerprint
+from jaxfp8.state._identity import layout
 from jaxfp8.state._saved_tree import parts_of
 from jaxfp8.state._settle import all_set
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
+from jaxfp8.state._tags import same_fingerprint, tag_fits, why_not
 from jaxfp8.state._unset import fingerprints, same_rows, unset_state
 
 _SHOWN = 10  # faults that a message lists
@@ -145,12 +146,18 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
         yield Fault("rows", everywhere, f"its rows are {part.rows}, of another recipe")
         return
     host = {name: on_host(leaf) for name, leaf in arrays.items()}
-    foreign = ~same_fingerprint(
-        host["fingerprint"], fingerprints(expected.rows, expected.scale.shape)
+    want = fingerprints(expected.rows, expected.scale.shape)
+    found = host["fingerprint"]
+    foreign = ~(
+        same_fingerprint(found, want) & tag_fits(found, want, host["scale"], host["amax_history"])
     )
-    yield from _any(
-        Fault("fingerprint", foreign, "the row was saved for another tensor or quantizer")
-    )
+    whats = np.full(foreign.shape, "", object)
+    for at in map(tuple, np.argwhere(foreign)):
+        whats[at] = (
+            why_not(found[at], want[at]) or "the row was saved for another tensor or quantizer"
+        )
+    for what in dict.fromkeys(whats[foreign]):
+        yield Fault("fingerprint", foreign & (whats == what), what)
     for r, row in enumerate(expected.rows):
         here = np.arange(len(expected.rows)) == r
         leaves: Any = (

@@ -20,14 +20,9 @@ from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._scale import inverse
 from jaxfp8.state._ledger import BINS
 from jaxfp8.state._state import LEAVES, MatmulState
+from jaxfp8.state._tags import same_fingerprint, tag_fits, why_not
 from jaxfp8.state._trees import shown
 from jaxfp8.state._unset import fingerprints, history_length, unset_leaves
-
-MEAN_ROUNDING = 2.0**-21
-"""The largest error of a mean over devices of equal fingerprints.
-
-It is 4 units in the last place of a float32 in [1, 2). A mean over 7 devices can be 1 unit off.
-"""
 
 STACKING = (
     "States of several layers or experts must be stacked along leading axes, before the axis of "
@@ -122,7 +117,8 @@ def known(state: MatmulState) -> MatmulState:
 
     A row that does not pass was saved with another recipe, or arithmetic changed it. Examples are
     an optimizer whose parameters held the state, and an average over steps. In a traced state such
-    a row becomes unset. A state that is 0 everywhere becomes unset, too.
+    a row becomes unset. A state that is 0 everywhere becomes unset, too. If the values can be read,
+    the tag of a row is checked as well (`_tags.py`).
 
     Raises:
       FP8StateError: for a row that does not pass, if its values can be read.
@@ -136,11 +132,13 @@ def known(state: MatmulState) -> MatmulState:
     want = fingerprints(state.rows, state.fingerprint.shape)
     if _readable(state.fingerprint) and _readable(state.scale):
         leaves = {name: np.asarray(getattr(state, name)) for name in LEAVES}
-        passes = _passes(leaves["fingerprint"], want, leaves["scale"])
-        if passes.all():
+        passes = _passes(leaves["fingerprint"], want, leaves["scale"]) & tag_fits(
+            leaves["fingerprint"], want, leaves["scale"], leaves["amax_history"]
+        )
+        if passes.all() and not (leaves["fingerprint"] - want).any():
             return state
-        if any(leaf.any() for leaf in leaves.values()):
-            _refuse(state, leaves, np.argwhere(~passes)[0])
+        if not passes.all() and any(leaf.any() for leaf in leaves.values()):
+            _refuse(state, leaves, want, np.argwhere(~passes)[0])
     passes = _passes(state.fingerprint, want, state.scale)
     scale, history, nonfinite_steps = unset_leaves(state.rows, state.scale.shape)
     return dataclasses.replace(
@@ -149,8 +147,9 @@ def known(state: MatmulState) -> MatmulState:
         amax_history=jnp.where(passes[..., None], state.amax_history, history),
         nonfinite_steps=jnp.where(passes, state.nonfinite_steps, nonfinite_steps),
         # Each mean over devices adds a rounding error to a fingerprint, and the errors of many
-        # steps would exceed MEAN_ROUNDING. So the exact one is written. The select keeps the mesh
-        # axes that the state varies over, and XLA removes it.
+        # steps would exceed MEAN_ROUNDING. A tag is not that of the next state. So the exact
+        # fingerprint is written, without a tag. The select keeps the mesh axes that the state
+        # varies over, and XLA removes it.
         fingerprint=jnp.where(passes, want, want),
     )
 
@@ -174,30 +173,52 @@ def known_scales(state: MatmulState) -> Array:
     return jnp.stack([multipliers, state.scale], axis=-2)
 
 
-def same_fingerprint(found: Any, want: np.ndarray) -> Any:
-    """Whether fingerprints are equal, up to the rounding of a mean over devices.
+def checked(state: MatmulState) -> MatmulState:
+    """The state, after the checks that are possible here, for a function that gives it a probe.
+
+    In a traced state `known_scales` finds rows that are not known, and `commit_one` unsets them.
 
     Example:
-      >>> import numpy as np
-      >>> same_fingerprint(np.float32([1.5, 1.75]), np.float32([1.5, 1.5]))
-      array([ True, False])
+      >>> import jaxfp8 as fp8
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> checked(state) is state
+      True
     """
-    return abs(found - want) < MEAN_ROUNDING
+    check_layout(state)
+    return state if isinstance(state.fingerprint, jax.core.Tracer) else known(state)
+
+
+def identified(state: MatmulState) -> Array:
+    """bool[..., R], which rows pass `known`, without their tags.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> identified(fp8.init_state(fp8.recipes.delayed()))
+      Array([ True,  True,  True], dtype=bool)
+    """
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    return jnp.asarray(_passes(state.fingerprint, want, state.scale))
 
 
 def _passes(fingerprint: Any, want: np.ndarray, scale: Any) -> Any:
     return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
 
 
-def _refuse(state: MatmulState, leaves: dict[str, np.ndarray], index: np.ndarray) -> NoReturn:
+def _refuse(
+    state: MatmulState, leaves: dict[str, np.ndarray], want: np.ndarray, index: np.ndarray
+) -> NoReturn:
     row, at = state.rows[index[-1]], tuple(index)
+    arithmetic = why_not(leaves["fingerprint"][at], want[at])
     raise FP8StateError(
         f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
-        f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. The state was "
-        "saved with another recipe, or an optimizer or an average (EMA) changed it. Keep the state "
-        "out of the trees of optimizers and averages, and evaluate with the state of the run. "
-        "Stack states along axis 0 only. To unset such rows, use "
-        "fp8.check_state(state, like, repair=True)."
+        f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. "
+        + (
+            arithmetic
+            or "The state was saved with another recipe, or an optimizer or an average (EMA) "
+            "changed it. Keep the state out of the trees of optimizers and averages, and evaluate "
+            "with the state of the run. Stack states along axis 0 only."
+        )
+        + " To unset such rows, use fp8.check_state(state, like, repair=True)."
     )
 
 

@@ -10,6 +10,7 @@ leaf.
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 
@@ -20,7 +21,7 @@ from jaxfp8.recipes._recipe import Row
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["ledger", "known"],
-    meta_fields=["reduce_axes"],
+    meta_fields=["reduce_axes", "channel"],
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
@@ -31,11 +32,14 @@ class Probe:
       known: f32[..., 2, R], the multiplier and the scale of each row (`known_scales`). A loop over
         stacked layers slices one array for both.
       reduce_axes: mesh axes that the caller named, because types do not give them (static).
+      channel: "gradient" if `in_gradient_channel` made the probe; None if `value_and_grad` did
+        (static).
     """
 
     ledger: Array | None
     known: Array
     reduce_axes: tuple[str, ...] | None
+    channel: Literal["gradient"] | None = None
 
 
 @functools.partial(

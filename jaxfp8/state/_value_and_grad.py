@@ -14,18 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, PyTree
-from jaxfp8.sharding._amax import check_axes, manual_axes, pmax, types_tell, varying
+from jaxfp8._typing import PyTree
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import check_layout, explained, known, known_scales
+from jaxfp8.state._identity import checked, explained, known_scales
 from jaxfp8.state._ledger import decode
+from jaxfp8.state._over_mesh import over_mesh, vary_everywhere
 from jaxfp8.state._probes import with_probes, without_probes, zero_ledgers
 from jaxfp8.state._stacks import Stacks
-from jaxfp8.state._state import MatmulState, SeenAmax, is_state
+from jaxfp8.state._state import SeenAmax, is_state
 from jaxfp8.state._trees import map_states
 
 
@@ -94,10 +93,10 @@ def value_and_grad(
                 "varies. Drop it."
             )
         check_axes(named or ())
-        state = map_states(_checked, state)
+        state = map_states(checked, state)
         states, flat = jax.tree.flatten(state, is_leaf=is_state)
         structure: Any = flat  # jax gives it no type
-        ledgers = jax.tree.map(_vary_everywhere, zero_ledgers(state))
+        ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))
         scales = structure.unflatten(map(known_scales, states))
 
         def loss(params: PyTree, ledgers: PyTree) -> Any:
@@ -112,47 +111,9 @@ def value_and_grad(
             )
         stacks = Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
-        amaxes = _over_mesh(amaxes, states, named)
+        amaxes = over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
         new = stacks.apply(commit_one, states, seen) if commit else seen
         return value, grads, structure.unflatten(new)
 
     return wrapped
-
-
-def _checked(state: MatmulState) -> MatmulState:
-    check_layout(state)
-    # In a traced state `known_scales` finds rows that are not known, and `commit_one` unsets them.
-    return state if isinstance(state.fingerprint, jax.core.Tracer) else known(state)
-
-
-def _vary_everywhere(ledger: Array) -> Array:
-    """The ledger, with a type that varies over all manual mesh axes.
-
-    Backward rules then emit no collective for its cotangent. `_over_mesh` follows at the end.
-    """
-    missing = tuple(sorted(set(manual_axes()) - varying(ledger))) if types_tell() else ()
-    return lax.pcast(ledger, missing, to="varying") if missing else ledger
-
-
-def _over_mesh(
-    amaxes: list[Array], states: list[MatmulState], named: tuple[str, ...] | None
-) -> list[Array]:
-    """The amaxes over all devices that must agree on them.
-
-    Amaxes of one type that span the same mesh axes share one `pmax`.
-    """
-    spans: dict[Any, list[int]] = {}
-    for i, (amax, state) in enumerate(zip(amaxes, states, strict=True)):
-        if types_tell():
-            axes = varying(amax) - varying(state.scale)
-        else:
-            axes = frozenset(named or ()) & frozenset(manual_axes())
-        if axes:
-            spans.setdefault((axes, jax.typeof(amax)), []).append(i)
-    largest = list(amaxes)
-    for (axes, _), places in spans.items():
-        together = pmax(jnp.stack([amaxes[i] for i in places]), axes)
-        for i, amax in zip(places, together, strict=True):
-            largest[i] = amax
-    return largest

@@ -1,0 +1,169 @@
+"""The gradient channel: the next state as the cotangent of the state.
+
+Some training loops know `jax.value_and_grad` only. They differentiate all variables, and overwrite
+the variables of collection `_overwrite_with_gradient` with their gradients. MaxText, praxis,
+axlearn and flax's own FP8 layers do so. For these loops the backward rule here decodes the ledger
+of a state, commits, and returns the state of the next step in the place of a gradient.
+
+**JAX adds cotangents, and a sum of states is no state.** So each state must have one use, in one
+backward pass per optimizer step:
+
+- A second use that can be seen while tracing raises an error (`_uses.py`).
+- Any other sum, mean or scaling is found at the next use. The fingerprints do not fit then
+  (`_tags.py`). The scales of the matmul become NaN, and the state stays as it was found, so that
+  `fp8.check_state` can name the cause.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
+from jaxfp8.state._commit import commit_one
+from jaxfp8.state._identity import checked, identified, known_scales
+from jaxfp8.state._ledger import decode
+from jaxfp8.state._over_mesh import over_mesh, vary_everywhere
+from jaxfp8.state._probes import zero_ledgers
+from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax
+from jaxfp8.state._tags import tag_fits, tagged
+from jaxfp8.state._trees import map_states
+from jaxfp8.state._unset import fingerprints
+from jaxfp8.state._uses import Use
+
+
+class _Channel(NamedTuple):
+    """The static arguments of the channel, for one state."""
+
+    use: Use
+    reduce_axes: tuple[str, ...] | None
+
+
+def in_gradient_channel(state: PyTree, *, reduce_axes: tuple[str, ...] | None = None) -> PyTree:
+    """States whose gradients are the states of the next step.
+
+    `state_channel="gradient"` of a matmul calls it. Call it yourself, once, if a state has several
+    uses: pass its result to all of them, with `state_channel=None`. `fp8.fork` makes the maximum
+    of their amaxes exact.
+
+    Args:
+      state: a tree of states, in a loss that `jax.grad` differentiates with respect to it.
+      reduce_axes: names of the mesh axes over which amaxes are reduced. It is needed inside
+        `shard_map(check_vma=False)` and `pmap`, where JAX's types do not give them.
+
+    Returns:
+      The tree of states for the matmuls of this loss.
+
+    Raises:
+      TypeError: if `reduce_axes` is one name, and not a sequence of names.
+      FP8StateError: for a state that `fp8.value_and_grad` already collects, or if `reduce_axes` is
+        missing. Later, if the state is used twice or is not differentiated.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.delayed()
+      >>> def loss_fn(w, state, x):
+      ...     first, second = fp8.fork(fp8.state.in_gradient_channel(state))
+      ...     h = fp8.dot(x, w, recipe=recipe, state=first)
+      ...     return jnp.sum(fp8.dot(h, w, recipe=recipe, state=second))
+      >>> w, state, x = jnp.eye(4), fp8.init_state(recipe), jnp.ones((3, 4))
+      >>> grads, state = jax.grad(loss_fn, argnums=(0, 1))(w, state, x)
+      >>> state.amax_history[:, -1]
+      Array([1., 1., 1.], dtype=float32)
+    """
+    if isinstance(reduce_axes, str):
+        raise TypeError(
+            f"reduce_axes={reduce_axes!r} must be a sequence of mesh axis names; write "
+            f"({reduce_axes!r},)."
+        )
+    return map_states(functools.partial(_one, named=reduce_axes), state)
+
+
+def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
+    if state.probe is not None:
+        if state.probe.channel == "gradient":
+            return state
+        raise FP8StateError(
+            'a matmul has state_channel="gradient", but fp8.value_and_grad collects its state. A '
+            "state leaves the backward pass by one channel. Drop state_channel, or use "
+            "jax.value_and_grad over all variables, and overwrite the state with its gradient."
+        )
+    if types_tell():
+        named = None  # types say over which axes an amax is reduced
+    elif named is None:
+        raise FP8StateError(
+            f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say over "
+            'which mesh axes an amax is reduced. With state_channel="gradient" name the axes with '
+            "reduce_axes= of this call or layer, all but those of pipeline stages."
+        )
+    named = None if named is None else tuple(named)
+    check_axes(named or ())
+    channel = _Channel(Use.of(state.scale), named)
+    ledger, known = _collect(channel, checked(state))
+    return dataclasses.replace(state, probe=Probe(ledger, known, named, "gradient"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collect(channel: _Channel, state: MatmulState) -> tuple[Array | None, Array]:
+    """The ledger and the scales of a probe. The cotangent of `state` is the next state."""
+    del channel
+    return _ledger_and_scales(state)
+
+
+def _ledger_and_scales(state: MatmulState) -> tuple[Array | None, Array]:
+    return None if state.frozen else vary_everywhere(zero_ledgers(state)), _scales(state)
+
+
+@jax.jit  # traced and lowered once for all equal layers
+def _scales(state: MatmulState) -> Array:
+    """`known_scales`, but NaN for all rows of a matmul with a broken one.
+
+    A multiplier of 1 keeps a broken row from being taken for an unset one.
+    """
+    known, broken = known_scales(state), _broken(state)
+    multipliers = jnp.where(broken, jnp.float32(1.0), known[..., 0, :])
+    scales = jnp.where(broken, jnp.float32(jnp.nan), known[..., 1, :])
+    return jnp.stack([multipliers, scales], axis=-2)
+
+
+def _broken(state: MatmulState) -> Array:
+    """bool[..., 1], whether a row of the matmul is that of no run.
+
+    A row of zeros is unset. JAX gives it for a layer that the loss does not use.
+    """
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    passes = identified(state) & tag_fits(state.fingerprint, want, state.scale, state.amax_history)
+    zero = (state.fingerprint == 0) & (state.scale == 0) & jnp.all(state.amax_history == 0, axis=-1)
+    return jnp.any(~(passes | zero), axis=-1, keepdims=True)
+
+
+def _forward_rule(channel: _Channel, state: MatmulState) -> tuple[Any, MatmulState]:
+    # JAX calls this rule only if it differentiates with respect to the state.
+    channel.use.differentiate()
+    return _ledger_and_scales(state), state
+
+
+def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tuple[MatmulState]:
+    if state.frozen:
+        return (state,)  # its scales have a cotangent of zeros, so JAX calls this rule
+    ledger, _ = cotangents
+    (amax,) = over_mesh([decode(ledger)], [state], channel.reduce_axes)
+    new = tagged(commit_one(state, SeenAmax(amax, state.rows)))
+    broken = _broken(state)
+    kept: Any = {
+        name: jnp.where(
+            broken[..., None] if name == "amax_history" else broken,
+            getattr(state, name),
+            getattr(new, name),
+        )
+        for name in LEAVES
+    }
+    return (dataclasses.replace(new, **kept),)
+
+
+_collect.defvjp(_forward_rule, _backward_rule)
