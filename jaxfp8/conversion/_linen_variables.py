@@ -25,9 +25,10 @@ _MARK = "fp8_plan"
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """A plan, as a node without leaves in a tree of variables."""
+    """A plan, as a node without leaves in a tree of variables. None: a look, equal to no other."""
 
-    plan: Plan
+    plan: Plan | None
+    look: object = None
 
 
 def together(variables: PyTree, plan: Plan) -> dict[str, Any]:
@@ -52,6 +53,20 @@ def together(variables: PyTree, plan: Plan) -> dict[str, Any]:
     params = _marked(_merged(plain.get("params", {}), states, ()), _Mark(plan))
     rest = {name: tree for name, tree in plain.items() if name not in ("params", COLLECTION)}
     return rest | {"params": params} | ({COLLECTION: others} if others else {})
+
+
+def for_a_look(variables: PyTree) -> dict[str, Any]:
+    """The variables of a model that is only looked at.
+
+    They have a mark, too. Otherwise `nn.jit` would find what it compiled before, and would call no
+    layer.
+
+    Example:
+      >>> sorted(for_a_look({"params": {"w": 1.0}})["params"])
+      ['fp8_plan', 'w']
+    """
+    plain: dict[str, Any] = unfreeze(variables)
+    return plain | {"params": _marked(plain.get("params", {}), _Mark(None, object()))}
 
 
 def apart(variables: PyTree) -> dict[str, Any]:
