@@ -8,8 +8,8 @@ import jax
 
 _MARK = "jaxfp8.layer:"
 _END = ":"
-OTHER = ""
-"""The key of operations outside of layers."""
+OTHER = "(no layer)"
+"""The key of operations outside of layers. A model that is a layer has the path ""."""
 
 
 def layer_scope(path: str) -> Any:

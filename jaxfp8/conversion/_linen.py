@@ -38,7 +38,7 @@ from jaxfp8.conversion._linen_variables import apart, together
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.conversion._size import size_of_einsum
-from jaxfp8.linen._state import COLLECTION, home
+from jaxfp8.linen._state import COLLECTION, NAME, home
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.state._identity import check_layout
 from jaxfp8.state._state import is_state
@@ -71,7 +71,9 @@ def _run(plan: Plan, depth: int, seen: Seen | None = None) -> Iterator[None]:
     running = _Running(plan, depth, seen)
     token = _running.set(running)
     try:
-        with nn.intercept_methods(functools.partial(_intercept, running)), _planned(plan):
+        # Equal plans may use the programs of each other. A look finds none: it must see each call.
+        planned = _planned(plan if seen is None else seen)
+        with planned, nn.intercept_methods(functools.partial(_intercept, running)):
             yield
     finally:
         _running.reset(token)
@@ -124,6 +126,11 @@ def _einsum_of(
     running: _Running, path: str, module: nn.Module, equation: str, x: Any, w: Any, **options: Any
 ) -> Any:
     """The einsum of a layer that is not flax's."""
+    name = NAME
+    if _shares_scope(module):
+        if running.seen is not None:
+            running.seen.shared_scopes.add(path)
+        path, name = f"{path}/{module.name}".removeprefix("/"), f"{NAME}_{module.name}"
     size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
     layer = Layer(path=path, type=type(module), shape=size.shape, batch=size.batch)
     if running.seen is not None:
@@ -133,18 +140,28 @@ def _einsum_of(
     decision = running.plan.decide(layer)
     if decision.recipe is None:
         return jnp.einsum(equation, x, w, **options)
-    return matmul_of(einsum, module, decision)(equation, x, w, **options)
+    return matmul_of(einsum, module, decision, name)(equation, x, w, **options)
+
+
+def _shares_scope(module: nn.Module) -> bool:
+    """Whether `nn.share_scope` gave a layer the path of its parent, and of other layers there."""
+    return isinstance(module.parent, nn.Module) and module.parent.scope is module.scope
+
+
+def _variables(model: nn.Module, keys: dict[str, Any], example: Example) -> PyTree:
+    """The types of a model's variables. Its class may have an `init` with other arguments."""
+    return example.shapes(lambda *args, **kwargs: nn.Module.init(model, keys, *args, **kwargs))
 
 
 def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     """The modules and layers of a model, as a call shows them. Nothing is computed."""
     seen = Seen()
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
-    variables = example.shapes(lambda *args, **kwargs: model.init(keys, *args, **kwargs))
+    variables = _variables(model, keys, example)
     with _run(plan, 0, seen):
         program = example.jaxpr(
-            lambda variables, *args, **kwargs: model.apply(
-                variables, *args, rngs=keys, mutable=True, **kwargs
+            lambda variables, *args, **kwargs: nn.Module.apply(
+                model, variables, *args, rngs=keys, mutable=True, **kwargs
             ),
             variables,
         )
@@ -155,7 +172,7 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
 def check(model: nn.Module, example: Example) -> None:
     """Trace a converted model, so that a layer that cannot take its recipe raises its error now."""
     keys = {"params": jax.random.key(0)}
-    variables = example.shapes(lambda *args, **kwargs: model.init(keys, *args, **kwargs))
+    variables = _variables(model, keys, example)
     for state in jax.tree.leaves(variables.get(COLLECTION, {}), is_leaf=is_state):
         if is_state(state):
             # Stacks of parameters along another axis than the first stack states there, too.

@@ -18,7 +18,7 @@ from jaxfp8.conversion._size import Size, size_of_einsum
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._layers import apply_einsum, dense
 from jaxfp8.linen._matmul_module import matmul_options
-from jaxfp8.linen._state import matmul_state
+from jaxfp8.linen._state import NAME, matmul_state
 from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
@@ -96,15 +96,15 @@ def _run_einsum(
 
 
 def matmul_of(
-    function: Callable[..., Array], module: nn.Module, decision: Decision
+    function: Callable[..., Array], module: nn.Module, decision: Decision, name: str = NAME
 ) -> Callable[..., Array]:
-    """`fp8.einsum` or `fp8.dot_general`, with the state of the module."""
+    """`fp8.einsum` or `fp8.dot_general`, with the state of the module that has this name."""
     assert decision.recipe is not None
     options: Any = dict(decision.options)
     return functools.partial(
         function,
         recipe=decision.recipe,
-        state=matmul_state(module, decision.recipe, options.get("state_channel")),
+        state=matmul_state(module, decision.recipe, options.get("state_channel"), name),
         **matmul_options(module, decision.recipe, options),
     )
 

@@ -21,7 +21,7 @@ def see_module(seen: Seen, path: str, module: nn.Module) -> None:
 
 def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
     """Note a module whose call ended, if it has a kernel that no known method multiplied."""
-    if path in seen.layers or module.scope is None:
+    if path in seen.layers or path in seen.shared_scopes or module.scope is None:
         return
     own = module.scope.variables().get("params", {})
     kernels = [
@@ -48,7 +48,7 @@ def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any)
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from jaxfp8.conversion._linen_layers import Known
+      >>> from jaxfp8.conversion._linen_layers import KNOWN
       >>> dense = KNOWN[nn.Dense.__call__.__wrapped__]
       >>> layer_of("up", nn.Dense(4), dense, (jnp.ones((2, 8)),), {}).shape
       (2, 8, 4)

@@ -77,6 +77,14 @@ class _Attending(nnx.Embed):
         return y
 
 
+@functools.cache
+def _attending(kind: type) -> type:
+    """The class of an embedding of the user, with the `attend` of `_Attending` as its parent's."""
+    if kind is nnx.Embed:
+        return _Attending
+    return type(kind.__name__, (kind, _Attending), {"__module__": kind.__module__})
+
+
 def _embed_size(layer: nnx.Embed) -> tuple[Size, tuple[int, ...]]:
     *stacked, n, k = layer.embedding.get_raw_value().shape
     return Size((1, k, n)), tuple(stacked)
@@ -96,7 +104,10 @@ def known_of(module: nnx.Module, foreign: Foreign) -> Known | None:
     """How to convert a module. None if it is no layer of a known type."""
     if (compute := compute_of(foreign, type(module))) is not None:
         return Known(FP8EinsumOp, _EINSUM, jnp.einsum, None, _computed(type(module), compute))
-    return next((known for kind, known in KNOWN.items() if isinstance(module, kind)), None)
+    known = next((known for kind, known in KNOWN.items() if isinstance(module, kind)), None)
+    if isinstance(module, nnx.Embed) and known is not None:
+        return known._replace(fp8=_attending(type(module)))
+    return known
 
 
 _EINSUM = "fp8_einsum"
@@ -119,7 +130,7 @@ def give_matmul(layer: Any, known: Known, matmul: Any) -> None:
     ours, which also sums the gradient of the bias in the matmul. A class of the user stays.
     """
     converts = isinstance(matmul, AbstractFP8Matmul) and type(layer) in KNOWN
-    if converts or known.size is None or type(layer) is nnx.Embed:
+    if converts or known.size is None or isinstance(layer, nnx.Embed):
         # nnx would note an attribute "__class__" in the graph of the model.
         object.__setattr__(layer, "__class__", known.fp8)
     if isinstance(layer, FP8Linear | FP8Einsum):

@@ -38,9 +38,11 @@ knows nothing of quantizer state then hands states on with the parameters of the
 
 
 def matmul_state(
-    module: nn.Module, recipe: Recipe, channel: StateChannel | None
+    module: nn.Module, recipe: Recipe, channel: StateChannel | None, name: str = NAME
 ) -> MatmulState | tuple[()]:
     """The state of a module's matmul. `init` creates it. () for a recipe without state.
+
+    Modules of one scope need states of different names.
 
     Raises:
       FP8StateError: if the module is applied without its collection, or if `nn.scan` carries it, or
@@ -53,7 +55,7 @@ def matmul_state(
         _refuse_broadcast(module)
     collection = home.get()
     creates = module.is_initializing() and module.is_mutable_collection(collection)
-    if not creates and not module.has_variable(collection, NAME):
+    if not creates and not module.has_variable(collection, name):
         path = "/".join(module.path) or type(module).__name__
         raise FP8StateError(
             f"{path}: the state of recipe {recipe.name!r} is missing from collection "
@@ -61,15 +63,15 @@ def matmul_state(
             f"parameters: model.apply({{'params': params, {COLLECTION!r}: state}}, ...). Under "
             f"nn.scan or nn.vmap add {COLLECTION!r} to variable_axes (0: a state for each layer)."
         )
-    if not module.has_variable(collection, NAME):
+    if not module.has_variable(collection, name):
         # Not `module.variable`, which flax allows in compact methods only.
-        module.put_variable(collection, NAME, init_state(recipe))
-    return stored_state(module, recipe)
+        module.put_variable(collection, name, init_state(recipe))
+    return stored_state(module, recipe, name)
 
 
-def stored_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
+def stored_state(module: nn.Module, recipe: Recipe, name: str = NAME) -> MatmulState | tuple[()]:
     """The state that `matmul_state` created or found. () for a recipe without state."""
-    return concrete(meta.unbox(module.get_variable(home.get(), NAME))) if recipe.rows else ()
+    return concrete(meta.unbox(module.get_variable(home.get(), name))) if recipe.rows else ()
 
 
 def _refuse_carry(module: nn.Module) -> None:

@@ -348,3 +348,95 @@ def test_a_tied_head_is_converted_if_asked():
     assert jnp.isfinite(loss)
     amax = jnp.abs(variables["params"]["embedding"]["embedding"]).max()
     assert new["embedding"]["fp8"].amax_history[1, -1] == amax
+
+
+def test_a_model_with_an_init_of_its_own():
+    """As in some nanoGPTs: `init` takes a key and nothing else."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Dense(WIDTH)(nn.Embed(VOCABULARY, WIDTH)(tokens))
+
+        def init(self, key):
+            return jax.jit(super().init)(key, TOKENS)
+
+    mine, coverage = fp8.convert(Own(), RECIPES["delayed"], inputs=(TOKENS,))
+    assert coverage.share == 1
+    variables = mine.init(KEY)
+    assert set(variables) == {"params", COLLECTION}
+    assert_same_bits(variables["params"], Own().init(KEY)["params"])
+
+
+def test_a_model_that_is_one_layer_counts():
+    _, coverage = fp8.convert(nn.Dense(4), RECIPES["current"], inputs=(jnp.ones((2, 8)),))
+    assert coverage.share == 1
+    assert coverage[""].flops == 2 * 2 * 8 * 4
+
+
+class Matmul(nn.Module):
+    """A layer that is not flax's, and whose kernel has any name."""
+
+    features: int
+    name_of_kernel: str
+
+    @nn.compact
+    def __call__(self, x):
+        shape = (x.shape[-1], self.features)
+        return x @ self.param(self.name_of_kernel, nn.initializers.lecun_normal(), shape)
+
+
+def kernel_and_einsum(layer, einsum, x):
+    shape = (x.shape[-1], layer.features)
+    w = layer.param(layer.name_of_kernel, nn.initializers.lecun_normal(), shape)
+    return einsum("...d,df->...f", x, w)
+
+
+class SharedScope(nn.Module):
+    """As in google-deepmind/gemma: two layers keep their kernels in the scope of their parent."""
+
+    @nn.compact
+    def __call__(self, x):
+        up, down = Matmul(64, "up"), Matmul(WIDTH, "down")
+        nn.share_scope(self, up)
+        nn.share_scope(self, down)
+        return down(100 * nn.relu(up(x)))
+
+
+def test_layers_of_one_scope_have_states_of_their_own():
+    x = jax.random.normal(KEY, (4, WIDTH))
+    mine, coverage = fp8.convert(
+        SharedScope(), RECIPES["delayed"], inputs=(x,), layers={Matmul: kernel_and_einsum}
+    )
+    assert [(row.path, row.shape) for row in coverage] == [
+        ("Matmul_0", (4, WIDTH, 64)), ("Matmul_1", (4, 64, WIDTH))
+    ]  # fmt: skip
+    assert coverage.share == 1
+    variables = mine.init(KEY, x)
+    assert_same_bits(variables["params"], SharedScope().init(KEY, x)["params"])
+
+    def loss(params, state):
+        return jnp.mean(mine.apply({"params": params, COLLECTION: state}, x) ** 2)
+
+    _, _, new = fp8.value_and_grad(loss)(variables["params"], variables[COLLECTION])
+    amaxes = [new[f"fp8_Matmul_{i}"].amax_history[0, -1] for i in (0, 1)]
+    assert amaxes[0] == jnp.abs(x).max()
+    assert amaxes[1] > 10 * amaxes[0]
+
+
+class Jitted(nn.Module):
+    """Its method is compiled once for all instances, as in google-deepmind/gemma."""
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x)
+
+
+def test_a_model_that_was_compiled_before_is_seen():
+    x = jax.random.normal(KEY, (4, WIDTH))
+    exact = Jitted().apply(Jitted().init(KEY, x), x)
+    for recipe in ("delayed", "delayed", "current"):
+        mine, coverage = fp8.convert(Jitted(), RECIPES[recipe], inputs=(x,))
+        assert coverage.share == 1
+        assert (mine.apply(mine.init(KEY, x), x) != exact).any()

@@ -143,6 +143,34 @@ def test_a_tied_head_is_converted_if_asked():
     assert state.amax_history[1, -1] == jnp.abs(model.embedding.embedding[...]).max()
 
 
+class Scaled(nnx.Embed):
+    """As in flax's examples/gemma."""
+
+    def __call__(self, tokens):
+        return 2 * super().__call__(tokens)
+
+
+def test_a_tied_head_of_a_subclass():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embedding = Scaled(VOCABULARY, WIDTH, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.embedding.attend(self.up(self.embedding(tokens)))
+
+    model = Tied(nnx.Rngs(0))
+    kept, coverage = fp8.convert(model, RECIPES["current"], inputs=(TOKENS,))
+    assert coverage["embedding"].reason == "kept: lm_head"
+    assert coverage.other_flops == 0
+    assert type(kept.embedding) is Scaled
+    mine, coverage = fp8.convert(model, RECIPES["current"], inputs=(TOKENS,), keep=())
+    assert coverage.share == 1
+    assert isinstance(mine.embedding, Scaled)
+    assert_same_bits(mine.embedding(TOKENS), model.embedding(TOKENS))
+    assert (mine(TOKENS) != kept(TOKENS)).any()
+
+
 class Own(nnx.Module):
     def __init__(self, n, rngs):
         self.w = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, n)) * 0.1)
