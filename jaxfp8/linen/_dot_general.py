@@ -87,7 +87,7 @@ class FP8DotGeneral(MatmulModule):
         options["prologue"] = prologue
         return dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, recipe=self.recipe,
-            state=matmul_state(self, self.recipe), bias=bias, **options,
+            state=matmul_state(self, self.recipe, self.state_channel), bias=bias, **options,
         )  # fmt: skip
 
 

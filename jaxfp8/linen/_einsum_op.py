@@ -49,7 +49,7 @@ class FP8EinsumOp(MatmulModule):
     def setup(self) -> None:
         # This call creates the state, and its result is dropped. If an attribute held the state,
         # flax would serialize it with the module.
-        matmul_state(self, self.recipe)
+        matmul_state(self, self.recipe, self.state_channel)
 
     def _stored(self) -> MatmulState | tuple[()]:
         if self.scope is None:

@@ -239,7 +239,8 @@ class FP8Einsum(PrologueModule, nn.Einsum):
         options = self.matmul_options()
         options["prologue"] = self.prologue
         y = einsum(
-            equation, given.lhs, w, recipe=self.recipe, state=matmul_state(self, self.recipe),
+            equation, given.lhs, w, recipe=self.recipe,
+            state=matmul_state(self, self.recipe, self.state_channel),
             precision=self.precision, preferred_element_type=self.preferred_element_type,
             **options,
         )  # fmt: skip

@@ -7,6 +7,7 @@ this name as values that replace the old ones, not as gradients:
 
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import flax.core.lift
@@ -16,6 +17,7 @@ from flax.core import meta
 from flax.core.scope import in_filter
 
 from jaxfp8._errors import FP8StateError
+from jaxfp8.ops._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._check_state import check_state
 from jaxfp8.state._fresh_state import concrete
@@ -26,15 +28,20 @@ COLLECTION = "_overwrite_with_gradient"
 _NAME = "fp8"
 
 
-def matmul_state(module: nn.Module, recipe: Recipe) -> MatmulState | tuple[()]:
+def matmul_state(
+    module: nn.Module, recipe: Recipe, channel: StateChannel | None
+) -> MatmulState | tuple[()]:
     """The state of a module's matmul. `init` creates it. () for a recipe without state.
 
     Raises:
-      FP8StateError: if the module is applied without its collection, or if `nn.scan` carries it.
+      FP8StateError: if the module is applied without its collection, or if `nn.scan` carries it, or
+        broadcasts it although it leaves by the gradient channel.
     """
     if not recipe.rows:
         return ()
     _refuse_carry(module)
+    if channel == "gradient":
+        _refuse_broadcast(module)
     creates = module.is_initializing() and module.is_mutable_collection(COLLECTION)
     if not creates and not module.has_variable(COLLECTION, _NAME):
         path = "/".join(module.path) or type(module).__name__
@@ -62,18 +69,40 @@ def _refuse_carry(module: nn.Module) -> None:
     """
     if module.has_variable(COLLECTION, _NAME) and module.is_mutable_collection(COLLECTION):
         return  # flax can carry a variable that exists before the scan and that every call returns
+    for broadcast, carried in _scans():
+        if in_filter(carried, COLLECTION) and not in_filter(broadcast, COLLECTION):
+            raise FP8StateError(
+                f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry "
+                "only variables that exist before the scan. Leave it out of variable_carry, "
+                f"and write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
+                f"variable_broadcast={COLLECTION!r} for one shared state."
+            )
+
+
+def _refuse_broadcast(module: nn.Module) -> None:
+    """Raise FP8StateError inside `nn.scan(variable_broadcast=)` of the collection.
+
+    JAX would add the next states of all iterations. If flax renames its local variables, the next
+    step gives NaN instead.
+    """
+    for broadcast, _ in _scans():
+        if in_filter(broadcast, COLLECTION):
+            raise FP8StateError(
+                f"{'/'.join(module.path) or type(module).__name__} has "
+                f'state_channel="gradient" inside nn.scan(variable_broadcast={broadcast!r}), which '
+                f"shares {COLLECTION!r} between all iterations. JAX would add their states. Write "
+                f"variable_axes={{{COLLECTION!r}: 0}} for one state per layer. For one shared "
+                "state use fp8.value_and_grad and state_channel=None."
+            )
+
+
+def _scans() -> Iterator[tuple[Any, Any]]:
+    """variable_broadcast and variable_carry of each `nn.scan` that this code runs in."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _pack_code and frame.f_locals.get("name") == "scan":
             filters: tuple[Any, ...] = frame.f_locals.get("in_variable_filters", (False, False))
-            broadcast, carried = filters[:2]
-            if in_filter(carried, COLLECTION) and not in_filter(broadcast, COLLECTION):
-                raise FP8StateError(
-                    f"nn.scan(variable_carry={carried!r}) carries {COLLECTION!r}. flax can carry "
-                    "only variables that exist before the scan. Leave it out of variable_carry, "
-                    f"and write variable_axes={{{COLLECTION!r}: 0}} for one state per layer, or "
-                    f"variable_broadcast={COLLECTION!r} for one shared state."
-                )
+            yield filters[0], filters[1]
         frame = frame.f_back
 
 

@@ -137,7 +137,8 @@ def _refuse_uncollected(call: Call, primals: Any) -> None:
                 'a matmul with state_channel="gradient" is being differentiated, but not with '
                 "respect to its state, so the next state would be lost. Differentiate all "
                 "variables, also those of the state: jax.value_and_grad(loss)(variables), and "
-                "without stop_gradient. If this loss does not train the network, use "
+                "without stop_gradient. In nnx write argnums=nnx.DiffState(0, nnx.Any(nnx.Param, "
+                "fp8.nnx.FP8State)). If this loss does not train the network, use "
                 "jax.lax.stop_gradient(fp8.freeze(state))."
             )
         raise UncollectedStateError(

@@ -153,7 +153,9 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
     )
     whats = np.full(foreign.shape, "", object)
     for at in map(tuple, np.argwhere(foreign)):
-        whats[at] = why_not(found[at], want[at]) or "the row was saved for another tensor or quantizer"
+        whats[at] = (
+            why_not(found[at], want[at]) or "the row was saved for another tensor or quantizer"
+        )
     for what in dict.fromkeys(whats[foreign]):
         yield Fault("fingerprint", foreign & (whats == what), what)
     for r, row in enumerate(expected.rows):

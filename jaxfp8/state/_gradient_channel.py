@@ -1,9 +1,9 @@
 """The gradient channel: the next state as the cotangent of the state.
 
 Some training loops know `jax.value_and_grad` only. They differentiate all variables, and overwrite
-the variables of collection `_overwrite_with_gradient` with their gradients. MaxText, praxis, axlearn
-and flax's own FP8 layers do so. For these loops the backward rule here decodes the ledger of a
-state, commits, and returns the state of the next step in the place of a gradient.
+the variables of collection `_overwrite_with_gradient` with their gradients. MaxText, praxis,
+axlearn and flax's own FP8 layers do so. For these loops the backward rule here decodes the ledger
+of a state, commits, and returns the state of the next step in the place of a gradient.
 
 **JAX adds cotangents, and a sum of states is no state.** So each state must have one use, in one
 backward pass per optimizer step:
@@ -138,9 +138,7 @@ def _broken(state: MatmulState) -> Array:
     A row of zeros is unset. JAX gives it for a layer that the loss does not use.
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
-    passes = identified(state) & tag_fits(
-        state.fingerprint, want, state.scale, state.amax_history
-    )
+    passes = identified(state) & tag_fits(state.fingerprint, want, state.scale, state.amax_history)
     zero = (state.fingerprint == 0) & (state.scale == 0) & jnp.all(state.amax_history == 0, axis=-1)
     return jnp.any(~(passes | zero), axis=-1, keepdims=True)
 
@@ -164,7 +162,7 @@ def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tu
         amax = largest(amax, state.scale)
     new = tagged(commit_one(state, SeenAmax(amax, state.rows)))
     broken = _broken(state)
-    kept = {
+    kept: Any = {
         name: jnp.where(
             broken[..., None] if name == "amax_history" else broken,
             getattr(state, name),

@@ -1,0 +1,122 @@
+"""Tags of fingerprints: a mean of states is found, the rounding of a mean over devices passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfp8 as fp8
+from jaxfp8.recipes._recipe import Row
+from jaxfp8.state._commit import commit_one
+from jaxfp8.state._state import SeenAmax
+from jaxfp8.state._tags import MEAN_ROUNDING, TAGS, UNIT, same_fingerprint, tag_fits, tagged
+from jaxfp8.state._unset import fingerprints, unset_state
+
+N = 4_000
+RECIPES = {
+    "float32 scales": fp8.recipes.delayed(history_length=16),
+    "powers of two": fp8.recipes.delayed(history_length=16, power_of_two=True),
+    "long": fp8.recipes.delayed(history_length=64),
+    "no history": fp8.recipes.delayed(history_length=1),
+}
+AMAXES = {  # of the second microbatch, given that of the first
+    "float32": lambda random, first: first * np.exp(random.normal(size=first.shape) * 0.2),
+    "near": lambda random, first: first * (1 + random.normal(size=first.shape) * 0.01),
+    "bfloat16": lambda random, first: first * (1 + random.integers(1, 40, first.shape) / 128),
+    "next bfloat16": lambda random, first: first * (1 + 1 / 128),
+    "twice": lambda random, first: 2 * first,
+}
+
+
+def after(recipe, *amaxes):
+    """N states of one step, f32[N, R], after commits of these amaxes."""
+    state = unset_state(recipe.rows, (N,))
+    commit = jax.jit(lambda state, amax: tagged(commit_one(state, SeenAmax(amax, state.rows))))
+    for amax in amaxes:
+        state = commit(state, jnp.asarray(amax, jnp.float32))
+    return state
+
+
+def passes(state):
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    fits = tag_fits(state.fingerprint, want, state.scale, state.amax_history)
+    return np.asarray(same_fingerprint(state.fingerprint, want) & fits)
+
+
+def amaxes_of(random, kind):
+    first = np.exp(random.normal(size=(N, 3)) * 2).astype(np.float32)
+    if "bfloat16" in kind:
+        first = np.asarray(jnp.asarray(first, jnp.bfloat16), np.float32)
+        first = np.float32(2) ** np.floor(np.log2(first))  # so that both are bfloat16
+    return first
+
+
+@pytest.mark.parametrize("microbatches", [2, 8])
+@pytest.mark.parametrize("kind", AMAXES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_mean_passes_in_few_rows(recipe, kind, microbatches):
+    random = np.random.default_rng(0)
+    past = np.exp(random.normal(size=(N, 3)) * 2)
+    first = amaxes_of(random, kind)
+    all_of_them = [first]
+    while len(all_of_them) < microbatches:
+        all_of_them.append(np.float32(AMAXES[kind](random, all_of_them[-1])))
+    states = [after(RECIPES[recipe], past, amax) for amax in all_of_them]
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *states)
+    assert all(passes(state).all() for state in states)
+    rows = passes(mean)
+    assert 0.02 < rows.mean() < 0.35
+    assert rows.all(axis=-1).mean() < 0.05  # three rows with different amaxes
+
+
+def test_the_mean_of_equal_states_passes():
+    random = np.random.default_rng(1)
+    for recipe in RECIPES.values():
+        state = after(recipe, *np.exp(random.normal(size=(2, N, 3)) * 9))
+        for devices in (2, 3, 4, 5, 7, 8):
+            mean = jax.tree.map(lambda leaf, n=devices: sum([leaf] * n) / n, state)
+            assert passes(mean).all()
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_last_bit_of_an_amax_and_a_scale_does_not_matter(sign):
+    state = after(RECIPES["float32 scales"], np.exp(np.random.default_rng(2).normal(size=(N, 3))))
+    ulp = lambda leaf: np.nextafter(np.asarray(leaf), np.float32(sign * np.inf))
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    fits = tag_fits(
+        np.asarray(state.fingerprint) + np.float32(sign * UNIT), want, ulp(state.scale),
+        ulp(state.amax_history),
+    )  # fmt: skip
+    assert fits.all()
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 3.0, 1 / 1024, 0.999, 1 - 1e-6, 1 + 1e-6])
+def test_a_multiple_does_not_pass(factor):
+    state = after(RECIPES["float32 scales"], np.exp(np.random.default_rng(3).normal(size=(N, 3))))
+    scaled = passes(jax.tree.map(lambda leaf: leaf * np.float32(factor), state))
+    assert scaled.mean() < 0.25
+    assert scaled.all(axis=-1).mean() < 0.05
+
+
+def test_tags_are_equal_in_numpy_and_jax():
+    """Files and eager code are checked in NumPy, steps in XLA."""
+    state = after(RECIPES["long"], np.exp(np.random.default_rng(4).normal(size=(N, 3)) * 20))
+    want = fingerprints(state.rows, state.fingerprint.shape)
+    host = jax.tree.map(np.asarray, state)
+    assert tag_fits(host.fingerprint, want, host.scale, host.amax_history).all()
+    other = {"scale": host.scale * np.float32(1.7), "history": host.amax_history}
+    ours = tag_fits(host.fingerprint, want, **other)
+    theirs = tag_fits(state.fingerprint, want, **jax.tree.map(jnp.asarray, other))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_tags_are_between_the_bounds_and_far_from_other_rows():
+    state = after(RECIPES["long"], np.exp(np.random.default_rng(5).normal(size=(N, 3)) * 20))
+    tag = np.asarray(state.fingerprint - fingerprints(state.rows, state.fingerprint.shape)) / UNIT
+    assert (tag.min(), tag.max()) == (8, 60)
+    assert MEAN_ROUNDING / UNIT < 8
+    assert 60 * UNIT + MEAN_ROUNDING <= TAGS
+    # Checksums are multiples of 2^-16.
+    row = Row("x", fp8.quantizers.Delayed(format=fp8.E4M3))
+    assert (row.fingerprint * 2**16).is_integer()
+    assert 2 * TAGS == 2.0**-16
