@@ -73,7 +73,8 @@ def _layer() -> Any:
             policy: Policy = self.policy
             return einsum(
                 equation, x.astype(w.dtype), w, recipe=policy.recipe,
-                state=state_of(policy.recipe, self.get_var), **policy.options,
+                state=state_of(policy.recipe, lambda name: getattr(self.theta, name)),
+                **policy.options,
             )  # fmt: skip
 
     return FP8EinsumOp
