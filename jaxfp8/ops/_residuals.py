@@ -65,7 +65,7 @@ class Copy:
 
 
 def named(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The same arrays under the names of residuals, twice: for this pass, and for the backward pass.
+    """The same arrays as named residuals, twice: for this pass, and for the backward pass.
 
     FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
     `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an

@@ -53,4 +53,5 @@ def state_of(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
     state = init_state(recipe)
     if not isinstance(state, MatmulState):
         return ()
-    return dataclasses.replace(state, **{name: variable(PREFIX + name) for name in LEAVES})
+    leaves: dict[str, Any] = {name: variable(PREFIX + name) for name in LEAVES}
+    return dataclasses.replace(state, **leaves)

@@ -72,9 +72,9 @@ def _layer() -> Any:
     config = guest("axlearn.common.config", package)
     zero = guest("axlearn.common.param_init", package).constant_initializer(0.0)
 
-    class FP8Einsum(layers.BaseQuantizedEinsum):  # type: ignore[misc, name-defined]
+    class FP8Einsum(layers.BaseQuantizedEinsum):  # type: ignore[name-defined]
         @config.config_class
-        class Config(layers.BaseQuantizedEinsum.Config):  # type: ignore[misc, name-defined]
+        class Config(layers.BaseQuantizedEinsum.Config):  # type: ignore[name-defined]
             policy: config.Required[Policy] = config.REQUIRED  # type: ignore[name-defined]
 
         def _create_layer_parameter_specs(self) -> dict[str, Any]:

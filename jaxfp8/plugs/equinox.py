@@ -158,7 +158,7 @@ def _layer() -> type:
     """The class of FP8 layers. equinox defines its base, so it is made by its first use."""
     eqx = guest("equinox", "equinox")
 
-    class FP8Linear(eqx.nn.Linear):  # type: ignore[misc, name-defined]
+    class FP8Linear(eqx.nn.Linear):  # type: ignore[name-defined]
         state: Any
         policy: Policy = eqx.field(static=True)
 

@@ -85,7 +85,8 @@ def replace_module_fn(
             )
             return made
         if is_gemma_einsum(module):
-            return FP8GemmaEinsum(wrapped=module, policy=policy, parent=module.scope)
+            scope: Any = module.scope  # flax's annotation leaves scopes out
+            return FP8GemmaEinsum(wrapped=module, policy=policy, parent=scope)
         return module
 
     return replace
@@ -99,7 +100,9 @@ def is_gemma_einsum(module: nn.Module) -> bool:
       False
     """
     kind = type(module)
-    return kind.__name__ == "Einsum" and re.match(r"gemma\b.*\b_layers$", kind.__module__) is not None
+    return (
+        kind.__name__ == "Einsum" and re.match(r"gemma\b.*\b_layers$", kind.__module__) is not None
+    )
 
 
 class FP8GemmaEinsum(nn.Module):

@@ -103,9 +103,13 @@ def quantize_linear_layers(
 
     def replace(prefix: str, blocks: tuple[Any, ...], path: Any, module: Any) -> Any:
         nonlocal changed
-        name = ".".join(filter(None, [prefix, jax.tree_util.keystr(path, simple=True, separator=".")]))
+        name = ".".join(
+            filter(None, [prefix, jax.tree_util.keystr(path, simple=True, separator=".")])
+        )
         if isinstance(module, nn.Stacked):
-            within = functools.partial(replace, f"{name}.stacked".lstrip("."), (*blocks, module.Block))
+            within = functools.partial(
+                replace, f"{name}.stacked".lstrip("."), (*blocks, module.Block)
+            )
             inner = jax.tree_util.tree_map_with_path(within, module.stacked, is_leaf=special)
             return tree_at(lambda stacked: stacked.stacked, module, inner)
         if not isinstance(module, nn.Linear):

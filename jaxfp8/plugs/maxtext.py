@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
-from flax import linen as nn
+from flax.linen.spmd import logical_to_mesh_axes
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import FP8DotGeneral
@@ -189,9 +189,7 @@ def configure(
             'recipe without state such as "jaxfp8_current".'
         )
     rules = tuple((rule[0], _names(rule[1])) for rule in config.logical_axis_rules)
-    return FP8Quantization(
-        recipe=recipe, kernels=kernels, gather_rules=rules if gather else None
-    )
+    return FP8Quantization(recipe=recipe, kernels=kernels, gather_rules=rules if gather else None)
 
 
 def gathered(kernel_axes: KernelAxes, rules: AxisRules) -> Shard | None:
@@ -221,7 +219,7 @@ def gathered(kernel_axes: KernelAxes, rules: AxisRules) -> Shard | None:
         if logical in ("activation_batch", "activation_length")
         for name in _names(names)
     }
-    spec = nn.logical_to_mesh_axes(tuple(kernel_axes), rules=tuple(map(tuple, rules)))
+    spec = logical_to_mesh_axes(tuple(kernel_axes), rules=tuple(map(tuple, rules)))
     for axis, names in enumerate(spec or ()):
         split = _names(names)
         if split and set(split) <= tokens:

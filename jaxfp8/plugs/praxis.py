@@ -53,7 +53,7 @@ def _layer() -> Any:
     base_layer = guest("praxis.base_layer", "praxis")
     collections = base_layer.WeightHParamsCollection
 
-    class FP8EinsumOp(base_layer.BaseLayer):  # type: ignore[misc, name-defined]
+    class FP8EinsumOp(base_layer.BaseLayer):  # type: ignore[name-defined]
         policy: Any = None
 
         def setup(self) -> None:

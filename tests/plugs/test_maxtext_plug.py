@@ -134,8 +134,9 @@ def test_remat_policy_of_maxtext_keeps_residuals():
         return jnp.sum(block(x, w) ** 2)
 
     x, w = jnp.ones((8, 16)), jnp.ones((16, 4))
-    saved = [str(jax.make_jaxpr(jax.grad(loss), static_argnums=2)(x, w, p)) for p in
-             (policy, fp8.save_fp8_residuals(), jax.checkpoint_policies.nothing_saveable)]  # fmt: skip
+    nothing = jax.checkpoint_policies.nothing_saveable
+    trace = jax.make_jaxpr(jax.grad(loss), static_argnums=2)
+    saved = [str(trace(x, w, each)) for each in (policy, fp8.save_fp8_residuals(), nothing)]
     casts = [text.count("bitcast_convert_type") for text in saved]
     assert casts[0] == casts[1] < casts[2]  # the backward pass casts no operand again
 

@@ -75,9 +75,7 @@ def test_in_axlearn_itself(name):
     same, grad, state = reference(name, "...d,dh->...h", x)(parameters["weight"], state)
     assert_same_bits((loss, grads["weight"]), (same, grad))
     if state:
-        assert_same_bits(
-            grads["quantized_dot_general"]["fp8_amax_history"], state.amax_history
-        )
+        assert_same_bits(grads["quantized_dot_general"]["fp8_amax_history"], state.amax_history)
 
 
 @pytest.mark.filterwarnings("ignore")
