@@ -179,8 +179,6 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
     of_g = _rows(call, g.seen, own.ledger)
     ledger = None if seen is None or of_g is None else encode(jnp.maximum(seen, of_g))
-    if ledger is None and call.in_gradient_channel and own.ledger is not None:
-        ledger = jnp.zeros_like(own.ledger)  # a frozen state returns itself where a ledger arrives
     return Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger))
 
 

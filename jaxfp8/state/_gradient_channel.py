@@ -26,7 +26,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import checked, identified, known_scales
-from jaxfp8.state._ledger import decode, largest
+from jaxfp8.state._ledger import decode
 from jaxfp8.state._over_mesh import over_mesh, vary_everywhere
 from jaxfp8.state._probes import zero_ledgers
 from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax
@@ -109,15 +109,14 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collect(channel: _Channel, state: MatmulState) -> tuple[Array, Array]:
+def _collect(channel: _Channel, state: MatmulState) -> tuple[Array | None, Array]:
     """The ledger and the scales of a probe. The cotangent of `state` is the next state."""
     del channel
     return _ledger_and_scales(state)
 
 
-def _ledger_and_scales(state: MatmulState) -> tuple[Array, Array]:
-    # A frozen state has a ledger, too. Without it no cotangent would reach the rule below.
-    return vary_everywhere(zero_ledgers(state)), _scales(state)
+def _ledger_and_scales(state: MatmulState) -> tuple[Array | None, Array]:
+    return None if state.frozen else vary_everywhere(zero_ledgers(state)), _scales(state)
 
 
 @jax.jit  # traced and lowered once for all equal layers
@@ -143,23 +142,17 @@ def _broken(state: MatmulState) -> Array:
     return jnp.any(~(passes | zero), axis=-1, keepdims=True)
 
 
-def _forward_rule(channel: _Channel, primal: Any) -> tuple[Any, MatmulState]:
-    if primal.scale.perturbed:
-        channel.use.differentiate()
-    state = jax.tree.map(lambda leaf: leaf.value, primal)
+def _forward_rule(channel: _Channel, state: MatmulState) -> tuple[Any, MatmulState]:
+    # JAX calls this rule only if it differentiates with respect to the state.
+    channel.use.differentiate()
     return _ledger_and_scales(state), state
 
 
 def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tuple[MatmulState]:
     if state.frozen:
-        return (state,)
+        return (state,)  # its scales have a cotangent of zeros, so JAX calls this rule
     ledger, _ = cotangents
-    if isinstance(ledger, jax.custom_derivatives.SymbolicZero):
-        amax = jnp.zeros_like(state.scale)  # nothing was seen
-    else:
-        (amax,) = over_mesh([decode(ledger)], [state], channel.reduce_axes)
-        # Under vmap each example may bring a ledger of its own to a state that all of them share.
-        amax = largest(amax, state.scale)
+    (amax,) = over_mesh([decode(ledger)], [state], channel.reduce_axes)
     new = tagged(commit_one(state, SeenAmax(amax, state.rows)))
     broken = _broken(state)
     kept: Any = {
@@ -173,4 +166,4 @@ def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tu
     return (dataclasses.replace(new, **kept),)
 
 
-_collect.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_collect.defvjp(_forward_rule, _backward_rule)

@@ -97,21 +97,6 @@ def observe(x: Array, like: Array) -> Array:
     return _observe(0)(x, like)
 
 
-def largest(amaxes: Array, like: Array) -> Array:
-    """Amaxes for the rows of a state, with the shape of `like` [..., R], a leaf of the state.
-
-    Under vmap, amaxes may have a mapped axis that the state does not have. The maximum is taken
-    over that axis, as `observe` does.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> jax.vmap(largest, in_axes=(0, None))(jnp.array([[1.0], [5.0]]), jnp.zeros(1))
-      Array([[5.],
-             [5.]], dtype=float32)
-    """
-    return _observe(like.ndim)(amaxes, like)
-
-
 @functools.cache
 def _observe(kept: int) -> Callable[[Array, Array], Array]:
     """`observe` for an x and a `like` whose first `kept` axes are stacked states."""

@@ -28,8 +28,7 @@ class Probe:
     """The part of a state that exists only inside a differentiated loss.
 
     Attributes:
-      ledger: f32[..., BINS, R] zeros. Its cotangent holds the amaxes. None in a frozen state,
-        except in the gradient channel.
+      ledger: f32[..., BINS, R] zeros. Its cotangent holds the amaxes. None in a frozen state.
       known: f32[..., 2, R], the multiplier and the scale of each row (`known_scales`). A loop over
         stacked layers slices one array for both.
       reduce_axes: mesh axes that the caller named, because types do not give them (static).
