@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
-    "lint", "readme", "newest", "rounding", "gpu_programs", "guests", "docstrings", "notebooks",
+    "lint", "readme", "newest", "rounding", "gpu_programs", "guests", "plugs", "docstrings",
+    "notebooks",
 )  # fmt: skip
 LATEST = ("-q", "--upgrade", "--upgrade-strategy", "eager")  # also in an environment that is there
 
@@ -30,7 +31,7 @@ LATEST = ("-q", "--upgrade", "--upgrade-strategy", "eager")  # also in an enviro
 @nox.session(python="3.11")
 def python311(session: nox.Session) -> None:
     """The environment of the oldest jax."""
-    session.install(*LATEST, "-e", ".[test,examples,notebooks,dev]")
+    session.install(*LATEST, "-e", ".[test,examples,notebooks,plugs,dev]")
 
 
 @nox.session(python="3.12")
@@ -146,6 +147,14 @@ def guests(session: nox.Session) -> None:
     python(session, "python312", "-m", "pip", "download", "-qq", *sdist)
     found = Path(folder) / f"flax-{version}.tar.gz"
     pytest(session, "python312", "-rP", "--flax-sdist", str(found), "tests/guests")
+
+
+@nox.session(**OLDEST)
+def plugs(session: nox.Session) -> None:
+    """Our layers in equinox and haliax. Where these are missing, other sessions skip the tests."""
+    pytest(
+        session, "python311", "tests/plugs/test_equinox_plug.py", "tests/plugs/test_haliax_plug.py"
+    )
 
 
 @nox.session(**NEXT)

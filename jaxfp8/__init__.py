@@ -46,6 +46,6 @@ from jaxfp8.tensors._quantized_tensor import QuantizedTensor as QuantizedTensor
 
 
 def __dir__() -> list[str]:
-    """The public names. Importing also binds the internal folders, which are left out."""
-    inner = {"kernels", "numerics", "ops", "tensors"}
+    """The public names. Importing also binds internal folders, and `plugs`. They are left out."""
+    inner = {"kernels", "numerics", "ops", "plugs", "tensors"}
     return sorted(name for name in globals() if not name.startswith("_") and name not in inner)

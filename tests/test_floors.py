@@ -25,7 +25,7 @@ FLOORS = (
     ("plan", "state"),
     ("ops", "checkpoint"),
     ("linen", "nnx"),
-    ("conversion", "diagnostics"),
+    ("conversion", "diagnostics", "plugs"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
 

@@ -30,6 +30,7 @@ FOLDERS = {
     "examples": "examples",
     "notebooks": "notebooks",
     "test": "tests",
+    "plugs": "tests/plugs",
 }
 # Modules whose name is not that of their package.
 MODULES = {
@@ -50,11 +51,13 @@ EXTRAS = {
     "jaxfp8": ("triton",),  # behind `Backend`s: tests/test_floors.py
     "examples": ("examples",),
     "notebooks": ("notebooks",),
-    "tests": ("test", "examples", "triton"),  # without the last two, tests of them are skipped
+    # Without the last three, tests of them are skipped.
+    "tests": ("test", "examples", "triton", "plugs"),
 }
 
-# Other libraries that a folder compares us with where they are installed. No extra installs them.
-RIVALS = {"tests": {"qwix"}}  # tests/docs/test_coming_from.py
+# Other libraries that a folder compares us with, or plugs us into, where they are installed. No
+# extra installs them.
+RIVALS = {"tests": {"qwix", "axlearn", "gemma", "praxis"}}  # docs/test_coming_from.py, plugs/
 
 
 def sources(folder: str) -> Iterator[str]:

@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._typing import Array, Matmul, PyTree
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.ops._checkpoint_policies import RESIDUAL
+from jaxfp8.ops._checkpoint_policies import named_residual
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._planned_casts import PlannedCast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -66,7 +65,7 @@ class Copy:
 
 
 def named(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The same arrays under the name RESIDUAL, twice: for this pass, and for the backward pass.
+    """The same arrays as named residuals, twice: for this pass, and for the backward pass.
 
     FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
     `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
@@ -75,9 +74,9 @@ def named(tree: PyTree) -> tuple[PyTree, PyTree]:
 
     def one(leaf: Array) -> tuple[Array, Array]:
         if not leaf.dtype.name.startswith("float8"):
-            leaf = checkpoint_name(leaf, RESIDUAL)
+            leaf = named_residual(leaf)
             return leaf, leaf
-        values = checkpoint_name(lax.bitcast_convert_type(leaf, jnp.uint8), RESIDUAL)
+        values = named_residual(lax.bitcast_convert_type(leaf, jnp.uint8))
         now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
         return now, later
 

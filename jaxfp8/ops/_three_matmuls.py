@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._errors import UncollectedStateError
 from jaxfp8._geometry import inverse_permutation
@@ -26,7 +25,7 @@ from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats
-from jaxfp8.ops._checkpoint_policies import RESIDUAL
+from jaxfp8.ops._checkpoint_policies import named_residual
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
 from jaxfp8.ops._residuals import Copy
@@ -126,7 +125,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
-    scalars = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUAL), scalars)
+    scalars = jax.tree.map(named_residual, scalars)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)

@@ -1,0 +1,99 @@
+"""FP8 for axlearn: the child layer that its dense layers call for their einsum.
+
+axlearn keeps quantizer state in parameters. Its learner overwrites them with their gradients, if
+`OverrideInplaceUpdateTransformation` has a rule for them.
+"""
+
+import functools
+from typing import Any, Protocol, Unpack
+
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array
+from jaxfp8.ops._einsum import einsum
+from jaxfp8.ops._options import LayerOptions
+from jaxfp8.plugs._guest import guest
+from jaxfp8.plugs._leaves import PREFIX, leaf_shapes, state_of
+from jaxfp8.plugs._policy import Policy
+from jaxfp8.recipes._recipe import Recipe
+
+UPDATE_RULES = (f".*/{PREFIX}.*",)
+"""`rules` of axlearn's `OverrideInplaceUpdateTransformation`, for recipes with state."""
+
+
+class QuantizedEinsum(Protocol):
+    """The interface of axlearn's `BaseQuantizedEinsum`."""
+
+    def einsum_maybe_quantized(
+        self, subscripts: str, *, activation: Array, kernel: Array
+    ) -> Array: ...
+
+
+def quantized_einsum_config(recipe: Recipe, **options: Unpack[LayerOptions]) -> Any:
+    """The config of a `BaseQuantizedEinsum` that computes with a recipe of jaxfp8.
+
+    Args:
+      recipe: which quantizer for which operand.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`; see
+        `fp8.dot_general`. `state_channel` is "gradient" by default.
+
+    Returns:
+      A config, for `set_quantized_dot_general_recursively`.
+
+    Raises:
+      ImportError: if axlearn is not installed.
+      TypeError: if `recipe` is not a Recipe, or if an option is unknown.
+      ValueError: if the recipe needs keys.
+
+    Example:
+      .. code-block:: python
+
+        from jaxfp8.plugs import axlearn as fp8_axlearn
+
+        set_quantized_dot_general_recursively(
+            cfg.model, fp8_axlearn.quantized_einsum_config(fp8.recipes.delayed())
+        )
+        cfg.learner.optimizer = config_for_class(...)  # your optimizer
+        cfg.learner.optimizer = OverrideInplaceUpdateTransformation.default_config().set(
+            transformation=cfg.learner.optimizer, rules=fp8_axlearn.UPDATE_RULES
+        )
+    """
+    options.setdefault("state_channel", "gradient")
+    policy = Policy.of("jaxfp8.plugs.axlearn.quantized_einsum_config", recipe, options)
+    return _layer().default_config().set(policy=policy)
+
+
+@functools.cache
+def _layer() -> Any:
+    """The class of layers. axlearn defines its base, so it is made by its first use."""
+    package = "git+https://github.com/apple/axlearn"
+    layers = guest("axlearn.common.quantized_dot_general.layers", package)
+    base_layer = guest("axlearn.common.base_layer", package)
+    config = guest("axlearn.common.config", package)
+    zero = guest("axlearn.common.param_init", package).constant_initializer(0.0)
+
+    class FP8Einsum(layers.BaseQuantizedEinsum):  # type: ignore[name-defined]
+        @config.config_class
+        class Config(layers.BaseQuantizedEinsum.Config):  # type: ignore[name-defined]
+            policy: config.Required[Policy] = config.REQUIRED  # type: ignore[name-defined]
+
+        def _create_layer_parameter_specs(self) -> dict[str, Any]:
+            specs: dict[str, Any] = super()._create_layer_parameter_specs()
+            for name, shape in leaf_shapes(self.config.policy.recipe).items():
+                specs[name] = base_layer.ParameterSpec(
+                    shape=shape, dtype=jnp.float32, mesh_axes=(None,) * len(shape),
+                    initializer=zero, weight_decay_scale=0,
+                )  # fmt: skip
+            return specs
+
+        def einsum_maybe_quantized(
+            self, subscripts: str, *, activation: Array, kernel: Array
+        ) -> Array:
+            policy: Policy = self.config.policy
+            state = state_of(policy.recipe, lambda name: self.parameters[name])
+            return einsum(
+                subscripts, activation, kernel, recipe=policy.recipe, state=state,
+                **policy.options,
+            )  # fmt: skip
+
+    return FP8Einsum

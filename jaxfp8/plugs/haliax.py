@@ -1,0 +1,168 @@
+"""FP8 for haliax and levanter: a `DotGeneralOp` with quantizer state, and its place in a model.
+
+haliax calls `layer.dot_general(lhs, rhs, dimension_numbers, ...)`. The operation is a part of the
+model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` finds every
+`OverwriteWithGradient`, and `apply_updates` overwrites it with its gradient.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import jax
+
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.ops._dot_general import dot_general
+from jaxfp8.ops._options import LayerOptions
+from jaxfp8.plugs._guest import guest
+from jaxfp8.plugs._policy import Policy
+from jaxfp8.state._unset import init_state
+
+if TYPE_CHECKING:
+    from jaxfp8.recipes._recipe import Recipe
+
+T = TypeVar("T")
+
+
+def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
+    """A `DotGeneralOp` of haliax, for `Linear.init(..., dot_general=)`.
+
+    Args:
+      recipe: which quantizer for which operand.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`; see `fp8.dot_general`.
+        `state_channel` is "gradient" by default. With None, `fp8.value_and_grad` must collect the
+        state.
+
+    Returns:
+      An `equinox.Module` with the state of one matmul. It is an `OverwriteWithGradient`, also if
+      the recipe has no state.
+
+    Raises:
+      ImportError: if haliax is not installed.
+      TypeError: if `recipe` is not a Recipe, or if an option is unknown.
+      ValueError: if the recipe needs keys.
+
+    Example:
+      .. code-block:: python
+
+        op = fp8_haliax.dot_general_op(fp8.recipes.blockwise())
+        layer = haliax.nn.Linear.init(In, Out, key=key, dot_general=op)
+    """
+    options.setdefault("state_channel", "gradient")
+    policy = Policy.of("jaxfp8.plugs.haliax.dot_general_op", recipe, options)
+    return _operation()(init_state(policy.recipe), policy)
+
+
+def quantize_linear_layers(
+    tree: T,
+    recipe: "Recipe",
+    *,
+    targets: str | Sequence[str] | None = None,
+    **options: Unpack[LayerOptions],
+) -> T:
+    """A model whose `haliax.nn.Linear` layers multiply in FP8.
+
+    Layers inside of `Stacked` get a state for each block.
+
+    Args:
+      tree: a model of haliax or levanter.
+      recipe: which quantizer for which operand.
+      targets: which layers. A string is a regular expression for the whole path
+        ("transformer.layers.stacked.mlp.up_proj"). A sequence has the last names of paths. None:
+        all layers.
+      **options: see `dot_general_op`.
+
+    Returns:
+      A model that shares all arrays with `tree`.
+
+    Raises:
+      ImportError: if haliax is not installed.
+      TypeError, ValueError: see `dot_general_op`.
+      ValueError: if no layer matches.
+
+    Example:
+      .. code-block:: python
+
+        model = fp8_haliax.quantize_linear_layers(model, fp8.recipes.delayed(), targets=".*mlp.*")
+
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
+        overwrites, grads = haliax.quantization.partition_for_grad_overwrite(grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        model = haliax.quantization.apply_updates(model, updates, overwrites)
+    """
+    haliax, nn = guest("haliax", "haliax"), guest("haliax.nn", "haliax")
+    tree_at = guest("equinox", "equinox").tree_at
+    make = functools.partial(dot_general_op, recipe, **options)
+    make()  # raises the errors of bad arguments
+    seen: list[str] = []
+    changed = 0
+
+    def special(module: object) -> bool:
+        return isinstance(module, nn.Linear | nn.Stacked)
+
+    def replace(prefix: str, blocks: tuple[Any, ...], path: Any, module: Any) -> Any:
+        nonlocal changed
+        name = ".".join(
+            filter(None, [prefix, jax.tree_util.keystr(path, simple=True, separator=".")])
+        )
+        if isinstance(module, nn.Stacked):
+            within = functools.partial(
+                replace, f"{name}.stacked".lstrip("."), (*blocks, module.Block)
+            )
+            inner = jax.tree_util.tree_map_with_path(within, module.stacked, is_leaf=special)
+            return tree_at(lambda stacked: stacked.stacked, module, inner)
+        if not isinstance(module, nn.Linear):
+            return module
+        seen.append(name)
+        if not _matches(name, targets):
+            return module
+        changed += 1
+        op: Callable[[], Any] = make
+        for block in reversed(blocks):
+            op = haliax.vmap(op, block)
+        return tree_at(lambda linear: linear.dot_general, module, op())
+
+    tree = jax.tree_util.tree_map_with_path(
+        functools.partial(replace, "", ()), tree, is_leaf=special
+    )
+    if not changed:
+        raise ValueError(
+            f"targets={targets!r} matches no haliax.nn.Linear of the model. Its layers are {seen}."
+        )
+    return tree
+
+
+def _matches(name: str, targets: str | Sequence[str] | None) -> bool:
+    if targets is None:
+        return True
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return name.rsplit(".", 1)[-1] in targets
+
+
+@functools.cache
+def _operation() -> type:
+    """The class of operations. haliax defines its base, so it is made by its first use."""
+    eqx = guest("equinox", "equinox")
+    base = guest("haliax.quantization", "haliax").OverwriteWithGradient
+
+    class FP8DotGeneralOp(base):  # type: ignore[misc, valid-type]
+        state: Any
+        policy: Policy = eqx.field(static=True)
+
+        def __call__(
+            self,
+            lhs: Array,
+            rhs: Array,
+            dimension_numbers: DotDimensionNumbers,
+            precision: Any = None,
+            preferred_element_type: DType | None = None,
+            **_: Any,
+        ) -> Array:
+            return dot_general(
+                lhs.astype(rhs.dtype), rhs, dimension_numbers, precision, preferred_element_type,
+                recipe=self.policy.recipe, state=self.state, **self.policy.options,
+            )  # fmt: skip
+
+    return FP8DotGeneralOp

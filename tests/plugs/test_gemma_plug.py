@@ -1,0 +1,158 @@
+"""`jaxfp8.plugs.gemma` under an interceptor as gemma's, and under gemma's own if it is installed.
+
+The two classes here repeat what gemma's `peft.ModuleInterceptor` and `_layers.Einsum` do.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from messages import Message, check
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8Dense
+from jaxfp8.plugs.gemma import is_gemma_einsum, replace_module_fn
+
+RECIPES = ("delayed", "current", "blockwise", "mxfp8")
+
+
+class Einsum(nn.Module):
+    shape: tuple[int, ...]
+    weight_name: str = "w"
+    initializer: Any = nn.initializers.normal()
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, eqn, x):
+        return jnp.einsum(eqn, x, self.param(self.weight_name, self.initializer, self.shape))
+
+
+Einsum.__module__ = "gemma.gm.nn._layers"
+
+
+class Interceptor:
+    """A context in which each module is exchanged before its first call."""
+
+    def __init__(self, replace):
+        self.replace, self.modules, self.inside = replace, {}, []
+
+    def __call__(self, next_fun, args, kwargs, context):
+        module = context.module
+        if module in self.inside:
+            return next_fun(*args, **kwargs)
+        _, new = self.modules.setdefault(id(module), (module, self.replace(module)))
+        if new is module:
+            return next_fun(*args, **kwargs)
+        self.inside += [new, module]
+        try:
+            return getattr(new, context.method_name)(*args, **kwargs)
+        finally:
+            del self.inside[-2:]
+
+
+class Mlp(nn.Module):
+    """Two einsums that share the scope of their parent, as in gemma's FeedForward."""
+
+    @nn.compact
+    def __call__(self, x):
+        gate = Einsum((2, 128, 64), weight_name="gating_einsum")
+        down = Einsum((64, 128), weight_name="linear")
+        nn.share_scope(self, gate)
+        nn.share_scope(self, down)
+        left, right = jnp.moveaxis(gate("...F,NFH->...NH", x), -2, 0)
+        return down("...H,HF->...F", nn.gelu(left) * right)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + Mlp(name="mlp")(x)
+        x = nn.DenseGeneral((2, 32), name="heads")(x)
+        x = nn.Einsum((2, 32, 64), "...hd,hdk->...k", name="out")(x)
+        return nn.Dense(32, name="head")(x)
+
+
+def scope(replace, of=Interceptor):
+    return nn.intercept_methods(of(replace)) if of is Interceptor else of(replace)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_trains(name):
+    replace = replace_module_fn(fp8.recipes.get(name))
+    x = jax.random.normal(jax.random.key(1), (2, 16, 128))
+    plain = Net().init(jax.random.key(0), x)
+    with scope(replace):
+        variables = Net().init(jax.random.key(0), x)
+    assert_same_bits(variables["params"], plain["params"])
+    params, state = variables["params"], variables.get(COLLECTION, {})
+
+    def loss_fn(params, state):
+        with scope(replace):
+            return jnp.mean(Net().apply({"params": params, COLLECTION: state}, x) ** 2)
+
+    step = jax.jit(fp8.value_and_grad(loss_fn))
+    losses = []
+    for _ in range(3):
+        loss, grads, state = step(params, state)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        losses.append(float(loss))
+    assert losses[2] < losses[0]
+    assert len(jax.tree.leaves(state)) == (4 * 5 if name == "delayed" else 0)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_has_the_bits_of_the_op(name):
+    recipe = fp8.recipes.get(name)
+    x = jax.random.normal(jax.random.key(1), (16, 128))
+    layer = Einsum((128, 64))
+    with scope(replace_module_fn(recipe)):
+        y, variables = layer.init_with_output(jax.random.key(0), "bf,fh->bh", x)
+    w, state = variables["params"]["w"], fp8.init_state(recipe)
+    assert_same_bits(y, fp8.dot(x, w, recipe=recipe, state=state))
+
+
+def test_paths():
+    x = jnp.ones((4, 128))
+    with scope(replace_module_fn(fp8.recipes.delayed(), paths="head")):
+        variables = Net().init(jax.random.key(0), x)
+    assert list(variables[COLLECTION]) == ["head"]
+
+
+def test_subclasses_stay():
+    assert is_gemma_einsum(Einsum((4, 4)))
+    assert not is_gemma_einsum(nn.Einsum((4, 4), "ab,bc->ac"))
+    replace = replace_module_fn(fp8.recipes.current())
+    assert type(replace(FP8Dense(4).bind({}))) is FP8Dense
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("standard_promotion")
+def test_in_gemma_itself():
+    peft = pytest.importorskip("gemma.peft")
+    modules = pytest.importorskip("gemma.gm.nn._modules")
+    layer = modules.FeedForward(features=128, hidden_dim=64, transpose_gating_einsum=False)
+    x = jax.random.normal(jax.random.key(1), (2, 16, 128))
+    with scope(replace_module_fn(fp8.recipes.delayed()), peft.ModuleInterceptor):
+        variables = layer.init(jax.random.key(0), x)
+    assert sorted(variables[COLLECTION]) == ["fp8_gating_einsum", "fp8_linear"]
+    assert_same_bits(variables["params"], layer.init(jax.random.key(0), x)["params"])
+
+
+MESSAGES = {
+    "a recipe": Message(
+        TypeError, lambda: replace_module_fn("current"), "'current'", "Recipe",
+        "fp8.recipes.current()",
+    ),
+    "an option": Message(
+        TypeError, lambda: replace_module_fn(fp8.recipes.current(), kernel=1), "kernel=1",
+        "no option", "kernels",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_messages(message):
+    check(message)

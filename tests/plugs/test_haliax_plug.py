@@ -1,0 +1,132 @@
+"""`jaxfp8.plugs.haliax` in haliax's own layers."""
+
+import warnings
+
+import jax
+import optax
+import pytest
+from messages import Message, check
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        import haliax.nn as hnn
+        from haliax.quantization import apply_updates, partition_for_grad_overwrite
+    except ImportError:
+        pytest.skip("haliax is not installed, or not for this jax", allow_module_level=True)
+    import equinox as eqx
+    import haliax as hax
+
+    if not hasattr(jax.core, "is_constant_dim"):
+        pytest.skip("haliax 1.4.dev453 calls what this jax does not have", allow_module_level=True)
+
+from jaxfp8.plugs import haliax as plug
+
+RECIPES = ("delayed", "current", "blockwise", "mxfp8")
+IN, OUT = hax.Axis("in", 128), hax.Axis("out", 128)
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+class Block(eqx.Module):
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key):
+        first, second = jax.random.split(key)
+        return Block(hnn.Linear.init(IN, OUT, key=first), hnn.Linear.init(OUT, IN, key=second))
+
+    def __call__(self, x):
+        return x + self.down(hax.nn.gelu(self.up(x)))
+
+
+def stack():
+    keys = jax.random.split(jax.random.key(0), 2)
+    return hnn.Stacked.init(hax.Axis("layers", 2), Block)(key=keys)
+
+
+def batch():
+    return hax.random.normal(jax.random.key(1), (hax.Axis("tokens", 64), IN))
+
+
+def loss_fn(model, x):
+    return hax.mean(model.fold(x) ** 2).array
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_stack_trains(name):
+    model = plug.quantize_linear_layers(stack(), fp8.recipes.get(name))
+    tx, x = optax.sgd(0.1), batch()
+    opt = tx.init(eqx.filter(partition_for_grad_overwrite(model)[1], eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, opt):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, x)
+        overwrites, grads = partition_for_grad_overwrite(grads)
+        updates, opt = tx.update(grads, opt)
+        return apply_updates(model, updates, overwrites), opt, loss
+
+    losses = []
+    for _ in range(3):
+        model, opt, loss = step(model, opt)
+        losses.append(float(loss))
+    assert losses[2] < losses[0]
+    if name == "delayed":
+        history = model.stacked.up.dot_general.state.amax_history
+        assert history.shape == (2, 3, 16)
+        assert (history[..., -3:] > 0).all()  # each block has its own
+        assert history[0, 0, -3] != history[1, 0, -3]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_has_the_bits_of_the_op(name):
+    recipe, x = fp8.recipes.get(name), batch()
+    layer = hnn.Linear.init(IN, OUT, key=jax.random.key(0), use_bias=False, out_first=False)
+    model = plug.quantize_linear_layers(layer, recipe)
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda m, x: (m(x).array ** 2).sum()))
+    expected = jax.jit(
+        fp8.value_and_grad(lambda w, s, x: (fp8.dot(x, w, recipe=recipe, state=s) ** 2).sum())
+    )
+    state = fp8.init_state(recipe)
+    for _ in range(2):
+        loss, grads = run(model, x)
+        same, grad, state = expected(layer.weight.array, state, x.array)
+        assert_same_bits((loss, grads.weight.array), (same, grad))
+        overwrites, _ = partition_for_grad_overwrite(grads)
+        model = eqx.tree_at(lambda m: m.dot_general, model, overwrites.dot_general)
+        if recipe.rows:
+            assert_same_bits(overwrites.dot_general.state.scale, state.scale)
+
+
+def test_targets():
+    model = plug.quantize_linear_layers(stack(), fp8.recipes.current(), targets=["up"])
+    assert hasattr(model.stacked.up.dot_general, "policy")
+    assert not hasattr(model.stacked.down.dot_general, "policy")
+
+
+MESSAGES = {
+    "no layer": Message(
+        ValueError,
+        lambda: plug.quantize_linear_layers(stack(), fp8.recipes.current(), targets="head"),
+        "targets='head'", "no haliax.nn.Linear", "stacked.up",
+    ),
+    "a recipe": Message(
+        TypeError, lambda: plug.dot_general_op("current"), "'current'", "Recipe",
+        "fp8.recipes.current()",
+    ),
+    "an option": Message(
+        TypeError, lambda: plug.dot_general_op(fp8.recipes.current(), kernel=1), "kernel=1",
+        "no option", "kernels",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_messages(message):
+    check(message)

@@ -1,0 +1,131 @@
+"""`jaxfp8.plugs.axlearn` and `.praxis`: states as variables, in the real packages if installed.
+
+The first tests repeat what both do: each array of a state is a variable that begins as zeros, and
+is overwritten with its gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+from jaxfp8.plugs import axlearn, equinox, haliax, praxis
+from jaxfp8.plugs._guest import guest
+from jaxfp8.plugs._leaves import leaf_shapes, state_of
+
+RECIPES = ("delayed", "current", "blockwise", "mxfp8")
+
+
+def reference(name, equation, x):
+    recipe = fp8.recipes.get(name)
+    return jax.jit(
+        fp8.value_and_grad(
+            lambda w, s: jnp.mean(fp8.einsum(equation, x, w, recipe=recipe, state=s) ** 2)
+        )
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_trains_as_the_op_does(name):
+    recipe, x = fp8.recipes.get(name), jax.random.normal(jax.random.key(0), (2, 32, 128))
+    w = jax.random.normal(jax.random.key(1), (128, 128))
+    parameters = {n: jnp.zeros(shape, jnp.float32) for n, shape in leaf_shapes(recipe).items()}
+
+    def loss_fn(parameters, x):
+        y = fp8.einsum(
+            "...y,yz->...z", x, parameters["w"], recipe=recipe,
+            state=state_of(recipe, parameters.__getitem__), state_channel="gradient",
+        )  # fmt: skip
+        return jnp.mean(y**2)
+
+    step, expected = jax.jit(jax.value_and_grad(loss_fn)), reference(name, "...y,yz->...z", x)
+    parameters, state = {**parameters, "w": w}, fp8.init_state(recipe)
+    for _ in range(3):
+        loss, new = step(parameters, x)
+        same, grad, state = expected(w, state)
+        assert_same_bits((loss, new["w"]), (same, grad))
+        w = w - 0.1 * grad
+        parameters = {**new, "w": parameters["w"] - 0.1 * new["w"]}
+        if recipe.rows:
+            assert_same_bits(new["fp8_amax_history"], state.amax_history)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", RECIPES)
+def test_in_axlearn_itself(name):
+    layers = pytest.importorskip("axlearn.common.layers")
+    dense = pytest.importorskip("axlearn.common.quantized_dot_general.layers")
+    module = pytest.importorskip("axlearn.common.module")
+    cfg = layers.Linear.default_config().set(name="l", input_dim=128, output_dim=64, bias=False)
+    plug = axlearn.quantized_einsum_config(fp8.recipes.get(name))
+    dense.set_quantized_dot_general_recursively(cfg, plug)
+    layer, x = cfg.instantiate(parent=None), jax.random.normal(jax.random.key(1), (4, 32, 128))
+    parameters = layer.initialize_parameters_recursively(jax.random.key(0))
+
+    def loss_fn(parameters):
+        y, _ = module.functional(
+            layer, prng_key=jax.random.key(0), state=parameters, inputs=(x,), is_training=True
+        )
+        return jnp.mean(y**2)
+
+    loss, grads = jax.jit(jax.value_and_grad(loss_fn))(parameters)
+    state = fp8.init_state(fp8.recipes.get(name))
+    same, grad, state = reference(name, "...d,dh->...h", x)(parameters["weight"], state)
+    assert_same_bits((loss, grads["weight"]), (same, grad))
+    if state:
+        assert_same_bits(grads["quantized_dot_general"]["fp8_amax_history"], state.amax_history)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", RECIPES)
+def test_in_praxis_itself(name):
+    base_layer = pytest.importorskip("praxis.base_layer")
+    pax_fiddle = pytest.importorskip("praxis.pax_fiddle")
+    linears = pytest.importorskip("praxis.layers.linears")
+    tpl = praxis.einsum_tpl(fp8.recipes.get(name))
+    layer = base_layer.instantiate(
+        pax_fiddle.Config(linears.Linear, name="l", input_dims=128, output_dims=64, einsum_tpl=tpl)
+    )
+    x = jax.random.normal(jax.random.key(1), (4, 32, 128))
+    with base_layer.JaxContext.new_context():
+        variables = layer.init(jax.random.key(0), x)
+        run = jax.jit(jax.value_and_grad(lambda v: jnp.mean(layer.apply(v, x) ** 2)))
+        loss, grads = run(variables)
+    state = fp8.init_state(fp8.recipes.get(name))
+    same, grad, state = reference(name, "...y,yz->...z", x)(variables["params"]["w"], state)
+    assert_same_bits((loss, grads["params"]["w"]), (same, grad))
+
+
+def test_a_missing_framework_names_its_package():
+    with pytest.raises(ImportError, match="pip install nothing-here") as raised:
+        guest("nothing_here.inner", "nothing-here")
+    assert raised.value.name == "nothing_here.inner"
+
+
+CALLS = {
+    "axlearn": lambda: axlearn.quantized_einsum_config(fp8.recipes.current()),
+    "praxis": lambda: praxis.einsum_tpl(fp8.recipes.current()),
+    "haliax": lambda: haliax.dot_general_op(fp8.recipes.current()),
+    "equinox": lambda: equinox.convert(None, fp8.recipes.current()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plug_without_its_framework(name, monkeypatch):
+    monkeypatch.setattr(f"jaxfp8.plugs.{name}.guest", lambda module, package: guest("absent", name))
+    for cached in ("_layer", "_operation"):
+        if function := getattr(__import__(f"jaxfp8.plugs.{name}", fromlist=[name]), cached, None):
+            function.cache_clear()
+    with pytest.raises(ImportError, match=f"pip install {name}"):
+        CALLS[name]()
+
+
+@pytest.mark.parametrize("call", [axlearn.quantized_einsum_config, praxis.einsum_tpl])
+def test_bad_arguments(call):
+    with pytest.raises(TypeError, match="recipe='current'"):
+        call("current")
+    with pytest.raises(TypeError, match="no option kernel=1"):
+        call(fp8.recipes.current(), kernel=1)
