@@ -151,10 +151,8 @@ def guests(session: nox.Session) -> None:
 
 @nox.session(**OLDEST)
 def plugs(session: nox.Session) -> None:
-    """Our layers in equinox and haliax. Where these are missing, other sessions skip the tests."""
-    pytest(
-        session, "python311", "tests/plugs/test_equinox_plug.py", "tests/plugs/test_haliax_plug.py"
-    )
+    """Our layers in equinox. Where it is missing, other sessions skip the tests."""
+    pytest(session, "python311", "tests/plugs/test_equinox_plug.py")
 
 
 @nox.session(**NEXT)

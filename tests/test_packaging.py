@@ -57,7 +57,7 @@ EXTRAS = {
 
 # Other libraries that a folder compares us with, or plugs us into, where they are installed. No
 # extra installs them.
-RIVALS = {"tests": {"qwix", "axlearn", "gemma", "praxis"}}  # docs/test_coming_from.py, plugs/
+RIVALS = {"tests": {"qwix", "axlearn", "gemma", "haliax", "praxis"}}  # docs/test_coming_from.py, plugs/
 
 
 def sources(folder: str) -> Iterator[str]:
