@@ -288,3 +288,13 @@ def test_einsum_and_dot_general_take_the_option():
     ):
         new = jax.grad(lambda s, matmul=matmul: jnp.sum(matmul(s)))(state)
         assert np.all(np.asarray(new.scale) > 0)
+
+
+def test_a_commit_without_jit_removes_the_tag():
+    """A tag belongs to the arrays that the channel returned, not to those of a later commit."""
+    w, state = fresh(stacked=False)
+    _, _, state = by_gradient(dense)(w, state, normal(1, B, K))
+    _, _, seen = fp8.value_and_grad(loss_of(dense, None), commit=False)(w, state, normal(2, B, K))
+    new = fp8.commit(state, seen)
+    np.testing.assert_array_equal(new.fingerprint, fp8.init_state(RECIPE).fingerprint)
+    fp8.check_state(new, like=state)
