@@ -57,7 +57,8 @@ EXTRAS = {
 
 # Other libraries that a folder compares us with, or plugs us into, where they are installed. No
 # extra installs them.
-RIVALS = {"tests": {"qwix", "axlearn", "gemma", "haliax", "praxis"}}  # docs/test_coming_from.py, plugs/
+# They are in docs/test_coming_from.py and in plugs/.
+RIVALS = {"tests": {"qwix", "axlearn", "gemma", "haliax", "praxis"}}
 
 
 def sources(folder: str) -> Iterator[str]:
