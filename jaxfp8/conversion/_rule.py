@@ -81,6 +81,8 @@ class Rule:
             return re.fullmatch(self.match, layer.path) is not None
         if isinstance(self.match, type):
             return issubclass(layer.type, self.match)
+        if not layer.shape:
+            return False  # an embedding, for instance. A function may rely on (M, K, N)
         found = self.match(layer.path, layer.shape)
         if not isinstance(found, bool):
             raise TypeError(

@@ -10,7 +10,7 @@ from flax import nnx
 from zoo import LM, NNXLM, TOKENS, WIDTH
 
 import jaxfp8 as fp8
-from jaxfp8.conversion import Rule
+from jaxfp8.conversion import Layer, Rule
 
 CURRENT, BLOCKWISE = fp8.recipes.current(), fp8.recipes.blockwise()
 MODELS = {"linen": LM(), "nnx": NNXLM(nnx.Rngs(0))}
@@ -229,3 +229,10 @@ def test_a_stack_along_another_axis():
     with pytest.raises(fp8.FP8StateError, match="States of several layers or experts must be"):
         fp8.convert(model, fp8.recipes.delayed(), inputs=(jnp.ones((4, 16)),))
     fp8.convert(model, CURRENT, inputs=(jnp.ones((4, 16)),))
+
+
+def test_a_function_is_asked_about_layers_with_a_shape():
+    """An embedding has none, so `shape[1]` must not fail for it."""
+    rule = Rule(lambda path, shape: shape[1] < 32, None)
+    assert not rule.matches(Layer(path="embed", type=nn.Embed, obstacle="a lookup"))
+    assert rule.matches(Layer(path="up", type=nn.Dense, shape=(8, 16, 4)))

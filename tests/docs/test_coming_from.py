@@ -135,9 +135,8 @@ def ours_for_qwix(diffs, names):
 def test_diff_of_qwix(ours_for_qwix):
     ours = ours_for_qwix
     assert ours["loss"] > 0
-    kept = {"/".join(map(str, path)) for path, _ in nnx.iter_modules(ours["model"])}
-    assert {"up/dot_general", "down/dot_general"} < kept
-    assert "head/dot_general" not in kept
+    recipes = {row.path: row.recipe for row in ours["coverage"]}
+    assert recipes == {"up": "current", "down": "current", "head": ""}
 
 
 def test_both_sides_of_qwix(diffs, names, ours_for_qwix):
@@ -150,11 +149,11 @@ def test_both_sides_of_qwix(diffs, names, ours_for_qwix):
 
 
 def test_diff_of_torchao(diffs, names):
-    unchanged = diffs["qwix"][1].split("to_fp8")[0]
+    unchanged = diffs["qwix"][1].split("model, coverage")[0]
     model = run(unchanged, names)["model"]
-    run(diffs["torchao"][1], names | {"model": model})
-    plugs = {path[0] for path, m in nnx.iter_modules(model) if isinstance(m, fp8.nnx.FP8DotGeneral)}
-    assert plugs == {"up", "down"}
+    coverage = run(diffs["torchao"][1], names | {"model": model})["coverage"]
+    recipes = {row.path: row.recipe for row in coverage}
+    assert recipes == {"up": "rowwise", "down": "rowwise", "head": ""}
 
 
 def test_diff_of_maxtext(diffs, names):
@@ -195,12 +194,6 @@ def test_names_of_ours(page):
     assert len(paths) > 20
     for path in paths:
         functools.reduce(getattr, path.split(".")[1:], fp8)
-
-
-def test_to_fp8_refuses_what_matches_nothing(names):
-    model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"matches no nnx\.Linear"):
-        names["to_fp8"](model, fp8.recipes.current(), "typo")
 
 
 # What the page says of flax.
