@@ -156,7 +156,7 @@ def coverage_of(
             type=layer.type.__name__,
             shape=layer.shape,
             recipe="" if decision.recipe is None else decision.recipe.name,
-            reason=decision.reason,
+            reason=decision.reason or ("" if layer.calls else "not called with inputs="),
             flops=flops.get(layer.path, 0),
         )
         for layer, decision in decisions.items()

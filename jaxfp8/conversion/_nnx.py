@@ -43,7 +43,8 @@ def look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
         return seen
     called = _called(model, plan, example, seen)
     for path, layer in seen.layers.items():
-        seen.layers[path] = called.layers.get(path, layer)
+        uncalled = dataclasses.replace(layer, calls=0)
+        seen.layers[path] = called.layers.get(path, layer if layer.obstacle else uncalled)
     seen.flops = called.flops
     return seen
 

@@ -218,3 +218,20 @@ def test_subclasses_of_flax_s_layers_stay_what_they_are():
     assert coverage[""].recipe == "current"
     want = fp8.dot(x, layer.kernel[...], recipe=RECIPES["current"]) + layer.lora(x)
     np.testing.assert_allclose(mine(x), want, rtol=1e-6)
+
+
+def test_a_layer_that_the_example_does_not_multiply_is_named():
+    class Own(nnx.Linear):
+        """A subclass that does not call `dot_general`, so nothing of it can run in FP8."""
+
+        def __call__(self, x):
+            return x @ self.kernel[...]
+
+    model = nnx.Sequential(
+        nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), Own(WIDTH, 8, rngs=nnx.Rngs(0))
+    )
+    _, coverage = fp8.convert(model, RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
+    assert coverage["layers/0"].reason == ""
+    assert coverage["layers/1"].reason == "not called with inputs="
+    assert coverage["layers/1"].flops == 0
+    assert coverage.share == 32 / 40
