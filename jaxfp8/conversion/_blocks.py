@@ -6,19 +6,19 @@ from collections.abc import Iterable
 _NUMBERED = re.compile(r"(.*?)[_./]?(\d+)")
 
 
-def stacks_of(modules: Iterable[tuple[str, type]], layers: Iterable[str]) -> list[list[str]]:
+def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
     """The stacks of blocks: lists of paths, from the first block to the last.
 
-    A stack is two or more modules of one parent, of one type, whose names differ in a number:
-    `block_0`, `block_1`, or `layers/0`, `layers/1`. Each contains layers of its own. A stack inside
-    a block is none.
+    A stack is two or more modules of one parent, whose names differ in a number: `block_0`,
+    `block_1`, or `layers/0`, `layers/1`. Each contains layers of its own. Their types may differ. A
+    stack inside a block is none.
 
     Args:
-      modules: path and type of each module of a model.
+      modules: the path of each module of a model.
       layers: paths of the layers.
 
     Example:
-      >>> stacks_of([("h_0", dict), ("h_1", dict)], ["h_0/mlp", "h_1/mlp"])
+      >>> stacks_of(["h_0", "h_1"], ["h_0/mlp", "h_1/mlp"])
       [['h_0', 'h_1']]
     """
     parents = {
@@ -26,11 +26,11 @@ def stacks_of(modules: Iterable[tuple[str, type]], layers: Iterable[str]) -> lis
         for path in layers
         for depth in range(1, path.count("/") + 1)
     }
-    groups: dict[tuple[str, str, type], dict[int, str]] = {}
-    for path, kind in modules:
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    for path in modules:
         parent, _, name = path.rpartition("/")
         if path in parents and (found := _NUMBERED.fullmatch(name)):
-            groups.setdefault((parent, found[1], kind), {})[int(found[2])] = path
+            groups.setdefault((parent, found[1]), {})[int(found[2])] = path
     stacks = [[group[i] for i in sorted(group)] for group in groups.values() if len(group) > 1]
     blocks = {block for stack in stacks for block in stack}
     return [stack for stack in stacks if not any(is_inside(stack[0], block) for block in blocks)]

@@ -15,6 +15,7 @@ from jaxfp8.conversion._blocks import ends_of, stacks_of
 from jaxfp8.conversion._coverage import Coverage, coverage_of
 from jaxfp8.conversion._flops import OTHER
 from jaxfp8.conversion._foreign import Compute, read_layers
+from jaxfp8.conversion._layer import Layer
 from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep
 from jaxfp8.conversion._rule import Matcher, Rule, check_used, read_rules
 from jaxfp8.conversion._seen import Seen
@@ -119,6 +120,13 @@ def convert(
     check_recipe(recipe)
     check_options("fp8.convert", LayerOptions, options)
     check_kernels(options.get("kernels"))
+    if isinstance(options.get("reduce_axes"), list):
+        options["reduce_axes"] = tuple(options["reduce_axes"] or ())
+    if isinstance(model, _linen.Converted):
+        raise ValueError(
+            f"model is a {type(model).__name__} that fp8.convert made. Convert the model that it "
+            "was made from, or give all rules in one call."
+        )
     given = read_rules(rules)
     plan = Plan(
         recipe=recipe,
@@ -149,20 +157,27 @@ def convert(
             "needed. For other layers see fp8.dot_general and jaxfp8.plugs."
         )
     seen: Seen = room.look(model, plan, example)
+    found = [_with_repeats(layer, seen) for layer in seen.layers.values()]
     plan = _of_model(plan, seen, keep_first, keep_last)
-    check_used(given, list(seen.layers.values()))
-    decisions = {layer: plan.decide(layer) for layer in seen.layers.values()}
+    check_used(given, found)
+    decisions = {layer: plan.decide(layer) for layer in found}
     if not any(decision.recipe for decision in decisions.values()):
         reasons = {layer.path: decision.reason for layer, decision in decisions.items()}
         raise ValueError(
             f"no layer of the {type(model).__name__} would run in FP8: {reasons or 'it has none'}. "
             "Write keep=() or rules= for the layers that should."
         )
-    new = room.converted(model, plan, decisions, rngs)
-    if example is not None:
-        room.check(new, example)
     flops = dict(seen.flops)
-    return new, coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
+    coverage = coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
+    if not coverage.share:
+        raise ValueError(
+            f"inputs= call no matmul of the layers that would run in FP8:\n{coverage}\nGive "
+            "inputs= that run them. If the model keeps their functions in attributes (jitted or "
+            "bound methods), convert it before."
+        )
+    decided = tuple((layer.path, decision) for layer, decision in decisions.items())
+    plan = dataclasses.replace(plan, decided=decided)
+    return room.converted(model, plan, example, rngs), coverage
 
 
 def _example(inputs: Any, arguments: Any) -> Example | None:
@@ -180,10 +195,16 @@ def _example(inputs: Any, arguments: Any) -> Example | None:
 
 def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
     """The plan, with what it must know of the whole model."""
-    stacks = stacks_of(seen.modules.items(), seen.layers)
+    stacks = stacks_of(seen.modules, seen.layers)
     return dataclasses.replace(
         plan,
         kept_blocks=ends_of(stacks, keep_first, keep_last),
         blocks=frozenset(block for stack in stacks for block in stack),
-        vocabularies=frozenset(seen.vocabularies),
+        # Positions and types of tokens have smaller tables.
+        vocabularies=frozenset([max(seen.vocabularies)] if seen.vocabularies else []),
     )
+
+
+def _with_repeats(layer: Layer, seen: Seen) -> Layer:
+    """The layer, marked if a loop runs it for a stack of layers."""
+    return dataclasses.replace(layer, repeated=layer.repeated or layer.path in seen.in_loops)

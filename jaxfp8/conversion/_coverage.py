@@ -101,7 +101,7 @@ class Coverage:
 
     @property
     def _total(self) -> str:
-        converted = sum(bool(row.recipe) for row in self.rows)
+        converted = sum(bool(row.recipe and row.flops) for row in self.rows)
         return (
             f"{_percent(self.share)} of the FLOPs of matmuls run in FP8: {converted} of "
             f"{len(self.rows)} layers{'' if self.counted else ', each called once (no inputs)'}"

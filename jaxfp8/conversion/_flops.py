@@ -38,6 +38,31 @@ def flops_of(jaxpr: Any) -> Counter[str]:
     return found
 
 
+def in_loops(jaxpr: Any, times: int = 1, outer: str = "") -> frozenset[str]:
+    """The paths of layers that a loop runs more than once.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def body(x, w):
+      ...     with layer_scope("up"):
+      ...         return x @ w, None
+      >>> f = lambda x, ws: jax.lax.scan(body, x, ws)
+      >>> in_loops(jax.make_jaxpr(f)(jnp.ones((8, 4)), jnp.ones((3, 4, 4))).jaxpr)
+      frozenset({'up'})
+    """
+    found: set[str] = set()
+    for eqn in jaxpr.eqns:
+        names = f"{outer}/{eqn.source_info.name_stack}"
+        if times > 1 and eqn.primitive.name in _FLOPS:
+            found.add(_path(names))
+        again = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found |= in_loops(inner, again, names)
+    return frozenset(found - {OTHER})
+
+
 def _count(jaxpr: Any, times: int, outer: str, found: Counter[str]) -> None:
     for eqn in jaxpr.eqns:
         names = f"{outer}/{eqn.source_info.name_stack}"

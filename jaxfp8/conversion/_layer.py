@@ -14,6 +14,7 @@ class Layer:
       path: names of modules from the model to the layer, joined by "/".
       type: class of the layer.
       shape: (M, K, N) of its matmul, () if it has none.
+      repeated: whether one call runs it for several layers of a stack, as in `nn.scan`.
       counted: whether example inputs gave M and `calls`. Otherwise both are 1.
       batch: B, the product of the axes that kernel and input share.
       calls: how often one pass calls the layer.
@@ -30,6 +31,7 @@ class Layer:
     shape: tuple[int, ...] = ()
     batch: int = 1
     calls: int = 1
+    repeated: bool = False
     counted: bool = True
     obstacle: str = ""
 

@@ -5,9 +5,10 @@ methods. Its methods run under an interceptor (`flax.linen.intercept_methods`). 
 each call of a layer, and computes those that the plan puts into FP8. Modules, parameters and their
 paths are those of the model.
 
-Many models contain `nn.scan` or `nn.vmap`, which name the collections that they stack. They do not
-name that of quantizer state. So while `init` and `apply` run, each state is a variable in "params",
-beside the parameters of its layer. A transformation treats it as it treats them.
+States are variables in their own collection. But many models contain `nn.scan` or `nn.vmap`, which
+name the collections that they stack, and do not name this one. While `init` and `apply` of such a
+model run, each state is a variable in "params", beside the parameters of its layer. A
+transformation treats it as it treats them.
 
 `nn.jit` keeps compiled functions by the fields of a module, which conversion does not change. So
 the plan is also a context that JAX knows (`jax.make_user_context`). Every cache of JAX has it in
@@ -27,9 +28,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._example import Example
 from jaxfp8._typing import PyTree
-from jaxfp8.conversion._flops import flops_of, layer_scope
+from jaxfp8.conversion._flops import flops_of, in_loops, layer_scope
 from jaxfp8.conversion._foreign import Once, compute_of
 from jaxfp8.conversion._layer import Layer
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of
@@ -165,14 +167,36 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
             ),
             variables,
         )
-    seen.flops = flops_of(program)
+    seen.flops, seen.in_loops = flops_of(program), in_loops(program)
     return seen
 
 
-def check(model: nn.Module, example: Example) -> None:
-    """Trace a converted model, so that a layer that cannot take its recipe raises its error now."""
+def converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:
+    """The model with the matmuls in FP8 that the plan says, after a trace of `init` and `apply`.
+
+    A layer that cannot take its recipe raises its error in that trace. If states get lost in their
+    own collection, because a transformation of the model does not hand it on, they move to
+    "params".
+    """
+    del rngs  # linen passes keys at each call
+    new = _made(model, plan)
+    try:
+        _check(new, example)
+    except FP8StateError:
+        new = _made(model, dataclasses.replace(plan, states_in_params=True))
+        _check(new, example)
+    return new
+
+
+def _check(model: nn.Module, example: Example) -> None:
     keys = {"params": jax.random.key(0)}
     variables = _variables(model, keys, example)
+    example.shapes(
+        lambda variables, *args, **kwargs: Converted.apply(
+            model, variables, *args, rngs=keys, mutable=True, **kwargs
+        ),
+        variables,
+    )
     for state in jax.tree.leaves(variables.get(COLLECTION, {}), is_leaf=is_state):
         if is_state(state):
             # Stacks of parameters along another axis than the first stack states there, too.
@@ -181,9 +205,8 @@ def check(model: nn.Module, example: Example) -> None:
             )
 
 
-def converted(model: nn.Module, plan: Plan, decisions: Any = None, rngs: Any = None) -> Any:
-    """The model with the matmuls in FP8 that the plan says. Its fields are those of the model."""
-    del decisions, rngs  # the plan decides again, when the model makes its layers
+def _made(model: nn.Module, plan: Plan) -> Any:
+    """An instance of the subclass, with the fields of the model."""
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
     cls: Any = type(model)
     return _subclass(cls, plan)(**fields)
@@ -200,13 +223,14 @@ def _subclass(cls: type, plan: Plan) -> type:
     members: dict[str, Any] = {name: _entry(getattr(cls, name), plan) for name in names}
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members |= {"fp8_plan": plan, "fp8_model": cls}  # no annotations, so they are no fields
-    return type(cls.__name__, (_Converted, cls), members)
+    return type(cls.__name__, (Converted, cls), members)
 
 
 def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """A method of a converted model, under the interceptor.
 
     `apply` sets the interceptor, too. This one serves models that are bound, or a part of another.
+    There, states stay in their own collection.
     """
 
     @functools.wraps(method)  # also copies the marks by which flax knows its own methods
@@ -221,7 +245,7 @@ def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     return entered
 
 
-class _Converted:
+class Converted:
     """The methods by which `flax.linen.Module` starts a model, for a converted model."""
 
     fp8_plan: Plan
@@ -230,7 +254,7 @@ class _Converted:
     def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():
             y, variables = super().init_with_output(rngs, *args, **kwargs)  # type: ignore[misc]
-        return y, apart(variables)
+        return y, apart(variables) if self.fp8_plan.states_in_params else variables
 
     def apply(
         self: Any,
@@ -240,22 +264,23 @@ class _Converted:
         capture_intermediates: Any = False,
         **kwargs: Any,
     ) -> Any:
+        moves = self.fp8_plan.states_in_params
         with self._started():
             out = super().apply(  # type: ignore[misc]
-                together(variables),
+                together(variables) if moves else variables,
                 *args,
                 mutable=mutable,
                 capture_intermediates=capture_intermediates,
                 **kwargs,
             )
-        if mutable is False and not capture_intermediates:
+        if not moves or (mutable is False and not capture_intermediates):
             return out
         y, changed = out
         return y, apart(changed)
 
     @contextlib.contextmanager
     def _started(self: Any) -> Iterator[None]:
-        token = home.set("params")
+        token = home.set("params" if self.fp8_plan.states_in_params else COLLECTION)
         try:
             with _run(self.fp8_plan, 0):
                 yield

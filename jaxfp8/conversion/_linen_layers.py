@@ -90,9 +90,11 @@ def _run_einsum(
     einsum_str: str | None = None,
 ) -> Array:
     del next_fun
-    return apply_einsum(
-        module, LayerInput.read(inputs, None), einsum_str, matmul_of(einsum, module, decision)
-    )
+
+    def multiply(*operands: Any, **options: Any) -> Array:
+        return matmul_of(einsum, module, decision)(*operands, **options)
+
+    return apply_einsum(module, LayerInput.read(inputs, None), einsum_str, multiply)
 
 
 def matmul_of(

@@ -1,16 +1,16 @@
 """Converted nnx models: copies that share the Variables, with other matmuls in their layers."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from flax import nnx
 
 from jaxfp8._example import Example
-from jaxfp8.conversion._flops import flops_of
+from jaxfp8.conversion._flops import flops_of, in_loops
 from jaxfp8.conversion._layer import Layer
 from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, own_matmul
-from jaxfp8.conversion._plan import Decision, Plan
+from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.state._unset import unset_state
@@ -59,10 +59,10 @@ def _layer(path: str, module: nnx.Module, plan: Plan) -> Layer | None:
         return Layer(path=path, type=type(module), obstacle=_NOT_CALLED)
     if isinstance(module, nnx.Embed):
         return Layer(path=path, type=type(module), obstacle="an embedding, a lookup")
-    size, _ = known.size(module)
+    size, stacked = known.size(module)
     return Layer(
         path=path, type=type(module), shape=size.shape, batch=size.batch, counted=False,
-        obstacle=own_matmul(module, known),
+        repeated=bool(stacked), obstacle=own_matmul(module, known),
     )  # fmt: skip
 
 
@@ -96,6 +96,8 @@ def _called(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> Seen
         if known is None or path not in seen.layers:
             continue
         layer, own = seen.layers[path], getattr(module, known.attribute, None)
+        if isinstance(own, nnx.Module):
+            continue  # an FP8 layer already, whose matmul holds state
         if isinstance(module, nnx.Embed) or known.size is None:
             layer = dataclasses.replace(layer, obstacle="")
         give_matmul(module, known, Watch(layer, called, own or known.default))
@@ -103,14 +105,17 @@ def _called(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> Seen
     program = example.jaxpr(
         lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
     )
-    called.flops = flops_of(program)
+    called.flops, seen.in_loops = flops_of(program), in_loops(program)
     return called
 
 
-def converted(model: M, plan: Plan, decisions: Mapping[Layer, Decision], rngs: Any) -> M:
-    """A copy of the model with the matmuls in FP8 that were decided."""
+def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
+    """A copy of the model with the matmuls in FP8 that were decided.
+
+    It is traced, so that a layer that cannot take its recipe raises its error now.
+    """
     copy: Any = _copy(model)
-    recipes = {layer.path: decision for layer, decision in decisions.items() if decision.recipe}
+    recipes = {path: decision for path, decision in plan.decided if decision.recipe}
     for path, module in _modules(copy):
         if path not in recipes:
             continue
@@ -128,13 +133,9 @@ def converted(model: M, plan: Plan, decisions: Mapping[Layer, Decision], rngs: A
         if stacked and matmul.state is not None:
             matmul.state = nnx.data(FP8State(unset_state(decision.recipe.rows, stacked)))
         give_matmul(module, known, matmul)
-    return copy
-
-
-def check(model: Any, example: Example | None) -> None:
-    """Trace a converted model, so that a layer that cannot take its recipe raises its error now."""
     if example is not None:
-        graphdef, state = nnx.split(model)
+        graphdef, state = nnx.split(copy)
         example.shapes(
             lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
         )
+    return copy

@@ -57,11 +57,14 @@ def _general_size(layer: nnx.LinearGeneral) -> tuple[Size, tuple[int, ...]]:
 
 def _einsum_size(layer: nnx.Einsum) -> tuple[Size, tuple[int, ...]]:
     shape, own = _shape(layer), tuple(layer.kernel_shape)
-    inputs, kernel = layer.einsum_str.replace(" ", "").split("->")[0].split(",")
-    sizes = dict(zip(kernel.replace("...", ""), own, strict=False))
-    one = size_of_einsum(
-        layer.einsum_str, tuple(sizes.get(name, 1) for name in inputs.replace("...", "")), own
+    equation = layer.einsum_str.replace(" ", "").replace("...", "")
+    before, _, after = (
+        layer.einsum_str.replace(" ", "").split("->")[0].split(",")[1].partition("...")
     )
+    named = own[: len(before)] + own[len(own) - len(after) :]  # without the axes of "..."
+    sizes = dict(zip(before + after, named, strict=True))
+    inputs = equation.split(",")[0]
+    one = size_of_einsum(equation, tuple(sizes.get(name, 1) for name in inputs), named)
     return one, shape[: len(shape) - len(own)]
 
 

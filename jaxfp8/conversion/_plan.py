@@ -1,6 +1,7 @@
 """`Plan`: the decision for each layer, as a pure function of what a rule sees."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -20,15 +21,18 @@ KEPT: tuple[Kept, ...] = get_args(Kept)
 
 # A few experts are chosen by small differences of the router's logits. DeepSeek-V3 (arXiv
 # 2412.19437, section 3.3) keeps gating in high precision, Megatron-Core and torchtitan do so, too.
-_ROUTER = re.compile(r"(?i).*router.*|.*gating.*")
+_ROUTER = re.compile(r"(?i).*router.*")
 # "gate" names routers (Mixtral, DeepSeek) and also the gate of a gated MLP. A router is narrow.
-_GATE = re.compile(r"(?i)gate|switch|w?gate_logits")
+_GATE = re.compile(r"(?i)gate|switch|w?gate_logits|.*gating.*")
 _NARROW = 8
 # DeepSeek-V3 keeps the output head in high precision. torchao's and torchtitan's examples filter
 # "output", TransformerEngine's examples leave it out.
 _LM_HEAD = re.compile(
-    r"(?i)(lm_?|out(put)?_?)?head|(output_?)?logits?(_?(dense|layer|proj|head))?|logitdense"
-    r"|output(_?(layer|proj|dense|embedding))?|unembed(ding)?|readout|classifier"
+    r"(?i)lm_?head|(output_?)?logits?(_?(dense|layer|proj|head))?|logitdense|unembed(ding)?"
+)
+# Layers of blocks have these names, too.
+_OUTER_HEAD = re.compile(
+    r"(?i)(out(put)?_?)?head|output(_?(layer|proj|dense|embedding))?|readout|classifier"
 )
 
 
@@ -56,9 +60,12 @@ class Plan:
       keep: kinds of layers that stay in high precision.
       kept_blocks: paths of blocks that stay in high precision.
       blocks: paths of all blocks. What is in a block is no head of the model.
-      vocabularies: sizes of the embeddings of the model.
+      vocabularies: the number of rows of the model's largest embedding.
       foreign: classes of layers that are not flax's, and how to compute them.
       options: the options of all matmuls, as sorted pairs. A rule may replace them.
+      decided: the decisions for the layers of the example call, as pairs (path, decision). They do
+        not change if a later call has other shapes.
+      states_in_params: whether states are in "params" while a linen model runs.
 
     Example:
       >>> import flax.linen as nn
@@ -76,11 +83,26 @@ class Plan:
     vocabularies: frozenset[int] = frozenset()
     foreign: Foreign = ()
     options: tuple[tuple[str, Any], ...] = ()
+    decided: tuple[tuple[str, Decision], ...] = ()
+    states_in_params: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash  # JAX asks for it at each lookup in a cache
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, Decision]:
+        return dict(self.decided)
 
     def decide(self, layer: Layer) -> Decision:
         """The decision for a layer. It depends on nothing but the layer and the plan."""
         if layer.obstacle:
             return Decision(None, layer.obstacle)
+        if layer.path in self._by_path:
+            return self._by_path[layer.path]
         for rule in self.rules:
             if rule.matches(layer):
                 if rule.recipe is None or rule.recipe.is_identity:
@@ -102,9 +124,12 @@ class Plan:
         return self._slow(layer) if "slow" in self.keep else ""
 
     def _is_head(self, layer: Layer) -> bool:
-        if any(is_inside(layer.path, block) for block in self.blocks):
+        if _LM_HEAD.fullmatch(layer.name):
+            return True
+        if layer.repeated or any(is_inside(layer.path, block) for block in self.blocks):
             return False
-        return _LM_HEAD.fullmatch(layer.name) is not None or layer.shape[2] in self.vocabularies
+        named = _OUTER_HEAD.fullmatch(layer.name) is not None
+        return named or layer.shape[2] in self.vocabularies
 
     def _slow(self, layer: Layer) -> str:
         """The estimate, if FP8 is slower than bfloat16 on the chip of the kernels."""
@@ -119,10 +144,9 @@ class Plan:
 
 def _is_router(layer: Layer) -> bool:
     narrow = layer.shape[2] * _NARROW <= layer.shape[1]
-    parts = layer.path.split("/")[-2:]
-    return any(_ROUTER.fullmatch(part) for part in parts) or bool(
-        narrow and _GATE.fullmatch(layer.name)
-    )
+    if any(_ROUTER.fullmatch(part) for part in layer.path.split("/")[-2:]):
+        return True
+    return narrow and _GATE.fullmatch(layer.name) is not None
 
 
 def check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:

@@ -14,6 +14,7 @@ class Seen:
       layers: the layers, by path.
       vocabularies: the numbers of rows of its embeddings.
       flops: operations by path of a layer; see `flops_of`.
+      in_loops: paths of layers that a loop runs more than once.
       shared_scopes: paths whose kernels belong to layers with longer paths (`nn.share_scope`).
 
     Example:
@@ -29,6 +30,7 @@ class Seen:
         self.layers: dict[str, Layer] = {}
         self.vocabularies: set[int] = set()
         self.flops: Counter[str] = Counter()
+        self.in_loops: frozenset[str] = frozenset()
         self.shared_scopes: set[str] = set()
 
     def add(self, layer: Layer) -> None:

@@ -34,6 +34,7 @@ def add_state(
     Args:
       variables: the variables of the checkpoint, `{"params": ...}`, with the other collections of
         the model (`"batch_stats"`). They may be restored without a target, from orbax or msgpack.
+        Collections that a call makes, such as a cache, may be missing.
       model: the model that will run, with FP8 layers or from `fp8.convert`.
       *args: the positional arguments of a call of the model. Arrays may be
         `jax.ShapeDtypeStruct`s.
@@ -72,10 +73,13 @@ def add_state(
         )
     _check_variables(variables)
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
-    types_of = Example(args, kwargs).shapes(lambda *a, **k: model.init(keys, *a, **k))
+    types_of = Example(args, kwargs).shapes(lambda *a, **k: nn.Module.init(model, keys, *a, **k))
     fresh: dict[str, Any] = dict(unfreeze(types_of))
     states = concrete(fresh.pop(COLLECTION, {}))
     check_tree(states)
+    # What a call sows or caches is in no checkpoint. A call makes it anew, or flax names it.
+    for name in set(fresh) - {"params", "batch_stats"} - set(variables):
+        del fresh[name]
     wanted = saved_leaves(fresh, {}, called="model", read=_unboxed)
     given = saved_leaves(variables, rename, called="variables", read=_unboxed, kept=1)
     found = matched(wanted, given, called="variables", optional=())

@@ -226,16 +226,22 @@ class FP8Einsum(PrologueModule, nn.Einsum):
           ValueError: if the equation is given twice or not at all. Also if it has no "->", or if it
             does not have two operands.
         """
-        given, options = LayerInput.read(inputs, self.prologue), self.matmul_options()
-        state = matmul_state(self, self.recipe, self.state_channel)
-        multiply = functools.partial(einsum, recipe=self.recipe, state=state, **options)
-        return apply_einsum(self, given, einsum_str, multiply)
+
+        def multiply(*operands: Any, **options: Any) -> Array:
+            state = matmul_state(self, self.recipe, self.state_channel)
+            options |= self.matmul_options()
+            return einsum(*operands, recipe=self.recipe, state=state, **options)
+
+        return apply_einsum(self, LayerInput.read(inputs, self.prologue), einsum_str, multiply)
 
 
 def apply_einsum(
     layer: nn.Einsum, given: LayerInput, einsum_str: str | None, multiply: Callable[..., Array]
 ) -> Array:
-    """What a layer with the fields of `nn.Einsum` computes, with `multiply` as `fp8.einsum`."""
+    """What a layer with the fields of `nn.Einsum` computes, with `multiply` as `fp8.einsum`.
+
+    `multiply` may draw a key. It is called after the parameters are made, whose keys flax counts.
+    """
     equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
     if "->" not in equation or equation.count(",") != 1:
         raise ValueError(

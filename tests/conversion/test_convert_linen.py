@@ -440,3 +440,92 @@ def test_a_model_that_was_compiled_before_is_seen():
         mine, coverage = fp8.convert(Jitted(), RECIPES[recipe], inputs=(x,))
         assert coverage.share == 1
         assert (mine.apply(mine.init(KEY, x), x) != exact).any()
+
+
+def first_losses(model, x):
+    """Three steps with one set of parameters. Quantizer state must not change what is computed."""
+    variables = model.init(KEY, x)
+    params, state = variables["params"], variables.get(COLLECTION, {})
+    run = jax.jit(fp8.value_and_grad(lambda p, s, x: model.apply({"params": p, COLLECTION: s}, x)))
+    losses = []
+    for _ in range(3):
+        loss, _, state = run(params, state, x)
+        losses.append(float(loss))
+    return losses
+
+
+class ReadsItsParameters(nn.Module):
+    """Weight decay inside of a model."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(64)(x)
+        leaves = jax.tree.leaves(self.variables["params"])
+        return jnp.mean(y**2) + sum(jnp.sum(leaf**2) for leaf in leaves) / 1e3
+
+
+class MapsItsParameters(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        tripled = nn.map_variables(
+            nn.Dense, "params", init=True, mutable=True,
+            trans_in_fn=lambda tree: jax.tree.map(lambda w: w * 3.0, tree),
+            trans_out_fn=lambda tree: jax.tree.map(lambda w: w / 3.0, tree),
+        )  # fmt: skip
+        return jnp.mean(tripled(64)(x) ** 2)
+
+
+@pytest.mark.parametrize("kind", [ReadsItsParameters, MapsItsParameters])
+def test_states_are_no_parameters_for_the_model(kind):
+    x = jax.random.normal(KEY, (16, WIDTH))
+    mine, _ = fp8.convert(kind(), RECIPES["delayed"], inputs=(x,))
+    exact = kind().apply(kind().init(KEY, x), x)
+    np.testing.assert_allclose(first_losses(mine, x), float(exact), rtol=0.02)
+
+
+def test_a_backward_rule_of_the_model_is_refused():
+    class OwnBackward(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def call(layer, x):
+                return layer(x)
+
+            def forward(layer, x):
+                return nn.vjp(call, layer, x)
+
+            def backward(vjp, g):
+                params, inputs = vjp(g)
+                return jax.tree.map(jnp.sign, params), inputs
+
+            rule = nn.custom_vjp(call, forward_fn=forward, backward_fn=backward)
+            return jnp.mean(rule(nn.Dense(32), x) ** 2)
+
+    x = jax.random.normal(KEY, (4, WIDTH))
+    with pytest.raises(fp8.FP8StateError, match="its state is not collected"):
+        first_losses(fp8.convert(OwnBackward(), RECIPES["delayed"], inputs=(x,))[0], x)
+
+
+def test_stochastic_rounding_does_not_change_initial_values():
+    recipe = fp8.recipes.current(gradient_rounding="stochastic")
+    x = jnp.ones((4, WIDTH))
+    for layer in (nn.Einsum((WIDTH, 16), "bd,dk->bk"), nn.Dense(16)):
+        mine, _ = fp8.convert(layer, recipe, inputs=(x,))
+        assert_same_bits(mine.init(KEY, x)["params"], layer.init(KEY, x)["params"])
+    by_hand = fp8.linen.FP8Einsum((WIDTH, 16), "bd,dk->bk", recipe=recipe)
+    assert_same_bits(by_hand.init(KEY, x), nn.Einsum((WIDTH, 16), "bd,dk->bk").init(KEY, x))
+
+
+def test_a_later_call_with_other_shapes_has_the_recipes_of_the_table():
+    h200 = fp8.Kernels("h200")
+    x = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    layer = nn.Dense(4096, param_dtype=jnp.bfloat16)
+    mine, coverage = fp8.convert(layer, RECIPES["delayed"], inputs=(x,), kernels=h200)
+    assert coverage[""].recipe == "delayed"
+    few = jax.eval_shape(lambda: mine.init(KEY, jnp.ones((1, 4096), jnp.bfloat16)))
+    assert COLLECTION in few
+
+
+def test_a_converted_model_is_not_converted_again():
+    mine = converted(LM(), RECIPES["current"])
+    with pytest.raises(ValueError, match=r"model is a LM that fp8\.convert made"):
+        fp8.convert(mine, RECIPES["delayed"], inputs=(TOKENS,))

@@ -235,3 +235,37 @@ def test_a_layer_that_the_example_does_not_multiply_is_named():
     assert coverage["layers/1"].reason == "not called with inputs="
     assert coverage["layers/1"].flops == 0
     assert coverage.share == 32 / 40
+
+
+def test_a_model_with_fp8_layers_of_its_own():
+    model = nnx.Sequential(
+        nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)),
+        fp8.nnx.FP8Linear(WIDTH, WIDTH, recipe=RECIPES["delayed"], rngs=nnx.Rngs(1)),
+    )
+    mine, coverage = fp8.convert(model, RECIPES["blockwise"], inputs=(jnp.ones((4, WIDTH)),))
+    assert coverage["layers/1"].reason == "an FP8 layer already"
+    assert mine.layers[0].dot_general.recipe == RECIPES["blockwise"]
+    assert mine.layers[1].dot_general.recipe == RECIPES["delayed"]
+
+
+def test_matmuls_that_a_model_hides_in_an_attribute():
+    class Hidden(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+            self.forward = self.run
+
+        def run(self, x):
+            return self.up(x)
+
+        def __call__(self, x):
+            return self.forward(x)
+
+    with pytest.raises(ValueError, match="inputs= call no matmul of the layers"):
+        fp8.convert(Hidden(), RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
+
+
+def test_an_einsum_with_dots_in_its_kernel():
+    layer = nnx.Einsum("...bd,...dk->...bk", (2, WIDTH, 8), rngs=nnx.Rngs(0))
+    _, coverage = fp8.convert(layer, RECIPES["current"], inputs=(jnp.ones((2, 4, WIDTH)),))
+    assert coverage[""].shape == (4, WIDTH, 8)
+    assert coverage.share == 1

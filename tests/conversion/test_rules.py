@@ -236,3 +236,49 @@ def test_a_function_is_asked_about_layers_with_a_shape():
     rule = Rule(lambda path, shape: shape[1] < 32, None)
     assert not rule.matches(Layer(path="embed", type=nn.Embed, obstacle="a lookup"))
     assert rule.matches(Layer(path="up", type=nn.Dense, shape=(8, 16, 4)))
+
+
+def test_names_of_heads_in_a_scanned_block_are_no_heads():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(WIDTH, name="output")(x), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Embed(WIDTH, 8)(jnp.zeros(3, jnp.int32))  # as many positions as features
+            nn.Embed(2 * WIDTH, 8)(jnp.zeros(3, jnp.int32))
+            stack = nn.scan(
+                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
+            x, _ = stack(name="blocks")(x, None)
+            return nn.Dense(2 * WIDTH, name="last")(x)
+
+    _, coverage = fp8.convert(Net(), CURRENT, inputs=(jnp.ones((4, WIDTH)),))
+    assert coverage["blocks/output"].recipe == "current"
+    assert coverage["last"].reason == "kept: lm_head"
+
+
+def test_blocks_of_several_types_are_one_stack():
+    class First(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH)(x)
+
+    class Other(First):
+        pass
+
+    class Net(nn.Module):
+        def setup(self):
+            self.layer = [First(), Other(), Other()]
+
+        def __call__(self, x):
+            for layer in self.layer:
+                x = layer(x)
+            return x
+
+    _, coverage = fp8.convert(
+        Net(), CURRENT, inputs=(jnp.ones((4, WIDTH)),), keep_first=1, keep_last=1
+    )
+    assert [row.recipe for row in coverage] == ["", "current", ""]
