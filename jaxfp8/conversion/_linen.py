@@ -213,17 +213,17 @@ def _made(model: nn.Module, plan: Plan) -> Any:
 
 
 @functools.cache
-def _subclass(cls: type, plan: Plan) -> type:
+def _subclass(kind: type, plan: Plan) -> type:
     """One subclass for equal plans, so that equal models are equal."""
     names = [
         name
-        for name in dir(cls)
-        if getattr(inspect.getattr_static(cls, name, None), "method_handler_wrapped", False)
+        for name in dir(kind)
+        if getattr(inspect.getattr_static(kind, name, None), "method_handler_wrapped", False)
     ]
-    members: dict[str, Any] = {name: _entry(getattr(cls, name), plan) for name in names}
-    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    members |= {"fp8_plan": plan, "fp8_model": cls}  # no annotations, so they are no fields
-    return type(cls.__name__, (Converted, cls), members)
+    members: dict[str, Any] = {name: _entry(getattr(kind, name), plan) for name in names}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    members |= {"fp8_plan": plan, "fp8_model": kind}  # no annotations, so they are no fields
+    return type(kind.__name__, (Converted, kind), members)
 
 
 def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -234,13 +234,13 @@ def _entry(method: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)  # also copies the marks by which flax knows its own methods
-    def entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def entered(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         running = _running.get()
         inside = running is not None and running.plan is plan
-        if inside or self.scope is None:
-            return method(self, *args, **kwargs)
-        with _run(plan, len(self.path)):
-            return method(self, *args, **kwargs)
+        if inside or module.scope is None:
+            return method(module, *args, **kwargs)
+        with _run(plan, len(module.path)):
+            return method(module, *args, **kwargs)
 
     return entered
 
@@ -292,5 +292,5 @@ class Converted:
         return _made_again, (self.fp8_model, fields, self.fp8_plan)
 
 
-def _made_again(cls: type, fields: dict[str, Any], plan: Plan) -> Any:
-    return _subclass(cls, plan)(**fields)
+def _made_again(kind: type, fields: dict[str, Any], plan: Plan) -> Any:
+    return _subclass(kind, plan)(**fields)

@@ -120,8 +120,8 @@ _EINSUM = "fp8_einsum"
 def _computed(kind: type, compute: Compute) -> type:
     """The class of a layer that is not flax's, with `compute` as its call."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return compute(self, Once(getattr(self, _EINSUM)), *args, **kwargs)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        return compute(layer, Once(getattr(layer, _EINSUM)), *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 

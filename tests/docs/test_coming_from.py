@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from flax.linen import fp8_ops
 from pages import ROOT, fences, sides_of
 
@@ -26,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix"),  # it uses old names of flax
 ]
 
-DIFFS = {"te plug", "te layer", "qwix", "flax", "flax, one line", "torchao", "maxtext", "bf16"}
+DIFFS = {"te plug", "te layer", "qwix", "flax", "flax, one line", "torchao", "bf16"}
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -154,16 +153,6 @@ def test_diff_of_torchao(diffs, names):
     coverage = run(diffs["torchao"][1], names | {"model": model})["coverage"]
     recipes = {row.path: row.recipe for row in coverage}
     assert recipes == {"up": "rowwise", "down": "rowwise", "head": ""}
-
-
-def test_diff_of_maxtext(diffs, names):
-    """The plug is wrapped and called as MaxText's DenseGeneral does."""
-    plug = run(diffs["maxtext"][1], names)["Quantization"]().dot_general_cls(mesh_axes=("embed",))
-    wrapped = nnx.bridge.ToNNX(plug(), rngs=nnx.Rngs(0))
-    x, w = names["x"], jax.random.normal(jax.random.key(3), (128, 64))
-    arguments = x, w, (((1,), (0,)), ((), ()))
-    wrapped.lazy_init(*arguments, precision=None)
-    assert 0.01 < relative(wrapped(*arguments, precision=None, mutable=["aqt"]), x @ w) < 0.06
 
 
 def test_diff_of_bf16(diffs, names):
