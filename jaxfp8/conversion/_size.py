@@ -37,7 +37,7 @@ def size_of_einsum(equation: str, lhs: tuple[int, ...], rhs: tuple[int, ...]) ->
       >>> size_of_einsum("btd,dhk->bthk", (2, 3, 8), (8, 4, 5))
       Size(shape=(6, 8, 20), batch=1)
     """
-    parsed = parse(equation, lhs, rhs)
+    parsed = parse(equation.replace(" ", ""), lhs, rhs)
     sizes = dict(zip(parsed.lhs + parsed.rhs, (*lhs, *rhs), strict=True))
     x, w = set(parsed.lhs_kept), set(parsed.rhs_kept)
     batch = x & w & set(parsed.output)

@@ -43,3 +43,4 @@ DIFFERENCES = {
         ),
     ),
 }
+DIFFERENCES["converted linen layers"] = DIFFERENCES["linen layers"]

@@ -3,10 +3,12 @@
 It replaces flax's dense layers by ours, with `recipes.identity()`, before flax's tests are
 imported.
 
-`--face linen` replaces the layers of flax.linen, `--face nnx` those of flax.nnx. Each test's report
-holds how often it called which class of ours.
+`--face linen` replaces the layers of flax.linen, `--face nnx` those of flax.nnx. With `--converted`
+the layers stay flax's, and are converted as `fp8.convert` converts those of a model. Each test's
+report holds how often it called which class of ours.
 """
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +18,9 @@ import flax.nnx
 import pytest
 
 import jaxfp8 as fp8
+from jaxfp8.conversion import _linen
+from jaxfp8.conversion._nnx_layers import give_matmul, known_of, own_matmul
+from jaxfp8.conversion._plan import Plan
 
 RECIPE = fp8.recipes.identity()
 PLUGS = {
@@ -45,6 +50,7 @@ calls: Counter[str] = Counter()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--face", choices=LAYERS, required=True, help="whose layers are replaced")
+    parser.addoption("--converted", action="store_true", help="convert the layers of flax")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
     flax_face = {"linen": flax.linen, "nnx": flax.nnx}[face]
     plug = PLUGS[face]
     count_calls({"linen": fp8.linen.FP8DotGeneral, "nnx": fp8.nnx.FP8DotGeneral}[face])
+    if config.getoption("--converted"):
+        for name in (*LAYERS["nnx"], *ATTENTION["nnx"]) if face == "nnx" else ():
+            kind = getattr(flax_face, name)
+            setattr(flax_face, name, functools.partial(made_and_converted, kind))
+        return
     for name, layer in LAYERS[face].items():
         count_calls(layer)
         setattr(flax_face, name, functools.partial(layer, recipe=RECIPE))
@@ -62,6 +73,16 @@ def pytest_configure(config: pytest.Config) -> None:
             name,
             functools.partial(attention, qkv_dot_general_cls=plug, out_dot_general_cls=plug),
         )
+
+
+def made_and_converted(kind: type, *arguments: object, **keywords: object) -> object:
+    """A layer of flax.nnx whose matmuls are ours, as in a model that `fp8.convert` made."""
+    layer = kind(*arguments, **keywords)
+    for _, module in flax.nnx.iter_modules(layer):
+        known = known_of(module, ())
+        if known is not None and known.size is not None and not own_matmul(module, known):
+            give_matmul(module, known, known.plug(RECIPE))
+    return layer
 
 
 def count_calls(of: type) -> None:
@@ -78,7 +99,10 @@ def count_calls(of: type) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     calls.clear()
+    convert = item.config.getoption("--converted") and item.config.getoption("--face") == "linen"
+    plan = Plan(recipe=RECIPE, keep=())
     try:
-        return (yield)
+        with _linen._run(plan, 0) if convert else contextlib.nullcontext():
+            return (yield)
     finally:
         item.user_properties.extend(calls.items())

@@ -26,6 +26,7 @@ class Guest(NamedTuple):
     file: str  # below tests/ in flax's sdist
     layers: tuple[str, ...]  # of ours: each must have been called
     selected: str = ""  # as in pytest's -k. What is left out calls no layer of ours
+    converted: bool = False  # whether flax's layers are converted as fp8.convert does it
 
 
 GUESTS = {
@@ -58,6 +59,10 @@ GUESTS = {
     "linen attention as nnx's": Guest(
         "linen", "nnx/nn/attention_test.py", ("FP8DotGeneral",), "TestLinenConsistency"
     ),
+}
+GUESTS |= {
+    f"converted {name}": GUESTS[name]._replace(layers=("FP8DotGeneral",), converted=True)
+    for name in ("linen layers", "linen attention", "nnx layers", "nnx attention")
 }
 
 
@@ -104,6 +109,7 @@ def run(guest: Guest, source: Path, report: Path) -> str:
                 "fp8_in_flax",
                 "--face",
                 guest.face,
+                *(["--converted"] if guest.converted else []),
                 "-k",
                 guest.selected,
             ),
