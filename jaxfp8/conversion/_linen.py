@@ -121,7 +121,8 @@ def _call(
     decision = running.plan.decide(layer)
     if decision.recipe is None:
         return next_fun(*args, **kwargs)
-    return known.run(module, decision, next_fun, *args, **kwargs)
+    with _planned(None):  # matmuls share their traces with those of the backward pass
+        return known.run(module, decision, next_fun, *args, **kwargs)
 
 
 def _einsum_of(
@@ -142,7 +143,8 @@ def _einsum_of(
     decision = running.plan.decide(layer)
     if decision.recipe is None:
         return jnp.einsum(equation, x, w, **options)
-    return matmul_of(einsum, module, decision, name)(equation, x, w, **options)
+    with _planned(None):
+        return matmul_of(einsum, module, decision, name)(equation, x, w, **options)
 
 
 def _shares_scope(module: nn.Module) -> bool:
