@@ -1,0 +1,145 @@
+"""Models that others wrote, in tiny sizes. The script public_models.py gets the path of each.
+
+A model is imported from that path. None of its code is here. All compute in bfloat16, with
+parameters in float32.
+
+Letters in shapes: B windows of a batch, T tokens of a window.
+"""
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from gpt_models import BF16, VOCABULARY
+from gpt_text import BATCH, CONTEXT
+
+WIDTH, HIDDEN, HEADS, HEAD_WIDTH, LAYERS = 128, 512, 4, 32, 2
+TOKENS = jax.ShapeDtypeStruct((BATCH, CONTEXT), jnp.int32)
+
+
+class Public(NamedTuple):
+    """A model of others, and how to call it.
+
+    Attributes:
+      model: a linen module, or a function that makes an nnx module from a seed.
+      arguments: from tokens [B, T] to the arguments of a call.
+      logits: from the result of that call to logits [B, T, 256].
+      layers: the argument `layers=` of `fp8.convert`.
+      dtype: cast the parameters to it before a call, for models that compute in their dtype.
+    """
+
+    model: nn.Module | Callable[[int], nnx.Module]
+    arguments: Callable[[jax.Array], tuple[Any, ...]]
+    logits: Callable[[Any], jax.Array] = lambda result: result
+    layers: Mapping[type, Callable[..., jax.Array]] = types.MappingProxyType({})
+    dtype: Any = None
+
+
+def positions_and_mask(tokens: jax.Array) -> tuple[Any, ...]:
+    """Arguments of the models of Gemma and Llama: tokens, positions, no cache, causal mask."""
+    batch, context = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(context), tokens.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((context, context), bool)), (batch, context, context))
+    return tokens, positions, None, mask
+
+
+def gpt_jax() -> Public:
+    """github.com/jenkspt/gpt-jax: nanoGPT in linen, with the embedding as head."""
+    theirs = importlib.import_module("model")
+    config = theirs.GPTConfig(
+        block_size=CONTEXT, vocab_size=VOCABULARY, num_layers=LAYERS, num_heads=HEADS,
+        num_embeds=WIDTH, dropout_rate=0.0, dtype="bfloat16",
+    )  # fmt: skip
+    return Public(theirs.GPT(config), lambda tokens: (tokens, True))
+
+
+def lm1b() -> Public:
+    """github.com/google/flax, examples/lm1b, in linen."""
+    theirs = importlib.import_module("models")
+    config = theirs.TransformerConfig(
+        vocab_size=VOCABULARY, output_vocab_size=VOCABULARY, dtype=BF16, emb_dim=WIDTH,
+        num_heads=HEADS, num_layers=LAYERS, qkv_dim=WIDTH, mlp_dim=HIDDEN, max_len=CONTEXT + 1,
+        deterministic=True,
+    )  # fmt: skip
+
+    def one_more(tokens: jax.Array) -> tuple[jax.Array]:
+        # The model shifts its input, and takes 0 for padding.
+        return (jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=1),)
+
+    return Public(theirs.TransformerLM(config), one_more, lambda logits: logits[:, 1:])
+
+
+def flax_gemma() -> Public:
+    """github.com/google/flax, examples/gemma, in nnx, with the embedding as head."""
+    theirs, sizes = map(importlib.import_module, ("transformer", "transformer_cfg"))
+    config = sizes.TransformerConfig(
+        num_layers=LAYERS, num_embed=VOCABULARY, embed_dim=WIDTH, hidden_dim=HIDDEN,
+        num_heads=HEADS, head_dim=HEAD_WIDTH, num_kv_heads=1, final_logit_softcap=None,
+        use_post_attn_norm=True, use_post_ffw_norm=True, use_qk_norm=True,
+        attention_types=(sizes.AttentionType.GLOBAL,) * LAYERS, dtype=BF16,
+    )  # fmt: skip
+    return Public(
+        lambda seed: theirs.Transformer(config, rngs=nnx.Rngs(seed)),
+        positions_and_mask,
+        lambda result: result[0],
+    )
+
+
+def tunix_llama() -> Public:
+    """github.com/google/tunix, models/llama3, in nnx, with an `Einsum` of its own."""
+    theirs = importlib.import_module("tunix.models.llama3.model")
+    config = theirs.ModelConfig(
+        num_layers=LAYERS, vocab_size=VOCABULARY, embed_dim=WIDTH, hidden_dim=HIDDEN,
+        num_heads=HEADS, head_dim=HEAD_WIDTH, num_kv_heads=2, rope_theta=10_000, norm_eps=1e-5,
+    )  # fmt: skip
+    return Public(
+        lambda seed: theirs.Llama3(config, rngs=nnx.Rngs(seed)),
+        positions_and_mask,
+        lambda result: result[0],
+        {theirs.Einsum: lambda layer, einsum, x: einsum(layer.einsum_str, x, layer.w[...])},
+        BF16,
+    )
+
+
+def gemma() -> Public:
+    """github.com/google-deepmind/gemma in linen, under nn.jit, with an `Einsum` of its own."""
+    network, layers, sizes, modules = (
+        importlib.import_module(f"gemma.gm.nn._{name}")
+        for name in ("transformer", "layers", "config", "modules")
+    )
+    config = sizes.TransformerConfig(
+        num_embed=VOCABULARY, embed_dim=WIDTH, hidden_dim=HIDDEN, num_heads=HEADS,
+        head_dim=HEAD_WIDTH, num_kv_heads=1, final_logit_softcap=None, use_post_attn_norm=True,
+        use_post_ffw_norm=True, use_qk_norm=True,
+        attention_types=(modules.AttentionType.GLOBAL,) * LAYERS,
+    )  # fmt: skip
+
+    def compute(layer: Any, einsum: Any, equation: str, x: jax.Array) -> jax.Array:
+        w = layer.param(layer.weight_name, layer.initializer, layer.shape, layer.dtype)
+        return einsum(equation, x, w)
+
+    return Public(
+        network.Transformer(config=config, dtype=jnp.float32),
+        lambda tokens: (tokens,),
+        lambda result: result.logits,
+        {layers.Einsum: compute},
+        BF16,
+    )
+
+
+MODELS = {
+    "gpt-jax": gpt_jax, "lm1b": lm1b, "flax-gemma": flax_gemma, "tunix-llama": tunix_llama,
+    "gemma": gemma,
+}  # fmt: skip
+
+
+def load(name: str, path: str) -> Public:
+    """Import a model from a folder."""
+    sys.path.insert(0, path)
+    return MODELS[name]()
