@@ -2,5 +2,4 @@
 
 from jaxfp8.conversion._coverage import Coverage as Coverage
 from jaxfp8.conversion._coverage import CoverageRow as CoverageRow
-from jaxfp8.conversion._layer import Layer as Layer
 from jaxfp8.conversion._rule import Rule as Rule

@@ -2,6 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
+from typing import Any
+
+LOOKUP = "an embedding, a lookup"
+CONVOLUTION = "a convolution, which has no FP8 kernel"
+UNKNOWN = "a layer that fp8.convert does not know"
+FP8 = "an FP8 layer already"
+"""Obstacles: why layers cannot run in FP8, or need not be converted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,3 +57,24 @@ class Layer:
     def flops(self) -> int:
         """Operations of the layer in one forward pass, 2 B M K N for each call."""
         return 2 * self.batch * math.prod(self.shape) * self.calls if self.shape else 0
+
+
+def own_matmul(layer: Any, attributes: Iterable[str], default: Any) -> str:
+    """The obstacle of a layer to which a user gave a matmul. "" if it has none.
+
+    Args:
+      layer: a layer of flax.
+      attributes: where flax keeps such a matmul.
+      default: what flax multiplies with, and what it may name there itself.
+
+    Example:
+      >>> import flax.linen as nn, jax
+      >>> own_matmul(nn.Dense(4), ["dot_general"], jax.lax.dot_general)
+      ''
+    """
+    for name in attributes:
+        given = getattr(layer, name, None)
+        if given is not None and given is not default:
+            called = getattr(given, "__name__", type(given).__name__)
+            return f"has a matmul of its own, {name}={called}"
+    return ""

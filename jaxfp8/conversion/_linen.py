@@ -69,7 +69,7 @@ _planned: Any = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def _run(plan: Plan, depth: int, seen: Seen | None = None) -> Iterator[None]:
-    """Intercept all calls of layers, as the plan says."""
+    """Intercept all calls of layers, and compute them as the plan says."""
     running = _Running(plan, depth, seen)
     token = _running.set(running)
     try:
@@ -93,8 +93,8 @@ def _intercept(
     compute = compute_of(running.plan.foreign, type(module))
     try:
         if compute is not None and context.method_name == "__call__":
-            einsum = functools.partial(_einsum_of, running, path, module)
-            return compute(module, Once(einsum), *args, **kwargs)
+            multiply = functools.partial(_einsum_of, running, path, module)
+            return compute(module, Once(multiply), *args, **kwargs)
         if method in KNOWN:
             return _call(running, path, module, KNOWN[method], next_fun, args, kwargs)
     except Exception as error:

@@ -6,7 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNKNOWN, Layer, own_matmul
 from jaxfp8.conversion._linen_layers import Known
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.linen._matmul_module import MatmulModule
@@ -35,12 +35,10 @@ def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
 
 def _obstacle(module: nn.Module) -> str:
     if isinstance(module, nn.Embed):
-        return "an embedding, a lookup"
+        return LOOKUP
     if isinstance(module, nn.Conv | nn.ConvLocal | nn.ConvTranspose):
-        return "a convolution, which has no FP8 kernel"
-    if isinstance(module, MatmulModule):
-        return "an FP8 layer already"
-    return "a layer that fp8.convert does not know"
+        return CONVOLUTION
+    return FP8 if isinstance(module, MatmulModule) else UNKNOWN
 
 
 def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
@@ -54,18 +52,8 @@ def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any)
       (2, 8, 4)
     """
     size = known.size(module, *args, **kwargs)
+    own = own_matmul(module, ("dot_general", "dot_general_cls"), jax.lax.dot_general)
+    obstacle = FP8 if isinstance(module, MatmulModule) else own
     return Layer(
-        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=_own(module)
+        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=obstacle
     )
-
-
-def _own(module: nn.Module) -> str:
-    """Why a layer of a known type cannot run in FP8. "" if it can."""
-    if isinstance(module, MatmulModule):
-        return "an FP8 layer already"
-    for name in ("dot_general", "dot_general_cls"):
-        given = getattr(module, name, None)
-        if given is not None and given is not jax.lax.dot_general:
-            called = getattr(given, "__name__", type(given).__name__)
-            return f"has a matmul of its own, {name}={called}"
-    return ""

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxfp8._example import Example
 from jaxfp8.conversion._flops import flops_of, in_loops
-from jaxfp8.conversion._layer import Layer
-from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, own_matmul
+from jaxfp8.conversion._layer import CONVOLUTION, LOOKUP, UNKNOWN, Layer
+from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, obstacle_of
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.nnx._state import FP8State
@@ -58,11 +58,11 @@ def _layer(path: str, module: nnx.Module, plan: Plan) -> Layer | None:
     if known.size is None:
         return Layer(path=path, type=type(module), obstacle=_NOT_CALLED)
     if isinstance(module, nnx.Embed):
-        return Layer(path=path, type=type(module), obstacle="an embedding, a lookup")
+        return Layer(path=path, type=type(module), obstacle=LOOKUP)
     size, stacked = known.size(module)
     return Layer(
         path=path, type=type(module), shape=size.shape, batch=size.batch, counted=False,
-        repeated=bool(stacked), obstacle=own_matmul(module, known),
+        repeated=bool(stacked), obstacle=obstacle_of(module, known),
     )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm)  # in a stac
 def _obstacle(module: nnx.Module) -> str:
     """Why a module with a kernel is no layer of a known type. "" if it has no kernel."""
     if isinstance(module, nnx.Conv | nnx.ConvTranspose):
-        return "a convolution, which has no FP8 kernel"
+        return CONVOLUTION
     if isinstance(module, _NORMS):
         return ""
     if isinstance(module, nnx.bridge.ToNNX):
@@ -85,7 +85,7 @@ def _obstacle(module: nnx.Module) -> str:
         for value in vars(module).values()
         if isinstance(value, nnx.Param) and len(getattr(value.get_raw_value(), "shape", ())) > 1
     ]
-    return "a layer that fp8.convert does not know" if kernels else ""
+    return UNKNOWN if kernels else ""
 
 
 def _called(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> Seen:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxfp8._typing import Array
 from jaxfp8.conversion._flops import layer_scope
 from jaxfp8.conversion._foreign import Compute, Foreign, Once, compute_of
-from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._layer import FP8, Layer, own_matmul
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.conversion._size import Size, size_of_dot, size_of_einsum
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
@@ -162,13 +162,9 @@ class Watch:
         return y
 
 
-def own_matmul(layer: nnx.Module, known: Known) -> str:
+def obstacle_of(layer: nnx.Module, known: Known) -> str:
     """Why a layer of a known type cannot run in FP8. "" if it can."""
-    for name in {known.attribute, "dot_general_cls"}:
-        given = getattr(layer, name, None)
-        if isinstance(given, AbstractFP8Matmul):
-            return "an FP8 layer already"
-        if given is not None and given is not known.default:
-            called = getattr(given, "__name__", type(given).__name__)
-            return f"has a matmul of its own, {name}={called}"
-    return ""
+    attributes = (known.attribute, "dot_general_cls")
+    if any(isinstance(getattr(layer, name, None), AbstractFP8Matmul) for name in attributes):
+        return FP8
+    return own_matmul(layer, attributes, known.default)

@@ -16,6 +16,7 @@ backward pass per optimizer step:
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import checked, identified, known_scales
 from jaxfp8.state._ledger import decode
-from jaxfp8.state._over_mesh import over_mesh, vary_everywhere
+from jaxfp8.state._over_mesh import axes_named, over_mesh, vary_everywhere
 from jaxfp8.state._probes import zero_ledgers
 from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax
 from jaxfp8.state._tags import tag_fits, tagged
@@ -43,7 +44,7 @@ class _Channel(NamedTuple):
     reduce_axes: tuple[str, ...] | None
 
 
-def in_gradient_channel(state: PyTree, *, reduce_axes: tuple[str, ...] | None = None) -> PyTree:
+def in_gradient_channel(state: PyTree, *, reduce_axes: Sequence[str] | None = None) -> PyTree:
     """States whose gradients are the states of the next step.
 
     `state_channel="gradient"` of a matmul calls it. Call it yourself, once, if a state has several
@@ -76,12 +77,7 @@ def in_gradient_channel(state: PyTree, *, reduce_axes: tuple[str, ...] | None = 
       >>> state.amax_history[:, -1].round(3)
       Array([1., 1., 1.], dtype=float32)
     """
-    if isinstance(reduce_axes, str):
-        raise TypeError(
-            f"reduce_axes={reduce_axes!r} must be a sequence of mesh axis names; write "
-            f"({reduce_axes!r},)."
-        )
-    return map_states(functools.partial(_one, named=reduce_axes), state)
+    return map_states(functools.partial(_one, named=axes_named(reduce_axes)), state)
 
 
 def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
@@ -101,7 +97,6 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
             'which mesh axes an amax is reduced. With state_channel="gradient" name the axes with '
             "reduce_axes= of this call or layer, all but those of pipeline stages."
         )
-    named = None if named is None else tuple(named)
     check_axes(named or ())
     channel = _Channel(Use.of(state.scale), named)
     ledger, known = _collect(channel, checked(state))

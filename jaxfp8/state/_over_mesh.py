@@ -1,5 +1,6 @@
 """Amaxes over the mesh: the maximum over all devices that must agree on a state."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,24 @@ from jax import lax
 from jaxfp8._typing import Array
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 from jaxfp8.state._state import MatmulState
+
+
+def axes_named(reduce_axes: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The argument `reduce_axes=` as a tuple.
+
+    Raises:
+      TypeError: if it is one name, and not a sequence of names.
+
+    Example:
+      >>> axes_named(["data"])
+      ('data',)
+    """
+    if isinstance(reduce_axes, str):
+        raise TypeError(
+            f"reduce_axes={reduce_axes!r} must be a sequence of mesh axis names; write "
+            f"({reduce_axes!r},)."
+        )
+    return None if reduce_axes is None else tuple(reduce_axes)
 
 
 def vary_everywhere(ledger: Array) -> Array:

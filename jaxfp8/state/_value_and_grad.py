@@ -21,7 +21,7 @@ from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import checked, explained, known_scales
 from jaxfp8.state._ledger import decode
-from jaxfp8.state._over_mesh import over_mesh, vary_everywhere
+from jaxfp8.state._over_mesh import axes_named, over_mesh, vary_everywhere
 from jaxfp8.state._probes import with_probes, without_probes, zero_ledgers
 from jaxfp8.state._stacks import Stacks
 from jaxfp8.state._state import SeenAmax, is_state
@@ -70,12 +70,7 @@ def value_and_grad(
       >>> state.amax_history[:, -1]
       Array([1., 1., 1.], dtype=float32)
     """
-    if isinstance(reduce_axes, str):
-        raise TypeError(
-            f"reduce_axes={reduce_axes!r} must be a sequence of mesh axis names; write "
-            f"({reduce_axes!r},)."
-        )
-    named = None if reduce_axes is None else tuple(reduce_axes)
+    named = axes_named(reduce_axes)
 
     @functools.wraps(loss_fn)
     def wrapped(

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from same_bits import assert_same_bits
-from zoo import NNXLM, TOKENS, VOCABULARY, WIDTH
+from zoo import NNXLM, RECIPES, TOKENS, VOCABULARY, WIDTH
 
 import jaxfp8 as fp8
-
-RECIPES = {
-    "delayed": fp8.recipes.delayed(),
-    "current": fp8.recipes.current(),
-    "blockwise": fp8.recipes.blockwise(),
-}
 
 
 def loss_of(model, tokens):

@@ -10,7 +10,8 @@ from flax import nnx
 from zoo import LM, NNXLM, TOKENS, WIDTH
 
 import jaxfp8 as fp8
-from jaxfp8.conversion import Layer, Rule
+from jaxfp8.conversion import Rule
+from jaxfp8.conversion._layer import Layer
 
 CURRENT, BLOCKWISE = fp8.recipes.current(), fp8.recipes.blockwise()
 MODELS = {"linen": LM(), "nnx": NNXLM(nnx.Rngs(0))}

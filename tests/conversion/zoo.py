@@ -5,9 +5,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION
+
 VOCABULARY, WIDTH = 96, 32
 TOKENS = jnp.arange(16).reshape(2, 8) % VOCABULARY
 KEY = jax.random.key(0)
+RECIPES = {
+    "delayed": fp8.recipes.delayed(),
+    "current": fp8.recipes.current(),
+    "blockwise": fp8.recipes.blockwise(),
+}
 
 
 class Block(nn.Module):
@@ -120,3 +128,15 @@ class NNXLM(nnx.Module):
                 x = block(x)
         x = self.mix(x).reshape(x.shape)
         return self.embedding.attend(x) if self.tied else self.head(x)
+
+
+def converted(model, recipe, **options):
+    return fp8.convert(model, recipe, inputs=(TOKENS,), **options)[0]
+
+
+def loss_of(model):
+    def loss(params, state, tokens):
+        logits = model.apply({"params": params, COLLECTION: state}, tokens)
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
+
+    return loss

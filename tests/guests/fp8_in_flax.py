@@ -19,7 +19,7 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import _linen
-from jaxfp8.conversion._nnx_layers import give_matmul, known_of, own_matmul
+from jaxfp8.conversion._nnx_layers import give_matmul, known_of, obstacle_of
 from jaxfp8.conversion._plan import Plan
 
 RECIPE = fp8.recipes.identity()
@@ -80,7 +80,7 @@ def made_and_converted(kind: type, *arguments: object, **keywords: object) -> ob
     layer = kind(*arguments, **keywords)
     for _, module in flax.nnx.iter_modules(layer):
         known = known_of(module, ())
-        if known is not None and known.size is not None and not own_matmul(module, known):
+        if known is not None and known.size is not None and not obstacle_of(module, known):
             give_matmul(module, known, known.plug(RECIPE))
     return layer
 

@@ -1,0 +1,174 @@
+"""Converted linen models that contain, transform or look at parts of themselves."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from same_bits import assert_same_bits
+from zoo import KEY, LM, RECIPES, TOKENS, VOCABULARY, WIDTH, converted
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["current"]], ids=["current"])
+def test_jit_inside_of_a_model_keeps_no_program_of_another_model(recipe):
+    """nn.jit keeps programs by the model's own fields, which conversion does not change."""
+    model = LM("jit")
+    params = model.init(KEY, TOKENS)["params"]
+    exact = model.apply({"params": params}, TOKENS)
+    mine = converted(model, recipe)
+    variables = mine.init(KEY, TOKENS)
+    first = mine.apply(variables, TOKENS)
+    assert (first != exact).any()
+    other = converted(model, recipe, rules=[(".*/up", None)])
+    assert (other.apply(other.init(KEY, TOKENS), TOKENS) != first).any()
+    assert_same_bits(model.apply({"params": params}, TOKENS), exact)
+    assert_same_bits(mine.apply(variables, TOKENS), first)
+
+
+def test_a_converted_model_as_a_part_of_another():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, tokens):
+            x = self.inner.encode(tokens)
+            return nn.Dense(5)(x)  # not a part of what was converted
+
+    outer, plain = Outer(converted(LM(), RECIPES["delayed"])), Outer(LM())
+    variables = outer.init(KEY, TOKENS)
+    assert_same_bits(variables["params"], plain.init(KEY, TOKENS)["params"])
+    assert set(variables[COLLECTION]) == {"inner"}
+    out = outer.apply(variables, TOKENS)
+    assert (out != plain.apply({"params": variables["params"]}, TOKENS)).any()
+
+
+def test_a_converted_model_inside_a_converted_one_keeps_its_own_plan():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Dense(5, name="last")(self.inner.encode(tokens))
+
+    inner = converted(LM(), RECIPES["current"])
+    both, _ = fp8.convert(Outer(inner), RECIPES["delayed"], inputs=(TOKENS,))
+    assert set(both.init(KEY, TOKENS)[COLLECTION]) == {"last"}
+
+
+def test_methods_strings_and_binding():
+    mine = converted(LM(), RECIPES["current"])
+    variables = mine.init(KEY, TOKENS)
+    want = mine.apply(variables, TOKENS, method="encode")
+    assert_same_bits(mine.apply(variables, TOKENS, method=LM.encode), want)
+    assert_same_bits(mine.apply(variables, TOKENS, method=lambda m, t: m.encode(t)), want)
+    assert_same_bits(mine.bind(variables).encode(TOKENS), want)
+    exact = LM().apply(variables, TOKENS, method="encode")
+    assert (want != exact).any()
+
+
+def test_a_model_with_an_init_of_its_own():
+    """As in some nanoGPTs: `init` takes a key and nothing else."""
+
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Dense(WIDTH)(nn.Embed(VOCABULARY, WIDTH)(tokens))
+
+        def init(self, key):
+            return jax.jit(super().init)(key, TOKENS)
+
+    mine, coverage = fp8.convert(Own(), RECIPES["delayed"], inputs=(TOKENS,))
+    assert coverage.share == 1
+    variables = mine.init(KEY)
+    assert set(variables) == {"params", COLLECTION}
+    assert_same_bits(variables["params"], Own().init(KEY)["params"])
+
+
+class Jitted(nn.Module):
+    """Its method is compiled once for all instances, as in google-deepmind/gemma."""
+
+    @nn.jit
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x)
+
+
+def test_a_model_that_was_compiled_before_is_seen():
+    x = jax.random.normal(KEY, (4, WIDTH))
+    exact = Jitted().apply(Jitted().init(KEY, x), x)
+    for recipe in ("delayed", "delayed", "current"):
+        mine, coverage = fp8.convert(Jitted(), RECIPES[recipe], inputs=(x,))
+        assert coverage.share == 1
+        assert (mine.apply(mine.init(KEY, x), x) != exact).any()
+
+
+def first_losses(model, x):
+    """Three steps with one set of parameters. Quantizer state must not change what is computed."""
+    variables = model.init(KEY, x)
+    params, state = variables["params"], variables.get(COLLECTION, {})
+    run = jax.jit(fp8.value_and_grad(lambda p, s, x: model.apply({"params": p, COLLECTION: s}, x)))
+    losses = []
+    for _ in range(3):
+        loss, _, state = run(params, state, x)
+        losses.append(float(loss))
+    return losses
+
+
+class ReadsItsParameters(nn.Module):
+    """Weight decay inside of a model."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(64)(x)
+        leaves = jax.tree.leaves(self.variables["params"])
+        return jnp.mean(y**2) + sum(jnp.sum(leaf**2) for leaf in leaves) / 1e3
+
+
+class MapsItsParameters(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        tripled = nn.map_variables(
+            nn.Dense, "params", init=True, mutable=True,
+            trans_in_fn=lambda tree: jax.tree.map(lambda w: w * 3.0, tree),
+            trans_out_fn=lambda tree: jax.tree.map(lambda w: w / 3.0, tree),
+        )  # fmt: skip
+        return jnp.mean(tripled(64)(x) ** 2)
+
+
+@pytest.mark.parametrize("kind", [ReadsItsParameters, MapsItsParameters])
+def test_states_are_no_parameters_for_the_model(kind):
+    x = jax.random.normal(KEY, (16, WIDTH))
+    mine, _ = fp8.convert(kind(), RECIPES["delayed"], inputs=(x,))
+    exact = kind().apply(kind().init(KEY, x), x)
+    np.testing.assert_allclose(first_losses(mine, x), float(exact), rtol=0.02)
+
+
+def test_a_backward_rule_of_the_model_is_refused():
+    class OwnBackward(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def call(layer, x):
+                return layer(x)
+
+            def forward(layer, x):
+                return nn.vjp(call, layer, x)
+
+            def backward(vjp, g):
+                params, inputs = vjp(g)
+                return jax.tree.map(jnp.sign, params), inputs
+
+            rule = nn.custom_vjp(call, forward_fn=forward, backward_fn=backward)
+            return jnp.mean(rule(nn.Dense(32), x) ** 2)
+
+    x = jax.random.normal(KEY, (4, WIDTH))
+    with pytest.raises(fp8.FP8StateError, match="its state is not collected"):
+        first_losses(fp8.convert(OwnBackward(), RECIPES["delayed"], inputs=(x,))[0], x)
+
+
+def test_a_converted_model_is_not_converted_again():
+    mine = converted(LM(), RECIPES["current"])
+    with pytest.raises(ValueError, match=r"model is a LM that fp8\.convert made"):
+        fp8.convert(mine, RECIPES["delayed"], inputs=(TOKENS,))
