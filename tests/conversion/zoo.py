@@ -37,6 +37,9 @@ class Block(nn.Module):
         return x + self.dense(WIDTH, use_bias=False, name="down")(nn.gelu(h)), None
 
 
+JITTED = nn.jit(Block)  # one class for all models, so that they could share compiled functions
+
+
 def _stack(kind, **fields):
     """How models repeat a block."""
     scanned = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
@@ -47,7 +50,7 @@ def _stack(kind, **fields):
             nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(**fields)
             for _ in range(3)
         ],
-        "jit": lambda: [nn.jit(Block)(**fields) for _ in range(3)],
+        "jit": lambda: [JITTED(**fields) for _ in range(3)],
         "scan": lambda: nn.scan(Block, **scanned)(**fields),
         "scan of remat": lambda: nn.scan(nn.remat(Block), **scanned)(**fields),
         "shared scan": lambda: nn.scan(
