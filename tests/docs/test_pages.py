@@ -20,11 +20,16 @@ TAGS = {("python",), ("python", "no-run"), ("bash",), ("diff",), ("text",), ("ya
 @pytest.mark.usefixtures("standard_promotion")  # what its readers have
 @pytest.mark.parametrize("page", WITH_CODE, **IDS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """One fence after another, in one namespace."""
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    """One fence after another, in one namespace. `<!-- printed -->` marks what the last printed."""
     monkeypatch.chdir(tmp_path)  # what it writes, it writes here
     namespace = {"__name__": "__main__"}
-    for fence in fences(page.read_text(), "python"):
+    for fence in fences(page.read_text()):
+        if fence.mark == "printed":
+            assert capsys.readouterr().out == fence.code
+        if fence.tags != ("python",):
+            continue
+        capsys.readouterr()
         # The empty lines give a traceback the line numbers of the page.
         exec(compile("\n" * fence.above + fence.code, str(page), "exec"), namespace)
 
