@@ -174,3 +174,29 @@ def test_a_later_call_with_other_shapes_has_the_recipes_of_the_table():
     assert coverage[""].recipe == "delayed"
     few = jax.eval_shape(lambda: mine.init(KEY, jnp.ones((1, 4096), jnp.bfloat16)))
     assert COLLECTION in few
+
+
+@pytest.mark.parametrize("kind", ["loop", "scan", "scan of remat"])
+def test_states_in_the_gradient_channel(kind):
+    """A loop that overwrites states with their gradients trains a converted model."""
+    mine = converted(LM(kind), RECIPES["delayed"], state_channel="gradient")
+    other = converted(LM(kind), RECIPES["delayed"])
+    variables = mine.init(KEY, TOKENS)
+    loss, grads = jax.jit(
+        jax.value_and_grad(lambda v: loss_of(mine)(v["params"], v[COLLECTION], TOKENS))
+    )(variables)
+    want = jax.jit(fp8.value_and_grad(loss_of(other)))(
+        variables["params"], variables[COLLECTION], TOKENS
+    )
+    assert_same_bits((loss, grads["params"]), want[:2])
+    is_state = {"is_leaf": lambda node: hasattr(node, "rows")}
+    pairs = zip(
+        *(jax.tree.leaves(s, **is_state) for s in (grads[COLLECTION], want[2])), strict=True
+    )
+    for ours, theirs in pairs:
+        assert_same_bits((ours.scale, ours.amax_history), (theirs.scale, theirs.amax_history))
+
+
+def test_the_gradient_channel_refuses_layers_that_a_scan_shares():
+    with pytest.raises(fp8.FP8StateError, match=r"inside nn\.scan\(variable_broadcast='params'\)"):
+        converted(LM("shared scan"), RECIPES["delayed"], state_channel="gradient")
