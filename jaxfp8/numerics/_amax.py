@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
+from jaxfp8.numerics._constant import constant_like
 from jaxfp8.numerics._float32 import widened
 from jaxfp8.numerics._granularity import AbstractGranularity
 
@@ -63,6 +64,8 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
 
     def of_floats(x: Array) -> Array:
         # The conversion to float32 is monotonic, so it may follow the maximum.
-        return widened(granularity.maximum(magnitude(x)))
+        size = jnp.abs(x)
+        size = lax.select(size == size, size, constant_like(size, np.inf))  # as in `magnitude`
+        return widened(granularity.maximum(size))
 
     return lax.platform_dependent(x, cpu=of_bits, default=of_floats)

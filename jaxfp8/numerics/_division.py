@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
+from jaxfp8.numerics._constant import constant_like
 from jaxfp8.numerics._float32 import LARGEST, TINY
 
 # A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
@@ -66,7 +67,7 @@ def _in_float32(denominator: Array, *, numerator: float, exponent: int, clamped:
         denominator = jnp.maximum(denominator, np.float32(top * TINY))
     if most <= LARGEST:
         denominator = jnp.minimum(denominator, np.float32(most))
-    return lax.div(lax.full_like(denominator, top), denominator)
+    return lax.div(constant_like(denominator, top), denominator)
 
 
 def _in_float64(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:
@@ -78,7 +79,7 @@ def _in_float64(denominator: Array, *, numerator: float, exponent: int, clamped:
             wide = lax.clamp(top * TINY, wide, top / TINY)
         # XLA may drop a conversion to float32 and back, but not this rounding.
         rounded = lax.reduce_precision(
-            lax.full_like(wide, top) / wide, exponent_bits=8, mantissa_bits=23
+            constant_like(wide, top) / wide, exponent_bits=8, mantissa_bits=23
         )
         return lax.convert_element_type(rounded, np.float32)
 

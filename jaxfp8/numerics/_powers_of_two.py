@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, ScaleRounding
+from jaxfp8.numerics._constant import constant_like
 from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import E8M0, Format
 
@@ -69,7 +70,7 @@ def to_e8m0(exponent: Array, finite: Array) -> Array:
       >>> to_e8m0(jnp.array([0, 130]), jnp.array([True, False]))
       Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
     """
-    byte = lax.select(finite, exponent, lax.full_like(exponent, _NAN)).astype(jnp.uint8)
+    byte = lax.select(finite, exponent, constant_like(exponent, _NAN)).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
 
 
@@ -92,7 +93,7 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
     first, second = (
         lax.bitcast_convert_type(each << 23, jnp.float32) for each in (half, both - half)
     )
-    return jnp.where(byte == _NAN, jnp.float32(jnp.nan), first), second
+    return lax.select(byte == _NAN, constant_like(first, np.nan), first), second
 
 
 def converted_factors_of(scale: Array) -> tuple[Array, ...]:
@@ -108,4 +109,4 @@ def converted_factors_of(scale: Array) -> tuple[Array, ...]:
         return (scale,)
     power = scale.astype(jnp.float32)
     second = lax.clamp(np.float32(0.5), power * np.float32(1 / TINY), np.float32(1))
-    return lax.max(power, lax.full_like(power, TINY)), second
+    return lax.max(power, constant_like(power, TINY)), second

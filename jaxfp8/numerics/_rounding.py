@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
+from jaxfp8.numerics._constant import constant_like
 from jaxfp8.numerics._float32 import TINY, is_finite, to_float32, widened
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._powers_of_two import power_of_two
@@ -112,7 +113,8 @@ def _built(x: Array, multiplier: Array, *, format: Format, key: Array | None = N
         saturated = _stochastic(saturated, format, key)
     sign = (lax.bitcast_convert_type(x, jnp.int32) >> 24) & 0x80
     # `_nearest` would give a finite byte for NaN, so the byte of NaN is selected here.
-    byte = jnp.where(scaled == scaled, _nearest(saturated, format) | sign, format.nan_byte)
+    byte = _nearest(saturated, format) | sign
+    byte = lax.select(scaled == scaled, byte, constant_like(byte, format.nan_byte))
     return lax.bitcast_convert_type(byte.astype(jnp.uint8), format.dtype)
 
 

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics import _powers_of_two as powers
+from jaxfp8.numerics._constant import constant_like
 from jaxfp8.numerics._division import divide, divide_in_integers
 from jaxfp8.numerics._float32 import LARGEST, TINY
 from jaxfp8.numerics._formats import Format
@@ -60,7 +61,9 @@ def encoding_multiplier(
       TransformerEngine user guide, FP8 delayed scaling.
     """
     # This constant gives the multiplier 1.
-    amax = lax.select(is_usable(amax), amax, lax.full_like(amax, format.max * 2.0**-margin))
+    largest = format.max * 2.0**-margin
+    like = lax.full_like if kernel_language else constant_like
+    amax = lax.select(is_usable(amax), amax, like(amax, largest))
     if not power_of_two:
         quotient = divide_in_integers if kernel_language else divide
         return quotient(format.max, amax, exponent=-margin)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ScaleRounding
+from jaxfp8.numerics._constant import constant_like
 from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._powers_of_two import BIAS, scale_exponent, to_e8m0
 from jaxfp8.numerics._scale import encoding_multiplier, inverse
@@ -86,6 +87,6 @@ class ScaleRule:
         # The smallest scale is 2^-127. Its multiplier is 2^127, which is the largest power of two
         # in float32.
         exponent = jnp.maximum(scale_exponent(amax, format, self.scale_rounding), 0)
-        of_multiplier = lax.select(finite, exponent, lax.full_like(exponent, BIAS))
+        of_multiplier = lax.select(finite, exponent, constant_like(exponent, BIAS))
         multiplier = (2 * BIAS - of_multiplier) << 23
         return lax.bitcast_convert_type(multiplier, jnp.float32), to_e8m0(exponent, finite)

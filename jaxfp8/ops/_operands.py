@@ -19,6 +19,7 @@ from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats, cast_stats
+from jaxfp8.ops._checkpoint_policies import named_amax
 from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Source, value_of
@@ -106,7 +107,7 @@ def quantize_operand(
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from the saved copies and casts no operand again.
-        copies, saved = named(copies)
+        copies, saved = named(copies, tensor)
     # One operand for all readers of a copy: `gathered_once` compares identities.
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
@@ -199,14 +200,18 @@ class _Amaxes:
                 found |= amaxes(self.value, [*across] if granularity in across else [granularity])
             amax = found[granularity]
         if not self.call.amax_axes.manual:
-            return amax  # arrays are global, so the amax is global, too
+            return self._named(amax, granularity)  # arrays are global, and so is their amax
         if self.stored is not None:
             axes |= varying(self.value) - varying(self.stored.scale)
         elif granularity.in_one:
             axes |= varying(self.value) - self.variation.apart
         if self.stored is not None or granularity.in_one:
             axes |= self.call.amax_axes.untyped
-        return pmax(amax, axes)
+        return self._named(pmax(amax, axes), granularity)
+
+    def _named(self, amax: Array, granularity: AbstractGranularity) -> Array:
+        """The amax, which remat may save if it is small: amaxes of tiles are found in the cast."""
+        return amax if self.tensor == "g" or granularity.in_tiles else named_amax(amax)
 
 
 def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:

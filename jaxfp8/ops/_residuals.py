@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, Matmul, PyTree
+from jaxfp8._typing import Array, Matmul, PyTree, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.ops._checkpoint_policies import named_residual
+from jaxfp8.ops._checkpoint_policies import named_copy
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._planned_casts import PlannedCast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -64,8 +64,8 @@ class Copy:
         return dataclasses.replace(self.operand, scale=known[1, self.row])
 
 
-def named(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """The same arrays as named residuals, twice: for this pass, and for the backward pass.
+def named(tree: PyTree, tensor: Tensor) -> tuple[PyTree, PyTree]:
+    """The same arrays with the names of residuals, twice: for this pass and the backward pass.
 
     FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
     `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
@@ -74,9 +74,9 @@ def named(tree: PyTree) -> tuple[PyTree, PyTree]:
 
     def one(leaf: Array) -> tuple[Array, Array]:
         if not leaf.dtype.name.startswith("float8"):
-            leaf = named_residual(leaf)
+            leaf = named_copy(leaf, tensor)
             return leaf, leaf
-        values = named_residual(lax.bitcast_convert_type(leaf, jnp.uint8))
+        values = named_copy(lax.bitcast_convert_type(leaf, jnp.uint8), tensor)
         now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
         return now, later
 

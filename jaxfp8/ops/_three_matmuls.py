@@ -25,7 +25,7 @@ from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats
-from jaxfp8.ops._checkpoint_policies import named_residual
+from jaxfp8.ops._checkpoint_policies import named_amax
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
 from jaxfp8.ops._residuals import Copy
@@ -76,7 +76,8 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
     variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w))
     x = quantize_operand(call, "x", _source(call, arrays), arrays.quantizers, variation)
-    w = quantize_operand(call, "w", arrays.w, arrays.quantizers, variation)
+    w = call.places.w.stored(arrays.w)
+    w = quantize_operand(call, "w", w, arrays.quantizers, variation)
     y = call.multiply(
         "fprop",
         call.places.x.gather_operand(x.now["fprop"]),
@@ -125,7 +126,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
-    scalars = jax.tree.map(named_residual, scalars)
+    scalars = jax.tree.map(named_amax, scalars)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding
 
 from jaxfp8._typing import Array, Axes
@@ -67,6 +68,10 @@ class Place(abc.ABC):
         """The whole operand, gathered from its shards. FP8 values are sent as bytes."""
 
     @abc.abstractmethod
+    def stored(self, x: Array) -> Array:
+        """A shard x [...] of a parameter, read in the layout in which it is stored."""
+
+    @abc.abstractmethod
     def scatter(self, product: Array) -> Array:
         """The result of a matmul, summed over the mesh axes. Each device keeps its shard of it."""
 
@@ -98,6 +103,9 @@ class Whole(Place):
 
     def gather_operand(self, operand: QuantizedTensor | Array) -> QuantizedTensor | Array:
         return operand
+
+    def stored(self, x: Array) -> Array:
+        return x
 
     def scatter(self, product: Array) -> Array:
         return product
@@ -173,6 +181,14 @@ class PlacedShard(Place):
         split = operand.granularity.has_cells_along(self.axis, operand.ndim)
         scale = self.gather(operand.scale) if split else operand.scale
         return dataclasses.replace(operand, values=self.gather(operand.values), scale=scale)
+
+    def stored(self, x: Array) -> Array:
+        # XLA:GPU gathers along the first axis of a layout. For another axis it would choose the
+        # layout of the parameter to fit. In a loop over layers that is a second copy of all of
+        # them, in high precision. With the constraint, the cast writes FP8 values in that layout.
+        if self.axis == 0:
+            return x
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
     def scatter(self, product: Array) -> Array:
         if self.kind == AxisType.Manual:
