@@ -34,6 +34,8 @@ class FP8DotGeneral(MatmulModule):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

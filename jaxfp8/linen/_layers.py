@@ -67,6 +67,8 @@ class FP8Dense(PrologueModule, nn.Dense):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
         `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
         `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
@@ -154,6 +156,8 @@ class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
 
     Raises:
       TypeError: if `recipe` is not a Recipe.
@@ -206,6 +210,8 @@ class FP8Einsum(PrologueModule, nn.Einsum):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       prologue: see `FP8Dense`. Default: None.
 
     Example:

@@ -7,12 +7,13 @@ import flax.linen as nn
 import jax
 from jax import lax
 
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, PyTree, Tensor
 from jaxfp8.ops._arguments import check_prologue
 from jaxfp8.ops._options import (
     LayerOptions,
     MatmulOptions,
     StateChannel,
+    check_save_original,
     check_state_channel,
     options_of,
 )
@@ -42,6 +43,8 @@ class MatmulModule(nn.Module):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
     """
 
     recipe: Recipe = delayed()
@@ -51,10 +54,12 @@ class MatmulModule(nn.Module):
     y_shard: Shard | None = None
     kernels: Kernels | None = None
     state_channel: StateChannel | None = None
+    save_original: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
         check_state_channel(self.state_channel)
+        check_save_original(self.save_original)
         super().__post_init__()
 
     @nn.nowrap

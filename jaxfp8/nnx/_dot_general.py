@@ -141,6 +141,8 @@ class FP8DotGeneral(AbstractFP8Matmul):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.nnx.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       **options: the last six, by name. `fp8.dot_general` explains them.
 
     Raises:
@@ -214,6 +216,8 @@ class FP8EinsumOp(AbstractFP8Matmul):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.nnx.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       **options: the last six, by name. `fp8.dot_general` explains them.
 
     Raises:

@@ -56,6 +56,8 @@ class FP8Linear(nnx.Linear):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.nnx.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       prologue: None, `fp8.prologues.SwiGLU()` or `fp8.prologues.RMSNorm()`. SwiGLU takes
         `inputs=(gate, up)`, and RMSNorm takes `inputs=(x, gain)`. The input of the matmul is then
         `prologue(*inputs)`, computed inside the cast. `promote_dtype` gets gate and up, or x. gain
@@ -148,6 +150,8 @@ class FP8LinearGeneral(nnx.LinearGeneral):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.nnx.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       **arguments: all of the above but `in_features` and `out_features`, by name.
 
     Raises:
@@ -212,6 +216,8 @@ class FP8Einsum(nnx.Einsum):
       kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
       state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
         Default: None, for `fp8.nnx.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
       prologue: see `FP8Linear`. Default: None.
       **arguments: all of the above but the first three and `prologue`, by name.
 

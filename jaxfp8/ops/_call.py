@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._geometry import OPERANDS, Geometry, TrainingGeometry
-from jaxfp8._typing import Array, DType, Matmul
+from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -51,6 +51,7 @@ class Call:
     kernels: Kernels
     backends: Backends  # of each cast and matmul, as `kernels` chooses them
     prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
+    save_original: tuple[Tensor, ...]  # the tensors that are residuals in high precision
     watched: str | None  # the name under which casts report statistics; None if they do not
 
     @property

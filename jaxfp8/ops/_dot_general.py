@@ -80,6 +80,12 @@ def dot_general(
         take `jax.value_and_grad` of all variables, and overwrite the state with its gradient. Such
         a loop takes one backward pass per optimizer step, and each state has one use in it. Recipes
         without state ignore the option.
+      save_original: which operands the backward pass casts again, ("x",), ("w",) or both. x or w
+        itself is then saved in place of an FP8 copy. Use it where x or w is in memory in any case:
+        for the output of attention, which attention saves for its own gradient, or for the weights
+        of layers under `jax.lax.scan`. It costs one more cast, and no gather. With `prologue=` the
+        arrays of the prologue are saved. Under `jax.checkpoint` the policy decides what is saved
+        of the rest, see `fp8.save_fp8_residuals`.
       key: a jax PRNG key, for recipes that round stochastically. Pass a new key at each step. The
         cast uses it. Gradients are cast in the backward pass. In Auto and Explicit meshes the
         result does not depend on the mesh.
@@ -141,6 +147,7 @@ def dot_general(
         kernels=kernels,
         backends=kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE),
         prologue=how.prologue,
+        save_original=how.save_original or (),
         watched=name_of_call(how.name),
     )
     quantizers = QuantizerArrays(

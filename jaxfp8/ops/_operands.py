@@ -16,7 +16,7 @@ from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.numerics._amaxes import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
-from jaxfp8.ops._arrays import QuantizerArrays
+from jaxfp8.ops._arrays import HeldCopies, KnownAmaxes, QuantizerArrays
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats, cast_stats
 from jaxfp8.ops._checkpoint_policies import named_amax
@@ -46,13 +46,15 @@ class Quantized(NamedTuple):
       seen: the amaxes for the tensor's rows of state.
       column_sums: `CastExtras.column_sums`.
       watched: the statistics of each copy, if casts are watched.
+      amaxes: the amaxes that the quantizers asked for.
     """
 
     now: dict[Matmul, Operand]
     saved: dict[Matmul, Copy]
     seen: Seen
     column_sums: Array | None
-    watched: tuple[CastStats, ...]
+    watched: tuple[CastStats, ...] = ()
+    amaxes: KnownAmaxes = KnownAmaxes()
 
 
 def quantize_operand(
@@ -63,6 +65,7 @@ def quantize_operand(
     variation: Variation,
     *,
     column_sums: bool = False,
+    only: Matmul | None = None,
 ) -> Quantized:
     """A tensor, cast once for the matmuls that read the same copy of it.
 
@@ -73,21 +76,23 @@ def quantize_operand(
       arrays: the arrays of the state, and the key.
       variation: the mesh axes over which the operands vary.
       column_sums: see `Cast.column_sums`.
+      only: the only matmul of this pass that reads the tensor; None for all.
     """
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []
     extras = _NOTHING
+    found = dict(zip(arrays.amaxes.keys, arrays.amaxes.amaxes, strict=True))
     backends = getattr(call.backends, tensor)
     # Both copies of g are gathered in one pass, those of x and w in different passes.
     gathered = tensor == "g" and not isinstance(place, Whole)
     for planned in planned_casts(
-        call.recipe, call.geometry, tensor, backends, column_sums, gathered, call.by_xla
+        call.recipe, call.geometry, tensor, backends, column_sums, gathered, call.by_xla, only
     ):
         if planned.cast is None:
             copies += [Copy(value, readers) for readers in planned.readers]
             continue
         stored = None if planned.row is None else _stored(call, tensor, planned.row, arrays)
-        amaxes = _Amaxes(call, tensor, value, place, variation, stored)
+        amaxes = _Amaxes(call, tensor, value, place, variation, stored, planned.row, found)
         key = None
         if planned.cast.rounding == "stochastic":
             key = rounding_key(arrays.key, call, tensor, value)
@@ -112,7 +117,19 @@ def quantize_operand(
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
     residuals = {matmul: copy for copy in saved for matmul in copy.readers}
-    return Quantized(now, residuals, seen, extras.column_sums, watched)
+    amaxes = KnownAmaxes(tuple(found), tuple(found.values()))
+    return Quantized(now, residuals, seen, extras.column_sums, watched, amaxes)
+
+
+def held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
+    """A weight whose FP8 copies the model holds. Its residuals are these copies, which live on."""
+    by_reader = {matmul: copy for copy in held.copies for matmul in copy.readers}
+    seen: Seen = {}
+    if call.collected and ledger is not None and held.seen is not None:
+        rows = (r for r, row in enumerate(call.recipe.rows) if row.tensor == "w")
+        seen = {("w", r): held.seen[i] for i, r in enumerate(rows)}
+    now = {matmul: copy.operand for matmul, copy in by_reader.items()}
+    return Quantized(now, by_reader, seen, None)
 
 
 def _watched(
@@ -158,6 +175,8 @@ class _Amaxes:
     place: Place
     variation: Variation
     stored: KnownScale | None
+    row: int | None
+    known: dict[tuple[int | None, AbstractGranularity], Array]
 
     def inputs(self, planned: PlannedCast) -> ScaleInputs:
         """What the quantizer may read to choose scales."""
@@ -184,6 +203,20 @@ class _Amaxes:
         granularity: AbstractGranularity,
     ) -> Array:
         """The amax of the whole logical tensor, in every kind of mesh."""
+        if (self.row, granularity) not in self.known:
+            amax = self._find(across, found, granularity)
+            # Remat may save it if it is small. The amaxes of tiles are found in the cast.
+            if self.tensor != "g" and not granularity.in_tiles:
+                amax = named_amax(amax)
+            self.known[self.row, granularity] = amax
+        return self.known[self.row, granularity]
+
+    def _find(
+        self,
+        across: dict[AbstractGranularity, frozenset[str]],
+        found: dict[AbstractGranularity, Array],
+        granularity: AbstractGranularity,
+    ) -> Array:
         axes = across.get(granularity)
         if axes is None and granularity.in_one:  # a quantizer may also ask for PerTensor()
             axes = self.place.amax_axes(granularity, self.value.shape)
@@ -200,18 +233,14 @@ class _Amaxes:
                 found |= amaxes(self.value, [*across] if granularity in across else [granularity])
             amax = found[granularity]
         if not self.call.amax_axes.manual:
-            return self._named(amax, granularity)  # arrays are global, and so is their amax
+            return amax  # arrays are global, so the amax is global, too
         if self.stored is not None:
             axes |= varying(self.value) - varying(self.stored.scale)
         elif granularity.in_one:
             axes |= varying(self.value) - self.variation.apart
         if self.stored is not None or granularity.in_one:
             axes |= self.call.amax_axes.untyped
-        return self._named(pmax(amax, axes), granularity)
-
-    def _named(self, amax: Array, granularity: AbstractGranularity) -> Array:
-        """The amax, which remat may save if it is small: amaxes of tiles are found in the cast."""
-        return amax if self.tensor == "g" or granularity.in_tiles else named_amax(amax)
+        return pmax(amax, axes)
 
 
 def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> Seen:

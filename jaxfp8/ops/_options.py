@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from jaxfp8._call_options import check_options, option_names
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, Tensor
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.sharding._shard import Shard
@@ -31,6 +31,19 @@ def check_state_channel(channel: object) -> None:
         )
 
 
+def check_save_original(tensors: object) -> None:
+    """Raise ValueError unless the argument is None or a tuple of "x" and "w".
+
+    Example:
+      >>> check_save_original(("x",))
+    """
+    if tensors is not None and not (isinstance(tensors, tuple) and set(tensors) <= {"x", "w"}):
+        raise ValueError(
+            f'save_original={tensors!r} must be a tuple of the names "x" and "w": the operands '
+            'that the backward pass casts again from high precision, for instance ("x",).'
+        )
+
+
 class LayerOptions(TypedDict, total=False):
     """The options that a layer has as attributes, for its matmul; see `fp8.dot_general`."""
 
@@ -40,6 +53,7 @@ class LayerOptions(TypedDict, total=False):
     y_shard: Shard | None
     kernels: Kernels | None
     state_channel: StateChannel | None
+    save_original: tuple[Tensor, ...] | None
 
 
 class MatmulOptions(LayerOptions, total=False):
@@ -67,6 +81,7 @@ class Options:
     y_shard: Shard | None = None
     kernels: Kernels | None = None
     state_channel: StateChannel | None = None
+    save_original: tuple[Tensor, ...] | None = None
     out_sharding: Any = None
     key: Array | None = None
     prologue: AbstractPrologue | None = None
@@ -75,6 +90,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_state_channel(self.state_channel)
+        check_save_original(self.save_original)
 
 
 def read_options(function: str, known: type, options: Any) -> Options:

@@ -13,6 +13,7 @@ from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.ops._checkpoint_policies import named_copy
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._planned_casts import PlannedCast
+from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -62,6 +63,21 @@ class Copy:
         assert isinstance(self.operand, QuantizedTensor)
         assert known is not None
         return dataclasses.replace(self.operand, scale=known[1, self.row])
+
+
+def readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+    """Arrays as the backward pass reads them, so that XLA casts them there, and not before.
+
+    Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
+    copies from one to the other, beside the arrays.
+
+    Args:
+      x: the arrays [...].
+      gradient: the gradient of the result, which the cast has to wait for.
+    """
+    if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
+        return lax.optimization_barrier(x)
+    return lax.optimization_barrier((x, gradient))[0]
 
 
 def named(tree: PyTree, tensor: Tensor) -> tuple[PyTree, PyTree]:

@@ -3,7 +3,8 @@
 The matmuls are fprop (y = x w), dgrad (dx = g w^T) and wgrad (dw = x^T g). g is the gradient of y.
 
 The forward rule casts x and w for every matmul that will read them, and multiplies. It saves the
-copy of x for wgrad and the copy of w for dgrad.
+copy of x for wgrad and the copy of w for dgrad, or with `save_original` x or w itself. A weight
+whose FP8 copies the model holds is not cast.
 
 The backward rule casts g, sums it for the bias, and multiplies twice. It returns the amaxes of x, w
 and g in a ledger, as the cotangent of the state's probe.
@@ -17,21 +18,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._errors import UncollectedStateError
+from jaxfp8._errors import FP8StateError, UncollectedStateError
 from jaxfp8._geometry import inverse_permutation
-from jaxfp8._typing import Array, Axes
+from jaxfp8._typing import Array, Axes, Matmul, Tensor
 from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
-from jaxfp8.ops._arrays import Arrays, QuantizerArrays
+from jaxfp8.ops._arrays import Arrays, KnownAmaxes, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._checkpoint_policies import named_amax
 from jaxfp8.ops._once import once
-from jaxfp8.ops._operands import Seen, gathered_once, quantize_operand
-from jaxfp8.ops._residuals import Copy
+from jaxfp8.ops._operands import (
+    Quantized,
+    Seen,
+    gathered_once,
+    held_operand,
+    quantize_operand,
+)
+from jaxfp8.ops._residuals import Copy, readable
 from jaxfp8.ops._watch import send
-from jaxfp8.prologues._prologue import Produced, Source
+from jaxfp8.prologues._prologue import Produced, Source, produce_again
+from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import vary_as, varying
+from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import encode
 
 
@@ -53,13 +62,30 @@ class _Forward(NamedTuple):
     """Results of the forward pass.
 
     They are y, the copy of x for wgrad, the copy of w for dgrad, amaxes, and statistics of casts.
+    With `save_original` the amaxes of x or w take the place of the copy.
     """
 
     y: Array
-    x: Copy
-    w: Copy
+    x: Copy | KnownAmaxes
+    w: Copy | KnownAmaxes
     seen: Array | None
     watched: tuple[CastStats, ...]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arrays", "amaxes"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class _Original:
+    """A residual in high precision, which the backward pass casts.
+
+    Attributes:
+      arrays: the operand, or the operands of the prologue that makes it.
+      amaxes: its amaxes, so that the second cast reads it once.
+    """
+
+    arrays: tuple[Array, ...]
+    amaxes: KnownAmaxes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -75,9 +101,11 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
 @functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
     variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w))
-    x = quantize_operand(call, "x", _source(call, arrays), arrays.quantizers, variation)
-    w = call.places.w.stored(arrays.w)
-    w = quantize_operand(call, "w", w, arrays.quantizers, variation)
+    x = _cast_forward(call, "x", _source(call, arrays), arrays, variation)
+    if arrays.held is None:
+        w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
+    else:
+        w = held_operand(call, arrays.held, arrays.quantizers.ledger)
     y = call.multiply(
         "fprop",
         call.places.x.gather_operand(x.now["fprop"]),
@@ -87,7 +115,20 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     )
     y = call.places.g.scatter(y)
     seen = _rows(call, {**x.seen, **w.seen}, arrays.quantizers.ledger)
-    return _Forward(y, x.saved["wgrad"], w.saved["dgrad"], seen, x.watched + w.watched)
+    return _Forward(
+        y,
+        x.amaxes if "x" in call.save_original else x.saved["wgrad"],
+        w.amaxes if "w" in call.save_original and arrays.held is None else w.saved["dgrad"],
+        seen,
+        x.watched + w.watched,
+    )
+
+
+def _cast_forward(
+    call: Call, tensor: Tensor, source: Source, arrays: Arrays, variation: Variation
+) -> Quantized:
+    only: Matmul | None = "fprop" if tensor in call.save_original else None
+    return quantize_operand(call, tensor, source, arrays.quantizers, variation, only=only)
 
 
 def _source(call: Call, arrays: Arrays) -> Source:
@@ -126,6 +167,10 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
+    if isinstance(x_saved, KnownAmaxes):
+        x_saved = _Original((x,) if given.parts is None else given.parts, x_saved)
+    if isinstance(w_saved, KnownAmaxes):
+        w_saved = _Original((w,), w_saved)
     scalars = jax.tree.map(named_amax, scalars)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
@@ -137,6 +182,13 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
 def _refuse_uncollected(call: Call, primals: Any) -> None:
     """Raise UncollectedStateError if a matmul with state is differentiated without its state."""
     own = primals.quantizers
+    if any(leaf.perturbed for leaf in jax.tree.leaves(primals.held, is_leaf=_is_primal)):
+        raise FP8StateError(
+            "an FP8 weight is being differentiated, but its values have no gradient. Use "
+            "fp8.value_and_grad(loss)(params, state, ...) in place of jax.value_and_grad, with "
+            "state=() for recipes without state (nnx: fp8.nnx.value_and_grad). It gives the "
+            "gradient of the weight in high precision."
+        )
     # The gradient of a bias alone reads no FP8 tensor, so it needs no state.
     matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
     differentiated = any(each.perturbed for each in matmul)
@@ -159,6 +211,10 @@ def _refuse_uncollected(call: Call, primals: Any) -> None:
         )
 
 
+def _is_primal(node: object) -> bool:
+    return isinstance(node, jax.custom_derivatives.CustomVJPPrimal)
+
+
 def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
     if isinstance(gradient, jax.custom_derivatives.SymbolicZero):  # y has no cotangent
         aval: Any = gradient.aval
@@ -170,14 +226,14 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, (seen, watched), own, types = residuals
     gradient = once(gradient)
+    variation = _variation(call, types.x, types.w, gradient)
     g = quantize_operand(
-        call, "g", gradient, own, _variation(call, types.x, types.w, gradient),
+        call, "g", gradient, own, variation,
         column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
-    send(call.watched, watched + g.watched)
-    # A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
-    x = call.places.x.gather_operand(x.whole(own.known))
-    w = call.places.w.gather_operand(w.whole(own.known))
+    x, of_x = _read(call, "x", x, own, variation, gradient)
+    w, of_w = _read(call, "w", w, own, variation, gradient)
+    send(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     dx = call.multiply("dgrad", dgrad, w, types.x.dtype, _sharding(types.x, dx_axes))
@@ -190,6 +246,29 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     of_g = _rows(call, g.seen, own.ledger)
     ledger = None if seen is None or of_g is None else encode(jnp.maximum(seen, of_g))
     return Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger))
+
+
+def _read(
+    call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays,
+    variation: Variation, gradient: Array,
+) -> tuple[Operand, tuple[CastStats, ...]]:  # fmt: skip
+    """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast.
+
+    A residual is a shard, to save memory. So FP8 shards are gathered again for this pass.
+    """
+    place: Place = getattr(call.places, tensor)
+    if isinstance(saved, Copy):
+        return place.gather_operand(saved.whole(own.known)), ()
+    arrays = readable(saved.arrays, gradient)
+    source: Source = arrays[0]
+    if tensor == "w":
+        source = place.stored(arrays[0])
+    elif call.prologue is not None:
+        source = produce_again(call.prologue, arrays)
+    matmul: Matmul = "wgrad" if tensor == "x" else "dgrad"
+    known = own._replace(ledger=None, amaxes=saved.amaxes)
+    cast = quantize_operand(call, tensor, source, known, variation, only=matmul)
+    return place.gather_operand(cast.now[matmul]), cast.watched
 
 
 def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:

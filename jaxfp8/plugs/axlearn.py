@@ -34,8 +34,8 @@ def quantized_einsum_config(recipe: Recipe, **options: Unpack[LayerOptions]) -> 
 
     Args:
       recipe: which quantizer for which operand.
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`; see
-        `fp8.dot_general`. `state_channel` is "gradient" by default.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
+        `save_original`; see `fp8.dot_general`. `state_channel` is "gradient" by default.
 
     Returns:
       A config, for `set_quantized_dot_general_recursively`.

@@ -27,8 +27,8 @@ def convert(model: M, recipe: Recipe, paths: str = ".*", **options: Unpack[Layer
       model: an equinox model.
       recipe: which quantizer for which operand.
       paths: which layers, as a regular expression for the whole path ("layers.0", "mlp.up").
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`; see
-        `fp8.dot_general`. w has the shape [in, out]: the transposed weight of the layer.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
+        `save_original`; see `fp8.dot_general`. w has the shape [in, out]: the transposed weight of the layer.
 
     Returns:
       A model that shares all arrays with `model`. `jax.vmap` of its layers computes one matmul.

@@ -42,8 +42,8 @@ def replace_module_fn(
     Args:
       recipe: which quantizer for which operand.
       paths: which modules, as a regular expression for the whole path ("layer_0/mlp/linear").
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`; see
-        `fp8.dot_general`.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
+        `save_original`; see `fp8.dot_general`.
 
     Returns:
       A function from a module to the module to use. It needs no import of gemma.

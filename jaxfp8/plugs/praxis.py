@@ -22,8 +22,8 @@ def einsum_tpl(recipe: Recipe, **options: Unpack[LayerOptions]) -> Any:
 
     Args:
       recipe: which quantizer for which operand.
-      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`; see
-        `fp8.dot_general`. `state_channel` is "gradient" by default.
+      **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
+        `save_original`; see `fp8.dot_general`. `state_channel` is "gradient" by default.
 
     Returns:
       A `pax_fiddle.Config` of a layer that is called `(equation, x, w)`.

@@ -90,7 +90,10 @@ class AbstractPrologue(abc.ABC):
     policy=jax.checkpoint_policies.save_only_these_names(STATISTIC),
 )  # fmt: skip
 def _apply(prologue: AbstractPrologue, *arrays: ArrayLike) -> Array:
-    operands = prologue.operands(*arrays)
+    return _of_operands(prologue, prologue.operands(*arrays))
+
+
+def _of_operands(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Array:
     h = prologue.elementwise(*(each.astype(jnp.float32) for each in operands))
     return _rounded(h, operands[0].dtype)
 
@@ -150,6 +153,20 @@ def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
       (2, 4)
     """
     return Produced(prologue(*arrays), prologue.operands(*arrays), prologue)
+
+
+def produce_again(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Produced:
+    """The result of a prologue for operands that `produce` returned.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> gate, up = jnp.ones((2, 4)), jnp.ones((2, 4))
+      >>> operands = produce(fp8.prologues.SwiGLU(), gate, up).operands
+      >>> produce_again(fp8.prologues.SwiGLU(), operands).shape
+      (2, 4)
+    """
+    return Produced(_of_operands(prologue, operands), operands, prologue)
 
 
 def value_of(x: Source) -> Array:

@@ -39,6 +39,7 @@ def planned_casts(
     column_sums: bool = False,
     gathered: bool = False,
     by_xla: frozenset[Matmul] = frozenset(),
+    only: Matmul | None = None,
 ) -> tuple[PlannedCast, ...]:
     """The casts of a tensor: one for each quantizer that the recipe gives it.
 
@@ -51,6 +52,7 @@ def planned_casts(
       gathered: whether the copies of this pass are gathered over a mesh. Matmuls with one scale
         then share a copy, because a second one would double the bytes.
       by_xla: the matmuls that XLA computes. It multiplies tiles in bfloat16, in any layout.
+      only: the only matmul that reads the copies of this pass; None for all.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -62,6 +64,8 @@ def planned_casts(
     # Matmuls with equal quantizers share a cast. With equal directions as well, they share a copy.
     found: dict[AbstractQuantizer, dict[Direction, tuple[Matmul, ...]]] = {}
     for matmul, quantizer in recipe.uses(tensor):
+        if only not in (None, matmul):
+            continue
         axes = geometry.axes(matmul, tensor)
         granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
         # Hopper's matmuls read operands with the contracted axis last. So a backend that can write
