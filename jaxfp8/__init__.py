@@ -12,6 +12,7 @@ from jaxfp8 import quantizers as quantizers
 from jaxfp8 import recipes as recipes
 from jaxfp8 import sharding as sharding
 from jaxfp8 import state as state
+from jaxfp8 import weights as weights
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8._version import __version__ as __version__
 from jaxfp8.conversion._convert import convert as convert
@@ -28,6 +29,7 @@ from jaxfp8.ops._dot_general import dot_general as dot_general
 from jaxfp8.ops._einsum import einsum as einsum
 from jaxfp8.ops._quantize import fake_quantize as fake_quantize
 from jaxfp8.ops._quantize import quantize as quantize
+from jaxfp8.ops._quantize_params import quantize_params as quantize_params
 from jaxfp8.ops._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxfp8.plan._kernels import Kernels as Kernels
 from jaxfp8.recipes._recipe import Recipe as Recipe

@@ -21,10 +21,11 @@ FLOORS = (
     ("sharding",),
     ("kernels",),
     ("quantizers",),
-    ("recipes", "optim", "comms"),
+    ("recipes", "comms"),
+    ("weights",),
     ("plan", "state"),
     ("ops", "checkpoint"),
-    ("linen", "nnx"),
+    ("linen", "nnx", "optim"),
     ("conversion", "diagnostics", "plugs"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}

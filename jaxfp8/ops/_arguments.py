@@ -12,14 +12,15 @@ from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.weights._quantized_weight import is_weight
 
 
 def check_operands(
-    lhs: ArrayLike, rhs: ArrayLike, recipe: Recipe, prologue: AbstractPrologue | None = None
-) -> tuple[tuple[Array, ...], Array]:
+    lhs: ArrayLike, rhs: Any, recipe: Recipe, prologue: AbstractPrologue | None = None
+) -> tuple[tuple[Array, ...], Any]:
     """lhs and rhs, in dtypes that FP8 matmuls accept.
 
-    lhs becomes a tuple: one array, or the arrays of a prologue.
+    lhs becomes a tuple: one array, or the arrays of a prologue. rhs may be a `QuantizedWeight`.
 
     Raises:
       TypeError: naming the argument, its dtype and the cure.
@@ -30,6 +31,13 @@ def check_operands(
       >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     check_recipe(recipe)
+    if is_weight(rhs):
+        if recipe.is_identity:
+            raise TypeError(
+                f"rhs is {rhs}, but recipe {recipe.name!r} multiplies in high precision. Leave this "
+                "weight out of quantize_params."
+            )
+        return check_arrays("lhs", lhs, prologue), rhs
     if recipe.is_identity and prologue is None:
         # No operand is quantized, so every dtype that lax.dot_general accepts is allowed.
         return (one_array("lhs", lhs),), one_array("rhs", rhs)

@@ -8,11 +8,12 @@ from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._options import DotOptions, read_options
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 
 def dot(
     lhs: Array | tuple[Array, ...],
-    rhs: Array,
+    rhs: Array | QuantizedWeight,
     *,
     recipe: Recipe,
     state: MatmulState | tuple[()] | None = None,

@@ -13,21 +13,24 @@ from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._bias import add_bias
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._given import read_operands
+from jaxfp8.ops._held_weight import array_of, held_copies
 from jaxfp8.ops._options import DotOptions, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._tile_view import view_for
 from jaxfp8.ops._watch import name_of_call
+from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 
 def dot_general(
     lhs: Array | tuple[Array, ...],
-    rhs: Array,
+    rhs: Array | QuantizedWeight,
     dimension_numbers: DotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: DType | None = None,
@@ -41,7 +44,8 @@ def dot_general(
     Args:
       lhs: activations x, [..., M, K] or as `dimension_numbers` say. They are bfloat16, float16 or
         float32; float64 is computed in float32. With `prologue=`, the tuple of its arrays.
-      rhs: weights w, [K, N] or as `dimension_numbers` say.
+      rhs: weights w, [K, N] or as `dimension_numbers` say. Or a weight that the model holds in FP8,
+        from `fp8.quantize_params`.
       dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`.
       precision: of fprop, the forward matmul y = x w. None or DEFAULT lets Hopper accumulate fast;
         HIGH and HIGHEST do not. The matmuls of the gradients, dgrad and wgrad, never accumulate
@@ -120,7 +124,8 @@ def dot_general(
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
     how = read_options("fp8.dot_general", DotOptions, options)
-    given = read_operands(lhs, rhs, dimension_numbers, recipe, how)
+    array, weight = array_of(rhs, recipe, dimension_numbers)
+    given = read_operands(lhs, array, dimension_numbers, recipe, how)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
     own, kernels = matched(state, recipe), check_kernels(how.kernels)
@@ -132,6 +137,7 @@ def dot_general(
         return add_bias(in_high_precision(), given.bias, given.geometry)
     probe = own.probe if own else None
     view = view_for(recipe.tile, given.geometry, given.shapes, given.places.g)
+    backends = kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE)
     call = Call(
         recipe=recipe,
         geometry=view.geometry,
@@ -145,7 +151,7 @@ def dot_general(
         amax_axes=amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
         places=view.places(given.places),
         kernels=kernels,
-        backends=kernels.backends(recipe, given.size if kernels.chip else NO_SHAPE),
+        backends=backends if weight is None else backends._replace(w=XLA),
         prologue=how.prologue,
         save_original=how.save_original or (),
         watched=name_of_call(how.name),
@@ -155,7 +161,10 @@ def dot_general(
         ledger=probe.ledger if probe else None,
         key=how.key if recipe.needs_key else None,
     )
-    y = three_matmuls(call, view.arrays(given, quantizers))
+    arrays = view.arrays(given, quantizers)
+    if weight is not None:
+        arrays = arrays._replace(held=held_copies(weight, view, given))
+    y = three_matmuls(call, arrays)
     return view.result(y, how.out_sharding, in_high_precision)
 
 

@@ -18,12 +18,14 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard, place, place_of_result
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._handles import handle
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 
 def einsum(
     equation: str,
     lhs: Array | tuple[Array, ...],
-    rhs: Array,
+    rhs: Array | QuantizedWeight,
     *,
     recipe: Recipe,
     state: MatmulState | tuple[()] | None = None,
@@ -73,7 +75,8 @@ def einsum(
     how = read_options("fp8.einsum", MatmulOptions, options)
     arrays, rhs = check_operands(lhs, rhs, recipe, how.prologue)
     like = arrays[0]  # has the shape and dtype of the left operand, with a prologue too
-    x_place, w_place = place("x", like, how.x_shard), place("w", rhs, how.w_shard)
+    w = handle(rhs) if is_weight(rhs) else rhs
+    x_place, w_place = place("x", like, how.x_shard), place("w", w, how.w_shard)
     shapes = x_place.whole_shape(like.shape), w_place.whole_shape(rhs.shape)
     if how.prologue is not None:
         check_whole(like, x_place, how)
@@ -95,15 +98,15 @@ def einsum(
     options["y_shard"] = _shard_before_transpose(how.y_shard, order)
     options["out_sharding"] = _before_transpose(how.out_sharding, order)
     y = dot_general(
-        arrays if how.prologue is not None else _alone(like, parsed.lhs, parsed.lhs_kept),
-        _alone(rhs, parsed.rhs, parsed.rhs_kept),
+        arrays if how.prologue is not None else _alone(like, parsed.lhs, parsed.lhs_kept, equation),
+        _alone(rhs, parsed.rhs, parsed.rhs_kept, equation),
         dimension_numbers, precision, preferred_element_type,
         recipe=recipe, state=state, **options,
     )  # fmt: skip
     return y.transpose(order)
 
 
-def _alone(x: Array, names: str, kept: str) -> Array:
+def _alone(x: Any, names: str, kept: str, equation: str) -> Any:
     """x without the axes that the matmul does not read.
 
     It takes diagonals, and sums over axes that the other operand and the output do not have. A sum
@@ -112,6 +115,11 @@ def _alone(x: Array, names: str, kept: str) -> Array:
     """
     if names == kept:
         return x
+    if is_weight(x):
+        raise ValueError(
+            f"equation {equation!r} sums over axes of rhs, or takes a diagonal of it, before the "
+            "matmul. A weight in FP8 cannot be summed; leave it out of quantize_params."
+        )
     wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
     return jnp.einsum(f"{names}->{kept}", wide).astype(x.dtype)
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._reshape import is_explicit, merge_axes
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
@@ -45,6 +45,15 @@ class View:
     def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
         """The arrays of the view's matmul."""
         return Arrays(given.x, given.w, given.bias, given.parts, quantizers)
+
+    def weight(self, w: Array) -> Array:
+        """The weight as an operand of the view."""
+        return w
+
+    def weight_again(self, values: Array, like: Array) -> Array:
+        """Reverses `weight`, for values of its result. `like` has the type of the weight."""
+        del like
+        return values
 
     def places(self, places: Places) -> Places:
         """The places of the view's operands.
@@ -86,6 +95,20 @@ class _Merge:
     def __call__(self, x: Array) -> Array:
         x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
         return merge_axes(x, self.counts)
+
+    def undo(self, x: Array, like: Array) -> Array:
+        """Reverses a call whose argument had the shape and the sharding of `like`."""
+        shape = tuple(like.shape[axis] for axis in self.order)
+        if x.shape != shape:
+            spec = None
+            if is_explicit(like):
+                sharding = jax.typeof(like).sharding
+                entries = (*sharding.spec, *[None] * like.ndim)
+                spec = jax.sharding.NamedSharding(
+                    sharding.mesh, jax.P(*(entries[axis] for axis in self.order))
+                )
+            x = lax.reshape(x, shape, out_sharding=spec)
+        return jnp.transpose(x, inverse_permutation(self.order))
 
     def axis(self, axis: int) -> int:
         """The axis of the view that an axis of the array becomes.
@@ -129,6 +152,12 @@ class TileView(View):
         bias = None if given.bias is None else self.of_bias(given.bias)
         parts = given.parts and tuple(self._part(each, given.x.shape) for each in given.parts)
         return Arrays(self.of_x(given.x), self.of_w(given.w), bias, parts, quantizers)
+
+    def weight(self, w: Array) -> Array:
+        return self.of_w(w)
+
+    def weight_again(self, values: Array, like: Array) -> Array:
+        return self.of_w.undo(values, like)
 
     def _part(self, part: Array, x_shape: Axes) -> Array:
         """The view of an array of a prologue. Each axis has size 1, or its size in `x_shape`."""

@@ -26,6 +26,7 @@ from jaxfp8.state._probes import with_probes, without_probes, zero_ledgers
 from jaxfp8.state._stacks import Stacks
 from jaxfp8.state._state import SeenAmax, is_state
 from jaxfp8.state._trees import map_states
+from jaxfp8.weights._handles import handles_of, with_handles
 
 
 def value_and_grad(
@@ -37,11 +38,12 @@ def value_and_grad(
 ) -> Callable[..., tuple[Any, PyTree, PyTree]]:
     """`jax.value_and_grad` of a loss whose second argument is quantizer state.
 
-    The gradients hold no quantizer state: clip, scale, average and cast them as you like.
+    The gradients hold no quantizer state: clip, scale, average and cast them as you like. The
+    gradient of a weight in FP8 (`fp8.quantize_params`) is one array, in the dtype of the weight.
 
     Args:
       loss_fn: `loss_fn(params, state, *args, **kwargs) -> loss` (or `(loss, aux)`). It is
-        differentiated with respect to params.
+        differentiated with respect to params. state is () if no recipe has state.
       has_aux: as in `jax.value_and_grad`. aux must be a pytree of arrays.
       commit: whether to return the state of the next step. If False, the amaxes that were seen are
         returned instead. Merge those of all microbatches with `fp8.merge_seen`. Then call
@@ -94,15 +96,15 @@ def value_and_grad(
         ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))
         scales = structure.unflatten(map(known_scales, states))
 
-        def loss(params: PyTree, ledgers: PyTree) -> Any:
+        def loss(handles: PyTree, ledgers: PyTree) -> Any:
             probed = with_probes(state, ledgers, scales, reduce_axes=named)
-            out = loss_fn(params, probed, *args, **kwargs)
+            out = loss_fn(with_handles(params, handles), probed, *args, **kwargs)
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], without_probes(out[1])) if has_aux else out
 
         with explained(states):
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
-                params, ledgers
+                handles_of(params), ledgers
             )
         stacks = Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))

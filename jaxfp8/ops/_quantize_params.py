@@ -1,0 +1,142 @@
+"""`quantize_params`: the weights of a model in FP8, cast once for all matmuls that read them."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import PyTree
+from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._state import MatmulState, is_state
+from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
+
+WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]
+"""Pairs (match, axes). A match is a regular expression that the whole path of a weight must match.
+The first match decides. None leaves the weight as it is."""
+
+KERNELS: WeightRules = ((r"(.*/)?kernel", WeightAxes()),)
+"""The rules for flax's layers without attention: kernels [K, N]."""
+
+
+def quantize_params(
+    params: PyTree,
+    recipe: Recipe,
+    *,
+    rules: WeightRules = KERNELS,
+    state: PyTree = (),
+    primary: bool = False,
+    reduce_axes: tuple[str, ...] | None = None,
+) -> PyTree:
+    """The parameters with their weights in FP8, as `QuantizedWeight`s.
+
+    Matmuls and layers of jaxfp8 take them in the place of the weights, with the same results and
+    gradients, bit for bit, and cast nothing. There are two uses.
+
+    *Cast once a step.* Call it before the loop over microbatches. All microbatches then read the
+    same FP8 weights, and the amax of delayed scaling is found once. The original weights stay: the
+    gradient is theirs.
+
+    *FP8 primary weights.* With `primary=True` the originals are dropped, so the model has 1 byte a
+    weight, or 2 where two directions need two copies. The optimizer holds master weights
+    (`fp8.optim.with_master_weights`), and casts them after each update.
+
+    Take gradients with `fp8.value_and_grad`. It returns that of each weight as one array, in the
+    dtype of the weight, in the place of the `QuantizedWeight`.
+
+    The cast is XLA's on every chip. In Auto and Explicit meshes it gives the same FP8 values on
+    every mesh. Tiles must not be cut by shards. Inside `jax.shard_map` each device casts its shard
+    with the amax of the whole weight.
+
+    Args:
+      params: a pytree. Paths are the keys, joined by "/".
+      recipe: the recipe of the matmuls that read the weights.
+      rules: which leaves are weights, and what their matmul does with their axes. The default takes
+        every `kernel` [K, N]. A name of your own, with stacked layers:
+        `rules=[("blocks/.*", fp8.weights.WeightAxes(stacked=1))]`.
+      state: the quantizer state of the matmuls, for recipes with state. The state of a weight is at
+        the path of the weight, or the only one below the path of its layer.
+      primary: whether to drop the original weights.
+      reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is reduced over. By default it
+        is all axes that a weight varies over. Name them if some separate stages or experts.
+
+    Returns:
+      The same tree, with `QuantizedWeight`s in the place of weights.
+
+    Raises:
+      TypeError: if a weight is no float array.
+      ValueError: if a rule matches nothing, if axes do not fit, or if the recipe reads weights in
+        high precision.
+      FP8StateError: if the state of a weight is missing, or not the only one.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.blockwise()
+      >>> def loss_fn(params, state, x):
+      ...     return jnp.sum(fp8.dot(x, params["kernel"], recipe=recipe))
+      >>> params, x = {"kernel": jnp.ones((256, 128))}, jnp.ones((8, 256))
+      >>> in_fp8 = fp8.quantize_params(params, recipe)
+      >>> in_fp8["kernel"]
+      QuantizedWeight(blockwise, [256, 128] of float32, with its original)
+      >>> loss, grads, _ = fp8.value_and_grad(loss_fn)(in_fp8, (), x)
+      >>> grads["kernel"].shape, grads["kernel"].dtype.name
+      ((256, 128), 'float32')
+
+    References:
+      TransformerEngine user guide, `quantized_model_init` and `is_first_microbatch`.
+    """
+    check_recipe(recipe)
+    used: set[int] = set()
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = _joined(path)
+        for i, (match, axes) in enumerate(rules):
+            if re.fullmatch(match, name):
+                used.add(i)
+                if axes is None or is_weight(leaf):
+                    return leaf
+                return quantize_weight(
+                    leaf, recipe, axes, state=_state_at(name, states) if recipe.rows else None,
+                    reduce_axes=reduce_axes, primary=primary, name=name,
+                )  # fmt: skip
+        return leaf
+
+    states = {
+        _joined(path): node
+        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
+        if is_state(node)
+    }
+    found = jax.tree_util.tree_map_with_path(one, params, is_leaf=is_weight)
+    if unused := [match for i, (match, _) in enumerate(rules) if i not in used]:
+        paths = [
+            _joined(path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+        ]
+        raise ValueError(
+            f"rules {unused} match no path of params. A rule must match a whole path. The paths are "
+            f"{paths[:20]}."
+        )
+    return found
+
+
+def _joined(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _state_at(name: str, states: dict[str, MatmulState]) -> MatmulState:
+    """The state of the matmul that reads the weight of this path."""
+    if name in states:
+        return states[name]
+    layer = name.rpartition("/")[0]
+    below = [path for path in states if not layer or path.startswith(f"{layer}/")]
+    if len(below) == 1:
+        return states[below[0]]
+    raise FP8StateError(
+        f"{name}: the state of its matmul must be at the same path, or the only one below "
+        f"{layer!r}. There are {below[:6]}. Pass state=, the states of init or of the last step, "
+        f"with the structure of params. All paths are {list(states)[:20]}."
+    )

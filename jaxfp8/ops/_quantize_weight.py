@@ -1,0 +1,144 @@
+"""The cast of one weight that the model will hold in FP8."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array
+from jaxfp8.ops._amax_axes import NO_VARIATION, AmaxAxes, Variation, amax_axes
+from jaxfp8.ops._arguments import check_float
+from jaxfp8.ops._arrays import QuantizerArrays
+from jaxfp8.ops._call import Call, Places
+from jaxfp8.ops._held_weight import view_of_weight
+from jaxfp8.ops._operands import quantize_operand
+from jaxfp8.ops._tile_view import View
+from jaxfp8.plan._backends import Backends
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.sharding._shard import place
+from jaxfp8.state._identity import known_scales
+from jaxfp8.state._matched import matched
+from jaxfp8.state._probes import zero_ledgers
+from jaxfp8.state._state import MatmulState
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of
+
+
+def quantize_weight(
+    w: Array,
+    recipe: Recipe,
+    axes: WeightAxes,
+    *,
+    state: MatmulState | None = None,
+    reduce_axes: tuple[str, ...] | None = None,
+    primary: bool = False,
+    name: str = "w",
+) -> QuantizedWeight:
+    """One weight [...] in FP8, for all matmuls of the recipe; see `fp8.quantize_params`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> quantize_weight(jnp.ones((4, 8)), fp8.recipes.mxfp8(), WeightAxes())
+      QuantizedWeight(mxfp8, [4, 8] of float32, with its original)
+    """
+    w = check_float(name, w)
+    if w.ndim <= axes.stacked:
+        raise ValueError(f"{name} {list(w.shape)} has no axes besides the {axes.stacked} stacked ones.")
+    cast = functools.partial(_cast, recipe=recipe, axes=axes, reduce_axes=reduce_axes, name=name)
+    for _ in range(axes.stacked):
+        cast = jax.vmap(cast)
+    # The gradient flows to the original, and not through the cast.
+    values, scales, amaxes = cast(*lax.stop_gradient((w, state)))
+    return QuantizedWeight(
+        values=values, scales=scales, amaxes=amaxes, original=None if primary else w,
+        recipe=recipe, axes=axes, dtype=w.dtype,
+    )  # fmt: skip
+
+
+def requantize(
+    weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None
+) -> QuantizedWeight:
+    """The weight with new values w [...], cast as it was.
+
+    Args:
+      weight: the weight before.
+      w: the new values, in any float dtype. They are rounded to `weight.dtype` first.
+      state: the quantizer state of its matmul, for recipes with state.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> weight = quantize_weight(jnp.ones((4, 8)), fp8.recipes.current(), WeightAxes())
+      >>> float(requantize(weight, jnp.full((4, 8), 7.0)).scales[0])
+      0.015625
+    """
+    return quantize_weight(
+        w.astype(weight.dtype), weight.recipe, weight.axes, state=state,
+        primary=weight.original is None,
+    )  # fmt: skip
+
+
+def _cast(
+    w: Array,
+    state: MatmulState | None,
+    *,
+    recipe: Recipe,
+    axes: WeightAxes,
+    reduce_axes: tuple[str, ...] | None,
+    name: str,
+) -> tuple[tuple[Array, ...], tuple[Array, ...], Array | None]:
+    """Values, scales and the amaxes of the rows of state of one weight [...]."""
+    own = matched(state, recipe)
+    where = place(name, w, axes.shard)
+    view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
+    casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
+    across = amax_axes(recipe, reduce_axes, None)
+    where = view.places(Places(Whole(), where, Whole())).w
+    call = _call(recipe, view, where, across, own)
+    known = own and own.probe.known if own and own.probe else known_scales(own) if own else None
+    ledger = zero_ledgers(own) if own else None
+    cast = quantize_operand(
+        call, "w", view.weight(w), QuantizerArrays(known, ledger), _variation(w, where, across, recipe, name)
+    )
+    copies: dict[int, QuantizedTensor] = {}
+    for operand in cast.now.values():
+        assert isinstance(operand, QuantizedTensor)
+        copies[id(operand)] = operand
+    values = tuple(view.weight_again(each.values, w) for each in copies.values())
+    seen = [cast.seen[key] for key in sorted(cast.seen)]
+    return values, tuple(each.scale for each in copies.values()), jnp.stack(seen) if seen else None
+
+
+def _call(
+    recipe: Recipe, view: View, where: Place, across: AmaxAxes, own: MatmulState | None
+) -> Call:
+    """A call that only casts a weight."""
+    none: Any = None
+    return Call(
+        recipe=recipe, geometry=view.geometry, out_dtype=none, precision=none,
+        fast_accumulation=False, out_sharding=none, collected=own is not None,
+        in_gradient_channel=False, settled=own is not None and own.settled, amax_axes=across,
+        places=Places(Whole(), where, Whole()), kernels=Kernels(), backends=Backends(),
+        prologue=None, save_original=(), watched=None,
+    )  # fmt: skip
+
+
+def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: str) -> Variation:
+    """The mesh axes over which the weight varies inside `jax.shard_map`."""
+    if not across.manual:
+        return NO_VARIATION
+    axes = varying(w) - where.manual_axes
+    if axes and "w" in recipe.tensors_in_rows:
+        raise ValueError(
+            f"{name} varies over {sorted(axes)} inside jax.shard_map, and recipe {recipe.name!r} has "
+            "a scale for each row of it. Types do not say whether these mesh axes split its rows. "
+            "Call quantize_params outside of shard_map, or name the split in WeightAxes(shard=...)."
+        )
+    none: frozenset[str] = frozenset()
+    return Variation(none, axes, none, none, across.named, batched=False)

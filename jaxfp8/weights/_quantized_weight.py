@@ -1,0 +1,182 @@
+"""QuantizedWeight: the FP8 copies of one weight that a model holds."""
+
+import dataclasses
+import functools
+
+import jax
+
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightAxes:
+    """What the forward matmul does with the axes of a weight. The default is a kernel [K, N].
+
+    Axes are counted without the stacked ones, and from 0.
+
+    Attributes:
+      contracted: the axes that the forward matmul contracts, in the order of its dimension numbers.
+      batch: the batch axes of the matmul, for instance that of experts [E, K, N].
+      stacked: how many leading axes stack the weights of several layers, as `nn.scan` and
+        `jax.lax.scan` want them. Each layer has its own scales.
+      shard: how the mesh splits the weight, for a call inside `jax.shard_map`. It is the `w_shard`
+        of the matmul.
+
+    Raises:
+      TypeError: if a field has another type.
+      ValueError: if an axis is named twice.
+
+    Example:
+      >>> WeightAxes(contracted=(0, 1))  # the kernel [heads, features, D] after attention
+      WeightAxes(contracted=(0, 1), batch=(), stacked=0, shard=None)
+    """
+
+    contracted: Axes = (0,)
+    batch: Axes = ()
+    stacked: int = 0
+    shard: Shard | None = None
+
+    def __post_init__(self) -> None:
+        axes = self.contracted, self.batch
+        if not all(isinstance(each, tuple) for each in axes) or not all(
+            type(axis) is int and axis >= 0 for axis in sum(axes, ())
+        ):
+            raise TypeError(
+                f"contracted={self.contracted!r} and batch={self.batch!r} must be tuples of axes, "
+                "counted from 0: contracted=(0,)."
+            )
+        if type(self.stacked) is not int or self.stacked < 0:
+            raise TypeError(f"stacked={self.stacked!r} must be a number of leading axes, 0 or more.")
+        if self.shard is not None and not isinstance(self.shard, Shard):
+            raise TypeError(f"shard={self.shard!r} must be an fp8.Shard or None.")
+        named = self.contracted + self.batch
+        if not self.contracted or len(set(named)) < len(named):
+            raise ValueError(
+                f"contracted={self.contracted} and batch={self.batch} must name at least one "
+                "contracted axis, and each axis once."
+            )
+
+    def geometry(self, ndim: int) -> TrainingGeometry:
+        """The axes of the matmul x [*batch, M, *contracted] @ w, for a weight of `ndim` axes.
+
+        Raises:
+          ValueError: if an axis is out of range.
+        """
+        if max(self.contracted + self.batch) >= ndim:
+            raise ValueError(
+                f"{self} does not fit a weight of {ndim} axes without the stacked ones. Name its "
+                "axes in WeightAxes(contracted=...)."
+            )
+        batches = len(self.batch)
+        contracted = tuple(range(batches + 1, batches + 1 + len(self.contracted)))
+        numbers = (contracted, self.contracted), (tuple(range(batches)), self.batch)
+        return TrainingGeometry.of(numbers, batches + 1 + len(self.contracted), ndim)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "amaxes", "original"],
+    meta_fields=["recipe", "axes", "dtype"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A weight in FP8, as the matmuls of one recipe read it: a pytree in the place of an array.
+
+    A matmul or a layer takes it in the place of the weight, and casts nothing. Its gradient is that
+    of the weight, in `dtype`: `fp8.value_and_grad` returns it.
+
+    There is a copy for each direction: one for recipes with a scale for each tensor and for square
+    tiles, two for the rest. The values of a copy have the shape of the weight. Stacked layers are
+    leading axes of all arrays.
+
+    Attributes:
+      values: FP8 [...], one for each copy.
+      scales: their scales, as the matmul reads them.
+      amaxes: f32[], the amax of the weight, if the recipe has state; else None. Matmuls record it.
+      original: the weight [...], to which the gradient flows; None if only the FP8 copies are in
+        memory. No matmul reads it.
+      recipe: the recipe whose matmuls read the copies (static).
+      axes: what these matmuls do with the axes of the weight (static).
+      dtype: the dtype of the weight before the cast (static).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.blockwise()
+      >>> params = fp8.quantize_params({"kernel": jnp.ones((256, 128))}, recipe, primary=True)
+      >>> params["kernel"].shape, params["kernel"].nbytes / (256 * 128)
+      ((256, 128), 1.000244140625)
+    """
+
+    values: tuple[Array, ...]
+    scales: tuple[Array, ...]
+    amaxes: Array | None
+    original: Array | None
+    recipe: Recipe
+    axes: WeightAxes
+    dtype: DType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, with its stacked axes."""
+        return self.values[0].shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values[0].ndim
+
+    @property
+    def size(self) -> int:
+        return self.values[0].size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the FP8 copies and their scales."""
+        return sum(each.size * each.dtype.itemsize for each in (*self.values, *self.scales))
+
+    def __repr__(self) -> str:
+        kept = "" if self.original is None else ", with its original"
+        shape = list(getattr(self.values[0], "shape", ()))
+        return f"QuantizedWeight({self.recipe.name}, {shape} of {jax.numpy.dtype(self.dtype)}{kept})"
+
+
+def is_weight(node: object) -> bool:
+    """Whether a tree node is a `QuantizedWeight`.
+
+    Example:
+      >>> is_weight(1.0)
+      False
+    """
+    return isinstance(node, QuantizedWeight)
+
+
+def casts_of(recipe: Recipe, geometry: TrainingGeometry) -> tuple[PlannedCast, ...]:
+    """The casts of a weight for the matmuls of a recipe.
+
+    Raises:
+      ValueError: if the recipe reads the weight in high precision, or rounds it stochastically.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> len(casts_of(fp8.recipes.mxfp8(), WeightAxes().geometry(2))[0].readers)
+      2
+    """
+    planned = planned_casts(recipe, geometry, "w", ("xla",))
+    for each in planned:
+        if each.cast is None:
+            raise ValueError(
+                f"recipe {recipe.name!r} reads weights in high precision in "
+                f"{', '.join(sum(each.readers, ()))}. FP8 copies cannot take their place; leave "
+                "these weights out of quantize_params."
+            )
+        if each.quantizer.rounding == "stochastic":
+            raise ValueError(
+                f"recipe {recipe.name!r} rounds weights stochastically. quantize_params rounds to "
+                "nearest; use a recipe that rounds gradients only."
+            )
+    return planned
+
