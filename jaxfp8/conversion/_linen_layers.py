@@ -23,6 +23,7 @@ from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._layer_input import LayerInput
+from jaxfp8.ops._promotion import KeepsFP8
 
 
 class Known(NamedTuple):
@@ -66,14 +67,16 @@ def _general_size(module: nn.DenseGeneral, inputs: Any) -> Size:
 
 
 def _run_general(module: nn.DenseGeneral, decision: Decision, next_fun: Any, inputs: Any) -> Array:
-    # flax looks for a matmul in this field. A module that runs is a copy, which flax made for this
-    # call of the model, so no object of the user changes.
-    before = module.dot_general_cls
+    # flax looks for a matmul and a promotion in these fields. A module that runs is a copy, which
+    # flax made for this call of the model, so no object of the user changes.
+    before = {name: getattr(module, name) for name in ("dot_general_cls", "promote_dtype")}
     object.__setattr__(module, "dot_general_cls", _plug(decision))
+    object.__setattr__(module, "promote_dtype", KeepsFP8.of(module.promote_dtype))
     try:
         y: Array = next_fun(as_array("inputs", inputs))
     finally:
-        object.__setattr__(module, "dot_general_cls", before)
+        for name, field in before.items():
+            object.__setattr__(module, name, field)
     return y
 
 

@@ -19,6 +19,7 @@ from jaxfp8.ops._bias import fits
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._layer_input import LayerInput
 from jaxfp8.ops._options import options_of
+from jaxfp8.ops._promotion import KeepsFP8
 from jaxfp8.recipes._presets import check_recipe
 
 
@@ -173,6 +174,7 @@ class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
 
     def __post_init__(self) -> None:
         _plug(self)
+        self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         super().__post_init__()
 
     def __call__(self, inputs: Array) -> Array:

@@ -21,6 +21,7 @@ from jaxfp8.nnx._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.ops._arguments import as_array, check_prologue
 from jaxfp8.ops._bias import fits
 from jaxfp8.ops._layer_input import LayerInput
+from jaxfp8.ops._promotion import KeepsFP8
 from jaxfp8.prologues._prologue import AbstractPrologue
 
 
@@ -177,6 +178,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
             FP8DotGeneral, "FP8LinearGeneral", arguments, "dot_general", "dot_general_cls"
         )
         super().__init__(in_features, out_features, dot_general=matmul, **rest)
+        self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
@@ -246,6 +248,7 @@ class FP8Einsum(nnx.Einsum):
         self.prologue = prologue
         matmul, rest = take_matmul(FP8EinsumOp, "FP8Einsum", arguments, "einsum_op")
         super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=matmul, **rest)
+        self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))
 
     def __call__(

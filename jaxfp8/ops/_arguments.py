@@ -34,8 +34,8 @@ def check_operands(
     if is_weight(rhs):
         if recipe.is_identity:
             raise TypeError(
-                f"rhs is {rhs}, but recipe {recipe.name!r} multiplies in high precision. Leave this "
-                "weight out of quantize_params."
+                f"rhs is {rhs}, but recipe {recipe.name!r} multiplies in high precision. Leave "
+                "this weight out of quantize_params."
             )
         return check_arrays("lhs", lhs, prologue), rhs
     if recipe.is_identity and prologue is None:

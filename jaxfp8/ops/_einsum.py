@@ -75,7 +75,7 @@ def einsum(
     how = read_options("fp8.einsum", MatmulOptions, options)
     arrays, rhs = check_operands(lhs, rhs, recipe, how.prologue)
     like = arrays[0]  # has the shape and dtype of the left operand, with a prologue too
-    w = handle(rhs) if is_weight(rhs) else rhs
+    w: Any = handle(rhs) if isinstance(rhs, QuantizedWeight) else rhs
     x_place, w_place = place("x", like, how.x_shard), place("w", w, how.w_shard)
     shapes = x_place.whole_shape(like.shape), w_place.whole_shape(rhs.shape)
     if how.prologue is not None:
@@ -87,10 +87,10 @@ def einsum(
         check_result_dtype(preferred_element_type)
         x = like if how.prologue is None else how.prologue(*arrays)
         y = jnp.einsum(
-            equation, x_place.gather(x), w_place.gather(rhs), precision=precision,
+            equation, x_place.gather(x), w_place.gather(w), precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=how.out_sharding,
         )  # fmt: skip
-        return place_of_result(y.shape, (x, rhs), how.y_shard).scatter(y)
+        return place_of_result(y.shape, (x, w), how.y_shard).scatter(y)
     parsed = parse(equation, *shapes)
     dimension_numbers, order = parsed.matmul()
     options["x_shard"] = _shard_of_kept("x", how.x_shard, parsed)

@@ -46,8 +46,8 @@ def array_of(
     mine = weight.axes
     if (set(given.contracted), given.batch) != (set(mine.contracted), mine.batch):
         raise ValueError(
-            f"this matmul contracts axes {given.contracted} of rhs {list(weight.shape)}, with batch "
-            f"axes {given.batch}. But rhs was quantized for {mine}. Pass "
+            f"this matmul contracts axes {given.contracted} of rhs {list(weight.shape)}, with "
+            f"batch axes {given.batch}. But rhs was quantized for {mine}. Pass "
             f"WeightAxes(contracted={given.contracted}, batch={given.batch}) to quantize_params."
         )
     return handle(weight), weight
@@ -84,9 +84,9 @@ def held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies
         assert isinstance(mine, TileView)
         if mine.of_w != view.of_w:
             raise ValueError(
-                f"rhs was quantized for {weight.axes}, but this matmul contracts its axes in another "
-                "order, so its tiles run along other axes. Give contracted= in the order of the "
-                "axes of lhs."
+                f"rhs was quantized for {weight.axes}, but this matmul contracts its axes in "
+                "another order, so its tiles run along other axes. Give contracted= in the order "
+                "of the axes of lhs."
             )
     copies: list[Copy] = []
     for planned in casts_of(weight.recipe, view.geometry):
@@ -110,4 +110,3 @@ def _check(tensor: QuantizedTensor, weight: QuantizedWeight) -> None:
             f"{error} If layers are stacked ({weight.axes}), scan or map over the stacked weights, "
             "or index them: jax.tree.map(lambda leaf: leaf[i], weight)."
         ) from None
-

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.ops._arguments import as_array, check_float, check_tuple, one_array
+from jaxfp8.ops._promotion import KeepsFP8
 from jaxfp8.prologues._prologue import AbstractPrologue
 
 
@@ -73,6 +74,7 @@ class LayerInput:
         names = (None,) if self.prologue is None else self.prologue.names
         kept = () if self.prologue is None else self.prologue.parameters
         pairs = list(zip(names, self.arrays, strict=True))
+        promote = KeepsFP8.of(promote)
         *activations, w, b = promote(*(x for name, x in pairs if name not in kept), kernel, bias)
         rest = iter(activations)
         arrays = tuple(x if name in kept else next(rest) for name, x in pairs)

@@ -117,8 +117,8 @@ def quantize_operand(
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
     residuals = {matmul: copy for copy in saved for matmul in copy.readers}
-    amaxes = KnownAmaxes(tuple(found), tuple(found.values()))
-    return Quantized(now, residuals, seen, extras.column_sums, watched, amaxes)
+    known = KnownAmaxes(tuple(found), tuple(found.values()))
+    return Quantized(now, residuals, seen, extras.column_sums, watched, known)
 
 
 def held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:

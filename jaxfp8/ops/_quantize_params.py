@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 import jax
 
 from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import DType, PyTree
+from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._quantize_weight import quantize_weight
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
@@ -29,6 +30,7 @@ def quantize_params(
     rules: WeightRules = KERNELS,
     state: PyTree = (),
     primary: bool = False,
+    dtype: DType | None = None,
     reduce_axes: tuple[str, ...] | None = None,
 ) -> PyTree:
     """The parameters with their weights in FP8, as `QuantizedWeight`s.
@@ -60,6 +62,8 @@ def quantize_params(
       state: the quantizer state of the matmuls, for recipes with state. The state of a weight is at
         the path of the weight, or the only one below the path of its layer.
       primary: whether to drop the original weights.
+      dtype: the dtype in which the layers compute. Weights are rounded to it before the cast, as
+        the layers would do. By default it is the dtype of each weight.
       reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is reduced over. By default it
         is all axes that a weight varies over. Name them if some separate stages or experts.
 
@@ -99,6 +103,8 @@ def quantize_params(
                 used.add(i)
                 if axes is None or is_weight(leaf):
                     return leaf
+                if dtype is not None:
+                    leaf = check_float(name, leaf).astype(dtype)
                 return quantize_weight(
                     leaf, recipe, axes, state=_state_at(name, states) if recipe.rows else None,
                     reduce_axes=reduce_axes, primary=primary, name=name,
@@ -117,13 +123,16 @@ def quantize_params(
             for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
         ]
         raise ValueError(
-            f"rules {unused} match no path of params. A rule must match a whole path. The paths are "
-            f"{paths[:20]}."
+            f"rules {unused} match no path of params. A rule must match a whole path. The paths "
+            f"are {paths[:20]}."
         )
     return found
 
 
 def _joined(path: Any) -> str:
+    """The keys of a path, without the field of an nnx Variable that holds its value."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and "value" in path[-1].name:
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

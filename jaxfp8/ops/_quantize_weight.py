@@ -49,7 +49,9 @@ def quantize_weight(
     """
     w = check_float(name, w)
     if w.ndim <= axes.stacked:
-        raise ValueError(f"{name} {list(w.shape)} has no axes besides the {axes.stacked} stacked ones.")
+        raise ValueError(
+            f"{name} {list(w.shape)} has no axes besides the {axes.stacked} stacked ones."
+        )
     cast = functools.partial(_cast, recipe=recipe, axes=axes, reduce_axes=reduce_axes, name=name)
     for _ in range(axes.stacked):
         cast = jax.vmap(cast)
@@ -101,11 +103,12 @@ def _cast(
     across = amax_axes(recipe, reduce_axes, None)
     where = view.places(Places(Whole(), where, Whole())).w
     call = _call(recipe, view, where, across, own)
-    known = own and own.probe.known if own and own.probe else known_scales(own) if own else None
-    ledger = zero_ledgers(own) if own else None
-    cast = quantize_operand(
-        call, "w", view.weight(w), QuantizerArrays(known, ledger), _variation(w, where, across, recipe, name)
-    )
+    arrays = QuantizerArrays()
+    if own is not None:
+        known = known_scales(own) if own.probe is None else own.probe.known
+        arrays = QuantizerArrays(known, zero_ledgers(own))
+    variation = _variation(w, where, across, recipe, name)
+    cast = quantize_operand(call, "w", view.weight(w), arrays, variation)
     copies: dict[int, QuantizedTensor] = {}
     for operand in cast.now.values():
         assert isinstance(operand, QuantizedTensor)
@@ -136,9 +139,10 @@ def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: s
     axes = varying(w) - where.manual_axes
     if axes and "w" in recipe.tensors_in_rows:
         raise ValueError(
-            f"{name} varies over {sorted(axes)} inside jax.shard_map, and recipe {recipe.name!r} has "
-            "a scale for each row of it. Types do not say whether these mesh axes split its rows. "
-            "Call quantize_params outside of shard_map, or name the split in WeightAxes(shard=...)."
+            f"{name} varies over {sorted(axes)} inside jax.shard_map, and recipe {recipe.name!r} "
+            "has a scale for each row of it. Types do not say whether these mesh axes split its "
+            "rows. Call quantize_params outside of shard_map, or name the split in "
+            "WeightAxes(shard=...)."
         )
     none: frozenset[str] = frozenset()
     return Variation(none, axes, none, none, across.named, batched=False)

@@ -28,7 +28,8 @@ def convert(model: M, recipe: Recipe, paths: str = ".*", **options: Unpack[Layer
       recipe: which quantizer for which operand.
       paths: which layers, as a regular expression for the whole path ("layers.0", "mlp.up").
       **options: `reduce_axes`, `x_shard`, `w_shard`, `y_shard`, `kernels`, `state_channel`,
-        `save_original`; see `fp8.dot_general`. w has the shape [in, out]: the transposed weight of the layer.
+        `save_original`; see `fp8.dot_general`. w has the shape [in, out]: the transposed weight of
+        the layer.
 
     Returns:
       A model that shares all arrays with `model`. `jax.vmap` of its layers computes one matmul.

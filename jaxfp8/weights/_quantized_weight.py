@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -50,7 +51,9 @@ class WeightAxes:
                 "counted from 0: contracted=(0,)."
             )
         if type(self.stacked) is not int or self.stacked < 0:
-            raise TypeError(f"stacked={self.stacked!r} must be a number of leading axes, 0 or more.")
+            raise TypeError(
+                f"stacked={self.stacked!r} must be a number of leading axes, 0 or more."
+            )
         if self.shard is not None and not isinstance(self.shard, Shard):
             raise TypeError(f"shard={self.shard!r} must be an fp8.Shard or None.")
         named = self.contracted + self.batch
@@ -138,10 +141,21 @@ class QuantizedWeight:
         """The bytes of the FP8 copies and their scales."""
         return sum(each.size * each.dtype.itemsize for each in (*self.values, *self.scales))
 
+    def __getitem__(self, index: Any) -> "QuantizedWeight":
+        """The weight itself, for `weight[...]`. nnx layers read their kernel so."""
+        if index is not Ellipsis:
+            raise TypeError(
+                f"{self} cannot be indexed by {index!r}. Index stacked layers with "
+                "jax.tree.map(lambda leaf: leaf[i], weight)."
+            )
+        return self
+
     def __repr__(self) -> str:
         kept = "" if self.original is None else ", with its original"
         shape = list(getattr(self.values[0], "shape", ()))
-        return f"QuantizedWeight({self.recipe.name}, {shape} of {jax.numpy.dtype(self.dtype)}{kept})"
+        return (
+            f"QuantizedWeight({self.recipe.name}, {shape} of {jax.numpy.dtype(self.dtype)}{kept})"
+        )
 
 
 def is_weight(node: object) -> bool:
@@ -179,4 +193,3 @@ def casts_of(recipe: Recipe, geometry: TrainingGeometry) -> tuple[PlannedCast, .
                 "nearest; use a recipe that rounds gradients only."
             )
     return planned
-
