@@ -53,13 +53,15 @@ def quantize_weight(
             f"{name} {list(w.shape)} has no axes besides the {axes.stacked} stacked ones."
         )
     cast = functools.partial(_cast, recipe=recipe, axes=axes, reduce_axes=reduce_axes, name=name)
+    scale_axes: list[tuple[tuple[int | None, ...], ...]] = []
+    cast = functools.partial(cast, scale_axes=scale_axes)
     for _ in range(axes.stacked):
         cast = jax.vmap(cast)
     # The gradient flows to the original, and not through the cast.
     values, scales, amaxes = cast(*lax.stop_gradient((w, state)))
     return QuantizedWeight(
         values=values, scales=scales, amaxes=amaxes, original=None if primary else w,
-        recipe=recipe, axes=axes, dtype=w.dtype,
+        recipe=recipe, axes=axes, dtype=w.dtype, scale_axes=scale_axes[-1],
     )  # fmt: skip
 
 
@@ -94,8 +96,12 @@ def _cast(
     axes: WeightAxes,
     reduce_axes: tuple[str, ...] | None,
     name: str,
+    scale_axes: list[tuple[tuple[int | None, ...], ...]],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Array | None]:
-    """Values, scales and the amaxes of the rows of state of one weight [...]."""
+    """Values, scales and the amaxes of the rows of state of one weight [...].
+
+    `QuantizedWeight.scale_axes` is appended to a list, because `jax.vmap` returns arrays only.
+    """
     own = matched(state, recipe)
     where = place(name, w, axes.shard)
     view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
@@ -114,8 +120,19 @@ def _cast(
         assert isinstance(operand, QuantizedTensor)
         copies[id(operand)] = operand
     values = tuple(view.weight_again(each.values, w) for each in copies.values())
+    scale_axes.append(
+        tuple(_scale_axes(each, view.weight_axes(w.ndim)) for each in copies.values())
+    )
     seen = [cast.seen[key] for key in sorted(cast.seen)]
     return values, tuple(each.scale for each in copies.values()), jnp.stack(seen) if seen else None
+
+
+def _scale_axes(copy: QuantizedTensor, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The axis of the weight for each axis of a scale, from those of the values."""
+    if not copy.scale.ndim:
+        return ()
+    cells = (copy.granularity.has_cells_along(i, copy.ndim) for i in range(copy.ndim))
+    return tuple(axis if many else None for axis, many in zip(axes, cells, strict=True))
 
 
 def _call(

@@ -55,6 +55,10 @@ class View:
         del like
         return values
 
+    def weight_axes(self, ndim: int) -> tuple[int | None, ...]:
+        """For each axis of the view of a weight of `ndim` axes, the first axis that it merges."""
+        return tuple(range(ndim))
+
     def places(self, places: Places) -> Places:
         """The places of the view's operands.
 
@@ -95,6 +99,15 @@ class _Merge:
     def __call__(self, x: Array) -> Array:
         x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
         return merge_axes(x, self.counts)
+
+    @property
+    def first_axes(self) -> tuple[int | None, ...]:
+        """For each axis of the view, the first axis that is merged into it; None for a new axis."""
+        ends = [sum(self.counts[:i]) for i in range(len(self.counts))]
+        return tuple(
+            self.order[first] if count else None
+            for first, count in zip(ends, self.counts, strict=True)
+        )
 
     def undo(self, x: Array, like: Array) -> Array:
         """Reverses a call whose argument had the shape and the sharding of `like`."""
@@ -158,6 +171,9 @@ class TileView(View):
 
     def weight_again(self, values: Array, like: Array) -> Array:
         return self.of_w.undo(values, like)
+
+    def weight_axes(self, ndim: int) -> tuple[int | None, ...]:
+        return self.of_w.first_axes
 
     def _part(self, part: Array, x_shape: Axes) -> Array:
         """The view of an array of a prologue. Each axis has size 1, or its size in `x_shape`."""

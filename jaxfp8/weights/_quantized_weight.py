@@ -83,7 +83,7 @@ class WeightAxes:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scales", "amaxes", "original"],
-    meta_fields=["recipe", "axes", "dtype"],
+    meta_fields=["recipe", "axes", "dtype", "scale_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
@@ -105,6 +105,8 @@ class QuantizedWeight:
       recipe: the recipe whose matmuls read the copies (static).
       axes: what these matmuls do with the axes of the weight (static).
       dtype: the dtype of the weight before the cast (static).
+      scale_axes: for each copy and each axis of its scale in one matmul, the axis of the weight
+        whose shards it follows; None for an axis that is whole (static).
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,6 +124,7 @@ class QuantizedWeight:
     recipe: Recipe
     axes: WeightAxes
     dtype: DType
+    scale_axes: tuple[tuple[int | None, ...], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,6 +143,32 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """The bytes of the FP8 copies and their scales."""
         return sum(each.size * each.dtype.itemsize for each in (*self.values, *self.scales))
+
+    def specs(self, spec: jax.P) -> "QuantizedWeight":
+        """The partition specs of all arrays, from the spec of the weight.
+
+        They are for `jax.jit(out_shardings=)`, with `jax.NamedSharding`, and for `jax.shard_map`.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> params = {"kernel": jnp.ones((256, 512))}
+          >>> weight = fp8.quantize_params(params, fp8.recipes.blockwise(), primary=True)["kernel"]
+          >>> weight.specs(jax.P("fsdp", None)).scales
+          (PartitionSpec('fsdp', None),)
+        """
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        leading, of_axes = entries[: self.axes.stacked], entries[self.axes.stacked :]
+        scales = tuple(
+            jax.P(*leading, *(None if axis is None else of_axes[axis] for axis in axes))
+            for axes in self.scale_axes
+        )
+        array: Any = spec
+        return dataclasses.replace(
+            self, values=(array,) * len(self.values), scales=scales,
+            amaxes=None if self.amaxes is None else jax.P(*leading),
+            original=None if self.original is None else array,
+        )  # fmt: skip
 
     def __getitem__(self, index: Any) -> "QuantizedWeight":
         """The weight itself, for `weight[...]`. nnx layers read their kernel so."""
