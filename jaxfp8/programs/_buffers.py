@@ -1,0 +1,227 @@
+"""`buffers_of`: the buffers of a compiled program, read from its text.
+
+XLA prints the instructions of a program in the order in which they run. So the text says when each
+array is made and last read. XLA's own plan of the memory (its buffer assignment) has the sizes that
+it allocates. It is not available for a program that was compiled for a GPU that is not there.
+
+References:
+  XLA, xla/service/hlo_dataflow_analysis.cc: which instructions share the memory of their operands.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, read_program, tensors_of
+from jaxfp8.programs._phases import Phase, phase_of
+from jaxfp8.programs._storage import Buffer, Storage
+from jaxfp8.programs._types import parts_of
+
+# These pass their operand on.
+_SAME = ("bitcast", "optimization-barrier", "add-dependency", "domain", "get-tuple-element")
+_INDEX = re.compile(r"\bindex=(\d+)")
+# {output index}: (operand or parameter, {index in it}). An index has one number at most here.
+_SHARED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
+_OF_INSTRUCTION = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
+_OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re.MULTILINE)
+
+
+class Memory(NamedTuple):
+    """The memory of a program over time.
+
+    Attributes:
+      buffers: those that are no arguments, constants or results in the memory of an argument.
+      phases: the phase of each instruction, in the order in which they run.
+    """
+
+    buffers: tuple[Buffer, ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> int:
+        """The time of the instruction before which most bytes are live."""
+        changes = [0] * (len(self.phases) + 3)
+        for buffer in self.buffers:
+            changes[buffer.born + 1] += buffer.bytes
+            changes[buffer.dies + 1] -= buffer.bytes
+        live, most, peak = 0, 0, 0
+        for time, change in enumerate(changes):
+            live += change
+            if live > most:
+                most, peak = live, time
+        return peak
+
+    def live(self, time: int) -> list[Buffer]:
+        """The buffers that were written before this time, and are read at it or later."""
+        return [buffer for buffer in self.buffers if buffer.born < time <= buffer.dies]
+
+
+def buffers_of(text: str) -> Memory:
+    r"""The buffers of a program, with the times and the phases in which they are needed.
+
+    Args:
+      text: of the compiled program, `compiled.as_text()`.
+
+    Raises:
+      ValueError: if the text does not say in which order the instructions run.
+
+    Example:
+      >>> memory = buffers_of(
+      ...     "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
+      ...     "  %x = f32[4]{0} parameter(0)\n  %y = f32[4]{0} sine(%x)\n"
+      ...     "  ROOT %z = f32[4]{0} cosine(%y)\n}"
+      ... )
+      >>> [(buffer.bytes, buffer.born, buffer.dies) for buffer in memory.buffers]
+      [(16, 0, 1), (16, 1, 2)]
+    """
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError(
+            "the text of the program has no is_scheduled=true, so its instructions are in no order "
+            "of time. Pass the text of a compiled program, lowered.compile().as_text()."
+        )
+    program = read_program(text)
+    walk = _Walk(program)
+    parameters = walk.parameters(program.entry)
+    storage = walk.storage
+    results = walk.run(program.entry, parameters, "other")
+    end = len(walk.phases)
+    storage.read(results, end, "other")
+    shared = _OF_PROGRAM.search(text)
+    for output, parameter, _ in _SHARED.findall(shared[1]) if shared else ():
+        storage.join([results[int(output or 0)]], [parameters[int(parameter)][0]])
+    return Memory(tuple(b for b in storage.buffers() if not b.outside), tuple(walk.phases))
+
+
+class _Walk:
+    """Follows a program in the order in which it runs. Each loop is followed once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.storage = Storage()
+        self.phases: list[Phase] = []
+
+    def parameters(self, name: str) -> list[list[int]]:
+        """Buffers of the parameters of the program."""
+        found = [i for i in self.program.computations[name].values() if i.opcode == "parameter"]
+        found.sort(key=lambda i: int(i.inside))
+        return [self._outside(i) for i in found]
+
+    def run(self, name: str, parameters: Sequence[list[int]], phase: Phase) -> list[int]:
+        """The buffers of the results of a computation."""
+        computation = self.program.computations[name]
+        made: dict[str, list[int]] = {}
+        phases: dict[str, Phase] = {}
+        root: list[int] = []
+        for instruction in computation.values():
+            of = instruction.name
+            if instruction.opcode == "parameter":
+                made[of], phases[of] = parameters[int(instruction.inside)], phase
+            elif instruction.opcode == "constant":
+                made[of], phases[of] = self._outside(instruction), "other"
+            else:
+                operands = [o for o in instruction.operands if o in made]
+                phases[of] = phase_of(instruction, (phases[o] for o in operands))
+                given = [made[o] for o in operands]
+                made[of] = self._passed_on(instruction, given, computation) or self._called(
+                    instruction, given, phases[of]
+                )
+            if instruction.is_root:
+                root = made[of]
+        return root
+
+    def _outside(self, instruction: Instruction) -> list[int]:
+        names = self.storage.new(tensors_of(instruction.type), len(self.phases), "other")
+        for name in names:
+            self.storage.of(name).outside = True
+        return names
+
+    def _passed_on(
+        self, instruction: Instruction, given: list[list[int]], computation: dict[str, Instruction]
+    ) -> list[int] | None:
+        """The buffers of an instruction that makes no array. None for the others."""
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return [name for names in given for name in names]
+        if opcode == "get-tuple-element" and (found := _INDEX.search(instruction.attributes)):
+            return _element(computation[instruction.operands[0]].type, int(found[1]), given[0])
+        if opcode in _SAME or opcode.endswith("-update") and "slice" not in opcode:
+            return given[0]
+        if opcode.endswith("-done"):
+            started = computation[instruction.operands[0]]
+            # A start has its operands, its results, and more. A copy has its result first.
+            parts = parts_of(started.type)
+            which = 0 if len(parts) == 1 or started.opcode in ("copy-start", "recv") else 1
+            count = len(tensors_of(instruction.type))
+            self.storage.keep(given[0], len(self.phases))
+            names = given[0] if len(parts) == count else _element(started.type, which, given[0])
+            return names[:count]
+        return None
+
+    def _called(self, instruction: Instruction, given: list[list[int]], phase: Phase) -> list[int]:
+        """The buffers of an instruction that calls computations, or makes arrays itself."""
+        opcode = instruction.opcode
+        if opcode == "while":
+            return self._loop(instruction, given[0], phase)
+        if opcode == "call":
+            (called,) = instruction.computations("to_apply")
+            return self.run(called, given, phase)
+        if opcode == "conditional":
+            branches = instruction.computations(*BRANCHES)
+            self._step(given[0], phase)
+            results = [
+                self.run(branch, [names], phase)
+                for branch, names in zip(branches, given[1:], strict=True)
+            ]
+            for other in results[1:]:
+                self.storage.join(results[0], other)
+            return results[0]
+        time = self._step((name for names in given for name in names), phase)
+        if opcode.endswith("-start"):
+            return self._started(instruction, given, time, phase)
+        names = self.storage.new(tensors_of(instruction.type), time, phase)
+        if shared := _OF_INSTRUCTION.search(instruction.attributes):
+            for output, operand, index in _SHARED.findall(shared[1]):
+                mine = _element(instruction.type, int(output), names) if output else names
+                theirs = given[int(operand)]
+                self.storage.join(mine[:1], theirs[int(index or 0) :][:1])
+        return names
+
+    def _loop(self, loop: Instruction, carried: list[int], phase: Phase) -> list[int]:
+        begin = len(self.phases)
+        (condition,), (body,) = loop.computations("condition"), loop.computations("body")
+        self.run(condition, [carried], phase)
+        results = self.run(body, [carried], phase)
+        if "backward" in self.phases[begin:]:
+            for old, new in zip(carried, results, strict=True):
+                buffer = self.storage.of(new)
+                buffer.summed = buffer.summed or (old != new and "other" in buffer.makers)
+        self.storage.join(carried, results)
+        self.storage.keep(carried, len(self.phases))
+        return carried
+
+    def _started(
+        self, start: Instruction, given: list[list[int]], time: int, phase: Phase
+    ) -> list[int]:
+        """The buffers of an asynchronous start, which has its operands among its results."""
+        operands = [name for names in given for name in names]
+        parts = [tensors_of(part) for part in parts_of(start.type)]
+        which = 1 if start.opcode == "copy-start" else 0
+        found: list[int] = []
+        for n, tensors in enumerate(parts):
+            mine = len(parts) > 1 and n == which and len(tensors) == len(operands)
+            found += operands if mine else self.storage.new(tensors, time, phase)
+        return found
+
+    def _step(self, read: Iterable[int], phase: Phase) -> int:
+        """Read buffers at the next time. Returns it."""
+        time = len(self.phases)
+        self.storage.read(read, time, phase)
+        self.phases.append(phase)
+        return time
+
+
+def _element(type: str, index: int, names: list[int]) -> list[int]:
+    """The buffers of one element of a tuple."""
+    counts = [len(tensors_of(part)) for part in parts_of(type)]
+    start = sum(counts[:index])
+    return names[start : start + counts[index]]
