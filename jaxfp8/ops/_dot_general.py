@@ -20,6 +20,7 @@ from jaxfp8.ops._watch import name_of_call
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._gradient_channel import in_gradient_channel
+from jaxfp8.state._high_precision import as_traced
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
@@ -114,6 +115,7 @@ def dot_general(
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
     how = read_options("fp8.dot_general", DotOptions, options)
+    recipe, state = as_traced(recipe, state)
     given = read_operands(lhs, rhs, dimension_numbers, recipe, how)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)

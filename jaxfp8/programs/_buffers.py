@@ -30,11 +30,13 @@ class Memory(NamedTuple):
     """The memory of a program over time.
 
     Attributes:
-      buffers: those that are no arguments, constants or results in the memory of an argument.
+      buffers: temporary ones. Arguments, constants and results are none.
+      results: those of results that take no memory of a donated argument.
       phases: the phase of each instruction, in the order in which they run.
     """
 
     buffers: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
     phases: tuple[Phase, ...]
 
     @property
@@ -72,7 +74,7 @@ def buffers_of(text: str) -> Memory:
       ...     "  ROOT %z = f32[4]{0} cosine(%y)\n}"
       ... )
       >>> [(buffer.bytes, buffer.born, buffer.dies) for buffer in memory.buffers]
-      [(16, 0, 1), (16, 1, 2)]
+      [(16, 0, 1)]
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
@@ -89,7 +91,14 @@ def buffers_of(text: str) -> Memory:
     shared = _OF_PROGRAM.search(text)
     for output, parameter, _ in _SHARED.findall(shared[1]) if shared else ():
         storage.join([results[int(output or 0)]], [parameters[int(parameter)][0]])
-    return Memory(tuple(b for b in storage.buffers() if not b.outside), tuple(walk.phases))
+    for result in results:
+        storage.of(result).returned = True
+    inside = [buffer for buffer in storage.buffers() if not buffer.outside]
+    return Memory(
+        tuple(buffer for buffer in inside if not buffer.returned),
+        tuple(buffer for buffer in inside if buffer.returned),
+        tuple(walk.phases),
+    )
 
 
 class _Walk:
@@ -144,7 +153,7 @@ class _Walk:
             return [name for names in given for name in names]
         if opcode == "get-tuple-element" and (found := _INDEX.search(instruction.attributes)):
             return _element(computation[instruction.operands[0]].type, int(found[1]), given[0])
-        if opcode in _SAME or opcode.endswith("-update") and "slice" not in opcode:
+        if opcode in _SAME or (opcode.endswith("-update") and "slice" not in opcode):
             return given[0]
         if opcode.endswith("-done"):
             started = computation[instruction.operands[0]]

@@ -24,7 +24,8 @@ class Buffer:
         "other".
       summed: whether a loop with a backward pass in it writes the buffer outside of that pass. Sums
         of gradients over microbatches are such buffers.
-      outside: whether it is an argument or a constant of the program.
+      outside: whether it is an argument or a constant of the program, or takes the memory of one.
+      returned: whether it is a result of the program.
     """
 
     bytes: int
@@ -35,6 +36,7 @@ class Buffer:
     readers: set[Phase]
     summed: bool = False
     outside: bool = False
+    returned: bool = False
 
 
 class Storage:
@@ -91,7 +93,7 @@ class Storage:
             self._buffers[first] = Buffer(
                 max(a.bytes, b.bytes), max(a.elements, b.elements), min(a.born, b.born),
                 max(a.dies, b.dies), a.makers | b.makers, a.readers | b.readers,
-                a.summed or b.summed, a.outside or b.outside,
+                a.summed or b.summed, a.outside or b.outside, a.returned or b.returned,
             )  # fmt: skip
 
     def buffers(self) -> list[Buffer]:

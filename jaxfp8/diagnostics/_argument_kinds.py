@@ -1,0 +1,222 @@
+"""What each array that a train step takes is: a weight, a moment, quantizer state, or another."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.extract import NodeStates
+
+from jaxfp8._typing import PyTree
+from jaxfp8.state._state import is_node
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+ArgumentKind = Literal[
+    "weights", "master weights", "moments", "gradients", "quantizer state", "other arguments"
+]
+KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
+Kinds = list[ArgumentKind | None]
+"""The kind of each array of a tree; None if the tree does not say it."""
+
+# Names that flax uses for variables, and for the fields of its TrainState.
+_BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"}
+
+
+def is_quantized_weight(node: object) -> bool:
+    """Whether a node outside of optimizer states is a weight that is stored in FP8."""
+    return isinstance(node, QuantizedTensor)
+
+
+def is_master_weights_state(node: object) -> bool:
+    """Whether a node is the state of `fp8.optim.with_master_weights`: masters, and inner state."""
+    return isinstance(node, tuple) and getattr(node, "_fields", ()) == ("masters", "inner")
+
+
+def is_optimizer_state(node: object) -> bool:
+    """Whether a node is an optimizer of nnx, or a state of a transformation of optax or jaxfp8.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> is_optimizer_state(optax.trace(0.9).init(jnp.ones(2)))
+      True
+      >>> is_optimizer_state((jnp.ones(2), jnp.ones(2)))
+      False
+    """
+    if isinstance(node, nnx.Optimizer | nnx.optimizer.OptState):
+        return True
+    module = f"{type(node).__module__}."
+    return (
+        isinstance(node, tuple)
+        and hasattr(node, "_fields")
+        and module.startswith(("optax.", "jaxfp8.optim."))
+    )
+
+
+def kinds_of(
+    given: Sequence[PyTree],
+    types: Sequence[PyTree],
+    results: PyTree,
+    named: Sequence[PyTree] | None,
+) -> list[ArgumentKind]:
+    """The kind of each array of the arguments of a step.
+
+    Args:
+      given: the arguments, with nnx modules as the user passed them.
+      types: the arguments that the program takes, `lowered.args_info`, without static ones.
+      results: the types of what the step returns.
+      named: a kind, or a tree of kinds, for each of `types`; None where it has to be found.
+
+    Raises:
+      ValueError: if `named` does not fit, or if the weights cannot be found.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params, batch = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
+      >>> kinds_of([params, batch], [params, batch], params, None)
+      ['weights', 'other arguments']
+    """
+    modules = iter([m for m in jax.tree.leaves(given, is_leaf=_is_module) if _is_module(m)])
+    trees = [jax.tree.map(lambda n: _unpacked(n, modules), t, is_leaf=_is_packed) for t in types]
+    found = [_kinds(tree) for tree in trees]
+    if named is not None:
+        found = _merged(found, trees, named)
+    if not any(kind == "weights" for kinds in found for kind in kinds):
+        _find_weights(trees, found, results)
+    return [kind or "other arguments" for kinds in found for kind in kinds]
+
+
+def _is_module(node: object) -> bool:
+    return isinstance(node, nnx.Pytree)
+
+
+def _is_packed(node: object) -> bool:
+    return isinstance(node, NodeStates)
+
+
+def _unpacked(node: Any, modules: Iterator[Any]) -> Any:
+    """The module itself, where `nnx.jit` passes a list of its arrays."""
+    if not _is_packed(node):
+        return node
+    module = next(modules, None)
+    if list(map(jnp.shape, jax.tree.leaves(module))) == _shapes(node):
+        return module
+    return node
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    """The children of a node of a tree, with their names. A leaf has none."""
+    flat = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    if flat is None:
+        return []
+    return [(str(getattr(key, "key", getattr(key, "name", ""))), child) for key, child in flat[0]]
+
+
+def _is_leaf(node: Any) -> bool:
+    return jax.tree_util.all_leaves([node])
+
+
+def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
+    """The kind of each array in a tree. `kind` is that of a tree around it."""
+    if is_node(node):
+        return ["quantizer state"] * len(jax.tree.leaves(node))
+    if is_master_weights_state(node):
+        return [*_kinds(node.masters, "master weights"), *_kinds(node.inner, "moments")]
+    if kind is None:
+        kind = _kind_of(node)
+    if _is_leaf(node):
+        return [kind]
+    found: Kinds = []
+    for name, child in _children(node):
+        if kind == "moments" and name == "acc_grads":  # of optax.MultiSteps
+            found += _kinds(child, "gradients")
+        else:
+            found += _kinds(child, kind or _BY_NAME.get(name))
+    return found
+
+
+def _kind_of(node: Any) -> ArgumentKind | None:
+    if is_optimizer_state(node):
+        return "moments"
+    if is_quantized_weight(node) or isinstance(node, nnx.Param):
+        return "weights"
+    if isinstance(node, nnx.Variable) and not is_node(node.get_raw_value()):
+        return "other arguments"
+    return None
+
+
+def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) -> list[Kinds]:
+    """The kinds that the user named, and those that were found for the rest."""
+    if len(named) != len(trees):
+        raise ValueError(
+            f"argument_kinds has {len(named)} entries, but the step takes {len(trees)} arguments "
+            "that are not static. Give one kind for each; None where it is to be found."
+        )
+    merged = []
+    for position, (kinds, tree, prefix) in enumerate(zip(found, trees, named, strict=True)):
+        spread = jax.tree.broadcast(prefix, tree, is_leaf=lambda n: n is None)
+        wanted = jax.tree.leaves(spread, is_leaf=lambda n: n is None)
+        for name in wanted:
+            if name is not None and name not in KINDS:
+                raise ValueError(
+                    f"argument_kinds[{position}] holds {name!r}; a kind is one of "
+                    f"{', '.join(map(repr, KINDS))}, or None."
+                )
+        pairs = zip(kinds, wanted, strict=True)
+        merged.append([k if k == "quantizer state" else name or k for k, name in pairs])
+    return merged
+
+
+def _find_weights(trees: list[PyTree], found: list[Kinds], results: PyTree) -> None:
+    """Mark the only tree of arrays that the step takes and returns as weights."""
+    returned = set(_signatures(results))
+    back = [
+        (position, start, stop)
+        for position, (tree, kinds) in enumerate(zip(trees, found, strict=True))
+        for node, start, stop in _unknown(tree, kinds, 0)
+        if _is_trainable(node) and _signature(node) in returned
+    ]
+    if len(back) != 1:
+        what = (
+            "returns no tree of arrays that has the structure and shapes of an argument"
+            if not back
+            else f"returns {len(back)} trees like arguments, at the positions "
+            f"{', '.join(str(position) for position, *_ in back)}"
+        )
+        raise ValueError(
+            f"cannot tell which argument of the step holds the weights: it {what}. Say it: "
+            "argument_kinds=('weights', None, ...), with one entry for each argument."
+        )
+    ((position, start, stop),) = back
+    found[position][start:stop] = ["weights"] * (stop - start)
+
+
+def _unknown(node: Any, kinds: Kinds, start: int) -> Iterable[tuple[Any, int, int]]:
+    """The largest trees in which no kind is known, with their range in the kinds."""
+    stop = start + len(jax.tree.leaves(node))
+    if start < stop and not any(kinds[start:stop]):
+        yield node, start, stop
+        return
+    for _, child in _children(node):
+        yield from _unknown(child, kinds, start)
+        start += len(jax.tree.leaves(child))
+
+
+def _is_trainable(tree: PyTree) -> bool:
+    """Whether a tree has an array of floats in it, and more than scalars."""
+    leaves = jax.tree.leaves(tree)
+    return any(x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+
+
+def _signature(tree: PyTree) -> tuple[Any, ...]:
+    return jax.tree.structure(tree), *_shapes(tree)
+
+
+def _signatures(tree: PyTree) -> Iterable[tuple[Any, ...]]:
+    yield _signature(tree)
+    for _, child in _children(tree):
+        yield from _signatures(child)
