@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, read_program, tensors_of
-from jaxfp8.programs._phases import Phase, phase_of
+from jaxfp8.programs._phases import Phase, Phases, latest
 from jaxfp8.programs._storage import Buffer, Storage
 from jaxfp8.programs._types import parts_of
 
 # These pass their operand on.
 _SAME = ("bitcast", "optimization-barrier", "add-dependency", "domain", "get-tuple-element")
+_CALLERS = ("while", "conditional", "call")
 _INDEX = re.compile(r"\bindex=(\d+)")
 # {output index}: (operand or parameter, {index in it}). An index has one number at most here.
 _SHARED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
@@ -87,7 +88,10 @@ def buffers_of(text: str) -> Memory:
     storage = walk.storage
     results = walk.run(program.entry, parameters, "other")
     end = len(walk.phases)
-    storage.read(results, end, "other")
+    storage.read(results, end, ["other"])
+    for operand, copies in reversed(walk.added):  # who reads a copy, reads the original
+        for copy in copies:
+            storage.of(operand).readers.update(storage.of(copy).readers)
     shared = _OF_PROGRAM.search(text)
     for output, parameter, _ in _SHARED.findall(shared[1]) if shared else ():
         storage.join([results[int(output or 0)]], [parameters[int(parameter)][0]])
@@ -107,6 +111,9 @@ class _Walk:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.storage = Storage()
+        self._phases = Phases(program)
+        # (operand, results) of instructions that XLA added, for instance copies and casts.
+        self.added: list[tuple[int, list[int]]] = []
         self.phases: list[Phase] = []
 
     def parameters(self, name: str) -> list[list[int]]:
@@ -129,17 +136,25 @@ class _Walk:
                 made[of], phases[of] = self._outside(instruction), "other"
             else:
                 operands = [o for o in instruction.operands if o in made]
-                phases[of] = phase_of(instruction, (phases[o] for o in operands))
+                named = self._phases.of(instruction)
+                # What XLA adds belongs to the latest phase of its operands.
+                inherited = latest(phases[o] for o in operands)
+                each = [phase or inherited for phase in named]
+                phases[of] = latest(each)
                 given = [made[o] for o in operands]
-                made[of] = self._passed_on(instruction, given, computation) or self._called(
-                    instruction, given, phases[of]
-                )
+                passed_on = self._passed_on(instruction, given, computation)
+                if passed_on is None:
+                    made[of] = self._called(instruction, given, each)
+                    if not any(named) and instruction.opcode not in _CALLERS:
+                        self.added += [(name, made[of]) for names in given for name in names]
+                else:
+                    made[of] = passed_on
             if instruction.is_root:
                 root = made[of]
         return root
 
     def _outside(self, instruction: Instruction) -> list[int]:
-        names = self.storage.new(tensors_of(instruction.type), len(self.phases), "other")
+        names = self.storage.new(tensors_of(instruction.type), len(self.phases), ["other"])
         for name in names:
             self.storage.of(name).outside = True
         return names
@@ -166,9 +181,11 @@ class _Walk:
             return names[:count]
         return None
 
-    def _called(self, instruction: Instruction, given: list[list[int]], phase: Phase) -> list[int]:
+    def _called(
+        self, instruction: Instruction, given: list[list[int]], phases: Sequence[Phase]
+    ) -> list[int]:
         """The buffers of an instruction that calls computations, or makes arrays itself."""
-        opcode = instruction.opcode
+        opcode, phase = instruction.opcode, latest(phases)
         if opcode == "while":
             return self._loop(instruction, given[0], phase)
         if opcode == "call":
@@ -176,7 +193,7 @@ class _Walk:
             return self.run(called, given, phase)
         if opcode == "conditional":
             branches = instruction.computations(*BRANCHES)
-            self._step(given[0], phase)
+            self._step(given[0], phases)
             results = [
                 self.run(branch, [names], phase)
                 for branch, names in zip(branches, given[1:], strict=True)
@@ -184,10 +201,10 @@ class _Walk:
             for other in results[1:]:
                 self.storage.join(results[0], other)
             return results[0]
-        time = self._step((name for names in given for name in names), phase)
+        time = self._step((name for names in given for name in names), phases)
         if opcode.endswith("-start"):
-            return self._started(instruction, given, time, phase)
-        names = self.storage.new(tensors_of(instruction.type), time, phase)
+            return self._started(instruction, given, time, phases)
+        names = self.storage.new(tensors_of(instruction.type), time, phases)
         if shared := _OF_INSTRUCTION.search(instruction.attributes):
             for output, operand, index in _SHARED.findall(shared[1]):
                 mine = _element(instruction.type, int(output), names) if output else names
@@ -209,7 +226,7 @@ class _Walk:
         return carried
 
     def _started(
-        self, start: Instruction, given: list[list[int]], time: int, phase: Phase
+        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[Phase]
     ) -> list[int]:
         """The buffers of an asynchronous start, which has its operands among its results."""
         operands = [name for names in given for name in names]
@@ -218,14 +235,14 @@ class _Walk:
         found: list[int] = []
         for n, tensors in enumerate(parts):
             mine = len(parts) > 1 and n == which and len(tensors) == len(operands)
-            found += operands if mine else self.storage.new(tensors, time, phase)
+            found += operands if mine else self.storage.new(tensors, time, [latest(phases)])
         return found
 
-    def _step(self, read: Iterable[int], phase: Phase) -> int:
+    def _step(self, read: Iterable[int], phases: Sequence[Phase]) -> int:
         """Read buffers at the next time. Returns it."""
         time = len(self.phases)
-        self.storage.read(read, time, phase)
-        self.phases.append(phase)
+        self.storage.read(read, time, phases)
+        self.phases.append(latest(phases))
         return time
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jaxfp8.programs._hlo import Tensor
-from jaxfp8.programs._phases import Phase
+from jaxfp8.programs._phases import Phase, latest
 
 
 @dataclasses.dataclass
@@ -44,9 +44,9 @@ class Storage:
 
     Example:
       >>> storage = Storage()
-      >>> a, b = storage.new([Tensor("float32", (4,), 16), Tensor("float32", (4,), 16)], 0, "other")
+      >>> a, b = storage.new([Tensor("float32", (4,), 16)] * 2, 0, ["other"])
       >>> storage.join([a], [b])
-      >>> storage.read([b], 3, "backward")
+      >>> storage.read([b], 3, ["backward"])
       >>> [(buffer.bytes, buffer.born, buffer.dies) for buffer in storage.buffers()]
       [(16, 0, 3)]
     """
@@ -55,10 +55,17 @@ class Storage:
         self._same: list[int] = []
         self._buffers: list[Buffer] = []
 
-    def new(self, tensors: Iterable[Tensor], time: int, phase: Phase) -> list[int]:
-        """A buffer for each of the arrays that an instruction makes."""
+    def new(self, tensors: Sequence[Tensor], time: int, phases: Sequence[Phase]) -> list[int]:
+        """A buffer for each of the arrays that an instruction makes.
+
+        Args:
+          tensors: the arrays.
+          time: when they are written.
+          phases: the phase of each array, or one for all.
+        """
         names = []
-        for tensor in tensors:
+        each = phases if len(phases) == len(tensors) else [latest(phases)] * len(tensors)
+        for tensor, phase in zip(tensors, each, strict=True):
             names.append(len(self._same))
             self._same.append(names[-1])
             elements = math.prod(tensor.shape)
@@ -69,12 +76,12 @@ class Storage:
         """The buffer of a name."""
         return self._buffers[self._find(name)]
 
-    def read(self, names: Iterable[int], time: int, phase: Phase) -> None:
+    def read(self, names: Iterable[int], time: int, phases: Iterable[Phase]) -> None:
         """Note that an instruction reads these buffers."""
         for name in names:
             buffer = self.of(name)
             buffer.dies = max(buffer.dies, time)
-            buffer.readers.add(phase)
+            buffer.readers.update(phases)
 
     def keep(self, names: Iterable[int], time: int) -> None:
         """Note that these buffers are needed until this time."""
