@@ -82,7 +82,8 @@ def kinds_of(
     if named is not None:
         found = _merged(found, trees, named)
     if not any(kind == "weights" for kinds in found for kind in kinds):
-        _find_weights(trees, found, results)
+        in_fp8 = _mark_quantized(trees, found)
+        _find_weights(trees, found, results, in_fp8)
     return [kind or "other arguments" for kinds in found for kind in kinds]
 
 
@@ -142,7 +143,7 @@ def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
 def _kind_of(node: Any) -> ArgumentKind | None:
     if is_optimizer_state(node):
         return "moments"
-    if is_quantized_weight(node) or isinstance(node, nnx.Param):
+    if isinstance(node, nnx.Param):
         return "weights"
     if isinstance(node, nnx.Variable) and not is_node(node.get_raw_value()):
         return "other arguments"
@@ -171,8 +172,22 @@ def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) ->
     return merged
 
 
-def _find_weights(trees: list[PyTree], found: list[Kinds], results: PyTree) -> None:
-    """Mark the only tree of arrays that the step takes and returns as weights."""
+def _mark_quantized(trees: list[PyTree], found: list[Kinds]) -> bool:
+    """Mark trees with FP8 weights in them as weights. Says whether there are any."""
+    marked = False
+    for tree, kinds in zip(trees, found, strict=True):
+        for node, start, stop in list(_unknown(tree, kinds, 0)):
+            if any(map(is_quantized_weight, jax.tree.leaves(node, is_leaf=is_quantized_weight))):
+                kinds[start:stop] = ["weights"] * (stop - start)
+                marked = True
+    return marked
+
+
+def _find_weights(trees: list[PyTree], found: list[Kinds], results: PyTree, in_fp8: bool) -> None:
+    """Mark the only tree of arrays that the step takes and returns as weights.
+
+    With weights in FP8 there may be no such tree, or one of parameters beside them (LoRA).
+    """
     returned = set(_signatures(results))
     back = [
         (position, start, stop)
@@ -180,6 +195,8 @@ def _find_weights(trees: list[PyTree], found: list[Kinds], results: PyTree) -> N
         for node, start, stop in _unknown(tree, kinds, 0)
         if _is_trainable(node) and _signature(node) in returned
     ]
+    if in_fp8 and not back:
+        return
     if len(back) != 1:
         what = (
             "returns no tree of arrays that has the structure and shapes of an argument"

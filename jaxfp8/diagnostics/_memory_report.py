@@ -58,6 +58,7 @@ def memory_report(
     - The optimizer may read a gradient in the operation that makes it. Such a gradient takes no
       memory, and is not counted.
     - `fp8.save_fp8_residuals` saves nothing in the twin, which has no FP8 residuals.
+    - An argument that the program does not read is not counted.
     - A step without donated arguments holds old and new weights. The new ones are results.
 
     Args:
