@@ -48,7 +48,7 @@ def is_optimizer_state(node: object) -> bool:
     module = f"{type(node).__module__}."
     return (
         isinstance(node, tuple)
-        and hasattr(node, "_fields")
+        and getattr(node, "_fields", None) is not None
         and module.startswith(("optax.", "jaxfp8.optim."))
     )
 

@@ -123,4 +123,6 @@ class MemoryReport:
 
 
 def _number(value: float, power: int) -> str:
-    return f"{value:,.2f}" if power else f"{value:,.0f}"
+    if not power:
+        return f"{value:,.0f}"
+    return "<0.01" if 0 < value < 0.005 else f"{value:,.2f}"

@@ -3,10 +3,13 @@
 Compiled, not run.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from pages import ROOT, fences, marked
 from targets import state_of, topology
 
 import jaxfp8 as fp8
@@ -54,3 +57,27 @@ def test_residuals_of_a_scan(remat):
     assert report.fp8["gradients"] == report.twin["gradients"] == 2 * W
     assert report.fp8["weights"] == 2 * W
     assert report.fp8["moments"] == 2 * 2 * W + 4
+
+
+def test_the_table_of_the_page():
+    """The first code of docs/memory.md, with types on an H200, gives the table below it."""
+    code = next(fences((ROOT / "docs" / "memory.md").read_text(), "python")).code
+    before, compiling = code.split("types = jax.eval_shape(start)\n")
+    namespace = {}
+    exec(before, namespace)
+    there = jax.sharding.SingleDeviceSharding(topology("h200").devices[0])
+    namespace["types"] = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there),
+        jax.eval_shape(namespace["start"]),
+    )
+    exec(compiling, namespace)
+    printed, found = (
+        [re.split(r"\s{2,}", line) for line in text.splitlines()]
+        for text in (marked("memory on an H200"), str(namespace["report"]))
+    )
+    assert printed[0] == found[0]
+    for page, now in zip(printed[1:], found[1:], strict=True):
+        assert page[0] == now[0]
+        numbers = [[float(cell.strip("<")) for cell in line[1:3]] for line in (page, now)]
+        # Compilers differ in temporaries.
+        assert numbers[1] == pytest.approx(numbers[0], rel=0.02, abs=0.2)

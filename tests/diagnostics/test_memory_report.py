@@ -380,6 +380,8 @@ def test_tables():
     assert [row.kind for row in report.rows] == ["weights", "residuals", "total"]
     assert report.rows[1].ratio == 0.5
     assert "residuals       0.50                  1.00   0.50" in str(report)
+    small = MemoryReport({"weights": 2**30, "quantizer state": 64})
+    assert "quantizer state      <0.01" in str(small)
     assert report.to_dict()["high_precision/total"] == 2**32
     console = Console(file=io.StringIO(), width=100)
     console.print(report)
