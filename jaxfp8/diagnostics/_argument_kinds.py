@@ -1,23 +1,18 @@
 """What each array that a train step takes is: a weight, a moment, quantizer state, or another."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.extract import NodeStates
 
 from jaxfp8._typing import PyTree
+from jaxfp8.diagnostics._packed_modules import ArgumentKind, Kinds, Packed, with_kinds_of_modules
 from jaxfp8.state._state import is_node
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-ArgumentKind = Literal[
-    "weights", "master weights", "moments", "gradients", "quantizer state", "other arguments"
-]
 KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
-Kinds = list[ArgumentKind | None]
-"""The kind of each array of a tree; None if the tree does not say it."""
 
 # Names that flax uses for variables, and for the fields of its TrainState.
 _BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"}
@@ -46,11 +41,11 @@ def is_optimizer_state(node: object) -> bool:
     if isinstance(node, nnx.Optimizer | nnx.optimizer.OptState):
         return True
     module = f"{type(node).__module__}."
-    return (
-        isinstance(node, tuple)
-        and getattr(node, "_fields", None) is not None
-        and module.startswith(("optax.", "jaxfp8.optim."))
-    )
+    return _is_named_tuple(node) and module.startswith(("optax.", "jaxfp8.optim."))
+
+
+def _is_named_tuple(node: object) -> bool:
+    return isinstance(node, tuple) and getattr(node, "_fields", None) is not None
 
 
 def kinds_of(
@@ -76,8 +71,7 @@ def kinds_of(
       >>> kinds_of([params, batch], [params, batch], params, None)
       ['weights', 'other arguments']
     """
-    modules = iter([m for m in jax.tree.leaves(given, is_leaf=_is_module) if _is_module(m)])
-    trees = [jax.tree.map(lambda n: _unpacked(n, modules), t, is_leaf=_is_packed) for t in types]
+    trees = with_kinds_of_modules(given, types, _kinds)
     found = [_kinds(tree) for tree in trees]
     if named is not None:
         found = _merged(found, trees, named)
@@ -87,30 +81,14 @@ def kinds_of(
     return [kind or "other arguments" for kinds in found for kind in kinds]
 
 
-def _is_module(node: object) -> bool:
-    return isinstance(node, nnx.Pytree)
-
-
-def _is_packed(node: object) -> bool:
-    return isinstance(node, NodeStates)
-
-
-def _unpacked(node: Any, modules: Iterator[Any]) -> Any:
-    """The module itself, where `nnx.jit` passes a list of its arrays."""
-    if not _is_packed(node):
-        return node
-    module = next(modules, None)
-    if list(map(jnp.shape, jax.tree.leaves(module))) == _shapes(node):
-        return module
-    return node
-
-
 def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
     """The children of a node of a tree, with their names. A leaf has none."""
+    if _is_named_tuple(node):  # jax 0.10.2 gives all fields the name of the first one
+        return list(zip(node._fields, node, strict=True))
     flat = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
     if flat is None:
         return []
@@ -123,6 +101,8 @@ def _is_leaf(node: Any) -> bool:
 
 def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
     """The kind of each array in a tree. `kind` is that of a tree around it."""
+    if isinstance(node, Packed):
+        return list(node.kinds)
     if is_node(node):
         return ["quantizer state"] * len(jax.tree.leaves(node))
     if is_master_weights_state(node):

@@ -10,13 +10,13 @@ import jax
 
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._argument_kinds import (
-    ArgumentKind,
     is_master_weights_state,
     is_optimizer_state,
     is_quantized_weight,
     kinds_of,
 )
 from jaxfp8.diagnostics._memory_table import MEMORY_KINDS, MemoryKind, MemoryReport
+from jaxfp8.diagnostics._packed_modules import ArgumentKind
 from jaxfp8.programs._step_memory import step_memory
 from jaxfp8.state._high_precision import high_precision
 from jaxfp8.state._state import is_node

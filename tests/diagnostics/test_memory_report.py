@@ -225,6 +225,36 @@ def test_nnx():
     assert report.twin == memory_report(nnx_step, *nnx_arguments(IDENTITY), twin=False).fp8
 
 
+def test_gradients_that_optax_accumulates():
+    """The fields of its state have another order in nnx than in jax."""
+    model, _, x = nnx_arguments(DELAYED)
+    optimizer = nnx.Optimizer(model, optax.MultiSteps(ADAM, 2), wrt=nnx.Param)
+    fp8_bytes = memory_report(nnx_step, model, optimizer, x, twin=False).fp8
+    assert fp8_bytes["weights"] == MLP_WEIGHTS
+    assert fp8_bytes["moments"] == 2 * MLP_WEIGHTS + 4 * 4
+    assert fp8_bytes["gradients"] >= MLP_WEIGHTS
+
+
+def test_modules_that_share_variables():
+    model, _, x = nnx_arguments(DELAYED)
+    step = nnx.jit(lambda one, other, x: jnp.sum(one(x) + other(x)))
+    with pytest.raises(ValueError, match=mentions("0 arrays for a NnxMLP", "nnx.split")):
+        memory_report(step, model, model, x)
+
+
+class Carry(NamedTuple):
+    params: Any
+    slow: Any
+
+
+def test_a_named_tuple_of_the_user():
+    w, x = jnp.ones((D, D)), jnp.ones((B, D))
+    step = lambda carry, x: Carry(carry.params - jnp.mean(x), carry.slow + carry.params)
+    report = memory_report(step, Carry(w, w), x, twin=False)
+    assert report.fp8["weights"] == 4 * D * D
+    assert report.fp8["other arguments"] == 4 * D * D + 4 * B * D
+
+
 def test_nnx_in_jax_jit():
     model, optimizer, x = nnx_arguments(DELAYED)
     graph, *variables = nnx.split((model, optimizer), nnx.Param, ...)
