@@ -58,7 +58,7 @@ def memory_report(
     - The optimizer may read a gradient in the operation that makes it. Such a gradient takes no
       memory, and is not counted.
     - `fp8.save_fp8_residuals` saves nothing in the twin, which has no FP8 residuals.
-    - An argument that the program does not read is not counted.
+    - An argument that the program does not read is not counted. Memory of the host is not, either.
     - A step without donated arguments holds old and new weights. The new ones are results.
 
     Args:
@@ -79,7 +79,9 @@ def memory_report(
       The report. The twin has no quantizer state. Its FP8 weights are arrays of their own dtype.
 
     Raises:
-      ValueError: if `argument_kinds` does not fit, or the weights are not found.
+      ValueError: if `argument_kinds` does not fit, or the weights are not found. Also if two
+        modules in an `nnx.jit` share Variables.
+      TypeError: if `twin` is none of these.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -96,6 +98,9 @@ def memory_report(
       >>> [(row.kind, row.fp8, row.twin) for row in report.rows[:3]]
       [('weights', 8192, 8192), ('quantizer state', 228, 0), ('other arguments', 2048, 2048)]
     """
+    is_pair = isinstance(twin, tuple) and len(twin) == 2 and callable(twin[0])
+    if not isinstance(twin, bool) and not is_pair:
+        raise TypeError(f"twin={twin!r} must be True, False, or a pair (step, args).")
     mine = _Step.of(step, args, argument_kinds, compiler_options)
     if twin is False:
         return MemoryReport(mine.bytes())
@@ -110,9 +115,9 @@ def memory_report(
             )
             raise
         return MemoryReport(mine.bytes(), other.bytes(count_state=False))
-    if not isinstance(twin, tuple) or len(twin) != 2 or not callable(twin[0]):
-        raise TypeError(f"twin={twin!r} must be True, False, or a pair (step, args).")
-    return MemoryReport(mine.bytes(), _Step.of(*twin, None, compiler_options).bytes())
+    other_step, other_args = twin
+    other = _Step.of(other_step, other_args, None, compiler_options)
+    return MemoryReport(mine.bytes(), other.bytes())
 
 
 @dataclasses.dataclass(frozen=True)

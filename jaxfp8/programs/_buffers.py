@@ -10,11 +10,10 @@ References:
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, read_program, tensors_of
 from jaxfp8.programs._phases import Phase, Phases, latest
-from jaxfp8.programs._storage import Buffer, Storage
+from jaxfp8.programs._storage import Memory, Storage
 from jaxfp8.programs._types import parts_of
 
 # These pass their operand on.
@@ -25,38 +24,6 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _SHARED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
 _OF_INSTRUCTION = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
 _OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re.MULTILINE)
-
-
-class Memory(NamedTuple):
-    """The memory of a program over time.
-
-    Attributes:
-      buffers: temporary ones. Arguments, constants and results are none.
-      results: those of results that take no memory of a donated argument.
-      phases: the phase of each instruction, in the order in which they run.
-    """
-
-    buffers: tuple[Buffer, ...]
-    results: tuple[Buffer, ...]
-    phases: tuple[Phase, ...]
-
-    @property
-    def peak(self) -> int:
-        """The time of the instruction before which most bytes are live."""
-        changes = [0] * (len(self.phases) + 3)
-        for buffer in self.buffers:
-            changes[buffer.born + 1] += buffer.bytes
-            changes[buffer.dies + 1] -= buffer.bytes
-        live, most, peak = 0, 0, 0
-        for time, change in enumerate(changes):
-            live += change
-            if live > most:
-                most, peak = live, time
-        return peak
-
-    def live(self, time: int) -> list[Buffer]:
-        """The buffers that were written before this time, and are read at it or later."""
-        return [buffer for buffer in self.buffers if buffer.born < time <= buffer.dies]
 
 
 def buffers_of(text: str) -> Memory:
@@ -168,7 +135,7 @@ class _Walk:
             return [name for names in given for name in names]
         if opcode == "get-tuple-element" and (found := _INDEX.search(instruction.attributes)):
             return _element(computation[instruction.operands[0]].type, int(found[1]), given[0])
-        if opcode in _SAME or (opcode.endswith("-update") and "slice" not in opcode):
+        if opcode in _SAME or opcode.endswith("-update"):  # of an asynchronous start
             return given[0]
         if opcode.endswith("-done"):
             started = computation[instruction.operands[0]]

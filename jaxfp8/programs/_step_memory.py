@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfp8.programs._buffers import Memory, buffers_of
-from jaxfp8.programs._storage import Buffer
+from jaxfp8.programs._buffers import buffers_of
+from jaxfp8.programs._storage import Buffer, Memory
 
 
 class StepMemory(NamedTuple):

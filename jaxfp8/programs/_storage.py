@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jaxfp8.programs._hlo import Tensor
 from jaxfp8.programs._phases import Phase, latest
@@ -112,3 +113,35 @@ class Storage:
             self._same[name] = self._same[self._same[name]]
             name = self._same[name]
         return name
+
+
+class Memory(NamedTuple):
+    """The memory of a program over time.
+
+    Attributes:
+      buffers: temporary ones. Arguments, constants and results are none.
+      results: those of results that take no memory of a donated argument.
+      phases: the phase of each instruction, in the order in which they run.
+    """
+
+    buffers: tuple[Buffer, ...]
+    results: tuple[Buffer, ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> int:
+        """The time of the instruction before which most bytes are live."""
+        changes = [0] * (len(self.phases) + 3)
+        for buffer in self.buffers:
+            changes[buffer.born + 1] += buffer.bytes
+            changes[buffer.dies + 1] -= buffer.bytes
+        live, most, peak = 0, 0, 0
+        for time, change in enumerate(changes):
+            live += change
+            if live > most:
+                most, peak = live, time
+        return peak
+
+    def live(self, time: int) -> list[Buffer]:
+        """The buffers that were written before this time, and are read at it or later."""
+        return [buffer for buffer in self.buffers if buffer.born < time <= buffer.dies]
