@@ -21,10 +21,10 @@ FLOORS = (
     ("sharding",),
     ("kernels",),
     ("quantizers",),
-    ("recipes", "optim", "comms"),
+    ("recipes", "comms"),
     ("plan", "state"),
     ("ops", "checkpoint"),
-    ("linen", "nnx"),
+    ("linen", "nnx", "optim"),
     ("conversion", "diagnostics", "plugs"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
@@ -212,7 +212,7 @@ def test_a_straight_house_has_no_faults():
             id="upward-in-function",
         ),
         pytest.param(
-            "optim/_adam.py",
+            "comms/_gather.py",
             "from jaxfp8.recipes._recipe import x",
             "is a stranger",
             id="same-floor",

@@ -1,0 +1,88 @@
+"""The state of the master weights of a whole tree, and of each parameter in it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._typing import Array
+from jaxfp8.optim._masters import AbstractMaster, BFloat16PlusState, MasterState
+from jaxfp8.optim._weights import Parameters, dtype_of, has_master
+
+
+def is_empty(state: MasterState) -> bool:
+    """Whether nothing is stored for a parameter."""
+    return not jax.tree.leaves(state)
+
+
+def stored(
+    master: AbstractMaster,
+    parameters: Parameters,
+    values: list[Any],
+    old: list[MasterState] | None = None,
+) -> tuple[MasterState, list[Any]]:
+    """Store a master weight for each parameter that gets one.
+
+    Args:
+      master: how they are stored.
+      parameters: the parameters.
+      values: float32 [...] for each of them. Other values are not stored.
+      old: the states that the new ones replace.
+
+    Returns:
+      The state of all, as trees, and the values that `loaded` will return.
+    """
+    fields = master.state._fields
+    states, results = [], []
+    for i, (path, leaf, value) in enumerate(
+        zip(parameters.paths, parameters.leaves, values, strict=True)
+    ):
+        if has_master(leaf, path):
+            state, value = master.store(value, dtype_of(leaf), old[i] if old else None)
+        else:
+            state = master.state(*[None] * len(fields))
+        states.append(state)
+        results.append(value)
+    columns = ([getattr(state, field) for state in states] for field in fields)
+    return master.state(*map(parameters.tree, columns)), results
+
+
+def states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
+    """The state of each parameter, from the state of all.
+
+    Raises:
+      ValueError: if a parameter gets a master weight and has none, or the other way round.
+    """
+    columns = map(parameters.like, masters)
+    states = [type(masters)(*each) for each in zip(*columns, strict=True)]
+    for path, leaf, state in zip(parameters.paths, parameters.leaves, states, strict=True):
+        _check(path, leaf, state)
+    return states
+
+
+def _check(path: str, leaf: Any, state: MasterState) -> None:
+    """Raise ValueError if a state does not belong to a parameter."""
+    arrays, dtype, shape = jax.tree.leaves(state), dtype_of(leaf), np.shape(leaf)
+    fits = has_master(leaf, path) == bool(arrays)
+    if arrays:
+        fits &= arrays[0].shape == shape
+    if arrays and isinstance(state, BFloat16PlusState):
+        fits &= (state.high is None) == (dtype == jnp.bfloat16)
+    if not fits:
+        stored = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        raise ValueError(
+            f"params{path} is {dtype or type(leaf).__name__}{list(shape)}, but the optimizer state "
+            f"was made for another parameter: it stores {stored or 'nothing'}. Call tx.init or "
+            "init_master_weights for the parameters that you train."
+        )
+
+
+def loaded(
+    master: AbstractMaster, states: list[MasterState], parameters: Parameters
+) -> list[Array]:
+    """The master weight of each parameter, float32 [...], or the parameter if it has none."""
+    return [
+        leaf if is_empty(state) else master.load(state, leaf)
+        for state, leaf in zip(states, parameters.leaves, strict=True)
+    ]
