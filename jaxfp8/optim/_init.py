@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.optim._master_weights import MasterWeightsState, loaded, states_of, stored
+from jaxfp8.optim._master_weights import MasterWeightsState
 from jaxfp8.optim._masters import kind_of
-from jaxfp8.optim._weights import Parameters, has_master, rounded
+from jaxfp8.optim._stored import is_empty, loaded, states_of, trees_of
+from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, start_of
 
 
 def init_master_weights(
@@ -28,7 +29,7 @@ def init_master_weights(
 
     Args:
       tx: an optimizer that `with_master_weights` made, or one that contains it.
-      params: float32 arrays, and arrays that are no floats.
+      params: float32 arrays. Other arrays stay as they are.
       dtype: of the weights, bfloat16 or float16.
       keep_float32: `keep_float32(path, x)` is True for each array x that stays in float32, and has
         no master weight. A path is written as in "block/norm/scale".
@@ -58,11 +59,20 @@ def init_master_weights(
     abstract = _state_of(jax.eval_shape(tx.init, weights))
     opt_state = tx.init(params)  # The wrapped optimizer sees float32 parameters.
     parameters = Parameters.of(weights)
-    masters, values = stored(kind_of(abstract.masters), parameters, parameters.like(params))
-    leaves = [
-        rounded(value, leaf, state) if has_master(leaf, path) else value
-        for value, leaf, path in zip(values, parameters.leaves, parameters.paths, strict=True)
-    ]
+    master, states, leaves = kind_of(abstract.masters), [], []
+    for path, leaf, x, made in zip(
+        parameters.paths,
+        parameters.leaves,
+        parameters.like(params),
+        states_of(abstract.masters, parameters),
+        strict=True,
+    ):
+        value = start_of(x) if has_master(leaf, path) else x
+        if not is_empty(made):
+            made, value = master.store(value, dtype_of(leaf))
+        states.append(made)
+        leaves.append(rounded(value, leaf, state) if has_master(leaf, path) else value)
+    masters = trees_of(master, states, parameters)
     replaced = jax.tree.map(
         lambda node: node._replace(masters=masters) if _is_state(node) else node,
         opt_state,

@@ -9,8 +9,8 @@ import optax
 from jaxfp8._typing import PyTree
 from jaxfp8.optim._masters import AbstractMaster, MasterState
 from jaxfp8.optim._overwrite import Overwrite
-from jaxfp8.optim._stored import is_empty, loaded, states_of, stored
-from jaxfp8.optim._weights import Parameters, has_master, is_weight, rounded, start_of
+from jaxfp8.optim._stored import is_empty, loaded, nothing, states_of, trees_of
+from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, start_of
 
 
 class MasterWeightsState(NamedTuple):
@@ -80,12 +80,14 @@ def with_master_weights(
 
     def init(params: PyTree) -> MasterWeightsState:
         parameters = Parameters.of(params)
-        starts = [
-            start_of(leaf) if has_master(leaf, path) else leaf
+        pairs = [
+            master.store(start_of(leaf), dtype_of(leaf))
+            if has_master(leaf, path)
+            else (nothing(master), leaf)
             for path, leaf in zip(parameters.paths, parameters.leaves, strict=True)
         ]
-        masters, values = stored(master, parameters, starts)
-        return MasterWeightsState(masters, inner.init(parameters.tree(values)))
+        masters = trees_of(master, [state for state, _ in pairs], parameters)
+        return MasterWeightsState(masters, inner.init(parameters.tree([value for _, value in pairs])))
 
     def update(
         grads: PyTree,
@@ -108,16 +110,18 @@ def with_master_weights(
         updates, inner_state = inner.update(
             parameters.tree(list(widened)), opt_state.inner, parameters.tree(masters), **extra_args
         )
-        steps = parameters.like(updates)
-        new = [
-            value if is_empty(each) else value + step.astype(jnp.float32)
-            for value, step, each in zip(masters, steps, old, strict=True)
-        ]
-        new_masters, values = stored(master, parameters, new, old)
-        written = [
-            step if is_empty(each) else jax.tree.map(Overwrite, rounded(value, leaf, state))
-            for step, value, leaf, each in zip(steps, values, parameters.leaves, old, strict=True)
-        ]
+        states, written = [], []
+        for leaf, value, step, each in zip(
+            parameters.leaves, masters, parameters.like(updates), old, strict=True
+        ):
+            if is_empty(each):
+                states.append(each)
+                written.append(step)
+                continue
+            new, value = master.store(value + step.astype(jnp.float32), dtype_of(leaf), each)
+            states.append(new)
+            written.append(jax.tree.map(Overwrite, rounded(value, leaf, state)))
+        new_masters = trees_of(master, states, parameters)
         return parameters.tree(written), MasterWeightsState(new_masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -125,8 +129,9 @@ def with_master_weights(
 
 def _check_some(parameters: Parameters) -> None:
     """Raise ValueError if there are floats, but none in low precision."""
-    floats = [x for x in parameters.leaves if is_weight(x) or _is_float(x)]
-    if floats and not any(map(has_master, floats, parameters.paths)):
+    if any(map(has_master, parameters.leaves, parameters.paths)):
+        return
+    if any(map(_is_float, parameters.leaves)):
         raise ValueError(
             "params are all in float32, so with_master_weights has nothing to do. Start with "
             "params, opt_state = init_master_weights(tx, params), which rounds them to bfloat16."

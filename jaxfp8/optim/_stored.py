@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxfp8._typing import Array
 from jaxfp8.optim._masters import AbstractMaster, BFloat16PlusState, MasterState
@@ -16,36 +17,17 @@ def is_empty(state: MasterState) -> bool:
     return not jax.tree.leaves(state)
 
 
-def stored(
-    master: AbstractMaster,
-    parameters: Parameters,
-    values: list[Any],
-    old: list[MasterState] | None = None,
-) -> tuple[MasterState, list[Any]]:
-    """Store a master weight for each parameter that gets one.
+def nothing(master: AbstractMaster) -> MasterState:
+    """The state of a parameter without a master weight."""
+    return master.state(*[None] * len(master.state._fields))
 
-    Args:
-      master: how they are stored.
-      parameters: the parameters.
-      values: float32 [...] for each of them. Other values are not stored.
-      old: the states that the new ones replace.
 
-    Returns:
-      The state of all, as trees, and the values that `loaded` will return.
-    """
-    fields = master.state._fields
-    states, results = [], []
-    for i, (path, leaf, value) in enumerate(
-        zip(parameters.paths, parameters.leaves, values, strict=True)
-    ):
-        if has_master(leaf, path):
-            state, value = master.store(value, dtype_of(leaf), old[i] if old else None)
-        else:
-            state = master.state(*[None] * len(fields))
-        states.append(state)
-        results.append(value)
-    columns = ([getattr(state, field) for state in states] for field in fields)
-    return master.state(*map(parameters.tree, columns)), results
+def trees_of(
+    master: AbstractMaster, states: list[MasterState], parameters: Parameters
+) -> MasterState:
+    """The state of all parameters, as trees, from the state of each. `states_of` is its inverse."""
+    columns = ([getattr(state, field) for state in states] for field in master.state._fields)
+    return master.state(*map(parameters.tree, columns))
 
 
 def states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
@@ -63,6 +45,8 @@ def states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]
 
 def _check(path: str, leaf: Any, state: MasterState) -> None:
     """Raise ValueError if a state does not belong to a parameter."""
+    if any(isinstance(field, optax.MaskedNode) for field in state):
+        return  # optax.masked hides this parameter from with_master_weights
     arrays, dtype, shape = jax.tree.leaves(state), dtype_of(leaf), np.shape(leaf)
     fits = has_master(leaf, path) == bool(arrays)
     if arrays:
