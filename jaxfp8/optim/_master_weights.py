@@ -87,7 +87,8 @@ def with_master_weights(
             for path, leaf in zip(parameters.paths, parameters.leaves, strict=True)
         ]
         masters = trees_of(master, [state for state, _ in pairs], parameters)
-        return MasterWeightsState(masters, inner.init(parameters.tree([value for _, value in pairs])))
+        values = parameters.tree([value for _, value in pairs])
+        return MasterWeightsState(masters, inner.init(values))
 
     def update(
         grads: PyTree,

@@ -45,8 +45,8 @@ def to_scaled_float16(x: Array, old_scale: Array | None) -> tuple[Array, Array]:
     """
     if not types_tell():
         raise ValueError(
-            f"a Float16 master weight inside shard_map(check_vma=False) over {manual_axes()}: types "
-            "do not say over which axes its scale is shared. Use check_vma=True, or another master."
+            f"master=Float16() inside shard_map(check_vma=False) over {manual_axes()}: types do "
+            "not say over which axes its scale is shared. Use check_vma=True, or another master."
         )
     magnitude = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
     # The order of magnitudes is the order of their bits.

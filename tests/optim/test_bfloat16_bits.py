@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from jaxfp8.optim._bfloat16_bits import joined, rounded_to_24_bits, rounded_to_bfloat16, split
 
 INFINITY = 0x7F800000
-# Of the low 16 bits: ends, neighbours of ties at 16 and at 24 bits, and the ties.
-LOW = (0, 1, 0x7F, 0x80, 0x81, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x80FF, 0xFF7F, 0xFF80, 0xFFFF)
+# Of the low 16 bits: ends, ties at 16 and at 24 bits, and their neighbours.
+LOW = [0, 1, 0x7F, 0x80, 0x81, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x80FF, 0xFF7F]
+LOW += [0xFF80, 0xFFFF]
 
 
 @jax.jit
@@ -36,9 +37,7 @@ def check(bits):
         high[number], (((magnitude + 0x8000) >> 16) | (sign >> 16))[number]
     )
     np.testing.assert_array_equal(back[number], bits[number])
-    np.testing.assert_array_equal(
-        short[number], (((magnitude + 0x80) // 256 * 256) | sign)[number]
-    )
+    np.testing.assert_array_equal(short[number], (((magnitude + 0x80) // 256 * 256) | sign)[number])
     # NaN stays NaN, with its sign.
     for pattern, width in ((high.astype(np.uint32) << 16, 16), (back, 32), (short, 24)):
         pattern = pattern[~number]

@@ -25,7 +25,9 @@ def ties():
 @pytest.mark.parametrize("kind", ["float32", "bfloat16 + 16"])
 def test_masters_start_at_the_float32_values(kind):
     params = params32() | {"ties": ties()}
-    weights, opt_state = init_master_weights(with_masters(optax.sgd(0.1), master=KINDS[kind]), params)
+    weights, opt_state = init_master_weights(
+        with_masters(optax.sgd(0.1), master=KINDS[kind]), params
+    )
     assert_same_bits(master_weights(opt_state, weights), params)
     assert_same_bits(weights, jax.tree.map(rounded_to_bfloat16, params))
 

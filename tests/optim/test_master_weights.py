@@ -168,7 +168,13 @@ def test_gradients_that_are_not_finite_reach_the_weights(kind, value):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "params",
-    [{}, None, {"a": None}, {"a": jnp.ones((), jnp.bfloat16)}, {"a": jnp.ones((0, 2), jnp.float16)}],
+    [
+        {},
+        None,
+        {"a": None},
+        {"a": jnp.ones((), jnp.bfloat16)},
+        {"a": jnp.ones((0, 2), jnp.float16)},
+    ],
     ids=["empty", "None", "None leaf", "scalar", "no elements"],
 )
 def test_small_trees(kind, params):
@@ -189,7 +195,9 @@ def test_leaves_that_are_no_floats_go_to_the_wrapped_optimizer():
         seen.update(updates=updates, params=params)
         return updates, state
 
-    tx = with_master_weights(optax.GradientTransformation(lambda params: (), look), master=Float32())
+    tx = with_master_weights(
+        optax.GradientTransformation(lambda params: (), look), master=Float32()
+    )
     params = {"w": jnp.ones(2, jnp.bfloat16), "step": jnp.int32(3), "on": np.True_}
     grads = {"w": jnp.ones(2), "step": jnp.int32(1), "on": np.False_}
     updates, _ = tx.update(grads, tx.init(params), params)
@@ -277,7 +285,7 @@ def update_error(state_of, params, master):
         ),
         "no high part": (LOW, {"w": jnp.ones(3, jnp.float16)}, BFloat16Plus(bits=8), "uint8"),
         "all float32": (
-            {"w": jnp.ones(3)}, {"w": jnp.ones(3)}, Float32(), "all in float32.*init_master_weights",
+            {"w": jnp.ones(3)}, {"w": jnp.ones(3)}, Float32(), "all in float32.*init_master",
         ),
     }.values(),
     ids=["no master", "a master", "shape", "high part", "no high part", "all float32"],

@@ -1,7 +1,6 @@
 """Float16 with one scale: nothing overflows, and the largest value is high in the range."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
