@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxfp8._typing import Array
 
@@ -28,7 +29,8 @@ class Overwrite:
 
     Attributes:
       value: [...], the new value.
-      written: bool [], whether p gets the new value.
+      written: bool [], whether p gets the new value. Outside of a `jax.vmap` of `update` it has the
+        axis of the models, which must be the first.
 
     Example:
       >>> import optax
@@ -57,4 +59,7 @@ class Overwrite:
             )
         if self.written is True:
             return self.value
-        return jnp.where(self.written, self.value, p)
+        # `written` has more than one element if `update` ran under `jax.vmap`: one for each model.
+        models = jnp.asarray(self.written)
+        written = lax.expand_dims(models, range(models.ndim, self.value.ndim))
+        return jnp.where(written, self.value, p)

@@ -104,11 +104,13 @@ def has_master(leaf: Any, path: str) -> bool:
 def start_of(leaf: Any) -> Array:
     """The float32 value [...] of a parameter, at which its master weight starts.
 
+    It is a copy, so the optimizer state can be donated while the parameter is in use.
+
     Example:
       >>> start_of(jnp.ones(2, jnp.bfloat16))
       Array([1., 1.], dtype=float32)
     """
-    return value_of(leaf) if is_weight(leaf) else jnp.asarray(leaf).astype(jnp.float32)
+    return value_of(leaf) if is_weight(leaf) else jnp.array(leaf, jnp.float32, copy=True)
 
 
 def rounded(master: Array, like: Any, state: PyTree | None) -> Any:

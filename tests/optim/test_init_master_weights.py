@@ -82,6 +82,16 @@ def test_inside_of_other_transformations():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_state_owns_its_arrays(kind):
+    params = params32()
+    tx = with_masters(optax.adamw(0.1), master=KINDS[kind])
+    weights, opt_state = init_master_weights(tx, params)
+    for leaf in jax.tree.leaves(opt_state):
+        leaf.delete()
+    jax.block_until_ready(jax.tree.map(jnp.sum, (params, weights)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_state_is_that_of_init(kind):
     tx = with_masters(optax.adamw(0.1), master=KINDS[kind])
     weights, opt_state = init_master_weights(tx, params32())

@@ -45,6 +45,16 @@ def test_an_update_that_is_not_written_keeps_the_parameter():
     assert_same_bits(jax.jit(apply)(jnp.ones(3), update), jnp.ones(3))
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_updates_of_many_models():
+    """One of 3 models is not updated, and parameters have 3 elements, too."""
+    update = Overwrite(jnp.zeros((3, 3)), jnp.array([True, False, True]))
+    expected = jnp.array([[0.0] * 3, [1.0] * 3, [0.0] * 3])
+    assert_same_bits(jax.jit(apply)(jnp.ones((3, 3)), update), expected)
+    mapped = jax.vmap(Overwrite)(jnp.zeros((3, 4)))
+    assert_same_bits(apply(jnp.ones((3, 4)), mapped), jnp.zeros((3, 4)))
+
+
 CHANGES = {
     "float": lambda u: u * 2.0,
     "integer": lambda u: 2 * u,
