@@ -1,7 +1,7 @@
 """A float32 tensor in float16 with one scale, a power of two.
 
-The scale puts the largest magnitude into the last binade of float16, from 2^15 to 65504. So
-nothing overflows. Values down to 2^-29 of the largest one keep 11 bits. Smaller ones have fewer.
+The scale puts the largest magnitude between 32752 and 65504, the largest float16. So nothing
+overflows. Values down to 2^-29 of the largest one keep 11 bits. Smaller ones have fewer.
 
 References:
   Peng et al., FP8-LM, arXiv:2310.18313, section 2.3 (a float16 master with tensor scaling).
@@ -34,7 +34,8 @@ def to_scaled_float16(x: Array, old_scale: Array | None) -> tuple[Array, Array]:
         Without an old scale it is reduced over all axes over which x varies.
 
     Returns:
-      values [...] float16, rounded to nearest even, and scale [] float32.
+      values [...] float16, rounded to nearest even, and scale [] float32. Their product is inf where
+      x rounded to 11 bits is 2^128. The bfloat16 of such an x is inf, too.
 
     Raises:
       ValueError: inside `shard_map(check_vma=False)`, where types do not say which axes these are.
