@@ -34,8 +34,8 @@ def to_scaled_float16(x: Array, old_scale: Array | None) -> tuple[Array, Array]:
         Without an old scale it is reduced over all axes over which x varies.
 
     Returns:
-      values [...] float16, rounded to nearest even, and scale [] float32. Their product is inf where
-      x rounded to 11 bits is 2^128. The bfloat16 of such an x is inf, too.
+      values [...] float16, rounded to nearest even, and scale [] float32. Their product is inf
+      where x rounded to 11 bits is 2^128. The bfloat16 of such an x is inf, too.
 
     Raises:
       ValueError: inside `shard_map(check_vma=False)`, where types do not say which axes these are.
