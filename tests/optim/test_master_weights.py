@@ -1,0 +1,326 @@
+"""An optimizer with master weights: bytes, bits, and trees of every sort."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optim_cases import KINDS, FakeWeight, fake_weights, gradient, params32, quantized, train
+from same_bits import assert_same_bits
+
+from jaxfp8.optim import (
+    BFloat16Plus,
+    Float16,
+    Float32,
+    Overwrite,
+    init_master_weights,
+    master_weights,
+    with_master_weights,
+)
+from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
+
+__all__ = ["fake_weights"]  # a fixture
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=0.1))
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_bfloat16", "in_float16", "in_fp8"),
+    [
+        ("float32", 4, 4, 4),
+        ("bfloat16 + 16", 2, 4, 4),
+        ("bfloat16 + 8", 1, 3, 3),
+        ("float16", 2, 2, 2),
+    ],
+)
+@pytest.mark.usefixtures("fake_weights")
+def test_bytes_per_parameter(kind, in_bfloat16, in_float16, in_fp8):
+    tx = with_master_weights(optax.sgd(0.1), master=KINDS[kind])
+    ones = jnp.ones((64, 64))
+    scale = 4 if kind == "float16" else 0
+    for weight, expected in (
+        (ones.astype(jnp.bfloat16), in_bfloat16),
+        (ones.astype(jnp.float16), in_float16),
+        (quantized(ones), in_fp8),
+    ):
+        masters = tx.init({"w": weight}).masters
+        assert bytes_of(masters) == expected * 64 * 64 + scale
+    assert bytes_of(tx.init({"w": ones}).masters) == 0
+
+
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-3, weight_decay=0.1),
+    # All products are exact, so their sums are the same with and without contraction.
+    "powers of two": optax.sgd(2.0**-7, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_16_bits_train_as_float32_does(optimizer):
+    runs = []
+    for master in (Float32(), BFloat16Plus(bits=16)):
+        tx = with_master_weights(OPTIMIZERS[optimizer], master=master)
+        params, opt_state = init_master_weights(
+            tx, params32(), keep_float32=lambda path, x: path == "scale"
+        )
+        jit = optimizer == "powers of two"
+        params, opt_state = train(tx, params, opt_state, 200, jit=jit)
+        runs.append((params, master_weights(opt_state, params), opt_state.inner))
+    assert_same_bits(runs[1], runs[0])
+    params, masters, _ = runs[0]
+    assert_same_bits(params["dense"], jax.tree.map(rounded_to_bfloat16, masters["dense"]))
+    moved = np.asarray(masters["dense"]["kernel"]) - np.asarray(params32()["dense"]["kernel"])
+    assert np.abs(moved).max() > 0.01
+
+
+def test_float32_master_weights_train_as_float32_parameters_do():
+    tx = with_master_weights(ADAMW, master=Float32())
+    params, opt_state = init_master_weights(tx, params32())
+    params, opt_state = train(tx, params, opt_state, 20, jit=False)
+    # The gradients are the same, so float32 parameters must be the master weights.
+    opt32 = ADAMW.init(params32())
+    params, plain = params32(), params
+    for i in range(20):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradient(params32(), i))
+        updates, opt32 = ADAMW.update(grads, opt32, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_bits(master_weights(opt_state, plain), params)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("bfloat16 + 8", 2e-4), ("float16", 4e-3)])
+def test_shorter_masters_stay_near(kind, bound):
+    runs = []
+    for master in (Float32(), KINDS[kind]):
+        tx = with_master_weights(ADAMW, master=master)
+        params, opt_state = init_master_weights(tx, params32())
+        params, opt_state = train(tx, params, opt_state, 100)
+        masters = master_weights(opt_state, params)
+        runs.append(masters["dense"]["kernel"])
+        assert_same_bits(params, jax.tree.map(rounded_to_bfloat16, masters))
+    exact, short = runs
+    assert 0 < float(jnp.linalg.norm(short - exact) / jnp.linalg.norm(exact)) < bound
+
+
+def test_bfloat16_without_a_master_weight_stands_still():
+    """The control: steps below half a spacing are lost, and a master weight keeps them."""
+    params, grads = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.ones(4, jnp.bfloat16)}
+    inner = optax.sgd(2.0**-10)
+    lost, _ = train_on(inner, params, inner.init(params), grads)
+    assert float(lost["w"][0]) == 1
+    for kind, master in KINDS.items():
+        tx = with_master_weights(inner, master=master)
+        kept, _ = train_on(tx, params, tx.init(params), grads)
+        assert float(kept["w"][0]) == 1 - 2.0**-5, kind
+
+
+def train_on(tx, params, opt_state, grads, steps=32):
+    for _ in range(steps):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params, opt_state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wrapped_optimizer_sees_float32(kind):
+    def look(updates, state, params):
+        assert {leaf.dtype for leaf in jax.tree.leaves((updates, params))} == {jnp.dtype("float32")}
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        return updates, state
+
+    tx = with_master_weights(
+        optax.GradientTransformation(lambda params: (), look), master=KINDS[kind]
+    )
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16), "c": jnp.ones(2)}
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e5m2):
+        grads = jax.tree.map(lambda p, dtype=dtype: jnp.ones(p.shape, dtype), params)
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_weights(kind):
+    tx = with_master_weights(optax.sgd(2.0**-10), master=KINDS[kind])
+    params = {"w": jnp.ones(3, jnp.float16)}
+    params, opt_state = train_on(tx, params, tx.init(params), params, steps=2)
+    assert params["w"].dtype == jnp.float16
+    assert float(params["w"][0]) == 1 - 2.0**-9
+    assert float(master_weights(opt_state, params)["w"][0]) == 1 - 2.0**-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 0.0])
+def test_gradients_that_are_not_finite_reach_the_weights(kind, value):
+    tx = with_master_weights(optax.sgd(1.0), master=KINDS[kind])
+    params = {"w": jnp.zeros(3, jnp.bfloat16)}
+    grads = {"w": jnp.array([value, 1, 0], jnp.bfloat16)}
+    params, opt_state = train_on(tx, params, tx.init(params), grads, steps=1)
+    expected = np.array([-value, -1, 0], np.float32)
+    np.testing.assert_array_equal(np.asarray(params["w"]).astype(np.float32), expected)
+    np.testing.assert_array_equal(master_weights(opt_state, params)["w"], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        None,
+        {"a": None},
+        {"a": jnp.ones((), jnp.bfloat16)},
+        {"a": jnp.ones((0, 2), jnp.float16)},
+    ],
+    ids=["empty", "None", "None leaf", "scalar", "no elements"],
+)
+def test_small_trees(kind, params):
+    tx = with_master_weights(ADAMW, master=KINDS[kind])
+    opt_state = tx.init(params)
+    if params is None:
+        assert jax.tree.leaves(opt_state.masters) == []
+        return
+    updates, opt_state = tx.update(params, opt_state, params)
+    new = optax.apply_updates(params, updates)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, params)
+
+
+def test_leaves_that_are_no_floats_go_to_the_wrapped_optimizer():
+    seen = {}
+
+    def look(updates, state, params):
+        seen.update(updates=updates, params=params)
+        return updates, state
+
+    tx = with_master_weights(
+        optax.GradientTransformation(lambda params: (), look), master=Float32()
+    )
+    params = {"w": jnp.ones(2, jnp.bfloat16), "step": jnp.int32(3), "on": np.True_}
+    grads = {"w": jnp.ones(2), "step": jnp.int32(1), "on": np.False_}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert seen["updates"]["step"] is grads["step"]
+    assert seen["params"]["step"] is params["step"]
+    assert updates["step"] is grads["step"]
+    assert isinstance(updates["w"], Overwrite)
+
+
+def test_extra_arguments_reach_the_wrapped_optimizer():
+    def scale(updates, state, params=None, *, value, **extra):
+        assert extra == {"other": 1}
+        return jax.tree.map(lambda u: -u * value, updates), state
+
+    tx = with_master_weights(
+        optax.GradientTransformationExtraArgs(lambda params: (), scale), master=Float32()
+    )
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    updates, _ = tx.update(params, tx.init(params), params, value=0.5, other=1)
+    assert float(updates["w"].value[0]) == 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("fake_weights")
+def test_quantized_weights_are_those_of_a_bfloat16_weight(kind):
+    """Bit for bit the FP8 tensors of a bfloat16 weight that is cast at each step."""
+    tx = with_master_weights(ADAMW, master=KINDS[kind])
+    exact = {"w": params32()["dense"]["kernel"], "b": params32()["dense"]["bias"]}
+    in_bf16, opt16 = init_master_weights(tx, exact)
+    like = {"w": quantized(in_bf16["w"]), "b": in_bf16["b"]}
+    in_fp8, opt8 = init_master_weights(tx, exact, weights=like)
+    assert isinstance(in_fp8["w"], FakeWeight)
+    for i in range(5):
+        grads = gradient(exact, i)
+        updates, opt16 = tx.update(grads, opt16, in_bf16)
+        in_bf16 = optax.apply_updates(in_bf16, updates)
+        updates, opt8 = tx.update(grads, opt8, in_fp8)
+        assert isinstance(updates["w"], FakeWeight)
+        in_fp8 = optax.apply_updates(in_fp8, updates)
+        assert_same_bits(in_fp8, {"w": quantized(in_bf16["w"]), "b": in_bf16["b"]})
+    assert_same_bits(master_weights(opt8, in_fp8), master_weights(opt16, in_bf16))
+
+
+@pytest.mark.usefixtures("fake_weights")
+def test_a_quantized_weight_starts_at_its_own_value():
+    tx, weight = with_master_weights(optax.sgd(0.5), master=Float32()), quantized(jnp.arange(9.0))
+    assert_same_bits(tx.init({"w": weight}).masters.values["w"], weight.dequantize())
+
+
+@pytest.mark.usefixtures("fake_weights")
+def test_quantizer_state_reaches_the_quantized_weight_only():
+    tx = with_master_weights(optax.sgd(0.5), master=Float32())
+    params = {"w": quantized(jnp.ones(2), jnp.float32(1.0))}
+    updates, _ = tx.update({"w": jnp.ones(2)}, tx.init(params), params, state=jnp.float32(0.25))
+    new = optax.apply_updates(params, updates)["w"]
+    assert float(new.scale) == 0.25
+    assert new.values.astype(jnp.float32)[0] == 2.0
+
+
+# ------------------------------------------------------------------------------------------ errors
+LOW = {"w": jnp.ones(3, jnp.bfloat16)}
+
+
+def update_error(state_of, params, master):
+    tx = with_master_weights(optax.sgd(0.1), master=master)
+    return tx.update(params, tx.init(state_of), params)
+
+
+@pytest.mark.parametrize(
+    ("state_of", "params", "master", "message"),
+    {
+        "no master": ({"w": jnp.ones(3)}, LOW, Float32(), "it stores nothing"),
+        "a master": (
+            LOW | {"v": LOW["w"]},
+            {"w": jnp.ones(3), "v": LOW["w"]},
+            Float32(),
+            r"params\['w'\] is float32\[3\].*it stores float32\[3\]",
+        ),
+        "shape": ({"w": LOW["w"][:2]}, LOW, Float16(), r"bfloat16\[3\].*float16\[2\]"),
+        "high part": (
+            {"w": jnp.ones(3, jnp.float16)},
+            LOW,
+            BFloat16Plus(),
+            r"stores bfloat16\[3\], uint16\[3\]",
+        ),
+        "no high part": (LOW, {"w": jnp.ones(3, jnp.float16)}, BFloat16Plus(bits=8), "uint8"),
+        "all float32": (
+            {"w": jnp.ones(3)}, {"w": jnp.ones(3)}, Float32(), "all in float32.*init_master",
+        ),
+    }.values(),
+    ids=["no master", "a master", "shape", "high part", "no high part", "all float32"],
+)  # fmt: skip
+def test_a_state_of_other_parameters(state_of, params, master, message):
+    with pytest.raises(ValueError, match=message):
+        update_error(state_of, params, master)
+
+
+def test_update_needs_params():
+    tx = with_master_weights(optax.sgd(0.1), master=Float32())
+    with pytest.raises(ValueError, match="params=None"):
+        tx.update(LOW, tx.init(LOW))
+
+
+@pytest.mark.parametrize("master", [Float32, "float32", None])
+def test_master_must_be_a_kind(master):
+    with pytest.raises(TypeError, match="is no kind of master weight"):
+        with_master_weights(optax.sgd(0.1), master=master)
+
+
+@pytest.mark.parametrize("bits", [0, 15, 16.0, True, "8"])
+def test_bits(bits):
+    with pytest.raises(ValueError, match="use 16 or 8"):
+        BFloat16Plus(bits=bits)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_an_fp8_array_has_no_scale(dtype):
+    tx = with_master_weights(optax.sgd(0.1), master=Float32())
+    with pytest.raises(ValueError, match=r"params\['w'\] is an array of float8.*has no scale"):
+        tx.init({"w": jnp.ones(2, dtype)})
+
+
+def test_gradients_of_another_tree():
+    tx = with_master_weights(optax.sgd(0.1), master=Float32())
+    with pytest.raises(ValueError, match="v"):
+        tx.update({"v": jnp.ones(3)}, tx.init(LOW), LOW)
