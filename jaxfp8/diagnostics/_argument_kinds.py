@@ -9,8 +9,10 @@ from flax import nnx
 
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._packed_modules import ArgumentKind, Kinds, Packed, with_kinds_of_modules
+from jaxfp8.optim._master_weights import MasterWeightsState
 from jaxfp8.state._state import is_node
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
 
@@ -20,12 +22,12 @@ _BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"
 
 def is_quantized_weight(node: object) -> bool:
     """Whether a node outside of optimizer states is a weight that is stored in FP8."""
-    return isinstance(node, QuantizedTensor)
+    return isinstance(node, QuantizedTensor | QuantizedWeight)
 
 
 def is_master_weights_state(node: object) -> bool:
     """Whether a node is the state of `fp8.optim.with_master_weights`: masters, and inner state."""
-    return isinstance(node, tuple) and getattr(node, "_fields", ()) == ("masters", "inner")
+    return isinstance(node, MasterWeightsState)
 
 
 def is_optimizer_state(node: object) -> bool:

@@ -9,14 +9,10 @@ import flax.nnx.transforms.compilation as nnx_stages
 import jax
 
 from jaxfp8._typing import PyTree
-from jaxfp8.diagnostics._argument_kinds import (
-    is_master_weights_state,
-    is_optimizer_state,
-    is_quantized_weight,
-    kinds_of,
-)
+from jaxfp8.diagnostics._argument_kinds import kinds_of
 from jaxfp8.diagnostics._memory_table import MEMORY_KINDS, MemoryKind, MemoryReport
 from jaxfp8.diagnostics._packed_modules import ArgumentKind
+from jaxfp8.diagnostics._twin_arguments import arguments_of_twin
 from jaxfp8.programs._step_memory import step_memory
 from jaxfp8.state._high_precision import high_precision
 from jaxfp8.state._state import is_node
@@ -107,7 +103,7 @@ def memory_report(
     if twin is True:
         try:
             with high_precision():
-                other = _Step.of(step, _in_high_precision(args), argument_kinds, compiler_options)
+                other = _Step.of(step, arguments_of_twin(args), argument_kinds, compiler_options)
         except Exception as error:
             error.add_note(
                 "jaxfp8: this happened while fp8.memory_report compiled the step in high "
@@ -186,23 +182,3 @@ def _size(info: Any, sharding: Any) -> tuple[int, frozenset[int]]:
         return 0, frozenset()
     shard = math.prod(sharding.shard_shape(info.shape))
     return shard * info.dtype.itemsize, frozenset((math.prod(info.shape), shard))
-
-
-def _in_high_precision(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of the twin, with FP8 weights as arrays of their own dtype."""
-
-    def stays(node: Any) -> bool:
-        return is_optimizer_state(node) or is_master_weights_state(node) or is_node(node)
-
-    def widened(node: Any) -> Any:
-        if not is_quantized_weight(node):
-            return node
-        sharding = getattr(node.values, "sharding", None)
-        return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding)
-
-    def is_leaf(node: Any) -> bool:
-        return stays(node) or is_quantized_weight(node)
-
-    if not any(map(is_quantized_weight, jax.tree.leaves(args, is_leaf=is_leaf))):
-        return tuple(args)
-    return tuple(jax.tree.map(widened, args, is_leaf=is_leaf))

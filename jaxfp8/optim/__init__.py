@@ -4,7 +4,6 @@ from jaxfp8.optim._init import init_master_weights as init_master_weights
 from jaxfp8.optim._init import master_weights as master_weights
 from jaxfp8.optim._master_weights import MasterWeightsState as MasterWeightsState
 from jaxfp8.optim._master_weights import with_master_weights as with_master_weights
-from jaxfp8.optim._masters import AbstractMaster as AbstractMaster
 from jaxfp8.optim._masters import BFloat16Plus as BFloat16Plus
 from jaxfp8.optim._masters import Float16 as Float16
 from jaxfp8.optim._masters import Float32 as Float32

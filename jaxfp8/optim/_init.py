@@ -11,7 +11,14 @@ from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.optim._master_weights import MasterWeightsState
 from jaxfp8.optim._masters import kind_of
 from jaxfp8.optim._stored import is_empty, loaded, states_of, trees_of
-from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, start_of
+from jaxfp8.optim._weights import (
+    Parameters,
+    dtype_of,
+    has_master,
+    rounded,
+    start_of,
+    with_originals,
+)
 
 
 def init_master_weights(
@@ -34,8 +41,9 @@ def init_master_weights(
       keep_float32: `keep_float32(path, x)` is True for each array x that stays in float32, and has
         no master weight. A path is written as in "block/norm/scale".
       weights: a tree that says what each weight will be, in place of `dtype` and `keep_float32`:
-        arrays of their dtypes, and quantized weights. Its values are not used.
-      state: quantizer state, for quantized weights.
+        arrays of their dtypes, and weights in FP8, which `fp8.quantize_params(params, recipe,
+        primary=True, dtype=jnp.bfloat16)` makes. Its values are not used.
+      state: the quantizer state of the model, for weights in FP8 of recipes with state.
 
     Returns:
       The weights, and the optimizer state.
@@ -56,22 +64,23 @@ def init_master_weights(
     """
     if weights is None:
         weights = _as_weights(params, dtype, keep_float32)
-    abstract = _state_of(jax.eval_shape(tx.init, weights))
+    abstract = _state_of(jax.eval_shape(tx.init, with_originals(weights)))
     opt_state = tx.init(params)  # The wrapped optimizer sees float32 parameters.
     parameters = Parameters.of(weights)
     master, states, leaves = kind_of(abstract.masters), [], []
-    for path, leaf, x, made in zip(
+    for path, leaf, x, made, own in zip(
         parameters.paths,
         parameters.leaves,
         parameters.like(params),
         states_of(abstract.masters, parameters),
+        parameters.states(state),
         strict=True,
     ):
         value = start_of(x) if has_master(leaf, path) else x
         if not is_empty(made):
             made, value = master.store(value, dtype_of(leaf))
         states.append(made)
-        leaves.append(rounded(value, leaf, state) if has_master(leaf, path) else value)
+        leaves.append(rounded(value, leaf, own) if has_master(leaf, path) else value)
     masters = trees_of(master, states, parameters)
     replaced = jax.tree.map(
         lambda node: node._replace(masters=masters) if _is_state(node) else node,

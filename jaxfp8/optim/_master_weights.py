@@ -14,7 +14,14 @@ from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, sta
 
 
 class MasterWeightsState(NamedTuple):
-    """The state of `with_master_weights`."""
+    """The state of `with_master_weights`. `master_weights` reads it.
+
+    Example:
+      >>> from jaxfp8.optim import Float32
+      >>> tx = with_master_weights(optax.sgd(0.1), master=Float32())
+      >>> tx.init({"w": jnp.ones(2, jnp.bfloat16)}).masters.values["w"].dtype.name
+      'float32'
+    """
 
     masters: MasterState  # trees like params; None where a parameter has no master weight
     inner: optax.OptState  # of the wrapped optimizer
@@ -32,7 +39,7 @@ def with_master_weights(
 
     | parameter | master weight |
     |---|---|
-    | bfloat16 or float16 array, quantized weight | stored as `master` says |
+    | bfloat16 or float16 array, weight in FP8 | stored as `master` says |
     | float32 array | none: the parameter itself |
     | other array | none: the wrapped optimizer gets it as it is |
 
@@ -53,7 +60,8 @@ def with_master_weights(
 
     Returns:
       An optimizer. Its `update(grads, opt_state, params, *, state=None, **extra_args)` needs
-      params. `state` is quantizer state, for quantized weights. The wrapped optimizer gets
+      params. `state` is the quantizer state of the model after this step. Weights in FP8 of recipes
+      with state need it, because their next cast takes its scales. The wrapped optimizer gets
       `extra_args`.
 
     Raises:
@@ -112,16 +120,17 @@ def with_master_weights(
             parameters.tree(list(widened)), opt_state.inner, parameters.tree(masters), **extra_args
         )
         states, written = [], []
-        for leaf, value, step, each in zip(
-            parameters.leaves, masters, parameters.like(updates), old, strict=True
-        ):
+        for leaf, value, step, each, own in zip(
+            parameters.leaves, masters, parameters.like(updates), old,
+            parameters.states(state), strict=True,
+        ):  # fmt: skip
             if is_empty(each):
                 states.append(each)
                 written.append(step)
                 continue
             new, value = master.store(value + step.astype(jnp.float32), dtype_of(leaf), each)
             states.append(new)
-            written.append(jax.tree.map(Overwrite, rounded(value, leaf, state)))
+            written.append(jax.tree.map(Overwrite, rounded(value, leaf, own)))
         new_masters = trees_of(master, states, parameters)
         return parameters.tree(written), MasterWeightsState(new_masters, inner_state)
 

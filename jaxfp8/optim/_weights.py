@@ -1,48 +1,31 @@
-"""What parameters can be: arrays, and quantized weights.
+"""What parameters can be: arrays, and weights in FP8.
 
-A quantized weight is a pytree node that holds FP8 tensors. It is one parameter: it has one master
+A `QuantizedWeight` is a pytree node that holds FP8 tensors. It is one parameter: it has one master
 weight, and one gradient, which is a plain array. This file alone knows such nodes.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.ops._quantize_weight import requantize
+from jaxfp8.ops._weight_states import joined, state_at, states_by_path
 from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
-
-
-def is_weight(node: Any) -> bool:
-    """Whether a node of a tree of parameters is a quantized weight.
-
-    Example:
-      >>> is_weight(jnp.ones(2))
-      False
-    """
-    return False
-
-
-def value_of(node: Any) -> Array:
-    """The float32 array [...] that a quantized weight stands for."""
-    return node.dequantize().astype(jnp.float32)
-
-
-def rebuilt(node: Any, w: Array, state: PyTree | None) -> Any:
-    """The quantized weight `node` with the tensors of another array.
-
-    Args:
-      node: a quantized weight of shape [...].
-      w: bfloat16 [...].
-      state: the quantizer state that `update` was given, or None.
-    """
-    raise NotImplementedError(f"{type(node).__name__} is no quantized weight.")
+from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 
 class Parameters(NamedTuple):
-    """A tree of parameters, flat. A quantized weight is one of its leaves."""
+    """A tree of parameters, flat. A quantized weight is one of its leaves.
+
+    `paths` are for messages, `names` for the states of matmuls.
+    """
 
     paths: list[str]
+    names: list[str]
     leaves: list[Any]
     treedef: Any
 
@@ -56,11 +39,20 @@ class Parameters(NamedTuple):
         """
         found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
         paths = [jax.tree_util.keystr(path) for path, _ in found]
-        return Parameters(paths, [leaf for _, leaf in found], treedef)
+        names = [joined(path) for path, _ in found]
+        return Parameters(paths, names, [leaf for _, leaf in found], treedef)
 
     def like(self, tree: PyTree) -> list[Any]:
         """What another tree has in the place of each parameter."""
         return list(self.treedef.flatten_up_to(tree))
+
+    def states(self, state: PyTree | None) -> list[MatmulState | None]:
+        """The quantizer state of each weight in FP8, from those of the model."""
+        found = states_by_path(state)
+        return [
+            state_at(name, found) if is_weight(leaf) and leaf.recipe.rows else None
+            for name, leaf in zip(self.names, self.leaves, strict=True)
+        ]
 
     def tree(self, leaves: list[Any]) -> PyTree:
         """The tree of parameters with other leaves."""
@@ -110,17 +102,42 @@ def start_of(leaf: Any) -> Array:
       >>> start_of(jnp.ones(2, jnp.bfloat16))
       Array([1., 1.], dtype=float32)
     """
-    return value_of(leaf) if is_weight(leaf) else jnp.array(leaf, jnp.float32, copy=True)
+    if is_weight(leaf):
+        if leaf.original is None:
+            raise ValueError(
+                f"params has {leaf}, from which no master weight can start. Start at the values "
+                "before the cast: params, opt_state = init_master_weights(tx, values, "
+                "weights=params)."
+            )
+        leaf = leaf.original
+    return jnp.array(leaf, jnp.float32, copy=True)
 
 
-def rounded(master: Array, like: Any, state: PyTree | None) -> Any:
+def with_originals(weights: PyTree) -> PyTree:
+    """Weights in FP8 with the type of an original array, for `jax.eval_shape`.
+
+    Example:
+      >>> with_originals({"w": 1.0})
+      {'w': 1.0}
+    """
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, QuantizedWeight):
+            return node
+        original: Any = jax.ShapeDtypeStruct(node.shape, node.dtype)
+        return dataclasses.replace(node, original=original)
+
+    return jax.tree.map(one, weights, is_leaf=is_weight)
+
+
+def rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
     """The parameter that belongs to a master weight.
 
     Args:
       master: float32 [...].
       like: the parameter that it replaces: a bfloat16 or float16 array [...], or a quantized weight
         [...].
-      state: quantizer state, or None.
+      state: the quantizer state of its matmul, or None.
 
     Example:
       >>> rounded(jnp.float32(0.1), jnp.bfloat16(0), None)
@@ -129,4 +146,11 @@ def rounded(master: Array, like: Any, state: PyTree | None) -> Any:
     if dtype_of(like) == jnp.float16:
         return master.astype(jnp.float16)
     w = rounded_to_bfloat16(master)
-    return rebuilt(like, w, state) if is_weight(like) else w
+    if not isinstance(like, QuantizedWeight):
+        return w
+    if like.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"params has {like}. Its master weight is rounded to bfloat16 before the cast. Make "
+            "the weight of bfloat16, too: fp8.quantize_params(..., dtype=jnp.bfloat16)."
+        )
+    return requantize(like, w, state=state)

@@ -21,6 +21,7 @@ from jaxfp8.diagnostics._memory_report import memory_report
 from jaxfp8.diagnostics._memory_table import MemoryReport
 from jaxfp8.linen import COLLECTION, FP8Dense, TrainState
 from jaxfp8.nnx import FP8Linear
+from jaxfp8.optim import BFloat16Plus, MasterWeightsState, init_master_weights, with_master_weights
 from jaxfp8.state._high_precision import high_precision
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax.adam needs it
@@ -270,13 +271,6 @@ def test_nnx_in_jax_jit():
     assert report.fp8["quantizer state"] == 2 * STATE
 
 
-class MasterWeightsState(NamedTuple):
-    """Has the fields of the state of `fp8.optim.with_master_weights`."""
-
-    masters: Any
-    inner: Any
-
-
 def test_master_weights():
     def step(w, opt_state, x):
         grads = jax.grad(lambda w: jnp.sum((x @ w) ** 2).astype(jnp.float32))(w)
@@ -309,6 +303,41 @@ def test_weights_in_fp8():
     assert report.twin is not None
     assert report.twin["weights"] == 2 * D * D + 4 * D
     assert report.fp8["moments"] == report.twin["moments"] == D * D + 4
+
+
+def primary_step(recipe, bits, donate=True):
+    """A step with FP8 primary weights or, without a recipe, with bfloat16 weights. With types."""
+    tx = with_master_weights(optax.sgd(0.1, momentum=0.9), master=BFloat16Plus(bits=bits))
+    exact = {"w": jnp.ones((D, D))}
+    rules = [("w", fp8.weights.WeightAxes())]
+    used = fp8.recipes.identity() if recipe is None else recipe
+
+    def start(exact):
+        if recipe is None:
+            return init_master_weights(tx, exact)
+        like = fp8.quantize_params(exact, recipe, rules=rules, primary=True, dtype=jnp.bfloat16)
+        return init_master_weights(tx, exact, weights=like)
+
+    def loss_fn(params, state, x):
+        return jnp.sum(fp8.dot(x, params["w"], recipe=used).astype(jnp.float32) ** 2)
+
+    def step(params, opt_state, x):
+        loss, grads, _ = fp8.value_and_grad(loss_fn)(params, (), x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    x = jax.ShapeDtypeStruct((B, D), jnp.bfloat16)
+    return jax.jit(step, donate_argnums=(0, 1)), *jax.eval_shape(start, exact), x
+
+
+@pytest.mark.parametrize(("bits", "master"), [(16, 4), (8, 3)])
+def test_primary_weights(bits, master):
+    report = memory_report(*primary_step(fp8.recipes.blockwise(), bits))
+    assert report.fp8["weights"] == D * D + 4  # one tile
+    assert report.fp8["master weights"] == master * D * D
+    assert report.fp8["moments"] == 4 * D * D
+    assert report.twin is not None
+    assert report.twin["weights"] == 2 * D * D
 
 
 def test_shards_of_a_mesh():

@@ -1,15 +1,16 @@
-"""Parameters, gradients and a stand-in for quantized weights, for all tests of this folder."""
+"""Parameters, gradients and weights in FP8, for all tests of this folder."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
-from jaxfp8.optim import BFloat16Plus, Float16, Float32, _weights
+import jaxfp8 as fp8
+from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.optim import BFloat16Plus, Float16, Float32
+from jaxfp8.weights import WeightAxes
 
 KINDS = {
     "float32": Float32(),
@@ -19,35 +20,14 @@ KINDS = {
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FakeWeight:
-    """A float8 array and its scale, in the place of a quantized weight."""
-
-    values: jax.Array  # float8_e4m3fn [...]
-    scale: jax.Array  # float32 []
-
-    @property
-    def shape(self):
-        return self.values.shape
-
-    def dequantize(self):
-        return self.values.astype(jnp.float32) * self.scale
+BLOCKWISE = fp8.recipes.blockwise()
 
 
-def quantized(w, scale=None):
-    """A FakeWeight of a bfloat16 array [...]. Without a scale it gets that of its amax."""
-    w = w.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(w)) / 448 if scale is None else scale
-    return FakeWeight((w / scale).astype(jnp.float8_e4m3fn), scale)
-
-
-@pytest.fixture
-def fake_weights(monkeypatch):
-    """Makes FakeWeight a quantized weight."""
-    monkeypatch.setattr(_weights, "is_weight", lambda node: isinstance(node, FakeWeight))
-    monkeypatch.setattr(_weights, "value_of", lambda node: node.dequantize())
-    monkeypatch.setattr(_weights, "rebuilt", lambda node, w, state: quantized(w, state))
+def quantized(w, recipe=BLOCKWISE, state=None, *, primary=True):
+    """A weight [K, N], in bfloat16, as a `QuantizedWeight`."""
+    return quantize_weight(
+        w.astype(jnp.bfloat16), recipe, WeightAxes(), state=state, primary=primary
+    )
 
 
 def params32(seed=0):

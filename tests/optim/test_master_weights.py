@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optim_cases import KINDS, FakeWeight, fake_weights, gradient, params32, quantized, train
+from optim_cases import KINDS, gradient, params32, quantized, train
 from same_bits import assert_same_bits
 
+import jaxfp8 as fp8
+from jaxfp8.ops._quantize_weight import quantize_weight
 from jaxfp8.optim import (
     BFloat16Plus,
     Float16,
@@ -18,8 +20,8 @@ from jaxfp8.optim import (
     with_master_weights,
 )
 from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
+from jaxfp8.weights import QuantizedWeight, WeightAxes
 
-__all__ = ["fake_weights"]  # a fixture
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=0.1))
@@ -38,7 +40,6 @@ def bytes_of(tree):
         ("float16", 2, 2, 2),
     ],
 )
-@pytest.mark.usefixtures("fake_weights")
 def test_bytes_per_parameter(kind, in_bfloat16, in_float16, in_fp8):
     tx = with_master_weights(optax.sgd(0.1), master=KINDS[kind])
     ones = jnp.ones((64, 64))
@@ -46,7 +47,7 @@ def test_bytes_per_parameter(kind, in_bfloat16, in_float16, in_fp8):
     for weight, expected in (
         (ones.astype(jnp.bfloat16), in_bfloat16),
         (ones.astype(jnp.float16), in_float16),
-        (quantized(ones), in_fp8),
+        (quantized(ones, primary=False), in_fp8),
     ):
         masters = tx.init({"w": weight}).masters
         assert bytes_of(masters) == expected * 64 * 64 + scale
@@ -220,41 +221,78 @@ def test_extra_arguments_reach_the_wrapped_optimizer():
     assert float(updates["w"].value[0]) == 0.5
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("fake_weights")
-def test_quantized_weights_are_those_of_a_bfloat16_weight(kind):
-    """Bit for bit the FP8 tensors of a bfloat16 weight that is cast at each step."""
+RECIPES = {
+    "current": fp8.recipes.current(),
+    "delayed": fp8.recipes.delayed(),
+    "rowwise": fp8.recipes.rowwise(),
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if "8" in kind else pytest.mark.slow) for kind in KINDS],
+)
+def test_fp8_weights_train_as_bfloat16_weights_do(kind, recipe):
+    """Bit for bit as bfloat16 weights that are cast at each step, from the same master weights."""
+    recipe = RECIPES[recipe]
     tx = with_master_weights(ADAMW, master=KINDS[kind])
-    exact = {"w": params32()["dense"]["kernel"], "b": params32()["dense"]["bias"]}
-    in_bf16, opt16 = init_master_weights(tx, exact)
-    like = {"w": quantized(in_bf16["w"]), "b": in_bf16["b"]}
-    in_fp8, opt8 = init_master_weights(tx, exact, weights=like)
-    assert isinstance(in_fp8["w"], FakeWeight)
-    for i in range(5):
-        grads = gradient(exact, i)
-        updates, opt16 = tx.update(grads, opt16, in_bf16)
-        in_bf16 = optax.apply_updates(in_bf16, updates)
-        updates, opt8 = tx.update(grads, opt8, in_fp8)
-        assert isinstance(updates["w"], FakeWeight)
-        in_fp8 = optax.apply_updates(in_fp8, updates)
-        assert_same_bits(in_fp8, {"w": quantized(in_bf16["w"]), "b": in_bf16["b"]})
-    assert_same_bits(master_weights(opt8, in_fp8), master_weights(opt16, in_bf16))
+    exact = {"w": 4 * params32()["dense"]["kernel"], "b": params32()["dense"]["bias"]}
+    state = {"w": fp8.init_state(recipe)} if recipe.rows else ()
+
+    def loss_fn(params, state, x):
+        y = fp8.dot(x, params["w"], recipe=recipe, state=state["w"] if recipe.rows else None)
+        return jnp.mean(jnp.tanh(y + params["b"]) ** 2)
+
+    @jax.jit
+    def step(params, opt_state, state, x):
+        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, x)
+        updates, opt_state = tx.update(grads, opt_state, params, state=state)
+        return optax.apply_updates(params, updates), opt_state, state, loss
+
+    wide, wide_opt = init_master_weights(tx, exact)
+    like = {"w": quantized(wide["w"], recipe, state["w"] if recipe.rows else None), "b": wide["b"]}
+    narrow, narrow_opt = init_master_weights(tx, exact, weights=like, state=state)
+    assert isinstance(narrow["w"], QuantizedWeight)
+    wide_state = narrow_state = state
+    for i in range(4):
+        x = jax.random.normal(jax.random.key(i), (32, 16), jnp.bfloat16)
+        wide, wide_opt, wide_state, wide_loss = step(wide, wide_opt, wide_state, x)
+        narrow, narrow_opt, narrow_state, narrow_loss = step(narrow, narrow_opt, narrow_state, x)
+        assert_same_bits((narrow_loss, narrow_state), (wide_loss, wide_state))
+        expected = quantized(wide["w"], recipe, wide_state["w"] if recipe.rows else None)
+        assert_same_bits(narrow, {"w": expected, "b": wide["b"]})
+    assert_same_bits(master_weights(narrow_opt, narrow), master_weights(wide_opt, wide))
 
 
-@pytest.mark.usefixtures("fake_weights")
-def test_a_quantized_weight_starts_at_its_own_value():
-    tx, weight = with_master_weights(optax.sgd(0.5), master=Float32()), quantized(jnp.arange(9.0))
-    assert_same_bits(tx.init({"w": weight}).masters.values["w"], weight.dequantize())
+def test_bytes_of_fp8_weights():
+    """One byte a value and scales; two where two directions need two copies."""
+    w = jnp.ones((256, 256))
+    sizes = {
+        name: quantized(w, recipe, fp8.init_state(recipe) or None).nbytes / w.size
+        for name, recipe in RECIPES.items()
+    }
+    assert sizes["blockwise"] == 1 + 4 / 128**2
+    assert sizes["current"] == sizes["delayed"] == 1 + 4 / w.size
+    assert sizes["mxfp8"] == 2 * (1 + 1 / 32)
+    assert sizes["rowwise"] == 2 * (1 + 4 / 256)
+    tree = {"w": quantized(w)}
+    assert bytes_of(tree) == tree["w"].nbytes  # no other array
 
 
-@pytest.mark.usefixtures("fake_weights")
-def test_quantizer_state_reaches_the_quantized_weight_only():
+def test_no_master_weight_starts_at_fp8_values():
     tx = with_master_weights(optax.sgd(0.5), master=Float32())
-    params = {"w": quantized(jnp.ones(2), jnp.float32(1.0))}
-    updates, _ = tx.update({"w": jnp.ones(2)}, tx.init(params), params, state=jnp.float32(0.25))
-    new = optax.apply_updates(params, updates)["w"]
-    assert float(new.scale) == 0.25
-    assert new.values.astype(jnp.float32)[0] == 2.0
+    with pytest.raises(ValueError, match="init_master_weights"):
+        tx.init({"w": quantized(jnp.ones((4, 4)))})
+
+
+def test_fp8_weights_of_float32_are_refused():
+    tx = with_master_weights(optax.sgd(0.5), master=Float32())
+    weight = quantize_weight(jnp.ones((4, 4)), RECIPES["current"], WeightAxes(), primary=True)
+    with pytest.raises(ValueError, match=r"dtype=jnp\.bfloat16"):
+        init_master_weights(tx, {"w": jnp.ones((4, 4))}, weights={"w": weight})
 
 
 # ------------------------------------------------------------------------------------------ errors
