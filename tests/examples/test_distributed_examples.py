@@ -155,26 +155,25 @@ def caught(pid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "example"),
     [
-        "rowwise",
-        "mxfp8",
-        *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "blockwise")),
+        pytest.param(recipe, example, id=f"{recipe}, {example}")
+        for recipe in ("rowwise", "mxfp8", "current", "blockwise")
+        for example in ("sharded", "pipeline")
     ],
 )
-def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
-    arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json"
-    finished = run("train_sharded.py", *arguments, "--compare", cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    np.testing.assert_allclose(result["losses"], result["one_device_losses"], rtol=BF16_ROUNDING)
+def test_every_recipe_shows_the_losses_of_one_device(recipe, example, tmp_path):
     # Fewer microbatches than stages: some have nothing to do for most of the time.
-    finished = run("train_pipeline.py", *arguments, "--microbatches", 2, cwd=tmp_path)
+    words = ("--compare",) if example == "sharded" else ("--microbatches", 2)
+    arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json", *words
+    finished = run(f"train_{example}.py", *arguments, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    np.testing.assert_allclose(
-        result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING
-    )
+    if example == "sharded":
+        ours, theirs = result["losses"], result["one_device_losses"]
+    else:
+        ours, theirs = result["pipeline"]["losses"], result["one device"]["losses"]
+    np.testing.assert_allclose(ours, theirs, rtol=BF16_ROUNDING)
 
 
 def test_states_of_several_processes_are_checked(tmp_path):
