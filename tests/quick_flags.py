@@ -1,4 +1,4 @@
-"""XLA's flags for the processes of examples and benchmarks."""
+"""XLA's flags for processes that tests start: benchmarks, and flax's own tests."""
 
 import os
 
@@ -12,9 +12,9 @@ def flags() -> str:
 def quick_flags() -> str:
     """`flags`, and LLVM does not optimize.
 
-    Where the CUDA wheels are installed, the tests keep the optimizations (`conftest.py`). An
-    example compiles a few large programs, which takes much longer with them. No test compares their
-    bits. Programs for GPUs read the same flag, so a process that compiles them does not take it.
+    Where the CUDA wheels are installed, the tests keep the optimizations (`conftest.py`). These
+    processes compile much and compute little. No test compares their bits with those of others.
+    Programs for GPUs read the same flag, so a process that compiles them does not take it.
     """
     if "xla_backend_optimization_level" in flags():
         return flags()
