@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 STEPS = 3
+FEW = "--steps", STEPS, "--batch", 8
 # Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then
 # moves by 2^-4. What is left of it in a mean over a thousand tokens; Adam's first steps make it
 # grow.
@@ -24,7 +25,7 @@ BF16_ROUNDING = 2e-3
 def sharded(tmp_path_factory):
     """Output and results of train_sharded.py on eight devices."""
     folder = tmp_path_factory.mktemp("sharded")
-    finished = run("train_sharded.py", "--steps", STEPS, "--json", "result.json", cwd=folder)
+    finished = run("train_sharded.py", *FEW, "--json", "result.json", cwd=folder)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout, json.loads((folder / "result.json").read_text())
 
@@ -41,7 +42,7 @@ def test_a_sharded_run_gathers_its_weights_as_bytes(sharded):
 
 
 def test_two_processes_of_four_devices_show_the_losses_of_one_with_eight(sharded, tmp_path):
-    arguments = "--steps", STEPS, "--json", "result.json"
+    arguments = *FEW, "--json", "result.json"
     first, second = run_together(
         "train_multihost.py", *arguments, processes=2, cwd=tmp_path, seconds=180
     )
