@@ -87,6 +87,15 @@ class Cost:
             self.bytes + other.bytes, self.flops + other.flops, self.seconds + other.seconds
         )
 
+    def times(self, number: float) -> "Cost":
+        """The cost of the same work, done `number` times.
+
+        Example:
+          >>> Cost(bytes=8, seconds=2.0).times(0.125)
+          Cost(bytes=1, flops=0, seconds=0.25)
+        """
+        return Cost(round(self.bytes * number), round(self.flops * number), self.seconds * number)
+
 
 class Route(enum.Enum):
     """How a matmul is computed. The value is its text in tables."""

@@ -16,10 +16,13 @@ from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._peaks import PEAKS, estimable
 from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape
 from jaxfp8.plan._routes import matmul_cost, route_of, sides_of
+from jaxfp8.plan._weight_casts import check_weight_casts, cost_of_weights
 from jaxfp8.recipes._recipe import Recipe
 
 
-def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
+def roofline(
+    shape: Shape, *, recipe: Recipe, kernels: Kernels, weight_casts: float = 1.0
+) -> Roofline:
     """Estimate how long a dense layer takes in a recipe and in bfloat16, forward and backward.
 
     The result is an estimate. Nothing is measured, and nothing runs.
@@ -60,6 +63,10 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
       recipe: a Recipe, made of the quantizers of `fp8.quantizers`.
       kernels: for "h200", "h100", "b200", "l4", "l40s" or "a100". `fp8.Kernels("h200", casts="xla",
         matmuls="xla")` estimates XLA's program without other kernels.
+      weight_casts: how often w is cast in a forward and backward pass. 1 is the default of a
+        matmul. It is 2 under `fp8.save_fp8_residuals()`, which casts w again. It is 1 / 8 if
+        `fp8.quantize_params` casts it once for 8 microbatches, and 0 for FP8 primary weights, which
+        the optimizer casts.
 
     Returns:
       A frozen dataclass. `speedup` is bf16 time / recipe time. `fprop`, `dgrad`, `wgrad`, `casts`
@@ -67,7 +74,8 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
       `flops` and `seconds`. `print` shows a table.
 
     Raises:
-      ValueError: for a shape that is not three positive integers, or kernels without a chip. Also
+      ValueError: for a shape that is not three positive integers, kernels without a chip, or a
+        number of casts below 0. Also
         for a chip without figures (cpu, tpu, mi300x), for the backend "reference", and for a
         quantizer that is not one of `fp8.quantizers`.
       TypeError: if `recipe` is not a Recipe, or if `kernels` is not a Kernels.
@@ -110,22 +118,24 @@ def roofline(shape: Shape, *, recipe: Recipe, kernels: Kernels) -> Roofline:
             ),
             how=routes[name].value,
         )
-    each = {
-        tensor: cast_cost(
-            getattr(choices, tensor).backend,
-            Casts(recipe, tensor, count, rows[tensor], routes, described, peak),
-        )
+    casts_of = {
+        tensor: Casts(recipe, tensor, count, rows[tensor], routes, described, peak)
         for tensor, count in values.items()
     }
+    each = {
+        tensor: cast_cost(getattr(choices, tensor).backend, casts)
+        for tensor, casts in casts_of.items()
+    }
+    each["w"] = cost_of_weights(each["w"], casts_of["w"], check_weight_casts(weight_casts))
     how = ", ".join(
         f"{tensor} {cost.bytes / values[tensor]:.3g}" for tensor, cost in each.items() if cost.bytes
     )
-    casts = Part(
+    part = Part(
         bf16=Cost(),
         recipe=sum(each.values(), Cost()),
         how=f"{how} bytes a value" if how else "none",
     )
-    return Roofline(shape=shape, recipe=recipe.name, chip=chip, casts=casts, **parts)
+    return Roofline(shape=shape, recipe=recipe.name, chip=chip, casts=part, **parts)
 
 
 def check_estimable(kernels: Kernels) -> str:
