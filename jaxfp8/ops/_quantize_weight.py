@@ -105,7 +105,8 @@ def _cast(
     `QuantizedWeight.scale_axes` is appended to a list, because `jax.vmap` returns arrays only.
     """
     own = matched(state, recipe)
-    where = place(name, w, axes.shard)
+    # Without a mesh the weight is whole, as it is where a checkpoint is read.
+    where = place(name, w, None if jax.sharding.get_abstract_mesh().empty else axes.shard)
     view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
     casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
     across = amax_axes(recipe, reduce_axes, None)

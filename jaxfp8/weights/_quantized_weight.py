@@ -24,8 +24,8 @@ class WeightAxes:
       batch: the batch axes of the matmul, for instance that of experts [E, K, N].
       stacked: how many leading axes stack the weights of several layers, as `nn.scan` and
         `jax.lax.scan` want them. Each layer has its own scales.
-      shard: how the mesh splits the weight, for a call inside `jax.shard_map`. It is the `w_shard`
-        of the matmul.
+      shard: how the mesh splits the weight where it is cast: the `w_shard` of the matmul. It is
+        needed inside `jax.shard_map`. Without a mesh it is ignored.
 
     Raises:
       TypeError: if a field has another type.
