@@ -24,7 +24,7 @@ from jaxfp8.weights import QuantizedWeight, WeightAxes
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-K, N, TOKENS = 512, 256, 256
+K, N, TOKENS = 512, 256, 512
 AXES = WeightAxes(shard=Shard(0, "fsdp"))
 TX = with_master_weights(optax.sgd(2.0**-4, momentum=0.5), master=Float32())
 RECIPES = {
