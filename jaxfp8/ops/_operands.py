@@ -111,7 +111,7 @@ def quantize_operand(
     saved = copies
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
-        # from the saved copies and casts no operand again.
+        # from a saved copy, if it reads the same one as the backward pass.
         copies, saved = named(copies, tensor)
     # One operand for all readers of a copy: `gathered_once` compares identities.
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]

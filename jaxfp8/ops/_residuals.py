@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, Matmul, PyTree, Tensor
+from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.ops._checkpoint_policies import named_copy
 from jaxfp8.quantizers._base import Operand
@@ -80,8 +80,11 @@ def readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
     return lax.optimization_barrier((x, gradient))[0]
 
 
-def named(tree: PyTree, tensor: Tensor) -> tuple[PyTree, PyTree]:
-    """The same arrays with the names of residuals, twice: for this pass and the backward pass.
+def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
+    """The same copies with the names of residuals, twice: for this pass and the backward pass.
+
+    A copy for fprop alone has no name. If remat runs fprop again, it casts such a copy again.
+    Otherwise it would save two copies of a tensor, which are as large as the tensor in bfloat16.
 
     FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
     `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
@@ -96,6 +99,12 @@ def named(tree: PyTree, tensor: Tensor) -> tuple[PyTree, PyTree]:
         now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
         return now, later
 
-    leaves, structure = jax.tree.flatten(tree)
-    now, later = zip(*map(one, leaves), strict=True) if leaves else ((), ())
-    return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)
+    def both(copy: Copy) -> tuple[Copy, Copy]:
+        if copy.readers == ("fprop",):
+            return copy, copy
+        leaves, structure = jax.tree.flatten(copy)
+        now, later = zip(*map(one, leaves), strict=True)
+        return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)
+
+    now, later = zip(*map(both, copies), strict=True)
+    return list(now), list(later)

@@ -30,6 +30,11 @@ CASTS = {
     "mxfp8": 6,
     "mxfp8_2d": 5,
 }
+# Of these, the matmul of fprop reads a copy of x, or of w, that no other matmul reads.
+APART = {
+    "x": {"rowwise", "rowwise_hp_wgrad", "blockwise", "mxfp8", "mxfp8_2d"},
+    "w": {"rowwise", "rowwise_hp_wgrad", "mxfp8"},
+}
 POLICIES = {
     "none": lambda block: block,
     "fp8": lambda block: jax.checkpoint(block, policy=fp8.save_fp8_residuals()),
@@ -78,11 +83,13 @@ def casts(jaxpr):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_cast_twice(recipe):
-    """Nothing if copies of w are saved, and otherwise one copy of w, that for dgrad."""
-    expected = CASTS[recipe] * LAYERS
-    assert casts(program(RECIPES[recipe], "none")) == expected
-    assert casts(program(RECIPES[recipe], "weights")) == expected
-    assert casts(program(RECIPES[recipe], "fp8")) == expected + LAYERS
+    """Copies that fprop alone reads. Without copies of w, one of them: the forward pass needs none
+    for dgrad.
+    """
+    cast, apart = CASTS[recipe] * LAYERS, {t: LAYERS * (recipe in of) for t, of in APART.items()}
+    assert casts(program(RECIPES[recipe], "none")) == cast
+    assert casts(program(RECIPES[recipe], "weights")) == cast + apart["x"] + apart["w"]
+    assert casts(program(RECIPES[recipe], "fp8")) == cast + apart["x"] + LAYERS
 
 
 @pytest.mark.parametrize(
@@ -166,6 +173,30 @@ def test_what_a_linear_block_keeps():
     assert saved() == {"uint8[8, 4]"}
     assert saved(weights=True) == {"uint8[8, 4]", "uint8[4, 4]"}
     assert saved(inputs=False) == set()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "values"),
+    [
+        *((name, "uint8[128, 128]") for name in ("delayed", "current", "rowwise", "blockwise")),
+        ("mxfp8", "uint8[128, 128]"),
+        ("rowwise_hp_wgrad", "float32[128, 128]"),
+    ],
+)
+def test_one_copy_is_saved(recipe, values):
+    """Also if fprop runs again and reads another one."""
+    state = fp8.freeze(fp8.init_state(RECIPES[recipe]))
+
+    def block(x, w):
+        return jnp.tanh(fp8.dot(jnp.sin(x), w, recipe=RECIPES[recipe], state=state))
+
+    def residuals(x, w):
+        block_ = jax.checkpoint(block, policy=fp8.save_fp8_residuals())
+        return jax.tree.leaves(jax.vjp(block_, x, w)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(jnp.ones((128, 128)), jnp.ones((128, 128))).jaxpr
+    made = [v.aval for v in jaxpr.outvars if v not in jaxpr.invars]
+    assert [f"{a.dtype}{list(a.shape)}" for a in made if a.size >= 128 * 128] == [values]
 
 
 @pytest.mark.parametrize("name", ["inputs", "weights"])
