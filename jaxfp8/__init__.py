@@ -5,6 +5,7 @@ from jaxfp8 import conversion as conversion
 from jaxfp8 import diagnostics as diagnostics
 from jaxfp8 import linen as linen
 from jaxfp8 import nnx as nnx
+from jaxfp8 import optim as optim
 from jaxfp8 import plan as plan
 from jaxfp8 import programs as programs
 from jaxfp8 import prologues as prologues
@@ -16,6 +17,7 @@ from jaxfp8 import weights as weights
 from jaxfp8._errors import FP8StateError as FP8StateError
 from jaxfp8._version import __version__ as __version__
 from jaxfp8.conversion._convert import convert as convert
+from jaxfp8.diagnostics._memory_report import memory_report as memory_report
 from jaxfp8.numerics._formats import E4M3 as E4M3
 from jaxfp8.numerics._formats import E5M2 as E5M2
 from jaxfp8.numerics._formats import E8M0 as E8M0

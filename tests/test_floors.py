@@ -213,7 +213,7 @@ def test_a_straight_house_has_no_faults():
             id="upward-in-function",
         ),
         pytest.param(
-            "optim/_adam.py",
+            "comms/_gather.py",
             "from jaxfp8.recipes._recipe import x",
             "is a stranger",
             id="same-floor",

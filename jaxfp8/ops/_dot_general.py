@@ -22,6 +22,7 @@ from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._gradient_channel import in_gradient_channel
+from jaxfp8.state._high_precision import as_traced
 from jaxfp8.state._identity import known_scales
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
@@ -125,6 +126,7 @@ def dot_general(
     """
     how = read_options("fp8.dot_general", DotOptions, options)
     array, weight = array_of(rhs, recipe, dimension_numbers)
+    recipe, state = as_traced(recipe, state)
     given = read_operands(lhs, array, dimension_numbers, recipe, how)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)

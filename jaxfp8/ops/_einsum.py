@@ -16,6 +16,7 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard, place, place_of_result
+from jaxfp8.state._high_precision import as_traced
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._handles import handle
@@ -73,6 +74,7 @@ def einsum(
       (2, 3, 5)
     """
     how = read_options("fp8.einsum", MatmulOptions, options)
+    recipe, state = as_traced(recipe, state)
     arrays, rhs = check_operands(lhs, rhs, recipe, how.prologue)
     like = arrays[0]  # has the shape and dtype of the left operand, with a prologue too
     w: Any = handle(rhs) if isinstance(rhs, QuantizedWeight) else rhs

@@ -6,13 +6,14 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import DType, PyTree
+from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.ops._weight_states import joined, state_at, states_by_path
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._state import MatmulState, is_state
+from jaxfp8.state._high_precision import in_high_precision
 from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
 
 WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]
@@ -96,10 +97,13 @@ def quantize_params(
     """
     check_recipe(recipe)
     rules = _checked(rules)
+    if dtype is not None:
+        dtype = check_out_dtype(dtype)
+    in_fp8 = not in_high_precision()  # of the twin of `fp8.memory_report`
     used: set[int] = set()
 
     def one(path: Any, leaf: Any) -> Any:
-        name = _joined(path)
+        name = joined(path)
         for i, (match, axes) in enumerate(rules):
             if re.fullmatch(match, name):
                 used.add(i)
@@ -112,21 +116,17 @@ def quantize_params(
                     )
                 if dtype is not None:
                     leaf = check_float(name, leaf).astype(dtype)
-                return quantize_weight(
-                    leaf, recipe, axes, state=_state_at(name, states) if recipe.rows else None,
+                return leaf if not in_fp8 else quantize_weight(
+                    leaf, recipe, axes, state=state_at(name, states) if recipe.rows else None,
                     reduce_axes=reduce_axes, primary=primary, name=name,
                 )  # fmt: skip
         return leaf
 
-    states = {
-        _joined(path): node
-        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
-        if is_state(node)
-    }
+    states = states_by_path(state)
     found = jax.tree_util.tree_map_with_path(one, params, is_leaf=is_weight)
     if unused := [match for i, (match, _) in enumerate(rules) if i not in used]:
         paths = [
-            _joined(path)
+            joined(path)
             for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
         ]
         raise ValueError(
@@ -151,25 +151,3 @@ def _checked(rules: Any) -> WeightRules:
                 "the axes, to leave a weight as it is."
             )
     return pairs
-
-
-def _joined(path: Any) -> str:
-    """The keys of a path, without the field of an nnx Variable that holds its value."""
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and "value" in path[-1].name:
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _state_at(name: str, states: dict[str, MatmulState]) -> MatmulState:
-    """The state of the matmul that reads the weight of this path."""
-    if name in states:
-        return states[name]
-    layer = name.rpartition("/")[0]
-    below = [path for path in states if not layer or path.startswith(f"{layer}/")]
-    if len(below) == 1:
-        return states[below[0]]
-    raise FP8StateError(
-        f"{name}: the state of its matmul must be at the same path, or the only one below "
-        f"{layer!r}. There are {below[:6]}. Pass state=, the states of init or of the last step, "
-        f"with the structure of params. All paths are {list(states)[:20]}."
-    )

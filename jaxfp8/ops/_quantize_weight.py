@@ -1,6 +1,7 @@
 """The cast of one weight that the model will hold in FP8."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,9 +54,10 @@ def quantize_weight(
         raise ValueError(
             f"{name} {list(w.shape)} has no axes besides the {axes.stacked} stacked ones."
         )
-    cast = functools.partial(_cast, recipe=recipe, axes=axes, reduce_axes=reduce_axes, name=name)
     scale_axes: list[tuple[tuple[int | None, ...], ...]] = []
-    cast = functools.partial(cast, scale_axes=scale_axes)
+    cast: Callable[..., Any] = functools.partial(
+        _cast, recipe=recipe, axes=axes, reduce_axes=reduce_axes, name=name, scale_axes=scale_axes
+    )
     for _ in range(axes.stacked):
         cast = jax.vmap(cast)
     if primary:

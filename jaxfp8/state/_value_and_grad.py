@@ -18,7 +18,8 @@ import jax
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
-from jaxfp8.state._commit import commit_one
+from jaxfp8.state._commit import commit_one, nothing_seen
+from jaxfp8.state._high_precision import in_high_precision
 from jaxfp8.state._identity import checked, explained, known_scales
 from jaxfp8.state._ledger import decode
 from jaxfp8.state._over_mesh import axes_named, over_mesh, vary_everywhere
@@ -91,6 +92,10 @@ def value_and_grad(
             )
         check_axes(named or ())
         state = map_states(checked, state)
+        if in_high_precision():  # no matmul reads the state
+            high = jax.value_and_grad(loss_fn, has_aux=has_aux)
+            value, grads = high(params, state, *args, **kwargs)
+            return value, grads, state if commit else nothing_seen(state)
         states, flat = jax.tree.flatten(state, is_leaf=is_state)
         structure: Any = flat  # jax gives it no type
         ledgers = jax.tree.map(vary_everywhere, zero_ledgers(state))

@@ -159,14 +159,14 @@ class QuantizedWeight:
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         leading, of_axes = entries[: self.axes.stacked], entries[self.axes.stacked :]
-        scales = tuple(
+        scales: Any = tuple(
             jax.P(*leading, *(None if axis is None else of_axes[axis] for axis in axes))
             for axes in self.scale_axes
         )
         array: Any = spec
+        amaxes: Any = None if self.amaxes is None else jax.P(*leading)
         return dataclasses.replace(
-            self, values=(array,) * len(self.values), scales=scales,
-            amaxes=None if self.amaxes is None else jax.P(*leading),
+            self, values=(array,) * len(self.values), scales=scales, amaxes=amaxes,
             original=None if self.original is None else array,
         )  # fmt: skip
 

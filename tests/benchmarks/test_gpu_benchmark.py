@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_flags import flags, quick_flags
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 SECTIONS = ["copies", "checks", "casts", "layers", "matmuls"]
@@ -17,9 +18,8 @@ TIMED = {"median", "quartiles", "rounds"}
 
 def run(*words, code=None):
     """The finished process. `code` runs in it first, beside the benchmark's own files."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    flags = " ".join(flag for flag in flags if "device_count" not in flag)  # conftest's eight
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    given = quick_flags() if "--dry-run" in words else flags()
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": given}
     begin = [FOLDER / "run.py"]
     if code is not None:
         begin = [

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from quick_flags import flags, quick_flags
 
 ROOT = Path(__file__).parents[2]
 TRIPS = 7
@@ -131,9 +132,10 @@ def rows_of(tmp_path, *words):
     result = tmp_path / "result.json"
     script = [sys.executable, ROOT / "benchmarks" / "programs.py"]
     sizes = ["--blocks", "1", "--features", "32", "--tokens", "32", "--repeats", "1"]
+    given = flags() if "--target" in words else quick_flags()
     run = subprocess.run(
         [*script, *sizes, "--json", result, *words],
-        env=os.environ, capture_output=True, text=True, check=False,
+        env=os.environ | {"XLA_FLAGS": given}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     text = result.read_text()
@@ -155,7 +157,7 @@ def test_the_casts_of_a_program_are_counted(tmp_path):
     script = [sys.executable, ROOT / "benchmarks" / "cast_instructions.py"]
     run = subprocess.run(
         [*script, "--recipes", "current", "mxfp8", "--json", result],
-        env=os.environ, capture_output=True, text=True, check=False,
+        env=os.environ | {"XLA_FLAGS": quick_flags()}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     current, mxfp8 = json.loads(result.read_text())["rows"]

@@ -1,12 +1,14 @@
 """benchmarks/public_models.py trains a model from a folder, and compares what it computed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from quick_flags import quick_flags
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # It has the names of gpt-jax, and an `init` with other arguments.
@@ -74,6 +76,7 @@ def test_a_model_from_a_folder(tmp_path):
         [sys.executable, BENCHMARKS / "public_models.py", f"gpt-jax={tmp_path}", "--steps", "2",
          "--json", out],
         check=True,
+        env=os.environ | {"XLA_FLAGS": quick_flags()},
     )  # fmt: skip
     (model,) = json.loads(out.read_text())["models"]
     assert model["left_alone"] == {"Embed_0": "kept: lm_head"}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from same_bits import assert_same_bits
-from zoo import KEY, LM, RECIPES, TOKENS, VOCABULARY, WIDTH, converted
+from zoo import KEY, LM, RECIPES, TOKENS, VOCABULARY, WIDTH, converted, small
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
@@ -15,7 +15,7 @@ from jaxfp8.linen import COLLECTION
 @pytest.mark.parametrize("recipe", [RECIPES["current"]], ids=["current"])
 def test_jit_inside_of_a_model_keeps_no_program_of_another_model(recipe):
     """nn.jit keeps programs by the model's own fields, which conversion does not change."""
-    model = LM("jit")
+    model = small("jit")
     params = model.init(KEY, TOKENS)["params"]
     exact = model.apply({"params": params}, TOKENS)
     mine = converted(model, recipe)
@@ -37,7 +37,7 @@ def test_a_converted_model_as_a_part_of_another():
             x = self.inner.encode(tokens)
             return nn.Dense(5)(x)  # not a part of what was converted
 
-    outer, plain = Outer(converted(LM(), RECIPES["delayed"])), Outer(LM())
+    outer, plain = Outer(converted(small(), RECIPES["delayed"])), Outer(small())
     variables = outer.init(KEY, TOKENS)
     assert_same_bits(variables["params"], plain.init(KEY, TOKENS)["params"])
     assert set(variables[COLLECTION]) == {"inner"}
@@ -53,19 +53,19 @@ def test_a_converted_model_inside_a_converted_one_keeps_its_own_plan():
         def __call__(self, tokens):
             return nn.Dense(5, name="last")(self.inner.encode(tokens))
 
-    inner = converted(LM(), RECIPES["current"])
+    inner = converted(small(), RECIPES["current"])
     both, _ = fp8.convert(Outer(inner), RECIPES["delayed"], inputs=(TOKENS,))
     assert set(both.init(KEY, TOKENS)[COLLECTION]) == {"last"}
 
 
 def test_methods_strings_and_binding():
-    mine = converted(LM(), RECIPES["current"])
+    mine = converted(small(), RECIPES["current"])
     variables = mine.init(KEY, TOKENS)
     want = mine.apply(variables, TOKENS, method="encode")
     assert_same_bits(mine.apply(variables, TOKENS, method=LM.encode), want)
     assert_same_bits(mine.apply(variables, TOKENS, method=lambda m, t: m.encode(t)), want)
     assert_same_bits(mine.bind(variables).encode(TOKENS), want)
-    exact = LM().apply(variables, TOKENS, method="encode")
+    exact = small().apply(variables, TOKENS, method="encode")
     assert (want != exact).any()
 
 
@@ -169,6 +169,6 @@ def test_a_backward_rule_of_the_model_is_refused():
 
 
 def test_a_converted_model_is_not_converted_again():
-    mine = converted(LM(), RECIPES["current"])
+    mine = converted(small(), RECIPES["current"])
     with pytest.raises(ValueError, match=r"model is a LM that fp8\.convert made"):
         fp8.convert(mine, RECIPES["delayed"], inputs=(TOKENS,))

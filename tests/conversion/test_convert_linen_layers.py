@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from same_bits import assert_same_bits
-from zoo import KEY, LM, RECIPES, TOKENS, VOCABULARY, WIDTH, converted, loss_of
+from zoo import KEY, RECIPES, TOKENS, VOCABULARY, WIDTH, converted, loss_of, small
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
@@ -30,7 +30,7 @@ def test_subclasses_of_flax_s_layers():
 
 def test_stochastic_rounding_takes_keys_from_its_stream():
     recipe = fp8.recipes.current(gradient_rounding="stochastic")
-    mine = converted(LM(), recipe)
+    mine = converted(small(), recipe)
     variables = mine.init({"params": KEY, "fp8": KEY}, TOKENS)
 
     def grads(key):

@@ -40,25 +40,25 @@ class Block(nn.Module):
 JITTED = nn.jit(Block)  # one class for all models, so that they could share compiled functions
 
 
-def _stack(kind, **fields):
+def _stack(kind, depth, **fields):
     """How models repeat a block."""
-    scanned = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 3}
+    scanned = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": depth}
     return {
-        "loop": lambda: [Block(**fields) for _ in range(3)],
-        "remat": lambda: [nn.remat(Block)(**fields) for _ in range(3)],
+        "loop": lambda: [Block(**fields) for _ in range(depth)],
+        "remat": lambda: [nn.remat(Block)(**fields) for _ in range(depth)],
         "remat of dots": lambda: [
             nn.remat(Block, policy=jax.checkpoint_policies.dots_saveable)(**fields)
-            for _ in range(3)
+            for _ in range(depth)
         ],
-        "jit": lambda: [JITTED(**fields) for _ in range(3)],
+        "jit": lambda: [JITTED(**fields) for _ in range(depth)],
         "scan": lambda: nn.scan(Block, **scanned)(**fields),
         "scan of remat": lambda: nn.scan(nn.remat(Block), **scanned)(**fields),
         "shared scan": lambda: nn.scan(
-            Block, variable_broadcast="params", split_rngs={"params": False}, length=3
+            Block, variable_broadcast="params", split_rngs={"params": False}, length=depth
         )(**fields),
-        "shared loop": lambda: [Block(**fields)] * 3,
+        "shared loop": lambda: [Block(**fields)] * depth,
         "vmap": lambda: nn.vmap(
-            Block, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=3,
+            Block, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=depth,
             in_axes=(None, None),
         )(**fields),
     }[kind]()  # fmt: skip
@@ -74,10 +74,11 @@ class LM(nn.Module):
     """A language model in flax's own layers."""
 
     kind: str = "loop"
+    depth: int = 3
 
     def setup(self):
         self.embedding = nn.Embed(VOCABULARY, WIDTH)
-        self.blocks = _stack(self.kind)
+        self.blocks = _stack(self.kind, self.depth)
         self.mix = nn.Einsum((WIDTH, 4, 8), "btd,dhk->bthk")
         self.head = nn.Dense(VOCABULARY)
 
@@ -95,6 +96,11 @@ class LM(nn.Module):
         return self.head(self.encode(tokens))
 
 
+def small(kind="loop"):
+    """An `LM` for tests that compile it: two blocks, or a stack that is longer than the batch."""
+    return LM(kind, depth=3 if "scan" in kind or kind == "vmap" else 2)
+
+
 class NNXBlock(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -110,14 +116,14 @@ class NNXBlock(nnx.Module):
 
 
 class NNXLM(nnx.Module):
-    def __init__(self, rngs, *, scan=False, tied=False):
+    def __init__(self, rngs, *, scan=False, tied=False, depth=3):
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.scan, self.tied = scan, tied
         if scan:
             make = nnx.vmap(NNXBlock, in_axes=0, out_axes=0)
-            self.blocks = nnx.split_rngs(splits=3)(make)(rngs)
+            self.blocks = nnx.split_rngs(splits=depth)(make)(rngs)
         else:
-            self.blocks = nnx.List([NNXBlock(rngs) for _ in range(3)])
+            self.blocks = nnx.List([NNXBlock(rngs) for _ in range(depth)])
         self.mix = nnx.Einsum("btd,dhk->bthk", (WIDTH, 4, 8), rngs=rngs)
         self.head = None if tied else nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 

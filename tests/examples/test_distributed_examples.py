@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 STEPS = 3
+FEW = "--steps", STEPS, "--batch", 8
 # Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then
 # moves by 2^-4. What is left of it in a mean over a thousand tokens; Adam's first steps make it
 # grow.
@@ -24,7 +25,7 @@ BF16_ROUNDING = 2e-3
 def sharded(tmp_path_factory):
     """Output and results of train_sharded.py on eight devices."""
     folder = tmp_path_factory.mktemp("sharded")
-    finished = run("train_sharded.py", "--steps", STEPS, "--json", "result.json", cwd=folder)
+    finished = run("train_sharded.py", *FEW, "--json", "result.json", cwd=folder)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout, json.loads((folder / "result.json").read_text())
 
@@ -41,7 +42,7 @@ def test_a_sharded_run_gathers_its_weights_as_bytes(sharded):
 
 
 def test_two_processes_of_four_devices_show_the_losses_of_one_with_eight(sharded, tmp_path):
-    arguments = "--steps", STEPS, "--json", "result.json"
+    arguments = *FEW, "--json", "result.json"
     first, second = run_together(
         "train_multihost.py", *arguments, processes=2, cwd=tmp_path, seconds=180
     )
@@ -155,26 +156,25 @@ def caught(pid):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "example"),
     [
-        "rowwise",
-        "mxfp8",
-        *(pytest.param(r, marks=pytest.mark.slow) for r in ("current", "blockwise")),
+        pytest.param(recipe, example, id=f"{recipe}, {example}")
+        for recipe in ("rowwise", "mxfp8", "current", "blockwise")
+        for example in ("sharded", "pipeline")
     ],
 )
-def test_every_recipe_shows_the_losses_of_one_device(recipe, tmp_path):
-    arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json"
-    finished = run("train_sharded.py", *arguments, "--compare", cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
-    result = json.loads((tmp_path / "result.json").read_text())
-    np.testing.assert_allclose(result["losses"], result["one_device_losses"], rtol=BF16_ROUNDING)
+def test_every_recipe_shows_the_losses_of_one_device(recipe, example, tmp_path):
     # Fewer microbatches than stages: some have nothing to do for most of the time.
-    finished = run("train_pipeline.py", *arguments, "--microbatches", 2, cwd=tmp_path)
+    words = ("--compare",) if example == "sharded" else ("--microbatches", 2)
+    arguments = "--recipe", recipe, "--steps", 2, "--json", "result.json", *words
+    finished = run(f"train_{example}.py", *arguments, cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    np.testing.assert_allclose(
-        result["pipeline"]["losses"], result["one device"]["losses"], rtol=BF16_ROUNDING
-    )
+    if example == "sharded":
+        ours, theirs = result["losses"], result["one_device_losses"]
+    else:
+        ours, theirs = result["pipeline"]["losses"], result["one device"]["losses"]
+    np.testing.assert_allclose(ours, theirs, rtol=BF16_ROUNDING)
 
 
 def test_states_of_several_processes_are_checked(tmp_path):

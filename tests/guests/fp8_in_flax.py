@@ -54,6 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # As in our pyproject.toml: another process may be writing the entry. JAX then compiles.
+    entry = "Error (reading|writing) persistent compilation cache entry"
+    config.addinivalue_line("filterwarnings", f"ignore:{entry}:UserWarning")
     face = config.getoption("--face")
     flax_face = {"linen": flax.linen, "nnx": flax.nnx}[face]
     plug = PLUGS[face]

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import flax
 import pytest
 from differences import DIFFERENCES
+from quick_flags import quick_flags
 
 HERE = Path(__file__).parent
 
@@ -98,6 +99,7 @@ def run(guest: Guest, source: Path, report: Path) -> str:
         "JAX_NUMPY_RANK_PROMOTION": "raise",
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTEST_ADDOPTS": "",
+        "XLA_FLAGS": quick_flags(),
     }
     finished = subprocess.run(
         [

@@ -83,9 +83,9 @@ def scope(replace, of=Interceptor):
 def test_trains(name):
     replace = replace_module_fn(fp8.recipes.get(name))
     x = jax.random.normal(jax.random.key(1), (2, 16, 128))
-    plain = Net().init(jax.random.key(0), x)
+    plain = jax.jit(Net().init)(jax.random.key(0), x)
     with scope(replace):
-        variables = Net().init(jax.random.key(0), x)
+        variables = jax.jit(Net().init)(jax.random.key(0), x)
     assert_same_bits(variables["params"], plain["params"])
     params, state = variables["params"], variables.get(COLLECTION, {})
 

@@ -28,19 +28,28 @@ AMAXES = {  # of the second microbatch, given that of the first
 }
 
 
+@jax.jit
+def commit(state, amax):
+    return tagged(commit_one(state, SeenAmax(amax, state.rows)))
+
+
 def after(recipe, *amaxes):
     """N states of one step, f32[N, R], after commits of these amaxes."""
     state = unset_state(recipe.rows, (N,))
-    commit = jax.jit(lambda state, amax: tagged(commit_one(state, SeenAmax(amax, state.rows))))
     for amax in amaxes:
         state = commit(state, jnp.asarray(amax, jnp.float32))
     return state
 
 
-def passes(state):
+@jax.jit
+def fitting(state):
     want = fingerprints(state.rows, state.fingerprint.shape)
     fits = tag_fits(state.fingerprint, want, state.scale, state.amax_history)
-    return np.asarray(same_fingerprint(state.fingerprint, want) & fits)
+    return same_fingerprint(state.fingerprint, want) & fits
+
+
+def passes(state):
+    return np.asarray(fitting(state))
 
 
 def amaxes_of(random, kind):

@@ -1,0 +1,221 @@
+"""What each array that a train step takes is: a weight, a moment, quantizer state, or another."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfp8._typing import PyTree
+from jaxfp8.diagnostics._packed_modules import ArgumentKind, Kinds, Packed, with_kinds_of_modules
+from jaxfp8.optim._master_weights import MasterWeightsState
+from jaxfp8.state._state import is_node
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.weights._quantized_weight import QuantizedWeight
+
+KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
+
+# Names that flax uses for variables, and for the fields of its TrainState.
+_BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"}
+
+
+def is_quantized_weight(node: object) -> bool:
+    """Whether a node outside of optimizer states is a weight that is stored in FP8."""
+    return isinstance(node, QuantizedTensor | QuantizedWeight)
+
+
+def is_master_weights_state(node: object) -> bool:
+    """Whether a node is the state of `fp8.optim.with_master_weights`: masters, and inner state."""
+    return isinstance(node, MasterWeightsState)
+
+
+def is_optimizer_state(node: object) -> bool:
+    """Whether a node is an optimizer of nnx, or a state of a transformation of optax or jaxfp8.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> is_optimizer_state(optax.trace(0.9).init(jnp.ones(2)))
+      True
+      >>> is_optimizer_state((jnp.ones(2), jnp.ones(2)))
+      False
+    """
+    if isinstance(node, nnx.Optimizer | nnx.optimizer.OptState):
+        return True
+    module = f"{type(node).__module__}."
+    return _is_named_tuple(node) and module.startswith(("optax.", "jaxfp8.optim."))
+
+
+def _is_named_tuple(node: object) -> bool:
+    return isinstance(node, tuple) and getattr(node, "_fields", None) is not None
+
+
+def kinds_of(
+    given: Sequence[PyTree],
+    types: Sequence[PyTree],
+    results: PyTree,
+    named: Sequence[PyTree] | None,
+) -> list[ArgumentKind]:
+    """The kind of each array of the arguments of a step.
+
+    Args:
+      given: the arguments, with nnx modules as the user passed them.
+      types: the arguments that the program takes, `lowered.args_info`, without static ones.
+      results: the types of what the step returns.
+      named: a kind, or a tree of kinds, for each of `types`; None where it has to be found.
+
+    Raises:
+      ValueError: if `named` does not fit, or if the weights cannot be found.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params, batch = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
+      >>> kinds_of([params, batch], [params, batch], params, None)
+      ['weights', 'other arguments']
+    """
+    trees = with_kinds_of_modules(given, types, _kinds)
+    found = [_kinds(tree) for tree in trees]
+    if named is not None:
+        found = _merged(found, trees, named)
+    if not any(kind == "weights" for kinds in found for kind in kinds):
+        in_fp8 = _mark_quantized(trees, found)
+        _find_weights(trees, found, results, in_fp8)
+    return [kind or "other arguments" for kinds in found for kind in kinds]
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in jax.tree.leaves(tree)]
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    """The children of a node of a tree, with their names. A leaf has none."""
+    if _is_named_tuple(node):  # jax 0.10.2 gives all fields the name of the first one
+        return list(zip(node._fields, node, strict=True))
+    flat = jax.tree_util.default_registry.flatten_one_level_with_keys(node)
+    if flat is None:
+        return []
+    return [(str(getattr(key, "key", getattr(key, "name", ""))), child) for key, child in flat[0]]
+
+
+def _is_leaf(node: Any) -> bool:
+    return jax.tree_util.all_leaves([node])
+
+
+def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
+    """The kind of each array in a tree. `kind` is that of a tree around it."""
+    if isinstance(node, Packed):
+        return list(node.kinds)
+    if is_node(node):
+        return ["quantizer state"] * len(jax.tree.leaves(node))
+    if is_master_weights_state(node):
+        return [*_kinds(node.masters, "master weights"), *_kinds(node.inner, "moments")]
+    if kind is None:
+        kind = _kind_of(node)
+    if _is_leaf(node):
+        return [kind]
+    found: Kinds = []
+    for name, child in _children(node):
+        if kind == "moments" and name == "acc_grads":  # of optax.MultiSteps
+            found += _kinds(child, "gradients")
+        else:
+            found += _kinds(child, kind or _BY_NAME.get(name))
+    return found
+
+
+def _kind_of(node: Any) -> ArgumentKind | None:
+    if is_optimizer_state(node):
+        return "moments"
+    if isinstance(node, nnx.Param):
+        return "weights"
+    if isinstance(node, nnx.Variable) and not is_node(node.get_raw_value()):
+        return "other arguments"
+    return None
+
+
+def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) -> list[Kinds]:
+    """The kinds that the user named, and those that were found for the rest."""
+    if len(named) != len(trees):
+        raise ValueError(
+            f"argument_kinds has {len(named)} entries, but the step takes {len(trees)} arguments "
+            "that are not static. Give one kind for each; None where it is to be found."
+        )
+    merged = []
+    for position, (kinds, tree, prefix) in enumerate(zip(found, trees, named, strict=True)):
+        spread = jax.tree.broadcast(prefix, tree, is_leaf=lambda n: n is None)
+        wanted = jax.tree.leaves(spread, is_leaf=lambda n: n is None)
+        for name in wanted:
+            if name is not None and name not in KINDS:
+                raise ValueError(
+                    f"argument_kinds[{position}] holds {name!r}; a kind is one of "
+                    f"{', '.join(map(repr, KINDS))}, or None."
+                )
+        pairs = zip(kinds, wanted, strict=True)
+        merged.append([k if k == "quantizer state" else name or k for k, name in pairs])
+    return merged
+
+
+def _mark_quantized(trees: list[PyTree], found: list[Kinds]) -> bool:
+    """Mark trees with FP8 weights in them as weights. Says whether there are any."""
+    marked = False
+    for tree, kinds in zip(trees, found, strict=True):
+        for node, start, stop in list(_unknown(tree, kinds, 0)):
+            if any(map(is_quantized_weight, jax.tree.leaves(node, is_leaf=is_quantized_weight))):
+                kinds[start:stop] = ["weights"] * (stop - start)
+                marked = True
+    return marked
+
+
+def _find_weights(trees: list[PyTree], found: list[Kinds], results: PyTree, in_fp8: bool) -> None:
+    """Mark the only tree of arrays that the step takes and returns as weights.
+
+    With weights in FP8 there may be no such tree, or one of parameters beside them (LoRA).
+    """
+    returned = set(_signatures(results))
+    back = [
+        (position, start, stop)
+        for position, (tree, kinds) in enumerate(zip(trees, found, strict=True))
+        for node, start, stop in _unknown(tree, kinds, 0)
+        if _is_trainable(node) and _signature(node) in returned
+    ]
+    if in_fp8 and not back:
+        return
+    if len(back) != 1:
+        what = (
+            "returns no tree of arrays that has the structure and shapes of an argument"
+            if not back
+            else f"returns {len(back)} trees like arguments, at the positions "
+            f"{', '.join(str(position) for position, *_ in back)}"
+        )
+        raise ValueError(
+            f"cannot tell which argument of the step holds the weights: it {what}. Say it: "
+            "argument_kinds=('weights', None, ...), with one entry for each argument."
+        )
+    ((position, start, stop),) = back
+    found[position][start:stop] = ["weights"] * (stop - start)
+
+
+def _unknown(node: Any, kinds: Kinds, start: int) -> Iterable[tuple[Any, int, int]]:
+    """The largest trees in which no kind is known, with their range in the kinds."""
+    stop = start + len(jax.tree.leaves(node))
+    if start < stop and not any(kinds[start:stop]):
+        yield node, start, stop
+        return
+    for _, child in _children(node):
+        yield from _unknown(child, kinds, start)
+        start += len(jax.tree.leaves(child))
+
+
+def _is_trainable(tree: PyTree) -> bool:
+    """Whether a tree has an array of floats in it, and more than scalars."""
+    leaves = jax.tree.leaves(tree)
+    return any(x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in leaves)
+
+
+def _signature(tree: PyTree) -> tuple[Any, ...]:
+    return jax.tree.structure(tree), *_shapes(tree)
+
+
+def _signatures(tree: PyTree) -> Iterable[tuple[Any, ...]]:
+    yield _signature(tree)
+    for _, child in _children(tree):
+        yield from _signatures(child)

@@ -1,0 +1,184 @@
+"""`memory_report`: what fills the memory of a train step, also in high precision."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import flax.nnx.transforms.compilation as nnx_stages
+import jax
+
+from jaxfp8._typing import PyTree
+from jaxfp8.diagnostics._argument_kinds import kinds_of
+from jaxfp8.diagnostics._memory_table import MEMORY_KINDS, MemoryKind, MemoryReport
+from jaxfp8.diagnostics._packed_modules import ArgumentKind
+from jaxfp8.diagnostics._twin_arguments import arguments_of_twin
+from jaxfp8.programs._step_memory import step_memory
+from jaxfp8.state._high_precision import high_precision
+from jaxfp8.state._state import is_node
+
+_POINTER = 8  # bytes. XLA's results have a table of pointers.
+
+
+def memory_report(
+    step: Callable[..., Any],
+    *args: Any,
+    argument_kinds: Sequence[PyTree] | None = None,
+    twin: bool | tuple[Callable[..., Any], Sequence[Any]] = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> MemoryReport:
+    """The bytes of a train step on one device by kind, beside those of the step in high precision.
+
+    It compiles the step, and runs nothing.
+
+    | kind | what it is |
+    |---|---|
+    | weights | parameters |
+    | master weights | those of `fp8.optim.with_master_weights` |
+    | moments | the rest of the optimizer state |
+    | quantizer state | scales and amaxes that a recipe keeps between steps |
+    | other arguments | the batch, keys, statistics of batch norms |
+    | gradients | gradients of weights, between the backward pass and the optimizer |
+    | residuals | what the forward pass leaves for the backward pass |
+    | temporaries | the rest of XLA's temporary memory |
+    | results | what the step returns, if it takes no memory of a donated argument |
+
+    Gradients and residuals are counted at the moment at which most temporary bytes are live. The
+    sum of all kinds is the memory that XLA allocates for the program.
+
+    Limits:
+
+    - XLA for CPUs widens FP8 values before a matmul, often for the whole step. So the report for a
+      CPU shows larger residuals than a GPU has. Give types on a GPU's topology to compile for it.
+    - FP8 copies of weights for the backward pass are residuals, too.
+    - The optimizer may read a gradient in the operation that makes it. Such a gradient takes no
+      memory, and is not counted.
+    - `fp8.save_fp8_residuals` saves nothing in the twin, which has no FP8 residuals.
+    - An argument that the program does not read is not counted. Memory of the host is not, either.
+    - A step without donated arguments holds old and new weights. The new ones are results.
+
+    Args:
+      step: the train step. A `jax.jit` or an `nnx.jit` of it keeps its options: donated and static
+        arguments, shardings. Other functions are compiled by `jax.jit`.
+      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Types may have shardings over devices
+        that are not there.
+      argument_kinds: for each argument that is not static, its kind, a tree of kinds, or None.
+        Kinds are the first five of the table, and "gradients". By default, and for None, the kind
+        is found: states of matmuls, of optax and of jaxfp8, a train state, `{"params": ...}`, and
+        Variables of nnx tell it. Without any of these, weights are the only tree that the step
+        takes and returns.
+      twin: whether to compile the step in high precision, too. Or `(step, args)` of another step to
+        compare with, which is compiled as it is. Its kinds are found.
+      compiler_options: as in `jax.stages.Lowered.compile`, for both.
+
+    Returns:
+      The report. The twin has no quantizer state. Its FP8 weights are arrays of their own dtype.
+
+    Raises:
+      ValueError: if `argument_kinds` does not fit, or the weights are not found. Also if two
+        modules in an `nnx.jit` share Variables.
+      TypeError: if `twin` is none of these.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.delayed()
+      >>> def loss_fn(w, state, x):
+      ...     return fp8.dot(x, w, recipe=recipe, state=state).sum()
+      >>> @jax.jit
+      ... def step(w, state, x):
+      ...     loss, grads, state = fp8.value_and_grad(loss_fn)(w, state, x)
+      ...     return w - 0.1 * grads, state
+      >>> w, x = jnp.ones((64, 32)), jnp.ones((8, 64))
+      >>> report = memory_report(step, w, fp8.init_state(recipe), x)
+      >>> [(row.kind, row.fp8, row.twin) for row in report.rows[:3]]
+      [('weights', 8192, 8192), ('quantizer state', 228, 0), ('other arguments', 2048, 2048)]
+    """
+    is_pair = isinstance(twin, tuple) and len(twin) == 2 and callable(twin[0])
+    if not isinstance(twin, bool) and not is_pair:
+        raise TypeError(f"twin={twin!r} must be True, False, or a pair (step, args).")
+    mine = _Step.of(step, args, argument_kinds, compiler_options)
+    if twin is False:
+        return MemoryReport(mine.bytes())
+    if twin is True:
+        try:
+            with high_precision():
+                other = _Step.of(step, arguments_of_twin(args), argument_kinds, compiler_options)
+        except Exception as error:
+            error.add_note(
+                "jaxfp8: this happened while fp8.memory_report compiled the step in high "
+                "precision. Pass twin=(step, args) for another step, or twin=False for none."
+            )
+            raise
+        return MemoryReport(mine.bytes(), other.bytes(count_state=False))
+    other_step, other_args = twin
+    other = _Step.of(other_step, other_args, None, compiler_options)
+    return MemoryReport(mine.bytes(), other.bytes())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A compiled step, and what it takes.
+
+    Attributes:
+      compiled: the program.
+      arguments: the kind of each array that it takes, its bytes on one device, and its number of
+        elements, on all devices and on one.
+      returned_state: bytes of quantizer state that it returns in memory of its own, with pointers.
+    """
+
+    compiled: Any
+    arguments: tuple[tuple[ArgumentKind, int, frozenset[int]], ...]
+    returned_state: int
+
+    @classmethod
+    def of(
+        cls, step: Any, args: Sequence[Any], named: Sequence[PyTree] | None,
+        options: Mapping[str, Any] | None,
+    ) -> "_Step":  # fmt: skip
+        jitted: Any = step if callable(getattr(step, "lower", None)) else jax.jit(step)
+        lowered = jitted.lower(*args)
+        if isinstance(lowered, nnx_stages.Lowered):
+            lowered = lowered.lowered
+        kinds = kinds_of(args, lowered.args_info[0], lowered.out_info, named)
+        compiled = lowered.compile(compiler_options=dict(options or {}))
+        infos = jax.tree.leaves(lowered.args_info)
+        shardings = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+        arguments = [
+            (kind, *_size(info, sharding))
+            for kind, info, sharding in zip(kinds, infos, shardings, strict=True)
+        ]
+        donated = [i.donated for k, i in zip(kinds, infos, strict=True) if k == "quantizer state"]
+        states = [
+            info for info in jax.tree.leaves(lowered.out_info, is_leaf=is_node) if is_node(info)
+        ]
+        leaves = jax.tree.leaves(states)
+        returned = 0 if all(donated) else sum(x.size * x.dtype.itemsize for x in leaves)
+        return cls(compiled, tuple(arguments), returned + _POINTER * len(leaves))
+
+    def bytes(self, count_state: bool = True) -> dict[MemoryKind, int]:
+        """The bytes of each kind."""
+        sizes = {n for kind, _, found in self.arguments if kind == "weights" for n in found}
+        memory = step_memory(self.compiled, sizes)
+        found: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS[:-1], 0)
+        for kind, size, _ in self.arguments:
+            found[kind] += size
+        # With constants that jit moved out of the function.
+        others = set(get_args(ArgumentKind)) - {"other arguments"}
+        found["other arguments"] = memory.arguments - sum(found[kind] for kind in others)
+        found["gradients"] += memory.gradients
+        found["residuals"] = memory.residuals
+        found["temporaries"] = memory.temporaries
+        found["results"] = memory.results
+        if not count_state:
+            found["quantizer state"] = 0
+            found["results"] -= self.returned_state
+        return found
+
+
+def _size(info: Any, sharding: Any) -> tuple[int, frozenset[int]]:
+    """Bytes of an argument on one device, and its numbers of elements there and on all devices."""
+    if sharding is None:  # the program does not use it
+        return 0, frozenset()
+    shard = math.prod(sharding.shard_shape(info.shape))
+    return shard * info.dtype.itemsize, frozenset((math.prod(info.shape), shard))

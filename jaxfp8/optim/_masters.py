@@ -1,0 +1,177 @@
+"""Kinds of master weights: how an optimizer stores them, and in how many bytes.
+
+A kind is a frozen dataclass. Its state is a NamedTuple with a field for each array that it stores.
+The functions here see the state of one parameter. `MasterWeightsState` has the same NamedTuple of
+trees.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.optim._bfloat16_bits import joined, rounded_to_24_bits, split
+from jaxfp8.optim._scaled_float16 import from_scaled_float16, to_scaled_float16
+
+
+class Float32State(NamedTuple):
+    """A float32 master weight."""
+
+    values: PyTree  # float32 [...]
+
+
+class BFloat16PlusState(NamedTuple):
+    """A master weight as a bfloat16 and a remainder."""
+
+    high: PyTree  # bfloat16 [...]; None if the parameter is this array
+    low: PyTree  # uint16 or uint8 [...]
+
+
+class Float16State(NamedTuple):
+    """A master weight as `values * scale`."""
+
+    values: PyTree  # float16 [...]
+    scale: PyTree  # float32 [], a power of two
+
+
+MasterState = Float32State | BFloat16PlusState | Float16State
+
+
+class AbstractMaster(abc.ABC):
+    """How master weights are stored."""
+
+    state: ClassVar[type[MasterState]]
+
+    @abc.abstractmethod
+    def store(
+        self, master: Array, weight_dtype: DType | None, old: Any = None
+    ) -> tuple[Any, Array]:
+        """Store a master weight.
+
+        Args:
+          master: float32 [...].
+          weight_dtype: the dtype of the parameter. None if the parameter is a quantized weight.
+          old: the state that the new one replaces, if there is one.
+
+        Returns:
+          The state, and the master weight float32 [...] that `load` will return.
+        """
+
+    @abc.abstractmethod
+    def load(self, stored: Any, weight: Any) -> Array:
+        """The master weight float32 [...] of a state and of the parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32(AbstractMaster):
+    """A float32 master weight: 4 bytes.
+
+    Example:
+      >>> Float32().store(jnp.float32(0.1), jnp.dtype("bfloat16"))[0]
+      Float32State(values=Array(0.1, dtype=float32))
+    """
+
+    state: ClassVar[type[MasterState]] = Float32State
+
+    def store(
+        self, master: Array, weight_dtype: DType | None, old: Any = None
+    ) -> tuple[Float32State, Array]:
+        return Float32State(master), master
+
+    def load(self, stored: Float32State, weight: Any) -> Array:
+        return jnp.asarray(stored.values)
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16Plus(AbstractMaster):
+    """The bfloat16 weight plus a remainder of 16 or 8 bits.
+
+    With 16 bits, weight and remainder are together exactly the float32 master weight. With 8 bits
+    they are a float of 24 bits: the float32 rounded to nearest, ties away from zero. The weight is
+    then the rounding of that float.
+
+    A parameter that is a bfloat16 array is itself the high part. Then only the remainder is stored:
+    2 bytes or 1. For other parameters the high part is stored too: 4 bytes or 3.
+
+    Attributes:
+      bits: of the remainder, 16 or 8.
+
+    References:
+      TransformerEngine, FusedAdam, `store_param_remainders` (16 bits).
+      FlashOptim, arXiv:2602.23349 (8 bits).
+
+    Example:
+      >>> BFloat16Plus(bits=8).store(jnp.float32(0.1), jnp.dtype("bfloat16"))[0]
+      BFloat16PlusState(high=None, low=Array(205, dtype=uint8))
+    """
+
+    bits: int = 16
+    state: ClassVar[type[MasterState]] = BFloat16PlusState
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in (8, 16):
+            raise ValueError(f"bits={self.bits!r} is no size of a remainder; use 16 or 8.")
+
+    def store(
+        self, master: Array, weight_dtype: DType | None, old: Any = None
+    ) -> tuple[BFloat16PlusState, Array]:
+        if self.bits == 8:
+            master = rounded_to_24_bits(master)
+        high, low = split(master)
+        if self.bits == 8:
+            low = (low >> 8).astype(jnp.uint8)
+        return BFloat16PlusState(None if weight_dtype == jnp.bfloat16 else high, low), master
+
+    def load(self, stored: BFloat16PlusState, weight: Any) -> Array:
+        high = jnp.asarray(weight if stored.high is None else stored.high)
+        low = jnp.asarray(stored.low).astype(jnp.uint16)
+        return joined(high, low << 8 if self.bits == 8 else low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float16(AbstractMaster):
+    """A float16 master weight with one float32 scale for a tensor: 2 bytes.
+
+    Each update computes the scale from the largest magnitude. Values have 11 bits, so an update
+    below 2^-12 of a weight is lost.
+
+    References:
+      Peng et al., FP8-LM, arXiv:2310.18313, section 2.3.
+
+    Example:
+      >>> stored, master = Float16().store(jnp.float32(0.75), jnp.dtype("bfloat16"))
+      >>> stored.scale == 2.0**-16, master
+      (Array(True, dtype=bool), Array(0.75, dtype=float32))
+    """
+
+    state: ClassVar[type[MasterState]] = Float16State
+
+    def store(
+        self, master: Array, weight_dtype: DType | None, old: Any = None
+    ) -> tuple[Float16State, Array]:
+        values, scale = to_scaled_float16(master, old.scale if old else None)
+        stored = Float16State(values, scale)
+        return stored, self.load(stored, None)
+
+    def load(self, stored: Float16State, weight: Any) -> Array:
+        return from_scaled_float16(jnp.asarray(stored.values), jnp.asarray(stored.scale))
+
+
+def kind_of(masters: MasterState) -> AbstractMaster:
+    """The kind of master weights that a state stores. Its fields may be trees.
+
+    Example:
+      >>> kind_of(BFloat16PlusState(None, jnp.zeros(2, jnp.uint8)))
+      BFloat16Plus(bits=8)
+    """
+    match masters:
+        case Float32State():
+            return Float32()
+        case Float16State():
+            return Float16()
+        case BFloat16PlusState(low=low):
+            bytes_of_low = {leaf.dtype.itemsize for leaf in jax.tree.leaves(low)}
+            return BFloat16Plus(bits=8 * max(bytes_of_low, default=2))

@@ -1,0 +1,156 @@
+"""What parameters can be: arrays, and weights in FP8.
+
+A `QuantizedWeight` is a pytree node that holds FP8 tensors. It is one parameter: it has one master
+weight, and one gradient, which is a plain array. This file alone knows such nodes.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.ops._quantize_weight import requantize
+from jaxfp8.ops._weight_states import joined, state_at, states_by_path
+from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
+from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+
+
+class Parameters(NamedTuple):
+    """A tree of parameters, flat. A quantized weight is one of its leaves.
+
+    `paths` are for messages, `names` for the states of matmuls.
+    """
+
+    paths: list[str]
+    names: list[str]
+    leaves: list[Any]
+    treedef: Any
+
+    @staticmethod
+    def of(params: PyTree) -> "Parameters":
+        """The parameters of a tree.
+
+        Example:
+          >>> Parameters.of({"w": 1.0, "b": None}).paths
+          ["['w']"]
+        """
+        found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
+        paths = [jax.tree_util.keystr(path) for path, _ in found]
+        names = [joined(path) for path, _ in found]
+        return Parameters(paths, names, [leaf for _, leaf in found], treedef)
+
+    def like(self, tree: PyTree) -> list[Any]:
+        """What another tree has in the place of each parameter."""
+        return list(self.treedef.flatten_up_to(tree))
+
+    def states(self, state: PyTree | None) -> list[MatmulState | None]:
+        """The quantizer state of each weight in FP8, from those of the model."""
+        found = states_by_path(state)
+        return [
+            state_at(name, found) if is_weight(leaf) and leaf.recipe.rows else None
+            for name, leaf in zip(self.names, self.leaves, strict=True)
+        ]
+
+    def tree(self, leaves: list[Any]) -> PyTree:
+        """The tree of parameters with other leaves."""
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def dtype_of(leaf: Any) -> DType | None:
+    """The dtype of a parameter; None for a quantized weight.
+
+    Example:
+      >>> dtype_of(jnp.ones(2, jnp.bfloat16))
+      dtype(bfloat16)
+    """
+    return None if is_weight(leaf) else jnp.result_type(leaf)
+
+
+def has_master(leaf: Any, path: str) -> bool:
+    """Whether a parameter gets a master weight.
+
+    Parameters in float32 and float64 are exact enough themselves. Parameters that are no floats are
+    not trained in bfloat16.
+
+    Raises:
+      ValueError: if the parameter is an FP8 array, which has no scale.
+
+    Example:
+      >>> has_master(jnp.ones(2, jnp.bfloat16), "['w']"), has_master(jnp.ones(2), "['w']")
+      (True, False)
+    """
+    dtype = dtype_of(leaf)
+    if dtype is None or dtype in (jnp.bfloat16, jnp.float16):
+        return True
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"params{path} is an array of {dtype}, which has no scale. Use bfloat16, float16, "
+            "float32 or a quantized weight."
+        )
+    return False
+
+
+def start_of(leaf: Any) -> Array:
+    """The float32 value [...] of a parameter, at which its master weight starts.
+
+    It is a copy, so the optimizer state can be donated while the parameter is in use.
+
+    Example:
+      >>> start_of(jnp.ones(2, jnp.bfloat16))
+      Array([1., 1.], dtype=float32)
+    """
+    if is_weight(leaf):
+        if leaf.original is None:
+            raise ValueError(
+                f"params has {leaf}, from which no master weight can start. Start at the values "
+                "before the cast: params, opt_state = init_master_weights(tx, values, "
+                "weights=params)."
+            )
+        leaf = leaf.original
+    return jnp.array(leaf, jnp.float32, copy=True)
+
+
+def with_originals(weights: PyTree) -> PyTree:
+    """Weights in FP8 with the type of an original array, for `jax.eval_shape`.
+
+    Example:
+      >>> with_originals({"w": 1.0})
+      {'w': 1.0}
+    """
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, QuantizedWeight):
+            return node
+        original: Any = jax.ShapeDtypeStruct(node.shape, node.dtype)
+        return dataclasses.replace(node, original=original)
+
+    return jax.tree.map(one, weights, is_leaf=is_weight)
+
+
+def rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
+    """The parameter that belongs to a master weight.
+
+    Args:
+      master: float32 [...].
+      like: the parameter that it replaces: a bfloat16 or float16 array [...], or a quantized weight
+        [...].
+      state: the quantizer state of its matmul, or None.
+
+    Example:
+      >>> rounded(jnp.float32(0.1), jnp.bfloat16(0), None)
+      Array(0.100098, dtype=bfloat16)
+    """
+    if dtype_of(like) == jnp.float16:
+        return master.astype(jnp.float16)
+    w = rounded_to_bfloat16(master)
+    if not isinstance(like, QuantizedWeight):
+        return w
+    if like.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"params has {like}. Its master weight is rounded to bfloat16 before the cast. Make "
+            "the weight of bfloat16, too: fp8.quantize_params(..., dtype=jnp.bfloat16)."
+        )
+    return requantize(like, w, state=state)

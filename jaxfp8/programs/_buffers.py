@@ -1,0 +1,220 @@
+"""`buffers_of`: the buffers of a compiled program, read from its text.
+
+XLA prints the instructions of a program in the order in which they run. So the text says when each
+array is made and last read. XLA's own plan of the memory (its buffer assignment) has the sizes that
+it allocates. It is not available for a program that was compiled for a GPU that is not there.
+
+References:
+  XLA, xla/service/hlo_dataflow_analysis.cc: which instructions share the memory of their operands.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, read_program, tensors_of
+from jaxfp8.programs._phases import Phase, Phases, latest
+from jaxfp8.programs._storage import Memory, Storage
+from jaxfp8.programs._types import parts_of
+
+# These pass their operand on.
+_SAME = ("bitcast", "optimization-barrier", "add-dependency", "domain", "get-tuple-element")
+_CALLERS = ("while", "conditional", "call")
+_INDEX = re.compile(r"\bindex=(\d+)")
+# {output index}: (operand or parameter, {index in it}). An index has one number at most here.
+_SHARED = re.compile(r"\{(\d*)\}: \((\d+), \{(\d*)\}")
+_OF_INSTRUCTION = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
+_OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re.MULTILINE)
+
+
+def buffers_of(text: str) -> Memory:
+    r"""The buffers of a program, with the times and the phases in which they are needed.
+
+    Args:
+      text: of the compiled program, `compiled.as_text()`.
+
+    Raises:
+      ValueError: if the text does not say in which order the instructions run.
+
+    Example:
+      >>> memory = buffers_of(
+      ...     "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
+      ...     "  %x = f32[4]{0} parameter(0)\n  %y = f32[4]{0} sine(%x)\n"
+      ...     "  ROOT %z = f32[4]{0} cosine(%y)\n}"
+      ... )
+      >>> [(buffer.bytes, buffer.born, buffer.dies) for buffer in memory.buffers]
+      [(16, 0, 1)]
+    """
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError(
+            "the text of the program has no is_scheduled=true, so its instructions are in no order "
+            "of time. Pass the text of a compiled program, lowered.compile().as_text()."
+        )
+    program = read_program(text)
+    walk = _Walk(program)
+    parameters = walk.parameters(program.entry)
+    storage = walk.storage
+    results = walk.run(program.entry, parameters, "other")
+    end = len(walk.phases)
+    storage.read(results, end, ["other"])
+    for operand, copies in reversed(walk.added):  # who reads a copy, reads the original
+        for copy in copies:
+            storage.of(operand).readers.update(storage.of(copy).readers)
+    shared = _OF_PROGRAM.search(text)
+    for output, parameter, _ in _SHARED.findall(shared[1]) if shared else ():
+        storage.join([results[int(output or 0)]], [parameters[int(parameter)][0]])
+    for result in results:
+        storage.of(result).returned = True
+    inside = [buffer for buffer in storage.buffers() if not buffer.outside]
+    return Memory(
+        tuple(buffer for buffer in inside if not buffer.returned),
+        tuple(buffer for buffer in inside if buffer.returned),
+        tuple(walk.phases),
+    )
+
+
+class _Walk:
+    """Follows a program in the order in which it runs. Each loop is followed once."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.storage = Storage()
+        self._phases = Phases(program)
+        # (operand, results) of instructions that XLA added, for instance copies and casts.
+        self.added: list[tuple[int, list[int]]] = []
+        self.phases: list[Phase] = []
+
+    def parameters(self, name: str) -> list[list[int]]:
+        """Buffers of the parameters of the program."""
+        found = [i for i in self.program.computations[name].values() if i.opcode == "parameter"]
+        found.sort(key=lambda i: int(i.inside))
+        return [self._outside(i) for i in found]
+
+    def run(self, name: str, parameters: Sequence[list[int]], phase: Phase) -> list[int]:
+        """The buffers of the results of a computation."""
+        computation = self.program.computations[name]
+        made: dict[str, list[int]] = {}
+        phases: dict[str, Phase] = {}
+        root: list[int] = []
+        for instruction in computation.values():
+            of = instruction.name
+            if instruction.opcode == "parameter":
+                made[of], phases[of] = parameters[int(instruction.inside)], phase
+            elif instruction.opcode == "constant":
+                made[of], phases[of] = self._outside(instruction), "other"
+            else:
+                operands = [o for o in instruction.operands if o in made]
+                named = self._phases.of(instruction)
+                # What XLA adds belongs to the latest phase of its operands.
+                inherited = latest(phases[o] for o in operands)
+                each = [phase or inherited for phase in named]
+                phases[of] = latest(each)
+                given = [made[o] for o in operands]
+                passed_on = self._passed_on(instruction, given, computation)
+                if passed_on is None:
+                    made[of] = self._called(instruction, given, each)
+                    if not any(named) and instruction.opcode not in _CALLERS:
+                        self.added += [(name, made[of]) for names in given for name in names]
+                else:
+                    made[of] = passed_on
+            if instruction.is_root:
+                root = made[of]
+        return root
+
+    def _outside(self, instruction: Instruction) -> list[int]:
+        names = self.storage.new(tensors_of(instruction.type), len(self.phases), ["other"])
+        for name in names:
+            self.storage.of(name).outside = True
+        return names
+
+    def _passed_on(
+        self, instruction: Instruction, given: list[list[int]], computation: dict[str, Instruction]
+    ) -> list[int] | None:
+        """The buffers of an instruction that makes no array. None for the others."""
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return [name for names in given for name in names]
+        if opcode == "get-tuple-element" and (found := _INDEX.search(instruction.attributes)):
+            return _element(computation[instruction.operands[0]].type, int(found[1]), given[0])
+        if opcode in _SAME or opcode.endswith("-update"):  # of an asynchronous start
+            return given[0]
+        if opcode.endswith("-done"):
+            started = computation[instruction.operands[0]]
+            # A start has its operands, its results, and more. A copy has its result first.
+            parts = parts_of(started.type)
+            which = 0 if len(parts) == 1 or started.opcode in ("copy-start", "recv") else 1
+            count = len(tensors_of(instruction.type))
+            self.storage.keep(given[0], len(self.phases))
+            names = given[0] if len(parts) == count else _element(started.type, which, given[0])
+            return names[:count]
+        return None
+
+    def _called(
+        self, instruction: Instruction, given: list[list[int]], phases: Sequence[Phase]
+    ) -> list[int]:
+        """The buffers of an instruction that calls computations, or makes arrays itself."""
+        opcode, phase = instruction.opcode, latest(phases)
+        if opcode == "while":
+            return self._loop(instruction, given[0], phase)
+        if opcode == "call":
+            (called,) = instruction.computations("to_apply")
+            return self.run(called, given, phase)
+        if opcode == "conditional":
+            branches = instruction.computations(*BRANCHES)
+            self._step(given[0], phases)
+            results = [
+                self.run(branch, [names], phase)
+                for branch, names in zip(branches, given[1:], strict=True)
+            ]
+            for other in results[1:]:
+                self.storage.join(results[0], other)
+            return results[0]
+        time = self._step((name for names in given for name in names), phases)
+        if opcode.endswith("-start"):
+            return self._started(instruction, given, time, phases)
+        names = self.storage.new(tensors_of(instruction.type), time, phases)
+        if shared := _OF_INSTRUCTION.search(instruction.attributes):
+            for output, operand, index in _SHARED.findall(shared[1]):
+                mine = _element(instruction.type, int(output), names) if output else names
+                theirs = given[int(operand)]
+                self.storage.join(mine[:1], theirs[int(index or 0) :][:1])
+        return names
+
+    def _loop(self, loop: Instruction, carried: list[int], phase: Phase) -> list[int]:
+        begin = len(self.phases)
+        (condition,), (body,) = loop.computations("condition"), loop.computations("body")
+        self.run(condition, [carried], phase)
+        results = self.run(body, [carried], phase)
+        if "backward" in self.phases[begin:]:
+            for old, new in zip(carried, results, strict=True):
+                buffer = self.storage.of(new)
+                buffer.summed = buffer.summed or (old != new and "other" in buffer.makers)
+        self.storage.join(carried, results)
+        self.storage.keep(carried, len(self.phases))
+        return carried
+
+    def _started(
+        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[Phase]
+    ) -> list[int]:
+        """The buffers of an asynchronous start, which has its operands among its results."""
+        operands = [name for names in given for name in names]
+        parts = [tensors_of(part) for part in parts_of(start.type)]
+        which = 1 if start.opcode == "copy-start" else 0
+        found: list[int] = []
+        for n, tensors in enumerate(parts):
+            mine = len(parts) > 1 and n == which and len(tensors) == len(operands)
+            found += operands if mine else self.storage.new(tensors, time, [latest(phases)])
+        return found
+
+    def _step(self, read: Iterable[int], phases: Sequence[Phase]) -> int:
+        """Read buffers at the next time. Returns it."""
+        time = len(self.phases)
+        self.storage.read(read, time, phases)
+        self.phases.append(latest(phases))
+        return time
+
+
+def _element(type: str, index: int, names: list[int]) -> list[int]:
+    """The buffers of one element of a tuple."""
+    counts = [len(tensors_of(part)) for part in parts_of(type)]
+    start = sum(counts[:index])
+    return names[start : start + counts[index]]

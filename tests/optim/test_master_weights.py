@@ -1,0 +1,364 @@
+"""An optimizer with master weights: bytes, bits, and trees of every sort."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optim_cases import KINDS, gradient, params32, quantized, train
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.optim import (
+    BFloat16Plus,
+    Float16,
+    Float32,
+    Overwrite,
+    init_master_weights,
+    master_weights,
+    with_master_weights,
+)
+from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
+from jaxfp8.weights import QuantizedWeight, WeightAxes
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=0.1))
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_bfloat16", "in_float16", "in_fp8"),
+    [
+        ("float32", 4, 4, 4),
+        ("bfloat16 + 16", 2, 4, 4),
+        ("bfloat16 + 8", 1, 3, 3),
+        ("float16", 2, 2, 2),
+    ],
+)
+def test_bytes_per_parameter(kind, in_bfloat16, in_float16, in_fp8):
+    tx = with_master_weights(optax.sgd(0.1), master=KINDS[kind])
+    ones = jnp.ones((64, 64))
+    scale = 4 if kind == "float16" else 0
+    for weight, expected in (
+        (ones.astype(jnp.bfloat16), in_bfloat16),
+        (ones.astype(jnp.float16), in_float16),
+        (quantized(ones, primary=False), in_fp8),
+    ):
+        masters = tx.init({"w": weight}).masters
+        assert bytes_of(masters) == expected * 64 * 64 + scale
+    assert bytes_of(tx.init({"w": ones}).masters) == 0
+
+
+OPTIMIZERS = {
+    "adamw": ADAMW,
+    "momentum": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-3, weight_decay=0.1),
+    # All products are exact, so their sums are the same with and without contraction.
+    "powers of two": optax.sgd(2.0**-7, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_16_bits_train_as_float32_does(optimizer):
+    runs = []
+    for master in (Float32(), BFloat16Plus(bits=16)):
+        tx = with_master_weights(OPTIMIZERS[optimizer], master=master)
+        params, opt_state = init_master_weights(
+            tx, params32(), keep_float32=lambda path, x: path == "scale"
+        )
+        jit = optimizer == "powers of two"
+        params, opt_state = train(tx, params, opt_state, 200, jit=jit)
+        runs.append((params, master_weights(opt_state, params), opt_state.inner))
+    assert_same_bits(runs[1], runs[0])
+    params, masters, _ = runs[0]
+    assert_same_bits(params["dense"], jax.tree.map(rounded_to_bfloat16, masters["dense"]))
+    moved = np.asarray(masters["dense"]["kernel"]) - np.asarray(params32()["dense"]["kernel"])
+    assert np.abs(moved).max() > 0.01
+
+
+def test_float32_master_weights_train_as_float32_parameters_do():
+    tx = with_master_weights(ADAMW, master=Float32())
+    params, opt_state = init_master_weights(tx, params32())
+    params, opt_state = train(tx, params, opt_state, 20, jit=False)
+    # The gradients are the same, so float32 parameters must be the master weights.
+    opt32 = ADAMW.init(params32())
+    params, plain = params32(), params
+    for i in range(20):
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), gradient(params32(), i))
+        updates, opt32 = ADAMW.update(grads, opt32, params)
+        params = optax.apply_updates(params, updates)
+    assert_same_bits(master_weights(opt_state, plain), params)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("bfloat16 + 8", 2e-4), ("float16", 4e-3)])
+def test_shorter_masters_stay_near(kind, bound):
+    runs = []
+    for master in (Float32(), KINDS[kind]):
+        tx = with_master_weights(ADAMW, master=master)
+        params, opt_state = init_master_weights(tx, params32())
+        params, opt_state = train(tx, params, opt_state, 100)
+        masters = master_weights(opt_state, params)
+        runs.append(masters["dense"]["kernel"])
+        assert_same_bits(params, jax.tree.map(rounded_to_bfloat16, masters))
+    exact, short = runs
+    assert 0 < float(jnp.linalg.norm(short - exact) / jnp.linalg.norm(exact)) < bound
+
+
+def test_bfloat16_without_a_master_weight_stands_still():
+    """The control: steps below half a spacing are lost, and a master weight keeps them."""
+    params, grads = {"w": jnp.ones(4, jnp.bfloat16)}, {"w": jnp.ones(4, jnp.bfloat16)}
+    inner = optax.sgd(2.0**-10)
+    lost, _ = train_on(inner, params, inner.init(params), grads)
+    assert float(lost["w"][0]) == 1
+    for kind, master in KINDS.items():
+        tx = with_master_weights(inner, master=master)
+        kept, _ = train_on(tx, params, tx.init(params), grads)
+        assert float(kept["w"][0]) == 1 - 2.0**-5, kind
+
+
+def train_on(tx, params, opt_state, grads, steps=32):
+    for _ in range(steps):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params, opt_state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wrapped_optimizer_sees_float32(kind):
+    def look(updates, state, params):
+        assert {leaf.dtype for leaf in jax.tree.leaves((updates, params))} == {jnp.dtype("float32")}
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        return updates, state
+
+    tx = with_master_weights(
+        optax.GradientTransformation(lambda params: (), look), master=KINDS[kind]
+    )
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2, jnp.float16), "c": jnp.ones(2)}
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e5m2):
+        grads = jax.tree.map(lambda p, dtype=dtype: jnp.ones(p.shape, dtype), params)
+        tx.update(grads, tx.init(params), params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float16_weights(kind):
+    tx = with_master_weights(optax.sgd(2.0**-10), master=KINDS[kind])
+    params = {"w": jnp.ones(3, jnp.float16)}
+    params, opt_state = train_on(tx, params, tx.init(params), params, steps=2)
+    assert params["w"].dtype == jnp.float16
+    assert float(params["w"][0]) == 1 - 2.0**-9
+    assert float(master_weights(opt_state, params)["w"][0]) == 1 - 2.0**-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 0.0])
+def test_gradients_that_are_not_finite_reach_the_weights(kind, value):
+    tx = with_master_weights(optax.sgd(1.0), master=KINDS[kind])
+    params = {"w": jnp.zeros(3, jnp.bfloat16)}
+    grads = {"w": jnp.array([value, 1, 0], jnp.bfloat16)}
+    params, opt_state = train_on(tx, params, tx.init(params), grads, steps=1)
+    expected = np.array([-value, -1, 0], np.float32)
+    np.testing.assert_array_equal(np.asarray(params["w"]).astype(np.float32), expected)
+    np.testing.assert_array_equal(master_weights(opt_state, params)["w"], expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        None,
+        {"a": None},
+        {"a": jnp.ones((), jnp.bfloat16)},
+        {"a": jnp.ones((0, 2), jnp.float16)},
+    ],
+    ids=["empty", "None", "None leaf", "scalar", "no elements"],
+)
+def test_small_trees(kind, params):
+    tx = with_master_weights(ADAMW, master=KINDS[kind])
+    opt_state = tx.init(params)
+    if params is None:
+        assert jax.tree.leaves(opt_state.masters) == []
+        return
+    updates, opt_state = tx.update(params, opt_state, params)
+    new = optax.apply_updates(params, updates)
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, params)
+
+
+def test_leaves_that_are_no_floats_go_to_the_wrapped_optimizer():
+    seen = {}
+
+    def look(updates, state, params):
+        seen.update(updates=updates, params=params)
+        return updates, state
+
+    tx = with_master_weights(
+        optax.GradientTransformation(lambda params: (), look), master=Float32()
+    )
+    params = {"w": jnp.ones(2, jnp.bfloat16), "step": jnp.int32(3), "on": np.True_}
+    grads = {"w": jnp.ones(2), "step": jnp.int32(1), "on": np.False_}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert seen["updates"]["step"] is grads["step"]
+    assert seen["params"]["step"] is params["step"]
+    assert updates["step"] is grads["step"]
+    assert isinstance(updates["w"], Overwrite)
+
+
+def test_extra_arguments_reach_the_wrapped_optimizer():
+    def scale(updates, state, params=None, *, value, **extra):
+        assert extra == {"other": 1}
+        return jax.tree.map(lambda u: -u * value, updates), state
+
+    tx = with_master_weights(
+        optax.GradientTransformationExtraArgs(lambda params: (), scale), master=Float32()
+    )
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    updates, _ = tx.update(params, tx.init(params), params, value=0.5, other=1)
+    assert float(updates["w"].value[0]) == 0.5
+
+
+RECIPES = {
+    "current": fp8.recipes.current(),
+    "delayed": fp8.recipes.delayed(),
+    "rowwise": fp8.recipes.rowwise(),
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if "8" in kind else pytest.mark.slow) for kind in KINDS],
+)
+def test_fp8_weights_train_as_bfloat16_weights_do(kind, recipe):
+    """Bit for bit as bfloat16 weights that are cast at each step, from the same master weights."""
+    recipe = RECIPES[recipe]
+    tx = with_master_weights(ADAMW, master=KINDS[kind])
+    exact = {"w": 4 * params32()["dense"]["kernel"], "b": params32()["dense"]["bias"]}
+    state = {"w": fp8.init_state(recipe)} if recipe.rows else ()
+
+    def loss_fn(params, state, x):
+        y = fp8.dot(x, params["w"], recipe=recipe, state=state["w"] if recipe.rows else None)
+        return jnp.mean(jnp.tanh(y + params["b"]) ** 2)
+
+    @jax.jit
+    def step(params, opt_state, state, x):
+        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, x)
+        updates, opt_state = tx.update(grads, opt_state, params, state=state)
+        return optax.apply_updates(params, updates), opt_state, state, loss
+
+    wide, wide_opt = init_master_weights(tx, exact)
+    like = {"w": quantized(wide["w"], recipe, state["w"] if recipe.rows else None), "b": wide["b"]}
+    narrow, narrow_opt = init_master_weights(tx, exact, weights=like, state=state)
+    assert isinstance(narrow["w"], QuantizedWeight)
+    wide_state = narrow_state = state
+    for i in range(4):
+        x = jax.random.normal(jax.random.key(i), (32, 16), jnp.bfloat16)
+        wide, wide_opt, wide_state, wide_loss = step(wide, wide_opt, wide_state, x)
+        narrow, narrow_opt, narrow_state, narrow_loss = step(narrow, narrow_opt, narrow_state, x)
+        assert_same_bits((narrow_loss, narrow_state), (wide_loss, wide_state))
+        expected = quantized(wide["w"], recipe, wide_state["w"] if recipe.rows else None)
+        assert_same_bits(narrow, {"w": expected, "b": wide["b"]})
+    assert_same_bits(master_weights(narrow_opt, narrow), master_weights(wide_opt, wide))
+
+
+def test_bytes_of_fp8_weights():
+    """One byte a value and scales; two where two directions need two copies."""
+    w = jnp.ones((256, 256))
+    sizes = {
+        name: quantized(w, recipe, fp8.init_state(recipe) or None).nbytes / w.size
+        for name, recipe in RECIPES.items()
+    }
+    assert sizes["blockwise"] == 1 + 4 / 128**2
+    assert sizes["current"] == sizes["delayed"] == 1 + 4 / w.size
+    assert sizes["mxfp8"] == 2 * (1 + 1 / 32)
+    assert sizes["rowwise"] == 2 * (1 + 4 / 256)
+    tree = {"w": quantized(w)}
+    assert bytes_of(tree) == tree["w"].nbytes  # no other array
+
+
+def test_no_master_weight_starts_at_fp8_values():
+    tx = with_master_weights(optax.sgd(0.5), master=Float32())
+    with pytest.raises(ValueError, match="init_master_weights"):
+        tx.init({"w": quantized(jnp.ones((4, 4)))})
+
+
+def test_fp8_weights_of_float32_are_refused():
+    tx = with_master_weights(optax.sgd(0.5), master=Float32())
+    weight = quantize_weight(jnp.ones((4, 4)), RECIPES["current"], WeightAxes(), primary=True)
+    with pytest.raises(ValueError, match=r"dtype=jnp\.bfloat16"):
+        init_master_weights(tx, {"w": jnp.ones((4, 4))}, weights={"w": weight})
+
+
+# ------------------------------------------------------------------------------------------ errors
+LOW = {"w": jnp.ones(3, jnp.bfloat16)}
+
+
+def update_error(state_of, params, master):
+    tx = with_master_weights(optax.sgd(0.1), master=master)
+    return tx.update(params, tx.init(state_of), params)
+
+
+@pytest.mark.parametrize(
+    ("state_of", "params", "master", "message"),
+    {
+        "no master": ({"w": jnp.ones(3)}, LOW, Float32(), "it stores nothing"),
+        "a master": (
+            LOW | {"v": LOW["w"]},
+            {"w": jnp.ones(3), "v": LOW["w"]},
+            Float32(),
+            r"params\['w'\] is float32\[3\].*it stores float32\[3\]",
+        ),
+        "shape": ({"w": LOW["w"][:2]}, LOW, Float16(), r"bfloat16\[3\].*float16\[2\]"),
+        "high part": (
+            {"w": jnp.ones(3, jnp.float16)},
+            LOW,
+            BFloat16Plus(),
+            r"stores bfloat16\[3\], uint16\[3\]",
+        ),
+        "no high part": (LOW, {"w": jnp.ones(3, jnp.float16)}, BFloat16Plus(bits=8), "uint8"),
+        "all float32": (
+            {"w": jnp.ones(3)}, {"w": jnp.ones(3)}, Float32(), "all in float32.*init_master",
+        ),
+    }.values(),
+    ids=["no master", "a master", "shape", "high part", "no high part", "all float32"],
+)  # fmt: skip
+def test_a_state_of_other_parameters(state_of, params, master, message):
+    with pytest.raises(ValueError, match=message):
+        update_error(state_of, params, master)
+
+
+def test_update_needs_params():
+    tx = with_master_weights(optax.sgd(0.1), master=Float32())
+    with pytest.raises(ValueError, match="params=None"):
+        tx.update(LOW, tx.init(LOW))
+
+
+@pytest.mark.parametrize("master", [Float32, "float32", None])
+def test_master_must_be_a_kind(master):
+    with pytest.raises(TypeError, match="is no kind of master weight"):
+        with_master_weights(optax.sgd(0.1), master=master)
+
+
+@pytest.mark.parametrize("bits", [0, 15, 16.0, True, "8"])
+def test_bits(bits):
+    with pytest.raises(ValueError, match="use 16 or 8"):
+        BFloat16Plus(bits=bits)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_an_fp8_array_has_no_scale(dtype):
+    tx = with_master_weights(optax.sgd(0.1), master=Float32())
+    with pytest.raises(ValueError, match=r"params\['w'\] is an array of float8.*has no scale"):
+        tx.init({"w": jnp.ones(2, dtype)})
+
+
+def test_gradients_of_another_tree():
+    tx = with_master_weights(optax.sgd(0.1), master=Float32())
+    with pytest.raises(ValueError, match="v"):
+        tx.update({"v": jnp.ones(3)}, tx.init(LOW), LOW)
