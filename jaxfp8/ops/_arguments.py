@@ -182,6 +182,8 @@ def _no_array(name: str, x: object) -> str | None:
         return "pass an array. If it is a parameter, the layer or the checkpoint may lack it."
     if isinstance(x, QuantizedTensor):
         return f"pass the high-precision array, or {name}.dequantize()."
+    if is_weight(x):
+        return "a weight in FP8 is a right operand, and only of matmuls with its recipe."
     if isinstance(x, jax.ShapeDtypeStruct):
         cure = "Call the function under jax.eval_shape, or pass an array."
         return f"it has a shape but no values. {cure}"

@@ -34,10 +34,15 @@ def array_of(
     if not isinstance(weight, QuantizedWeight):
         return weight, None
     if weight.recipe.uses("w") != recipe.uses("w"):
+        names = [f"{each.name!r}" for each in (weight.recipe, recipe)]
+        if weight.recipe.name == recipe.name:  # recipes of one function with other arguments
+            names = [
+                f"{each.name!r} with {each.uses('w')[0][1]}" for each in (weight.recipe, recipe)
+            ]
         raise ValueError(
-            f"rhs was quantized for recipe {weight.recipe.name!r}, but this matmul has recipe "
-            f"{recipe.name!r}, which casts weights in another way. Quantize each weight with the "
-            "recipe of its matmul: fp8.quantize_params(params, recipe)."
+            f"rhs was quantized for recipe {names[0]}, but this matmul has recipe {names[1]}, "
+            "which casts weights in another way. Quantize each weight with the recipe of its "
+            "matmul: fp8.quantize_params(params, recipe)."
         )
     (_, contracted), (_, batch) = numbers
     given = WeightAxes(

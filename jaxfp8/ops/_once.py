@@ -44,8 +44,20 @@ def _of_quantize(arrays: PyTree) -> Exception:
     )
 
 
+def _of_primary(arrays: PyTree) -> Exception:
+    (w,) = arrays
+    return TypeError(
+        f"quantize_params of a weight {list(w.shape)} is being differentiated, but primary=True "
+        "drops the weight that its gradient would flow to. Call it outside of the loss, and take "
+        "gradients with fp8.value_and_grad. Or leave primary=True out."
+    )
+
+
 once = _undifferentiable(_second_derivative)
 """For the operands of a matmul, which has a first derivative and no second one."""
 
 constant = _undifferentiable(_of_quantize)
 """For the arrays of `fp8.quantize`, which has no gradient."""
+
+dropped = _undifferentiable(_of_primary)
+"""For a weight of which only the FP8 copies are left."""

@@ -72,9 +72,10 @@ def quantize_params(
       The same tree, with `QuantizedWeight`s in the place of weights.
 
     Raises:
-      TypeError: if a weight is no float array.
-      ValueError: if a rule matches nothing, if axes do not fit, or if the recipe reads weights in
-        high precision.
+      TypeError: if a weight is no float array, if rules are no pairs, or if a loss calls it with
+        `primary=True` and is differentiated with respect to the weights.
+      ValueError: if a rule matches nothing, if axes do not fit, if a weight is in FP8 already, or
+        if the recipe reads weights in high precision.
       FP8StateError: if the state of a weight is missing, or not the only one.
 
     Example:
@@ -95,6 +96,7 @@ def quantize_params(
       TransformerEngine user guide, `quantized_model_init` and `is_first_microbatch`.
     """
     check_recipe(recipe)
+    rules = _checked(rules)
     if dtype is not None:
         dtype = check_out_dtype(dtype)
     in_fp8 = not in_high_precision()  # of the twin of `fp8.memory_report`
@@ -105,8 +107,13 @@ def quantize_params(
         for i, (match, axes) in enumerate(rules):
             if re.fullmatch(match, name):
                 used.add(i)
-                if axes is None or is_weight(leaf):
+                if axes is None:
                     return leaf
+                if is_weight(leaf):
+                    raise ValueError(
+                        f"{name} is {leaf} already. Pass the tree of original weights. To leave "
+                        f"this weight as it is, put ({name!r}, None) before the other rules."
+                    )
                 if dtype is not None:
                     leaf = check_float(name, leaf).astype(dtype)
                 return leaf if not in_fp8 else quantize_weight(
@@ -123,7 +130,24 @@ def quantize_params(
             for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
         ]
         raise ValueError(
-            f"rules {unused} match no path of params. A rule must match a whole path. The paths "
-            f"are {paths[:20]}."
+            f"rules {unused} match no path of params that earlier rules leave. A rule must match "
+            f"a whole path, and the first match decides. The paths are {paths[:20]}."
         )
     return found
+
+
+def _checked(rules: Any) -> WeightRules:
+    pairs = rules if isinstance(rules, Sequence) and not isinstance(rules, str) else [rules]
+    for pair in pairs:
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not isinstance(pair[0], str)
+            or not isinstance(pair[1], WeightAxes | None)
+        ):
+            raise TypeError(
+                f"rules has {pair!r}, but each rule must be a pair (match, axes). Write "
+                'rules=[("blocks/.*kernel", fp8.weights.WeightAxes())], or None in the place of '
+                "the axes, to leave a weight as it is."
+            )
+    return pairs

@@ -14,6 +14,7 @@ from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call, Places
 from jaxfp8.ops._held_weight import view_of_weight
+from jaxfp8.ops._once import dropped
 from jaxfp8.ops._operands import quantize_operand
 from jaxfp8.ops._tile_view import View
 from jaxfp8.plan._backends import Backends
@@ -59,6 +60,8 @@ def quantize_weight(
     )
     for _ in range(axes.stacked):
         cast = jax.vmap(cast)
+    if primary:
+        w = dropped(w)
     # The gradient flows to the original, and not through the cast.
     values, scales, amaxes = cast(*lax.stop_gradient((w, state)))
     return QuantizedWeight(

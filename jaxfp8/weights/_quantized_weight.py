@@ -179,6 +179,14 @@ class QuantizedWeight:
             )
         return self
 
+    def __jax_array__(self) -> Array:
+        """Refuses. jnp calls it for an operand that is no array."""
+        raise TypeError(
+            f"{self} is no array, and only matmuls and layers of jaxfp8 with its recipe take it. "
+            "Everywhere else use the weight in high precision, and leave it out of quantize_params "
+            "where it has other uses."
+        )
+
     def __repr__(self) -> str:
         kept = "" if self.original is None else ", with its original"
         shape = list(getattr(self.values[0], "shape", ()))
