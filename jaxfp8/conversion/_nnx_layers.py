@@ -18,6 +18,7 @@ from jaxfp8.conversion._seen import Seen
 from jaxfp8.conversion._size import Size, size_of_dot, size_of_einsum
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.nnx._layers import FP8Einsum, FP8Linear, FP8LinearGeneral
+from jaxfp8.ops._promotion import KeepsFP8
 
 
 class Known(NamedTuple):
@@ -138,6 +139,8 @@ def give_matmul(layer: Any, known: Known, matmul: Any) -> None:
         object.__setattr__(layer, "__class__", known.fp8)
     if isinstance(layer, FP8Linear | FP8Einsum):
         layer.prologue = None
+    if isinstance(matmul, AbstractFP8Matmul) and hasattr(layer, "promote_dtype"):
+        layer.promote_dtype = KeepsFP8.of(layer.promote_dtype)
     setattr(layer, known.attribute, nnx.data(matmul) if isinstance(matmul, nnx.Module) else matmul)
 
 

@@ -1,0 +1,179 @@
+"""linen models with weights in FP8: the bits of the same model without."""
+
+import flax.linen as nn
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import pytest
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8Einsum
+from jaxfp8.weights import WeightAxes
+
+RECIPES = {
+    "delayed": fp8.recipes.delayed(history_length=4),
+    "blockwise": fp8.recipes.blockwise(),
+    "rowwise": fp8.recipes.rowwise(),
+    "current": fp8.recipes.current(),
+    "mxfp8": fp8.recipes.mxfp8(),
+}
+X = jax.random.normal(jax.random.key(1), (6, 32))
+HEADS = WeightAxes(contracted=(0, 1))
+
+
+class Layers(nn.Module):
+    recipe: fp8.Recipe
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        how = {"recipe": self.recipe, "dtype": self.dtype}
+        x = FP8Dense(48, name="up", **how)(x)
+        x = FP8DenseGeneral((2, 64), name="heads", **how)(jnp.tanh(x))
+        return FP8Einsum((2, 64, 24), "bhd,hdk->bk", use_bias=False, name="out", **how)(x)
+
+
+class Block(nn.Module):
+    recipe: fp8.Recipe
+
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(FP8Dense(32, recipe=self.recipe)(x)), None
+
+
+class Stack(nn.Module):
+    recipe: fp8.Recipe
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Block, policy=fp8.save_fp8_residuals()) if self.remat else Block
+        return nn.scan(
+            block, variable_axes={"params": 0, COLLECTION: 0}, split_rngs={"params": True}, length=3
+        )(self.recipe, name="blocks")(x, None)[0]
+
+
+class Plain(nn.Module):
+    """flax's own layers."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral((2, 16), name="general")(nn.Dense(32, name="dense")(x))
+        x = nn.MultiHeadDotProductAttention(2, name="attention")(x, x)
+        return nn.Einsum((2, 16, 8), "bhd,hdk->bk", name="einsum")(x)
+
+
+def converted(recipe):
+    return fp8.convert(Plain(), recipe, inputs=(X,))[0]
+
+
+KERNELS = (".*kernel", WeightAxes())
+# The model, its rules, and the dtype of its layers.
+MODELS = {
+    "layers": (Layers, [("out/kernel", HEADS), KERNELS], None),
+    "bfloat16": (
+        lambda recipe: Layers(recipe, jnp.bfloat16), [("out/kernel", HEADS), KERNELS], jnp.bfloat16,
+    ),
+    "scan": (Stack, [(".*kernel", WeightAxes(stacked=1))], None),
+    "scan, remat": (
+        lambda recipe: Stack(recipe, True), [(".*kernel", WeightAxes(stacked=1))], None,
+    ),
+    "converted": (
+        converted, [("attention/out/kernel|einsum/kernel", HEADS), KERNELS], None,
+    ),
+}  # fmt: skip
+FEW = [
+    ("layers", "delayed"), ("bfloat16", "blockwise"), ("scan", "delayed"), ("converted", "delayed"),
+]  # fmt: skip
+
+
+def init(model):
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    return variables["params"], variables.get(COLLECTION, {})
+
+
+def train_step(model):
+    def loss(params, state):
+        y = model.apply({"params": params, COLLECTION: state}, X)
+        return jnp.sum(jnp.abs(y.astype(jnp.float32))), y
+
+    def step(params, state):
+        (_, y), *rest = fp8.value_and_grad(loss, has_aux=True)(params, state)
+        return y, *rest
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        pytest.param(name, recipe, marks=() if (name, recipe) in FEW else pytest.mark.slow)
+        for name in MODELS
+        for recipe in RECIPES
+    ],
+)
+def test_same_bits(name, recipe):
+    make, rules, dtype = MODELS[name]
+    recipe = RECIPES[recipe]
+    model = make(recipe)
+    (params, state), step = init(model), train_step(model)
+    quantize = jax.jit(
+        lambda params, state: fp8.quantize_params(
+            params, recipe, rules=rules, state=state, primary=True, dtype=dtype
+        )
+    )
+    for _ in range(2 if recipe.rows else 1):
+        want, got = step(params, state), step(quantize(params, state), state)
+        if dtype is not None:  # a gradient has the dtype of its weight, and flax's that of params
+            like = lambda a, b: a.astype(b.dtype)
+            got = got[0], jax.tree.map(like, got[1], want[1]), got[2]
+        assert_same_bits(got, want)
+        state = want[2]
+    in_fp8 = jax.tree.leaves(quantize(params, state))
+    assert all(leaf.ndim < 2 or leaf.dtype.itemsize == 1 or leaf.size < 400 for leaf in in_fp8)
+
+
+DENSE = FP8Dense(8, recipe=RECIPES["blockwise"])
+PARAMS = {"kernel": jax.random.normal(jax.random.key(2), (32, 8)), "bias": jnp.zeros(8)}
+
+
+def quantized(name="blockwise", params=PARAMS, **options):
+    return fp8.quantize_params(params, RECIPES[name], **{"primary": True} | options)
+
+
+def test_another_dtype():
+    layer = FP8Dense(8, recipe=RECIPES["blockwise"], dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match=r"computes in bfloat16.*dtype=jnp\.bfloat16"):
+        layer.apply({"params": quantized()}, X)
+
+
+def test_flax_s_layer():
+    with pytest.raises(TypeError, match="is no array, and only matmuls and layers of jaxfp8"):
+        nn.Dense(8).apply({"params": quantized()}, X)
+
+
+@pytest.mark.parametrize("primary", [True, False])
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_serialization(name, primary):
+    params = quantized(name, primary=primary)
+    like = jax.tree.map(jnp.zeros_like, params)
+    restored = flax.serialization.from_bytes(like, flax.serialization.to_bytes(params))
+    assert_same_bits(restored, params)
+    assert jax.tree.structure(restored) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "says"),
+    [
+        (quantized, lambda: PARAMS, "the saved tree has no weight in FP8"),
+        (
+            quantized, lambda: quantized(params=PARAMS | {"kernel": jnp.ones((32, 4))}),
+            r"float8_e4m3fn\[32, 8\].*float8_e4m3fn\[32, 4\]",
+        ),
+    ],
+)  # fmt: skip
+def test_serialization_of_another_weight(target, source, says):
+    data = flax.serialization.to_bytes(source())
+    with pytest.raises(ValueError, match=f"kernel.*{says}"):
+        flax.serialization.from_bytes(target(), data)
