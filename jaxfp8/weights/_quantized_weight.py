@@ -154,8 +154,8 @@ class QuantizedWeight:
           >>> import jaxfp8 as fp8
           >>> params = {"kernel": jnp.ones((256, 512))}
           >>> weight = fp8.quantize_params(params, fp8.recipes.blockwise(), primary=True)["kernel"]
-          >>> weight.specs(jax.P("fsdp", None)).scales
-          (PartitionSpec('fsdp', None),)
+          >>> weight.specs(jax.P("fsdp", None)).scales == (jax.P("fsdp", None),)
+          True
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         leading, of_axes = entries[: self.axes.stacked], entries[self.axes.stacked :]
