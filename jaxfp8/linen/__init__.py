@@ -1,6 +1,5 @@
 """FP8 layers for flax.linen."""
 
-from jaxfp8.linen import _weights as _weights
 from jaxfp8.linen._add_state import add_state as add_state
 from jaxfp8.linen._dot_general import FP8DotGeneral as FP8DotGeneral
 from jaxfp8.linen._einsum_op import FP8EinsumOp as FP8EinsumOp

@@ -71,9 +71,10 @@ def view_of_weight(recipe: Recipe, axes: WeightAxes, shape: Axes) -> View:
       >>> view.of_w.counts
       (2, 1)
     """
+    geometry = axes.geometry(len(shape))  # first, because it checks the axes
     x_shape = tuple(shape[axis] for axis in axes.batch)
     x_shape = (*x_shape, 1, *(shape[axis] for axis in axes.contracted))
-    return view_for(recipe.tile, axes.geometry(len(shape)), (x_shape, shape))
+    return view_for(recipe.tile, geometry, (x_shape, shape))
 
 
 def held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies:

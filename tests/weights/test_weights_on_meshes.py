@@ -67,11 +67,16 @@ def quantize(recipe, params, state, axes=AXES):
 
 @functools.cache
 def on_one_device(name):
-    return jax.jit(functools.partial(quantize, RECIPES[name]))(weights(), states(RECIPES[name]))
+    axes = {key: dataclasses.replace(each, shard=None) for key, each in AXES.items()}
+    cast = functools.partial(quantize, RECIPES[name], axes=axes)
+    return jax.jit(cast)(weights(), states(RECIPES[name]))
 
 
 def specs_of(name):
-    return {key: weight.specs(SPECS[key]) for key, weight in on_one_device(name).items()}
+    return {
+        key: dataclasses.replace(weight.specs(SPECS[key]), axes=AXES[key])
+        for key, weight in on_one_device(name).items()
+    }
 
 
 def on_mesh(recipe, kind):
@@ -109,7 +114,7 @@ def test_same_values(recipe, kind):
 
     No weight is gathered. The results are split as `specs` says.
     """
-    want = jax.device_get(on_one_device(recipe))  # before a mesh is set
+    want = jax.device_get(on_one_device(recipe))
     with jax.set_mesh(mesh_of(kind)):
         program, params = on_mesh(recipe, kind)
         got = program(params, states(RECIPES[recipe]))
