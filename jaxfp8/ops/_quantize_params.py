@@ -18,7 +18,7 @@ from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
 
 WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]
 """Pairs (match, axes). A match is a regular expression that the whole path of a weight must match.
-The first match decides. None leaves the weight as it is."""
+The first match decides. None in the place of axes leaves the weight as it is."""
 
 KERNELS: WeightRules = ((r"(.*/)?kernel", WeightAxes()),)
 """The rules for flax's layers without attention: kernels [K, N]."""
@@ -48,20 +48,24 @@ def quantize_params(
     (`fp8.optim.with_master_weights`), and casts them after each update.
 
     Take gradients with `fp8.value_and_grad`. It returns that of each weight as one array, in the
-    dtype of the weight, in the place of the `QuantizedWeight`.
+    dtype of the weight, in the place of the `QuantizedWeight`. Sum gradients of microbatches in
+    float32, because `dtype` may be bfloat16. The optimizer gets the original parameters.
 
     The cast is XLA's on every chip. In Auto and Explicit meshes it gives the same FP8 values on
     every mesh. Tiles must not be cut by shards. Inside `jax.shard_map` each device casts its shard
     with the amax of the whole weight.
 
     Args:
-      params: a pytree. Paths are the keys, joined by "/".
+      params: a pytree, for instance `variables["params"]` of linen or a model of nnx. The path of a
+        leaf is its keys, joined by "/".
       recipe: the recipe of the matmuls that read the weights.
-      rules: which leaves are weights, and what their matmul does with their axes. The default takes
-        every `kernel` [K, N]. A name of your own, with stacked layers:
-        `rules=[("blocks/.*", fp8.weights.WeightAxes(stacked=1))]`.
-      state: the quantizer state of the matmuls, for recipes with state. The state of a weight is at
-        the path of the weight, or the only one below the path of its layer.
+      rules: which leaves are weights, and what their matmul does with their axes: pairs of a
+        regular expression for the whole path and a `WeightAxes`, or None for no weight. The first
+        match decides. The default takes every `kernel` [K, N]. A name of your own, with stacked
+        layers: `rules=[("blocks/.*", fp8.weights.WeightAxes(stacked=1))]`.
+      state: the quantizer state of the matmuls, for recipes with state, for instance
+        `variables[COLLECTION]` of linen or a model of nnx. The state of a weight is at the path of
+        the weight, or the only one below the path of its layer.
       primary: whether to drop the original weights.
       dtype: the dtype in which the layers compute. Weights are rounded to it before the cast, as
         the layers would do. By default it is the dtype of each weight.
@@ -72,8 +76,8 @@ def quantize_params(
       The same tree, with `QuantizedWeight`s in the place of weights.
 
     Raises:
-      TypeError: if a weight is no float array.
-      ValueError: if a rule matches nothing, if axes do not fit, or if the recipe reads weights in
+      TypeError: if a weight is no float array, or if `rules` are no pairs.
+      ValueError: if a rule decides nothing, if axes do not fit, or if the recipe reads weights in
         high precision.
       FP8StateError: if the state of a weight is missing, or not the only one.
 
@@ -95,6 +99,7 @@ def quantize_params(
       TransformerEngine user guide, `quantized_model_init` and `is_first_microbatch`.
     """
     check_recipe(recipe)
+    _check_rules(rules)
     if dtype is not None:
         dtype = check_out_dtype(dtype)
     in_fp8 = not in_high_precision()  # of the twin of `fp8.memory_report`
@@ -123,7 +128,20 @@ def quantize_params(
             for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
         ]
         raise ValueError(
-            f"rules {unused} match no path of params. A rule must match a whole path. The paths "
-            f"are {paths[:20]}."
+            f"rules {unused} decide no path of params. A rule must match a whole path, and no rule "
+            f"before it may match that path. The paths are {paths[:20]}."
         )
     return found
+
+
+def _check_rules(rules: Any) -> None:
+    """Raise TypeError if rules are no pairs of a pattern and axes."""
+    is_sequence = isinstance(rules, Sequence) and not isinstance(rules, str)
+    for rule in rules if is_sequence else [rules]:
+        match rule:
+            case (str(), WeightAxes() | None) if is_sequence:
+                continue
+        raise TypeError(
+            f"rules={rules!r} must be a list of pairs of a regular expression and WeightAxes or "
+            'None. Write rules=[("(.*/)?kernel", fp8.weights.WeightAxes())].'
+        )

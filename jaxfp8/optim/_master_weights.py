@@ -61,7 +61,8 @@ def with_master_weights(
     Returns:
       An optimizer. Its `update(grads, opt_state, params, *, state=None, **extra_args)` needs
       params. `state` is the quantizer state of the model after this step. Weights in FP8 of recipes
-      with state need it, because their next cast takes its scales. The wrapped optimizer gets
+      with state need it, because their next cast takes its scales. `optax.chain` and
+      `optax.MultiSteps` around this optimizer cannot pass it on. The wrapped optimizer gets
       `extra_args`.
 
     Raises:
