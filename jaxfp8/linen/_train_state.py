@@ -1,5 +1,6 @@
 """flax's `TrainState`, with quantizer state beside the parameters."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.linen._state import COLLECTION
 from jaxfp8.state._trees import check_tree
+from jaxfp8.weights._quantized_weight import is_weight
 
 
 class TrainState(flax.training.train_state.TrainState):
@@ -108,8 +110,21 @@ class TrainState(flax.training.train_state.TrainState):
                 "of this TrainState. Pass the state that fp8.value_and_grad returned for "
                 "ts.fp8_state. To change the tree on purpose (fp8.freeze), use ts.replace."
             )
-        applied: Self = super().apply_gradients(grads=grads, fp8_state=fp8_state, **fields)
-        return applied
+        own = self.replace(tx=_with_state(self.tx, self.params, fp8_state))
+        applied: Self = super(TrainState, own).apply_gradients(
+            grads=grads, fp8_state=fp8_state, **fields
+        )
+        return applied.replace(tx=self.tx)
+
+
+def _with_state(
+    tx: optax.GradientTransformation, params: PyTree, fp8_state: PyTree
+) -> optax.GradientTransformation:
+    """The optimizer, which gets the new quantizer state if it casts weights in FP8."""
+    if not any(map(is_weight, jax.tree.leaves(params, is_leaf=is_weight))):
+        return tx
+    update = optax.with_extra_args_support(tx).update
+    return optax.GradientTransformation(tx.init, functools.partial(update, fp8_state=fp8_state))
 
 
 def _check_params(name: str, tree: PyTree, cure: str) -> None:

@@ -34,13 +34,13 @@ def save_fp8_residuals(*, inputs: bool = True, weights: bool = False) -> Callabl
     `jax.checkpoint_policies.save_from_both_policies`.
 
     Args:
-      inputs: whether to save the copy of x that the matmul of the gradient of w reads. It has 1
-        byte a value. Without it, x is computed and cast again. If the result of the matmul is
-        computed again, it may read another copy, for instance with scales of rows or tiles. That
-        copy is not saved, and x is cast again for it.
-      weights: whether to save the copy of w, too. The weight itself is in memory in any case, so
-        the copy costs 1 byte a weight in every layer. It spares the backward pass one cast of w. It
-        spares no gather, because only a shard is saved.
+      inputs: whether to save the FP8 copy of x, the input of a matmul, from which the gradient of w
+        is computed. It has 1 byte a value. Without it, x is computed and cast again. If the result
+        of the matmul is computed again, it may read another copy, for instance with scales of rows
+        or tiles. That copy is not saved, and x is cast again for it.
+      weights: whether to save the FP8 copy of the weight w, too. The weight itself is in memory in
+        any case, so the copy costs 1 byte a weight in every layer. It spares the backward pass one
+        cast of w. It spares no gather, because only a shard is saved.
 
     Returns:
       The policy.

@@ -113,6 +113,8 @@ def _check(tensor: QuantizedTensor, weight: QuantizedWeight) -> None:
         validate(tensor, "rhs")
     except ValueError as error:
         raise ValueError(
-            f"{error} If layers are stacked ({weight.axes}), scan or map over the stacked weights, "
-            "or index them: jax.tree.map(lambda leaf: leaf[i], weight)."
+            f"rhs was quantized for {weight.axes}, and its scales do not fit this matmul: {error} "
+            "If its layers are stacked, for instance for a scan, quantize with "
+            "WeightAxes(stacked=1). Then scan or map over the stacked weights, or index them: "
+            "jax.tree.map(lambda leaf: leaf[i], weight)."
         ) from None

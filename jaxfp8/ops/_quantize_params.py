@@ -18,7 +18,7 @@ from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
 
 WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]
 """Pairs (match, axes). A match is a regular expression that the whole path of a weight must match.
-The first match decides. None leaves the weight as it is."""
+The first match decides. None in the place of axes leaves the weight as it is."""
 
 KERNELS: WeightRules = ((r"(.*/)?kernel", WeightAxes()),)
 """The rules for flax's layers without attention: kernels [K, N]."""
@@ -48,20 +48,24 @@ def quantize_params(
     (`fp8.optim.with_master_weights`), and casts them after each update.
 
     Take gradients with `fp8.value_and_grad`. It returns that of each weight as one array, in the
-    dtype of the weight, in the place of the `QuantizedWeight`.
+    dtype of the weight, in the place of the `QuantizedWeight`. Sum gradients of microbatches in
+    float32, because `dtype` may be bfloat16. The optimizer gets the original parameters.
 
     The cast is XLA's on every chip. In Auto and Explicit meshes it gives the same FP8 values on
     every mesh. Tiles must not be cut by shards. Inside `jax.shard_map` each device casts its shard
     with the amax of the whole weight.
 
     Args:
-      params: a pytree. Paths are the keys, joined by "/".
+      params: a pytree, for instance `variables["params"]` of linen or a model of nnx. The path of a
+        leaf is its keys, joined by "/".
       recipe: the recipe of the matmuls that read the weights.
-      rules: which leaves are weights, and what their matmul does with their axes. The default takes
-        every `kernel` [K, N]. A name of your own, with stacked layers:
-        `rules=[("blocks/.*", fp8.weights.WeightAxes(stacked=1))]`.
-      state: the quantizer state of the matmuls, for recipes with state. The state of a weight is at
-        the path of the weight, or the only one below the path of its layer.
+      rules: which leaves are weights, and what their matmul does with their axes: pairs of a
+        regular expression for the whole path and a `WeightAxes`, or None for no weight. The first
+        match decides. The default takes every `kernel` [K, N]. A name of your own, with stacked
+        layers: `rules=[("blocks/.*", fp8.weights.WeightAxes(stacked=1))]`.
+      state: the quantizer state of the matmuls, for recipes with state, for instance
+        `variables[COLLECTION]` of linen or a model of nnx. The state of a weight is at the path of
+        the weight, or the only one below the path of its layer.
       primary: whether to drop the original weights.
       dtype: the dtype in which the layers compute. Weights are rounded to it before the cast, as
         the layers would do. By default it is the dtype of each weight.

@@ -35,6 +35,12 @@ def state_at(name: str, states: dict[str, MatmulState]) -> MatmulState:
     """The state of the matmul that reads the weight of this path."""
     if name in states:
         return states[name]
+    if not states:
+        raise FP8StateError(
+            f"{name} has a recipe with state, but state= holds no quantizer state. Pass "
+            "state=variables[fp8.linen.COLLECTION] (linen), state=model (nnx), or the state of the "
+            "last step."
+        )
     layer = name.rpartition("/")[0]
     below = [path for path in states if not layer or path.startswith(f"{layer}/")]
     if len(below) == 1:

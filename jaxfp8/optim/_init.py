@@ -42,7 +42,8 @@ def init_master_weights(
         no master weight. A path is written as in "block/norm/scale".
       weights: a tree that says what each weight will be, in place of `dtype` and `keep_float32`:
         arrays of their dtypes, and weights in FP8, which `fp8.quantize_params(params, recipe,
-        primary=True, dtype=jnp.bfloat16)` makes. Its values are not used.
+        primary=True, dtype=jnp.bfloat16)` makes. Its values are not used, so `jax.eval_shape` of
+        the call is enough.
       state: the quantizer state of the model, for weights in FP8 of recipes with state.
 
     Returns:

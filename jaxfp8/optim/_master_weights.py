@@ -59,10 +59,10 @@ def with_master_weights(
         `BFloat16Plus(bits=8)` or `Float16()`.
 
     Returns:
-      An optimizer. Its `update(grads, opt_state, params, *, state=None, **extra_args)` needs
-      params. `state` is the quantizer state of the model after this step. Weights in FP8 of recipes
-      with state need it, because their next cast takes its scales. The wrapped optimizer gets
-      `extra_args`.
+      An optimizer. Its `update(grads, opt_state, params, *, fp8_state=None, **extra_args)` needs
+      params. `fp8_state` is the quantizer state of the model after this step. Weights in FP8 of
+      recipes with state need it, because their next cast takes its scales. The wrapped optimizer
+      gets `extra_args`.
 
     Raises:
       TypeError: if `master` is no kind of master weight.
@@ -103,7 +103,7 @@ def with_master_weights(
         opt_state: MasterWeightsState,
         params: PyTree | None = None,
         *,
-        state: PyTree | None = None,
+        fp8_state: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, MasterWeightsState]:
         if params is None:
@@ -122,7 +122,7 @@ def with_master_weights(
         states, written = [], []
         for leaf, value, step, each, own in zip(
             parameters.leaves, masters, parameters.like(updates), old,
-            parameters.states(state), strict=True,
+            parameters.states(fp8_state), strict=True,
         ):  # fmt: skip
             if is_empty(each):
                 states.append(each)

@@ -21,6 +21,7 @@ class WeightAxes:
 
     Attributes:
       contracted: the axes that the forward matmul contracts, in the order of its dimension numbers.
+        All axes that are neither contracted nor batch axes are kept.
       batch: the batch axes of the matmul, for instance that of experts [E, K, N].
       stacked: how many leading axes stack the weights of several layers, as `nn.scan` and
         `jax.lax.scan` want them. Each layer has its own scales.
@@ -89,12 +90,13 @@ class WeightAxes:
 class QuantizedWeight:
     """A weight in FP8, as the matmuls of one recipe read it: a pytree in the place of an array.
 
-    A matmul or a layer takes it in the place of the weight, and casts nothing. Its gradient is that
-    of the weight, in `dtype`: `fp8.value_and_grad` returns it.
+    A matmul or a layer of jaxfp8 takes it in the place of the weight, and does not cast it. Its
+    gradient is that of the weight, in `dtype`: `fp8.value_and_grad` returns it. It has no
+    arithmetic: `w**2` raises an error, and `jax.tree.map` sees the values and scales.
 
-    There is a copy for each direction: one for recipes with a scale for each tensor and for square
-    tiles, two for the rest. The values of a copy have the shape of the weight. Stacked layers are
-    leading axes of all arrays.
+    It has one copy if the recipe has a scale for each tensor or square tiles, because the forward
+    matmul and the one of the gradient of x read the same values then. Otherwise it has two. The
+    values of a copy have the shape of the weight. Stacked layers are leading axes of all arrays.
 
     Attributes:
       values: FP8 [...], one for each copy.
@@ -186,6 +188,10 @@ class QuantizedWeight:
             "Everywhere else use the weight in high precision, and leave it out of quantize_params "
             "where it has other uses."
         )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses, as `__jax_array__` does. NumPy calls it."""
+        return self.__jax_array__()
 
     def __repr__(self) -> str:
         kept = "" if self.original is None else ", with its original"

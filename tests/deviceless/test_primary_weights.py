@@ -63,7 +63,7 @@ def compiled(name, sharded, primary=True):
 
     def step(params, opt_state, state, x):
         loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, x)
-        updates, opt_state = tx.update(grads, opt_state, params, state=state)
+        updates, opt_state = tx.update(grads, opt_state, params, fp8_state=state)
         return optax.apply_updates(params, updates), opt_state, state, loss
 
     def there(tree, spec):

@@ -249,7 +249,7 @@ def test_fp8_weights_train_as_bfloat16_weights_do(kind, recipe):
     @jax.jit
     def step(params, opt_state, state, x):
         loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, x)
-        updates, opt_state = tx.update(grads, opt_state, params, state=state)
+        updates, opt_state = tx.update(grads, opt_state, params, fp8_state=state)
         return optax.apply_updates(params, updates), opt_state, state, loss
 
     wide, wide_opt = init_master_weights(tx, exact)
@@ -280,6 +280,55 @@ def test_bytes_of_fp8_weights():
     assert sizes["rowwise"] == 2 * (1 + 4 / 256)
     tree = {"w": quantized(w)}
     assert bytes_of(tree) == tree["w"].nbytes  # no other array
+
+
+def state_of_amax(amax):
+    """A state of delayed scaling whose scales belong to an amax."""
+    seen = fp8.nothing_seen(fp8.init_state(RECIPES["delayed"]))
+    seen = jax.tree.map(lambda a: jnp.full_like(a, amax), seen)
+    return fp8.commit(fp8.init_state(RECIPES["delayed"]), seen)
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    {
+        "alone": lambda tx: tx,
+        "chain": lambda tx: optax.chain(optax.identity(), tx),
+        "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_fp8_state_reaches_the_cast_through_optax(wrapped):
+    recipe, w = RECIPES["delayed"], jnp.full((4, 4), 3.0)
+    tx = wrapped[1](with_master_weights(optax.sgd(0.5), master=Float32()))
+    like = {"w": quantized(w, recipe, state_of_amax(7.0))}
+    params, opt_state = init_master_weights(
+        tx, {"w": w}, weights=like, state={"w": state_of_amax(7.0)}
+    )
+    assert float(params["w"].scales[0]) == 7.0 / 448
+    grads, new = {"w": jnp.ones((4, 4))}, {"w": state_of_amax(14.0)}
+    updates, _ = tx.update(grads, opt_state, params, fp8_state=new)
+    params = optax.apply_updates(params, updates)
+    assert float(params["w"].scales[0]) == 14.0 / 448
+    assert float(params["w"].values[0][0, 0]) == 80.0  # 2.5 * 448 / 14
+
+
+def test_train_state_of_linen_passes_its_state_on():
+    recipe = RECIPES["delayed"]
+    layer = fp8.linen.FP8Dense(8, use_bias=False, recipe=recipe, dtype=jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), jnp.ones((4, 16)))
+    exact, state = variables["params"], variables[fp8.linen.COLLECTION]
+    tx = with_master_weights(optax.sgd(0.5), master=Float32())
+    like = fp8.quantize_params(exact, recipe, state=state, primary=True, dtype=jnp.bfloat16)
+    params, opt_state = init_master_weights(tx, exact, weights=like, state=state)
+    ts = fp8.linen.TrainState(
+        step=0, apply_fn=layer.apply, params=params, tx=tx, opt_state=opt_state, fp8_state=state
+    )
+    new = jax.tree.map(lambda _: state_of_amax(14.0), state, is_leaf=lambda n: hasattr(n, "rows"))
+    grads = {"kernel": jnp.zeros((16, 8))}
+    after = jax.jit(lambda ts, g, s: ts.apply_gradients(grads=g, fp8_state=s))(ts, grads, new)
+    assert float(after.params["kernel"].scales[0]) == 14.0 / 448
+    assert after.tx is tx
 
 
 def test_no_master_weight_starts_at_fp8_values():

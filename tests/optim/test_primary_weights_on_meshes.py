@@ -87,7 +87,7 @@ def train(kind, recipe, primary, steps=3):
     def step(params, opt_state, state, x):
         loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, x)
         grads = jax.tree.map(lambda g: g * jnp.asarray(2.0**-8, g.dtype), grads)
-        updates, opt_state = TX.update(grads, opt_state, params, state=state)
+        updates, opt_state = TX.update(grads, opt_state, params, fp8_state=state)
         return optax.apply_updates(params, updates), opt_state, state, loss
 
     state = {"w": fp8.init_state(recipe)} if recipe.rows else ()
@@ -150,7 +150,7 @@ def test_restored_on_another_mesh(kind, size, tmp_path):
 
     def update(params, opt_state, state):
         grads = {"w": jnp.ones((K, N), jnp.bfloat16), "b": jnp.ones(N, jnp.bfloat16)}
-        updates, opt_state = TX.update(grads, opt_state, params, state=state)
+        updates, opt_state = TX.update(grads, opt_state, params, fp8_state=state)
         return optax.apply_updates(params, updates), opt_state
 
     with jax.set_mesh(mesh):
