@@ -59,24 +59,24 @@ def figures(model: str, gpus: int, policy: str, name: str) -> dict[str, object]:
     }
 
 
-def table(rows: list[dict], model: str) -> str:
-    """Temporaries in GiB and their ratio to bf16's, one line for each recipe.
+def table(rows: list[dict], model: str, *, ratios: bool) -> str:
+    """Temporaries in GiB, or their ratios to bf16's, with one line for each recipe.
 
     Each cell has a figure for each number of GPUs.
     """
     rows = [row for row in rows if row["model"] == model]
     found = {tuple(row[key] for key in KEY[1:]): row["temporary_bytes"] for row in rows}
-    gpus, policies, names = (list(dict.fromkeys(row[key] for row in rows)) for key in KEY[1:])
+    policies = [each for each in POLICIES if any(row["policy"] == each for row in rows)]
     lines = [["recipe", *policies], ["---"] * (1 + len(policies))]
-    for name in names:
-        cells, of = [], baseline(name)
+    for name in MODELS[model].rows:
+        cells = []
         for policy in policies:
-            own = [(found.get((n, policy, name)), found.get((n, policy, of))) for n in gpus]
-            own = [(bytes, bf16) for bytes, bf16 in own if bytes and bf16]
-            cell = " / ".join(f"{bytes / GIB:.2f}" for bytes, _ in own)
-            ratios = " / ".join(f"{bytes / bf16:.2f}" for bytes, bf16 in own)
-            cells.append(cell if name == of or not own else f"{cell} ({ratios})")
-        lines.append([name, *cells])
+            keys = [(gpus, policy) for gpus in MODELS[model].gpus]
+            own = [(found.get((*key, name)), found.get((*key, baseline(name)))) for key in keys]
+            figures = [x / of if ratios else x / GIB for x, of in own if x and of]
+            cells.append(" / ".join(f"{figure:.2f}" for figure in figures))
+        if any(cells) and not (ratios and name == baseline(name)):
+            lines.append([name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -118,8 +118,9 @@ def main() -> None:
             if given.json:
                 given.json.write_text(json.dumps(result, indent=1) + "\n")
     for model in given.models:
-        print(f"{model}, {' / '.join(map(str, MODELS[model].gpus))} GPUs:\n")
-        print(table(rows, model), "\n")
+        gpus = " / ".join(map(str, MODELS[model].gpus))
+        for ratios, unit in ((False, "GiB"), (True, "ratio to bf16")):
+            print(f"{model}, {gpus} GPUs, {unit}:\n\n{table(rows, model, ratios=ratios)}\n")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def gated(gate_up: Any) -> Any:
 
 
 def nats(h: Any, head: Any, targets: Any) -> Any:
-    """The cross entropy of `targets` [B, T], with the logits of a chunk of each sequence at once."""
+    """The cross entropy of `targets` [B, T], a chunk of each sequence after the other."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def chunk(h: Any, targets: Any) -> Any:
