@@ -73,9 +73,14 @@ def table(rows: list[dict], model: str, *, ratios: bool) -> str:
         for policy in policies:
             keys = [(gpus, policy) for gpus in MODELS[model].gpus]
             own = [(found.get((*key, name)), found.get((*key, baseline(name)))) for key in keys]
-            figures = [x / of if ratios else x / GIB for x, of in own if x and of]
-            cells.append(" / ".join(f"{figure:.2f}" for figure in figures))
-        if any(cells) and not (ratios and name == baseline(name)):
+            cells.append(
+                " / ".join(
+                    f"{x / (of if ratios else GIB):.2f}" if x and of else "–" for x, of in own
+                )
+            )
+        if any(set(cell) - set("– /") for cell in cells) and not (
+            ratios and name == baseline(name)
+        ):
             lines.append([name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
