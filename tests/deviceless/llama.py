@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from targets import state_of, topology
@@ -46,6 +47,9 @@ FEATURES, SEQUENCE = P("fsdp", None, "tensor"), P("fsdp", "tensor")
 # weight gathered a third time.
 PRODUCT = "product"
 KEEP_PRODUCTS = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+# The inputs of matmuls, for bf16 policies that save what FP8 residuals are a copy of.
+INPUT = "input"
+KEEP_INPUTS = jax.checkpoint_policies.save_only_these_names(INPUT)
 # And FP8 residuals, so that nothing is cast again.
 KEEP_RESIDUALS = jax.checkpoint_policies.save_from_both_policies(
     fp8.save_fp8_residuals(), KEEP_PRODUCTS
@@ -94,19 +98,21 @@ def constrained(x: Any, spec: P) -> Any:
     return x if manual_axes() else lax.with_sharding_constraint(x, spec)
 
 
-def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
+def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any, *, stored: bool = False) -> Any:
     """h [B, T, D] through a layer.
 
     Each matmul gathers its weight over "fsdp"; the first of a pair its tokens over "tensor".
+    `stored`: weights are read in the layout in which they are stored, as FP8 matmuls read theirs.
     """
 
     def dot(name: str, x: Any) -> Any:
         spec = WEIGHTS[name][1]
         tokens = Shard(1, "tensor")
         weight = Shard(spec.index("fsdp"), "fsdp")
-        x = constrained(x, SEQUENCE if spec == COLUMNS else FEATURES)
+        x = checkpoint_name(constrained(x, SEQUENCE if spec == COLUMNS else FEATURES), INPUT)
+        w = with_layout_constraint(weights[name], Layout((0, 1))) if stored else weights[name]
         y = fp8.dot(
-            x, weights[name], recipe=recipe, state=state[name],
+            x, w, recipe=recipe, state=state[name],
             x_shard=tokens if spec == COLUMNS else None, w_shard=weight,
             y_shard=None if spec == COLUMNS else tokens,
         )  # fmt: skip
@@ -117,13 +123,13 @@ def layer(recipe: fp8.Recipe, h: Any, weights: Any, state: Any) -> Any:
     return h + dot("down", gated(dot("gate_up", normalized(h))))
 
 
-def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
+def train_step(recipe: fp8.Recipe, remat: Any, *, stored: bool = False) -> Callable[..., Any]:
     """`step(weights, state, h) -> (weights, state, loss)`: one step of SGD.
 
     `weights` and `state` are stacked, and layers scanned; or lists with an entry for each layer.
-    `remat` is a policy, or None.
+    `remat` is a policy, or None. `stored`: see `layer`.
     """
-    one = functools.partial(layer, recipe)
+    one = functools.partial(layer, recipe, stored=stored)
 
     def block(h: Any, *of: Any, scanned: bool) -> Any:
         # The documentation of JAX advises `prevent_cse=False` inside a scan, where nothing can undo
@@ -150,12 +156,13 @@ def train_step(recipe: fp8.Recipe, remat: Any) -> Callable[..., Any]:
 def traced_step(
     recipe: fp8.Recipe, fsdp: int, tensor: int, layers: int = LAYERS,
     *, scanned: bool = True, remat: Any = KEEP_RESIDUALS, names: tuple[str, ...] = tuple(WEIGHTS),
-    settled: bool = True, manual: bool = False,
+    settled: bool = True, manual: bool = False, stored: bool = False,
 ) -> jax.stages.Traced:  # fmt: skip
     """A train step for fsdp x tensor H200, eight a host, with a sequence of TOKENS for each group
     of tensor devices.
 
     `names`: the weights of a layer; MLP compiles in half the time. `manual`: inside `shard_map`.
+    `stored`: see `layer`.
     """
     devices = np.array(topology("h200", f"1x{fsdp * tensor // 8}x8").devices).reshape(fsdp, tensor)
     mesh = Mesh(devices, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -176,7 +183,7 @@ def traced_step(
     weights, state = of_layers(layers) if scanned else ([one] * layers for one in of_layers())
     h = array((fsdp, TOKENS, D), SEQUENCE)
     out = jax.tree.map(lambda s: s.sharding, (weights, state))
-    step = train_step(recipe, remat)
+    step = train_step(recipe, remat, stored=stored)
     if manual:
         specs = jax.tree.map(lambda sharding: sharding.spec, out)
         step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, SEQUENCE), out_specs=(*specs, P()))
