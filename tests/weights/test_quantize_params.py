@@ -78,8 +78,17 @@ def steps(recipe, way, w, x, bias, c):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", rows())
+PAIRS = [("delayed", "bfloat16"), ("mxfp8", "float16"), *((name, "float32") for name in FEW)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in PAIRS else pytest.mark.slow)
+        for name in RECIPES
+        for dtype in ("float32", "bfloat16", "float16")
+    ],
+)
 def test_same_bits(name, dtype):
     """Results, gradients and next state, from an unset state, and then from a set one."""
     recipe = RECIPES[name]
