@@ -107,7 +107,7 @@ MESSAGES = {
         "'noisy'", "rounds weights stochastically", "rounds gradients only",
     ),
     "no state": Message(
-        fp8.FP8StateError, lambda: quantize(recipe=DELAYED), "w: ", "There are []", "Pass state="
+        fp8.FP8StateError, lambda: quantize(recipe=DELAYED), "w has a recipe with state", "Pass state="
     ),
     "two states": Message(
         fp8.FP8StateError,
