@@ -107,7 +107,11 @@ MESSAGES = {
         "'noisy'", "rounds weights stochastically", "rounds gradients only",
     ),
     "no state": Message(
-        fp8.FP8StateError, lambda: quantize(recipe=DELAYED), "w has a recipe with state", "Pass state="
+        fp8.FP8StateError,
+        lambda: quantize(recipe=DELAYED),
+        "w has a recipe with state",
+        "state= holds no quantizer state",
+        "Pass state=",
     ),
     "two states": Message(
         fp8.FP8StateError,
