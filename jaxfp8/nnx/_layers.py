@@ -94,6 +94,7 @@ class FP8Linear(nnx.Linear):
         self.prologue = prologue
         matmul, rest = take_matmul(FP8DotGeneral, "FP8Linear", arguments, "dot_general")
         super().__init__(in_features, out_features, dot_general=matmul, **rest)
+        self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))
 
     def __call__(self, inputs: Array | tuple[Array, ...], out_sharding: Any = None) -> Array:

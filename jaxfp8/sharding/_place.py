@@ -24,6 +24,10 @@ from jaxfp8.sharding._specs import check_borders, mesh_axes
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
+# XLA of jax 0.10 does not split an array that has a layout constraint, but gathers it before.
+_SPLITS_CONSTRAINED = jax.__version_info__ >= (0, 12)
+
+
 class Place(abc.ABC):
     """How an operand is placed in the mesh, and the collectives that the placement needs."""
 
@@ -186,7 +190,7 @@ class PlacedShard(Place):
         # XLA:GPU gathers along the first axis of a layout. For another axis it would choose the
         # layout of the parameter to fit. In a loop over layers that is a second copy of all of
         # them, in high precision. With the constraint, the cast writes FP8 values in that layout.
-        if self.axis == 0:
+        if self.axis == 0 or (self.kind != AxisType.Manual and not _SPLITS_CONSTRAINED):
             return x
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
