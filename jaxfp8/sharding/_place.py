@@ -23,7 +23,6 @@ from jaxfp8.sharding._gather import gather_auto, in_bytes, scatter_auto
 from jaxfp8.sharding._specs import check_borders, mesh_axes
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-
 # XLA of jax 0.10 does not split an array that has a layout constraint, but gathers it before.
 _SPLITS_CONSTRAINED = jax.__version_info__ >= (0, 12)
 
