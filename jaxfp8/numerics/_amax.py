@@ -13,8 +13,12 @@ from jaxfp8.numerics._float32 import widened
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 
-def magnitude(x: Array) -> Array:
+def magnitude(x: Array, *, kernel_language: bool = False) -> Array:
     """`|x|`, [...], with inf for NaN, so that no maximum loses it.
+
+    Args:
+      x: [...] floating point.
+      kernel_language: whether this is part of a kernel.
 
     Example:
       >>> import jax.numpy as jnp
@@ -22,8 +26,8 @@ def magnitude(x: Array) -> Array:
       Array([ 2., inf], dtype=float32)
     """
     largest = jnp.abs(x)
-    # Only NaN differs from itself. Mosaic kernels call this, too.
-    return jnp.where(largest != largest, jnp.array(jnp.inf, x.dtype), largest)
+    like = lax.full_like if kernel_language else constant_like
+    return lax.select(largest == largest, largest, like(largest, np.inf))  # NaN differs from itself
 
 
 @functools.partial(jax.jit, static_argnames="granularity")  # traced once for each shape
@@ -64,8 +68,6 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
 
     def of_floats(x: Array) -> Array:
         # The conversion to float32 is monotonic, so it may follow the maximum.
-        size = jnp.abs(x)
-        size = lax.select(size == size, size, constant_like(size, np.inf))  # as in `magnitude`
-        return widened(granularity.maximum(size))
+        return widened(granularity.maximum(magnitude(x)))
 
     return lax.platform_dependent(x, cpu=of_bits, default=of_floats)

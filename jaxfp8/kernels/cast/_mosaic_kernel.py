@@ -122,7 +122,7 @@ class CopiesKernel:
             one = None if self.in_lines[n] else read.multipliers[n][at.matrix]
             amaxes = []
             for index, rows in parts(tile, transposed=transposed):
-                amaxes.append(jnp.max(magnitude(rows), axis=1))
+                amaxes.append(jnp.max(magnitude(rows, kernel_language=True), axis=1))
                 if self.sums and n == summing:
                     self.sums.take(scratch.sums, index, rows)
                 self._cast(scratch.copies[n], index, rows, one)

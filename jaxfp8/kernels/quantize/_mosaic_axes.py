@@ -137,7 +137,7 @@ class _AmaxKernel:
             at = place(self.source.shape).of_copy(transposed=kind == "columns")
             amaxes = []
             for index, rows in parts(tile, transposed=kind == "columns"):
-                amaxes.append(jnp.max(magnitude(rows), axis=1))
+                amaxes.append(jnp.max(magnitude(rows, kernel_language=True), axis=1))
                 if line is not None:
                     line[index] = amaxes[-1]
             if line is None:  # two parts, of PART = T / 2 rows each

@@ -118,7 +118,7 @@ def _encode(rows: Array, cast: Cast, tiling: Tiling) -> tuple[Array, list[Array]
     multipliers, scales = [], []
     for first in range(0, T, tiling.side):
         cell = rows[:, first : first + tiling.side]
-        largest = jnp.max(magnitude(cell), axis=1)
+        largest = jnp.max(magnitude(cell, kernel_language=True), axis=1)
         if tiling.square:
             largest = _largest_of_squares(largest, tiling.side)
         multiplier, scale = cast.rule.apply(largest, cast.format, kernel_language=True)
