@@ -32,7 +32,6 @@ def quantize_params(
     state: PyTree = (),
     primary: bool = False,
     dtype: DType | None = None,
-    reduce_axes: tuple[str, ...] | None = None,
 ) -> PyTree:
     """The parameters with their weights in FP8, as `QuantizedWeight`s.
 
@@ -69,8 +68,6 @@ def quantize_params(
       primary: whether to drop the original weights.
       dtype: the dtype in which the layers compute. Weights are rounded to it before the cast, as
         the layers would do. By default it is the dtype of each weight.
-      reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is reduced over. By default it
-        is all axes that a weight varies over. Name them if some separate stages or experts.
 
     Returns:
       The same tree, with `QuantizedWeight`s in the place of weights.
@@ -122,7 +119,7 @@ def quantize_params(
                     leaf = check_float(name, leaf).astype(dtype)
                 return leaf if not in_fp8 else quantize_weight(
                     leaf, recipe, axes, state=state_at(name, states) if recipe.rows else None,
-                    reduce_axes=reduce_axes, primary=primary, name=name,
+                    primary=primary, name=name,
                 )  # fmt: skip
         return leaf
 

@@ -1,5 +1,6 @@
 """The cast of one weight that the model will hold in FP8."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,6 @@ def quantize_weight(
     axes: WeightAxes,
     *,
     state: MatmulState | None = None,
-    reduce_axes: tuple[str, ...] | None = None,
     primary: bool = False,
     name: str = "w",
 ) -> QuantizedWeight:
@@ -49,36 +49,19 @@ def quantize_weight(
       >>> quantize_weight(jnp.ones((4, 8)), fp8.recipes.mxfp8(), WeightAxes())
       QuantizedWeight(mxfp8, [4, 8] of float32, with its original)
     """
-    w = check_float(name, w)
-    if w.ndim <= axes.stacked:
-        raise ValueError(
-            f"{name} {list(w.shape)} has no axes besides the {axes.stacked} stacked ones."
-        )
-    scale_axes: list[tuple[tuple[int | None, ...], ...]] = []
-    cast: Callable[..., Any] = functools.partial(
-        _cast, recipe=recipe, axes=axes, reduce_axes=reduce_axes, name=name, scale_axes=scale_axes
-    )
-    for _ in range(axes.stacked):
-        cast = jax.vmap(cast)
-    if primary:
-        w = dropped(w)
-    # The gradient flows to the original, and not through the cast.
-    values, scales, amaxes = cast(*lax.stop_gradient((w, state)))
-    return QuantizedWeight(
-        values=values, scales=scales, amaxes=amaxes, original=None if primary else w,
-        recipe=recipe, axes=axes, dtype=w.dtype, scale_axes=scale_axes[-1],
-    )  # fmt: skip
+    return _quantize(w, recipe, axes, axes.stacked, state, primary=primary, name=name)
 
 
 def requantize(
-    weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None
+    weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None, name: str = "w"
 ) -> QuantizedWeight:
     """The weight with new values w [...], cast as it was.
 
     Args:
-      weight: the weight before.
+      weight: the weight before. It may be one layer of a stack.
       w: the new values, in any float dtype. They are rounded to `weight.dtype` first.
       state: the quantizer state of its matmul, for recipes with state.
+      name: of the weight, for messages.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,32 +70,50 @@ def requantize(
       >>> float(requantize(weight, jnp.full((4, 8), 7.0)).scales[0])
       0.015625
     """
-    return quantize_weight(
-        w.astype(weight.dtype), weight.recipe, weight.axes, state=state,
-        primary=weight.original is None,
+    return _quantize(
+        w.astype(weight.dtype), weight.recipe, weight.axes, weight.stacked, state,
+        primary=weight.original is None, name=name,
     )  # fmt: skip
 
 
-def _cast(
+def _quantize(
     w: Array,
-    state: MatmulState | None,
-    *,
     recipe: Recipe,
     axes: WeightAxes,
-    reduce_axes: tuple[str, ...] | None,
+    stacked: int,
+    state: MatmulState | None,
+    *,
+    primary: bool,
     name: str,
-    scale_axes: list[tuple[tuple[int | None, ...], ...]],
-) -> tuple[tuple[Array, ...], tuple[Array, ...], Array | None]:
-    """Values, scales and the amaxes of the rows of state of one weight [...].
+) -> QuantizedWeight:
+    w = check_float(name, w)
+    if w.ndim <= stacked:
+        raise ValueError(
+            f"{name} {list(w.shape)} has no axes besides the {stacked} stacked ones. Lower "
+            "WeightAxes.stacked."
+        )
+    cast: Callable[..., QuantizedWeight] = functools.partial(
+        _cast, recipe=recipe, axes=axes, name=name
+    )
+    for _ in range(stacked):
+        cast = jax.vmap(cast)
+    if primary:
+        w = dropped(w)
+    # The gradient flows to the original, and not through the cast.
+    weight = cast(*lax.stop_gradient((w, state)))
+    return weight if primary else dataclasses.replace(weight, original=w)
 
-    `QuantizedWeight.scale_axes` is appended to a list, because `jax.vmap` returns arrays only.
-    """
+
+def _cast(
+    w: Array, state: MatmulState | None, *, recipe: Recipe, axes: WeightAxes, name: str
+) -> QuantizedWeight:
+    """One weight [...] that is not stacked, without its original."""
     own = matched(state, recipe)
     # Without a mesh the weight is whole, as it is where a checkpoint is read.
-    where = place(name, w, None if jax.sharding.get_abstract_mesh().empty else axes.shard)
+    where = place("w", w, None if jax.sharding.get_abstract_mesh().empty else axes.shard)
     view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
     casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
-    across = amax_axes(recipe, reduce_axes, None)
+    across = amax_axes(recipe, axes.reduce_axes, None)
     where = view.places(Places(Whole(), where, Whole())).w
     call = _call(recipe, view, where, across, own)
     arrays = QuantizerArrays()
@@ -121,16 +122,21 @@ def _cast(
         arrays = QuantizerArrays(known, zero_ledgers(own))
     variation = _variation(w, where, across, recipe, name)
     cast = quantize_operand(call, "w", view.weight(w), arrays, variation)
-    copies: dict[int, QuantizedTensor] = {}
+    copies: dict[int, QuantizedTensor] = {}  # two matmuls may read one copy
     for operand in cast.now.values():
         assert isinstance(operand, QuantizedTensor)
         copies[id(operand)] = operand
-    values = tuple(view.weight_again(each.values, w) for each in copies.values())
-    scale_axes.append(
-        tuple(_scale_axes(each, view.weight_axes(w.ndim)) for each in copies.values())
-    )
     seen = [cast.seen[key] for key in sorted(cast.seen)]
-    return values, tuple(each.scale for each in copies.values()), jnp.stack(seen) if seen else None
+    return QuantizedWeight(
+        values=tuple(view.weight_again(each.values, w) for each in copies.values()),
+        scales=tuple(each.scale for each in copies.values()),
+        amaxes=jnp.stack(seen) if seen else None,
+        original=None,
+        recipe=recipe,
+        axes=axes,
+        dtype=w.dtype,
+        scale_axes=tuple(_scale_axes(each, view.weight_axes(w.ndim)) for each in copies.values()),
+    )
 
 
 def _scale_axes(copy: QuantizedTensor, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
@@ -168,4 +174,6 @@ def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: s
             "WeightAxes(shard=...)."
         )
     none: frozenset[str] = frozenset()
-    return Variation(none, axes, none, none, across.named, batched=False)
+    # Axes that are not named hold apart stages or experts, as where x varies over them, too.
+    x = none if across.named is None else axes
+    return Variation(x, axes, none, none, across.named, batched=False)

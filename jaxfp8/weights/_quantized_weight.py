@@ -27,6 +27,8 @@ class WeightAxes:
         `jax.lax.scan` want them. Each layer has its own scales.
       shard: how the mesh splits the weight where it is cast: the `w_shard` of the matmul. It is
         needed inside `jax.shard_map`. Without a mesh it is ignored.
+      reduce_axes: inside `jax.shard_map`, the mesh axes that an amax is reduced over. None: all
+        axes that the weight varies over. Name them if some separate stages or experts.
 
     Raises:
       TypeError: if a field has another type.
@@ -34,13 +36,14 @@ class WeightAxes:
 
     Example:
       >>> WeightAxes(contracted=(0, 1))  # the kernel [heads, features, D] after attention
-      WeightAxes(contracted=(0, 1), batch=(), stacked=0, shard=None)
+      WeightAxes(contracted=(0, 1), batch=(), stacked=0, shard=None, reduce_axes=None)
     """
 
     contracted: Axes = (0,)
     batch: Axes = ()
     stacked: int = 0
     shard: Shard | None = None
+    reduce_axes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         axes = self.contracted, self.batch
@@ -57,6 +60,10 @@ class WeightAxes:
             )
         if self.shard is not None and not isinstance(self.shard, Shard):
             raise TypeError(f"shard={self.shard!r} must be an fp8.Shard or None.")
+        if self.reduce_axes is not None and not isinstance(self.reduce_axes, tuple):
+            raise TypeError(
+                f"reduce_axes={self.reduce_axes!r} must be a tuple of names of mesh axes, or None."
+            )
         named = self.contracted + self.batch
         if not self.contracted or len(set(named)) < len(named):
             raise ValueError(
@@ -138,6 +145,11 @@ class QuantizedWeight:
         return self.values[0].ndim
 
     @property
+    def stacked(self) -> int:
+        """How many leading axes stack layers here. A loop over layers has sliced them off."""
+        return self.scales[0].ndim - len(self.scale_axes[0])
+
+    @property
     def size(self) -> int:
         return self.values[0].size
 
@@ -160,7 +172,7 @@ class QuantizedWeight:
           True
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
-        leading, of_axes = entries[: self.axes.stacked], entries[self.axes.stacked :]
+        leading, of_axes = entries[: self.stacked], entries[self.stacked :]
         scales: Any = tuple(
             jax.P(*leading, *(None if axis is None else of_axes[axis] for axis in axes))
             for axes in self.scale_axes

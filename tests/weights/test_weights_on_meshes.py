@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
+from jaxfp8.ops._quantize_weight import quantize_weight, requantize
 from jaxfp8.sharding import Shard
 from jaxfp8.weights import WeightAxes
 
@@ -232,3 +233,48 @@ def test_a_weight_in_rows_needs_its_shard():
         inside = jax.shard_map(cast, in_specs=P("fsdp"), out_specs=P("fsdp"))
         with pytest.raises(ValueError, match=r"a varies over .*WeightAxes\(shard=\.\.\.\)"):
             jax.eval_shape(inside, jax.ShapeDtypeStruct((K, N), jnp.bfloat16))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "scales"),
+    [((), (1 / 448, 3 / 448)), (("stage",), (3 / 448, 3 / 448)), (None, (3 / 448, 3 / 448))],
+)
+def test_stages_have_scales_of_their_own(axes, scales, check_vma):
+    """And keep them when the optimizer casts the weight again."""
+    if axes is None and not check_vma:
+        pytest.skip("without types the axes have to be named: the next test")
+    mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    w = jnp.stack([jnp.full((4, 8), 1.0), jnp.full((4, 8), 3.0)])  # a stage each
+    rules = [("w", WeightAxes(reduce_axes=axes))]
+
+    def cast(w):
+        weight = fp8.quantize_params({"w": w[0]}, RECIPES["current"], rules=rules, primary=True)
+        again = requantize(weight["w"], w[0])
+        return jnp.stack([weight["w"].scales[0], again.scales[0]])[None] + 0 * w[:, 0, :2]
+
+    found = jax.shard_map(
+        cast, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=check_vma
+    )(w)
+    assert_same_bits(found, jnp.array([[s, s] for s in scales], jnp.float32))
+
+
+def test_without_types_the_axes_have_to_be_named():
+    mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    cast = lambda w: fp8.quantize_params({"w": w}, RECIPES["current"], rules=[("w", WeightAxes())])
+    with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
+        jax.shard_map(cast, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=False)(
+            jnp.ones((4, 8))
+        )
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_one_layer_of_a_stack_is_cast_again(recipe):
+    """As an optimizer does that runs in a loop over layers."""
+    w = weights()["stack"]
+    stacked = quantize_weight(w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
+    layers = jax.lax.map(lambda pair: requantize(*pair), (stacked, 2 * w))
+    expected = quantize_weight(2 * w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
+    assert_same_bits(layers, expected)
+    assert layers.stacked == 1
+    assert jax.tree.map(lambda a: a[0], stacked).stacked == 0
