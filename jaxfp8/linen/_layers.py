@@ -10,7 +10,6 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-import jaxfp8.linen._weights  # noqa: F401 (flax.serialization then knows weights in FP8)
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._matmul_module import KernelModule, PrologueModule

@@ -18,12 +18,18 @@ from flax.core import meta
 from flax.core.scope import in_filter
 
 from jaxfp8._errors import FP8StateError
+from jaxfp8.linen._serialization import (
+    dict_of_state,
+    dict_of_weight,
+    state_from_dict,
+    weight_from_dict,
+)
 from jaxfp8.ops._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._check_state import check_state
 from jaxfp8.state._fresh_state import concrete
-from jaxfp8.state._state import LEAVES, MatmulState
+from jaxfp8.state._state import MatmulState
 from jaxfp8.state._unset import init_state
+from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 COLLECTION = "_overwrite_with_gradient"
 NAME = "fp8"
@@ -128,21 +134,5 @@ _codes = (
 _pack_code = next(_codes, None)
 
 
-def _to_state_dict(state: MatmulState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in LEAVES}
-
-
-def _from_state_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
-    if set(values) == set(LEAVES) and all(values[name] is getattr(state, name) for name in LEAVES):
-        # flax restores attributes of modules from their own leaves, also while it traces. A check
-        # of values would fail on tracers.
-        return state
-    try:
-        restored: MatmulState = check_state(values, state)
-    except FP8StateError as error:
-        path = flax.serialization.current_path()
-        raise FP8StateError(f"{path}: {error}") from None
-    return restored
-
-
-flax.serialization.register_serialization_state(MatmulState, _to_state_dict, _from_state_dict)
+flax.serialization.register_serialization_state(MatmulState, dict_of_state, state_from_dict)
+flax.serialization.register_serialization_state(QuantizedWeight, dict_of_weight, weight_from_dict)

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._errors import FP8StateError, UncollectedStateError
 from jaxfp8._geometry import inverse_permutation
 from jaxfp8._typing import Array, Axes, Matmul, Tensor
 from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
@@ -27,6 +26,7 @@ from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._checkpoint_policies import named_amax
+from jaxfp8.ops._differentiated import check_differentiated
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import (
     Quantized,
@@ -163,7 +163,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
 
     `primals` are Arrays. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
     """
-    _refuse_uncollected(call, primals)
+    check_differentiated(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
     x, w = once((given.x, given.w))
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
@@ -177,42 +177,6 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
     bias = None if given.bias is None else once(given.bias)
     return add_bias(y, bias, call.geometry), (x_saved, w_saved, scalars, given.quantizers, types)
-
-
-def _refuse_uncollected(call: Call, primals: Any) -> None:
-    """Raise UncollectedStateError if a matmul with state is differentiated without its state."""
-    own = primals.quantizers
-    if any(leaf.perturbed for leaf in jax.tree.leaves(primals.held, is_leaf=_is_primal)):
-        raise FP8StateError(
-            "an FP8 weight is being differentiated, but its values have no gradient. Use "
-            "fp8.value_and_grad(loss)(params, state, ...) in place of jax.value_and_grad, with "
-            "state=() for recipes without state (nnx: fp8.nnx.value_and_grad). It gives the "
-            "gradient of the weight in high precision."
-        )
-    # The gradient of a bias alone reads no FP8 tensor, so it needs no state.
-    matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
-    differentiated = any(each.perturbed for each in matmul)
-    if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
-        if call.in_gradient_channel:
-            raise UncollectedStateError(
-                'a matmul with state_channel="gradient" is being differentiated, but not with '
-                "respect to its state, so the next state would be lost. Differentiate all "
-                "variables, also those of the state: jax.value_and_grad(loss)(variables), and "
-                "without stop_gradient. In nnx write argnums=nnx.DiffState(0, nnx.Any(nnx.Param, "
-                "fp8.nnx.FP8State)). If this loss does not train the network, use "
-                "jax.lax.stop_gradient(fp8.freeze(state))."
-            )
-        raise UncollectedStateError(
-            "a matmul with quantizer state is being differentiated, but its state is not "
-            "collected. Use fp8.value_and_grad in place of jax.value_and_grad (nnx: "
-            "fp8.nnx.value_and_grad). Pass the state that it gives to the loss on to the layers, "
-            "without stop_gradient. If this loss does not train the network, use "
-            "fp8.freeze(state) or fp8.nnx.freeze(model)."
-        )
-
-
-def _is_primal(node: object) -> bool:
-    return isinstance(node, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:

@@ -130,12 +130,7 @@ def _by_kernel(casts: Casts) -> Cost:
 
 def _by_xla(casts: Casts) -> Cost:
     recipe, tensor, values, rows, routes, chip, peak = casts
-    # Matmuls read the same copy if their quantizers and the cells of their scales are equal.
-    copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
-    for name, quantizer in recipe.uses(tensor):
-        if quantizer.value_format is not None:
-            direction = name if quantizer.granularity.is_directed else None
-            copies.setdefault((quantizer, direction), []).append(name)
+    copies = copies_of(recipe, tensor)
     if not copies:
         return Cost()
     cost, written, sides = Cost(), 0, (rows, values // rows)
@@ -161,7 +156,7 @@ def _by_xla(casts: Casts) -> Cost:
     for (quantizer, _), readers in copies.items():
         # The layouts in which matmuls read FP8: False for that of the tensor, True for transposed.
         layouts = {
-            MATRICES.axes(name, tensor).is_transposed and _wants_contracted_last(routes[name], chip)
+            MATRICES.axes(name, tensor).is_transposed and wants_contracted_last(routes[name], chip)
             for name in readers
             if routes[name].reads_fp8
         }
@@ -192,6 +187,26 @@ def _by_xla(casts: Casts) -> Cost:
     return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
 
 
+def copies_of(
+    recipe: Recipe, tensor: Tensor
+) -> dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]]:
+    """The FP8 copies of a tensor, each with the matmuls that read it.
+
+    Matmuls read the same copy if their quantizers and the cells of their scales are equal.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> list(copies_of(fp8.recipes.blockwise(), "w").values())
+      [['fprop', 'dgrad']]
+    """
+    copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
+    for name, quantizer in recipe.uses(tensor):
+        if quantizer.value_format is not None:
+            direction = name if quantizer.granularity.is_directed else None
+            copies.setdefault((quantizer, direction), []).append(name)
+    return copies
+
+
 def _amaxes(peak: Peak, values: int, rows: int, granularities: int) -> Cost:
     """The cost of amaxes of the tensor, or of its rows, its columns or both."""
     together = rows_read_together(rows) if granularities == 2 else 0
@@ -213,6 +228,12 @@ def _more_passes(sides: tuple[int, int]) -> int:
     return is_padded + is_small
 
 
-def _wants_contracted_last(route: Route, chip: Chip) -> bool:
-    """Whether the route wants the contracted axis last."""
+def wants_contracted_last(route: Route, chip: Chip) -> bool:
+    """Whether the route wants the contracted axis last.
+
+    Example:
+      >>> from jaxfp8.kernels._platform import chip_named
+      >>> wants_contracted_last(Route.FP8, chip_named("h200"))
+      True
+    """
     return route in (Route.BLOCK_SCALED, Route.PALLAS) or (route.in_fp8 and turns(chip))

@@ -3,11 +3,8 @@
 Letters: K features in, N features out; w is [K, N].
 """
 
-from typing import Any
-
-from jaxfp8._typing import Matmul
-from jaxfp8.plan._cast_costs import MATRICES, Casts
-from jaxfp8.plan._costs import Cost, stream, turns
+from jaxfp8.plan._cast_costs import MATRICES, Casts, copies_of, wants_contracted_last
+from jaxfp8.plan._costs import Cost, stream
 
 
 def check_weight_casts(given: object) -> float:
@@ -45,16 +42,16 @@ def cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
     if number >= 1:
         return cast.times(number)
     cost = cast.times(number)
-    copies: dict[Any, list[Matmul]] = {}
-    for name, quantizer in casts.recipe.uses("w"):
-        direction = name if quantizer.granularity.is_directed else None
-        copies.setdefault((quantizer, direction), []).append(name)
-    for (quantizer, _), readers in copies.items():
-        in_fp8 = [name for name in readers if casts.routes[name].reads_fp8]
-        turned = any(MATRICES.axes(name, "w").is_transposed for name in in_fp8)
-        if turned and (turns(casts.chip) or casts.routes[in_fp8[0]].value != "FP8"):
+    for (quantizer, _), readers in copies_of(casts.recipe, "w").items():
+        routes = {name: casts.routes[name] for name in readers}
+        if any(
+            MATRICES.axes(name, "w").is_transposed
+            and route.reads_fp8
+            and wants_contracted_last(route, casts.chip)
+            for name, route in routes.items()
+        ):
             cost += stream(casts.peak, 2 * casts.values)
-        widened = len(readers) - len(in_fp8)
+        widened = sum(not route.reads_fp8 for route in routes.values())
         if widened:  # tiles are widened once for both matmuls
             both = 1 if quantizer.granularity.in_tiles else widened
             cost += stream(casts.peak, (1 + 2 * both) * casts.values)
