@@ -188,7 +188,7 @@ class PlacedShard(Place):
     def stored(self, x: Array) -> Array:
         # XLA:GPU gathers along the first axis of a layout. For another axis it would choose the
         # layout of the parameter to fit. In a loop over layers that is a second copy of all of
-        # them, in high precision. With the constraint, the cast writes FP8 values in that layout.
+        # them, in high precision. With the constraint, XLA transposes FP8 shards, one at a time.
         if self.axis == 0 or (self.kind != AxisType.Manual and not _SPLITS_CONSTRAINED):
             return x
         return with_layout_constraint(x, Layout(tuple(range(x.ndim))))

@@ -10,9 +10,9 @@ from program import Program
 pytestmark = pytest.mark.deviceless
 
 MESH = 2, 4
-# Kernels of delayed scaling over those of bf16. In `shard_map` XLA transposes FP8 shards of weights
-# for their gather in kernels of their own, elsewhere in the cast.
-MOST = {"auto": 1.615, "manual": 1.66}
+# Kernels of delayed scaling over those of bf16. FP8 shards of two weights are transposed for their
+# gather, in each layer and pass. bf16 transposes all stacked weights once.
+MOST = {"auto": 1.67, "manual": 1.66}
 # The all-reduces of amaxes, and how often each runs. In `shard_map` amaxes leave the loop before
 # they are reduced. The forward pass has no amax, because its casts need none.
 MAXIMA = {"auto": [llama.LAYERS], "manual": [1]}
