@@ -20,7 +20,12 @@ KINDS = {
 }
 
 
+ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=0.1))
 BLOCKWISE = fp8.recipes.blockwise()
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def quantized(w, recipe=BLOCKWISE, state=None, *, primary=True):

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from optim_cases import KINDS, gradient, params32, quantized, train
+from optim_cases import ADAMW, KINDS, bytes_of, gradient, params32, quantized, train
 from same_bits import assert_same_bits
 
-import jaxfp8 as fp8
-from jaxfp8.ops._quantize_weight import quantize_weight
 from jaxfp8.optim import (
     BFloat16Plus,
     Float16,
@@ -20,15 +18,8 @@ from jaxfp8.optim import (
     with_master_weights,
 )
 from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
-from jaxfp8.weights import QuantizedWeight, WeightAxes
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-ADAMW = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, weight_decay=0.1))
-
-
-def bytes_of(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 @pytest.mark.parametrize(
@@ -219,129 +210,6 @@ def test_extra_arguments_reach_the_wrapped_optimizer():
     params = {"w": jnp.ones(2, jnp.bfloat16)}
     updates, _ = tx.update(params, tx.init(params), params, value=0.5, other=1)
     assert float(updates["w"].value[0]) == 0.5
-
-
-RECIPES = {
-    "current": fp8.recipes.current(),
-    "delayed": fp8.recipes.delayed(),
-    "rowwise": fp8.recipes.rowwise(),
-    "blockwise": fp8.recipes.blockwise(),
-    "mxfp8": fp8.recipes.mxfp8(),
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if "8" in kind else pytest.mark.slow) for kind in KINDS],
-)
-def test_fp8_weights_train_as_bfloat16_weights_do(kind, recipe):
-    """Bit for bit as bfloat16 weights that are cast at each step, from the same master weights."""
-    recipe = RECIPES[recipe]
-    tx = with_master_weights(ADAMW, master=KINDS[kind])
-    exact = {"w": 4 * params32()["dense"]["kernel"], "b": params32()["dense"]["bias"]}
-    state = {"w": fp8.init_state(recipe)} if recipe.rows else ()
-
-    def loss_fn(params, state, x):
-        y = fp8.dot(x, params["w"], recipe=recipe, state=state["w"] if recipe.rows else None)
-        return jnp.mean(jnp.tanh(y + params["b"]) ** 2)
-
-    @jax.jit
-    def step(params, opt_state, state, x):
-        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, x)
-        updates, opt_state = tx.update(grads, opt_state, params, fp8_state=state)
-        return optax.apply_updates(params, updates), opt_state, state, loss
-
-    wide, wide_opt = init_master_weights(tx, exact)
-    like = {"w": quantized(wide["w"], recipe, state["w"] if recipe.rows else None), "b": wide["b"]}
-    narrow, narrow_opt = init_master_weights(tx, exact, weights=like, state=state)
-    assert isinstance(narrow["w"], QuantizedWeight)
-    wide_state = narrow_state = state
-    for i in range(4):
-        x = jax.random.normal(jax.random.key(i), (32, 16), jnp.bfloat16)
-        wide, wide_opt, wide_state, wide_loss = step(wide, wide_opt, wide_state, x)
-        narrow, narrow_opt, narrow_state, narrow_loss = step(narrow, narrow_opt, narrow_state, x)
-        assert_same_bits((narrow_loss, narrow_state), (wide_loss, wide_state))
-        expected = quantized(wide["w"], recipe, wide_state["w"] if recipe.rows else None)
-        assert_same_bits(narrow, {"w": expected, "b": wide["b"]})
-    assert_same_bits(master_weights(narrow_opt, narrow), master_weights(wide_opt, wide))
-
-
-def test_bytes_of_fp8_weights():
-    """One byte a value and scales; two where two directions need two copies."""
-    w = jnp.ones((256, 256))
-    sizes = {
-        name: quantized(w, recipe, fp8.init_state(recipe) or None).nbytes / w.size
-        for name, recipe in RECIPES.items()
-    }
-    assert sizes["blockwise"] == 1 + 4 / 128**2
-    assert sizes["current"] == sizes["delayed"] == 1 + 4 / w.size
-    assert sizes["mxfp8"] == 2 * (1 + 1 / 32)
-    assert sizes["rowwise"] == 2 * (1 + 4 / 256)
-    tree = {"w": quantized(w)}
-    assert bytes_of(tree) == tree["w"].nbytes  # no other array
-
-
-def state_of_amax(amax):
-    """A state of delayed scaling whose scales belong to an amax."""
-    seen = fp8.nothing_seen(fp8.init_state(RECIPES["delayed"]))
-    seen = jax.tree.map(lambda a: jnp.full_like(a, amax), seen)
-    return fp8.commit(fp8.init_state(RECIPES["delayed"]), seen)
-
-
-@pytest.mark.parametrize(
-    "wrapped",
-    {
-        "alone": lambda tx: tx,
-        "chain": lambda tx: optax.chain(optax.identity(), tx),
-        "MultiSteps": lambda tx: optax.MultiSteps(tx, 1),
-    }.items(),
-    ids=lambda item: item[0],
-)
-def test_fp8_state_reaches_the_cast_through_optax(wrapped):
-    recipe, w = RECIPES["delayed"], jnp.full((4, 4), 3.0)
-    tx = wrapped[1](with_master_weights(optax.sgd(0.5), master=Float32()))
-    like = {"w": quantized(w, recipe, state_of_amax(7.0))}
-    params, opt_state = init_master_weights(
-        tx, {"w": w}, weights=like, state={"w": state_of_amax(7.0)}
-    )
-    assert float(params["w"].scales[0]) == 7.0 / 448
-    grads, new = {"w": jnp.ones((4, 4))}, {"w": state_of_amax(14.0)}
-    updates, _ = tx.update(grads, opt_state, params, fp8_state=new)
-    params = optax.apply_updates(params, updates)
-    assert float(params["w"].scales[0]) == 14.0 / 448
-    assert float(params["w"].values[0][0, 0]) == 80.0  # 2.5 * 448 / 14
-
-
-def test_train_state_of_linen_passes_its_state_on():
-    recipe = RECIPES["delayed"]
-    layer = fp8.linen.FP8Dense(8, use_bias=False, recipe=recipe, dtype=jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), jnp.ones((4, 16)))
-    exact, state = variables["params"], variables[fp8.linen.COLLECTION]
-    tx = with_master_weights(optax.sgd(0.5), master=Float32())
-    like = fp8.quantize_params(exact, recipe, state=state, primary=True, dtype=jnp.bfloat16)
-    params, opt_state = init_master_weights(tx, exact, weights=like, state=state)
-    ts = fp8.linen.TrainState(
-        step=0, apply_fn=layer.apply, params=params, tx=tx, opt_state=opt_state, fp8_state=state
-    )
-    new = jax.tree.map(lambda _: state_of_amax(14.0), state, is_leaf=lambda n: hasattr(n, "rows"))
-    grads = {"kernel": jnp.zeros((16, 8))}
-    after = jax.jit(lambda ts, g, s: ts.apply_gradients(grads=g, fp8_state=s))(ts, grads, new)
-    assert float(after.params["kernel"].scales[0]) == 14.0 / 448
-    assert after.tx is tx
-
-
-def test_no_master_weight_starts_at_fp8_values():
-    tx = with_master_weights(optax.sgd(0.5), master=Float32())
-    with pytest.raises(ValueError, match="init_master_weights"):
-        tx.init({"w": quantized(jnp.ones((4, 4)))})
-
-
-def test_fp8_weights_of_float32_are_refused():
-    tx = with_master_weights(optax.sgd(0.5), master=Float32())
-    weight = quantize_weight(jnp.ones((4, 4)), RECIPES["current"], WeightAxes(), primary=True)
-    with pytest.raises(ValueError, match=r"dtype=jnp\.bfloat16"):
-        init_master_weights(tx, {"w": jnp.ones((4, 4))}, weights={"w": weight})
 
 
 # ------------------------------------------------------------------------------------------ errors

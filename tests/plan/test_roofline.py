@@ -282,6 +282,29 @@ def test_the_table_of_the_page():
         assert printed == " | ".join(expected)
 
 
+def test_the_table_of_weights():
+    """What it saves to cast a weight once for 8 microbatches, and what a second cast costs."""
+    section = (ROOT / "docs" / "weights.md").read_text().split("**Does it pay?**")[1]
+    rows = re.findall(
+        r"^\| `(\w+)\(\)` \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE
+    )
+    assert len(rows) == 4
+    for name, tokens, *printed in rows:
+        how = {"recipe": fp8.recipes.get(name), "kernels": by_xla("h200")}
+        once, eighth, twice = (
+            fp8.plan.roofline((int(tokens), 4096, 14336), **how, weight_casts=number).speedup
+            for number in (1, 1 / 8, 2)
+        )
+        assert printed == [f"{eighth / once:.2f}", f"{twice / once:.2f}"]
+
+
+@pytest.mark.parametrize("number", [-1, True, "1", float("nan"), float("inf")])
+def test_numbers_of_casts_that_are_none(number):
+    how = {"recipe": RECIPES["current"], "kernels": by_xla("h200")}
+    with pytest.raises(ValueError, match=r"weight_casts=.* must be the number of casts"):
+        fp8.plan.roofline(SHAPE, **how, weight_casts=number)
+
+
 sizes = st.integers(1, 64).map(lambda n: 128 * n)
 # Casts are spread over more work. Not of tiles: where launches are all the time there is, XLA's
 # slow casts do not show yet.

@@ -25,7 +25,10 @@ PAIR = 'rules=[("blocks/.*kernel", fp8.weights.WeightAxes())]'
 NO_ARRAY = ("QuantizedWeight(current, [8, 4] of float32)", "is no array", "in high precision")
 
 
-def quantize(params=W, recipe=CURRENT, rules=(("w", WeightAxes()),), **options):  # noqa: B008
+RULES = [("w", WeightAxes())]
+
+
+def quantize(params=W, recipe=CURRENT, rules=RULES, **options):
     return fp8.quantize_params({"w": params}, recipe, rules=rules, **options)["w"]
 
 
