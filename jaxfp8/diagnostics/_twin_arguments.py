@@ -11,7 +11,7 @@ from jaxfp8.diagnostics._argument_kinds import (
     is_optimizer_state,
     is_quantized_weight,
 )
-from jaxfp8.ops._weight_states import joined
+from jaxfp8.ops._weight_states import path_name
 from jaxfp8.optim._masters import BFloat16PlusState
 from jaxfp8.state._state import is_node
 from jaxfp8.weights._quantized_weight import is_weight
@@ -28,7 +28,7 @@ def arguments_of_twin(args: Sequence[Any]) -> tuple[Any, ...]:
       (1.0,)
     """
     flat = jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_leaf)
-    weights = [joined(path) for path, node in flat if is_quantized_weight(node)]
+    weights = [path_name(path) for path, node in flat if is_quantized_weight(node)]
     if not weights:
         return tuple(args)
     return tuple(jax.tree.map(lambda node: _of_twin(node, weights), args, is_leaf=_is_leaf))
@@ -60,7 +60,7 @@ def _without_high(masters: BFloat16PlusState, weights: list[str]) -> PyTree:
     """The master weights without the high parts that the twin has as its weights."""
 
     def one(path: Any, high: Any) -> Any:
-        name = joined(path)
+        name = path_name(path)
         in_twin = any(weight == name or weight.endswith(f"/{name}") for weight in weights)
         return None if in_twin else high
 

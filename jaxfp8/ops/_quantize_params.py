@@ -10,7 +10,7 @@ from jaxfp8._typing import DType, PyTree
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._quantize_weight import quantize_weight
-from jaxfp8.ops._weight_states import joined, state_at, states_by_path
+from jaxfp8.ops._weight_states import path_name, state_at, states_by_path
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._high_precision import in_high_precision
@@ -104,7 +104,7 @@ def quantize_params(
     used: set[int] = set()
 
     def one(path: Any, leaf: Any) -> Any:
-        name = joined(path)
+        name = path_name(path)
         for i, (match, axes) in enumerate(rules):
             if re.fullmatch(match, name):
                 used.add(i)
@@ -127,7 +127,7 @@ def quantize_params(
     found = jax.tree_util.tree_map_with_path(one, params, is_leaf=is_weight)
     if unused := [match for i, (match, _) in enumerate(rules) if i not in used]:
         paths = [
-            joined(path)
+            path_name(path)
             for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
         ]
         raise ValueError(

@@ -18,13 +18,13 @@ def states_by_path(state: PyTree) -> dict[str, MatmulState]:
       ['layer']
     """
     return {
-        joined(path): node
+        path_name(path): node
         for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
         if is_state(node)
     }
 
 
-def joined(path: Any) -> str:
+def path_name(path: Any) -> str:
     """The keys of a path, without the field of an nnx Variable that holds its value."""
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and "value" in path[-1].name:
         path = path[:-1]

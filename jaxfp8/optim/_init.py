@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.ops._weight_states import path_name
 from jaxfp8.optim._master_weights import MasterWeightsState
 from jaxfp8.optim._masters import kind_of
 from jaxfp8.optim._stored import is_empty, loaded, states_of, trees_of
@@ -101,7 +102,7 @@ def _as_weights(
         )
 
     def weight(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_name(path)
         found = jnp.result_type(x)
         is_cast = found == jnp.float32 and not (keep_float32 and keep_float32(name, x))
         return jax.ShapeDtypeStruct(jnp.shape(x), dtype if is_cast else found)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.ops._quantize_weight import requantize
-from jaxfp8.ops._weight_states import joined, state_at, states_by_path
+from jaxfp8.ops._weight_states import path_name, state_at, states_by_path
 from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
@@ -39,7 +39,7 @@ class Parameters(NamedTuple):
         """
         found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
         paths = [jax.tree_util.keystr(path) for path, _ in found]
-        names = [joined(path) for path, _ in found]
+        names = [path_name(path) for path, _ in found]
         return Parameters(paths, names, [leaf for _, leaf in found], treedef)
 
     def like(self, tree: PyTree) -> list[Any]:
