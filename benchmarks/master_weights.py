@@ -27,7 +27,6 @@ from gpt_recipes import MEAN_MARK, SEED_MARK, load_example
 
 import jaxfp8 as fp8
 from jaxfp8.optim import (
-    AbstractMaster,
     BFloat16Plus,
     Float16,
     Float32,
@@ -35,7 +34,7 @@ from jaxfp8.optim import (
     with_master_weights,
 )
 
-MASTERS: dict[str, AbstractMaster | None] = {
+MASTERS: dict[str, Any] = {
     "Float32()": Float32(),
     "BFloat16Plus(bits=16)": BFloat16Plus(bits=16),
     "BFloat16Plus(bits=8)": BFloat16Plus(bits=8),
@@ -44,7 +43,7 @@ MASTERS: dict[str, AbstractMaster | None] = {
 }
 
 
-def settings_with(example: Any, master: AbstractMaster | None) -> Any:
+def settings_with(example: Any, master: Any) -> Any:
     """The settings of the example, whose optimizer holds master weights."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
-"""Optimizers for low-precision weights: the optimizer holds the master weights."""
+"""Optimizers with master weights, and with moments in few bytes."""
 
+from jaxfp8.optim._grouped_formats import ExpandedFP8 as ExpandedFP8
+from jaxfp8.optim._grouped_formats import Int8 as Int8
 from jaxfp8.optim._init import init_master_weights as init_master_weights
 from jaxfp8.optim._init import master_weights as master_weights
 from jaxfp8.optim._master_weights import MasterWeightsState as MasterWeightsState
@@ -7,4 +9,11 @@ from jaxfp8.optim._master_weights import with_master_weights as with_master_weig
 from jaxfp8.optim._masters import BFloat16Plus as BFloat16Plus
 from jaxfp8.optim._masters import Float16 as Float16
 from jaxfp8.optim._masters import Float32 as Float32
+from jaxfp8.optim._moment_formats import FP8 as FP8
+from jaxfp8.optim._moment_formats import BFloat16 as BFloat16
+from jaxfp8.optim._moments import MomentFormatsState as MomentFormatsState
+from jaxfp8.optim._moments import with_moment_formats as with_moment_formats
+from jaxfp8.optim._optimizers import adamw as adamw
+from jaxfp8.optim._optimizers import scale_by_adam as scale_by_adam
+from jaxfp8.optim._optimizers import scale_by_muon as scale_by_muon
 from jaxfp8.optim._overwrite import Overwrite as Overwrite

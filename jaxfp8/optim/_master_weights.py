@@ -11,6 +11,7 @@ from jaxfp8.optim._masters import AbstractMaster, MasterState
 from jaxfp8.optim._overwrite import Overwrite
 from jaxfp8.optim._stored import is_empty, loaded, nothing, states_of, trees_of
 from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, start_of
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 class MasterWeightsState(NamedTuple):
@@ -82,7 +83,8 @@ def with_master_weights(
     if not isinstance(master, AbstractMaster):
         raise TypeError(
             f"master={master!r} is no kind of master weight; use Float32(), BFloat16Plus(bits=16), "
-            "BFloat16Plus(bits=8) or Float16()."
+            "BFloat16Plus(bits=8) or Float16(). Formats of 8 bits lose updates below 2^-5 of "
+            "a weight; FP8-LM found that training diverges (section 3.4)."
         )
     inner = optax.with_extra_args_support(tx)
 
@@ -154,6 +156,8 @@ def _is_float(x: Any) -> bool:
 
 def _widened(grad: Any, master: Any) -> Any:
     """A gradient in float32, or in float64 where the parameter is float64."""
+    if isinstance(grad, QuantizedTensor):
+        return grad.dequantize(jnp.float32)
     if not _is_float(grad):
         return grad
     return jnp.asarray(grad).astype(jnp.promote_types(jnp.result_type(master), jnp.float32))

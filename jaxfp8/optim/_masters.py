@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.optim._bfloat16_bits import joined, rounded_to_24_bits, split
+from jaxfp8.optim._moment_formats import AbstractMomentFormat
 from jaxfp8.optim._scaled_float16 import from_scaled_float16, to_scaled_float16
 
 
@@ -66,8 +67,8 @@ class AbstractMaster(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float32(AbstractMaster):
-    """A float32 master weight: 4 bytes.
+class Float32(AbstractMaster, AbstractMomentFormat):
+    """A float32 master weight, or moment: 4 bytes.
 
     Example:
       >>> Float32().store(jnp.float32(0.1), jnp.dtype("bfloat16"))[0]
@@ -83,6 +84,12 @@ class Float32(AbstractMaster):
 
     def load(self, stored: Float32State, weight: Any) -> Array:
         return jnp.asarray(stored.values)
+
+    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Array:
+        return x
+
+    def unpack(self, stored: Array) -> Array:
+        return stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +139,8 @@ class BFloat16Plus(AbstractMaster):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float16(AbstractMaster):
-    """A float16 master weight with one float32 scale for a tensor: 2 bytes.
+class Float16(AbstractMaster, AbstractMomentFormat):
+    """A float16 master weight, or moment, with one float32 scale for a tensor: 2 bytes.
 
     Each update computes the scale from the largest magnitude. Values have 11 bits, so an update
     below 2^-12 of a weight is lost.
@@ -158,6 +165,12 @@ class Float16(AbstractMaster):
 
     def load(self, stored: Float16State, weight: Any) -> Array:
         return from_scaled_float16(jnp.asarray(stored.values), jnp.asarray(stored.scale))
+
+    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Float16State:
+        return Float16State(*to_scaled_float16(x, old.scale if old else None))
+
+    def unpack(self, stored: Float16State) -> Array:
+        return self.load(stored, None)
 
 
 def kind_of(masters: MasterState) -> AbstractMaster:

@@ -1,0 +1,189 @@
+"""Moments in 8 bits with a scale for each group of values: companded integers, and expanded FP8.
+
+A group is `group` neighbours along the last axis of the global array. So the stored bits do not
+depend on the mesh.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array
+from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._formats import E4M3
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.optim._moment_formats import SMALL, AbstractMomentFormat, check_size
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+
+_RANGE = E4M3.max / 2.0**E4M3.min_exponent
+"""The largest value of E4M3 over its smallest normal one."""
+_MOST = 64.0
+"""The largest power of an expansion. More would gain nothing: float32 rounds the logarithm."""
+
+
+class Int8State(NamedTuple):
+    """A moment in 8-bit integers."""
+
+    codes: Array  # int8 [...] of a first moment, uint8 [...] of a second one
+    largest: Array  # float32, the largest magnitude of each group
+
+
+class ExpandedFP8State(NamedTuple):
+    """A moment as `sign * (|values| / 448) ** (1 / power) * largest`."""
+
+    values: Array  # float8_e4m3fn [...]
+    largest: Array  # float32, the largest magnitude of each group
+    power: Array  # float32, of each group
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(AbstractMomentFormat):
+    """A moment in 8-bit integers, with a float32 scale for each group: 1 + 4/128 bytes a value.
+
+    With companding, a first moment n, relative to the largest of its group, is stored as the
+    nearest multiple of 1/127 of `2n / (1 + n)`, with its sign. A second moment is stored as the
+    nearest multiple of 1/255 of `sqrt(n)`. One above 0 is stored as 1/255 at least, because the
+    update divides by its root.
+
+    Attributes:
+      group: how many values share a scale.
+      companding: False stores n itself, for a first moment only. 8-bit Muon does so.
+      min_size: a smaller array stays in float32.
+
+    References:
+      FlashOptim, arXiv:2602.23349 (companding); 8-bit Muon, arXiv:2509.23106 (linear).
+
+    Example:
+      >>> Int8(group=2).pack(jnp.array([1.0, -0.5]), None, signed=True, key=None).codes
+      Array([127, -85], dtype=int8)
+    """
+
+    group: int = 128
+    companding: bool = True
+    min_size: int = SMALL
+
+    def __post_init__(self) -> None:
+        check_size("group", self.group, least=2)
+        check_size("min_size", self.min_size, least=0)
+
+    def pack(
+        self, x: Array, old: Int8State | None, *, signed: bool, key: Array | None
+    ) -> Int8State:
+        tile = tile_of(x, self.group)
+        largest, n = _relative(x, tile)
+        if signed:
+            level = 2 * n / (1 + n) if self.companding else n
+            code = jnp.round(127 * level)
+            codes = jnp.where(x < 0, -code, code).astype(jnp.int8)
+        else:
+            code = jnp.round(255 * jnp.sqrt(n))
+            codes = jnp.where(n > 0, jnp.maximum(code, 1), 0).astype(jnp.uint8)
+        return Int8State(codes, largest)
+
+    def unpack(self, stored: Int8State) -> Array:
+        codes, largest = stored
+        code = codes.astype(jnp.float32)
+        if codes.dtype == jnp.uint8:
+            n = (code / 255) * (code / 255)
+        else:
+            level = code / 127
+            n = level / (2 - jnp.abs(level)) if self.companding else level
+        return n * tile_of(codes, self.group).expand(largest, codes.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpandedFP8(AbstractMomentFormat):
+    """A moment in E4M3 with dynamic range expansion: 1 + 8/128 bytes a value.
+
+    Each group of 128 values is raised to a power that makes its range that of E4M3. A power above 1
+    makes the steps of FP8 finer. A first moment has a power of at least 1. A second moment may also
+    have a power down to 1/2. Its value above 0 is stored as the smallest FP8 number at least,
+    because the update divides by its root.
+
+    COAT stores 12 bytes a group, 2.19 bytes for both moments. Here they are 8 bytes, 2.13 in all.
+
+    Attributes:
+      group: how many values share a scale and a power.
+      min_size: a smaller array stays in float32.
+
+    References:
+      Xi et al., COAT, arXiv:2410.19313, section 4.
+
+    Example:
+      >>> stored = ExpandedFP8().pack(jnp.array([1.0, -0.5]), None, signed=True, key=None)
+      >>> stored.power, stored.values
+      (Array([14.807355], dtype=float32), Array([448, -0.015625], dtype=float8_e4m3fn))
+    """
+
+    group: int = 128
+    min_size: int = SMALL
+    least_power: ClassVar[float] = 0.5
+
+    def __post_init__(self) -> None:
+        check_size("group", self.group, least=2)
+        check_size("min_size", self.min_size, least=0)
+
+    def pack(
+        self, x: Array, old: ExpandedFP8State | None, *, signed: bool, key: Array | None
+    ) -> ExpandedFP8State:
+        tile = tile_of(x, self.group)
+        largest, n = _relative(x, tile)
+        # The largest inverse is the inverse of the smallest value above 0.
+        spread = tile.maximum(jnp.where(n > 0, 1 / n, 1))
+        power = jnp.log2(jnp.float32(_RANGE)) / jnp.log2(jnp.maximum(spread, 1 + 2.0**-10))
+        power = jnp.clip(power, 1.0 if signed else self.least_power, _MOST)
+        raised = jnp.exp2(tile.expand(power, x.shape) * jnp.log2(n)) * E4M3.max
+        if not signed:
+            raised = jnp.where(n > 0, jnp.maximum(raised, _SMALLEST), raised)
+        values = saturating_cast(jnp.where(x < 0, -raised, raised), jnp.float32(1), E4M3)
+        return ExpandedFP8State(values, largest, power)
+
+    def unpack(self, stored: ExpandedFP8State) -> Array:
+        values, largest, power = stored
+        tile, shape = tile_of(values, self.group), values.shape
+        x = values.astype(jnp.float32)
+        n = jnp.exp2(jnp.log2(jnp.abs(x) / E4M3.max) * tile.expand(1 / power, shape))
+        n = n * tile.expand(largest, shape)
+        return jnp.where(x < 0, -n, n)
+
+
+_SMALLEST = 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
+
+
+def tile_of(x: Array, group: int) -> PerBlock:
+    """The groups of an array.
+
+    Raises:
+      ValueError: if a shard inside `jax.shard_map` may have cut a group.
+
+    Example:
+      >>> tile_of(jnp.ones((4, 256)), 128)
+      PerBlock(tile=(128,))
+    """
+    size = x.shape[-1] if x.ndim else 1
+    if manual_axes() and size % group and (not types_tell() or varying(x)):
+        raise ValueError(
+            f"group={group} does not divide the last axis of a shard {list(x.shape)} inside "
+            f"shard_map over {manual_axes()}, so a group may have values on several devices. Use a "
+            "group that divides it, or update the moments outside of shard_map."
+        )
+    return PerBlock((group,))
+
+
+def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:
+    """The largest magnitude of each group, NaN if it is not finite, and `|x|` relative to it.
+
+    A magnitude below 2^-126 counts as 0, as everywhere in jaxfp8.
+    """
+    largest = amax(x, tile)
+    largest = jnp.where(largest >= TINY, largest, 0)
+    wide = tile.expand(jnp.where(largest > 0, largest, 1), x.shape)
+    magnitude = jnp.abs(x)
+    n = jnp.where(magnitude >= TINY, magnitude / lax.optimization_barrier(wide), 0)
+    finite = largest < jnp.inf
+    n = jnp.where(tile.expand(finite, x.shape), jnp.minimum(n, 1), 0)
+    return jnp.where(finite, largest, jnp.nan), n

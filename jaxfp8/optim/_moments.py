@@ -1,0 +1,218 @@
+"""`with_moment_formats`: an optax optimizer whose moments are stored in few bytes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State
+from jaxfp8.optim._masters import Float16State
+from jaxfp8.optim._moment_formats import AbstractMomentFormat, global_size
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+_STORED = (QuantizedTensor, Float16State, Int8State, ExpandedFP8State)
+_SECOND = "nu"  # optax's name of every second moment
+
+
+class MomentFormatsState(NamedTuple):
+    """The state of `with_moment_formats`.
+
+    Example:
+      >>> from jaxfp8.optim import Int8
+      >>> tx = with_moment_formats(optax.trace(0.9), {"trace": Int8(min_size=0)})
+      >>> tx.init({"w": jnp.ones(256)}).inner.trace["w"].codes.dtype.name
+      'int8'
+    """
+
+    inner: optax.OptState  # of the wrapped optimizer, with stored moments
+    seed: Array  # uint32 [], of stochastic rounding
+    step: Array  # int32 [], updates so far
+
+
+def with_moment_formats(
+    tx: optax.GradientTransformation,
+    formats: Mapping[str, AbstractMomentFormat],
+    *,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that stores its moments in few bytes, and computes in float32.
+
+    Each update reads the moments as float32, calls the wrapped optimizer with float32 gradients,
+    and stores the new moments. It works with every optimizer of optax whose state holds moments in
+    named fields: Adam, AdamW, Lion, Muon, momentum SGD.
+
+    | format | bytes a value | second moment |
+    |---|---|---|
+    | `Float32()` | 4 | yes |
+    | `BFloat16()` | 2 | yes |
+    | `Float16()`, one scale a tensor | 2 | yes |
+    | `FP8()`, one scale a tensor | 1 | refused |
+    | `Int8()`, groups of 128 | 1.03 | yes |
+    | `ExpandedFP8()`, groups of 128 | 1.06 | yes |
+
+    Small arrays stay in float32 (`min_size=` of a format). Gradients may be `QuantizedTensor`s.
+
+    Args:
+      tx: the wrapped optimizer.
+      formats: how each field is stored. In optax's states "mu" is the first moment, "nu" is the
+        second one, and "trace" is momentum. Fields that are not named stay as they are.
+      seed: of stochastic rounding. With different seeds the random bits differ.
+
+    Returns:
+      An optimizer. Updates are float32.
+
+    Raises:
+      TypeError: if a format is none.
+      ValueError: if a format cannot store a second moment. By `init`, if the state of `tx` has no
+        such field.
+
+    Example:
+      >>> from jaxfp8.optim import FP8, Float16
+      >>> formats = {"mu": FP8(), "nu": Float16()}  # FP8-LM
+      >>> tx = with_moment_formats(optax.adam(1e-3), formats)
+      >>> state = tx.init({"w": jnp.ones((64, 64))})
+      >>> state.inner[0].mu["w"].values.dtype.name, state.inner[0].nu["w"].values.dtype.name
+      ('float8_e4m3fn', 'float16')
+    """
+    for field, format in formats.items():
+        _check_format(field, format)
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> MomentFormatsState:
+        found: set[str] = set()
+
+        def pack(field: str, x: Any, index: int) -> Any:
+            found.add(field)
+            format = formats[field]
+            if not _is_float(x) or global_size(x) < format.min_size:
+                return x
+            x = jnp.asarray(x, jnp.float32)
+            # A new moment is 0, which no rounding changes. So any key will do.
+            key = jax.random.key(0) if format.is_stochastic else None
+            return format.pack(x, None, signed=field != _SECOND, key=key)
+
+        state = _mapped(inner.init(_widened(params)), formats, pack)
+        if missing := sorted({*formats} - found):
+            raise ValueError(
+                f"formats={dict(formats)!r}: the state of the optimizer has no field {missing}. "
+                "optax names a first moment 'mu', a second moment 'nu' and momentum 'trace'."
+            )
+        return MomentFormatsState(state, jnp.asarray(seed).astype(jnp.uint32), jnp.int32(0))
+
+    def update(
+        grads: PyTree, state: MomentFormatsState, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, MomentFormatsState]:
+        old: list[Any] = []
+
+        def unpack(field: str, x: Any, index: int) -> Any:
+            old.append(x)
+            return formats[field].unpack(x) if _is_packed(x) else x
+
+        loaded = _mapped(state.inner, formats, unpack)
+        updates, new = inner.update(_widened(grads), loaded, params, **extra_args)
+        base = jax.random.fold_in(jax.random.key(state.seed), state.step)
+
+        def pack(field: str, x: Any, index: int) -> Any:
+            format, before = formats[field], old[index]
+            if not _is_packed(before):
+                return x
+            key = _shard_key(jax.random.fold_in(base, index), x) if format.is_stochastic else None
+            return format.pack(x, before, signed=field != _SECOND, key=key)
+
+        packed = _mapped(new, formats, pack)
+        return updates, MomentFormatsState(packed, state.seed, optax.safe_increment(state.step))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _mapped(
+    state: PyTree, formats: Mapping[str, Any], one: Callable[[str, Any, int], Any]
+) -> PyTree:
+    """An optimizer state with `one(field, leaf, index)` for each leaf of the named fields."""
+    count = 0
+
+    def is_node(node: Any) -> bool:
+        return not isinstance(node, _STORED) and bool({*getattr(node, "_fields", ())} & {*formats})
+
+    def leaf(field: str) -> Callable[[Any], Any]:
+        def mapped(x: Any) -> Any:
+            nonlocal count
+            count += 1
+            return one(field, x, count - 1)
+
+        return mapped
+
+    def node(node: Any) -> Any:
+        if not is_node(node):
+            return node
+        return node._replace(
+            **{
+                field: jax.tree.map(leaf(field), getattr(node, field), is_leaf=_is_stored)
+                for field in node._fields
+                if field in formats
+            }
+        )
+
+    return jax.tree.map(node, state, is_leaf=is_node)
+
+
+def _is_packed(x: Any) -> bool:
+    """Whether a leaf is stored by a format. Small arrays, in float32, are not."""
+    return isinstance(x, _STORED) or jnp.result_type(x) == jnp.bfloat16
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, _STORED)
+
+
+def _is_float(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
+
+
+def _widened(tree: PyTree) -> PyTree:
+    """Gradients, or parameters, in float32; float64 stays."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, QuantizedTensor):
+            return x.dequantize(jnp.float32)
+        if not _is_float(x):
+            return x
+        return jnp.asarray(x).astype(jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, QuantizedTensor))
+
+
+def _shard_key(key: Array, x: Array) -> Array:
+    """The key of an array. Inside `jax.shard_map` each shard has its own, and replicas have one."""
+    if not manual_axes():
+        return key
+    if not types_tell():
+        raise ValueError(
+            f"rounding='stochastic' inside shard_map(check_vma=False) over {manual_axes()}: types "
+            "do not distinguish shards from replicas, which must get the same random bits. Use "
+            "check_vma=True."
+        )
+    axes = tuple(sorted(varying(x)))
+    return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+
+
+def _check_format(field: str, format: object) -> None:
+    """Raise TypeError or ValueError unless a field can be stored so."""
+    if not isinstance(format, AbstractMomentFormat):
+        raise TypeError(
+            f"{field}={format!r} is no format of moments; use Float32(), BFloat16(), Float16(), "
+            "FP8(), Int8() or ExpandedFP8()."
+        )
+    reason = format.for_second_moment
+    if field == _SECOND and reason and not getattr(format, "force", False):
+        raise ValueError(f"{field}={format!r} cannot store a second moment: {reason}.")
+    if field == _SECOND and not getattr(format, "companding", True):
+        raise ValueError(
+            f"{field}={format!r} cannot store a second moment: linear steps make zeros of its "
+            "small values, and the update divides by their root. Use Int8(companding=True)."
+        )

@@ -1,0 +1,173 @@
+"""What each format of moments stores, in how many bytes, and how far it is from float32."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optim_cases import bytes_of
+
+from jaxfp8.optim import FP8, BFloat16, ExpandedFP8, Float16, Float32, Int8
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+# The largest error of a value, relative to the value or, for linear steps, to its group.
+FORMATS = {
+    "float32": (Float32(), 4),
+    "bfloat16": (BFloat16(), 2),
+    "float16": (Float16(), 2),
+    "fp8": (FP8(), 1),
+    "int8": (Int8(), 1 + 4 / 128),
+    "linear": (Int8(companding=False), 1 + 4 / 128),
+    "expanded": (ExpandedFP8(), 1 + 8 / 128),
+}
+FIRST, SECOND = list(FORMATS), ["float32", "bfloat16", "float16", "int8", "expanded"]
+
+
+def draw(seed, shape=(8, 256), decades=2.0):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * 10 ** rng.uniform(-decades, 0, shape)).astype(np.float32)
+
+
+def pack(format, x, *, signed=True, key=None):
+    return format.pack(jnp.asarray(x), None, signed=signed, key=key)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_of_a_value(name):
+    format, wanted = FORMATS[name]
+    stored = pack(format, draw(0, (64, 256)))
+    assert bytes_of(stored) == pytest.approx(wanted * 64 * 256, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_value", "of_group"),
+    [("bfloat16", 2**-8, 0), ("float16", 2**-11, 0), ("fp8", 2**-4, 2**-19),
+     ("int8", 0, 1 / 127), ("linear", 0, 0.5001 / 127), ("expanded", 2**-4, 2**-14)],
+)  # fmt: skip
+def test_error_of_a_first_moment(name, of_value, of_group):
+    x = draw(1)
+    format, _ = FORMATS[name]
+    error = np.abs(np.asarray(format.unpack(pack(format, x)), np.float64) - x)
+    groups = np.abs(x).reshape(8, 2, 128).max(-1).repeat(128, -1).reshape(x.shape)
+    if name == "fp8":
+        groups = np.abs(x).max()
+    assert np.all(error <= 1.001 * (of_value * np.abs(x) + of_group * groups))
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("decades", [1.0, 4.0])
+def test_a_second_moment_above_zero_stays_above_zero(name, decades):
+    """Float16 needs the range 2^-40; the formats of groups keep every value."""
+    x = np.square(draw(2, decades=decades))
+    format, _ = FORMATS[name]
+    stored = np.asarray(format.unpack(pack(format, x, signed=False)))
+    assert np.all(stored >= 0)
+    kept = x > (x.max() * 2.0**-39 if name == "float16" else 0)
+    assert np.all(stored[kept] > 0)
+
+
+def test_int8_of_a_second_moment_is_close_in_its_root():
+    """An error of 1/510 of the root of the largest value of its group, or the smallest step."""
+    x = np.square(draw(3))
+    read = np.asarray(Int8().unpack(pack(Int8(), x, signed=False)), np.float64)
+    largest = x.reshape(8, 2, 128).max(-1).repeat(128, -1).reshape(x.shape)
+    assert np.all(np.abs(np.sqrt(read) - np.sqrt(x)) <= 1.001 * np.sqrt(largest) / 255)
+
+
+def test_int8_codes_are_those_of_numpy():
+    x = draw(4, (4, 128))
+    n = np.abs(x) / np.abs(x).max(-1, keepdims=True)
+    level = np.float32(2) * n / (1 + n)
+    codes = np.asarray(pack(Int8(), x).codes)
+    exact = 127 * level.astype(np.float64) * np.sign(x)
+    assert np.all(np.abs(codes - exact) <= 0.5 + 1e-4)
+    squares = np.square(x)
+    roots = 255 * np.sqrt(squares / squares.max(-1, keepdims=True)).astype(np.float64)
+    assert np.all(np.abs(np.asarray(pack(Int8(), squares, signed=False).codes) - roots) <= 1)
+
+
+def test_fp8_is_the_cast_of_ml_dtypes():
+    x = draw(5)
+    stored = pack(FP8(), x)
+    multiplier = np.float32(448) / np.abs(x).max()
+    wanted = (x * multiplier).astype(ml_dtypes.float8_e4m3fn)
+    assert np.array_equal(np.asarray(stored.values).view(np.uint8), wanted.view(np.uint8))
+
+
+def test_an_expansion_is_finer_than_fp8():
+    """A group whose values are within a factor of 4 has an error far below that of FP8."""
+    x = np.random.default_rng(6).uniform(1, 4, (8, 128)).astype(np.float32)
+
+    def worst(format):
+        return np.max(np.abs(np.asarray(format.unpack(pack(format, x))) / x - 1))
+
+    assert worst(ExpandedFP8()) < 0.25 * worst(FP8(min_size=0))
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("shape", [(), (1,), (130,), (3, 5), (0, 4), (2, 3, 129)])
+def test_every_shape(name, shape):
+    format, _ = FORMATS[name]
+    x = np.ones(shape, np.float32)
+    if name in ("int8", "linear", "expanded") and not shape:
+        pytest.skip("a scalar is a small array")
+    assert np.allclose(np.asarray(format.unpack(pack(format, x))), x, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_zeros_and_tiny_values(name):
+    format, _ = FORMATS[name]
+    for value in (0.0, 1e-40):
+        read = format.unpack(pack(format, np.full((2, 128), value, np.float32)))
+        assert np.all(np.abs(np.asarray(read)) <= 1e-38)
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_seen(name, bad):
+    x = draw(7)
+    x[3, 17] = bad
+    read = np.asarray(FORMATS[name][0].unpack(pack(FORMATS[name][0], x)))
+    assert not np.isfinite(read[3, 17])
+    assert np.all(np.isfinite(read[:3])) or name in ("float16",)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(1e-30, 1e30))
+def test_groups_scale_with_their_values(seed, factor):
+    """Codes of integers do not depend on a power of two in front of a group."""
+    x = draw(seed, (2, 128))
+    power = np.float32(2.0 ** np.floor(np.log2(factor)))
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = x * power
+    if not np.all(np.isfinite(scaled)) or np.abs(scaled).min() < 1e-37:
+        return
+    assert np.array_equal(pack(Int8(), x).codes, pack(Int8(), scaled).codes)
+
+
+@pytest.mark.parametrize("format", [BFloat16("stochastic"), FP8(rounding="stochastic")])
+def test_stochastic_rounding_has_no_bias_and_reads_its_key(format):
+    x = np.full(2**16, 1 + 2**-10, np.float32)
+    x[0] = 1.5
+    one, again, other = (pack(format, x, key=jax.random.key(seed)) for seed in (0, 0, 1))
+    read, repeated, changed = (np.asarray(format.unpack(each)) for each in (one, again, other))
+    assert np.array_equal(read, repeated)
+    assert not np.array_equal(read, changed)
+    assert len(np.unique(read[1:])) == 2
+    steps = np.ptp(read[1:])
+    assert abs(read[1:].mean() - x[1]) < 4 * steps / 2 / np.sqrt(x.size)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Int8(group=1), "group=1 must be an integer of at least 2"),
+        (lambda: ExpandedFP8(min_size=-1), "min_size=-1"),
+        (lambda: FP8(rounding="up"), "rounding='up'"),
+        (lambda: BFloat16("down"), "rounding='down'"),
+    ],
+)
+def test_bad_formats(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

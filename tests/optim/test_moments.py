@@ -1,0 +1,329 @@
+"""Optimizers with stored moments: against optax, inside optax, on meshes, and what is refused."""
+
+import functools
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optim_cases import bytes_of
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+from jaxfp8.optim import (
+    FP8,
+    BFloat16,
+    BFloat16Plus,
+    ExpandedFP8,
+    Float16,
+    Float32,
+    Int8,
+    adamw,
+    init_master_weights,
+    scale_by_adam,
+    scale_by_muon,
+    with_master_weights,
+    with_moment_formats,
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+PAIRS = {
+    "fp8-lm": (FP8(), Float16()),
+    "coat": (ExpandedFP8(), ExpandedFP8()),
+    "int8": (Int8(), Int8()),
+    "bfloat16": (BFloat16(), BFloat16()),
+    "stochastic": (FP8(rounding="stochastic"), BFloat16("stochastic")),
+}
+SHAPE = (32, 256)
+
+
+def params():
+    draw = np.random.default_rng(0)
+    return {
+        "w": jnp.asarray(draw.normal(size=SHAPE), jnp.float32),
+        "b": jnp.asarray(draw.normal(size=(16,)), jnp.float32),
+    }
+
+
+def gradients(step, scale=1.0):
+    draw = np.random.default_rng(step)
+    return jax.tree.map(
+        lambda x: jnp.asarray(scale * draw.normal(size=x.shape), jnp.float32), params()
+    )
+
+
+def train(tx, start, steps=3, state=None, first=0):
+    state = tx.init(start) if state is None else state
+    for i in range(first, first + steps):
+        updates, state = tx.update(gradients(i), state, start)
+        start = optax.apply_updates(start, updates)
+    return start, state
+
+
+def test_float32_is_optax_bit_for_bit():
+    mine = train(adamw(1e-2, mu=Float32(), nu=Float32()), params())
+    theirs = train(optax.adamw(1e-2), params())
+    assert_same_bits(mine[0], theirs[0])
+    assert_same_bits(mine[1].inner, theirs[1])
+
+
+def wide(format, stored):
+    """A small array: formats of 8 bits leave it in float32."""
+    small = isinstance(stored, jax.Array) and stored.dtype == jnp.float32
+    assert small == (format.min_size > 0)
+    return stored if small else format.unpack(stored)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_step_is_that_of_optax_with_the_moments_that_were_stored(pair):
+    mu, nu = PAIRS[pair]
+    tx = scale_by_adam(mu=mu, nu=nu)
+    _, state = train(tx, params())
+    read = state.inner._replace(
+        mu={"w": mu.unpack(state.inner.mu["w"]), "b": wide(mu, state.inner.mu["b"])},
+        nu={"w": nu.unpack(state.inner.nu["w"]), "b": wide(nu, state.inner.nu["b"])},
+    )
+    mine, _ = tx.update(gradients(9), state)
+    theirs, _ = optax.scale_by_adam().update(gradients(9), read)
+    assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_updates_are_near_those_of_float32(pair):
+    mu, nu = PAIRS[pair]
+    mine, _ = train(adamw(1e-2, mu=mu, nu=nu), params(), 8)
+    theirs, _ = train(optax.adamw(1e-2), params(), 8)
+    moved = np.abs(np.asarray(theirs["w"] - params()["w"])).mean()
+    assert np.abs(np.asarray(mine["w"] - theirs["w"])).mean() < 0.15 * moved
+
+
+def test_bytes_of_a_parameter():
+    """FP8-LM 6 with an FP8 gradient, COAT at most 2.19, and 5.1 with gradients released."""
+    w = {"w": jnp.ones((1024, 1024), jnp.bfloat16)}
+    n = 1024 * 1024
+    lm = with_master_weights(adamw(1e-3, mu=FP8(), nu=Float16()), master=Float16())
+    gradient = fp8.quantize(w["w"], fp8.E4M3)
+    assert bytes_of((lm.init(w), gradient)) / n == pytest.approx(6, abs=1e-4)
+    coat = adamw(1e-3, mu=ExpandedFP8(), nu=ExpandedFP8()).init(w)
+    assert bytes_of(coat) / n == pytest.approx(2.125, abs=1e-4)
+    moments = adamw(1e-3).init(w)
+    assert bytes_of(moments) / n <= 2.1
+    flash = with_master_weights(adamw(1e-3), master=BFloat16Plus(bits=8))
+    assert bytes_of((w, flash.init(w))) / n <= 5.1
+
+
+def test_gradients_may_be_quantized():
+    tx = with_master_weights(adamw(1e-2, mu=FP8(), nu=Float16()), master=Float16())
+    weights, state = init_master_weights(tx, params())
+    grads = {
+        name: fp8.quantize(g, fp8.E4M3) if name == "w" else g for name, g in gradients(0).items()
+    }
+    mine, state_of_mine = tx.update(grads, state, weights)
+    high = {"w": grads["w"].dequantize(), "b": grads["b"]}
+    theirs, state_of_theirs = tx.update(high, state, weights)
+    apply = optax.apply_updates
+    assert_same_bits(
+        (apply(weights, mine), state_of_mine), (apply(weights, theirs), state_of_theirs)
+    )
+
+
+def test_tiny_gradients():
+    """Gradients of 1e-8 beside some of 1: FP8 loses the second moment, and steps explode."""
+    draw = np.random.default_rng(0)
+    size = np.where(np.arange(SHAPE[1]) % 16 == 0, 1.0, 1e-8)
+
+    def largest_step(mu, nu):
+        tx = scale_by_adam(mu=mu, nu=nu, eps=1e-30)
+        state = tx.init(jnp.zeros(SHAPE))
+        for _ in range(20):
+            step, state = tx.update(jnp.asarray(draw.normal(size=SHAPE) * size), state)
+        return float(jnp.max(jnp.abs(step)))
+
+    assert largest_step(Float32(), Float32()) < 5
+    assert largest_step(Float32(), FP8(force=True)) > 1e3
+    for pair in ("coat", "int8"):
+        assert largest_step(*PAIRS[pair]) < 20
+
+
+@pytest.mark.parametrize("pair", ["fp8-lm", "coat", "int8"])
+def test_inside_optax(pair):
+    mu, nu = PAIRS[pair]
+    make = functools.partial(adamw, mu=mu, nu=nu)
+    decay = {"w": True, "b": False}
+    transformations = [
+        optax.chain(optax.clip_by_global_norm(1.0), make(optax.cosine_decay_schedule(1e-2, 10))),
+        make(1e-2, mask=decay, b2=0.95, nesterov=True),
+        optax.MultiSteps(make(1e-2), 2),
+        optax.partition({"a": make(1e-2), "z": optax.sgd(1e-2)}, {"w": "a", "b": "z"}),
+        optax.masked(make(1e-2), decay),
+        optax.inject_hyperparams(make)(learning_rate=optax.linear_schedule(1e-2, 0.0, 10)),
+        with_master_weights(make(1e-2), master=BFloat16Plus()),
+    ]
+    for tx in transformations:
+        start = params()
+        if tx is transformations[-1]:
+            start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start)
+        trained, _ = jax.jit(functools.partial(train, tx))(start)
+        assert not np.array_equal(trained["w"], start["w"])
+        assert np.all(np.isfinite(np.asarray(trained["w"], np.float32)))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_step_that_is_not_finite_is_skipped_and_counted(pair):
+    mu, nu = PAIRS[pair]
+    tx = optax.apply_if_finite(adamw(1e-2, mu=mu, nu=nu), 3)
+    start, state = train(tx, params())
+    for bad in (jnp.inf, jnp.nan):
+        grads = gradients(5)
+        grads["w"] = grads["w"].at[3, 4].set(bad)
+        updates, after = tx.update(grads, state, start)
+        assert_same_bits(optax.apply_updates(start, updates), start)
+        assert_same_bits(after.inner_state, state.inner_state)
+        assert after.total_notfinite == 1
+
+
+def test_muon():
+    start = {"w": params()["w"]}
+
+    def run(tx):
+        w, state = start["w"], tx.init(start)
+        for i in range(4):
+            updates, state = tx.update({"w": gradients(i)["w"]}, state, start)
+            w = w - 0.01 * updates["w"]
+        return w - start["w"], state
+
+    exact, _ = run(
+        optax.contrib.scale_by_muon(
+            weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers()}
+        )
+    )
+    mine, state = run(scale_by_muon())
+    assert bytes_of(state.inner.mu) <= 1.04 * start["w"].size
+    assert jnp.linalg.norm(mine - exact) < 0.05 * jnp.linalg.norm(exact)
+    both = with_moment_formats(optax.contrib.muon(1e-2), {"mu": Int8(), "nu": Int8()})
+    _, state = train(both, params())
+    codes = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int8]
+    assert [x.shape for x in codes] == [SHAPE]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, "model")], ids=str)
+def test_bits_do_not_depend_on_the_mesh(pair, axis_type, spec):
+    mu, nu = PAIRS[pair]
+    tx = adamw(1e-2, mu=mu, nu=nu)
+    wanted = train(tx, params())
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    specs = {"w": spec, "b": P()}
+    put = lambda tree: jax.tree.map(
+        lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs
+    )
+    with jax.set_mesh(mesh):
+        start, state = put(params()), None
+        state = tx.init(start)
+        for i in range(3):
+            updates, state = tx.update(put(gradients(i)), state, start)
+            start = optax.apply_updates(start, updates)
+        assert state.inner[0].mu["w"] is not None
+        assert_same_bits((start, state), wanted)
+
+
+@pytest.mark.parametrize("pair", ["fp8-lm", "coat", "int8", "bfloat16"])
+def test_inside_shard_map(pair):
+    """State made outside, groups and scales as on one device."""
+    mu, nu = PAIRS[pair]
+    tx = adamw(1e-2, mu=mu, nu=nu)
+    start = {"w": params()["w"]}
+    state = tx.init(start)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def spec(x):
+        return P("data", "model") if jnp.ndim(x) == 2 else P()
+
+    specs = jax.tree.map(spec, (start, state))
+    step = jax.shard_map(
+        lambda start, state, grads: tx.update(grads, state, start),
+        mesh=mesh, in_specs=(*specs, specs[0]), out_specs=specs,
+    )  # fmt: skip
+    wanted = jax.jit(tx.update)
+    for i in range(3):
+        grads = {"w": gradients(i)["w"]}
+        mine = jax.jit(step)(start, state, grads)
+        theirs = wanted(grads, state, start)
+        stored = (mine[1], theirs[1])
+        for one, other in zip(*map(jax.tree.leaves, stored), strict=True):
+            assert one.dtype == other.dtype
+            a, b = (np.asarray(x).astype(np.float32) for x in (one, other))
+            # XLA may contract products and sums differently in the two programs.
+            close = np.isclose(a, b, rtol=1e-4, atol=0) if one.dtype == jnp.float32 else a == b
+            assert np.mean(~close) < 0.01
+        state = theirs[1]
+
+
+def test_a_group_on_two_devices_is_refused():
+    tx = adamw(1e-2)
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    step = jax.shard_map(
+        lambda w: tx.init({"w": w}).inner[0].mu["w"].codes,
+        mesh=mesh, in_specs=P(None, "model"), out_specs=P(None, "model"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="group=128 does not divide"):
+        step(params()["w"])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_save_restore_and_go_on_is_bit_equal(pair):
+    mu, nu = PAIRS[pair]
+    tx = adamw(1e-2, mu=mu, nu=nu)
+    start, state = train(tx, params())
+    leaves, treedef = jax.tree.flatten(state)
+    saved = flax.serialization.to_bytes((start, leaves))
+    back, restored = flax.serialization.from_bytes((start, leaves), saved)
+    restored = jax.tree.unflatten(treedef, [jnp.asarray(x) for x in restored])
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.tree.map(
+        lambda x: jax.device_put(
+            x, NamedSharding(mesh, P("data") if x.shape[:1] == (32,) else P())
+        ),
+        (jax.tree.map(jnp.asarray, back), restored),
+    )
+    assert_same_bits(
+        train(tx, sharded[0], state=sharded[1], first=3), train(tx, start, state=state, first=3)
+    )
+
+
+def test_the_seed_decides_stochastic_bits():
+    mu, nu = PAIRS["stochastic"]
+    one, again, other = (
+        train(adamw(1e-2, mu=mu, nu=nu, seed=seed), params(), 2)[0]["w"] for seed in (0, 0, 1)
+    )
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: adamw(1e-3, nu=FP8()), ValueError, "cannot store a second moment"),
+        (lambda: adamw(1e-3, nu=Int8(companding=False)), ValueError, "linear steps"),
+        (lambda: adamw(1e-3, mu=jnp.bfloat16), TypeError, "no format of moments"),
+        (
+            lambda: with_moment_formats(optax.sgd(0.1), {"mu": FP8()}).init(params()),
+            ValueError,
+            "has no field",
+        ),
+        (
+            lambda: with_master_weights(optax.sgd(0.1), master=FP8()),
+            TypeError,
+            "of 8 bits lose",
+        ),
+    ],
+)
+def test_refusals(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
