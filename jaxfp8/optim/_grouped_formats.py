@@ -8,10 +8,11 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._division import divide
 from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import E4M3
 from jaxfp8.numerics._per_block import PerBlock
@@ -21,6 +22,8 @@ from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 
 _RANGE = E4M3.max / 2.0**E4M3.min_exponent
 """The largest value of E4M3 over its smallest normal one."""
+_LAST, _LAST_SQUARE = (float(np.float32(1) / np.float32(x)) for x in (127, 255 * 255))
+"""Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1."""
 _MOST = 64.0
 """The largest power of an expansion. More would gain nothing: float32 rounds the logarithm."""
 
@@ -76,8 +79,7 @@ class Int8(AbstractMomentFormat):
         tile = tile_of(x, self.group)
         largest, n = _relative(x, tile)
         if signed:
-            level = 2 * n / (1 + n) if self.companding else n
-            code = jnp.round(127 * level)
+            code = jnp.round(254 * n / (1 + n) if self.companding else 127 * n)
             codes = jnp.where(x < 0, -code, code).astype(jnp.int8)
         else:
             code = jnp.round(255 * jnp.sqrt(n))
@@ -88,10 +90,11 @@ class Int8(AbstractMomentFormat):
         codes, largest = stored
         code = codes.astype(jnp.float32)
         if codes.dtype == jnp.uint8:
-            n = (code / 255) * (code / 255)
+            n = code * code * _LAST_SQUARE
+        elif self.companding:
+            n = code / (254 - jnp.abs(code))
         else:
-            level = code / 127
-            n = level / (2 - jnp.abs(level)) if self.companding else level
+            n = code * _LAST
         return n * tile_of(codes, self.group).expand(largest, codes.shape)
 
 
@@ -181,9 +184,12 @@ def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:
     """
     largest = amax(x, tile)
     largest = jnp.where(largest >= TINY, largest, 0)
-    wide = tile.expand(jnp.where(largest > 0, largest, 1), x.shape)
-    magnitude = jnp.abs(x)
-    n = jnp.where(magnitude >= TINY, magnitude / lax.optimization_barrier(wide), 0)
     finite = largest < jnp.inf
-    n = jnp.where(tile.expand(finite, x.shape), jnp.minimum(n, 1), 0)
+    # A product, because XLA makes one of a quotient by a repeated value, with other bits. One
+    # division a group is correctly rounded, and its quotient is a normal number.
+    smaller = jnp.where(largest > 1, 0.25, 1).astype(jnp.float32)
+    inverse = divide(1.0, jnp.where(finite & (largest > 0), largest * smaller, 1))
+    magnitude = jnp.abs(x)
+    n = magnitude * tile.expand(smaller, x.shape) * tile.expand(inverse, x.shape)
+    n = jnp.where((magnitude >= TINY) & tile.expand(finite, x.shape), jnp.minimum(n, 1), 0)
     return jnp.where(finite, largest, jnp.nan), n

@@ -261,7 +261,7 @@ def test_inside_shard_map(pair):
             a, b = (np.asarray(x).astype(np.float32) for x in (one, other))
             # XLA may contract products and sums differently in the two programs.
             close = np.isclose(a, b, rtol=1e-4, atol=0) if one.dtype == jnp.float32 else a == b
-            assert np.mean(~close) < 0.01
+            assert np.mean(~close) < 0.03
         state = theirs[1]
 
 
