@@ -81,30 +81,36 @@ def _run(function, *arguments):
     import jax
 
     from jaxfp8.kernels import _on_cuda
+    from jaxfp8.kernels.adamw import _triton as _adamw
     from jaxfp8.kernels.quantize import _triton
 
-    _triton.triton_call = _call
+    _triton.triton_call = _adamw.triton_call = _call
     _on_cuda.platform_dependent = lambda *arrays, cuda, default: cuda(*arrays)
-    return [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(function(*arguments))]
+    leaves = jax.tree.leaves(function(*arguments))
+    return [np.atleast_1d(np.asarray(leaf)).view(np.uint8) for leaf in leaves]
 
 
-def _call(x, *, kernel, results, grid, warps, compute_capability, **constants):
+def _call(*arrays, kernel, results, grid, warps, compute_capability, overwrites=(), **constants):
     """In place of `jaxfp8.kernels.triton._call.triton_call`."""
     import jax
 
     del warps, compute_capability
+    if overwrites:
+        constants |= dict.fromkeys(name for name in kernel.arg_names if name.startswith("same_"))
 
-    def run(x):
-        given = Memory(x.shape, x.dtype, 0xFF)
-        given.array[...] = np.asarray(x)
-        written = [Memory(result.shape, result.dtype, POISON) for result in results]
-        _THREAD.submit(kernel[(grid,)], given, *written, **constants).result()
-        assert all(memory.margins_are_whole() for memory in (given, *written)), (
-            "written outside of an array"
-        )
+    def run(*arrays):
+        given = [Memory(x.shape, x.dtype, 0xFF) for x in arrays]
+        for memory, x in zip(given, arrays, strict=True):
+            memory.array[...] = np.asarray(x)
+        written = [given[i] for i in overwrites] or [
+            Memory(result.shape, result.dtype, POISON) for result in results
+        ]
+        pointers = given if overwrites else [*given, *written]
+        _THREAD.submit(kernel[(grid,)], *pointers, **constants).result()
+        assert all(memory.margins_are_whole() for memory in pointers), "written outside of an array"
         return [memory.array for memory in written]
 
-    return jax.pure_callback(run, list(results), x)
+    return jax.pure_callback(run, list(results), *arrays)
 
 
 class Memory:

@@ -1,5 +1,6 @@
 """Optimizers with master weights, and with moments in few bytes."""
 
+from jaxfp8.optim._fused_adamw import fused_adamw as fused_adamw
 from jaxfp8.optim._grouped_formats import ExpandedFP8 as ExpandedFP8
 from jaxfp8.optim._grouped_formats import Int8 as Int8
 from jaxfp8.optim._init import init_master_weights as init_master_weights

@@ -4,8 +4,6 @@ Nothing spilled, x read once, nothing gathered.
 """
 
 import re
-import subprocess
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from targets import array, topology
+from triton_code import call_of, compiled, moved
 from triton_interpreter import needs_triton
 
 import jaxfp8 as fp8
@@ -21,6 +20,7 @@ from jaxfp8.programs import wire_report
 
 pytestmark = pytest.mark.deviceless
 
+QUANTIZER = "jaxfp8.kernels.quantize._triton"
 ROWS, COLUMNS, SQUARES = (fp8.PerBlock(tile) for tile in ((1, 128), (128, 1), (128, 128)))
 ROWS_32, COLUMNS_32, SQUARES_32 = (fp8.PerBlock(tile) for tile in ((1, 32), (32, 1), (32, 32)))
 E8M0 = {"scale_format": fp8.E8M0}
@@ -33,69 +33,6 @@ def quantizer(granularities, format=fp8.E4M3, **how):
 
 
 # The kernel by itself
-
-
-def arguments(monkeypatch, x, function):
-    """What the library gives to `triton_call`."""
-    from jaxfp8.kernels.quantize import _triton
-
-    calls = []
-
-    def record(x, **call):
-        calls.append(call)
-        return [jnp.zeros(result.shape, result.dtype) for result in call["results"]]
-
-    jax.clear_caches()  # or it would not be traced again, and afterwards not with the kernel
-    with monkeypatch.context() as patched:
-        patched.setattr(_triton, "triton_call", record)
-        jax.eval_shape(function, x)
-    jax.clear_caches()
-    (call,) = calls
-    return call
-
-
-def compiled(call, x, arch, folder, monkeypatch):
-    """PTX, opcodes of the SASS, and what a thread uses."""
-    import triton
-    from jax_triton.triton_lib import _JAX_TO_TRITON_TYPE_MAP as names
-    from triton.backends.compiler import GPUTarget
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-    parameters = call.pop("kernel")
-    constants = {name: value for name, value in call.items() if name in parameters.arg_names}
-    pointers = [name for name in parameters.arg_names if name not in constants]
-    types = ["*" + names[jnp.dtype(of.dtype)] for of in (x, *call["results"])]
-    source = triton.compiler.ASTSource(
-        parameters,
-        signature=dict.fromkeys(constants, "constexpr") | dict(zip(pointers, types, strict=True)),
-        constexprs=constants,
-        attrs={(parameters.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-    )
-    options = {"num_warps": call["warps"], "enable_fp_fusion": False}
-    code = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm
-    (binary := folder / "kernel.cubin").write_bytes(code["cubin"])
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    used, listing = (
-        subprocess.run(
-            [tools / tool, option, binary], capture_output=True, text=True, check=True
-        ).stdout
-        for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-    )
-    opcodes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ +)?([A-Z][A-Z0-9_.]+)", listing)
-    return code["ptx"], opcodes, used
-
-
-def moved(opcodes, kind, threads):
-    """Bytes that a block of threads moves by opcodes of a kind, by how many bytes each of them
-    moves.
-    """
-    widths = {"128": 16, "64": 8, "U16": 2, "U8": 1}
-    moved = {}
-    for opcode in opcodes:
-        if opcode.startswith(kind):
-            width = next((width for name, width in widths.items() if name in opcode.split(".")), 4)
-            moved[width] = moved.get(width, 0) + width * threads
-    return moved
 
 
 KERNELS = {
@@ -125,9 +62,9 @@ def test_spills_nothing_and_reads_once(name, arch, tmp_path, monkeypatch):
     needs_triton()
     granularities, dtype, how = KERNELS[name]
     x = array(1024, 32768 if name == "longest rows" else 4096, dtype=dtype)
-    call = arguments(monkeypatch, x, quantizer(granularities, **how))
+    call = call_of(monkeypatch, QUANTIZER, quantizer(granularities, **how), x)
     block = x.size // call["grid"]
-    ptx, opcodes, used = compiled(call, x, arch, tmp_path, monkeypatch)
+    ptx, opcodes, used = compiled(call, arch, tmp_path, monkeypatch)
     assert {90: ".target sm_90a", 100: ".target sm_100a"}.get(arch, f".target sm_{arch}") in ptx
     assert re.search(r"STACK:0 .*LOCAL:0\b", used), used
     assert not [opcode for opcode in opcodes if opcode.startswith(("LDL", "STL"))]
@@ -146,8 +83,8 @@ def test_spills_nothing_and_reads_once(name, arch, tmp_path, monkeypatch):
 def test_any_shape_is_read_once(shape, tmp_path, monkeypatch):
     needs_triton()
     x = array(*shape)
-    call = arguments(monkeypatch, x, quantizer((ROWS, COLUMNS, SQUARES)))
-    _, opcodes, used = compiled(call, x, 90, tmp_path, monkeypatch)
+    call = call_of(monkeypatch, QUANTIZER, quantizer((ROWS, COLUMNS, SQUARES)), x)
+    _, opcodes, used = compiled(call, 90, tmp_path, monkeypatch)
     assert sum(moved(opcodes, "LDG", 32 * call["warps"]).values()) == 128 * 128 * 2
     # Where rows and columns begin at odd addresses, each value has one of its own in a register.
     assert shape[-1] % 2 or re.search(r"STACK:0 .*LOCAL:0\b", used), used

@@ -4,6 +4,7 @@ Version 0.4 renamed arguments. Only this file depends on that.
 """
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,27 +17,30 @@ _BEFORE_0_4 = "out_shape" in inspect.signature(jax_triton.triton_call).parameter
 
 
 def triton_call(
-    x: Array,
-    *,
+    *arrays: Array,
     kernel: Any,
     results: Sequence[jax.ShapeDtypeStruct],
     grid: int,
     warps: int,
     compute_capability: int | None,
+    overwrites: Sequence[int] = (),
     **constants: Any,
 ) -> Sequence[Array]:
-    """`kernel(x, *results, **constants)`, which writes the results.
+    """`kernel(*arrays, *results, **constants)`, which writes the results.
 
     Args:
-      x: [...] the array that the kernel reads.
+      *arrays: [...] what the kernel reads.
       kernel: a function under `triton.jit`.
       results: shape and dtype of each array that it writes.
       grid: the number of programs.
       warps: the number of warps of a program.
       compute_capability: of the GPU to compile for, 90 for an H200; None asks the GPU.
-      **constants: the kernel's `tl.constexpr` arguments, and None for a result that it does not
-        write. Sizes are constants, too: Triton then knows that they are multiples of 16, and it
-        stores 16 bytes at once.
+      overwrites: the indices of arrays that the kernel overwrites, one for each result. Since
+        version 0.4 such results are no arguments of the kernel. It needs arguments same_0, ... for
+        them nonetheless.
+      **constants: the kernel's `tl.constexpr` arguments, and None for an array that it does not
+        read or write. Sizes are constants, too: Triton then knows that they are multiples of 16,
+        and it stores 16 bytes at once.
     """
     # No fused multiply-add: it rounds once instead of twice, so the bits would depend on what the
     # compiler fuses.
@@ -44,12 +48,20 @@ def triton_call(
         how: dict[str, Any] = {"out_shape": results, "enable_fp_fusion": False}
     else:
         how = {"out_type": results, "backend_options": {"enable_fp_fusion": False}}
-    return jax_triton.triton_call(
-        x,
-        kernel=kernel,
-        grid=(grid,),
-        num_warps=warps,
-        compute_capability=compute_capability,
-        **how,
-        **constants,
-    )
+    if overwrites:
+        first = len(results) if _BEFORE_0_4 else 0
+        same = [name for name in kernel.arg_names if name.startswith("same_")]
+        constants |= dict.fromkeys(same[first:])
+    with warnings.catch_warnings():
+        # Version 0.4 recommends references instead, which `custom_partitioning` cannot take.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        return jax_triton.triton_call(
+            *arrays,
+            kernel=kernel,
+            grid=(grid,),
+            num_warps=warps,
+            compute_capability=compute_capability,
+            input_output_aliases=dict(zip(overwrites, range(len(results)), strict=False)),
+            **how,
+            **constants,
+        )
