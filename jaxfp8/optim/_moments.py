@@ -84,10 +84,7 @@ def with_moment_formats(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> MomentFormatsState:
-        found: set[str] = set()
-
         def pack(field: str, x: Any, index: int) -> Any:
-            found.add(field)
             format = formats[field]
             if not _is_float(x) or global_size(x) < format.min_size:
                 return x
@@ -96,8 +93,9 @@ def with_moment_formats(
             key = jax.random.key(0) if format.is_stochastic else None
             return format.pack(x, None, signed=field != _SECOND, key=key)
 
-        state = _mapped(inner.init(_widened(params)), formats, pack)
-        if missing := sorted({*formats} - found):
+        wide = inner.init(_widened(params))
+        state = _mapped(wide, formats, pack)
+        if missing := sorted({*formats} - _fields(wide)):
             raise ValueError(
                 f"formats={dict(formats)!r}: the state of the optimizer has no field {missing}. "
                 "optax names a first moment 'mu', a second moment 'nu' and momentum 'trace'."
@@ -159,6 +157,18 @@ def _mapped(
         )
 
     return jax.tree.map(node, state, is_leaf=is_node)
+
+
+def _fields(state: PyTree) -> set[str]:
+    """The names of all fields in an optimizer state, those without arrays, too."""
+    below = [state]
+    found: set[str] = set()
+    while below:
+        node = below.pop()
+        found |= {*getattr(node, "_fields", ())}
+        children = jax.tree.leaves(node, is_leaf=lambda each, node=node: each is not node)
+        below += [each for each in children if each is not node]
+    return found
 
 
 def _is_packed(x: Any) -> bool:

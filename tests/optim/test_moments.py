@@ -327,3 +327,11 @@ def test_the_seed_decides_stochastic_bits():
 def test_refusals(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_muon_for_matrices_alone_has_a_second_moment_without_arrays():
+    tx = with_moment_formats(optax.contrib.muon(1e-2), {"mu": Int8(companding=False), "nu": Int8()})
+    start = {"w": params()["w"]}
+    updates, state = tx.update(start, tx.init(start), start)
+    assert updates["w"].shape == SHAPE
+    assert np.dtype("uint8") not in {x.dtype for x in jax.tree.leaves(state)}
