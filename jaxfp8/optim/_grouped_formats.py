@@ -5,7 +5,7 @@ depend on the mesh.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +97,9 @@ class Int8(AbstractMomentFormat):
             n = code * _LAST
         return n * tile_of(codes, self.group).expand(largest, codes.shape)
 
+    def reads(self, stored: Any) -> bool:
+        return isinstance(stored, Int8State) and _has_groups(stored.largest, stored[0], self.group)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpandedFP8(AbstractMomentFormat):
@@ -153,6 +156,11 @@ class ExpandedFP8(AbstractMomentFormat):
         n = n * tile.expand(largest, shape)
         return jnp.where(x < 0, -n, n)
 
+    def reads(self, stored: Any) -> bool:
+        return isinstance(stored, ExpandedFP8State) and _has_groups(
+            stored.largest, stored[0], self.group
+        )
+
 
 _SMALLEST = 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
 
@@ -175,6 +183,12 @@ def tile_of(x: Array, group: int) -> PerBlock:
             "group that divides it, or update the moments outside of shard_map."
         )
     return PerBlock((group,))
+
+
+def _has_groups(of_groups: Array, values: Array, group: int) -> bool:
+    """Whether an array has one value for each group of other values."""
+    *lead, size = values.shape or (1,)
+    return of_groups.shape in ((*lead, -(-size // group)), values.shape[:0])
 
 
 def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:

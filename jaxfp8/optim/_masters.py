@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.optim._bfloat16_bits import joined, rounded_to_24_bits, split
@@ -90,6 +91,9 @@ class Float32(AbstractMaster, AbstractMomentFormat):
 
     def unpack(self, stored: Array) -> Array:
         return stored
+
+    def reads(self, stored: Any) -> bool:
+        return isinstance(stored, jax.Array | np.ndarray) and stored.dtype == jnp.float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +175,9 @@ class Float16(AbstractMaster, AbstractMomentFormat):
 
     def unpack(self, stored: Float16State) -> Array:
         return self.load(stored, None)
+
+    def reads(self, stored: Any) -> bool:
+        return isinstance(stored, Float16State)
 
 
 def kind_of(masters: MasterState) -> AbstractMaster:

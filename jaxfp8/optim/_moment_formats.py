@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
@@ -56,6 +57,10 @@ class AbstractMomentFormat(abc.ABC):
     def unpack(self, stored: Any) -> Array:
         """The array float32 [...] that `pack` stored."""
 
+    @abc.abstractmethod
+    def reads(self, stored: Any) -> bool:
+        """Whether this format can have stored it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(AbstractMomentFormat):
@@ -87,6 +92,9 @@ class BFloat16(AbstractMomentFormat):
 
     def unpack(self, stored: Array) -> Array:
         return lax.optimization_barrier(stored).astype(jnp.float32)
+
+    def reads(self, stored: Any) -> bool:
+        return isinstance(stored, jax.Array | np.ndarray) and stored.dtype == jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +150,9 @@ class FP8(AbstractMomentFormat):
 
     def unpack(self, stored: QuantizedTensor) -> Array:
         return stored.dequantize(jnp.float32)
+
+    def reads(self, stored: Any) -> bool:
+        return isinstance(stored, QuantizedTensor) and stored.values.dtype == self.format.dtype
 
 
 def check_rounding(rounding: object) -> None:

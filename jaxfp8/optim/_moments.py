@@ -109,7 +109,10 @@ def with_moment_formats(
 
         def unpack(field: str, x: Any, index: int) -> Any:
             old.append(x)
-            return formats[field].unpack(x) if _is_packed(x) else x
+            if not _is_packed(x):
+                return x
+            _check_stored(field, formats[field], x)
+            return formats[field].unpack(x)
 
         loaded = _mapped(state.inner, formats, unpack)
         updates, new = inner.update(_widened(grads), loaded, params, **extra_args)
@@ -160,14 +163,14 @@ def _mapped(
 
 
 def _fields(state: PyTree) -> set[str]:
-    """The names of all fields in an optimizer state, those without arrays, too."""
-    below = [state]
+    """The names of all fields in an optimizer state, also of those without arrays."""
     found: set[str] = set()
-    while below:
-        node = below.pop()
-        found |= {*getattr(node, "_fields", ())}
-        children = jax.tree.leaves(node, is_leaf=lambda each, node=node: each is not node)
-        below += [each for each in children if each is not node]
+
+    def look(node: Any) -> bool:
+        found.update(getattr(node, "_fields", ()))
+        return False
+
+    jax.tree.leaves(state, is_leaf=look)
     return found
 
 
@@ -225,4 +228,15 @@ def _check_format(field: str, format: object) -> None:
         raise ValueError(
             f"{field}={format!r} cannot store a second moment: linear steps make zeros of its "
             "small values, and the update divides by their root. Use Int8(companding=True)."
+        )
+
+
+def _check_stored(field: str, format: AbstractMomentFormat, stored: Any) -> None:
+    """Raise ValueError if another format has stored a moment."""
+    if not format.reads(stored):
+        arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(stored))
+        raise ValueError(
+            f"{field}={format!r}, but the optimizer state holds {type(stored).__name__} "
+            f"({arrays}), which another format has stored. Use the format with which the state was "
+            "made, or call tx.init."
         )

@@ -335,3 +335,32 @@ def test_muon_for_matrices_alone_has_a_second_moment_without_arrays():
     updates, state = tx.update(start, tx.init(start), start)
     assert updates["w"].shape == SHAPE
     assert np.dtype("uint8") not in {x.dtype for x in jax.tree.leaves(state)}
+
+
+ALL = (FP8(), Float16(), BFloat16(), Int8(), ExpandedFP8(), Int8(64), Int8(32))
+
+
+@pytest.mark.parametrize("saved", ALL, ids=str)
+def test_a_state_of_another_format_is_refused(saved):
+    state = with_moment_formats(optax.trace(0.9), {"trace": saved}).init(params())
+    for format in (*ALL, Float32(), FP8(fp8.E5M2)):
+        tx = with_moment_formats(optax.trace(0.9), {"trace": format})
+        if format == saved:
+            tx.update(params(), state)
+        else:
+            with pytest.raises(ValueError, match="another format has stored"):
+                tx.update(params(), state)
+
+
+def test_memory_report_counts_stored_moments():
+    w = jnp.ones((256, 512))
+    tx = adamw(1e-3, mu=FP8(), nu=Int8())
+
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda p: jnp.sum((x @ p) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    report = fp8.memory_report(step, w, tx.init(w), jnp.ones((8, 256)))
+    assert report.fp8["moments"] == bytes_of(tx.init(w))
+    assert report.fp8["weights"] == w.nbytes
