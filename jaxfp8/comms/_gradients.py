@@ -1,0 +1,250 @@
+"""Sums of gradients over devices, inside `jax.shard_map`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.comms import _auto_scaled, _two_phase
+from jaxfp8.comms._exchange import Slices
+from jaxfp8.comms._sum_leaves import (
+    check_leaf,
+    check_state_varies_not,
+    has_no_values,
+    leaves_of,
+    names_of,
+)
+from jaxfp8.comms._sum_methods import (
+    AutoScaledFP8,
+    BFloat16Sum,
+    SumMethod,
+    TwoPhaseFP8,
+    check_method,
+)
+from jaxfp8.comms._sum_state import GradientSumState, rows_of, state_from
+from jaxfp8.numerics._float32 import widened
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+
+_ALIGNED = 128  # slices of whole groups of this size, where the method has no groups
+
+
+def all_reduce_gradients(
+    grads: PyTree,
+    axis_name: str | Sequence[str],
+    *,
+    method: SumMethod = BFloat16Sum(),  # noqa: B008  # frozen
+    state: GradientSumState | None = None,
+    mean: bool = True,
+    also_split_over: Sequence[str] | None = None,
+) -> tuple[PyTree, GradientSumState | None]:
+    """The mean or sum of gradients over mesh axes, with the same bits on all devices.
+
+    Call it inside `jax.shard_map`, with the gradients of each device's own batch. The types of the
+    results do not vary over the mesh axes. On a mesh axis of one device nothing is rounded. Leaves
+    of dtype float0 (gradients of integers) are returned as they are.
+
+    Args:
+      grads: a tree of [...] floating point, one gradient of each device.
+      axis_name: the name of the mesh axis, or the names of several.
+      method: how the gradients are sent and added.
+      state: the state of `AutoScaledFP8`, from `init_gradient_sums`. None for other methods.
+      mean: True divides the sum by the number of devices.
+      also_split_over: other mesh axes over which gradients are split, as with tensor parallelism.
+        `AutoScaledFP8` needs one scale for all their shards. It reads these axes from JAX's types.
+        With `check_vma=False` types cannot show them, so name them, or write ().
+
+    Returns:
+      The gradients, a tree of [...], and the state for the next step. `BFloat16Sum` keeps the dtype
+      of the gradients. The others return float32. The state is None for methods without state.
+
+    Raises:
+      ValueError: outside of `jax.shard_map`, for an unknown mesh axis, for a gradient that is
+        already summed, or for a state of other gradients.
+      TypeError: for a leaf that is no gradient, or a state of another method.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def gradient(w, x):  # x is the batch of this device
+      ...     w = jax.lax.pcast(w, "data", to="varying")  # JAX would sum the gradient itself
+      ...     grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+      ...     return all_reduce_gradients(grads, "data", method=fp8.comms.TwoPhaseFP8())[0]
+      >>> specs = dict(in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
+      >>> jax.shard_map(gradient, mesh=mesh, **specs)(jnp.ones((2, 1)), jnp.ones((4, 2)))
+      Array([[4.],
+             [4.]], dtype=float32)
+
+    References:
+      Peng et al., FP8-LM, arXiv:2310.18313, section 2.1 (`AutoScaledFP8`).
+      Wang et al., ZeRO++, arXiv:2306.10209, section 3.3 (`TwoPhaseFP8`).
+    """
+    check_method(method)
+    names = names_of(axis_name)
+    rows = rows_of(state, grads, method)
+    devices = lax.axis_size(names)
+    factor = 1 / devices if mean else 1.0
+
+    def reduced(
+        path: str, x: Array, row: GradientSumState | None
+    ) -> tuple[Array, GradientSumState | None]:
+        if devices == 1 or is_small(x, devices, method):
+            return _in_high_precision(x, method, factor, lambda x: lax.psum(x, names)), row
+        if isinstance(method, BFloat16Sum):
+            return _scaled(lax.psum(x.astype(jnp.bfloat16), names), factor, x.dtype), row
+        slices = Slices(x.shape, devices, getattr(method, "group", _ALIGNED))
+        if isinstance(method, TwoPhaseFP8):
+            return _two_phase.whole_sum(x, slices, names, method, factor), row
+        assert row is not None
+        check_state_varies_not(path, row, names)
+        also = _also_split_over(x, row, names, also_split_over)
+        return _auto_scaled.whole_sum(x, slices, names, method, row, also, mean)
+
+    results = _for_each(grads, names, reduced, rows)
+    leaves, rows = [list(each) for each in zip(*results, strict=True)] if results else ([], [])
+    return leaves_of(grads)[1].unflatten(leaves), state_from(rows, grads) if rows else state
+
+
+def reduce_scatter_gradients(
+    grads: PyTree,
+    axis_name: str | Sequence[str],
+    *,
+    axis: PyTree = 0,
+    method: BFloat16Sum | TwoPhaseFP8 = BFloat16Sum(),  # noqa: B008  # frozen
+    mean: bool = True,
+) -> PyTree:
+    """The mean or sum of gradients over mesh axes, of which each device keeps its shard.
+
+    For loops in which each device updates a shard of the parameters (ZeRO, FSDP). Device i gets
+    shard i, as with `jax.P(axis_name)`. `TwoPhaseFP8` stops after its float32 sum, so gradients are
+    rounded once.
+
+    Args:
+      grads: a tree of [..., n, ...] floating point, one gradient of each device.
+      axis_name: the name of the mesh axis, or the names of several.
+      axis: the array axis that is split: one number, or a tree of numbers, a prefix of `grads`.
+      method: how the gradients are sent and added.
+      mean: True divides the sum by the number of devices.
+
+    Returns:
+      A tree of [..., n / devices, ...]. `BFloat16Sum` keeps the dtype of the gradients.
+      `TwoPhaseFP8` returns float32.
+
+    Raises:
+      ValueError, TypeError: as in `all_reduce_gradients`. Also if devices do not split the axis
+        evenly, and for `AutoScaledFP8`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def shard(g):  # [1, n, ...], the gradient of this device
+      ...     return reduce_scatter_gradients(g[0], "fsdp", method=fp8.comms.TwoPhaseFP8())
+      >>> specs = dict(in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))
+      >>> jax.shard_map(shard, mesh=mesh, **specs)(jnp.ones((1, 4, 2))).shape
+      (4, 2)
+    """
+    check_method(method)
+    if isinstance(method, AutoScaledFP8):
+        raise ValueError(
+            f"method={method!r} has no reduce-scatter: its mu limits how many values of an FP8 sum "
+            "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
+        )
+    names = names_of(axis_name)
+    devices = lax.axis_size(names)
+    factor = 1 / devices if mean else 1.0
+    axes = jax.tree.leaves(jax.tree.broadcast(axis, grads, is_leaf=lambda leaf: leaf is None))
+
+    def scattered(path: str, x: Array, axis: Any) -> Array:
+        axis = _checked_axis(path, x, axis, devices)
+
+        def scatter(x: Array) -> Array:
+            return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+
+        if devices == 1 or is_small(x, devices, method):
+            return _in_high_precision(x, method, factor, scatter)
+        if isinstance(method, BFloat16Sum):
+            return _scaled(scatter(x.astype(jnp.bfloat16)), factor, x.dtype)
+        slices = Slices(x.shape, devices, method.group, axis)
+        return slices.shard(_two_phase.slice_sum(x, slices, names, method, factor))
+
+    results = _for_each(grads, names, lambda *each: (scattered(*each),), axes)
+    return leaves_of(grads)[1].unflatten([leaf for leaf, *_ in results])
+
+
+def is_small(x: Array, devices: int, method: SumMethod) -> bool:
+    """Whether a gradient is summed in float32, because it is small.
+
+    In FP8 each device needs a whole group. With at least one group for each device, the padding is
+    at most as long as the gradient.
+    """
+    group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", _ALIGNED)
+    return x.size < max(method.min_size, devices * group)
+
+
+def _for_each(
+    grads: PyTree, names: tuple[str, ...], function: Callable[..., Any], second: Sequence[Any]
+) -> list[Any]:
+    """`function(path, gradient, second)` of each checked gradient, `(gradient, second)` of float0.
+
+    All gradients are checked before the first one is sent.
+    """
+    leaves, structure = leaves_of(grads)
+    paths = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree.leaves_with_path(structure.unflatten(range(len(leaves))))
+    ]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not has_no_values(leaf):
+            check_leaf(path, leaf, names)
+    return [
+        (leaf, other) if has_no_values(leaf) else function(path, jnp.asarray(leaf), other)
+        for path, leaf, other in zip(paths, leaves, second, strict=True)
+    ]
+
+
+def _in_high_precision(
+    x: Array, method: SumMethod, factor: float, collective: Callable[[Array], Array]
+) -> Array:
+    """The sum in float32, in the dtype in which the method returns gradients."""
+    dtype = x.dtype if isinstance(method, BFloat16Sum) else jnp.dtype(jnp.float32)
+    return _scaled(collective(widened(x)), factor, dtype)
+
+
+def _scaled(total: Array, factor: float, dtype: Any) -> Array:
+    return (total.astype(jnp.float32) * np.float32(factor)).astype(dtype)
+
+
+def _also_split_over(
+    x: Array, row: GradientSumState, names: tuple[str, ...], named: Sequence[str] | None
+) -> tuple[str, ...]:
+    """The mesh axes over which a gradient is split and its state is not, without `names`."""
+    if named is not None:
+        return tuple(name for name in names_of(named, "also_split_over") if name not in names)
+    if types_tell():
+        return tuple(sorted(varying(x) - varying(row.mu) - set(names)))
+    others = [name for name in manual_axes() if name not in names and lax.axis_size(name) > 1]
+    if others:
+        raise ValueError(
+            f"also_split_over=None with check_vma=False: types cannot show whether gradients are "
+            f"split over {others}, too. Then AutoScaledFP8 needs one scale for all shards. Write "
+            f"also_split_over={tuple(others)} if they are split, and () if they are not."
+        )
+    return ()
+
+
+def _checked_axis(path: str, x: Array, axis: Any, devices: int) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"axis={axis!r} is no axis of the gradient {path or 'grads'} {list(x.shape)}. Name "
+            "the axis along which each device has a shard. Sum gradients that are not split with "
+            "all_reduce_gradients."
+        )
+    if x.shape[axis] % devices:
+        raise ValueError(
+            f"axis={axis} of the gradient {path or 'grads'} {list(x.shape)} cannot be split evenly "
+            f"among {devices} devices. Choose another axis, or use all_reduce_gradients."
+        )
+    return axis % x.ndim
