@@ -70,8 +70,11 @@ def whole_sum(
 def _multiplier(largest: Array, mu: Array, devices: int, method: AutoScaledFP8) -> Array:
     """What the gradient is multiplied by before the cast, in [2^-126, 2^126]."""
     common = encoding_multiplier(largest, method.format, power_of_two=method.power_of_two)
-    factor = {"auto": mu, "pre": np.float32(1 / devices), "post": np.float32(1)}[method.scaling]
-    return jnp.clip(common * factor, TINY, 1 / TINY)
+    if method.scaling == "auto":
+        common = common * mu
+    elif method.scaling == "pre":
+        common = common * np.float32(1 / devices)
+    return jnp.clip(common, TINY, 1 / TINY)
 
 
 def _sum(

@@ -12,10 +12,9 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _auto_scaled, _two_phase
 from jaxfp8.comms._exchange import Slices
 from jaxfp8.comms._sum_leaves import (
-    check_leaf,
     check_state_varies_not,
     has_no_values,
-    leaves_of,
+    local_gradients,
     names_of,
 )
 from jaxfp8.comms._sum_methods import (
@@ -84,13 +83,17 @@ def all_reduce_gradients(
     """
     check_method(method)
     names = names_of(axis_name)
-    rows = rows_of(state, grads, method)
+    paths, leaves, structure = local_gradients(grads, names)
+    rows = rows_of(state, structure, method)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
 
     def reduced(
         path: str, x: Array, row: GradientSumState | None
     ) -> tuple[Array, GradientSumState | None]:
+        if has_no_values(x):
+            return x, row
+        x = jnp.asarray(x)
         if devices == 1 or is_small(x, devices, method):
             return _in_high_precision(x, method, factor, lambda x: lax.psum(x, names)), row
         if isinstance(method, BFloat16Sum):
@@ -103,9 +106,9 @@ def all_reduce_gradients(
         also = _also_split_over(x, row, names, also_split_over)
         return _auto_scaled.whole_sum(x, slices, names, method, row, also, mean)
 
-    results = _for_each(grads, names, reduced, rows)
-    leaves, rows = [list(each) for each in zip(*results, strict=True)] if results else ([], [])
-    return leaves_of(grads)[1].unflatten(leaves), state_from(rows, grads) if rows else state
+    results = [reduced(*each) for each in zip(paths, leaves, rows, strict=True)]
+    next_state = state_from([row for _, row in results], structure, method)
+    return structure.unflatten([leaf for leaf, _ in results]), next_state
 
 
 def reduce_scatter_gradients(
@@ -153,11 +156,16 @@ def reduce_scatter_gradients(
             "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
         )
     names = names_of(axis_name)
+    paths, leaves, structure = local_gradients(grads, names)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
-    axes = jax.tree.leaves(jax.tree.broadcast(axis, grads, is_leaf=lambda leaf: leaf is None))
+    numbered = structure.unflatten(range(len(leaves)))
+    axes = jax.tree.leaves(jax.tree.broadcast(axis, numbered))
 
     def scattered(path: str, x: Array, axis: Any) -> Array:
+        if has_no_values(x):
+            return x
+        x = jnp.asarray(x)
         axis = _checked_axis(path, x, axis, devices)
 
         def scatter(x: Array) -> Array:
@@ -170,8 +178,8 @@ def reduce_scatter_gradients(
         slices = Slices(x.shape, devices, method.group, axis)
         return slices.shard(_two_phase.slice_sum(x, slices, names, method, factor))
 
-    results = _for_each(grads, names, lambda *each: (scattered(*each),), axes)
-    return leaves_of(grads)[1].unflatten([leaf for leaf, *_ in results])
+    results = [scattered(*each) for each in zip(paths, leaves, axes, strict=True)]
+    return structure.unflatten(results)
 
 
 def is_small(x: Array, devices: int, method: SumMethod) -> bool:
@@ -182,27 +190,6 @@ def is_small(x: Array, devices: int, method: SumMethod) -> bool:
     """
     group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", _ALIGNED)
     return x.size < max(method.min_size, devices * group)
-
-
-def _for_each(
-    grads: PyTree, names: tuple[str, ...], function: Callable[..., Any], second: Sequence[Any]
-) -> list[Any]:
-    """`function(path, gradient, second)` of each checked gradient, `(gradient, second)` of float0.
-
-    All gradients are checked before the first one is sent.
-    """
-    leaves, structure = leaves_of(grads)
-    paths = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree.leaves_with_path(structure.unflatten(range(len(leaves))))
-    ]
-    for path, leaf in zip(paths, leaves, strict=True):
-        if not has_no_values(leaf):
-            check_leaf(path, leaf, names)
-    return [
-        (leaf, other) if has_no_values(leaf) else function(path, jnp.asarray(leaf), other)
-        for path, leaf, other in zip(paths, leaves, second, strict=True)
-    ]
 
 
 def _in_high_precision(

@@ -41,6 +41,25 @@ def names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tup
     return names
 
 
+def local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
+    """The paths of the leaves, the leaves, and their structure, after a check of all leaves.
+
+    Args:
+      grads: a tree of gradients [...] of this device.
+      names: the mesh axes over which they will be summed.
+
+    Raises:
+      TypeError, ValueError: for a leaf that is no local gradient. Leaves of dtype float0 pass.
+    """
+    leaves, structure = leaves_of(grads)
+    numbered = structure.unflatten(range(len(leaves)))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(numbered)]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not has_no_values(leaf):
+            check_leaf(path, leaf, names)
+    return paths, leaves, structure
+
+
 def has_no_values(leaf: Any) -> bool:
     """Whether a leaf is the gradient of an integer parameter, which has no values (float0)."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0

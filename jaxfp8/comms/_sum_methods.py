@@ -1,7 +1,7 @@
 """How gradients are summed over devices: the methods of `all_reduce_gradients`."""
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from jaxfp8.numerics._formats import E4M3, VALUE_FORMATS, Format
 from jaxfp8.numerics._scale_rule import ScaleRule
@@ -123,10 +123,9 @@ class AutoScaledFP8:
         _check_count(self, "growth_steps", least=1)
         _check_count(self, "min_size", least=0)
         for field, known in (("scaling", Scaling), ("reduction", Reduction)):
-            if (value := getattr(self, field)) not in known.__args__:
+            if (value := getattr(self, field)) not in get_args(known):
                 raise ValueError(
-                    f"AutoScaledFP8({field}={value!r}) is unknown. Use one of "
-                    f"{list(known.__args__)}."
+                    f"AutoScaledFP8({field}={value!r}) is unknown. Use one of {get_args(known)}."
                 )
         if not isinstance(self.power_of_two, bool):
             raise TypeError(

@@ -2,14 +2,13 @@
 
 import fractions
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.comms._sum_leaves import leaves_of
 from jaxfp8.comms._sum_methods import AutoScaledFP8, SumMethod, check_method
 
 _LARGEST_MU = 2.0**20
@@ -96,14 +95,18 @@ def init_gradient_sums(grads_or_params: PyTree, method: SumMethod) -> GradientSu
 
 
 def rows_of(
-    state: GradientSumState | None, grads: PyTree, method: SumMethod
+    state: GradientSumState | None, structure: Any, method: SumMethod
 ) -> list[GradientSumState | None]:
-    """The state of each gradient, in the order of `leaves_of`, after a check of the whole state.
+    """The state of each gradient, in the order of the leaves, after a check of the whole state.
+
+    Args:
+      state: the state of all gradients, or None.
+      structure: the tree structure of the gradients.
+      method: how they will be summed.
 
     Raises:
       TypeError, ValueError: if the state is missing, or belongs to another method or tree.
     """
-    leaves, structure = leaves_of(grads)
     name = type(method).__name__
     if not isinstance(method, AutoScaledFP8):
         if state is not None:
@@ -111,7 +114,7 @@ def rows_of(
                 f"state is a {type(state).__name__}, but {name} has no state. Leave state= out, or "
                 "pass the method that the state was made for."
             )
-        return [None] * len(leaves)
+        return [None] * structure.num_leaves
     if not isinstance(state, GradientSumState):
         raise TypeError(
             f"state is {'missing' if state is None else f'a {type(state).__name__}'}, and {name} "
@@ -135,13 +138,15 @@ def rows_of(
     return [GradientSumState(*row) for row in zip(*columns, strict=True)]
 
 
-def state_from(rows: list[GradientSumState | None], grads: PyTree) -> GradientSumState | None:
-    """The state of all gradients, from that of each; None if there is none."""
-    _, structure = leaves_of(grads)
-    kept = [row for row in rows if row is not None]
-    if len(kept) < len(rows) or not rows:
+def state_from(
+    rows: list[GradientSumState | None], structure: Any, method: SumMethod
+) -> GradientSumState | None:
+    """The state of all gradients, from that of each; None for a method without state."""
+    if not isinstance(method, AutoScaledFP8):
         return None
-    return GradientSumState(*(structure.unflatten(column) for column in zip(*kept, strict=True)))
+    columns = zip(*(row for row in rows if row is not None), strict=True)
+    fields = [structure.unflatten(column) for column in columns]
+    return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
 
 
 def next_row(row: GradientSumState, sums: Sums, method: AutoScaledFP8) -> GradientSumState:
