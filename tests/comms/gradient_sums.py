@@ -37,7 +37,10 @@ def dequantized(x, group, rule, fmt):
 
 def multiplier_of(grads, mu=1.0, *, scaling="auto", power_of_two=True, fmt="E4M3"):
     """The smallest multiplier of the devices, times mu, or divided by their number."""
-    each = [oracle.multiplier(oracle.amax(g, None), fmt, power_of_two=power_of_two) for g in grads]
+    amaxes = [oracle.amax(g, None) for g in grads]
+    # A device with zeros only takes any multiplier, so it does not have a say.
+    amaxes = [amax for amax in amaxes if amax >= oracle.TINY] or [0.0]
+    each = [oracle.multiplier(amax, fmt, power_of_two=power_of_two) for amax in amaxes]
     factor = {"auto": np.float32(mu), "pre": np.float32(1 / len(grads)), "post": np.float32(1)}
     return np.float32(min(each)) * factor[scaling]
 
@@ -89,15 +92,14 @@ def on_devices(function, mesh, names, *, vma=True, out=None):
 
 
 def reduced(grads, mesh, names, *, vma=True, **options):
-    """The sum of gradients [devices, ...] by `all_reduce_gradients`, as every device has it.
+    """`all_reduce_gradients` of gradients [devices, ...].
 
-    [devices, ...] as well, so that devices can be compared.
+    With types the result is one array, because they show that all devices have the same. Without
+    types it is [devices, ...], what each of them has.
     """
 
     def local(g, state):
-        # vma=False below, because a result that is the same everywhere leaves as one for each device
-        total, state = fp8.comms.all_reduce_gradients(g, names, state=state, **options)
-        return (total, state)
+        return fp8.comms.all_reduce_gradients(g, names, state=state, **options)
 
     state = options.pop("state", None)
     if vma:
