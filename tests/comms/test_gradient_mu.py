@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_inputs import mentions
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 
@@ -38,11 +39,14 @@ def test_mu_step_by_step(max_saturated, growth_steps):
     size = 2000
     method = AutoScaledFP8(max_saturated=max_saturated, growth_steps=growth_steps, min_size=0)
     state = fp8.comms.init_gradient_sums(np.zeros(size, np.float32), method)
-    step_on = sums.on_devices(
-        lambda g, state: fp8.comms.all_reduce_gradients(g, "d", method=method, state=state),
-        MESH(),
-        "d",
-    )
+    state = jax.device_put(state, NamedSharding(MESH(), P()))  # as it is after a step
+    traces = []
+
+    def local(g, state):
+        traces.append(1)
+        return fp8.comms.all_reduce_gradients(g, "d", method=method, state=state)
+
+    step_on = sums.on_devices(local, MESH(), "d")
     mu, halved, nonfinite, moves = np.float32(1), 0, 0, set()
     for step in range(16):
         grads = gradients(step, size)
@@ -65,7 +69,7 @@ def test_mu_step_by_step(max_saturated, growth_steps):
         assert_same_bits(state.mu, np.float32(mu))
         assert (int(state.halved_steps), int(state.nonfinite_steps)) == (halved, nonfinite)
     assert moves == {"left", "halved", "grown"}
-    assert step_on._cache_size() == 1  # no step is traced again
+    assert len(traces) == 1  # no step is traced again
 
 
 @pytest.mark.parametrize("clipped", [3, 4])
@@ -76,7 +80,7 @@ def test_the_share_that_halves_is_exact(clipped):
     method = AutoScaledFP8(max_saturated=0.001, min_size=0)
     state = fp8.comms.init_gradient_sums(grads[0], method)
     _, state = sums.reduced(grads, MESH(), "d", method=method, state=state)
-    assert state.halved_steps == (clipped == 4)
+    assert int(state.halved_steps) == (clipped == 4)
     assert_same_bits(state.saturated, np.float32(clipped / 3000))
 
 
@@ -88,7 +92,7 @@ def test_without_auto_scaling_mu_stays(scaling):
     found, state = sums.reduced(grads, MESH(), "d", method=method, state=state)
     np.testing.assert_array_equal(found, 448 if scaling == "pre" else 448 / D)
     assert (state.mu, state.halved_steps) == (1, 0)
-    assert state.saturated == (scaling == "post")
+    assert float(state.saturated) == (scaling == "post")
 
 
 def test_mu_has_bounds():

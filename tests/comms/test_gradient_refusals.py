@@ -37,7 +37,7 @@ def test_where_it_is_called(function):
 
 @pytest.mark.parametrize("function", [REDUCE, SCATTER])
 def test_a_gradient_that_jax_has_summed(function):
-    """JAX sums gradients of parameters that do not vary. A second sum would be D times too large."""
+    """JAX sums gradients of parameters that do not vary. A second sum would be too large."""
 
     def gradient(vary, x, w):
         w = jax.lax.pcast(w, "d", to="varying") if vary else w
