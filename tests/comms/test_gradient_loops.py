@@ -1,4 +1,4 @@
-"""Training loops train as with float32 sums: data-parallel, and with shards of everything (ZeRO)."""
+"""Loops train as with float32 sums: data-parallel, and with shards of everything (ZeRO)."""
 
 import functools
 
