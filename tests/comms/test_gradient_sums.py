@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 
@@ -188,6 +189,22 @@ def test_shards_of_two_mesh_axes():
     )
     found = sums.on_devices(scatter, sums.mesh_of(a=4, b=2), ("a", "b"), out=P(("a", "b")))(grads)
     assert_same_bits(found, sums.two_phase(grads)[0].reshape(2048, 16))
+
+
+def test_fp8_between_hosts_only():
+    """Shards are summed in bfloat16 over "chip", and in FP8 over "host", as the page says."""
+    grads = sums.heavy_tailed(8, 2048, 16)
+
+    def local(g):
+        shard = fp8.comms.reduce_scatter_gradients(g, "chip", method=BFloat16Sum())
+        shard, _ = fp8.comms.all_reduce_gradients(shard, "host", method=TwoPhaseFP8())
+        return lax.all_gather(shard, "chip", tiled=True, to="invarying")
+
+    mesh = sums.mesh_of(host=4, chip=2)
+    found = np.asarray(sums.on_devices(local, mesh, ("host", "chip"))(grads), np.float64)
+    assert found.shape == (2048, 16)
+    error = np.linalg.norm(found - grads.mean(0)) / np.linalg.norm(grads.mean(0))
+    assert 0.01 < error < 0.05
 
 
 def test_a_gradient_that_is_split_has_one_scale():
