@@ -101,8 +101,8 @@ def _sum(
         return by_exchange(payload)
     total = lax.psum(payload, names).astype(jnp.float32)
     # Payloads of finite gradients are finite, so a NaN here is a sum that overflowed, and its sign
-    # is unknown. (NCCL clips such sums. XLA:CPU and others do not.) If gradients are not finite,
-    # the result does not matter.
+    # is unknown. (NCCL clips such sums, by its src/device/reduce_kernel.h. XLA:CPU does not.) If
+    # gradients are not finite, the result does not matter.
     overflowed = pmax(jnp.any(total != total).astype(jnp.float32), also) > 0
     first = lax.axis_index(names) == 0
 

@@ -99,7 +99,8 @@ class AutoScaledFP8:
       growth_steps: mu doubles in this many steps without too many clipped values.
       reduction: how payloads are added. "exchange" sends bytes (all-to-all, all-gather), adds in
         float32 and rounds the sum once. It counts each clipped sum. "all_reduce" is one all-reduce
-        of FP8 values. It may round and clip after each addition, in an order of its own.
+        of FP8 values. It may round and clip after each addition, in an order of its own. NVIDIA
+        GPUs before Hopper cannot run it.
       min_size: gradients with fewer values are summed in float32. Their state does not change.
 
     Example:
