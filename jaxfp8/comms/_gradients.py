@@ -1,34 +1,23 @@
-"""Sums of gradients over devices, inside `jax.shard_map`."""
+"""`all_reduce_gradients`: sums of gradients over devices, inside `jax.shard_map`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _auto_scaled, _two_phase
 from jaxfp8.comms._exchange import Slices
+from jaxfp8.comms._plain_sums import ALIGNED, in_high_precision, is_small, scaled
 from jaxfp8.comms._sum_leaves import (
     check_state_varies_not,
     has_no_values,
     local_gradients,
     names_of,
 )
-from jaxfp8.comms._sum_methods import (
-    AutoScaledFP8,
-    BFloat16Sum,
-    SumMethod,
-    TwoPhaseFP8,
-    check_method,
-)
+from jaxfp8.comms._sum_methods import BFloat16Sum, SumMethod, TwoPhaseFP8, check_method
 from jaxfp8.comms._sum_state import GradientSumState, rows_of, state_from
-from jaxfp8.numerics._float32 import widened
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
-
-_ALIGNED = 128  # slices of whole groups of this size, where the method has no groups
 
 
 def all_reduce_gradients(
@@ -95,10 +84,10 @@ def all_reduce_gradients(
             return x, row
         x = jnp.asarray(x)
         if devices == 1 or is_small(x, devices, method):
-            return _in_high_precision(x, method, factor, lambda x: lax.psum(x, names)), row
+            return in_high_precision(x, method, factor, lambda x: lax.psum(x, names)), row
         if isinstance(method, BFloat16Sum):
-            return _scaled(lax.psum(x.astype(jnp.bfloat16), names), factor, x.dtype), row
-        slices = Slices(x.shape, devices, getattr(method, "group", _ALIGNED))
+            return scaled(lax.psum(x.astype(jnp.bfloat16), names), factor, x.dtype), row
+        slices = Slices(x.shape, devices, getattr(method, "group", ALIGNED))
         if isinstance(method, TwoPhaseFP8):
             return _two_phase.whole_sum(x, slices, names, method, factor), row
         assert row is not None
@@ -109,99 +98,6 @@ def all_reduce_gradients(
     results = [reduced(*each) for each in zip(paths, leaves, rows, strict=True)]
     next_state = state_from([row for _, row in results], structure, method)
     return structure.unflatten([leaf for leaf, _ in results]), next_state
-
-
-def reduce_scatter_gradients(
-    grads: PyTree,
-    axis_name: str | Sequence[str],
-    *,
-    axis: PyTree = 0,
-    method: BFloat16Sum | TwoPhaseFP8 = BFloat16Sum(),  # noqa: B008  # frozen
-    mean: bool = True,
-) -> PyTree:
-    """The mean or sum of gradients over mesh axes, of which each device keeps its shard.
-
-    For loops in which each device updates a shard of the parameters (ZeRO, FSDP). Device i gets
-    shard i, as with `jax.P(axis_name)`. `TwoPhaseFP8` stops after its float32 sum, so gradients are
-    rounded once.
-
-    Args:
-      grads: a tree of [..., n, ...] floating point, one gradient of each device.
-      axis_name: the name of the mesh axis, or the names of several.
-      axis: the array axis that is split: one number, or a tree of numbers, a prefix of `grads`.
-      method: how the gradients are sent and added.
-      mean: True divides the sum by the number of devices.
-
-    Returns:
-      A tree of [..., n / devices, ...]. `BFloat16Sum` keeps the dtype of the gradients.
-      `TwoPhaseFP8` returns float32.
-
-    Raises:
-      ValueError, TypeError: as in `all_reduce_gradients`. Also if devices do not split the axis
-        evenly, and for `AutoScaledFP8`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
-      >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> def shard(g):  # [1, n, ...], the gradient of this device
-      ...     return reduce_scatter_gradients(g[0], "fsdp", method=fp8.comms.TwoPhaseFP8())
-      >>> specs = dict(in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))
-      >>> jax.shard_map(shard, mesh=mesh, **specs)(jnp.ones((1, 4, 2))).shape
-      (4, 2)
-    """
-    check_method(method)
-    if isinstance(method, AutoScaledFP8):
-        raise ValueError(
-            f"method={method!r} has no reduce-scatter: its mu limits how many values of an FP8 sum "
-            "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
-        )
-    names = names_of(axis_name)
-    paths, leaves, structure = local_gradients(grads, names)
-    devices = lax.axis_size(names)
-    factor = 1 / devices if mean else 1.0
-    numbered = structure.unflatten(range(len(leaves)))
-    axes = jax.tree.leaves(jax.tree.broadcast(axis, numbered))
-
-    def scattered(path: str, x: Array, axis: Any) -> Array:
-        if has_no_values(x):
-            return x
-        x = jnp.asarray(x)
-        axis = _checked_axis(path, x, axis, devices)
-
-        def scatter(x: Array) -> Array:
-            return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
-
-        if devices == 1 or is_small(x, devices, method):
-            return _in_high_precision(x, method, factor, scatter)
-        if isinstance(method, BFloat16Sum):
-            return _scaled(scatter(x.astype(jnp.bfloat16)), factor, x.dtype)
-        slices = Slices(x.shape, devices, method.group, axis)
-        return slices.shard(_two_phase.slice_sum(x, slices, names, method, factor))
-
-    results = [scattered(*each) for each in zip(paths, leaves, axes, strict=True)]
-    return structure.unflatten(results)
-
-
-def is_small(x: Array, devices: int, method: SumMethod) -> bool:
-    """Whether a gradient is summed in float32, because it is small.
-
-    In FP8 each device needs a whole group. With at least one group for each device, the padding is
-    at most as long as the gradient.
-    """
-    group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", _ALIGNED)
-    return x.size < max(method.min_size, devices * group)
-
-
-def _in_high_precision(
-    x: Array, method: SumMethod, factor: float, collective: Callable[[Array], Array]
-) -> Array:
-    """The sum in float32, in the dtype in which the method returns gradients."""
-    dtype = x.dtype if isinstance(method, BFloat16Sum) else jnp.dtype(jnp.float32)
-    return _scaled(collective(widened(x)), factor, dtype)
-
-
-def _scaled(total: Array, factor: float, dtype: Any) -> Array:
-    return (total.astype(jnp.float32) * np.float32(factor)).astype(dtype)
 
 
 def _also_split_over(
@@ -220,18 +116,3 @@ def _also_split_over(
             f"also_split_over={tuple(others)} if they are split, and () if they are not."
         )
     return ()
-
-
-def _checked_axis(path: str, x: Array, axis: Any, devices: int) -> int:
-    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"axis={axis!r} is no axis of the gradient {path or 'grads'} {list(x.shape)}. Name "
-            "the axis along which each device has a shard. Sum gradients that are not split with "
-            "all_reduce_gradients."
-        )
-    if x.shape[axis] % devices:
-        raise ValueError(
-            f"axis={axis} of the gradient {path or 'grads'} {list(x.shape)} cannot be split evenly "
-            f"among {devices} devices. Choose another axis, or use all_reduce_gradients."
-        )
-    return axis % x.ndim
