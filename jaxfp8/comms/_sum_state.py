@@ -170,7 +170,7 @@ def next_row(row: GradientSumState, sums: Sums, method: AutoScaledFP8) -> Gradie
     mu = row.mu
     if method.scaling == "auto":
         growth = np.float32(2.0 ** (1 / method.growth_steps))
-        moved = jnp.clip(jnp.where(halve, mu * 0.5, mu * growth), 1 / _LARGEST_MU, _LARGEST_MU)
+        moved = jnp.where(halve, mu * 0.5, jnp.minimum(mu * growth, _LARGEST_MU))
         mu = jnp.where(tells, moved, mu)
     else:
         halve = jnp.zeros_like(halve)
