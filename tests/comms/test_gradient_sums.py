@@ -123,6 +123,19 @@ def test_an_all_reduce_of_fp8_that_overflows_is_clipped():
     assert state.saturated == np.float32(3 / 2048)
 
 
+@pytest.mark.parametrize(("smaller", "exchanged"), [(12, 1), (0, 0)])
+def test_a_sum_at_the_largest_value(smaller, exchanged):
+    """After an all-reduce 448 may be a clipped sum, so it counts. An exchange knows."""
+    grads = np.zeros((D, 512), np.float32)
+    grads[:2, 0] = 448, smaller
+    for reduction, clipped in (("all_reduce", 1), ("exchange", exchanged)):
+        method = AutoScaledFP8(min_size=0, reduction=reduction)
+        state = fp8.comms.init_gradient_sums(grads[0], method)
+        found, state = sums.reduced(grads, MESH(), "d", method=method, state=state)
+        assert found[0] == 448 / D
+        assert state.saturated == np.float32(clipped / 512)
+
+
 def test_an_all_reduce_of_fp8_without_overflow():
     grads = sums.heavy_tailed(D, 4096)
     grads[0, 9] = 1  # one value that is far above all others

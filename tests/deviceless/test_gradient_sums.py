@@ -99,7 +99,8 @@ def test_a_reduce_scatter_sends_half_of_a_sum(devices, method, bytes_share):
     assert share(devices, method, scatter=True) == pytest.approx(bytes_share, rel=0.02)
 
 
-def test_fp8_is_sent_as_bytes():
+def test_bytes_are_sent_and_64_slices_are_added_without_a_loop():
     for method in (TwoPhaseFP8(), AutoScaledFP8()):
+        assert " while(" not in compiled(64, method).as_text()
         for kind in ("all-to-all", "all-gather"):
             assert_wire_dtype(compiled(8, method), kind, jnp.uint8, at_least=100_000)
