@@ -58,7 +58,10 @@ EXPECTED = {
         BFloat16Plus Float16 Float32 Overwrite BFloat16 FP8 Int8 ExpandedFP8
         with_moment_formats MomentFormatsState adamw fused_adamw scale_by_adam scale_by_muon
     """,
-    "jaxfp8.comms": "all_gather all_to_all ppermute",
+    "jaxfp8.comms": """
+        all_gather all_to_all ppermute all_reduce_gradients reduce_scatter_gradients
+        init_gradient_sums GradientSumState BFloat16Sum TwoPhaseFP8 AutoScaledFP8
+    """,
 }
 
 ROOT = Path(__file__).parent.parent

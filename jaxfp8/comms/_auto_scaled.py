@@ -1,0 +1,119 @@
+"""`AutoScaledFP8` for one gradient."""
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfp8._typing import Array
+from jaxfp8.comms._exchange import Slices, exchange, gather, sum_in_order
+from jaxfp8.comms._sum_methods import AutoScaledFP8
+from jaxfp8.comms._sum_state import GradientSumState, Sums, next_row
+from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._float32 import TINY, widened
+from jaxfp8.numerics._granularity import PerTensor
+from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._scale import encoding_multiplier, inverse
+from jaxfp8.sharding._amax import pmax
+
+
+def whole_sum(
+    x: Array,
+    slices: Slices,
+    names: tuple[str, ...],
+    method: AutoScaledFP8,
+    row: GradientSumState,
+    also: tuple[str, ...],
+    mean: bool,
+) -> tuple[Array, GradientSumState]:
+    """The sum or mean over all devices [slices.shape] float32, and the next state.
+
+    Args:
+      x: [slices.shape] the gradient of this device.
+      slices: how it is cut.
+      names: the mesh axes over which it is summed.
+      method: how it is summed.
+      row: the state of this gradient.
+      also: other mesh axes over which it is split, and its state is not.
+      mean: whether to divide the sum by the number of devices.
+    """
+    everywhere = names + also
+    # The smallest multiplier of all devices is that of the largest amax. It is found like this
+    # because a device whose gradient is zero has the multiplier 1, which may be the smallest.
+    largest = pmax(amax(x, PerTensor()), everywhere)
+    multiplier = _multiplier(largest, row.mu, slices.devices, method)
+    payload = saturating_cast(x, multiplier, method.format)
+    total, clipped_sums = _sum(payload, slices, names, also, method)
+
+    magnitude = jnp.abs(widened(x))
+    counts = jnp.stack(
+        [
+            _count(magnitude * multiplier > method.format.max),
+            _count((magnitude >= TINY) & (payload.astype(jnp.float32) == 0)),
+            clipped_sums,
+        ]
+    )
+    clipped, underflowed, clipped_sums = lax.psum(counts, everywhere)
+    size = math.prod(slices.shape) * (lax.axis_size(also) if also else 1)
+    sums = Sums(largest, clipped + clipped_sums, underflowed, size, slices.devices)
+
+    # The number of devices first: a small inverse divided by it could be below 2^-126.
+    total = total * np.float32(1 / slices.devices) if mean else total
+    # Finite gradients have a finite multiplier. Without the select, a NaN of one device would be
+    # the NaN of its element only, and all others would have a scale that means nothing.
+    result = jnp.where(largest < jnp.inf, total * inverse(multiplier), jnp.nan)
+    return result, next_row(row, sums, method)
+
+
+def _multiplier(largest: Array, mu: Array, devices: int, method: AutoScaledFP8) -> Array:
+    """What the gradient is multiplied by before the cast, in [2^-126, 2^126]."""
+    common = encoding_multiplier(largest, method.format, power_of_two=method.power_of_two)
+    if method.scaling == "auto":
+        common = common * mu
+    elif method.scaling == "pre":
+        common = common * np.float32(1 / devices)
+    return jnp.clip(common, TINY, 1 / TINY)
+
+
+def _sum(
+    payload: Array,
+    slices: Slices,
+    names: tuple[str, ...],
+    also: tuple[str, ...],
+    method: AutoScaledFP8,
+) -> tuple[Array, Array]:
+    """The sum of payloads in FP8, as float32 [slices.shape], and how many of its values clipped.
+
+    The count is a part of each device's. The sum of the parts is the count.
+    """
+    largest = method.format.max
+
+    def by_exchange(payload: Array) -> tuple[Array, Array]:
+        received = exchange(slices.cut(payload), names)
+        own = sum_in_order((received,), lambda values: values.astype(jnp.float32))
+        rounded = saturating_cast(own, jnp.float32(1), method.format)
+        whole = slices.join(gather(rounded, names)).astype(jnp.float32)
+        return whole, _count(jnp.abs(own) > largest)
+
+    if method.reduction == "exchange":
+        return by_exchange(payload)
+    total = lax.psum(payload, names).astype(jnp.float32)
+    # Payloads of finite gradients are finite, so a NaN here is a sum that overflowed, and its sign
+    # is unknown. (NCCL clips such sums, by its src/device/reduce_kernel.h. XLA:CPU does not.) If
+    # gradients are not finite, the result does not matter.
+    overflowed = pmax(jnp.any(total != total).astype(jnp.float32), also) > 0
+    first = lax.axis_index(names) == 0
+
+    def as_it_is(payload: Array) -> tuple[Array, Array]:
+        del payload
+        return total, jnp.where(first, _count(jnp.abs(total) >= largest), 0.0)
+
+    branches: tuple[Callable[[Array], tuple[Array, Array]], ...] = (by_exchange, as_it_is)
+    return lax.cond(overflowed, *branches, payload)
+
+
+def _count(which: Array) -> Array:
+    """How many are True, float32 []. It is exact below 2^24."""
+    return jnp.sum(which, dtype=jnp.int32).astype(jnp.float32)
