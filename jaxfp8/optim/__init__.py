@@ -17,3 +17,6 @@ from jaxfp8.optim._optimizers import adamw as adamw
 from jaxfp8.optim._optimizers import scale_by_adam as scale_by_adam
 from jaxfp8.optim._optimizers import scale_by_muon as scale_by_muon
 from jaxfp8.optim._overwrite import Overwrite as Overwrite
+from jaxfp8.optim._release import Release as Release
+from jaxfp8.optim._release import release as release
+from jaxfp8.optim._released import Released as Released
