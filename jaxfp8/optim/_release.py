@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -17,7 +18,7 @@ from jaxfp8.optim._release_scan import Operands, release_scan
 from jaxfp8.optim._released import Released, layers_of, packed, unpacked
 from jaxfp8.sharding._amax import manual_axes, types_tell
 
-_GOLDEN = 0x9E3779B9  # an odd number, so that the seeds of 2^32 layers differ
+_GOLDEN = np.uint32(0x9E3779B9)  # an odd number, so that the seeds of 2^32 layers differ
 
 
 @dataclasses.dataclass(frozen=True)
