@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.optim._carriers import is_float
 from jaxfp8.optim._released import is_sealed
 from jaxfp8.sharding._amax import vary_as
+from jaxfp8.state._uses import Use
 
 Body = Callable[..., tuple[PyTree, PyTree]]
 Update = Callable[[list[Array], list[Array]], list[Array]]
@@ -82,8 +84,11 @@ def release_scan(
 
         return lax.scan(one, _unless_broken(carry, seal), (params, xs))
 
+    use = Use.of(seal)
+
     def forward_rule(operands: Operands, state: Any, seal: Any) -> Any:
         flags = Operands(*[[leaf.perturbed for leaf in leaves] for leaves in operands])
+        _check_use(use, [*flags.params, *(leaf.perturbed for leaf in [*state, seal])])
         operands, state, seal = jax.tree.map(
             lambda leaf: leaf.value, (operands, state, seal), is_leaf=_is_primal
         )
@@ -94,6 +99,25 @@ def release_scan(
 
     run.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return run(operands, state, seal)
+
+
+def _check_use(use: Use, perturbed: list[bool]) -> None:
+    """Raise ValueError for a second use, or if a part of the Released is differentiated."""
+    if not any(perturbed):
+        return
+    if not all(perturbed):
+        raise ValueError(
+            "a loss is differentiated with respect to a part of a Released. Its gradient is the "
+            "next Released, so differentiate with respect to all of it, or to nothing of it."
+        )
+    try:
+        use.differentiate()
+    except FP8StateError:
+        raise ValueError(
+            "a Released is used by two scans of one loss. JAX would add the next parameters of "
+            "both. Use tied layers without release: jax.lax.scan and one update after the backward "
+            "pass. For a use that is not trained, pass jax.lax.stop_gradient(layers)."
+        ) from None
 
 
 def _is_primal(leaf: Any) -> bool:
@@ -171,6 +195,7 @@ def _backward(
     d_ys: list[Any],
 ) -> Any:
     """The cotangents of Operands, of the state and of the seal."""
+    d_carry, d_ys = _once(_instantiated(d_carry)), _once(_instantiated(d_ys))
     flags, updates = plan.flags, any(plan.flags.params)
     layers = (operands.params + state) if updates else operands.params
     number = jnp.shape(operands.params[0])[0]
@@ -201,8 +226,8 @@ def _backward(
         for x, flag in zip(operands.consts, flags.consts, strict=True)
         if flag
     ]
-    loop = (_instantiated(d_carry), d_consts, layers)
-    of_layers = (jnp.arange(number), operands.xs, kept, _instantiated(d_ys))
+    loop = (d_carry, d_consts, layers)
+    of_layers = (jnp.arange(number), operands.xs, kept, d_ys)
     (d_carry, d_consts, layers), d_xs = lax.scan(one, loop, of_layers, reverse=True)
     d_params = layers[: len(operands.params)] if updates else []
     d_state = layers[len(operands.params) :] if updates else [None] * len(state)
@@ -263,3 +288,16 @@ def _instantiated(cotangents: list[Any]) -> list[Array]:
 
 def _dtype_of(cotangent: Any) -> Any:
     return getattr(cotangent, "aval", cotangent).dtype
+
+
+@jax.custom_jvp
+def _once(cotangents: list[Array]) -> list[Array]:
+    return cotangents
+
+
+@_once.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "a loss with a Released is differentiated twice. Its gradient is the next Released, which "
+        "has no derivative. Where one is needed, use jax.lax.scan over Released.params."
+    )
