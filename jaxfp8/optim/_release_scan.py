@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
@@ -237,7 +238,7 @@ def _backward(
             for values, where in zip((d_carry, d_params, d_xs, d_consts), flags, strict=True)
         ]
     )
-    return d_operands, d_state, seal if updates else None
+    return d_operands, d_state, _of_one_batch(seal, d_params) if updates else None
 
 
 def _chosen(layer: Operands, flags: Operands) -> list[Any]:
@@ -288,6 +289,23 @@ def _instantiated(cotangents: list[Any]) -> list[Array]:
 
 def _dtype_of(cotangent: Any) -> Any:
     return getattr(cotangent, "aval", cotangent).dtype
+
+
+@custom_vmap
+def _of_one_batch(seal: Array, params: list[Array]) -> Array:
+    """The seal. It raises an error under `jax.vmap` if the next parameters are mapped alone."""
+    return seal
+
+
+@_of_one_batch.def_vmap
+def _(size: int, mapped: Any, seal: Array, params: list[Array]) -> tuple[Array, bool]:
+    if any(mapped[1]) and not mapped[0]:
+        raise ValueError(
+            f"jax.vmap maps {size} examples over one Released. Each example would update the "
+            "layers. Map examples inside of f, as in stack.scan(lambda x, p: (jax.vmap(layer, "
+            "(0, None))(x, p), None), ...). For an ensemble, map the Released too."
+        )
+    return seal, mapped[0]
 
 
 @jax.custom_jvp

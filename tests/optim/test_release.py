@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import linen as nn
-from release_cases import L, TXS, body, inputs, loss_of, plain_step, released_step, stacked
+from release_cases import TXS, L, body, inputs, loss_of, plain_step, released_step, stacked
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8

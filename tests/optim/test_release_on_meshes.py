@@ -1,4 +1,4 @@
-"""Released layers on meshes: gradients are reduced in each layer, and shards stay where they are."""
+"""Released layers on meshes: each layer reduces its gradients. Shards stay where they are."""
 
 import functools
 
@@ -72,7 +72,7 @@ def test_fully_sharded(axis_type):
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully sharded"])
 @pytest.mark.parametrize("remat", [False, True], ids=["saved", "rematerialized"])
 def test_shard_map(split, remat):
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     stack = release(TX)
 
     def f(x, p):
@@ -101,7 +101,7 @@ def test_shard_map(split, remat):
 
 def test_shard_map_inside_of_the_gradient():
     """The loss is a shard_map, and the gradient is taken outside of it."""
-    mesh = jax.make_mesh((8,), ("data",))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     stack = release(optax.sgd(2.0**-7))
 
     def local(layers, x):
