@@ -68,7 +68,8 @@ def check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 def _updates(tx: Any, params: PyTree, large: int | None) -> list[Any]:
     """The updates of each parameter in all steps, if one has large gradients from the start."""
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, flat = jax.tree.flatten(params)
+    treedef: Any = flat  # jax gives it no type
     draw = np.random.default_rng(0)
     state, steps = tx.init(params), []
     for size in _STEPS:

@@ -14,7 +14,8 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.optim._carriers import carriers_of
 from jaxfp8.optim._coupling import check_uncoupled
 from jaxfp8.optim._moments import MomentFormatsState
-from jaxfp8.optim._release_scan import Operands, release_scan
+from jaxfp8.optim._operands import Operands
+from jaxfp8.optim._release_scan import release_scan
 from jaxfp8.optim._released import Released, layers_of, packed, unpacked
 from jaxfp8.sharding._amax import manual_axes, types_tell
 
@@ -128,7 +129,8 @@ class Release:
         values, structure = jax.tree.flatten(layers.values)
         groups = [len(group) for group in layers.carriers]
         layers_of((values, nodes))
-        carry, carry_structure = jax.tree.flatten(init)
+        carry, flat = jax.tree.flatten(init)
+        carry_structure: Any = flat  # jax gives it no type
         carry = [lax.convert_element_type(x, jnp.result_type(x)) for x in carry]  # no weak types
         if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in carry):
             raise ValueError(

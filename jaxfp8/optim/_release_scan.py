@@ -10,38 +10,29 @@ not stacked again. The backward loop reads it from where it is.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
-from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.optim._carriers import is_float
-from jaxfp8.optim._released import is_sealed
+from jaxfp8.optim._operands import (
+    Operands,
+    chosen,
+    floats,
+    has_float,
+    instantiated,
+    merged,
+    placed,
+    split,
+)
+from jaxfp8.optim._release_guards import check_use, of_one_batch, once, unless_broken
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.state._uses import Use
 
 Body = Callable[..., tuple[PyTree, PyTree]]
 Update = Callable[[list[Array], list[Array]], list[Array]]
-
-
-class Operands(NamedTuple):
-    """What the loop differentiates, as lists of arrays. All but `carry` and `consts` are [L, ...].
-
-    Attributes:
-      carry: the first carry.
-      params: the parameters of the layers.
-      xs: what the body gets beside them.
-      consts: what the body closes over.
-    """
-
-    carry: list[Any]
-    params: list[Any]
-    xs: list[Any]
-    consts: list[Any]
 
 
 @jax.tree_util.register_static
@@ -83,13 +74,13 @@ def release_scan(
         def one(carry: Any, of_layer: Any) -> Any:
             return body(carry, *of_layer, consts)
 
-        return lax.scan(one, _unless_broken(carry, seal), (params, xs))
+        return lax.scan(one, unless_broken(carry, seal), (params, xs))
 
     use = Use.of(seal)
 
     def forward_rule(operands: Operands, state: Any, seal: Any) -> Any:
         flags = Operands(*[[leaf.perturbed for leaf in leaves] for leaves in operands])
-        _check_use(use, [*flags.params, *(leaf.perturbed for leaf in [*state, seal])])
+        check_use(use, [*flags.params, *(leaf.perturbed for leaf in [*state, seal])])
         operands, state, seal = jax.tree.map(
             lambda leaf: leaf.value, (operands, state, seal), is_leaf=_is_primal
         )
@@ -102,37 +93,8 @@ def release_scan(
     return run(operands, state, seal)
 
 
-def _check_use(use: Use, perturbed: list[bool]) -> None:
-    """Raise ValueError for a second use, or if a part of the Released is differentiated."""
-    if not any(perturbed):
-        return
-    if not all(perturbed):
-        raise ValueError(
-            "a loss is differentiated with respect to a part of a Released. Its gradient is the "
-            "next Released, so differentiate with respect to all of it, or to nothing of it."
-        )
-    try:
-        use.differentiate()
-    except FP8StateError:
-        raise ValueError(
-            "a Released is used by two scans of one loss. JAX would add the next parameters of "
-            "both. Use tied layers without release: jax.lax.scan and one update after the backward "
-            "pass. For a use that is not trained, pass jax.lax.stop_gradient(layers)."
-        ) from None
-
-
 def _is_primal(leaf: Any) -> bool:
     return hasattr(leaf, "perturbed")
-
-
-def _unless_broken(carry: list[Array], seal: Array) -> list[Array]:
-    """The carry, or NaN in its floats if arithmetic changed the Released."""
-    good = is_sealed(seal)
-    return [jnp.where(good, x, jnp.full_like(x, jnp.nan)) if _has_float(x) else x for x in carry]
-
-
-def _has_float(x: Any) -> bool:
-    return is_float(jnp.result_type(x))
 
 
 def _forward(
@@ -141,24 +103,24 @@ def _forward(
     """The results, and what the backward loop needs."""
     carry, params, xs, consts = operands
     # A carry without a gradient has one after the first layer.
-    flags = perturbed._replace(carry=[_has_float(x) for x in carry])
+    flags = perturbed._replace(carry=[has_float(x) for x in carry])
     plan: list[Any] = []
 
     def one(carry: list[Array], of_layer: Any) -> Any:
-        layer = Operands(carry, *of_layer, consts)
+        layer = Operands(carry, of_layer[0], of_layer[1], consts)
 
         def of_differentiated(*differentiated: Array) -> Any:
-            carry, ys = body(*_merged(layer, flags, differentiated))
-            outs = (_floats(carry), _floats(ys))
+            carry, ys = body(*merged(layer, flags, differentiated))
+            outs = (floats(carry), floats(ys))
             return outs, (carry, ys)
 
-        _, backward, outs = jax.vjp(of_differentiated, *_chosen(layer, flags), has_aux=True)
+        _, backward, outs = jax.vjp(of_differentiated, *chosen(layer, flags), has_aux=True)
         residuals, treedef = jax.tree.flatten(backward)
         kept, constants, sources = _sort(residuals, layer)
         plan[:] = [_Plan(flags, treedef, sources), constants]
         return outs[0], (outs[1], kept)
 
-    carry, (ys, kept) = lax.scan(one, _unless_broken(carry, seal), (params, xs))
+    carry, (ys, kept) = lax.scan(one, unless_broken(carry, seal), (params, xs))
     return (carry, ys), (operands._replace(carry=[]), state, seal, kept, perturbed, *plan)
 
 
@@ -196,7 +158,7 @@ def _backward(
     d_ys: list[Any],
 ) -> Any:
     """The cotangents of Operands, of the state and of the seal."""
-    d_carry, d_ys = _once(_instantiated(d_carry)), _once(_instantiated(d_ys))
+    d_carry, d_ys = once(instantiated(d_carry)), once(instantiated(d_ys))
     flags, updates = plan.flags, any(plan.flags.params)
     layers = (operands.params + state) if updates else operands.params
     number = jnp.shape(operands.params[0])[0]
@@ -212,7 +174,7 @@ def _backward(
         }  # fmt: skip
         residuals = [found[name][i] for name, i in plan.sources]
         grads = jax.tree.unflatten(plan.treedef, residuals)((d_carry, d_ys))
-        d_layer = _split(flags, grads)
+        d_layer = split(flags, grads)
         d_consts = [jnp.add(*both) for both in zip(d_consts, d_layer.consts, strict=True)]
         if updates:
             new = update(d_layer.params, layer)
@@ -234,88 +196,8 @@ def _backward(
     d_state = layers[len(operands.params) :] if updates else [None] * len(state)
     d_operands = Operands(
         *[
-            _placed(values, where)
+            placed(values, where)
             for values, where in zip((d_carry, d_params, d_xs, d_consts), flags, strict=True)
         ]
     )
-    return d_operands, d_state, _of_one_batch(seal, d_params) if updates else None
-
-
-def _chosen(layer: Operands, flags: Operands) -> list[Any]:
-    """The arrays with a gradient."""
-    pairs = (zip(xs, fs, strict=True) for xs, fs in zip(layer, flags, strict=True))
-    return [x for pair in pairs for x, flag in pair if flag]
-
-
-def _merged(layer: Operands, flags: Operands, differentiated: tuple[Array, ...]) -> Operands:
-    """A layer with other arrays in the place of those with a gradient."""
-    new = _split(flags, differentiated)
-    return Operands(
-        *[
-            [x if y is None else y for x, y in zip(old, _placed(chosen, fs), strict=True)]
-            for old, chosen, fs in zip(layer, new, flags, strict=True)
-        ]
-    )
-
-
-def _split(flags: Operands, chosen: Any) -> Operands:
-    """The inverse of `_chosen`, without the arrays that have no gradient."""
-    left = iter(chosen)
-    return Operands(*[[next(left) for flag in fs if flag] for fs in flags])
-
-
-def _placed(values: list[Any], flags: list[bool]) -> list[Any]:
-    """The values where a flag is set, and None elsewhere."""
-    left = iter(values)
-    return [next(left) if flag else None for flag in flags]
-
-
-def _floats(leaves: list[Any]) -> list[Any]:
-    return [x for x in leaves if _has_float(x)]
-
-
-def _instantiated(cotangents: list[Any]) -> list[Array]:
-    """The cotangents of floats. JAX gives symbolic zeros for those that are not used."""
-
-    def one(x: Any) -> Array:
-        if not isinstance(x, jax.custom_derivatives.SymbolicZero):
-            return x
-        zeros = jnp.zeros(x.aval.shape, x.aval.dtype)
-        axes = tuple(sorted(x.aval.manual_axis_type.varying))
-        return lax.pcast(zeros, axes, to="varying") if axes else zeros
-
-    return [one(x) for x in cotangents if is_float(_dtype_of(x))]
-
-
-def _dtype_of(cotangent: Any) -> Any:
-    return getattr(cotangent, "aval", cotangent).dtype
-
-
-@custom_vmap
-def _of_one_batch(seal: Array, params: list[Array]) -> Array:
-    """The seal. It raises an error under `jax.vmap` if the next parameters are mapped alone."""
-    return seal
-
-
-@_of_one_batch.def_vmap
-def _(size: int, mapped: Any, seal: Array, params: list[Array]) -> tuple[Array, bool]:
-    if any(mapped[1]) and not mapped[0]:
-        raise ValueError(
-            f"jax.vmap maps {size} examples over one Released. Each example would update the "
-            "layers. Map examples inside of f, as in stack.scan(lambda x, p: (jax.vmap(layer, "
-            "(0, None))(x, p), None), ...). For an ensemble, map the Released too."
-        )
-    return seal, mapped[0]
-
-
-@jax.custom_jvp
-def _once(cotangents: list[Array]) -> list[Array]:
-    return cotangents
-
-
-@_once.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    raise ValueError(
-        "a loss with a Released is differentiated twice. Its gradient is the next Released, which "
-        "has no derivative. Where one is needed, use jax.lax.scan over Released.params."
-    )
+    return d_operands, d_state, of_one_batch(seal, d_params) if updates else None

@@ -35,7 +35,7 @@ TXS = {
     "bfloat16": _short(BFloat16("stochastic"), BFloat16("stochastic")),
     "lion": with_moment_formats(optax.lion(2.0**-7), {"mu": Int8(min_size=0)}),
     "masters of 8 bits": with_master_weights(
-        _short(Int8(min_size=0), Int8(min_size=0)), master=BFloat16Plus(bits=8)
+        _short(Int8(8, min_size=0), Int8(8, min_size=0)), master=BFloat16Plus(bits=8)
     ),
     "masters of 16 bits": with_master_weights(optax.adamw(2.0**-7), master=BFloat16Plus()),
     "masters in float16": with_master_weights(optax.adamw(2.0**-7), master=Float16()),

@@ -83,4 +83,5 @@ def test_all_codes_through_the_backward_pass():
         expected = jax.tree.map(jax.vmap(lambda x: rolled(x, 1)), expected)
     layers.check()
     assert_same_bits(layers.opt_state, expected)
-    assert np.array_equal(layers.params["w"], jnp.full((L, 2), 8.0))
+    # The gradient w^2 is added: 1 + 1, 2 + 4, 6 + 36.
+    np.testing.assert_array_equal(layers.params["w"], np.full((L, 2), 42.0))

@@ -169,7 +169,8 @@ def test_an_ensemble():
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     new = jax.jit(jax.vmap(jax.grad(loss_fn)))(both, xs)
     for i, one in enumerate(layers):
-        mine, alone = jax.tree.map(lambda x: x[i], new), jax.jit(jax.grad(loss_fn))(one, xs[i])
+        mine = jax.tree.map(lambda x, i=i: x[i], new)
+        alone = jax.jit(jax.grad(loss_fn))(one, xs[i])
         mine.check()
         np.testing.assert_allclose(mine.params["b"], alone.params["b"], rtol=1e-4)
 
