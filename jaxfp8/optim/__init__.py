@@ -1,4 +1,4 @@
-"""Optimizers with master weights, and with moments in few bytes."""
+"""Optimizers with master weights, with moments in few bytes, and inside of the backward pass."""
 
 from jaxfp8.optim._grouped_formats import ExpandedFP8 as ExpandedFP8
 from jaxfp8.optim._grouped_formats import Int8 as Int8

@@ -29,6 +29,10 @@ class Release:
     Attributes:
       tx: the optimizer of one layer.
       per_layer: whether the optimizer may couple the parameters of a layer.
+
+    Example:
+      >>> release(optax.sgd(0.1)).init({"w": jnp.ones((3, 4))}).params["w"].shape
+      (3, 4)
     """
 
     tx: optax.GradientTransformation
