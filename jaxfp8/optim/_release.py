@@ -156,9 +156,17 @@ class Release:
 
         y_structure: list[Any] = []
         first = [lax.index_in_dim(jnp.asarray(x), 0, keepdims=False) for x in (*values, *nodes)]
-        body, consts = jax.closure_convert(
-            of_layer, carry, first[: len(values)], first[len(values) :]
+        # `jax.closure_convert` would leave integers inside, and each layer would keep a copy.
+        traced, types = jax.make_jaxpr(of_layer, return_shape=True)(
+            carry, first[: len(values)], first[len(values) :]
         )
+        outs = jax.tree.structure(types)
+
+        def body(
+            carry: list[Array], values: list[Array], others: list[Array], consts: list[Array]
+        ) -> Any:
+            flat = jax.core.eval_jaxpr(traced.jaxpr, consts, *carry, *values, *others)
+            return jax.tree.unflatten(outs, flat)
 
         def update(grads: list[Array], old: list[Array]) -> list[Array]:
             """The next arrays of one layer, from those of this step and from its gradients."""
@@ -180,12 +188,9 @@ class Release:
                 )
             return [*jax.tree.leaves(new), *(c for leaf in leaves for c in carriers_of(leaf))]
 
-        operands = Operands(carry, values, nodes, list(consts))
+        operands = Operands(carry, values, nodes, [*traced.consts])
         state = jax.tree.leaves(layers.carriers)
-        last, ys = release_scan(
-            lambda carry, values, others, consts: body(carry, values, others, *consts),
-            update, operands, state, layers.seal,
-        )  # fmt: skip
+        last, ys = release_scan(body, update, operands, state, layers.seal)
         return jax.tree.unflatten(carry_structure, last), jax.tree.unflatten(y_structure[0], ys)
 
 

@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import linen as nn
+from flax import nnx
 from release_cases import TXS, L, body, inputs, loss_of, plain_step, released_step, stacked
 from same_bits import assert_same_bits
 
@@ -248,3 +249,19 @@ def test_linen_modules():
     new = optax.apply_updates(params, updates)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), layers.params, new)
     assert np.any(layers.params["Dense_0"]["kernel"] != params["Dense_0"]["kernel"])
+
+
+def test_nnx_modules():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stacked_layers(rngs):
+        return nnx.Linear(8, 8, rngs=rngs)
+
+    graphdef, params = nnx.split(stacked_layers(nnx.Rngs(0).split(L)))
+    stack = release(SGD)
+    f = lambda x, p: (x + jnp.tanh(nnx.merge(graphdef, p)(x)), None)
+    layers, opt_state = stack.init(params), jax.vmap(SGD.init)(params)
+    layers = jax.jit(jax.grad(lambda layers: loss_of(stack.scan, f, layers, inputs(0))))(layers)
+    grads = jax.jit(jax.grad(lambda p: loss_of(jax.lax.scan, f, p, inputs(0))))(params)
+    new = optax.apply_updates(params, jax.vmap(SGD.update)(grads, opt_state)[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), layers.params, new)
+    assert np.any(layers.params["kernel"][...] != params["kernel"][...])

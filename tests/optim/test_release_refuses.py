@@ -203,6 +203,14 @@ def test_parameters_used_outside_of_the_scan():
     )
 
 
+def test_parameters_used_outside_of_the_scan_without_a_gradient():
+    def loss(layers, x):
+        return loss_fn(layers, x) + jnp.sum(jax.lax.stop_gradient(layers).params["b"])
+
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        run(STACK.init(stacked()), inputs(0)).check()
+
+
 def test_a_part_of_a_released():
     layers = STACK.init(stacked())
     part = lambda values: loss_fn(dataclasses.replace(layers, values=values), inputs(0))
