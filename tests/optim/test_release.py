@@ -156,6 +156,34 @@ def test_layers_in_fp8(recipe, remat):
     assert_same_bits((layers.params, layers.opt_state), (plain, opt_state))
 
 
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "rematerialized"])
+def test_what_the_body_closes_over_is_not_kept_for_each_layer(remat):
+    """No stack of masks exists. Keys are xs, and the loss is a checkpoint."""
+    stack = release(SGD)
+    layers, keys = stack.init(stacked()), jax.random.split(jax.random.key(1), L)
+    mask, table = jnp.eye(4, 8) > 0, jnp.linspace(0.0, 1.0, 32).reshape(4, 8)
+
+    def grads(scan, layers, keys, mask, table):
+        def f(x, of_layer):
+            p, key = of_layer
+            x, _ = body(jnp.where(mask, x * table, x), p)
+            return jnp.where(jax.random.bernoulli(key, 0.5, (8,)), x, 0.5 * x), None
+
+        f = jax.checkpoint(f) if remat else f
+        run = lambda layers: loss_of(scan, f, (layers, keys), inputs(0))
+        return jax.grad(jax.checkpoint(run))(layers)
+
+    arguments, mine = (keys, mask, table), functools.partial(grads, stack.scan)
+    program = str(jax.make_jaxpr(mine)(layers, *arguments))
+    assert "f32[3,4,8]" in program  # x of each layer
+    assert "bool[3,4,8]" not in program
+    new = jax.jit(mine)(layers, *arguments)
+    plain = jax.jit(functools.partial(grads, jax.lax.scan))(stacked(), *arguments)
+    updates, opt_state = jax.vmap(SGD.update)(plain, layers.opt_state)
+    params = optax.apply_updates(stacked(), updates)
+    assert_same_bits((new.params, new.opt_state), (params, opt_state))
+
+
 def test_a_state_that_nothing_collects_is_refused():
     recipe = fp8.recipes.delayed()
     stack = release(SGD)
