@@ -167,7 +167,7 @@ def test_what_the_body_closes_over_is_not_kept_for_each_layer(remat):
         def f(x, of_layer):
             p, key = of_layer
             x, _ = body(jnp.where(mask, x * table, x), p)
-            return jnp.where(jax.random.bernoulli(key, 0.5, (8,)), x, 0.5 * x), None
+            return jax.lax.select(jax.random.bernoulli(key), x, 0.5 * x), None
 
         f = jax.checkpoint(f) if remat else f
         run = lambda layers: loss_of(scan, f, (layers, keys), inputs(0))
