@@ -57,6 +57,7 @@ EXPECTED = {
         with_master_weights init_master_weights master_weights MasterWeightsState
         BFloat16Plus Float16 Float32 Overwrite BFloat16 FP8 Int8 ExpandedFP8
         with_moment_formats MomentFormatsState adamw fused_adamw scale_by_adam scale_by_muon
+        release Release Released
     """,
     "jaxfp8.comms": """
         all_gather all_to_all ppermute all_reduce_gradients reduce_scatter_gradients

@@ -1,4 +1,4 @@
-"""Optimizers with master weights, and with moments in few bytes."""
+"""Optimizers with master weights, with moments in few bytes, and inside of the backward pass."""
 
 from jaxfp8.optim._fused_adamw import fused_adamw as fused_adamw
 from jaxfp8.optim._grouped_formats import ExpandedFP8 as ExpandedFP8
@@ -18,3 +18,6 @@ from jaxfp8.optim._optimizers import adamw as adamw
 from jaxfp8.optim._optimizers import scale_by_adam as scale_by_adam
 from jaxfp8.optim._optimizers import scale_by_muon as scale_by_muon
 from jaxfp8.optim._overwrite import Overwrite as Overwrite
+from jaxfp8.optim._release import Release as Release
+from jaxfp8.optim._release import release as release
+from jaxfp8.optim._released import Released as Released

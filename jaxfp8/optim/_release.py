@@ -1,0 +1,243 @@
+"""`release`: gradients of layers that the optimizer uses as soon as they exist."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.optim._carriers import carriers_of
+from jaxfp8.optim._coupling import check_uncoupled
+from jaxfp8.optim._moments import MomentFormatsState
+from jaxfp8.optim._operands import Operands
+from jaxfp8.optim._release_scan import release_scan
+from jaxfp8.optim._released import Released, layers_of, packed, unpacked
+from jaxfp8.sharding._amax import manual_axes, types_tell
+
+_GOLDEN = np.uint32(0x9E3779B9)  # an odd number, so that the seeds of 2^32 layers differ
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """What `release` returns.
+
+    Attributes:
+      tx: the optimizer of one layer.
+      per_layer: whether the optimizer may couple the parameters of a layer.
+
+    Example:
+      >>> release(optax.sgd(0.1)).init({"w": jnp.ones((3, 4))}).params["w"].shape
+      (3, 4)
+    """
+
+    tx: optax.GradientTransformation
+    per_layer: bool = False
+
+    def init(self, params: PyTree) -> Released:
+        """Start training at stacked parameters.
+
+        The optimizer state is that of `jax.vmap(tx.init)`. Only the seeds of stochastic rounding
+        differ from layer to layer.
+
+        Args:
+          params: a tree of float arrays [L, ...] for L layers.
+
+        Raises:
+          ValueError: if the optimizer couples parameters, see `release`, or if the arrays do not
+            have the same first axis.
+          TypeError: if a parameter or an array of the optimizer state has a dtype that cannot
+            leave a backward pass.
+
+        Example:
+          >>> layers = release(optax.adam(1e-3)).init({"w": jnp.ones((3, 4, 4))})
+          >>> layers.params["w"].shape, layers.opt_state[0].mu["w"].shape
+          ((3, 4, 4), (3, 4, 4))
+        """
+        layers = layers_of(params)
+        return self.pack(params, _seeded(jax.vmap(self.tx.init)(params), layers))
+
+    def pack(self, params: PyTree, opt_state: PyTree) -> Released:
+        """Continue training at stacked parameters and their optimizer state.
+
+        `Released.params` and `Released.opt_state` are the inverse.
+
+        Args:
+          params: a tree of float arrays [L, ...] for L layers.
+          opt_state: of `jax.vmap(tx.init)`, `jax.vmap(partial(init_master_weights, tx))` or of a
+            checkpoint: [L, ...] each.
+
+        Raises:
+          ValueError, TypeError: as `init`.
+
+        Example:
+          >>> tx = optax.adam(1e-3)
+          >>> params = {"w": jnp.ones((3, 4, 4))}
+          >>> layers = release(tx).pack(params, jax.vmap(tx.init)(params))
+        """
+        layers = packed(params, opt_state)
+        if not self.per_layer:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+            check_uncoupled(self.tx, one)
+        return layers
+
+    def scan(
+        self, f: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """`jax.lax.scan` over layers, whose backward pass updates each layer.
+
+        `jax.grad` and `fp8.value_and_grad` with respect to the `Released` give the next one. Other
+        gradients are as usual: those of `init`, of the rest of `xs`, and of what `f` closes over.
+
+        Args:
+          f: `f(carry, x) -> (carry, y)` of one layer. x has the parameters of the layer in the
+            place of the `Released`. Wrap it in `jax.checkpoint` as in a `jax.lax.scan`.
+          init: the first carry. It has an array of floats.
+          xs: a tree of arrays [L, ...], in which one node is a `Released`.
+
+        Returns:
+          The last carry, and the stacked y.
+
+        Raises:
+          ValueError: if xs does not have one `Released`, if only a part of it is differentiated, or
+            inside `shard_map(check_vma=False)`.
+
+        Example:
+          >>> stack = release(optax.sgd(0.5))
+          >>> layers = stack.init({"w": jnp.ones((3, 2)), "b": jnp.zeros((3, 2))})
+          >>> def loss_fn(layers, x):
+          ...     y, _ = stack.scan(lambda x, p: (x * p["w"] + p["b"], None), x, layers)
+          ...     return jnp.sum(y)
+          >>> jax.grad(loss_fn)(layers, jnp.ones(2)).params["b"][:, 0]
+          Array([-0.5, -0.5, -0.5], dtype=float32)
+        """
+        if manual_axes() and not types_tell():
+            raise ValueError(
+                f"Release.scan inside shard_map(check_vma=False) or pmap over {manual_axes()}: a "
+                "layer is updated before its gradients are reduced over the mesh. Use "
+                "jax.shard_map with check_vma=True, which reduces them in each layer."
+            )
+        nodes, treedef = jax.tree.flatten(xs, is_leaf=_is_released)
+        places = [i for i, node in enumerate(nodes) if _is_released(node)]
+        if len(places) != 1:
+            raise ValueError(
+                f"xs has {len(places)} nodes of Released, but Release.scan needs one. Make it by "
+                "release(tx).init(params), with the parameters of all layers in one tree."
+            )
+        place = places[0]
+        layers: Released = nodes.pop(place)
+        values, structure = jax.tree.flatten(layers.values)
+        groups = [len(group) for group in layers.carriers]
+        layers_of((values, nodes))
+        carry, flat = jax.tree.flatten(init)
+        carry_structure: Any = flat  # jax gives it no type
+        carry = [lax.convert_element_type(x, jnp.result_type(x)) for x in carry]  # no weak types
+        if not any(jnp.issubdtype(x.dtype, jnp.floating) for x in carry):
+            raise ValueError(
+                f"init={init!r} has no array of floats. Release.scan needs one: the activations "
+                "that go from layer to layer."
+            )
+
+        def of_layer(carry: list[Array], values: list[Array], others: list[Array]) -> Any:
+            x = [*others]
+            x.insert(place, jax.tree.unflatten(structure, values))
+            carry, y = f(jax.tree.unflatten(carry_structure, carry), jax.tree.unflatten(treedef, x))
+            if (found := jax.tree.structure(carry)) != carry_structure:
+                raise TypeError(
+                    f"f returns a carry {found}, but init is {carry_structure}. Both need the same "
+                    "structure, as in jax.lax.scan."
+                )
+            leaves, y_structure[:] = jax.tree.flatten(y)[0], [jax.tree.structure(y)]
+            return jax.tree.leaves(carry), leaves
+
+        y_structure: list[Any] = []
+        first = [lax.index_in_dim(jnp.asarray(x), 0, keepdims=False) for x in (*values, *nodes)]
+        # `jax.closure_convert` would leave integers inside, and each layer would keep a copy.
+        traced, types = jax.make_jaxpr(of_layer, return_shape=True)(
+            carry, first[: len(values)], first[len(values) :]
+        )
+        outs = jax.tree.structure(types)
+
+        def body(
+            carry: list[Array], values: list[Array], others: list[Array], consts: list[Array]
+        ) -> Any:
+            flat = jax.core.eval_jaxpr(traced.jaxpr, consts, *carry, *values, *others)
+            return jax.tree.unflatten(outs, flat)
+
+        def update(grads: list[Array], old: list[Array]) -> list[Array]:
+            """The next arrays of one layer, from those of this step and from its gradients."""
+            params = jax.tree.unflatten(structure, old[: len(values)])
+            left = iter(old[len(values) :])
+            carriers = [tuple(next(left) for _ in range(size)) for size in groups]
+            opt_state = unpacked(carriers, layers.dtypes, layers.treedef)
+            updates, new_state = self.tx.update(
+                jax.tree.unflatten(structure, grads), opt_state, params
+            )
+            new = optax.apply_updates(params, updates)
+            leaves, found = jax.tree.flatten(new_state)
+            if found != layers.treedef or (
+                tuple(jnp.result_type(leaf) for leaf in leaves) != layers.dtypes
+            ):
+                raise ValueError(
+                    f"tx.update returns another state than Released has: {found} instead of "
+                    f"{layers.treedef}. Make the Released by init of the same Release."
+                )
+            return [*jax.tree.leaves(new), *(c for leaf in leaves for c in carriers_of(leaf))]
+
+        operands = Operands(carry, values, nodes, [*traced.consts])
+        state = jax.tree.leaves(layers.carriers)
+        last, ys = release_scan(body, update, operands, state, layers.seal)
+        return jax.tree.unflatten(carry_structure, last), jax.tree.unflatten(y_structure[0], ys)
+
+
+def release(tx: optax.GradientTransformation, *, per_layer: bool = False) -> Release:
+    """Gradient release: update a layer in the backward pass, as soon as its gradient exists.
+
+    Then at most one layer's gradient is in memory, instead of the gradients of all layers.
+
+    The optimizer state is that of `jax.vmap(tx.init)` over the stacked parameters. So a scale that
+    a tensor has, as in `FP8` moments, is one for each layer. `optax.apply_if_finite` skips single
+    layers. The result is that of `jax.vmap(tx.update)` on stacked gradients.
+
+    Args:
+      tx: an optimizer of optax, also with `with_moment_formats` or `with_master_weights`.
+      per_layer: True accepts an optimizer that couples parameters. It then couples those of one
+        layer: `optax.clip_by_global_norm` clips the gradient of each layer by the layer's own norm.
+
+    Returns:
+      A `Release`. Its `init` raises ValueError if `tx` couples parameters and `per_layer` is False.
+
+    References:
+      Lv et al., LOMO, arXiv:2306.09782, section 3.1 (the fused backward pass).
+      FlashOptim, arXiv:2602.23349 (gradient release with optimizer states of 8 bits).
+
+    Example:
+      >>> stack = release(optax.adam(1e-3))
+      >>> layers = stack.init({"w": jnp.ones((3, 4, 4))})  # three layers
+      >>> def loss_fn(layers, x):
+      ...     y, _ = stack.scan(lambda x, p: (jnp.tanh(x @ p["w"]), None), x, layers)
+      ...     return jnp.mean(y)
+      >>> loss, layers = jax.value_and_grad(loss_fn)(layers, jnp.ones((2, 4)))
+      >>> layers.opt_state[0].count
+      Array([1, 1, 1], dtype=int32)
+    """
+    return Release(tx, per_layer)
+
+
+def _is_released(node: Any) -> bool:
+    return isinstance(node, Released)
+
+
+def _seeded(opt_state: PyTree, layers: int) -> PyTree:
+    """A stacked optimizer state in which stochastic rounding has a seed for each layer."""
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, MomentFormatsState):
+            return node
+        return node._replace(seed=node.seed + jnp.arange(layers, dtype=jnp.uint32) * _GOLDEN)
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda node: isinstance(node, MomentFormatsState))

@@ -1,0 +1,170 @@
+"""`Released`: the parameters of all layers, with their optimizer state, for `Release.scan`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.optim._carriers import carried, carriers_of, is_float
+from jaxfp8.weights._quantized_weight import is_weight
+
+# Arithmetic on gradients changes one of these. A sum of two changes the largest float32, also if it
+# is divided afterwards. A sum of halves changes the smallest subnormal one. Adding 0 changes -0.
+_SEAL = np.array([0x7F7FFFFF, 0x00000001, 0x80000000], np.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """Stacked parameters of layers and their optimizer state, as a tree of floats.
+
+    `Release.init` makes it, `Release.scan` uses it. The gradient of a loss with respect to it is
+    the `Released` of the next step. So it is no gradient: do not scale, clip, add or average it.
+
+    Attributes:
+      values: the tree of parameters, [L, ...] for L layers. Read `params`.
+      carriers: the arrays of the optimizer state, [L, ...]. Integers are floats of the same bits.
+        Read `opt_state`.
+      seal: float32 [3], a constant that arithmetic changes. `check` reads it.
+      dtypes: of the arrays of the optimizer state.
+      treedef: of the optimizer state.
+
+    Example:
+      >>> import optax
+      >>> from jaxfp8.optim import release
+      >>> layers = release(optax.adam(1e-3)).init({"w": jnp.ones((3, 4, 4)), "b": jnp.ones((3, 4))})
+      >>> layers.opt_state[0].count
+      Array([0, 0, 0], dtype=int32)
+    """
+
+    values: PyTree
+    carriers: list[tuple[Array, ...]]
+    seal: Array
+    dtypes: tuple[DType, ...] = dataclasses.field(metadata={"static": True})
+    treedef: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters, [L, ...] each: to evaluate, to export, to save.
+
+        A loss must not differentiate them: their gradients and the next parameters would be added.
+        """
+        return jax.tree.map(_not_differentiated, self.values)
+
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimizer state, [L, ...] each, as `jax.vmap(tx.init)` makes it."""
+        return unpacked(self.carriers, self.dtypes, self.treedef)
+
+    def check(self) -> None:
+        """Raise ValueError if arithmetic changed this tree. It reads the seal, so not under jit.
+
+        Example:
+          >>> import optax
+          >>> from jaxfp8.optim import release
+          >>> layers = release(optax.sgd(0.1)).init({"w": jnp.ones((3, 4)), "b": jnp.ones(3)})
+          >>> layers.check()
+          >>> jax.tree.map(lambda x: x / 2, layers).check()
+          Traceback (most recent call last):
+          ...
+          ValueError: a Released was changed by arithmetic. ...
+        """
+        if not bool(is_sealed(self.seal)):
+            raise ValueError(
+                "a Released was changed by arithmetic. It is no gradient, so it must not be "
+                "scaled, clipped, added, averaged over microbatches or used by two scans of one "
+                "loss. Take the Released that jax.grad returns as the next one, unchanged, and "
+                "restart from the last good step."
+            )
+
+
+def packed(params: PyTree, opt_state: PyTree) -> Released:
+    """A `Released` of stacked parameters and of their stacked optimizer state.
+
+    Raises:
+      ValueError: if the arrays are not all [L, ...], or there are none.
+      TypeError: if a parameter is no array of floats.
+
+    Example:
+      >>> packed({"w": jnp.ones((2, 4))}, {"count": jnp.zeros(2, jnp.int32)}).carriers
+      [(Array([0., 0.], dtype=float32),)]
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+        name = f"params{jax.tree_util.keystr(path)}"
+        if is_weight(leaf) or not is_float(jnp.result_type(leaf)):
+            raise TypeError(
+                f"{name} is {leaf if is_weight(leaf) else jnp.result_type(leaf)}. Released "
+                "parameters must be arrays of floats. Scan over other arrays beside them, and "
+                "train weights in FP8 with the usual update."
+            )
+    layers_of(params)
+    leaves, treedef = jax.tree.flatten(opt_state)
+    layers_of((params, leaves))
+    dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
+    carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
+    return Released(params, carriers, fresh_seal(), dtypes, treedef)
+
+
+def unpacked(carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treedef: Any) -> PyTree:
+    """The optimizer state of carriers, of one layer or of all.
+
+    Example:
+      >>> one = packed({"w": jnp.ones((2, 4))}, {"count": jnp.zeros(2, jnp.int32)})
+      >>> unpacked(one.carriers, one.dtypes, one.treedef)
+      {'count': Array([0, 0], dtype=int32)}
+    """
+    return jax.tree.unflatten(treedef, map(carried, carriers, dtypes))
+
+
+def layers_of(tree: PyTree) -> int:
+    """The number L of layers of a tree of arrays [L, ...].
+
+    Raises:
+      ValueError: if the arrays do not have the same first axis.
+
+    Example:
+      >>> layers_of({"w": jnp.ones((3, 4))})
+      3
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    found = {shape[:1] for shape in shapes}
+    if len(found) != 1 or found == {()}:
+        raise ValueError(
+            f"the arrays of released layers have shapes {shapes[:4]}. Each needs a first axis of "
+            "the same size, the number of layers. Stack the parameters of all layers, and make "
+            "their optimizer state by jax.vmap(tx.init)."
+        )
+    return int(next(iter(found))[0])
+
+
+def fresh_seal() -> Array:
+    """A seal, float32 [3].
+
+    Example:
+      >>> is_sealed(fresh_seal()), is_sealed(fresh_seal() + 0)
+      (Array(True, dtype=bool), Array(False, dtype=bool))
+    """
+    return lax.bitcast_convert_type(jnp.asarray(_SEAL), jnp.float32)
+
+
+def is_sealed(seal: Array) -> Array:
+    """bool [], whether nothing computed with a seal."""
+    return jnp.all(lax.bitcast_convert_type(seal, jnp.uint32) == _SEAL)
+
+
+@jax.custom_jvp
+def _not_differentiated(x: Array) -> Array:
+    return x
+
+
+@_not_differentiated.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "a loss differentiates Released.params. Their gradients would be added to the next "
+        "parameters. Use them in Release.scan only. Keep tied parameters outside of Released, or "
+        "pass jax.lax.stop_gradient(layers).params for a use that is not trained."
+    )

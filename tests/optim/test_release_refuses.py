@@ -1,0 +1,275 @@
+"""What gradient release refuses: what couples parameters, and arithmetic on a `Released`."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from optim_cases import quantized
+from release_cases import TXS, body, inputs, loss_of, stacked
+from same_bits import assert_same_bits
+
+from jaxfp8.optim import BFloat16Plus, release, scale_by_muon, with_master_weights
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+CLIP = optax.clip_by_global_norm(1.0)
+COUPLED = {
+    "clip, sgd": optax.chain(CLIP, optax.sgd(0.1)),
+    "clip, adam": optax.chain(CLIP, optax.adam(1e-3)),
+    "clip, lion": optax.chain(CLIP, optax.lion(1e-3)),
+    "clip, warm-up": optax.chain(CLIP, optax.sgd(optax.linear_schedule(0.0, 1e-3, 1000))),
+    "clip in master weights": with_master_weights(
+        optax.chain(CLIP, optax.adamw(1e-3)), master=BFloat16Plus(bits=8)
+    ),
+    "clip updates": optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1e-6)),
+    "normalize": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "a part": optax.masked(CLIP, {"up": True, "b": True, "down": False}),
+}
+UNCOUPLED = {
+    **TXS,
+    "lamb": optax.lamb(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "each parameter": optax.chain(optax.clip_by_block_rms(1.0), optax.adam(1e-3)),
+    "each value": optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+    "if finite": optax.apply_if_finite(optax.adam(1e-3), 5),
+    "a frozen part": optax.partition(
+        {"train": optax.adam(1e-3), "not": optax.set_to_zero()},
+        {"up": "train", "b": "not", "down": "train"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_an_optimizer_that_couples_parameters(name):
+    with pytest.raises(ValueError, match=r"couples parameters.*per_layer=True"):
+        release(COUPLED[name]).init(stacked())
+    release(COUPLED[name], per_layer=True).init(stacked())
+
+
+def test_one_parameter_is_coupled_with_those_of_other_layers():
+    with pytest.raises(ValueError, match="couples parameters"):
+        release(optax.chain(CLIP, optax.sgd(0.1))).init({"w": jnp.ones((3, 4))})
+
+
+def test_muon():
+    """Its update does not depend on the size of a gradient. A later step shows the coupling."""
+    matrices = {"w": jnp.ones((3, 4, 4)), "v": jnp.ones((3, 4, 8))}
+    release(scale_by_muon()).init(matrices)
+    with pytest.raises(ValueError, match="couples parameters"):
+        release(optax.chain(CLIP, scale_by_muon())).init(matrices)
+
+
+@pytest.mark.parametrize("name", UNCOUPLED)
+def test_an_optimizer_that_does_not(name):
+    release(UNCOUPLED[name]).init(stacked())
+
+
+def test_it_is_found_while_tracing():
+    with pytest.raises(ValueError, match="couples parameters"):
+        jax.eval_shape(release(COUPLED["clip, adam"]).init, stacked())
+    jax.jit(release(optax.adam(1e-3)).init)(stacked())
+
+
+def test_an_optimizer_whose_first_updates_are_zero():
+    tx = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=8).gradient_transformation()
+    with pytest.raises(ValueError, match=r"updates of 0 in 3 steps.*per_layer=True"):
+        release(tx).init(stacked())
+
+
+STACK = release(optax.sgd(0.5))
+
+
+def loss_fn(layers, x):
+    return loss_of(STACK.scan, body, layers, x)
+
+
+def check_broken(layers):
+    """The cause has a name, and the next loss is NaN."""
+    with pytest.raises(ValueError, match="changed by arithmetic"):
+        layers.check()
+    layers = dataclasses.replace(STACK.init(stacked()), values=layers.values, seal=layers.seal)
+    loss, again = jax.jit(jax.value_and_grad(loss_fn))(layers, inputs(0))
+    assert jnp.isnan(loss)
+    with pytest.raises(ValueError, match="changed by arithmetic"):
+        again.check()
+
+
+ARITHMETIC = {
+    "scaled": lambda layers: jax.tree.map(lambda x: x / 2, layers),
+    "clipped": lambda layers: CLIP.update(layers, CLIP.init(layers))[0],
+    "added": lambda layers: optax.apply_updates(STACK.init(stacked()), layers),
+    "mean": lambda layers: jax.tree.map(lambda x: (x + x) / 2, layers),
+    "mean of halves": lambda layers: jax.tree.map(lambda x: x / 2 + x / 2, layers),
+    "in bfloat16": lambda layers: jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16).astype(x.dtype), layers
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+@pytest.mark.parametrize("jit", [False, True], ids=["op by op", "compiled"])
+def test_arithmetic_on_a_released(name, jit):
+    def step(layers, x):
+        return ARITHMETIC[name](jax.grad(loss_fn)(layers, x))
+
+    check_broken((jax.jit(step) if jit else step)(STACK.init(stacked()), inputs(0)))
+
+
+def test_microbatches_that_sum_gradients():
+    def sum_of(layers, xs):
+        return jax.lax.scan(lambda total, x: (total + loss_fn(layers, x), None), 0.0, xs)[0]
+
+    xs = jnp.stack([inputs(0), inputs(1)])
+    check_broken(jax.jit(jax.grad(sum_of))(STACK.init(stacked()), xs))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["op by op", "compiled"])
+def test_a_sum_with_zeros(jit):
+    """It makes 0 of -0, so of the code 128. XLA drops such a sum. Then no bit has changed."""
+    stack = release(optax.GradientTransformation(_codes, lambda grads, codes, _: (grads, codes)))
+    layers = dataclasses.replace(stack, per_layer=True).init(stacked())
+
+    def step(layers, x):
+        layers = jax.grad(lambda layers: loss_of(stack.scan, body, layers, x))(layers)
+        return layers, jax.tree.map(lambda x: x + jnp.zeros_like(x), layers)
+
+    same, added = (jax.jit(step) if jit else step)(layers, inputs(0))
+    if jit:
+        added.check()
+        assert_same_bits(added, same)
+    else:
+        assert np.any(added.opt_state != same.opt_state)
+        check_broken(added)
+
+
+def _codes(params):
+    return jnp.arange(256).astype(jnp.uint8)
+
+
+def test_examples_mapped_over_one_released():
+    def mean_of(layers, xs):
+        return jnp.mean(jax.vmap(loss_fn, in_axes=(None, 0))(layers, xs))
+
+    xs = jnp.stack([inputs(i) for i in range(2)])
+    refused(lambda layers: mean_of(layers, xs), match="maps 2 examples over one Released")
+    with pytest.raises(ValueError, match="maps 2 examples over one Released"):
+        jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(STACK.init(stacked()), xs)
+
+
+def test_an_ensemble():
+    """Each model has a `Released` of its own."""
+    xs = jnp.stack([inputs(i) for i in range(2)])
+    layers = [STACK.init(stacked(i)) for i in range(2)]
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    new = jax.jit(jax.vmap(jax.grad(loss_fn)))(both, xs)
+    for i, one in enumerate(layers):
+        mine = jax.tree.map(lambda x, i=i: x[i], new)
+        alone = jax.jit(jax.grad(loss_fn))(one, xs[i])
+        mine.check()
+        np.testing.assert_allclose(mine.params["b"], alone.params["b"], rtol=1e-4)
+
+
+def test_a_loss_that_does_not_use_the_layers():
+    check_broken(jax.grad(lambda layers: jnp.float32(1.0))(STACK.init(stacked())))
+
+
+def refused(loss, *, match, layers=None):
+    layers = STACK.init(stacked()) if layers is None else layers
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(ValueError, match=re.compile(match, re.DOTALL)):
+            run(layers)
+
+
+def test_two_scans_of_one_loss():
+    refused(
+        lambda layers: loss_fn(layers, inputs(0)) + loss_fn(layers, inputs(1)), match="two scans"
+    )
+    fixed = lambda layers: (
+        loss_fn(layers, inputs(0)) + loss_fn(jax.lax.stop_gradient(layers), inputs(1))
+    )
+    jax.grad(fixed)(STACK.init(stacked())).check()
+
+
+def test_parameters_used_outside_of_the_scan():
+    refused(
+        lambda layers: loss_fn(layers, inputs(0)) + jnp.sum(layers.params["b"]),
+        match=r"differentiates Released\.params",
+    )
+
+
+def test_parameters_used_outside_of_the_scan_without_a_gradient():
+    def loss(layers, x):
+        return loss_fn(layers, x) + jnp.sum(jax.lax.stop_gradient(layers).params["b"])
+
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        run(STACK.init(stacked()), inputs(0)).check()
+
+
+def test_a_part_of_a_released():
+    layers = STACK.init(stacked())
+    part = lambda values: loss_fn(dataclasses.replace(layers, values=values), inputs(0))
+    with pytest.raises(ValueError, match="a part of a Released"):
+        jax.grad(part)(layers.values)
+
+
+def test_second_derivatives():
+    twice = lambda x: jnp.sum(jax.grad(loss_fn)(STACK.init(stacked()), x).values["b"])
+    with pytest.raises(ValueError, match="differentiated twice"):
+        jax.grad(twice)(inputs(0))
+
+
+def test_shard_map_without_types():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(
+        jax.grad(loss_fn),
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match="check_vma=True"):
+        run(STACK.init(stacked()), jnp.ones((8, 8)))
+
+
+def test_arguments_of_scan():
+    layers = STACK.init(stacked())
+    with pytest.raises(ValueError, match="xs has 0 nodes of Released"):
+        STACK.scan(body, inputs(0), stacked())
+    with pytest.raises(ValueError, match="xs has 2 nodes of Released"):
+        STACK.scan(body, inputs(0), (layers, layers))
+    with pytest.raises(ValueError, match="no array of floats"):
+        STACK.scan(lambda x, p: (x, None), 1, layers)
+    with pytest.raises(TypeError, match="same structure"):
+        STACK.scan(lambda x, p: ((x, x), None), inputs(0), layers)
+    with pytest.raises(ValueError, match="the same size, the number of layers"):
+        STACK.scan(body, inputs(0), (layers, jnp.ones(7)))
+
+
+def test_an_optimizer_that_returns_another_state():
+    """As a state of a `Released` from another optimizer."""
+    tx = optax.GradientTransformation(
+        lambda params: {"old": jnp.zeros(2)}, lambda grads, state, params: (grads, (jnp.zeros(2),))
+    )
+    stack = release(tx)
+    with pytest.raises(ValueError, match="another state"):
+        jax.grad(lambda layers: loss_of(stack.scan, body, layers, inputs(0)))(stack.init(stacked()))
+
+
+def test_parameters_that_cannot_be_released():
+    with pytest.raises(TypeError, match=r"params\['table'\] is int32"):
+        STACK.init({"table": jnp.ones((3, 2), jnp.int32)})
+    with pytest.raises(ValueError, match="the same size, the number of layers"):
+        STACK.init({"w": jnp.ones((3, 2)), "b": jnp.ones(2)})
+    with pytest.raises(TypeError, match="QuantizedWeight"):
+        STACK.pack({"w": quantized(jnp.ones((128, 128)))}, ())
+    with pytest.raises(TypeError, match=r"jax\.random\.key_data"):
+        STACK.pack({"w": jnp.ones((3, 2))}, jax.random.split(jax.random.key(0), 3))
+    with pytest.raises(TypeError, match="int4"):
+        STACK.pack({"w": jnp.ones((3, 2))}, jnp.ones(3, jnp.int4))
+    assert np.all(STACK.init({"w": jnp.ones((3, 2))}).params["w"] == 1)
