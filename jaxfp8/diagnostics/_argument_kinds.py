@@ -10,6 +10,7 @@ from flax import nnx
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._packed_modules import ArgumentKind, Kinds, Packed, with_kinds_of_modules
 from jaxfp8.optim._master_weights import MasterWeightsState
+from jaxfp8.optim._released import Released
 from jaxfp8.state._state import is_node
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
@@ -107,6 +108,8 @@ def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
         return list(node.kinds)
     if is_node(node):
         return ["quantizer state"] * len(jax.tree.leaves(node))
+    if isinstance(node, Released):
+        return _kinds_of_released(node)
     if is_master_weights_state(node):
         return [*_kinds(node.masters, "master weights"), *_kinds(node.inner, "moments")]
     if kind is None:
@@ -120,6 +123,15 @@ def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
         else:
             found += _kinds(child, kind or _BY_NAME.get(name))
     return found
+
+
+def _kinds_of_released(layers: Released) -> Kinds:
+    """Weights, what the optimizer state is, and the seal."""
+    opt_state = jax.tree.unflatten(layers.treedef, range(len(layers.carriers)))
+    found: Kinds = ["weights"] * len(jax.tree.leaves(layers.values))
+    for kind, carriers in zip(_kinds(opt_state, "moments"), layers.carriers, strict=True):
+        found += [kind] * len(carriers)
+    return [*found, "other arguments"]
 
 
 def _kind_of(node: Any) -> ArgumentKind | None:

@@ -18,6 +18,7 @@ from jaxfp8.optim import (
     BFloat16,
     BFloat16Plus,
     Int8,
+    adamw,
     init_master_weights,
     release,
     with_master_weights,
@@ -293,3 +294,21 @@ def test_nnx_modules():
     new = optax.apply_updates(params, jax.vmap(SGD.update)(grads, opt_state)[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), layers.params, new)
     assert np.any(layers.params["kernel"][...] != params["kernel"][...])
+
+
+def test_memory_report_tells_weights_masters_and_moments_apart():
+    tx = with_master_weights(adamw(1e-3, mu=Int8(min_size=0)), master=BFloat16Plus(bits=8))
+    stack = release(tx)
+    layers = stack.init({"w": jnp.ones((3, 128, 256), jnp.bfloat16)})
+
+    def loss_fn(layers, x):
+        y, _ = stack.scan(lambda x, p: (x + 0 * p["w"][0, 0], None), x, layers)
+        return jnp.sum(y)
+
+    step = lambda layers, x: jax.grad(loss_fn)(layers, x)
+    report = fp8.memory_report(step, layers, jnp.ones(4, jnp.bfloat16))
+    state = layers.opt_state
+    bytes_of = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert report.fp8["weights"] == layers.params["w"].nbytes
+    assert report.fp8["master weights"] == bytes_of(state.masters)
+    assert report.fp8["moments"] == bytes_of(state.inner)
