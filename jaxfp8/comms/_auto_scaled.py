@@ -100,10 +100,10 @@ def _sum(
     if method.reduction == "exchange":
         return by_exchange(payload)
     total = lax.psum(payload, names).astype(jnp.float32)
-    # Payloads of finite gradients are finite, so a NaN here is a sum that overflowed, and its sign
-    # is unknown. (NCCL clips such sums, by its src/device/reduce_kernel.h. XLA:CPU does not.) If
-    # gradients are not finite, the result does not matter.
-    overflowed = pmax(jnp.any(total != total).astype(jnp.float32), also) > 0
+    # Payloads of finite gradients are finite. So an inf (E5M2), or a NaN, whose sign is unknown, is
+    # a sum that overflowed. (NCCL clips such sums, by its src/device/reduce_kernel.h. XLA:CPU does
+    # not.) If gradients are not finite, the result does not matter.
+    overflowed = pmax(jnp.any(~jnp.isfinite(total)).astype(jnp.float32), also) > 0
     first = lax.axis_index(names) == 0
 
     def as_it_is(payload: Array) -> tuple[Array, Array]:

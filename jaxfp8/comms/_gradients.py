@@ -14,6 +14,7 @@ from jaxfp8.comms._sum_leaves import (
     has_no_values,
     local_gradients,
     names_of,
+    not_differentiated,
 )
 from jaxfp8.comms._sum_methods import BFloat16Sum, SumMethod, TwoPhaseFP8, check_method
 from jaxfp8.comms._sum_state import GradientSumState, rows_of, state_from
@@ -83,6 +84,8 @@ def all_reduce_gradients(
         if has_no_values(x):
             return x, row
         x = jnp.asarray(x)
+        if not isinstance(method, BFloat16Sum):
+            x = not_differentiated(x)
         if devices == 1 or is_small(x, devices, method):
             return in_high_precision(x, method, factor, lambda x: lax.psum(x, names)), row
         if isinstance(method, BFloat16Sum):

@@ -11,7 +11,12 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _two_phase
 from jaxfp8.comms._exchange import Slices
 from jaxfp8.comms._plain_sums import in_high_precision, is_small, scaled
-from jaxfp8.comms._sum_leaves import has_no_values, local_gradients, names_of
+from jaxfp8.comms._sum_leaves import (
+    has_no_values,
+    local_gradients,
+    names_of,
+    not_differentiated,
+)
 from jaxfp8.comms._sum_methods import AutoScaledFP8, BFloat16Sum, TwoPhaseFP8, check_method
 
 
@@ -79,6 +84,7 @@ def reduce_scatter_gradients(
             return in_high_precision(x, method, factor, scatter)
         if isinstance(method, BFloat16Sum):
             return scaled(scatter(x.astype(jnp.bfloat16)), factor, x.dtype)
+        x = not_differentiated(x)
         slices = Slices(x.shape, devices, method.group, axis)
         return slices.shard(_two_phase.slice_sum(x, slices, names, method, factor))
 

@@ -60,6 +60,25 @@ def local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], l
     return paths, leaves, structure
 
 
+@jax.custom_jvp
+def not_differentiated(x: Array) -> Array:
+    """x, which cannot be differentiated. A cast to FP8 would have the derivative 0.
+
+    Example:
+      >>> not_differentiated(jax.numpy.float32(1.0))
+      Array(1., dtype=float32)
+    """
+    return x
+
+
+@not_differentiated.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "sums of gradients in FP8 have no derivative. Use method=BFloat16Sum(), or "
+        "jax.lax.stop_gradient around the gradients."
+    )
+
+
 def has_no_values(leaf: Any) -> bool:
     """Whether a leaf is the gradient of an integer parameter, which has no values (float0)."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0

@@ -128,7 +128,7 @@ def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
 def _kinds_of_released(layers: Released) -> Kinds:
     """Weights, what the optimizer state is, and the seal."""
     opt_state = jax.tree.unflatten(layers.treedef, range(len(layers.carriers)))
-    found: Kinds = ["weights"] * len(jax.tree.leaves(layers.values))
+    found: Kinds = ["weights"] * len(jax.tree.leaves(layers._values))
     for kind, carriers in zip(_kinds(opt_state, "moments"), layers.carriers, strict=True):
         found += [kind] * len(carriers)
     return [*found, "other arguments"]

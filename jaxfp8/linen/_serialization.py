@@ -9,6 +9,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.state._check_state import check_state
 from jaxfp8.state._state import LEAVES, MatmulState
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 _ARRAYS = ("values", "scales", "amaxes", "original")
@@ -48,6 +49,37 @@ def weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight
                 "the recipe and the axes of the saved weight."
             )
     return dataclasses.replace(weight, **restored)
+
+
+def dict_of_tensor(tensor: QuantizedTensor) -> dict[str, Any]:
+    """The arrays of an FP8 tensor by name.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfp8 as fp8
+      >>> list(dict_of_tensor(fp8.quantize(jnp.ones(4), fp8.E4M3)))
+      ['values', 'scale']
+    """
+    return {"values": tensor.values, "scale": tensor.scale}
+
+
+def tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor:
+    """An FP8 tensor with the arrays of `dict_of_tensor`, checked against those of `tensor`."""
+    path = flax.serialization.current_path()
+    mine = dict_of_tensor(tensor)
+    if not isinstance(values, dict) or set(values) != set(mine):
+        raise ValueError(
+            f"{path}: the target is an FP8 tensor {list(tensor.shape)}, but the saved tree has "
+            "none there. Restore into a target that was made as the saved tree was."
+        )
+    for name, array in mine.items():
+        found = values[name]
+        if (found.shape, found.dtype) != (array.shape, array.dtype):
+            raise ValueError(
+                f"{path}: the target has {name} {array.dtype}{list(array.shape)}, and the saved "
+                f"tree {found.dtype}{list(found.shape)}. Restore into a target that was made as "
+                "the saved tree was."
+            )
+    return dataclasses.replace(tensor, **values)
 
 
 def dict_of_state(state: MatmulState) -> dict[str, Any]:

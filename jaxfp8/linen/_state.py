@@ -20,8 +20,10 @@ from flax.core.scope import in_filter
 from jaxfp8._errors import FP8StateError
 from jaxfp8.linen._serialization import (
     dict_of_state,
+    dict_of_tensor,
     dict_of_weight,
     state_from_dict,
+    tensor_from_dict,
     weight_from_dict,
 )
 from jaxfp8.ops._options import StateChannel
@@ -29,6 +31,7 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._fresh_state import concrete
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._unset import init_state
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 COLLECTION = "_overwrite_with_gradient"
@@ -135,4 +138,5 @@ _pack_code = next(_codes, None)
 
 
 flax.serialization.register_serialization_state(MatmulState, dict_of_state, state_from_dict)
+flax.serialization.register_serialization_state(QuantizedTensor, dict_of_tensor, tensor_from_dict)
 flax.serialization.register_serialization_state(QuantizedWeight, dict_of_weight, weight_from_dict)

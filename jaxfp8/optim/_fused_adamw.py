@@ -14,6 +14,7 @@ from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
 from jaxfp8.optim._grouped_formats import ExpandedFP8, ExpandedFP8State, Int8, Int8State
 from jaxfp8.optim._master_weights import MasterWeightsState, with_master_weights
 from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState
+from jaxfp8.optim._moments import with_nodes
 from jaxfp8.optim._optimizers import adamw
 from jaxfp8.optim._overwrite import Overwrite
 from jaxfp8.optim._weights import Parameters, dtype_of
@@ -90,6 +91,9 @@ def fused_adamw(
                 "params=None: fused_adamw needs the parameters. Call "
                 "tx.update(grads, opt_state, params)."
             )
+        if skip is not None and jnp.shape(skip):
+            raise ValueError(f"skip={skip!r} must be one bool, with shape ().")
+        state = with_nodes(state)
         updates, new = plain.update(grads, state, params, **extra_args)
         tree = Parameters.of(params)
         values = list(map(_new_value, tree.leaves, tree.like(updates)))
@@ -185,6 +189,7 @@ def _fits(weight: Any, gradient: Any, states: _Columns, i: int) -> bool:
     needed = jnp.float32 if low is None else jnp.bfloat16
     return (
         dtype_of(weight) == needed
+        and weight.size > 0
         and weight.shape[-1] % GROUP == 0
         and gradient.dtype.itemsize <= 4
     )

@@ -87,7 +87,7 @@ class Float32(AbstractMaster, AbstractMomentFormat):
         return jnp.asarray(stored.values)
 
     def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Array:
-        return x
+        return x.astype(jnp.float32)
 
     def unpack(self, stored: Array) -> Array:
         return stored
@@ -171,7 +171,11 @@ class Float16(AbstractMaster, AbstractMomentFormat):
         return from_scaled_float16(jnp.asarray(stored.values), jnp.asarray(stored.scale))
 
     def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Float16State:
-        return Float16State(*to_scaled_float16(x, old.scale if old else None))
+        values, scale = to_scaled_float16(x, old.scale if old else None)
+        if not signed:
+            # The update divides by the root of a second moment, so it must not become 0.
+            values = jnp.where((x > 0) & (values == 0), jnp.float16(2.0**-24), values)
+        return Float16State(values, scale)
 
     def unpack(self, stored: Float16State) -> Array:
         return self.load(stored, None)

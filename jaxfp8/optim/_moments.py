@@ -5,10 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree
+from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State
 from jaxfp8.optim._masters import Float16State
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, global_size
@@ -16,7 +19,9 @@ from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _STORED = (QuantizedTensor, Float16State, Int8State, ExpandedFP8State)
-_SECOND = "nu"  # optax's name of every second moment
+_CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_FIRST = {"mu", "trace"}  # optax's names of moments that can be negative
+_SECOND = {"nu", "nu_max", "sum_of_squares"}  # and of those that cannot
 
 
 class MomentFormatsState(NamedTuple):
@@ -43,8 +48,8 @@ def with_moment_formats(
     """An optimizer that stores its moments in few bytes, and computes in float32.
 
     Each update reads the moments as float32, calls the wrapped optimizer with float32 gradients,
-    and stores the new moments. It works with every optimizer of optax whose state holds moments in
-    named fields: Adam, AdamW, Lion, Muon, momentum SGD.
+    and stores the new moments. It works with the optimizers of optax whose states hold moments in
+    these fields: Adam, AdamW, Lion, Muon, Adagrad, momentum SGD.
 
     | format | bytes a value | second moment |
     |---|---|---|
@@ -55,12 +60,14 @@ def with_moment_formats(
     | `Int8()`, groups of 128 | 1.03 | yes |
     | `ExpandedFP8()`, groups of 128 | 1.06 | yes |
 
-    Small arrays stay in float32 (`min_size=` of a format). Gradients may be `QuantizedTensor`s.
+    Numbers and small arrays stay as they are (`min_size=` of a format). Gradients may be
+    `QuantizedTensor`s, if no transformation such as clipping comes before.
 
     Args:
       tx: the wrapped optimizer.
-      formats: how each field is stored. In optax's states "mu" is the first moment, "nu" is the
-        second one, and "trace" is momentum. Fields that are not named stay as they are.
+      formats: how each field is stored. In optax's states "mu" is the first moment, and "trace" is
+        momentum. "nu", "nu_max" (AMSGrad) and "sum_of_squares" (Adagrad) are second moments. Fields
+        that are not named stay as they are.
       seed: of stochastic rounding. With different seeds the random bits differ.
 
     Returns:
@@ -68,8 +75,9 @@ def with_moment_formats(
 
     Raises:
       TypeError: if a format is none.
-      ValueError: if a format cannot store a second moment. By `init`, if the state of `tx` has no
-        such field.
+      ValueError: if a format cannot store a second moment, or if a field is unknown. By `init`, if
+        the state of `tx` has no such field, or is that of centered RMSProp. By `update`, if another
+        format has stored the state.
 
     Example:
       >>> from jaxfp8.optim import FP8, Float16
@@ -86,21 +94,26 @@ def with_moment_formats(
     def init(params: PyTree) -> MomentFormatsState:
         def pack(field: str, x: Any, index: int) -> Any:
             format = formats[field]
-            if not _is_float(x) or global_size(x) < format.min_size:
+            if not _is_stored_by(format, x):
                 return x
             x = jnp.asarray(x, jnp.float32)
             # A new moment is 0, which no rounding changes. So any key will do.
             key = jax.random.key(0) if format.is_stochastic else None
-            return format.pack(x, None, signed=field != _SECOND, key=key)
+            return format.pack(x, None, signed=field in _FIRST, key=key)
 
         wide = inner.init(_widened(params))
         state = _mapped(wide, formats, pack)
+        if _has_variance(wide):
+            raise ValueError(
+                "centered RMSProp divides by the root of a difference of two moments. Rounded "
+                "moments make it wrong, or NaN. Use optax.rmsprop(centered=False)."
+            )
         if missing := sorted({*formats} - _fields(wide)):
             raise ValueError(
                 f"formats={dict(formats)!r}: the state of the optimizer has no field {missing}. "
                 "optax names a first moment 'mu', a second moment 'nu' and momentum 'trace'."
             )
-        return MomentFormatsState(state, jnp.asarray(seed).astype(jnp.uint32), jnp.int32(0))
+        return MomentFormatsState(state, _seed(seed), jnp.int32(0))
 
     def update(
         grads: PyTree, state: MomentFormatsState, params: PyTree | None = None, **extra_args: Any
@@ -109,21 +122,23 @@ def with_moment_formats(
 
         def unpack(field: str, x: Any, index: int) -> Any:
             old.append(x)
-            if not _is_packed(x):
-                return x
-            _check_stored(field, formats[field], x)
-            return formats[field].unpack(x)
+            format = formats[field]
+            if isinstance(x, _STORED) or _is_stored_by(format, x):
+                _check_stored(field, format, x)
+                return format.unpack(x)
+            return x
 
-        loaded = _mapped(state.inner, formats, unpack)
+        loaded = _mapped(with_nodes(state.inner), formats, unpack)
         updates, new = inner.update(_widened(grads), loaded, params, **extra_args)
         base = jax.random.fold_in(jax.random.key(state.seed), state.step)
 
         def pack(field: str, x: Any, index: int) -> Any:
             format, before = formats[field], old[index]
-            if not _is_packed(before):
+            if not isinstance(before, _STORED) and not _is_stored_by(format, before):
                 return x
+            x = x.astype(jnp.float32)
             key = _shard_key(jax.random.fold_in(base, index), x) if format.is_stochastic else None
-            return format.pack(x, before, signed=field != _SECOND, key=key)
+            return format.pack(x, before, signed=field in _FIRST, key=key)
 
         packed = _mapped(new, formats, pack)
         return updates, MomentFormatsState(packed, state.seed, optax.safe_increment(state.step))
@@ -174,9 +189,59 @@ def _fields(state: PyTree) -> set[str]:
     return found
 
 
-def _is_packed(x: Any) -> bool:
-    """Whether a leaf is stored by a format. Small arrays, in float32, are not."""
-    return isinstance(x, _STORED) or jnp.result_type(x) == jnp.bfloat16
+def _has_variance(state: PyTree) -> bool:
+    """Whether an optimizer state is that of `optax.scale_by_stddev`."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByRStdDevState)
+
+    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+
+
+def _is_stored_by(format: AbstractMomentFormat, x: Any) -> bool:
+    """Whether a format stores an array. Numbers and small arrays stay as they are."""
+    large = _is_float(x) and jnp.ndim(x) > 0 and jnp.size(x) > 0
+    return large and global_size(x) >= format.min_size
+
+
+def with_nodes(state: PyTree) -> PyTree:
+    """An optimizer state whose stored moments are nodes again.
+
+    `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields. They are told from
+    parameters by their dtypes.
+
+    Example:
+      >>> with_nodes({"w": 1.0})
+      {'w': 1.0}
+    """
+    return jax.tree.map(
+        lambda node: _node_of(node) or node, state, is_leaf=lambda node: bool(_node_of(node))
+    )
+
+
+def _node_of(fields: Any) -> Any:
+    """The stored moment with these fields, or None."""
+    if not isinstance(fields, nnx.State):
+        return None
+    arrays: dict[Any, Any] = dict(fields)
+    dtypes = {name: getattr(x, "dtype", None) for name, x in arrays.items()}
+    match {*arrays}:
+        case names if names == {*Int8State._fields} and dtypes["codes"] in _CODES:
+            return Int8State(**arrays)
+        case names if names == {*ExpandedFP8State._fields} and dtypes["values"] in _FP8:
+            return ExpandedFP8State(**arrays)
+        case names if names == {*Float16State._fields} and dtypes["values"] == jnp.float16:
+            return Float16State(**arrays)
+        case names if names == {"values", "scale"} and dtypes["values"] in _FP8:
+            return QuantizedTensor(**arrays, granularity=PerTensor(), dtype=jnp.dtype(jnp.float32))
+    return None
+
+
+def _seed(seed: Any) -> Array:
+    """A seed as uint32 []."""
+    if isinstance(seed, int):
+        return jnp.asarray(np.uint32(seed % 2**32))
+    return jnp.asarray(seed).astype(jnp.uint32)
 
 
 def _is_stored(node: Any) -> bool:
@@ -222,9 +287,15 @@ def _check_format(field: str, format: object) -> None:
             "FP8(), Int8() or ExpandedFP8()."
         )
     reason = format.for_second_moment
-    if field == _SECOND and reason and not getattr(format, "force", False):
+    if field not in _FIRST | _SECOND:
+        raise ValueError(
+            f"{field}={format!r}: it is not known whether values of a field {field!r} can be "
+            f"negative. Fields of first moments are {sorted(_FIRST)}, those of second moments "
+            f"{sorted(_SECOND)}."
+        )
+    if field in _SECOND and reason and not getattr(format, "force", False):
         raise ValueError(f"{field}={format!r} cannot store a second moment: {reason}.")
-    if field == _SECOND and not getattr(format, "companding", True):
+    if field in _SECOND and not getattr(format, "companding", True):
         raise ValueError(
             f"{field}={format!r} cannot store a second moment: linear steps make zeros of its "
             "small values, and the update divides by their root. Use Int8(companding=True)."

@@ -32,7 +32,7 @@ def scale_by_adam(
       seed: of stochastic rounding.
 
     Raises:
-      ValueError: if `nu` cannot store a second moment.
+      ValueError: if `nu` cannot store a second moment, or `mu_dtype` is given.
 
     Example:
       >>> import jax.numpy as jnp
@@ -40,6 +40,11 @@ def scale_by_adam(
       >>> tx.init({"w": jnp.ones((64, 64))}).inner.mu["w"].codes.dtype.name
       'int8'
     """
+    if options.get("mu_dtype") is not None:
+        raise ValueError(
+            f"mu_dtype={options['mu_dtype']!r} contradicts mu={mu!r}, which says how the first "
+            "moment is stored. Leave mu_dtype out, or use mu=BFloat16()."
+        )
     tx = optax.scale_by_adam(**options)
     return with_moment_formats(tx, {"mu": mu, "nu": nu}, seed=seed)
 

@@ -130,7 +130,7 @@ class Release:
             )
         place = places[0]
         layers: Released = nodes.pop(place)
-        values, structure = jax.tree.flatten(layers.values)
+        values, structure = jax.tree.flatten(layers._values)
         groups = [len(group) for group in layers.carriers]
         layers_of((values, nodes))
         carry, flat = jax.tree.flatten(init)

@@ -43,8 +43,9 @@ def unless_broken(carry: list[Array], seal: Array) -> list[Array]:
       >>> unless_broken([jnp.float32(1.0)], jnp.zeros(3))
       [Array(nan, dtype=float32)]
     """
-    good = is_sealed(seal)
-    return [jnp.where(good, x, jnp.full_like(x, jnp.nan)) if has_float(x) else x for x in carry]
+    # A product with a scalar keeps the sharding of x on an Explicit mesh.
+    factor = jnp.where(is_sealed(seal), 1.0, jnp.nan)
+    return [x * factor.astype(x.dtype) if has_float(x) else x for x in carry]
 
 
 @custom_vmap

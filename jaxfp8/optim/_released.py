@@ -14,7 +14,8 @@ from jaxfp8.weights._quantized_weight import is_weight
 
 # Arithmetic on gradients changes one of these. A sum of two changes the largest float32, also if it
 # is divided afterwards. A sum of halves changes the smallest subnormal one. Adding 0 changes -0.
-_SEAL = np.array([0x7F7FFFFF, 0x00000001, 0x80000000], np.uint32)
+# What replaces NaN changes the last one. Carriers can be NaN, too.
+_SEAL = np.array([0x7F7FFFFF, 0x00000001, 0x80000000, 0x7FC00000], np.uint32)
 
 
 @jax.tree_util.register_dataclass
@@ -26,10 +27,9 @@ class Released:
     the `Released` of the next step. So it is no gradient: do not scale, clip, add or average it.
 
     Attributes:
-      values: the tree of parameters, [L, ...] for L layers. Read `params`.
       carriers: the arrays of the optimizer state, [L, ...]. Integers are floats of the same bits.
         Read `opt_state`.
-      seal: float32 [3], a constant that arithmetic changes. `check` reads it.
+      seal: float32 [4], a constant that arithmetic changes. `check` reads it.
       dtypes: of the arrays of the optimizer state.
       treedef: of the optimizer state.
 
@@ -41,7 +41,7 @@ class Released:
       Array([0, 0, 0], dtype=int32)
     """
 
-    values: PyTree
+    _values: PyTree  # the parameters, [L, ...] for L layers
     carriers: list[tuple[Array, ...]]
     seal: Array
     dtypes: tuple[DType, ...] = dataclasses.field(metadata={"static": True})
@@ -53,7 +53,7 @@ class Released:
 
         A loss must not differentiate them: their gradients and the next parameters would be added.
         """
-        return jax.tree.map(_not_differentiated, self.values)
+        return jax.tree.map(_not_differentiated, self._values)
 
     @property
     def opt_state(self) -> PyTree:
@@ -142,7 +142,7 @@ def layers_of(tree: PyTree) -> int:
 
 
 def fresh_seal() -> Array:
-    """A seal, float32 [3].
+    """A seal, float32 [4].
 
     Example:
       >>> is_sealed(fresh_seal()), is_sealed(fresh_seal() + 0)

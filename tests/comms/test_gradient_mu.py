@@ -220,3 +220,24 @@ def test_without_types_somebody_has_to_say_whether_gradients_are_split():
 def test_misuse_of_methods(method, options, error, parts):
     with pytest.raises(error, match=mentions(method.__name__, *parts)):
         method(**options)
+
+
+@pytest.mark.parametrize("reduction", ["exchange", "all_reduce"])
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=str)
+def test_a_sum_that_overflows_is_clipped_in_every_format(format, reduction):
+    """E4M3 overflows to NaN, and E5M2 to inf."""
+    method = AutoScaledFP8(format=format, reduction=reduction, min_size=0)
+    grads = np.full((D, 2048), 1.75, np.float32)
+    state = fp8.comms.init_gradient_sums(grads[0], method)
+    found, state = sums.reduced(grads, MESH(), "d", method=method, state=state)
+    np.testing.assert_array_equal(found, 1.75 / D)
+    assert (int(state.nonfinite_steps), int(state.halved_steps)) == (0, 1)
+
+
+@pytest.mark.parametrize("method", [TwoPhaseFP8(min_size=0), AutoScaledFP8(min_size=0)], ids=str)
+def test_a_derivative_of_a_sum_in_fp8_is_refused(method):
+    grads = np.ones((D, 2048), np.float32)
+    state = fp8.comms.init_gradient_sums(grads[0], method)
+    loss = lambda g: jnp.sum(sums.reduced(g, MESH(), "d", method=method, state=state)[0])
+    with pytest.raises(NotImplementedError, match="no derivative"):
+        jax.grad(loss)(grads)

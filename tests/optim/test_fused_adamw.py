@@ -88,6 +88,22 @@ def test_a_skipped_step_changes_nothing(master):
     assert_same_bits((weights[0], mine[1]), (weights[1], theirs[1]))
 
 
+def test_skip_is_one_bool():
+    start = params(jnp.float32)
+    tx = fused_adamw(1e-2)
+    with pytest.raises(ValueError, match="must be one bool"):
+        tx.update(start, tx.init(start), start, skip=jnp.array([True]))
+
+
+def test_empty_arrays_and_numbers():
+    needs_triton()
+    start = {"none": jnp.zeros((0, 128)), "n": jnp.float32(1), "w": jnp.ones((4, 128))}
+    tx = fused_adamw(1e-2, moments=Int8(min_size=0))
+    updates, state = tx.update(start, tx.init(start), start)
+    assert optax.apply_updates(start, updates)["n"] < 1
+    assert state.inner[0].mu["n"].dtype == jnp.float32
+
+
 def test_scaled_afterwards_it_fails_loudly():
     needs_triton()
     start = params(jnp.float32)

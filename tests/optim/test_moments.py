@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optim_cases import bytes_of
@@ -364,3 +365,91 @@ def test_memory_report_counts_stored_moments():
     report = fp8.memory_report(step, w, tx.init(w), jnp.ones((8, 256)))
     assert report.fp8["moments"] == bytes_of(tx.init(w))
     assert report.fp8["weights"] == w.nbytes
+
+
+def test_second_moments_of_other_names_stay_above_zero():
+    """Adagrad and AMSGrad divide by the root of them."""
+    size = np.where(np.arange(SHAPE[1]) % 16 == 0, 1.0, 1e-6)
+    grads = {"w": jnp.asarray(np.broadcast_to(size, SHAPE), jnp.float32)}
+    for make, field in ((optax.adagrad, "sum_of_squares"), (optax.amsgrad, "nu_max")):
+        wide = make(0.1)
+        want = wide.update(grads, wide.init(grads), grads)[0]["w"]
+        for format in (Int8(), ExpandedFP8(), Float16()):
+            tx = with_moment_formats(make(0.1), {field: format})
+            state = tx.init(grads)
+            for _ in range(3):
+                updates, state = tx.update(grads, state, grads)
+            assert np.abs(updates["w"]).max() <= 1.2 * np.abs(want).max()
+        with pytest.raises(ValueError, match="cannot store a second moment"):
+            with_moment_formats(make(0.1), {field: FP8()})
+
+
+def test_float16_keeps_a_second_moment_above_zero():
+    """Of gradients 2^-21 of the largest one, for many steps."""
+    grads = {"w": jnp.full((64, 64), 5e-5).at[0, 0].set(100.0)}
+    tx = scale_by_adam(mu=Float32(), nu=Float16())
+
+    @jax.jit
+    def step(state, _):
+        updates, state = tx.update(grads, state)
+        return state, jnp.max(jnp.abs(updates["w"]))
+
+    _, largest = jax.lax.scan(step, tx.init(grads), length=300)
+    assert np.max(largest) < 1.1
+
+
+def test_nnx_optimizer():
+    """It turns stored moments into states of nnx. Two models, the other in plain JAX."""
+    for mu, nu in PAIRS.values():
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        tx = adamw(1e-2, mu=mu, nu=nu)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        pure = nnx.as_pure(nnx.state(model, nnx.Param))
+        state = tx.init(pure)
+        loss_fn = lambda model: jnp.mean(model(jnp.ones((2, 64))) ** 2)
+        for _ in range(3):
+            grads = nnx.grad(loss_fn)(model)
+            updates, state = tx.update(nnx.as_pure(grads), state, pure)
+            pure = optax.apply_updates(pure, updates)
+            optimizer.update(model, grads)
+        assert_same_bits(nnx.as_pure(nnx.state(model, nnx.Param)), pure)
+
+
+def test_a_mean_dtype_beside_a_format_is_refused():
+    with pytest.raises(ValueError, match="contradicts mu="):
+        scale_by_adam(mu_dtype=jnp.bfloat16)
+    # Of another optimizer, it is that of arrays that are not stored.
+    tx = with_moment_formats(optax.adam(1e-2, mu_dtype=jnp.bfloat16), {"mu": Int8(), "nu": Int8()})
+    train(tx, params())
+
+
+def test_moments_of_float64_parameters_keep_their_types():
+    with jax.enable_x64(True):
+        start = {"w": jnp.ones(SHAPE, jnp.float64)}
+        for mu, nu in PAIRS.values():
+            tx = scale_by_adam(mu=mu, nu=nu)
+            state = tx.init(start)
+            _, after = tx.update(start, state, start)
+            types = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+            assert types(after) == types(state)
+
+
+@pytest.mark.parametrize("format", [Int8(min_size=0), ExpandedFP8(min_size=0)], ids=str)
+def test_numbers_and_empty_arrays_are_not_stored(format):
+    start = {"n": jnp.float32(2), "none": jnp.zeros((0, 4))}
+    tx = with_moment_formats(optax.trace(0.9), {"trace": format})
+    updates, state = tx.update(start, tx.init(start))
+    assert updates["n"] == 2
+    assert state.inner.trace["n"].dtype == jnp.float32
+
+
+def test_a_float32_state_is_refused():
+    state = adamw(1e-2, mu=Float32(), nu=Float32()).init(params())
+    for format in (Int8(), BFloat16(), FP8()):
+        with pytest.raises(ValueError, match="another format has stored"):
+            adamw(1e-2, mu=format, nu=Float32()).update(params(), state, params())
+
+
+def test_seeds_of_64_bits():
+    tx = with_moment_formats(optax.trace(0.9), {"trace": BFloat16("stochastic")}, seed=2**40 + 7)
+    assert tx.init(params()).seed == 7

@@ -93,7 +93,7 @@ def check_broken(layers):
     """The cause has a name, and the next loss is NaN."""
     with pytest.raises(ValueError, match="changed by arithmetic"):
         layers.check()
-    layers = dataclasses.replace(STACK.init(stacked()), values=layers.values, seal=layers.seal)
+    layers = dataclasses.replace(STACK.init(stacked()), _values=layers._values, seal=layers.seal)
     loss, again = jax.jit(jax.value_and_grad(loss_fn))(layers, inputs(0))
     assert jnp.isnan(loss)
     with pytest.raises(ValueError, match="changed by arithmetic"):
@@ -213,13 +213,13 @@ def test_parameters_used_outside_of_the_scan_without_a_gradient():
 
 def test_a_part_of_a_released():
     layers = STACK.init(stacked())
-    part = lambda values: loss_fn(dataclasses.replace(layers, values=values), inputs(0))
+    part = lambda values: loss_fn(dataclasses.replace(layers, _values=values), inputs(0))
     with pytest.raises(ValueError, match="a part of a Released"):
-        jax.grad(part)(layers.values)
+        jax.grad(part)(layers._values)
 
 
 def test_second_derivatives():
-    twice = lambda x: jnp.sum(jax.grad(loss_fn)(STACK.init(stacked()), x).values["b"])
+    twice = lambda x: jnp.sum(jax.grad(loss_fn)(STACK.init(stacked()), x)._values["b"])
     with pytest.raises(ValueError, match="differentiated twice"):
         jax.grad(twice)(inputs(0))
 
@@ -273,3 +273,38 @@ def test_parameters_that_cannot_be_released():
     with pytest.raises(TypeError, match="int4"):
         STACK.pack({"w": jnp.ones((3, 2))}, jnp.ones(3, jnp.int4))
     assert np.all(STACK.init({"w": jnp.ones((3, 2))}).params["w"] == 1)
+
+
+def test_values_that_replace_nan_are_found():
+    """Carriers of 8 bits can be NaN, so `zero_nans` would change codes."""
+    clean = optax.zero_nans()
+    layers, _ = clean.update(STACK.init(stacked()), clean.init(STACK.init(stacked())))
+    with pytest.raises(ValueError, match="changed by arithmetic"):
+        layers.check()
+
+
+CLIP = optax.chain(optax.clip_by_global_norm(1000.0), optax.sgd(1.0))
+COUPLED = {
+    "clip": (CLIP, jnp.float32),
+    "clip, float16": (CLIP, jnp.float16),
+    "prodigy": (optax.contrib.prodigy(), jnp.float32),
+    "dadapt": (optax.contrib.dadapt_adamw(), jnp.float32),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_optimizers_that_couple_by_large_norms_or_a_common_step_size(name):
+    tx, dtype = COUPLED[name]
+    with pytest.raises(ValueError, match="couples parameters"):
+        release(tx).init({"a": jnp.ones((3, 4, 4), dtype), "b": jnp.ones((3, 4), dtype)})
+
+
+def test_one_parameter_with_a_name():
+    params = {"w": jnp.ones((3, 4, 4))}
+    for tx in (
+        optax.adamw(1e-2, mask={"w": True}),
+        optax.masked(optax.sgd(1e-2), {"w": True}),
+    ):
+        release(tx).init(params)
+    with pytest.raises(ValueError, match="couples parameters"):
+        release(optax.clip_by_global_norm(1.0)).init(params)

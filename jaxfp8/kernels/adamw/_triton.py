@@ -102,7 +102,11 @@ def _launch(
     step: AdamWStep, capability: int | None, structure: Any, *operands: Array
 ) -> tuple[Array, ...]:
     """The kernel on arrays [..., groups, 128 or 1]."""
-    *replaced, gradient = operands[:-4]
+    # Under `jax.vmap` the first array has the mapped axes, and others may have size 1 there.
+    lead = operands[0].shape[:-2]
+    *replaced, gradient = (
+        jnp.broadcast_to(each, (*lead, *each.shape[-2:])) for each in operands[:-4]
+    )
     rate, *others = _of_models(operands[-4:], gradient.shape)
     first, second, weight, low = jax.tree.unflatten(structure, replaced)
     # In the kernel's order. `rate` stands for what there is not. The kernel does not read it.

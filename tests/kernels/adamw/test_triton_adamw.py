@@ -70,7 +70,8 @@ def assert_near(mine, theirs):
                 assert np.all((steps <= 1) | (steps == 255))
         else:
             a, b = ours.astype(np.float64), leaf.astype(np.float64)
-            np.testing.assert_allclose(a, b, rtol=2**-8 if leaf.dtype.itemsize == 2 else 1e-5)
+            rtol = 2**-8 if leaf.dtype.itemsize == 2 else 1e-5
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("master", MASTERS)
@@ -138,15 +139,53 @@ def test_on_a_mesh(kind):
     assert_near(mine, interpreted(step, True, "int8", "8", *given))
 
 
-def mapped(fused, g, state, w):
+AXES = [(0, 0, 0), (0, None, None), (0, 0, None), (0, None, 0), (None, 0, 0), (None, None, 0)]
+
+
+def mapped(fused, axes, g, state, w):
     one = lambda g, state, w: step(fused, "int8", "float32", g, state, w)
-    return jax.vmap(one)(g, state, w)
+    return jax.vmap(one, axes)(g, state, w)
 
 
-def test_under_vmap():
-    cases = [case("int8", "float32", (4, 256), steps=steps) for steps in (1, 3)]
-    g, state, w = jax.tree.map(lambda *each: np.stack(each), *cases)
-    assert_near(
-        interpreted(mapped, True, g, state, w),
-        jax.jit(mapped, static_argnums=0)(False, g, state, w),
-    )
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_under_vmap(axes):
+    """What is not mapped is shared."""
+    cases = [case("int8", "float32", (4, 256), steps=steps) for steps in (1, 3, 4)]
+    stacked = jax.tree.map(lambda *each: np.stack(each), *cases)
+    given = [
+        several if axis == 0 else one
+        for several, one, axis in zip(stacked, cases[0], axes, strict=True)
+    ]
+    mine = interpreted(mapped, True, axes, *given)
+    assert_near(mine, jax.jit(mapped, static_argnums=(0, 1))(False, axes, *given))
+
+
+def swept(fused, rates, skips, g, state, w):
+    """One start, several learning rates, and steps of which some are skipped."""
+
+    def one(rate, skip):
+        moments = MOMENTS["int8"]
+        tx = fused_adamw(rate, moments=moments) if fused else adamw(rate, mu=moments, nu=moments)
+        with jax.numpy_dtype_promotion("standard"):
+            structure = jax.tree.structure(jax.eval_shape(tx.init, w))
+            old = jax.tree.unflatten(structure, map(jnp.asarray, state))
+            extra = {"skip": skip} if fused else {}
+            update, new = tx.update(jnp.asarray(g), old, jnp.asarray(w), **extra)
+            after = [jnp.asarray(w) + update, *jax.tree.leaves(new)]
+            if fused:
+                return after
+            before = [jnp.asarray(w), *jax.tree.leaves(old)]
+            return [jnp.where(skip, a, b) for a, b in zip(before, after, strict=True)]
+
+    return jax.vmap(one, (0 if rates.ndim else None, 0 if skips.ndim else None))(rates, skips)
+
+
+@pytest.mark.parametrize("skips", [False, [False, True, False]], ids=str)
+@pytest.mark.parametrize("rates", [1e-2, [1e-3, 1e-2, 1e-1]], ids=str)
+def test_a_sweep_over_scalars(rates, skips):
+    rates, skips = np.float32(rates), np.asarray(skips)
+    if not rates.ndim and not skips.ndim:
+        rates = rates[None]
+    given = case("int8", "float32", (4, 256))
+    mine = interpreted(swept, True, rates, skips, *given)
+    assert_near(mine, jax.jit(swept, static_argnums=0)(False, rates, skips, *given))
