@@ -1,5 +1,6 @@
 """Optimizers with master weights, with moments in few bytes, and inside of the backward pass."""
 
+from jaxfp8.optim._fp8_format import FP8 as FP8
 from jaxfp8.optim._fused_adamw import fused_adamw as fused_adamw
 from jaxfp8.optim._grouped_formats import ExpandedFP8 as ExpandedFP8
 from jaxfp8.optim._grouped_formats import Int8 as Int8
@@ -10,7 +11,6 @@ from jaxfp8.optim._master_weights import with_master_weights as with_master_weig
 from jaxfp8.optim._masters import BFloat16Plus as BFloat16Plus
 from jaxfp8.optim._masters import Float16 as Float16
 from jaxfp8.optim._masters import Float32 as Float32
-from jaxfp8.optim._moment_formats import FP8 as FP8
 from jaxfp8.optim._moment_formats import BFloat16 as BFloat16
 from jaxfp8.optim._moments import MomentFormatsState as MomentFormatsState
 from jaxfp8.optim._moments import with_moment_formats as with_moment_formats

@@ -10,8 +10,7 @@ import optax
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.ops._weight_states import path_name
 from jaxfp8.optim._master_weights import MasterWeightsState
-from jaxfp8.optim._masters import kind_of
-from jaxfp8.optim._stored import is_empty, loaded, states_of, trees_of
+from jaxfp8.optim._stored import is_empty, kind_of, loaded, states_of, trees_of
 from jaxfp8.optim._weights import (
     Parameters,
     dtype_of,

@@ -67,7 +67,8 @@ def with_master_weights(
 
     Raises:
       TypeError: if `master` is no kind of master weight.
-      ValueError: by `update`, if the state does not belong to params.
+      ValueError: if `master` is `FP8()` without `force=True`. By `update`, if the state does not
+        belong to params.
 
     Example:
       >>> from jaxfp8.optim import BFloat16Plus
@@ -83,9 +84,9 @@ def with_master_weights(
     if not isinstance(master, AbstractMaster):
         raise TypeError(
             f"master={master!r} is no kind of master weight; use Float32(), BFloat16Plus(bits=16), "
-            "BFloat16Plus(bits=8) or Float16(). Formats of 8 bits lose updates below 2^-5 of "
-            "a weight; FP8-LM found that training diverges (section 3.4)."
+            "BFloat16Plus(bits=8) or Float16()."
         )
+    master.check_master()
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> MasterWeightsState:

@@ -39,7 +39,14 @@ class Float16State(NamedTuple):
     scale: PyTree  # float32 [], a power of two
 
 
-MasterState = Float32State | BFloat16PlusState | Float16State
+class FP8State(NamedTuple):
+    """A master weight as `values * scale`, for experiments."""
+
+    values: PyTree  # FP8 [...]
+    scale: PyTree  # float32 []
+
+
+MasterState = Float32State | BFloat16PlusState | Float16State | FP8State
 
 
 class AbstractMaster(abc.ABC):
@@ -61,6 +68,9 @@ class AbstractMaster(abc.ABC):
         Returns:
           The state, and the master weight float32 [...] that `load` will return.
         """
+
+    def check_master(self) -> None:  # noqa: B027  # most kinds may
+        """Raise ValueError if this must not store master weights. A moment may be stored so."""
 
     @abc.abstractmethod
     def load(self, stored: Any, weight: Any) -> Array:
@@ -182,20 +192,3 @@ class Float16(AbstractMaster, AbstractMomentFormat):
 
     def reads(self, stored: Any) -> bool:
         return isinstance(stored, Float16State)
-
-
-def kind_of(masters: MasterState) -> AbstractMaster:
-    """The kind of master weights that a state stores. Its fields may be trees.
-
-    Example:
-      >>> kind_of(BFloat16PlusState(None, jnp.zeros(2, jnp.uint8)))
-      BFloat16Plus(bits=8)
-    """
-    match masters:
-        case Float32State():
-            return Float32()
-        case Float16State():
-            return Float16()
-        case BFloat16PlusState(low=low):
-            bytes_of_low = {leaf.dtype.itemsize for leaf in jax.tree.leaves(low)}
-            return BFloat16Plus(bits=8 * max(bytes_of_low, default=2))

@@ -15,15 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.kernels.cast._api import KnownScale, cast_copies
-from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._formats import E4M3, Format
-from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.numerics._scale_rule import ScaleRule
-from jaxfp8.quantizers._base import check_value_format
-from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
-from jaxfp8.tensors._cast import Cast, Direction
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.sharding._amax import varying
 
 SMALL = 4096
 """Arrays with fewer values stay in float32: norms and biases. They take few bytes."""
@@ -95,64 +87,6 @@ class BFloat16(AbstractMomentFormat):
 
     def reads(self, stored: Any) -> bool:
         return isinstance(stored, jax.Array | np.ndarray) and stored.dtype == jnp.bfloat16
-
-
-@dataclasses.dataclass(frozen=True)
-class FP8(AbstractMomentFormat):
-    """A first moment in FP8 with one float32 scale for a tensor: 1 byte a value.
-
-    A second moment is refused. E4M3 holds magnitudes down to 2^-18 of the largest one, and the
-    second moment is a square: where the gradient is below 2^-9 of the largest one, it becomes 0.
-    The update divides by its root. FP8-LM found that training diverges (section 3.4).
-
-    Attributes:
-      format: E4M3 or E5M2.
-      rounding: "nearest" or "stochastic".
-      min_size: a smaller array stays in float32.
-      force: True stores also a second moment, for experiments.
-
-    References:
-      Peng et al., FP8-LM, arXiv:2310.18313, section 2.3.
-
-    Example:
-      >>> FP8().pack(jnp.array([1.0, -448.0]), None, signed=True, key=None).values.dtype.name
-      'float8_e4m3fn'
-    """
-
-    format: Format = E4M3
-    rounding: Rounding = "nearest"
-    min_size: int = SMALL
-    force: bool = False
-    for_second_moment: ClassVar[str | None] = (
-        "one scale for a tensor makes zeros of its small values, and the update divides by their "
-        "root (FP8-LM, section 3.4). Use Float16(), Int8() or ExpandedFP8(), or FP8(force=True)"
-    )
-
-    def __post_init__(self) -> None:
-        check_value_format(self.format)
-        check_rounding(self.rounding)
-        check_size("min_size", self.min_size, least=0)
-
-    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> QuantizedTensor:
-        if not types_tell():
-            raise ValueError(
-                f"{self} inside shard_map(check_vma=False) over {manual_axes()}: types do not say "
-                "over which axes its scale is shared. Use check_vma=True, or Int8()."
-            )
-        replaced = frozenset() if old is None else varying(old.scale)
-        largest = pmax(amax(x, PerTensor()), varying(x) - replaced)
-        known = KnownScale(*ScaleRule().apply(largest, self.format))
-        cast = Cast(
-            format=self.format, directions=(Direction(PerTensor()),), rounding=self.rounding
-        )
-        ((stored,), _) = cast_copies(x, cast, (known,), key=key)
-        return stored
-
-    def unpack(self, stored: QuantizedTensor) -> Array:
-        return stored.dequantize(jnp.float32)
-
-    def reads(self, stored: Any) -> bool:
-        return isinstance(stored, QuantizedTensor) and stored.values.dtype == self.format.dtype
 
 
 def check_rounding(rounding: object) -> None:

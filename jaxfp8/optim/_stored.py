@@ -8,7 +8,19 @@ import numpy as np
 import optax
 
 from jaxfp8._typing import Array
-from jaxfp8.optim._masters import AbstractMaster, BFloat16PlusState, MasterState
+from jaxfp8.numerics._formats import E4M3, E5M2
+from jaxfp8.optim._fp8_format import FP8
+from jaxfp8.optim._masters import (
+    AbstractMaster,
+    BFloat16Plus,
+    BFloat16PlusState,
+    Float16,
+    Float16State,
+    Float32,
+    Float32State,
+    FP8State,
+    MasterState,
+)
 from jaxfp8.optim._weights import Parameters, dtype_of, has_master
 
 
@@ -70,3 +82,23 @@ def loaded(
         leaf if is_empty(state) else master.load(state, leaf)
         for state, leaf in zip(states, parameters.leaves, strict=True)
     ]
+
+
+def kind_of(masters: MasterState) -> AbstractMaster:
+    """The kind of master weights that a state stores. Its fields may be trees.
+
+    Example:
+      >>> kind_of(BFloat16PlusState(None, jnp.zeros(2, jnp.uint8)))
+      BFloat16Plus(bits=8)
+    """
+    match masters:
+        case Float32State():
+            return Float32()
+        case Float16State():
+            return Float16()
+        case FP8State(values=values):
+            is_e5m2 = any(leaf.dtype == E5M2.dtype for leaf in jax.tree.leaves(values))
+            return FP8(E5M2 if is_e5m2 else E4M3, force=True)
+        case BFloat16PlusState(low=low):
+            bytes_of_low = {leaf.dtype.itemsize for leaf in jax.tree.leaves(low)}
+            return BFloat16Plus(bits=8 * max(bytes_of_low, default=2))

@@ -26,6 +26,7 @@ from jaxfp8.optim import (
     Int8,
     adamw,
     init_master_weights,
+    master_weights,
     scale_by_adam,
     scale_by_muon,
     with_master_weights,
@@ -282,10 +283,9 @@ def test_save_restore_and_go_on_is_bit_equal(pair):
     mu, nu = PAIRS[pair]
     tx = adamw(1e-2, mu=mu, nu=nu)
     start, state = train(tx, params())
-    leaves, treedef = jax.tree.flatten(state)
-    saved = flax.serialization.to_bytes((start, leaves))
-    back, restored = flax.serialization.from_bytes((start, leaves), saved)
-    restored = jax.tree.unflatten(treedef, [jnp.asarray(x) for x in restored])
+    saved = flax.serialization.to_bytes((start, state))
+    back, restored = flax.serialization.from_bytes((start, tx.init(start)), saved)
+    restored = jax.tree.map(jnp.asarray, restored)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     sharded = jax.tree.map(
         lambda x: jax.device_put(
@@ -320,8 +320,8 @@ def test_the_seed_decides_stochastic_bits():
         ),
         (
             lambda: with_master_weights(optax.sgd(0.1), master=FP8()),
-            TypeError,
-            "of 8 bits lose",
+            ValueError,
+            "loses updates below",
         ),
     ],
 )
@@ -453,3 +453,23 @@ def test_a_float32_state_is_refused():
 def test_seeds_of_64_bits():
     tx = with_moment_formats(optax.trace(0.9), {"trace": BFloat16("stochastic")}, seed=2**40 + 7)
     assert tx.init(params()).seed == 7
+
+
+def test_an_fp8_master_that_is_forced_loses_small_updates():
+    """The reason why it is refused: each update is 2^-6 of a weight."""
+    start = {"w": jnp.ones((64, 128), jnp.bfloat16).at[0, 0].set(1.75)}
+    grads = {"w": jnp.ones((64, 128)).at[0, 0].set(0)}
+    found = {}
+    for master in (FP8(force=True), FP8(fp8.E5M2, force=True), BFloat16Plus(bits=8)):
+        tx = with_master_weights(optax.sgd(2.0**-6), master=master)
+        weights, state = init_master_weights(tx, start)
+        for _ in range(8):
+            updates, state = tx.update(grads, state, weights)
+            weights = optax.apply_updates(weights, updates)
+        found[str(master)] = float(weights["w"][1, 1])
+        assert_same_bits(weights["w"], master_weights(state, weights)["w"].astype(jnp.bfloat16))
+    e4m3, e5m2, right = found.values()
+    assert right == 1 - 8 * 2**-6
+    assert e4m3 == e5m2 == 1
+    with pytest.raises(ValueError, match="no key"):
+        with_master_weights(optax.sgd(0.1), master=FP8(rounding="stochastic", force=True))
