@@ -284,7 +284,7 @@ def test_values_that_replace_nan_are_found():
 
 
 CLIP = optax.chain(optax.clip_by_global_norm(1000.0), optax.sgd(1.0))
-COUPLED = {
+COUPLED_LATE = {
     "clip": (CLIP, jnp.float32),
     "clip, float16": (CLIP, jnp.float16),
     "prodigy": (optax.contrib.prodigy(), jnp.float32),
@@ -292,9 +292,9 @@ COUPLED = {
 }
 
 
-@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("name", COUPLED_LATE)
 def test_optimizers_that_couple_by_large_norms_or_a_common_step_size(name):
-    tx, dtype = COUPLED[name]
+    tx, dtype = COUPLED_LATE[name]
     with pytest.raises(ValueError, match="couples parameters"):
         release(tx).init({"a": jnp.ones((3, 4, 4), dtype), "b": jnp.ones((3, 4), dtype)})
 
