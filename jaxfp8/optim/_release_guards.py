@@ -40,7 +40,7 @@ def unless_broken(carry: list[Array], seal: Array) -> list[Array]:
     """The carry, or NaN in its floats if arithmetic changed the Released.
 
     Example:
-      >>> unless_broken([jnp.float32(1.0)], jnp.zeros(3))
+      >>> unless_broken([jnp.float32(1.0)], jnp.zeros(4))
       [Array(nan, dtype=float32)]
     """
     # A product with a scalar keeps the sharding of x on an Explicit mesh.
