@@ -131,7 +131,8 @@ def test_temporaries(recipe):
     assert of_a_layer < 20 * LAYER  # 16 bf16 gradients would be 32 bytes for each of its parameters
     plain = compiled(16, is_released=False, recipe=RECIPES[recipe]).memory_analysis()
     print(f"{recipe}: {plain.temp_size_in_bytes / 2**20:.0f} MiB without release")
-    assert memory.temp_size_in_bytes + 2 * 16 * LAYER < plain.temp_size_in_bytes
+    # Without release there are 16 gradients, and with it one. A sixteenth is for other arrays.
+    assert memory.temp_size_in_bytes + 2 * 14 * LAYER < plain.temp_size_in_bytes
     # All arrays of the state are updated in their memory.
     types = jax.eval_shape(lambda: STACK.init(start(16)))
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(types))
