@@ -14,9 +14,9 @@ from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
 from jaxfp8.optim._grouped_formats import ExpandedFP8, ExpandedFP8State, Int8, Int8State
 from jaxfp8.optim._master_weights import MasterWeightsState, with_master_weights
 from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState
-from jaxfp8.optim._moments import with_nodes
 from jaxfp8.optim._optimizers import adamw
 from jaxfp8.optim._overwrite import Overwrite
+from jaxfp8.optim._stored_moments import with_nodes
 from jaxfp8.optim._weights import Parameters, dtype_of
 
 
@@ -201,8 +201,7 @@ def _decays(mask: Any, tree: Parameters) -> list[bool]:
         return [True] * len(tree.leaves)
     values = tree.tree([jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.float32) for leaf in tree.leaves])
     given = mask(values) if callable(mask) else mask
-    return jax.tree.leaves(jax.tree.map(lambda on, below: jax.tree.map(lambda _: on, below),
-                                        given, values))  # fmt: skip
+    return jax.tree.leaves(jax.tree.broadcast(given, values))
 
 
 def _check(moments: Any, master: Any, **constants: Any) -> None:

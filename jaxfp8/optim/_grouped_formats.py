@@ -187,8 +187,7 @@ def tile_of(x: Array, group: int) -> PerBlock:
 
 def _has_groups(of_groups: Array, values: Array, group: int) -> bool:
     """Whether an array has one value for each group of other values."""
-    *lead, size = values.shape or (1,)
-    return of_groups.shape in ((*lead, -(-size // group)), values.shape[:0])
+    return of_groups.shape == PerBlock((group,)).scale_shape(values.shape)
 
 
 def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:

@@ -7,19 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State
-from jaxfp8.optim._masters import Float16State
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, global_size
+from jaxfp8.optim._stored_moments import is_stored, with_nodes
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_STORED = (QuantizedTensor, Float16State, Int8State, ExpandedFP8State)
-_CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _FIRST = {"mu", "trace"}  # optax's names of moments that can be negative
 _SECOND = {"nu", "nu_max", "sum_of_squares"}  # and of those that cannot
 
@@ -123,7 +118,7 @@ def with_moment_formats(
         def unpack(field: str, x: Any, index: int) -> Any:
             old.append(x)
             format = formats[field]
-            if isinstance(x, _STORED) or _is_stored_by(format, x):
+            if is_stored(x) or _is_stored_by(format, x):
                 _check_stored(field, format, x)
                 return format.unpack(x)
             return x
@@ -134,7 +129,7 @@ def with_moment_formats(
 
         def pack(field: str, x: Any, index: int) -> Any:
             format, before = formats[field], old[index]
-            if not isinstance(before, _STORED) and not _is_stored_by(format, before):
+            if not is_stored(before) and not _is_stored_by(format, before):
                 return x
             x = x.astype(jnp.float32)
             key = _shard_key(jax.random.fold_in(base, index), x) if format.is_stochastic else None
@@ -153,7 +148,7 @@ def _mapped(
     count = 0
 
     def is_node(node: Any) -> bool:
-        return not isinstance(node, _STORED) and bool({*getattr(node, "_fields", ())} & {*formats})
+        return not is_stored(node) and bool({*getattr(node, "_fields", ())} & {*formats})
 
     def leaf(field: str) -> Callable[[Any], Any]:
         def mapped(x: Any) -> Any:
@@ -168,7 +163,7 @@ def _mapped(
             return node
         return node._replace(
             **{
-                field: jax.tree.map(leaf(field), getattr(node, field), is_leaf=_is_stored)
+                field: jax.tree.map(leaf(field), getattr(node, field), is_leaf=is_stored)
                 for field in node._fields
                 if field in formats
             }
@@ -204,48 +199,11 @@ def _is_stored_by(format: AbstractMomentFormat, x: Any) -> bool:
     return large and global_size(x) >= format.min_size
 
 
-def with_nodes(state: PyTree) -> PyTree:
-    """An optimizer state whose stored moments are nodes again.
-
-    `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields. They are told from
-    parameters by their dtypes.
-
-    Example:
-      >>> with_nodes({"w": 1.0})
-      {'w': 1.0}
-    """
-    return jax.tree.map(
-        lambda node: _node_of(node) or node, state, is_leaf=lambda node: bool(_node_of(node))
-    )
-
-
-def _node_of(fields: Any) -> Any:
-    """The stored moment with these fields, or None."""
-    if not isinstance(fields, nnx.State):
-        return None
-    arrays: dict[Any, Any] = dict(fields)
-    dtypes = {name: getattr(x, "dtype", None) for name, x in arrays.items()}
-    match {*arrays}:
-        case names if names == {*Int8State._fields} and dtypes["codes"] in _CODES:
-            return Int8State(**arrays)
-        case names if names == {*ExpandedFP8State._fields} and dtypes["values"] in _FP8:
-            return ExpandedFP8State(**arrays)
-        case names if names == {*Float16State._fields} and dtypes["values"] == jnp.float16:
-            return Float16State(**arrays)
-        case names if names == {"values", "scale"} and dtypes["values"] in _FP8:
-            return QuantizedTensor(**arrays, granularity=PerTensor(), dtype=jnp.dtype(jnp.float32))
-    return None
-
-
 def _seed(seed: Any) -> Array:
     """A seed as uint32 []."""
     if isinstance(seed, int):
         return jnp.asarray(np.uint32(seed % 2**32))
     return jnp.asarray(seed).astype(jnp.uint32)
-
-
-def _is_stored(node: Any) -> bool:
-    return isinstance(node, _STORED)
 
 
 def _is_float(x: Any) -> bool:
