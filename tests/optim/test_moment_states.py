@@ -1,0 +1,231 @@
+"""States of stored moments: saved, of other formats, of other frameworks, and what is refused."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from moment_cases import PAIRS, SHAPE, params, train
+from optim_cases import bytes_of
+from same_bits import assert_same_bits
+
+import jaxfp8 as fp8
+from jaxfp8.optim import (
+    FP8,
+    BFloat16,
+    BFloat16Plus,
+    ExpandedFP8,
+    Float16,
+    Float32,
+    Int8,
+    adamw,
+    init_master_weights,
+    master_weights,
+    scale_by_adam,
+    with_master_weights,
+    with_moment_formats,
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_save_restore_and_go_on_is_bit_equal(pair):
+    mu, nu = PAIRS[pair]
+    tx = adamw(1e-2, mu=mu, nu=nu)
+    start, state = train(tx, params())
+    saved = flax.serialization.to_bytes((start, state))
+    back, restored = flax.serialization.from_bytes((start, tx.init(start)), saved)
+    restored = jax.tree.map(jnp.asarray, restored)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.tree.map(
+        lambda x: jax.device_put(
+            x, NamedSharding(mesh, P("data") if x.shape[:1] == (32,) else P())
+        ),
+        (jax.tree.map(jnp.asarray, back), restored),
+    )
+    assert_same_bits(
+        train(tx, sharded[0], state=sharded[1], first=3), train(tx, start, state=state, first=3)
+    )
+
+
+def test_the_seed_decides_stochastic_bits():
+    mu, nu = PAIRS["stochastic"]
+    one, again, other = (
+        train(adamw(1e-2, mu=mu, nu=nu, seed=seed), params(), 2)[0]["w"] for seed in (0, 0, 1)
+    )
+    assert np.array_equal(one, again)
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: adamw(1e-3, nu=FP8()), ValueError, "cannot store a second moment"),
+        (lambda: adamw(1e-3, nu=Int8(companding=False)), ValueError, "linear steps"),
+        (lambda: adamw(1e-3, mu=jnp.bfloat16), TypeError, "no format of moments"),
+        (
+            lambda: with_moment_formats(optax.sgd(0.1), {"mu": FP8()}).init(params()),
+            ValueError,
+            "has no field",
+        ),
+        (
+            lambda: with_master_weights(optax.sgd(0.1), master=FP8()),
+            ValueError,
+            "loses updates below",
+        ),
+    ],
+)
+def test_refusals(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_muon_for_matrices_alone_has_a_second_moment_without_arrays():
+    tx = with_moment_formats(optax.contrib.muon(1e-2), {"mu": Int8(companding=False), "nu": Int8()})
+    start = {"w": params()["w"]}
+    updates, state = tx.update(start, tx.init(start), start)
+    assert updates["w"].shape == SHAPE
+    assert np.dtype("uint8") not in {x.dtype for x in jax.tree.leaves(state)}
+
+
+ALL = (FP8(), Float16(), BFloat16(), Int8(), ExpandedFP8(), Int8(64), Int8(32))
+
+
+@pytest.mark.parametrize("saved", ALL, ids=str)
+def test_a_state_of_another_format_is_refused(saved):
+    state = with_moment_formats(optax.trace(0.9), {"trace": saved}).init(params())
+    for format in (*ALL, Float32(), FP8(fp8.E5M2)):
+        tx = with_moment_formats(optax.trace(0.9), {"trace": format})
+        if format == saved:
+            tx.update(params(), state)
+        else:
+            with pytest.raises(ValueError, match="another format has stored"):
+                tx.update(params(), state)
+
+
+def test_memory_report_counts_stored_moments():
+    w = jnp.ones((256, 512))
+    tx = adamw(1e-3, mu=FP8(), nu=Int8())
+
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda p: jnp.sum((x @ p) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    report = fp8.memory_report(step, w, tx.init(w), jnp.ones((8, 256)))
+    assert report.fp8["moments"] == bytes_of(tx.init(w))
+    assert report.fp8["weights"] == w.nbytes
+
+
+def test_second_moments_of_other_names_stay_above_zero():
+    """Adagrad and AMSGrad divide by the root of them."""
+    size = np.where(np.arange(SHAPE[1]) % 16 == 0, 1.0, 1e-6)
+    grads = {"w": jnp.asarray(np.broadcast_to(size, SHAPE), jnp.float32)}
+    for make, field in ((optax.adagrad, "sum_of_squares"), (optax.amsgrad, "nu_max")):
+        wide = make(0.1)
+        want = wide.update(grads, wide.init(grads), grads)[0]["w"]
+        for format in (Int8(), ExpandedFP8(), Float16()):
+            tx = with_moment_formats(make(0.1), {field: format})
+            state = tx.init(grads)
+            for _ in range(3):
+                updates, state = tx.update(grads, state, grads)
+            assert np.abs(updates["w"]).max() <= 1.2 * np.abs(want).max()
+        with pytest.raises(ValueError, match="cannot store a second moment"):
+            with_moment_formats(make(0.1), {field: FP8()})
+
+
+def test_float16_keeps_a_second_moment_above_zero():
+    """Of gradients 2^-21 of the largest one, for many steps."""
+    grads = {"w": jnp.full((64, 64), 5e-5).at[0, 0].set(100.0)}
+    tx = scale_by_adam(mu=Float32(), nu=Float16())
+
+    @jax.jit
+    def step(state, _):
+        updates, state = tx.update(grads, state)
+        return state, jnp.max(jnp.abs(updates["w"]))
+
+    _, largest = jax.lax.scan(step, tx.init(grads), length=300)
+    assert np.max(largest) < 1.1
+
+
+def test_nnx_optimizer():
+    """It turns stored moments into states of nnx. Two models, the other in plain JAX."""
+    for mu, nu in PAIRS.values():
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        tx = adamw(1e-2, mu=mu, nu=nu)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        pure = nnx.as_pure(nnx.state(model, nnx.Param))
+        state = tx.init(pure)
+        loss_fn = lambda model: jnp.mean(model(jnp.ones((2, 64))) ** 2)
+        for _ in range(3):
+            grads = nnx.grad(loss_fn)(model)
+            updates, state = tx.update(nnx.as_pure(grads), state, pure)
+            pure = optax.apply_updates(pure, updates)
+            optimizer.update(model, grads)
+        assert_same_bits(nnx.as_pure(nnx.state(model, nnx.Param)), pure)
+
+
+def test_a_mean_dtype_beside_a_format_is_refused():
+    with pytest.raises(ValueError, match="contradicts mu="):
+        scale_by_adam(mu_dtype=jnp.bfloat16)
+    # Of another optimizer, it is that of arrays that are not stored.
+    tx = with_moment_formats(optax.adam(1e-2, mu_dtype=jnp.bfloat16), {"mu": Int8(), "nu": Int8()})
+    train(tx, params())
+
+
+def test_moments_of_float64_parameters_keep_their_types():
+    with jax.enable_x64(True):
+        start = {"w": jnp.ones(SHAPE, jnp.float64)}
+        for mu, nu in PAIRS.values():
+            tx = scale_by_adam(mu=mu, nu=nu)
+            state = tx.init(start)
+            _, after = tx.update(start, state, start)
+            types = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
+            assert types(after) == types(state)
+
+
+@pytest.mark.parametrize("format", [Int8(min_size=0), ExpandedFP8(min_size=0)], ids=str)
+def test_numbers_and_empty_arrays_are_not_stored(format):
+    start = {"n": jnp.float32(2), "none": jnp.zeros((0, 4))}
+    tx = with_moment_formats(optax.trace(0.9), {"trace": format})
+    updates, state = tx.update(start, tx.init(start))
+    assert updates["n"] == 2
+    assert state.inner.trace["n"].dtype == jnp.float32
+
+
+def test_a_float32_state_is_refused():
+    state = adamw(1e-2, mu=Float32(), nu=Float32()).init(params())
+    for format in (Int8(), BFloat16(), FP8()):
+        with pytest.raises(ValueError, match="another format has stored"):
+            adamw(1e-2, mu=format, nu=Float32()).update(params(), state, params())
+
+
+def test_seeds_of_64_bits():
+    tx = with_moment_formats(optax.trace(0.9), {"trace": BFloat16("stochastic")}, seed=2**40 + 7)
+    assert tx.init(params()).seed == 7
+
+
+def test_an_fp8_master_that_is_forced_loses_small_updates():
+    """The reason why it is refused: each update is 2^-6 of a weight."""
+    start = {"w": jnp.ones((64, 128), jnp.bfloat16).at[0, 0].set(1.75)}
+    grads = {"w": jnp.ones((64, 128)).at[0, 0].set(0)}
+    found = {}
+    for master in (FP8(force=True), FP8(fp8.E5M2, force=True), BFloat16Plus(bits=8)):
+        tx = with_master_weights(optax.sgd(2.0**-6), master=master)
+        weights, state = init_master_weights(tx, start)
+        for _ in range(8):
+            updates, state = tx.update(grads, state, weights)
+            weights = optax.apply_updates(weights, updates)
+        found[str(master)] = float(weights["w"][1, 1])
+        assert_same_bits(weights["w"], master_weights(state, weights)["w"].astype(jnp.bfloat16))
+    e4m3, e5m2, right = found.values()
+    assert right == 1 - 8 * 2**-6
+    assert e4m3 == e5m2 == 1
+    with pytest.raises(ValueError, match="no key"):
+        with_master_weights(optax.sgd(0.1), master=FP8(rounding="stochastic", force=True))
