@@ -46,6 +46,11 @@ class MatmulCall:
         return dataclasses.replace(self, out_dtype=jnp.dtype(jnp.float32))
 
     @property
+    def sums_rows(self) -> bool:
+        """For a grouped matmul: whether it sums over the rows of a group, as wgrad does."""
+        return self.geometry.lhs.contracted == (0,)
+
+    @property
     def in_auto_mesh(self) -> "MatmulCall":
         """The same call inside an Auto mesh, where no type says how the result is split."""
         return dataclasses.replace(self, out_sharding=None)

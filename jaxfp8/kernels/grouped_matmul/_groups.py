@@ -1,0 +1,149 @@
+"""Groups: which rows of an array belong to which expert, and how tiles of rows cover them.
+
+The rows of an array [T, K] are sorted by group: first those of group 0, then those of group 1. The
+rows that are left over are the tail. Each group is covered by tiles of P rows, and so is the tail.
+Only the last tile of a group is ragged. So no tile holds rows of two groups. The tiles are a padded
+copy of the array, [R, P, K], whose missing rows are 0.
+
+The number of tiles R depends on T, on P and on the number of groups alone. So a program is compiled
+once for all sizes. Tiles that no group needs are left unused, at the end.
+
+Letters: T rows (tokens), E groups (experts), P rows of a tile, R tiles; K N the axes of matrices.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["group", "first_row", "rows", "first_tile", "tiles"],
+    meta_fields=["tokens", "tile"],
+)
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The tiles of rows that cover all groups, and the tail behind them.
+
+    Attributes:
+      group: i32[R], the group of each tile; E for a tile of the tail, E + 1 for an unused tile.
+      first_row: i32[R], the first row of each tile; T for an unused tile.
+      rows: i32[R], how many rows of a tile exist; 0 for an unused tile.
+      first_tile: i32[E], the first tile of each group.
+      tiles: i32[E], the number of tiles of each group.
+      tokens: T (static).
+      tile: P (static).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> groups = Groups.of(jnp.array([5, 0, 3]), tokens=10, tile=4)
+      >>> groups.group, groups.rows
+      (Array([0, 0, 2, 3], dtype=int32), Array([4, 1, 3, 2], dtype=int32))
+    """
+
+    group: Array
+    first_row: Array
+    rows: Array
+    first_tile: Array
+    tiles: Array
+    tokens: int
+    tile: int
+
+    @classmethod
+    def of(cls, sizes: Array, *, tokens: int, tile: int) -> "Groups":
+        """The tiles of groups of these sizes.
+
+        A size below 0 counts as 0. If the sizes add up to more than T, the last groups get the rows
+        that are left.
+
+        Args:
+          sizes: i32[E], the number of rows of each group.
+          tokens: T.
+          tile: P.
+        """
+        # Each size is at most T before it is added, so that no sum overflows.
+        sizes = jnp.clip(sizes, 0, tokens).astype(jnp.int32)
+        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, tokens), sizes)
+        # The tail is one more group.
+        starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+        ends = jnp.concatenate([ends, jnp.full_like(ends[:1], tokens)])
+        tiles = -(-(ends - starts) // tile)
+        last_tiles = jnp.cumsum(tiles, dtype=jnp.int32)
+        first_tiles = last_tiles - tiles
+        index = jnp.arange(tile_count(tokens, sizes.shape[0], tile), dtype=jnp.int32)
+        group = jnp.sum(last_tiles[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+        begin, end, first = (
+            jnp.take(each, group, mode="fill", fill_value=tokens)
+            for each in (starts, ends, first_tiles)
+        )
+        first_row = jnp.minimum(begin + jnp.maximum(index - first, 0) * tile, tokens)
+        rows = jnp.clip(end - first_row, 0, tile)
+        return cls(group, first_row, rows, first_tiles[:-1], tiles[:-1], tokens, tile)
+
+    @property
+    def count(self) -> int:
+        """R, the number of tiles. A mapped axis in front does not count."""
+        return self.group.shape[-1]
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.tiles.shape[-1]
+
+    @property
+    def used(self) -> Array:
+        """i32[], the number of tiles of all groups. They come first."""
+        return jnp.sum(self.tiles, dtype=jnp.int32)
+
+    @property
+    def live_rows(self) -> Array:
+        """i32[R], how many rows of each tile belong to a group: 0 in the tail."""
+        return jnp.where(self.group < self.experts, self.rows, 0)
+
+    @property
+    def matrix(self) -> Array:
+        """i32[R], the group of each tile; that of the last used tile for tiles of no group.
+
+        So it is the index of a matrix for each tile, and never decreases.
+        """
+        last = jnp.max(jnp.where(self.tiles > 0, jnp.arange(self.experts), 0))
+        return jnp.minimum(self.group, last.astype(jnp.int32))
+
+    def tiled(self, x: Array) -> Array:
+        """x [T, K] in tiles, [R, P, K]. Rows that no group has are 0, whatever x holds there."""
+        place = jnp.arange(self.tile, dtype=jnp.int32)
+        row = self.first_row[:, None] + place
+        row = jnp.where(place < self.live_rows[:, None], row, self.tokens)
+        return x.at[row].get(mode="fill", fill_value=0)
+
+    def largest(self, of_tiles: Array) -> Array:
+        """The maximum of each group, [E, ...], of numbers of tiles [R, ...] that are not negative.
+
+        It is 0 for a group without tiles.
+        """
+        found = jax.ops.segment_max(
+            of_tiles, self.group, self.experts, indices_are_sorted=True, mode="drop"
+        )
+        return jnp.maximum(found, 0)
+
+    def of_tiles(self, of_groups: Array) -> Array:
+        """For each tile the entry of its group, [R, ...], of [E, ...]."""
+        return jnp.take(of_groups, self.matrix, axis=0)
+
+
+def tile_count(tokens: int, experts: int, tile: int) -> int:
+    """R: the most tiles that groups of any sizes, and the tail, can need.
+
+    A group that has rows needs at most one tile more than its full tiles, and that one has a row.
+
+    Example:
+      >>> tile_count(10, 3, 4), tile_count(2, 100, 4), tile_count(0, 3, 4)
+      (5, 2, 0)
+    """
+    ragged = min(experts + 1, tokens)
+    return (tokens - ragged) // tile + ragged
