@@ -32,6 +32,7 @@ from jaxfp8.ops._einsum import einsum as einsum
 from jaxfp8.ops._quantize import fake_quantize as fake_quantize
 from jaxfp8.ops._quantize import quantize as quantize
 from jaxfp8.ops._quantize_params import quantize_params as quantize_params
+from jaxfp8.ops._ragged_dot import ragged_dot as ragged_dot
 from jaxfp8.ops._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxfp8.plan._kernels import Kernels as Kernels
 from jaxfp8.recipes._recipe import Recipe as Recipe

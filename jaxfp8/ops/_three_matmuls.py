@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._geometry import inverse_permutation
-from jaxfp8._typing import Array, Axes, Matmul, Tensor
+from jaxfp8._typing import Array, Axes, DType, Matmul, Tensor
+from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
 from jaxfp8.ops._arrays import Arrays, KnownAmaxes, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
@@ -27,6 +28,7 @@ from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._checkpoint_policies import named_amax
 from jaxfp8.ops._differentiated import check_differentiated
+from jaxfp8.ops._grouped_operands import quantize_groups
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import (
     Quantized,
@@ -37,7 +39,7 @@ from jaxfp8.ops._operands import (
 )
 from jaxfp8.ops._residuals import Copy, readable
 from jaxfp8.ops._watch import send
-from jaxfp8.prologues._prologue import Produced, Source, produce_again
+from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import vary_as, varying
 from jaxfp8.sharding._place import Place
@@ -106,13 +108,13 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
         w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
     else:
         w = held_operand(call, arrays.held, arrays.quantizers.ledger)
-    y = call.multiply(
-        "fprop",
+    y = _multiply(
+        call, arrays.groups, "fprop",
         call.places.x.gather_operand(x.now["fprop"]),
         call.places.w.gather_operand(w.now["fprop"]),
         call.out_dtype,
         call.out_sharding,
-    )
+    )  # fmt: skip
     y = call.places.g.scatter(y)
     seen = _rows(call, {**x.seen, **w.seen}, arrays.quantizers.ledger)
     return _Forward(
@@ -128,7 +130,29 @@ def _cast_forward(
     call: Call, tensor: Tensor, source: Source, arrays: Arrays, variation: Variation
 ) -> Quantized:
     only: Matmul | None = "fprop" if tensor in call.save_original else None
-    return quantize_operand(call, tensor, source, arrays.quantizers, variation, only=only)
+    return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.groups, only=only)
+
+
+def _quantize(
+    call: Call, tensor: Tensor, source: Source, own: QuantizerArrays, variation: Variation,
+    groups: Groups | None, *, column_sums: bool = False, only: Matmul | None = None,
+) -> Quantized:  # fmt: skip
+    """A tensor, cast once for all matmuls that read it: as one, or each group by itself."""
+    if groups is not None:
+        return quantize_groups(groups, call, tensor, value_of(source), own, variation, only=only)
+    return quantize_operand(
+        call, tensor, source, own, variation, column_sums=column_sums, only=only
+    )
+
+
+def _multiply(
+    call: Call, groups: Groups | None, matmul: Matmul, lhs: Operand, rhs: Operand,
+    out_dtype: DType, out_sharding: Any,
+) -> Array:  # fmt: skip
+    """One of the three matmuls, or that of each group."""
+    if groups is not None:
+        return call.multiply_groups(matmul, lhs, rhs, groups, out_dtype)
+    return call.multiply(matmul, lhs, rhs, out_dtype, out_sharding)
 
 
 def _source(call: Call, arrays: Arrays) -> Source:
@@ -176,7 +200,8 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
     bias = None if given.bias is None else once(given.bias)
-    return add_bias(y, bias, call.geometry), (x_saved, w_saved, scalars, given.quantizers, types)
+    residuals = x_saved, w_saved, scalars, given.quantizers, types, given.groups
+    return add_bias(y, bias, call.geometry), residuals
 
 
 def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
@@ -188,20 +213,22 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 
 @functools.partial(jax.jit, static_argnums=0)  # as above
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
-    x, w, (seen, watched), own, types = residuals
+    x, w, (seen, watched), own, types, groups = residuals
     gradient = once(gradient)
     variation = _variation(call, types.x, types.w, gradient)
-    g = quantize_operand(
-        call, "g", gradient, own, variation,
+    g = _quantize(
+        call, "g", gradient, own, variation, groups,
         column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
-    x, of_x = _read(call, "x", x, own, variation, gradient)
-    w, of_w = _read(call, "w", w, own, variation, gradient)
+    x, of_x = _read(call, "x", x, own, variation, gradient, groups)
+    w, of_w = _read(call, "w", w, own, variation, gradient, groups)
     send(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
-    dx = call.multiply("dgrad", dgrad, w, types.x.dtype, _sharding(types.x, dx_axes))
-    dw = call.multiply("wgrad", x, wgrad, types.w.dtype, _sharding(types.w, dw_axes))
+    if groups is not None:
+        dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
+    dx = _multiply(call, groups, "dgrad", dgrad, w, types.x.dtype, _sharding(types.x, dx_axes))
+    dw = _multiply(call, groups, "wgrad", x, wgrad, types.w.dtype, _sharding(types.w, dw_axes))
     dx = call.places.x.scatter(_cotangent(call, dx, dx_axes, types.x))
     dw = call.places.w.scatter(_cotangent(call, dw, dw_axes, types.w))
     db = None
@@ -214,7 +241,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
 
 def _read(
     call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays,
-    variation: Variation, gradient: Array,
+    variation: Variation, gradient: Array, groups: Groups | None,
 ) -> tuple[Operand, tuple[CastStats, ...]]:  # fmt: skip
     """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast.
 
@@ -231,7 +258,7 @@ def _read(
         source = produce_again(call.prologue, arrays)
     matmul: Matmul = "wgrad" if tensor == "x" else "dgrad"
     known = own._replace(ledger=None, amaxes=saved.amaxes)
-    cast = quantize_operand(call, tensor, source, known, variation, only=matmul)
+    cast = _quantize(call, tensor, source, known, variation, groups, only=matmul)
     return place.gather_operand(cast.now[matmul]), cast.watched
 
 
@@ -248,11 +275,11 @@ def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
         return jnp.where(slot > 0, jnp.zeros_like(slot), 0.0)
 
     keys = [(row.tensor, r) for r, row in enumerate(call.recipe.rows)]
-    amaxes = [seen[key] if key in seen else unseen(like[0, key[1]]) for key in keys]
+    amaxes = [seen[key] if key in seen else unseen(like[..., 0, key[1]]) for key in keys]
     if call.amax_axes.manual:
         # `jnp.stack` needs one type, and a cotangent must vary as its probe does.
         amaxes = [vary_as(amax, like) for amax in amaxes]
-    return jnp.stack(amaxes)
+    return jnp.stack(amaxes, axis=-1)  # a state of each group has an axis in front
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -9,8 +9,16 @@ from jaxfp8.state._trees import RESTORED, shown
 from jaxfp8.state._unset import same_rows
 
 
-def matched(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulState | None:
+def matched(
+    state: MatmulState | tuple[()] | None, recipe: Recipe, *, stacked: int | None = None
+) -> MatmulState | None:
     """The state of one matmul, checked; None for a recipe without state.
+
+    Args:
+      state: what the user passed.
+      recipe: the recipe of the matmul.
+      stacked: the number of groups of a grouped matmul. It also takes the states of all groups,
+        stacked along axis 0.
 
     Raises:
       FP8StateError: if the state is missing, stacked, was changed, or belongs to another recipe.
@@ -37,19 +45,21 @@ def matched(state: MatmulState | tuple[()] | None, recipe: Recipe) -> MatmulStat
             f"has {recipe.rows}. Start from fp8.init_state(recipe)."
         )
     check_layout(state)
-    if state.scale.ndim != 1:
+    lead = state.scale.shape[:-1]
+    if lead and lead != (stacked,):
+        of_groups = "" if stacked is None else f", and that of {stacked} groups has {stacked} rows"
         raise FP8StateError(
             f"state.scale has shape {list(state.scale.shape)}, but one matmul has "
-            f"[{len(recipe.rows)}]. The states of several layers are stacked: use scan or vmap, "
-            "or index stacked states before the call."
+            f"[{len(recipe.rows)}]{of_groups}. The states of several layers are stacked: use scan "
+            "or vmap, or index stacked states before the call."
         )
     if state.probe is None:
         return known(state)  # `value_and_grad` already checked a state that has a probe
     ledger = state.probe.ledger
-    if ledger is not None and ledger.shape != (BINS, len(recipe.rows)):
+    if ledger is not None and ledger.shape != (*lead, BINS, len(recipe.rows)):
         raise FP8StateError(
-            f"state.probe.ledger has shape {list(ledger.shape)} in this call, not [{BINS}, "
-            f"{len(recipe.rows)}]. The states were mapped over another axis than that of their "
-            f"layers. {STACKING}"
+            f"state.probe.ledger has shape {list(ledger.shape)} in this call, not "
+            f"{[*lead, BINS, len(recipe.rows)]}. The states were mapped over another axis than "
+            f"that of their layers. {STACKING}"
         )
     return state

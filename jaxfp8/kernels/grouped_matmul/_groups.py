@@ -43,7 +43,7 @@ class Groups:
       >>> import jax.numpy as jnp
       >>> groups = Groups.of(jnp.array([5, 0, 3]), tokens=10, tile=4)
       >>> groups.group, groups.rows
-      (Array([0, 0, 2, 3], dtype=int32), Array([4, 1, 3, 2], dtype=int32))
+      (Array([0, 0, 2, 3, 4], dtype=int32), Array([4, 1, 3, 2, 0], dtype=int32))
     """
 
     group: Array
@@ -70,8 +70,8 @@ class Groups:
         sizes = jnp.clip(sizes, 0, tokens).astype(jnp.int32)
         ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, tokens), sizes)
         # The tail is one more group.
-        starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-        ends = jnp.concatenate([ends, jnp.full_like(ends[:1], tokens)])
+        starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        ends = jnp.concatenate([ends, jnp.full(1, tokens, jnp.int32)])
         tiles = -(-(ends - starts) // tile)
         last_tiles = jnp.cumsum(tiles, dtype=jnp.int32)
         first_tiles = last_tiles - tiles
@@ -114,12 +114,16 @@ class Groups:
         last = jnp.max(jnp.where(self.tiles > 0, jnp.arange(self.experts), 0))
         return jnp.minimum(self.group, last.astype(jnp.int32))
 
+    @property
+    def row(self) -> Array:
+        """i32[R, P], which row of the array a row of a tile is; T for a row that no group has."""
+        place = jnp.arange(self.tile, dtype=jnp.int32)[None, :]
+        row = self.first_row[:, None] + place
+        return jnp.where(place < self.live_rows[:, None], row, self.tokens)
+
     def tiled(self, x: Array) -> Array:
         """x [T, K] in tiles, [R, P, K]. Rows that no group has are 0, whatever x holds there."""
-        place = jnp.arange(self.tile, dtype=jnp.int32)
-        row = self.first_row[:, None] + place
-        row = jnp.where(place < self.live_rows[:, None], row, self.tokens)
-        return x.at[row].get(mode="fill", fill_value=0)
+        return x.at[self.row].get(mode="fill", fill_value=0)
 
     def largest(self, of_tiles: Array) -> Array:
         """The maximum of each group, [E, ...], of numbers of tiles [R, ...] that are not negative.

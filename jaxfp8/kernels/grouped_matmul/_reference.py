@@ -28,9 +28,5 @@ def grouped_matmul(
         summed = jax.ops.segment_sum(jax.vmap(product)(a, b), groups.group, groups.experts)
         return summed.astype(call.out_dtype)
     products = jax.vmap(product)(a, groups.of_tiles(b))
-    place = jnp.arange(groups.tile)
-    row = jnp.where(
-        place < groups.live_rows[:, None], groups.first_row[:, None] + place, groups.tokens
-    )
     y = jnp.zeros((groups.tokens, products.shape[-1]), jnp.float32)
-    return y.at[row].set(products, mode="drop").astype(call.out_dtype)
+    return y.at[groups.row].set(products, mode="drop").astype(call.out_dtype)

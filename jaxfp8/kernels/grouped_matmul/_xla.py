@@ -4,10 +4,7 @@
 work of E groups for each row.
 """
 
-import dataclasses
 import functools
-
-import jax.numpy as jnp
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels.grouped_matmul._groups import Groups

@@ -1,0 +1,210 @@
+"""The operands of grouped matmuls: rows in tiles, and one matrix for each group.
+
+Each group is quantized as if it stood alone. A tile of rows is cast by itself (`jax.vmap`), and so
+is the matrix of a group. Only an amax that spans all rows of a group joins tiles: the largest of
+its tiles.
+
+Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of matrices.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8._typing import Array, Matmul, Tensor
+from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels.cast._api import KnownScale
+from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
+from jaxfp8.ops._amax_axes import Variation
+from jaxfp8.ops._arrays import QuantizerArrays
+from jaxfp8.ops._call import Call
+from jaxfp8.ops._cast_stats import CastStats, cast_stats
+from jaxfp8.ops._operands import Quantized, Seen
+from jaxfp8.ops._residuals import Copy, named
+from jaxfp8.ops._rounding_key import rounding_key
+from jaxfp8.quantizers._base import ScaleInputs
+from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
+from jaxfp8.sharding._amax import pmax, vary_as, varying
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+
+
+def quantize_groups(
+    groups: Groups,
+    call: Call,
+    tensor: Tensor,
+    value: Array,
+    arrays: QuantizerArrays,
+    variation: Variation,
+    *,
+    only: Matmul | None = None,
+) -> Quantized:
+    """A tensor, cast once for the matmuls that read the same copy of it; see `quantize_operand`.
+
+    Args:
+      groups: which rows belong to which group.
+      call: the static part of the call. Its geometry is that of the matmul of one group.
+      tensor: which tensor `value` is.
+      value: rows [T, K] of x or g, or matrices [E, K, N].
+      arrays: the arrays of the state, of one for all groups or of one for each, and the key.
+      variation: the mesh axes over which the operands vary.
+      only: the only matmul of this pass that reads the tensor; None for all.
+    """
+    stack = _Stack(groups, call, tensor, value, variation)
+    copies: list[Copy] = []
+    largest = None
+    for planned in planned_casts(
+        call.recipe, call.geometry, tensor, getattr(call.backends, tensor), only=only
+    ):
+        if planned.cast is None:
+            copies += [Copy(stack.values, readers) for readers in planned.readers]
+            continue
+        made, extras = stack.cast(planned, arrays)
+        copies += [
+            Copy(operand, readers) for operand, readers in zip(made, planned.readers, strict=True)
+        ]
+        largest = extras.largest if largest is None else largest
+    watched = stack.watched(copies) if call.watched is not None else ()
+    seen = stack.seen(arrays.ledger, stack.values if largest is None else largest)
+    saved = copies
+    if tensor != "g":
+        copies, saved = named(copies, tensor)
+    return Quantized(
+        now={matmul: copy.operand for copy in copies for matmul in copy.readers},
+        saved={matmul: copy for copy in saved for matmul in copy.readers},
+        seen=seen,
+        column_sums=None,
+        watched=watched,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """A tensor as a stack of matrices: tiles of rows [R, P, K], or one of each group [E, K, N]."""
+
+    groups: Groups
+    call: Call
+    tensor: Tensor
+    value: Array
+    variation: Variation
+
+    @functools.cached_property
+    def values(self) -> Array:
+        return self.value if self.tensor == "w" else self.groups.tiled(self.value)
+
+    def cast(
+        self, planned: PlannedCast, arrays: QuantizerArrays
+    ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+        """The copies by one quantizer. Every array has the axis of the stack in front."""
+        quantizer, cast, settled = planned.quantizer, planned.cast, self.call.settled
+        assert cast is not None
+        stored = None if planned.row is None else self._stored(arrays.known, planned.row)
+        wanted: tuple[AbstractGranularity, ...] = ()
+        if quantizer.uses_amax:
+            asked = dict.fromkeys((*cast.granularities, PerTensor()))
+            wanted = tuple(each for each in asked if not each.in_tiles)
+        keys = None
+        if cast.rounding == "stochastic":
+            key = rounding_key(arrays.key, self.call, self.tensor, self.value)
+            keys = jax.random.split(key, self.values.shape[0])
+
+        def one(
+            x: Array, amaxes: tuple[Array, ...], stored: Any, key: Any
+        ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+            def find(granularity: AbstractGranularity) -> Array:
+                if granularity in wanted:
+                    return amaxes[wanted.index(granularity)]
+                return amax(x, granularity)  # a tile of values is inside one tile of rows
+
+            multiplier, scale = stored or (None, None)
+            inputs = ScaleInputs(find, scale, settled, multiplier)
+            return quantizer.quantize(x, cast, inputs, key=key)
+
+        return jax.vmap(one)(self.values, tuple(map(self.amax, wanted)), stored, keys)
+
+    def amax(self, granularity: AbstractGranularity) -> Array:
+        """The amax of each matrix of the stack, [R, ...] or [E, ...], in the shape of its scale.
+
+        If a scale spans all rows of a group, so does the amax, on every mesh.
+        """
+        found = jax.vmap(lambda x: amax(x, granularity))(self.values)
+        spans = not granularity.has_cells_along(0, 2)
+        if self.tensor == "w" or not spans:
+            return self._over_mesh(granularity, found)
+        return self.groups.of_tiles(self._over_mesh(granularity, self.groups.largest(found)))
+
+    def _over_mesh(self, granularity: AbstractGranularity, found: Array) -> Array:
+        """The maximum over the mesh axes over which the values of one scale span devices."""
+        axes = self.call.amax_axes
+        if not axes.manual:
+            return found
+        if granularity.in_one:
+            return pmax(found, (varying(self.value) - self.variation.apart) | axes.untyped)
+        readers: list[Matmul] = [
+            matmul
+            for matmul, quantizer in self.call.recipe.uses(self.tensor)
+            if quantizer.granularity.in_rows
+            and self._granularity(matmul, quantizer.granularity) == granularity
+        ]
+        contracted = [self.variation.contracted(each, self.tensor) for each in readers[:1]]
+        return pmax(found, frozenset().union(*contracted) & varying(found))
+
+    def _granularity(self, matmul: Matmul, granularity: AbstractGranularity) -> AbstractGranularity:
+        axes = self.call.geometry.axes(matmul, self.tensor)
+        return granularity.for_matmul(axes.not_contracted, len(axes.order))
+
+    def _stored(self, known: Array | None, row: int) -> KnownScale:
+        """The stored scale for each matrix of the stack, [R] or [E], with its multiplier."""
+        assert known is not None
+        pair = known[..., row]
+        if pair.ndim == 1:  # one state for all groups
+            pair = jnp.broadcast_to(pair, (self.values.shape[0], 2))
+        elif self.tensor != "w":
+            pair = self.groups.of_tiles(pair)
+        return KnownScale(pair[:, 0], pair[:, 1])
+
+    def seen(self, ledger: Array | None, like: Array) -> Seen:
+        """The amax for each row of state of the tensor: [E] for a state of each group, else [].
+
+        Args:
+          ledger: the ledgers of the state, [E, BINS, R] or [BINS, R].
+          like: an array with the amaxes of `values`.
+        """
+        rows = [r for r, row in enumerate(self.call.recipe.rows) if row.tensor == self.tensor]
+        if not self.call.collected or ledger is None or not rows:
+            return {}
+        found = jax.vmap(lambda x: amax(x, PerTensor()))(like)
+        if self.tensor == "w":
+            # A group without rows keeps its state, that of its matrix, too.
+            found = jnp.where(self.groups.tiles > 0, found, 0.0)
+        else:
+            found = self.groups.largest(found)
+        found = found if ledger.ndim == 3 else jnp.max(found)
+        if self.call.amax_axes.manual:
+            found = vary_as(pmax(found, varying(found) - varying(ledger)), ledger)
+        return {(self.tensor, r): found for r in rows}
+
+    def watched(self, copies: list[Copy]) -> tuple[CastStats, ...]:
+        """The statistics of each FP8 copy. Rows of no group count as zeros."""
+        return tuple(
+            self._stats(copy.operand, copy.readers)
+            for copy in copies
+            if isinstance(copy.operand, QuantizedTensor)
+        )
+
+    def _stats(self, operand: QuantizedTensor, readers: tuple[Matmul, ...]) -> CastStats:
+        each = jax.vmap(lambda x, copy: cast_stats(x, copy, self.tensor, readers))(
+            self.values, operand
+        )
+        joined: dict[str, Any] = {
+            "amax": jnp.max(each.amax, initial=0.0),
+            "scale_min": jnp.min(each.scale_min, initial=jnp.inf),
+            "scale_max": jnp.max(each.scale_max, initial=-jnp.inf),
+        }
+        counts = ("saturated", "underflowed", "nonzero", "nonfinite")
+        joined |= {name: jnp.sum(getattr(each, name)) for name in counts}
+        return dataclasses.replace(each, values=self.value.size, **joined)

@@ -1,0 +1,264 @@
+"""`ragged_dot`: the rows of each group times that group's own matrix, as in mixtures of experts."""
+
+import dataclasses
+from typing import Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Array, ArrayLike, DType, Tensor
+from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
+from jaxfp8.ops._arguments import as_array, check_key, check_operands, fp8_precision
+from jaxfp8.ops._arrays import Arrays, QuantizerArrays
+from jaxfp8.ops._bias import check_bias
+from jaxfp8.ops._call import Call, Places
+from jaxfp8.ops._options import StateChannel, read_options
+from jaxfp8.ops._three_matmuls import three_matmuls
+from jaxfp8.ops._watch import name_of_call
+from jaxfp8.plan._kernels import NO_SHAPE, Kernels, check_kernels
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._place import Whole
+from jaxfp8.state._gradient_channel import in_gradient_channel
+from jaxfp8.state._high_precision import as_traced
+from jaxfp8.state._identity import known_scales
+from jaxfp8.state._matched import matched
+from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import is_weight
+
+_GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
+_SMALLEST, _LARGEST = 16, 1024  # rows of a tile
+_HOPPER = 128  # rows of a tile of Hopper's kernel
+
+
+class RaggedDotOptions(TypedDict, total=False):
+    """The options of `fp8.ragged_dot`; see there."""
+
+    reduce_axes: tuple[str, ...] | None
+    kernels: Kernels | None
+    state_channel: StateChannel | None
+    save_original: tuple[Tensor, ...] | None
+    out_sharding: Any
+    key: Array | None
+    bias: Array | None
+    name: str | None
+
+
+def ragged_dot(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: ArrayLike,
+    *,
+    recipe: Recipe,
+    state: MatmulState | tuple[()] | None = None,
+    precision: Any = None,
+    preferred_element_type: DType | None = None,
+    **options: Unpack[RaggedDotOptions],
+) -> Array:
+    """`jax.lax.ragged_dot` in FP8, forward and backward: each group of rows times its own matrix.
+
+    The rows of lhs are sorted by group. The first `group_sizes[0]` rows are multiplied by `rhs[0]`,
+    the next `group_sizes[1]` rows by `rhs[1]`, and so on. In a mixture of experts rows are tokens,
+    and groups are experts. Sizes are read on the device, so a program is compiled once for all of
+    them. A group may be empty. Its matrix then gets a gradient of exactly 0.
+
+    The sizes may add up to less than T. The rows that are left, the tail, belong to no group. They
+    are ignored, whatever they hold, NaN too. Their results and their gradients are 0.
+
+    Each group is quantized as if it stood alone. So per-tensor recipes give each group, and each
+    matrix, a scale of its own. No tile of values mixes two groups.
+
+    Args:
+      lhs: rows x [T, K], in bfloat16, float16 or float32.
+      rhs: a matrix for each group, w [E, K, N].
+      group_sizes: i32[E], the number of rows of each group. On the device a size below 0 counts as
+        0. If the sizes add up to more than T, the last groups get the rows that are left. Sizes
+        that can be read while the function is traced raise an error in both cases.
+      recipe: the quantizer of each operand, for instance `fp8.recipes.blockwise()`.
+      state: the quantizer state, for recipes with state. One state for all groups, from
+        `fp8.init_state(recipe)`, records the largest amax of all groups. Or one for each group,
+        stacked along axis 0: [E, ...]. The state of a group without rows does not change.
+      precision: see `fp8.dot_general`.
+      preferred_element_type: dtype of the result; default: what the operands promote to.
+      **options: any of the options below, by name. The default of each is None.
+
+    Options:
+      bias: [E, N], a bias for each group. Its gradient is summed in float32.
+      kernels, state_channel, save_original, key, name: see `fp8.dot_general`. Stochastic rounding
+        draws other bits for another T or E.
+      reduce_axes: inside `jax.shard_map`, names of the mesh axes that an amax is reduced over. A
+        mesh axis over which x and w both vary splits experts by default. Each device then has its
+        own amaxes. Name it if it splits K instead (tensor parallelism).
+      out_sharding: the sharding of the result, in Explicit meshes. By default rows are split as
+        those of lhs, and columns as those of rhs.
+
+    Returns:
+      [T, N].
+
+    Raises:
+      TypeError: for an operand that is no float array, sizes that are no integers, or an unknown
+        option.
+      ValueError: for shapes that do not fit, and for wrong sizes that can be read.
+      FP8StateError: see `fp8.dot_general`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> x, w = jnp.ones((4, 2)), jnp.stack([jnp.full((2, 1), 1.0), jnp.full((2, 1), 3.0)])
+      >>> fp8.ragged_dot(x, w, jnp.array([1, 2]), recipe=fp8.recipes.blockwise())
+      Array([[2.],
+             [6.],
+             [6.],
+             [0.]], dtype=float32)
+
+    References:
+      DeepSeek-V3, arXiv:2412.19437, section 3.3; DeepGEMM, m-grouped and k-grouped matmuls.
+    """
+    how = read_options("fp8.ragged_dot", RaggedDotOptions, options)
+    if is_weight(rhs):
+        raise TypeError(
+            f"rhs is {rhs}. fp8.ragged_dot takes matrices in high precision. Leave them out of "
+            "quantize_params."
+        )
+    if how.key is not None:
+        check_key(how.key)
+    (x,), w = check_operands(lhs, rhs, recipe)
+    sizes = _check_sizes(x, w, as_array("group_sizes", group_sizes))
+    recipe, state = as_traced(recipe, state)
+    if how.state_channel == "gradient" and isinstance(state, MatmulState):
+        state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
+    own = matched(state, recipe, stacked=w.shape[0])
+    kernels = check_kernels(how.kernels)
+    probe = own.probe if own else None
+    (tokens, k), (experts, _, n) = x.shape, w.shape
+    backends = kernels.backends(recipe, (tokens, k, n) if kernels.chip else NO_SHAPE)
+    if preferred_element_type is None:
+        preferred_element_type = jnp.promote_types(x.dtype, w.dtype)
+    out_dtype = check_out_dtype(preferred_element_type)
+    if not tokens or not experts:  # nothing is multiplied, and all gradients are 0
+        return jnp.zeros((tokens, n), out_dtype)
+    call = Call(
+        recipe=recipe,
+        geometry=_GEOMETRY,
+        out_dtype=out_dtype,
+        precision=precision,
+        fast_accumulation=fp8_precision(precision),
+        out_sharding=None,
+        collected=own is not None and not own.frozen,
+        in_gradient_channel=probe is not None and probe.channel == "gradient",
+        settled=own is not None and own.settled,
+        amax_axes=_amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
+        places=Places(Whole(), Whole(), Whole()),
+        kernels=kernels,
+        backends=backends,
+        prologue=None,
+        save_original=how.save_original or (),
+        watched=name_of_call(how.name),
+    )
+    tile = tile_rows(tokens, experts, recipe.tile, on_hopper="mosaic" in backends.fprop)
+    quantizers = QuantizerArrays(
+        known=(probe.known if probe else known_scales(own)) if own else None,
+        ledger=probe.ledger if probe else None,
+        key=how.key if recipe.needs_key else None,
+    )
+    bias = None if how.bias is None else check_bias(how.bias, (experts, n))
+
+    def multiply(
+        x: Array, w: Array, sizes: Array, quantizers: QuantizerArrays, bias: Array | None
+    ) -> Array:
+        groups = Groups.of(sizes, tokens=tokens, tile=tile)
+        y = three_matmuls(call, Arrays(x, w, None, None, quantizers, groups=groups))
+        return y if bias is None else y + _of_rows(bias, sizes, y)
+
+    if is_explicit(x) or is_explicit(w):
+        # Rows of a group lie on any devices, and no type can say on which.
+        sharding = how.out_sharding or _sharding(x, w)
+        multiply = jax.sharding.auto_axes(multiply, out_sharding=sharding)
+    elif how.out_sharding is not None:
+        raise ValueError(
+            f"out_sharding={how.out_sharding} needs operands in an Explicit mesh. Leave it out."
+        )
+    return multiply(x, w, sizes, quantizers, bias)
+
+
+def tile_rows(tokens: int, experts: int, side: int | None, *, on_hopper: bool = False) -> int:
+    """P, the rows of a tile: a quarter of a group of average size, in tiles of values.
+
+    More rows read matrices less often. Fewer rows are padded less.
+
+    Args:
+      tokens: T.
+      experts: E.
+      side: the longest side of a tile of values; None without tiles.
+      on_hopper: whether Hopper's kernel may read the tiles.
+
+    Example:
+      >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
+      (1024, 256, 32)
+    """
+    unit = _HOPPER if on_hopper else _SMALLEST if side is None else side
+    if on_hopper:
+        return unit if side is None else max(unit, side)
+    tile = unit
+    while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
+        tile *= 2
+    return tile
+
+
+def _sharding(x: Array, w: Array) -> jax.NamedSharding:
+    """The sharding of the result: rows as those of x, columns as those of w."""
+    of_x, of_w = (jax.typeof(each).sharding for each in (x, w))
+    mesh = of_w.mesh if of_x.mesh.empty else of_x.mesh
+    rows, columns = (*of_x.spec, None)[0], (*of_w.spec, None, None, None)[2]
+    return jax.NamedSharding(mesh, jax.P(rows, columns))
+
+
+def _of_rows(bias: Array, sizes: Array, y: Array) -> Array:
+    """For each row of y [T, N] the bias of its group, of [E, N]; 0 for rows of the tail."""
+    ends = jnp.cumsum(jnp.clip(sizes, 0, y.shape[0]), dtype=jnp.int32)
+    group = jnp.sum(ends[None] <= jnp.arange(y.shape[0])[:, None], axis=1, dtype=jnp.int32)
+    # Rows are taken in float32, so that the gradient is summed in float32.
+    taken = bias.astype(jnp.float32).at[group].get(mode="fill", fill_value=0.0)
+    return taken.astype(bias.dtype).astype(y.dtype)
+
+
+def _amax_axes(
+    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
+) -> AmaxAxes:
+    """The axes over which amaxes are reduced. Axes that split experts are not among them."""
+    axes = amax_axes(recipe, given, probed)
+    if axes.named is None:
+        axes = dataclasses.replace(axes, named=frozenset())
+    return axes
+
+
+def _check_sizes(x: Array, w: Array, sizes: Array) -> Array:
+    """The group sizes, if they fit the operands. Their values are checked if they can be read."""
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(
+            f"lhs has shape {list(x.shape)}, rhs has shape {list(w.shape)}. fp8.ragged_dot takes "
+            "lhs [T, K] and rhs [E, K, N] with one K. Reshape them."
+        )
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"group_sizes has dtype {sizes.dtype.name}; pass integers, the number of rows of each "
+            "group."
+        )
+    if sizes.shape != w.shape[:1]:
+        raise ValueError(
+            f"group_sizes has shape {list(sizes.shape)}, but rhs {list(w.shape)} has "
+            f"{w.shape[0]} groups. Pass one size for each."
+        )
+    if isinstance(sizes, jax.core.Tracer) or not sizes.is_fully_addressable:
+        return sizes
+    known = np.asarray(sizes, np.int64)
+    if (known < 0).any() or known.sum() > x.shape[0]:
+        raise ValueError(
+            f"group_sizes={known.tolist()} must be at least 0, and add up to at most the "
+            f"{x.shape[0]} rows of lhs. They add up to {known.sum()}."
+        )
+    return sizes

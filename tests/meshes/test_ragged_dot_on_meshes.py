@@ -1,0 +1,176 @@
+"""`fp8.ragged_dot` with experts split over devices, in every kind of mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8 as fp8
+
+E, K, N, ROWS = 4, 64, 32, 96
+DATA = 2
+RECIPES = {
+    "delayed": fp8.recipes.delayed(history_length=3),
+    "current": fp8.recipes.current(),
+    "rowwise": fp8.recipes.rowwise(),
+    "blockwise": fp8.recipes.blockwise(),
+    "mxfp8": fp8.recipes.mxfp8(),
+}
+# Each of two devices along "expert" has two experts and 96 rows of its own, of which it fills some.
+SIZES = jnp.array([20, 0, 50, 46])
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (2 * ROWS, K)) * jnp.linspace(0.1, 9.0, 2 * ROWS)[:, None]
+    w = jax.random.normal(keys[1], (E, K, N)) * jnp.float32([1, 2, 4, 8])[:, None, None]
+    g = jax.random.normal(keys[2], (2 * ROWS, N)) * jnp.linspace(3.0, 0.2, 2 * ROWS)[:, None]
+    return x, w, g
+
+
+def step(recipe, x, w, g, sizes, state):
+    def loss(params, state):
+        x, w = params
+        y = fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state)
+        return jnp.sum(y * g), y
+
+    out = fp8.value_and_grad(loss, has_aux=True)((x, w), state)
+    (_, y), grads, state = out
+    return y, grads, state
+
+
+def stacked_state(recipe):
+    if not recipe.rows:
+        return ()
+    return jax.tree.map(lambda leaf: jnp.stack([leaf] * E), fp8.init_state(recipe))
+
+
+def halves(recipe):
+    """Each half of the experts by itself, on one device."""
+    x, w, g = arrays()
+    state = stacked_state(recipe)
+    parts = []
+    for i in (0, 1):
+        rows, experts = slice(i * ROWS, (i + 1) * ROWS), slice(2 * i, 2 * i + 2)
+        mine = jax.tree.map(lambda leaf: leaf[experts], state)  # noqa: B023
+        parts.append(
+            jax.jit(lambda *given: step(recipe, *given))(
+                x[rows], w[experts], g[rows], SIZES[experts], mine
+            )
+        )
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_of_a_shard_map_are_those_of_one_device(name):
+    recipe = RECIPES[name]
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    x, w, g = arrays()
+    split = P("expert")
+    on_mesh = jax.shard_map(
+        lambda *given: step(recipe, *given), mesh=mesh, in_specs=split, out_specs=split
+    )
+    got = jax.jit(on_mesh)(x, w, g, SIZES, stacked_state(recipe))
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(halves(recipe)), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_of_one_expert_on_two_devices_share_its_scales(name):
+    """The rows of each expert are on both devices of "data". Scales are those of all its rows."""
+    recipe = RECIPES[name]
+    mesh = jax.make_mesh((DATA,), ("data",), axis_types=(AxisType.Auto,))
+    x, w, g = arrays()
+    sizes = jnp.array([32, 0, 32, 32])  # on each device; tiles of tokens do not span devices
+    whole = 2 * sizes
+    # On one device the rows of each expert are together.
+    ids = np.concatenate([np.repeat(np.arange(E), np.asarray(sizes))] * 2)
+    order = np.argsort(ids, kind="stable")
+    state = stacked_state(recipe)
+    y, ((dx, dw)), new = jax.jit(lambda *given: step(recipe, *given))(
+        x[order], w, g[order], whole, state
+    )
+
+    def local(x, w, g, sizes, state):
+        return step(recipe, x, w, g, sizes, state)
+
+    on_mesh = jax.shard_map(
+        local, mesh=mesh, in_specs=(P("data"), P(), P("data"), P(), P()),
+        out_specs=(P("data"), (P("data"), P()), P()),
+    )  # fmt: skip
+    got_y, (got_dx, got_dw), got_new = jax.jit(on_mesh)(x, w, g, sizes, state)
+    np.testing.assert_array_equal(np.asarray(got_y)[order], np.asarray(y))
+    np.testing.assert_allclose(np.asarray(got_dx)[order], np.asarray(dx), rtol=1e-5, atol=1e-4)
+    if name not in ("blockwise",):  # its tiles of 128 rows are other tiles on two devices
+        np.testing.assert_allclose(
+            np.asarray(got_dw), np.asarray(dw), rtol=1e-5, atol=1e-5 * float(jnp.abs(dw).max())
+        )
+    for mine, other in zip(jax.tree.leaves(got_new), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_global_arrays_give_the_result_of_one_device(name, kind):
+    recipe = RECIPES[name]
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind]
+    mesh = jax.make_mesh((2, 2), ("expert", "data"), axis_types=(types, types))
+    x, w, g = arrays()
+    state = stacked_state(recipe)
+    want = jax.jit(lambda *given: step(recipe, *given))(x, w, g, SIZES, state)
+    with jax.set_mesh(mesh):
+        rows, experts = P("data"), P("expert")
+        put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+        given = put(x, rows), put(w, experts), put(g, rows), put(SIZES, P())
+        state = jax.tree.map(lambda leaf: put(leaf, experts), state)
+        got = jax.jit(lambda *given: step(recipe, *given))(*given, state)
+        if kind == "explicit":
+            assert jax.typeof(got[0]).sharding.spec == P("data", None)
+            assert jax.typeof(got[1][1]).sharding.spec[0] == "expert"
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        mine, other = np.asarray(mine), np.asarray(other)
+        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
+
+
+def test_without_types_the_caller_names_axes():
+    recipe = RECIPES["current"]
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    x, w, _ = arrays()
+
+    def local(x, w, sizes, axes):
+        return fp8.ragged_dot(x, w, sizes, recipe=recipe, reduce_axes=axes)
+
+    split = P("expert")
+    run = lambda axes: jax.jit(
+        jax.shard_map(
+            lambda *given: local(*given, axes), mesh=mesh, in_specs=split, out_specs=split,
+            check_vma=False,
+        )
+    )(x, w, SIZES)  # fmt: skip
+    with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
+        run(None)
+    want = halves(recipe)[0]
+    np.testing.assert_array_equal(np.asarray(run(())), np.asarray(want))
+
+
+def test_a_contraction_over_devices_is_named():
+    """K is split over "tensor", as in the second matmul of experts: their amaxes are of all K."""
+    recipe = RECIPES["current"]
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+    x, w, _ = arrays()
+    sizes = jnp.array([20, 0, 50, 46])
+
+    def local(x, w, sizes):
+        y = fp8.ragged_dot(x, w, sizes, recipe=recipe, reduce_axes=("tensor",))
+        return lax.psum(y, "tensor")
+
+    got = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(P(None, "tensor"), P(None, "tensor"), P()), out_specs=P()
+        )
+    )(x, w, sizes)
+    want = fp8.ragged_dot(x, w, sizes, recipe=recipe)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-3)

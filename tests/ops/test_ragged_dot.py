@@ -1,0 +1,307 @@
+"""`fp8.ragged_dot` against a loop over groups of `fp8.dot`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxfp8 as fp8
+
+K, N = 160, 96  # no multiples of 128
+RECIPES = {
+    "delayed": fp8.recipes.delayed(history_length=3),
+    "current": fp8.recipes.current(),
+    "rowwise": fp8.recipes.rowwise(),
+    "rowwise_high": fp8.recipes.rowwise(high_precision_wgrad=True),
+    "blockwise": fp8.recipes.blockwise(),
+    "float32_scales": fp8.recipes.blockwise(power_of_two=False),
+    "mxfp8": fp8.recipes.mxfp8(),
+    "identity": fp8.recipes.identity(),
+}
+SIZES = {
+    "some_empty": [0, 37, 0, 130, 5],
+    "all_in_one": [0, 0, 200, 0, 0],
+    "none": [0, 0, 0, 0, 0],
+    "full": [40, 40, 40, 40, 40],
+    "one_row": [1, 0, 1, 128, 70],
+}
+T, E = 200, 5
+
+
+def arrays(seed=0, dtype=jnp.bfloat16, t=T, e=E):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    x = jax.random.normal(keys[0], (t, K), jnp.float32)
+    x *= jnp.exp(2 * jax.random.normal(keys[3], (t, 1), jnp.float32))
+    w = jax.random.normal(keys[1], (e, K, N), jnp.float32) * jnp.arange(1.0, e + 1)[:, None, None]
+    g = jax.random.normal(keys[2], (t, N), jnp.float32) * 1e-3
+    return x.astype(dtype), w.astype(dtype), g.astype(dtype)
+
+
+def loop(x, w, sizes, recipe, states=None):
+    """The rows of each group by `fp8.dot`, one group after the other. Empty groups are left out."""
+    y = jnp.zeros((x.shape[0], w.shape[2]), jnp.promote_types(x.dtype, w.dtype))
+    start = 0
+    for e, size in enumerate(sizes):
+        if size:
+            rows = slice(start, start + size)
+            state = None if states is None else states[e]
+            y = y.at[rows].set(fp8.dot(x[rows], w[e], recipe=recipe, state=state))
+        start += size
+    return y
+
+
+def poisoned(x, sizes):
+    return x.at[sum(sizes) :].set(jnp.nan)
+
+
+def close(got, want, bound=2e-2):
+    """A bfloat16 result may differ by a last bit, because float32 sums have another order."""
+    got, want = (np.asarray(each, np.float64) for each in (got, want))
+    assert np.isfinite(got).all()
+    size = np.linalg.norm(want)
+    assert np.linalg.norm(got - want) <= bound * 2e-1 * size + 1e-30, (
+        np.linalg.norm(got - want) / size
+    )
+
+
+def cotangents(function, x, w, g):
+    y, pull = jax.vjp(function, x, w)
+    return (y, *pull(g))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+def test_equals_a_loop_over_groups(name, sizes):
+    recipe = RECIPES[name]
+    x, w, g = arrays()
+    dirty = poisoned(x, sizes), w, poisoned(g, sizes)
+    got = jax.jit(
+        lambda x, w, g, s: cotangents(lambda x, w: fp8.ragged_dot(x, w, s, recipe=recipe), x, w, g)
+    )(*dirty, jnp.array(sizes))
+    want = cotangents(lambda x, w: loop(x, w, sizes, recipe), x, w, g)
+    for mine, other in zip(got, want, strict=True):
+        close(mine, other)
+    filled = sum(sizes)
+    assert not np.asarray(got[0][filled:], np.float32).any()
+    assert not np.asarray(got[1][filled:], np.float32).any()
+    assert not np.asarray(got[2], np.float32)[np.array(sizes) == 0].any()
+
+
+def operands_of(recipe, sizes, x, w, g):
+    """The FP8 operands of the three matmuls of each group: values and scales, rows unpadded."""
+    from jaxfp8.kernels.grouped_matmul import _api
+
+    seen = []
+    real = _api.multiply
+
+    def spy(lhs, rhs, groups, call, attempts):
+        seen.append((call, lhs, rhs, groups))
+        return real(lhs, rhs, groups, call, attempts)
+
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        patch.setattr(_api, "multiply", spy)
+        cotangents(lambda x, w: fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe), x, w, g)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "blockwise", "float32_scales", "mxfp8"])
+def test_payloads_and_scales_are_those_of_each_group_alone(name):
+    recipe, sizes = RECIPES[name], SIZES["one_row"]
+    x, w, g = arrays(1)
+    (_, x_f, w_f, groups), (_, g_d, w_d, _), (_, x_w, g_w, _) = operands_of(
+        recipe, sizes, poisoned(x, sizes), w, poisoned(g, sizes)
+    )
+    start = 0
+    for e, size in enumerate(sizes):
+        rows, first, count = (
+            slice(start, start + size),
+            *(int(each[e]) for each in (groups.first_tile, groups.tiles)),
+        )
+        start += size
+        if not size:
+            continue
+        for stack, tensor, quantizer, kept in (
+            (x_f, x[rows], recipe.fprop.lhs, (0,)),
+            (g_d, g[rows], recipe.dgrad.lhs, (0,)),
+            (x_w, x[rows], recipe.wgrad.lhs, (1,)),
+            (g_w, g[rows], recipe.wgrad.rhs, (1,)),
+        ):
+            alone = cast_alone(tensor, quantizer, kept)
+            tiles = stack.values[first : first + count]
+            values = tiles.reshape(-1, tiles.shape[-1])[:size]
+            np.testing.assert_array_equal(bits(values), bits(alone.values))
+            for r in range(count):
+                part = slice(r * groups.tile, min((r + 1) * groups.tile, size))
+                mine = expanded(stack.scale[first + r], stack.granularity, stack.values.shape[1:])
+                other = expanded(alone.scale, alone.granularity, alone.shape)
+                rows_here = part.stop - part.start
+                np.testing.assert_array_equal(mine[:rows_here], other[part])
+        for stack, quantizer, kept in (
+            (w_f, recipe.fprop.rhs, (1,)),
+            (w_d, recipe.dgrad.rhs, (0,)),
+        ):
+            alone = cast_alone(w[e], quantizer, kept)
+            np.testing.assert_array_equal(bits(stack.values[e]), bits(alone.values))
+            np.testing.assert_array_equal(
+                np.asarray(stack.scale[e], np.float32), np.asarray(alone.scale, np.float32)
+            )
+
+
+def cast_alone(x, quantizer, kept):
+    rule = quantizer.rule
+    return fp8.quantize(
+        x, quantizer.value_format, quantizer.granularity.for_matmul(kept, 2),
+        power_of_two=rule.power_of_two, scale_format=rule.scale_format,
+    )  # fmt: skip
+
+
+def expanded(scale, granularity, shape):
+    scale = jnp.asarray(scale).astype(jnp.float32)
+    return np.broadcast_to(granularity.expand(scale, shape), shape)
+
+
+def bits(values):
+    return np.asarray(jax.lax.bitcast_convert_type(values, jnp.uint8))
+
+
+def test_a_state_of_each_group_is_that_of_a_loop():
+    recipe, sizes = RECIPES["delayed"], SIZES["some_empty"]
+    x, w, g = arrays(2)
+    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * E), fp8.init_state(recipe))
+    states = [fp8.init_state(recipe) for _ in range(E)]
+    for step in range(3):
+        x, g = x * (1.5 + step), g * 0.5
+
+        def loss(w, state, x, g):
+            y = fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe, state=state)
+            return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
+
+        def looped(w, states, x, g):
+            y = loop(x, w, sizes, recipe, states)
+            return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
+
+        _, dw, state = jax.jit(fp8.value_and_grad(loss))(w, state, poisoned_from(x, sizes), g)
+        _, dw_loop, states = jax.jit(fp8.value_and_grad(looped))(w, states, x, g)
+        close(dw, dw_loop)
+        for e in range(E):
+            for mine, other in zip(jax.tree.leaves(state), jax.tree.leaves(states[e]), strict=True):
+                np.testing.assert_array_equal(np.asarray(mine[e]), np.asarray(other))
+
+
+def poisoned_from(x, sizes):
+    return x.at[sum(sizes) :].set(jnp.inf)
+
+
+def test_one_state_for_all_groups_gets_the_largest_amax():
+    recipe, sizes = RECIPES["delayed"], SIZES["some_empty"]
+    x, w, g = arrays(3)
+    state = fp8.init_state(recipe)
+
+    def loss(w, state, x):
+        y = fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe, state=state)
+        return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
+
+    _, _, new = jax.jit(fp8.value_and_grad(loss))(w, state, poisoned_from(x, sizes))
+    filled, used = sum(sizes), np.array(sizes) > 0
+    want = [
+        np.abs(np.asarray(each, np.float32)).max() for each in (x[:filled], w[used], g[:filled])
+    ]
+    np.testing.assert_array_equal(new.amax_history[:, -1], np.float32(want))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=6), st.integers(0, 40))
+def test_any_sizes(sizes, tail):
+    """One program for each T and E: sizes change and nothing is compiled again."""
+    t, e = sum(sizes) + tail, len(sizes)
+    x, w, g = arrays(4, jnp.float32, t, e)
+    recipe = RECIPES["mxfp8"]
+    got = cotangents(
+        lambda x, w: fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe),
+        poisoned(x, sizes), w, poisoned(g, sizes),
+    )  # fmt: skip
+    want = cotangents(lambda x, w: loop(x, w, sizes, recipe), x, w, g)
+    for mine, other in zip(got, want, strict=True):
+        close(mine, other, bound=1e-4)
+
+
+def test_no_recompile_when_sizes_change():
+    x, w, _ = arrays(5)
+    compiled = jax.jit(lambda x, w, s: fp8.ragged_dot(x, w, s, recipe=RECIPES["blockwise"]))
+    for sizes in SIZES.values():
+        compiled(x, w, jnp.array(sizes))
+    assert compiled._cache_size() == 1
+
+
+def test_sizes_that_only_the_device_knows_are_clamped():
+    x, w, _ = arrays(6)
+    recipe = RECIPES["current"]
+    compiled = jax.jit(lambda x, w, s: fp8.ragged_dot(x, w, s, recipe=recipe))
+    got = compiled(x, w, jnp.array([-5, 150, 2**31 - 1, 7, -(2**31)]))
+    want = compiled(x, w, jnp.array([0, 150, 50, 0, 0]))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ([1, -1, 0, 0, 0], ValueError, "must be at least 0"),
+        ([200, 1, 0, 0, 0], ValueError, "add up to 201"),
+        ([1, 2], ValueError, "has 5 groups"),
+        ([1.0, 2.0, 0.0, 0.0, 0.0], TypeError, "pass integers"),
+        (None, TypeError, "group_sizes is None"),
+    ],
+)
+def test_wrong_sizes_are_refused(sizes, error, message):
+    x, w, _ = arrays()
+    with pytest.raises(error, match=message):
+        fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"])
+
+
+def test_wrong_shapes_are_refused():
+    x, w, _ = arrays()
+    sizes = jnp.array(SIZES["full"])
+    for a, b in ((x[None], w), (x, w[0]), (x[:, 1:], w)):
+        with pytest.raises(ValueError, match=r"lhs \[T, K\] and rhs \[E, K, N\]"):
+            fp8.ragged_dot(a, b, sizes, recipe=RECIPES["current"])
+
+
+def test_the_bias_of_each_group():
+    x, w, g = arrays(7)
+    sizes = SIZES["some_empty"]
+    bias = jax.random.normal(jax.random.key(9), (E, N), jnp.bfloat16)
+    recipe = RECIPES["blockwise"]
+
+    def biased(bias):
+        return fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe, bias=bias)
+
+    y, pull = jax.vjp(biased, bias)
+    ids = np.repeat(np.arange(E), sizes)
+    plain = fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe)
+    filled = sum(sizes)
+    np.testing.assert_array_equal(np.asarray(y[:filled]), np.asarray(plain[:filled] + bias[ids]))
+    assert not np.asarray(y[filled:], np.float32).any()
+    want = np.zeros((E, N))
+    np.add.at(want, ids, np.asarray(g[:filled], np.float64))
+    close(pull(g)[0], want)
+
+
+def test_no_rows_and_no_groups():
+    x, w, _ = arrays()
+    recipe = RECIPES["blockwise"]
+    y, dx, dw = cotangents(
+        lambda x, w: fp8.ragged_dot(x, w, jnp.zeros(E, jnp.int32), recipe=recipe),
+        x[:0], w, jnp.zeros((0, N), jnp.bfloat16),
+    )  # fmt: skip
+    assert y.shape == (0, N)
+    assert dx.shape == (0, K)
+    assert not np.asarray(dw, np.float32).any()
+    y, dx, dw = cotangents(
+        lambda x, w: fp8.ragged_dot(x, w, jnp.zeros(0, jnp.int32), recipe=recipe),
+        x, w[:0], jnp.ones((T, N), jnp.bfloat16),
+    )  # fmt: skip
+    assert not np.asarray(y, np.float32).any()
+    assert not np.asarray(dx, np.float32).any()
+    assert dw.shape == (0, K, N)
