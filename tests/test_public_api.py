@@ -24,11 +24,13 @@ EXPECTED = {
         weights optim convert conversion __version__
     """,
     "jaxfp8.linen": """
-        FP8Dense FP8DenseGeneral FP8Einsum FP8DotGeneral FP8EinsumOp TrainState COLLECTION
+        FP8Dense FP8DenseGeneral FP8Einsum FP8GroupedLinear FP8DotGeneral FP8EinsumOp TrainState
+        COLLECTION
         state_specs add_state
     """,
     "jaxfp8.nnx": """
-        FP8Linear FP8LinearGeneral FP8Einsum FP8DotGeneral FP8EinsumOp FP8State value_and_grad
+        FP8Linear FP8LinearGeneral FP8Einsum FP8GroupedLinear FP8DotGeneral FP8EinsumOp FP8State
+        value_and_grad
         commit freeze settle add_state
     """,
     "jaxfp8.numerics": """

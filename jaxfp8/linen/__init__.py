@@ -3,6 +3,7 @@
 from jaxfp8.linen._add_state import add_state as add_state
 from jaxfp8.linen._dot_general import FP8DotGeneral as FP8DotGeneral
 from jaxfp8.linen._einsum_op import FP8EinsumOp as FP8EinsumOp
+from jaxfp8.linen._grouped import FP8GroupedLinear as FP8GroupedLinear
 from jaxfp8.linen._layers import FP8Dense as FP8Dense
 from jaxfp8.linen._layers import FP8DenseGeneral as FP8DenseGeneral
 from jaxfp8.linen._layers import FP8Einsum as FP8Einsum

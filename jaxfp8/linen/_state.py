@@ -30,7 +30,7 @@ from jaxfp8.ops._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._fresh_state import concrete
 from jaxfp8.state._state import MatmulState
-from jaxfp8.state._unset import init_state
+from jaxfp8.state._unset import unset_state
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
@@ -47,11 +47,17 @@ knows nothing of quantizer state then hands states on with the parameters of the
 
 
 def matmul_state(
-    module: nn.Module, recipe: Recipe, channel: StateChannel | None, name: str = NAME
+    module: nn.Module,
+    recipe: Recipe,
+    channel: StateChannel | None,
+    name: str = NAME,
+    *,
+    stacked: tuple[int, ...] = (),
 ) -> MatmulState | tuple[()]:
     """The state of a module's matmul. `init` creates it. () for a recipe without state.
 
-    Modules of one scope need states of different names.
+    Modules of one scope need states of different names. `stacked` is (E,) for a state of each of E
+    groups.
 
     Raises:
       FP8StateError: if the module is applied without its collection, or if `nn.scan` carries it, or
@@ -74,7 +80,7 @@ def matmul_state(
         )
     if not module.has_variable(collection, name):
         # Not `module.variable`, which flax allows in compact methods only.
-        module.put_variable(collection, name, init_state(recipe))
+        module.put_variable(collection, name, unset_state(recipe.rows, stacked))
     return stored_state(module, recipe, name)
 
 

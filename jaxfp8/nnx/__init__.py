@@ -3,6 +3,7 @@
 from jaxfp8.nnx._add_state import add_state as add_state
 from jaxfp8.nnx._dot_general import FP8DotGeneral as FP8DotGeneral
 from jaxfp8.nnx._dot_general import FP8EinsumOp as FP8EinsumOp
+from jaxfp8.nnx._grouped import FP8GroupedLinear as FP8GroupedLinear
 from jaxfp8.nnx._layers import FP8Einsum as FP8Einsum
 from jaxfp8.nnx._layers import FP8Linear as FP8Linear
 from jaxfp8.nnx._layers import FP8LinearGeneral as FP8LinearGeneral

@@ -1,0 +1,128 @@
+"""`linen.FP8GroupedLinear`: experts with a kernel, a bias and a state each."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8 as fp8
+from jaxfp8.linen import COLLECTION, FP8GroupedLinear
+
+K, N = 32, 24
+SIZES = jnp.array([7, 0, 12])
+
+
+def rows(count=24, seed=0):
+    return jax.random.normal(jax.random.key(seed), (count, K))
+
+
+@pytest.mark.parametrize("recipe", [fp8.recipes.blockwise(), fp8.recipes.delayed()], ids=str)
+def test_is_ragged_dot_of_its_parameters(recipe):
+    layer = FP8GroupedLinear(N, recipe=recipe, dtype=jnp.bfloat16)
+    y, variables = layer.init_with_output(jax.random.key(0), rows(), SIZES)
+    kernel, bias = (variables["params"][name] for name in ("kernel", "bias"))
+    assert kernel.shape == (3, K, N)
+    assert kernel.dtype == jnp.float32
+    state = variables[COLLECTION]["fp8"] if recipe.rows else None
+    want = fp8.ragged_dot(
+        rows().astype(jnp.bfloat16), kernel.astype(jnp.bfloat16), SIZES, recipe=recipe,
+        state=state, bias=bias.astype(jnp.bfloat16),
+    )  # fmt: skip
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(want))
+
+
+def test_each_kernel_starts_like_that_of_a_dense_layer():
+    layer = FP8GroupedLinear(256, recipe=fp8.recipes.current())
+    variables = layer.init(jax.random.key(0), jnp.ones((4, 512)), jnp.array([1, 1, 2]))
+    spread = np.std(np.asarray(variables["params"]["kernel"]), axis=(1, 2))
+    np.testing.assert_allclose(spread, 1 / np.sqrt(512), rtol=0.03)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_step_moves_the_states_of_groups_with_rows(each):
+    layer = FP8GroupedLinear(N, recipe=fp8.recipes.delayed(), state_per_group=each)
+    variables = layer.init(jax.random.key(0), rows(), SIZES)
+    params, state = variables["params"], variables[COLLECTION]
+
+    def loss(params, state, x, sizes):
+        y = layer.apply({"params": params, COLLECTION: state}, x, sizes)
+        return jnp.mean((y - 1.0) ** 2)
+
+    step = jax.jit(fp8.value_and_grad(loss))
+    losses = []
+    for _ in range(5):
+        value, grads, state = step(params, state, rows(), SIZES)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        losses.append(float(value))
+    assert losses[-1] < losses[0]
+    scale = np.asarray(state["fp8"].scale)
+    if each:
+        assert scale.shape == (3, 3)
+        assert (scale[[0, 2]] > 0).all()
+        assert not scale[1].any()
+        assert not np.asarray(grads["kernel"])[1].any()
+        assert not np.asarray(grads["bias"])[1].any()
+    else:
+        assert scale.shape == (3,)
+        assert (scale > 0).all()
+
+
+def test_layers_of_a_scan_have_states_of_their_own():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, sizes):
+            return FP8GroupedLinear(K, recipe=fp8.recipes.delayed())(x, sizes), None
+
+    stack = nn.scan(
+        Block, variable_axes={"params": 0, COLLECTION: 0}, split_rngs={"params": True}, length=2,
+        in_axes=nn.broadcast,
+    )()  # fmt: skip
+    variables = stack.init(jax.random.key(0), rows(), SIZES)
+
+    def loss(params, state):
+        return jnp.sum(stack.apply({"params": params, COLLECTION: state}, rows(), SIZES)[0] ** 2)
+
+    _, grads, state = jax.jit(fp8.value_and_grad(loss))(variables["params"], variables[COLLECTION])
+    (found,) = [
+        leaf.scale
+        for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
+    ]
+    assert found.shape == (2, 3, 3)
+    assert (np.asarray(found)[:, [0, 2]] > 0).all()
+    assert all(np.isfinite(np.asarray(each)).all() for each in jax.tree.leaves(grads))
+
+
+def test_experts_of_a_shard_map():
+    layer = FP8GroupedLinear(N, recipe=fp8.recipes.delayed())
+    sizes = jnp.array([7, 0, 12, 5])
+    variables = layer.init(jax.random.key(0), rows(24), sizes)
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    x = jnp.concatenate([rows(24), rows(24, seed=1)])
+    split = P("expert")
+    got = jax.jit(
+        jax.shard_map(layer.apply, mesh=mesh, in_specs=(split, split, split), out_specs=split)
+    )(variables, x, sizes)
+    for i in (0, 1):
+        part = jax.tree.map(lambda leaf: leaf[2 * i : 2 * i + 2], variables)  # noqa: B023
+        want = layer.apply(part, x[24 * i : 24 * i + 24], sizes[2 * i : 2 * i + 2])
+        np.testing.assert_array_equal(np.asarray(got[24 * i : 24 * i + 24]), np.asarray(want))
+
+
+def test_stochastic_rounding_draws_keys():
+    recipe = fp8.recipes.blockwise(gradient_rounding="stochastic")
+    layer = FP8GroupedLinear(N, recipe=recipe)
+    variables = layer.init(jax.random.key(0), rows(), SIZES)
+
+    def grads(key):
+        def loss(params):
+            return jnp.sum(layer.apply({"params": params}, rows(), SIZES, rngs={"fp8": key}) ** 2)
+
+        return np.asarray(jax.grad(loss)(variables["params"])["kernel"])
+
+    first, again, other = (grads(jax.random.key(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()

@@ -1,0 +1,63 @@
+"""`nnx.FP8GroupedLinear`: experts with a kernel, a bias and a state each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxfp8 as fp8
+from jaxfp8.nnx import FP8GroupedLinear
+
+K, N = 32, 24
+SIZES = jnp.array([7, 0, 12])
+
+
+def rows():
+    return jax.random.normal(jax.random.key(0), (24, K))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_is_ragged_dot_of_its_parameters(bias):
+    recipe = fp8.recipes.mxfp8()
+    layer = FP8GroupedLinear(3, K, N, recipe=recipe, use_bias=bias, rngs=nnx.Rngs(0))
+    want = fp8.ragged_dot(
+        rows(), layer.kernel[...], SIZES, recipe=recipe, bias=layer.bias[...] if bias else None
+    )
+    np.testing.assert_array_equal(np.asarray(layer(rows(), SIZES)), np.asarray(want))
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_step_moves_the_states_of_groups_with_rows(each):
+    layer = FP8GroupedLinear(
+        3, K, N, recipe=fp8.recipes.delayed(), state_per_group=each, rngs=nnx.Rngs(0)
+    )
+    optimizer = nnx.Optimizer(layer, optax.sgd(0.5), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(layer, optimizer, x, sizes):
+        run = fp8.nnx.value_and_grad(lambda layer: jnp.mean((layer(x, sizes) - 1.0) ** 2))
+        value, grads = run(layer)
+        optimizer.update(layer, grads)
+        return value
+
+    losses = [float(step(layer, optimizer, rows(), SIZES)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    scale = np.asarray(layer.ragged_dot.state.get_value().scale)
+    assert scale.shape == ((3, 3) if each else (3,))
+    if each:
+        assert (scale[[0, 2]] > 0).all()
+        assert not scale[1].any()
+
+
+def test_stochastic_rounding_needs_a_stream():
+    recipe = fp8.recipes.blockwise(gradient_rounding="stochastic")
+    layer = FP8GroupedLinear(3, K, N, recipe=recipe, rngs=nnx.Rngs(0))
+    grads = [
+        nnx.grad(lambda layer: jnp.sum(layer(rows(), SIZES) ** 2))(layer).kernel[...]
+        for _ in range(2)
+    ]
+    assert (np.asarray(grads[0]) != np.asarray(grads[1])).any()
+    with pytest.raises(ValueError, match="no stream"):
+        FP8GroupedLinear(3, K, N, recipe=recipe, rngs=nnx.Rngs(params=0))
