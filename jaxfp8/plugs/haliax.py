@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
 
+from jaxfp8._call_options import check_options
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._options import LayerOptions
+from jaxfp8.ops._ragged_dot import RaggedDotOptions, ragged_dot
 from jaxfp8.plugs._guest import guest
 from jaxfp8.plugs._policy import Policy
-from jaxfp8.state._unset import init_state
+from jaxfp8.state._unset import init_state, unset_state
 
 if TYPE_CHECKING:
     from jaxfp8.recipes._recipe import Recipe
@@ -52,6 +54,42 @@ def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
     options.setdefault("state_channel", "gradient")
     policy = Policy.of("jaxfp8.plugs.haliax.dot_general_op", recipe, options)
     return _operation()(init_state(policy.recipe), policy)
+
+
+def ragged_dot_op(
+    recipe: "Recipe", *, groups: int | None = None, **options: Unpack[LayerOptions]
+) -> Any:
+    """A `RaggedDotOp`, for mixtures of experts that take an operation `(lhs, rhs, group_sizes)`.
+
+    Those of levanter do (`MoeRaggedDotOps`), and `haliax.nn.ragged_dot(..., fp8_dot=)`.
+
+    Args:
+      recipe: which quantizer for which operand.
+      groups: the number of experts, for a state of each. None: one state for all of them.
+      **options: `reduce_axes`, `kernels`, `state_channel`; see `dot_general_op`.
+
+    Returns:
+      An `equinox.Module` with the state of one grouped matmul, see `fp8.ragged_dot`. It is an
+      `OverwriteWithGradient`.
+
+    Raises:
+      ImportError, TypeError, ValueError: see `dot_general_op`. Also TypeError for a shard, which
+        grouped matmuls do not take.
+
+    Example:
+      .. code-block:: python
+
+        op = fp8_haliax.ragged_dot_op(fp8.recipes.blockwise())
+        y = op(lhs, rhs, group_sizes)
+    """
+    options.setdefault("state_channel", "gradient")
+    name = "jaxfp8.plugs.haliax.ragged_dot_op"
+    check_options(name, RaggedDotOptions, options)
+    policy = Policy.of(name, recipe, options)
+    state: Any = init_state(policy.recipe)
+    if groups is not None and policy.recipe.rows:
+        state = unset_state(policy.recipe.rows, (groups,))
+    return _ragged_operation()(state, policy)
 
 
 def quantize_linear_layers(
@@ -166,3 +204,22 @@ def _operation() -> type:
             )  # fmt: skip
 
     return FP8DotGeneralOp
+
+
+@functools.cache
+def _ragged_operation() -> type:
+    """The class of grouped matmuls; see `_operation`."""
+    eqx = guest("equinox", "equinox")
+    base = guest("haliax.quantization", "haliax").OverwriteWithGradient
+
+    class FP8RaggedDotOp(base):  # type: ignore[misc, valid-type]
+        state: Any
+        policy: Policy = eqx.field(static=True)
+
+        def __call__(self, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+            return ragged_dot(
+                lhs.astype(rhs.dtype), rhs, group_sizes, recipe=self.policy.recipe,
+                state=self.state, **self.policy.options,
+            )  # fmt: skip
+
+    return FP8RaggedDotOp

@@ -130,10 +130,11 @@ class FP8Quantization:
 
     @property
     def quant_dg(self) -> NoReturn:
-        """MaxText's sparse mixture of experts reads it. jaxfp8 has no grouped matmul."""
+        """MaxText's sparse mixture of experts reads it, for kernels of AQT."""
         raise NotImplementedError(
-            "sparse_matmul=True needs a grouped FP8 matmul, which jaxfp8 does not have. Write "
-            "sparse_matmul=False, or use a quantization of MaxText for this model."
+            "sparse_matmul=True passes AQT's quantizers to MaxText's own grouped matmul, and no "
+            "other library can plug in. Write sparse_matmul=False, which calls einsum of this "
+            "object, or call fp8.ragged_dot in your own layer."
         )
 
 

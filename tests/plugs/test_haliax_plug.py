@@ -104,6 +104,28 @@ def test_has_the_bits_of_the_op(name):
             assert_same_bits(overwrites.dot_general.state.scale, state.scale)
 
 
+@pytest.mark.parametrize("groups", [None, 3])
+@pytest.mark.parametrize("name", RECIPES)
+def test_experts_have_the_bits_of_ragged_dot(name, groups):
+    recipe, sizes = fp8.recipes.get(name), jax.numpy.array([5, 0, 9])
+    x = jax.random.normal(jax.random.key(0), (16, 32))
+    w = jax.random.normal(jax.random.key(1), (3, 32, 24))
+    op = plug.ragged_dot_op(recipe, groups=groups)
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda p, x: (p[1](x, p[0], sizes) ** 2).sum()))
+
+    def loss_fn(w, state, x):
+        return (fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state) ** 2).sum()
+
+    expected, state = jax.jit(fp8.value_and_grad(loss_fn)), op.state
+    for _ in range(2):
+        loss, (dw, new) = run((w, op), x)
+        same, grad, state = expected(w, state, x)
+        assert_same_bits((loss, dw), (same, grad))
+        op = new
+        if recipe.rows:
+            assert_same_bits(new.state.scale, state.scale)
+
+
 def test_targets():
     model = plug.quantize_linear_layers(stack(), fp8.recipes.current(), targets=["up"])
     assert hasattr(model.stacked.up.dot_general, "policy")
