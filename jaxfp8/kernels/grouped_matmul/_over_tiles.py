@@ -36,14 +36,14 @@ def rows_product(
       columns: N.
       out_dtype: the dtype of the result.
     """
-    rows = groups.live_rows
+    matrix, rows = groups.matrix, groups.live_rows
     place = jnp.arange(groups.tile, dtype=jnp.int32)[:, None]
 
     def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
-        lhs, rhs, groups, rows = arrays
+        lhs, rhs, groups, matrix, rows = arrays
 
         def step(tile: Array, y: Array) -> Array:
-            found = product(_at(lhs, tile), _at(rhs, groups.matrix[tile])).astype(out_dtype)
+            found = product(_at(lhs, tile), _at(rhs, matrix[tile])).astype(out_dtype)
             # Rows behind a ragged tile are those of the next tile, which writes them later, or of
             # the tail.
             found = jnp.where(place < rows[tile], found, jnp.zeros((), out_dtype))
@@ -54,7 +54,7 @@ def rows_product(
         steps = groups.used if steps is None else steps
         return lax.fori_loop(0, steps, step, y)[: groups.tokens]
 
-    return _looped(loop, (lhs, rhs, groups, rows), groups.count)
+    return _looped(loop, (lhs, rhs, groups, matrix, rows), groups.count)
 
 
 def groups_product(
@@ -73,11 +73,11 @@ def groups_product(
     """
 
     def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
-        lhs, rhs, groups, rows = arrays
+        lhs, rhs, groups, matrices, rows = arrays
 
         def step(tile: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             summed, result = carry
-            matrix = groups.matrix[tile]
+            matrix = matrices[tile]
             found = product(_at(lhs, tile), _at(rhs, tile)).astype(jnp.float32)
             # A tile of no group adds nothing to the last group.
             found = jnp.where(rows[tile] > 0, found, 0.0)
@@ -91,7 +91,7 @@ def groups_product(
         steps = groups.used if steps is None else steps
         return lax.fori_loop(0, steps, step, carry)[1]
 
-    return _looped(loop, (lhs, rhs, groups, groups.live_rows), groups.count)
+    return _looped(loop, (lhs, rhs, groups, groups.matrix, groups.live_rows), groups.count)
 
 
 def _looped(loop: Callable[..., Array], arrays: PyTree, tiles: int) -> Array:
