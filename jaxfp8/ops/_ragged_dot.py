@@ -20,7 +20,8 @@ from jaxfp8.ops._call import Call, Places
 from jaxfp8.ops._options import StateChannel, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._watch import name_of_call
-from jaxfp8.plan._kernels import NO_SHAPE, Kernels, check_kernels
+from jaxfp8.plan._grouped import grouped_backends, tile_rows
+from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Whole
 from jaxfp8.state._gradient_channel import in_gradient_channel
@@ -31,8 +32,6 @@ from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import is_weight
 
 _GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
-_SMALLEST, _LARGEST = 16, 1024  # rows of a tile
-_HOPPER = 128  # rows of a tile of Hopper's kernel
 
 
 class RaggedDotOptions(TypedDict, total=False):
@@ -135,12 +134,14 @@ def ragged_dot(
     kernels = check_kernels(how.kernels)
     probe = own.probe if own else None
     (tokens, k), (experts, _, n) = x.shape, w.shape
-    backends = kernels.backends(recipe, (tokens, k, n) if kernels.chip else NO_SHAPE)
     if preferred_element_type is None:
         preferred_element_type = jnp.promote_types(x.dtype, w.dtype)
     out_dtype = check_out_dtype(preferred_element_type)
     if not tokens or not experts:  # nothing is multiplied, and all gradients are 0
         return jnp.zeros((tokens, n), out_dtype)
+    backends = grouped_backends(
+        kernels.chip, kernels.casts, kernels.matmuls, recipe, (tokens, k, n), experts
+    )
     call = Call(
         recipe=recipe,
         geometry=_GEOMETRY,
@@ -183,30 +184,6 @@ def ragged_dot(
             f"out_sharding={how.out_sharding} needs operands in an Explicit mesh. Leave it out."
         )
     return multiply(x, w, sizes, quantizers, bias)
-
-
-def tile_rows(tokens: int, experts: int, side: int | None, *, on_hopper: bool = False) -> int:
-    """P, the rows of a tile: a quarter of a group of average size, in tiles of values.
-
-    More rows read matrices less often. Fewer rows are padded less.
-
-    Args:
-      tokens: T.
-      experts: E.
-      side: the longest side of a tile of values; None without tiles.
-      on_hopper: whether Hopper's kernel may read the tiles.
-
-    Example:
-      >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
-      (1024, 256, 32)
-    """
-    unit = _HOPPER if on_hopper else _SMALLEST if side is None else side
-    if on_hopper:
-        return unit if side is None else max(unit, side)
-    tile = unit
-    while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
-        tile *= 2
-    return tile
 
 
 def _sharding(x: Array, w: Array) -> jax.NamedSharding:

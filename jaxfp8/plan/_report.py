@@ -64,6 +64,7 @@ class Roofline:
       dgrad: dx = g @ w^T.
       wgrad: dw = x^T @ g.
       casts: amaxes, casts to FP8 and transpositions of x, w and g. In bfloat16 there are none.
+      groups: the number of groups of a grouped matmul; None for a dense layer.
     """
 
     shape: Shape
@@ -73,6 +74,7 @@ class Roofline:
     dgrad: Part
     wgrad: Part
     casts: Part
+    groups: int | None = None
 
     @property
     def total(self) -> Part:
@@ -90,9 +92,10 @@ class Roofline:
 
     def __str__(self) -> str:
         m, k, n = self.shape
+        of_groups = "" if self.groups is None else f"{self.groups}, "
         lines = [
-            f"[{m}, {k}] @ [{k}, {n}], {self.recipe} on {self.chip}: {self.speedup:.2f}x of bf16's "
-            "speed, estimated",
+            f"[{m}, {k}] @ [{of_groups}{k}, {n}], {self.recipe} on {self.chip}: "
+            f"{self.speedup:.2f}x of bf16's speed, estimated",
             f"{'':6}{'GFLOP':>8}{'bf16 MB':>10}{'bf16 us':>10}{'MB':>10}{'us':>10}  how",
         ]
         for name in (*MATMULS, "casts", "total"):

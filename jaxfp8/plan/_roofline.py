@@ -7,22 +7,32 @@ counts with such programs.
 Letters: M tokens, K features in, N features out. A layer computes y [M, N] = x [M, K] @ w [K, N].
 """
 
+from typing import Any
+
 from jaxfp8._typing import Matmul
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.plan._backends import rows_of, sizes_of, values_of
 from jaxfp8.plan._cast_costs import Casts, cast_cost
 from jaxfp8.plan._costs import Cost, Route, gemm
+from jaxfp8.plan._grouped import (
+    cost_of_groups,
+    group_sizes_of,
+    grouped_backends,
+    loop_cost,
+    tile_rows,
+)
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._peaks import PEAKS, estimable
-from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape
+from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape, check_shape
 from jaxfp8.plan._routes import matmul_cost, route_of, sides_of
 from jaxfp8.plan._weight_casts import check_weight_casts, cost_of_weights
 from jaxfp8.recipes._recipe import Recipe
 
 
 def roofline(
-    shape: Shape, *, recipe: Recipe, kernels: Kernels, weight_casts: float = 1.0
-) -> Roofline:
+    shape: Shape, *, recipe: Recipe, kernels: Kernels, weight_casts: float = 1.0,
+    groups: int | None = None,
+) -> Roofline:  # fmt: skip
     """Estimate how long a dense layer takes in a recipe and in bfloat16, forward and backward.
 
     The result is an estimate. Nothing is measured, and nothing runs.
@@ -67,6 +77,9 @@ def roofline(
         matmul. It is 2 under `fp8.save_fp8_residuals()`, which casts w again. It is 1 / 8 if
         `fp8.quantize_params` casts it once for 8 microbatches, and 0 for FP8 primary weights, which
         the optimizer casts.
+      groups: the number of groups of `fp8.ragged_dot`. M is then the number of rows of all groups,
+        each with its own w. Groups of average size are assumed, padded by half a tile. In bfloat16
+        one kernel multiplies all groups, without padding. Default: None, a dense layer.
 
     Returns:
       A frozen dataclass. `speedup` is bf16 time / recipe time. `fprop`, `dgrad`, `wgrad`, `casts`
@@ -102,12 +115,14 @@ def roofline(
       1.69x and current 1.58x.
     """
     chip = check_estimable(kernels)
+    if groups is not None:
+        return _of_groups(shape, recipe, kernels, weight_casts, chip, check_groups(groups))
     choices = kernels.choices(recipe, shape)
     described, peak = chip_named(chip), PEAKS[chip]
     by_triton = bool(kernels.compiler_options(recipe).get("xla_gpu_enable_triton_gemm", True))
     sizes, values, rows = sizes_of(shape), values_of(shape), rows_of(shape)
     routes: dict[Matmul, Route] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, Any] = {}
     for name in MATMULS:
         sides, backend = sides_of(getattr(recipe, name)), getattr(choices, name).backend
         routes[name] = route_of(sides, backend, described, sizes[name])
@@ -136,6 +151,68 @@ def roofline(
         how=f"{how} bytes a value" if how else "none",
     )
     return Roofline(shape=shape, recipe=recipe.name, chip=chip, casts=part, **parts)
+
+
+def _of_groups(
+    shape: Shape, recipe: Recipe, kernels: Kernels, weight_casts: float, chip: str, groups: int
+) -> Roofline:
+    """The estimate of a grouped matmul."""
+    tokens, _, _ = check_shape(shape)
+    described, peak = chip_named(chip), PEAKS[chip]
+    names = grouped_backends(chip, kernels.casts, kernels.matmuls, recipe, shape, groups)
+    rows = tile_rows(tokens, groups, recipe.tile, on_hopper="mosaic" in names.fprop)
+    average, padded = (group_sizes_of(shape, groups, tile) for tile in (0, rows))
+    routes: dict[Matmul, Route] = {}
+    parts: dict[str, Any] = {}
+    for name in MATMULS:
+        sides, backend = sides_of(getattr(recipe, name)), getattr(names, name)[0]
+        size = sizes_of(padded)[name]
+        routes[name] = route_of(sides, backend, described, size)
+        how = routes[name].value
+        if backend == "mosaic":
+            cost = cost_of_groups(
+                matmul_cost(sides, backend, described, peak, size, recipe.tile), groups
+            )
+        else:
+            cost, how = loop_cost(recipe, name, backend, chip, shape, groups), f"{how}, in a loop"
+        bf16 = cost_of_groups(gemm(peak, *sizes_of(average)[name]), groups)
+        parts[name] = Part(bf16=bf16, recipe=cost, how=how)
+    values = {tensor: groups * count for tensor, count in values_of(padded).items()}
+    counts = {tensor: groups * count for tensor, count in rows_of(padded).items()}
+    each: dict[str, Cost] = {}
+    for tensor, count in values.items():
+        casts = Casts(recipe, tensor, count, counts[tensor], routes, described, peak)
+        each[tensor] = cast_cost(getattr(names, tensor)[0], casts)
+        if tensor == "w":
+            each["w"] = cost_of_weights(each["w"], casts, check_weight_casts(weight_casts))
+    how = ", ".join(
+        f"{tensor} {cost.bytes / values[tensor]:.3g}"  # type: ignore[index]
+        for tensor, cost in each.items()
+        if cost.bytes
+    )
+    casts_part = Part(
+        bf16=Cost(),
+        recipe=sum(each.values(), Cost()),
+        how=f"{how} bytes a value" if how else "none",
+    )
+    return Roofline(
+        shape=shape, recipe=recipe.name, chip=chip, casts=casts_part, groups=groups, **parts
+    )
+
+
+def check_groups(groups: object) -> int:
+    """The number of groups, checked.
+
+    Raises:
+      ValueError: unless it is a positive integer.
+
+    Example:
+      >>> check_groups(8)
+      8
+    """
+    if type(groups) is not int or groups < 1:
+        raise ValueError(f"groups={groups!r} must be a positive integer, the number of experts.")
+    return groups
 
 
 def check_estimable(kernels: Kernels) -> str:

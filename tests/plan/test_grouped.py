@@ -1,0 +1,73 @@
+"""What `fp8.plan.roofline` and the choice of backends know of grouped matmuls."""
+
+import pytest
+
+import jaxfp8 as fp8
+from jaxfp8.kernels.grouped_matmul._groups import tile_count
+from jaxfp8.plan._grouped import grouped_backends, tile_rows
+
+SHAPE = (32768, 4096, 2048)
+
+
+def estimate(groups, recipe=None, shape=SHAPE, chip="h200", **of):
+    recipe = recipe or fp8.recipes.blockwise()
+    return fp8.plan.roofline(shape, recipe=recipe, kernels=fp8.Kernels(chip, **of), groups=groups)
+
+
+def test_bf16_reads_each_matrix_once():
+    m, k, n = SHAPE
+    for groups in (1, 8, 64):
+        found = estimate(groups)
+        assert found.fprop.bf16.bytes == 2 * (m * k + groups * k * n + m * n)
+        assert found.fprop.bf16.flops == 2 * m * k * n
+        assert found.wgrad.bf16.bytes == 2 * (m * k + groups * k * n + m * n)
+
+
+def test_operations_are_those_of_the_rows_and_half_a_tile_for_each_group():
+    m, k, n = SHAPE
+    for groups in (8, 64):
+        assert estimate(groups).fprop.recipe.flops == 2 * (m + groups * 64) * k * n
+
+
+def test_more_groups_gain_less():
+    gains = [estimate(groups).speedup for groups in (4, 16, 64)]
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_the_loop_reads_the_matrix_of_a_group_for_each_tile():
+    m, k, n = SHAPE
+    loop = estimate(8, matmuls="xla")
+    steps = m // tile_rows(m, 8, 128) + 8
+    assert loop.fprop.recipe.bytes > steps * k * n
+    assert loop.fprop.how.endswith("in a loop")
+
+
+def test_the_table_names_the_groups():
+    assert str(estimate(8)).startswith("[32768, 4096] @ [8, 4096, 2048], blockwise on h200")
+
+
+@pytest.mark.parametrize("groups", [0, -1, 2.0, "8", True])
+def test_wrong_numbers_of_groups_are_refused(groups):
+    with pytest.raises(ValueError, match="groups="):
+        estimate(groups)
+
+
+@pytest.mark.parametrize("side", [None, 32, 128])
+@pytest.mark.parametrize("groups", [1, 8, 256])
+def test_rows_of_a_tile_hold_whole_tiles_of_values_and_waste_little(groups, side):
+    for average in (512, 4096, 32768):
+        rows = tile_rows(groups * average, groups, side)
+        assert rows % (side or 1) == 0
+        assert rows <= 1024
+        # the worst sizes, over the tokens: the bound of padding
+        assert tile_count(groups * average, groups, rows) * rows <= 1.26 * groups * average
+
+
+def test_backends_by_name_and_by_chip():
+    recipe = fp8.recipes.rowwise(high_precision_wgrad=True)
+    found = grouped_backends("h200", None, None, recipe, SHAPE, 8)
+    assert found.fprop[0] == "mosaic"
+    assert found.wgrad == ("xla",)
+    assert grouped_backends("h200", "xla", "reference", recipe, SHAPE, 8).fprop == ("reference",)
+    assert grouped_backends(None, None, None, recipe, SHAPE, 8).fprop == ("xla",)
+    assert grouped_backends("b200", None, None, fp8.recipes.mxfp8(), SHAPE, 8).fprop[0] == "cudnn"
