@@ -27,6 +27,8 @@ from jaxfp8.ops._cast_stats import CastStats, cast_stats
 from jaxfp8.ops._operands import Quantized, Seen
 from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
+from jaxfp8.prologues._gathered import Gathered
+from jaxfp8.prologues._prologue import Source
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, vary_as, varying
@@ -96,6 +98,14 @@ class _Stack:
     def values(self) -> Array:
         return self.value if self.tensor == "w" else self.groups.tiled(self.value)
 
+    @property
+    def source(self) -> Source:
+        """The stack. Kernels read the rows of tiles where they are."""
+        if self.tensor == "w":
+            return self.values
+        groups = self.groups
+        return Gathered(self.values, self.value, groups.first_row, groups.live_rows)
+
     def cast(
         self, planned: PlannedCast, arrays: QuantizerArrays
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
@@ -107,10 +117,14 @@ class _Stack:
         if quantizer.uses_amax:
             asked = dict.fromkeys((*cast.granularities, PerTensor()))
             wanted = tuple(each for each in asked if not each.in_tiles)
-        keys = None
+        key = None
         if cast.rounding == "stochastic":
             key = rounding_key(arrays.key, self.call, self.tensor, self.value)
-            keys = jax.random.split(key, self.values.shape[0])
+        if all(each.in_tiles for each in cast.granularities):
+            # No tile of values spans two matrices of the stack, so all of it is one array.
+            inputs = ScaleInputs(lambda each: amax(self.values, each), None, settled)
+            return quantizer.quantize(self.source, cast, inputs, key=key)
+        keys = None if key is None else jax.random.split(key, self.values.shape[0])
 
         def one(
             x: Array, amaxes: tuple[Array, ...], stored: Any, key: Any

@@ -160,7 +160,7 @@ def ragged_dot(
         save_original=how.save_original or (),
         watched=name_of_call(how.name),
     )
-    tile = tile_rows(tokens, experts, recipe.tile, on_hopper="mosaic" in backends.fprop)
+    tile = tile_rows(tokens, experts, recipe.tile, backends)
     quantizers = QuantizerArrays(
         known=(probe.known if probe else known_scales(own)) if own else None,
         ledger=probe.ledger if probe else None,

@@ -15,27 +15,30 @@ from jaxfp8.plan._routes import matmul_cost, sides_of
 from jaxfp8.recipes._recipe import Recipe
 
 _SMALLEST, _LARGEST = 16, 1024  # rows of a tile
-_HOPPER = 128  # rows of a tile of Hopper's kernel
+_OF_PALLAS = 128  # rows of a tile of kernels in Pallas
+_XLA = Backends()
 
 
-def tile_rows(tokens: int, experts: int, side: int | None, *, on_hopper: bool = False) -> int:
-    """P, the rows of a tile: a quarter of a group of average size, in tiles of values.
+def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = _XLA) -> int:
+    """P, the rows of a tile: about a quarter of a group of average size, in tiles of values.
 
-    More rows read matrices less often. Fewer rows are padded less.
+    More rows read matrices less often. Fewer rows are padded less. Kernels in Pallas need whole
+    tiles of 128 rows. Hopper's matmul takes no more than that: it keeps matrices in L2.
 
     Args:
       tokens: T.
       experts: E.
       side: the longest side of a tile of values; None without tiles.
-      on_hopper: whether Hopper's kernel may read the tiles.
+      backends: what casts and multiplies.
 
     Example:
       >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
       (1024, 256, 32)
     """
-    if on_hopper:
-        return _HOPPER if side is None else max(_HOPPER, side)
-    tile = _SMALLEST if side is None else side
+    by_pallas = any("mosaic" in names for names in backends)
+    tile = max(_SMALLEST if side is None else side, _OF_PALLAS if by_pallas else 1)
+    if "mosaic" in (*backends.fprop, *backends.dgrad, *backends.wgrad):
+        return tile
     while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
         tile *= 2
     return tile
@@ -122,7 +125,7 @@ def loop_cost(
       True
     """
     tokens, k, n = shape
-    rows = tile_rows(tokens, groups, recipe.tile)
+    rows = tile_rows(tokens, groups, recipe.tile)  # without casts in Pallas
     steps = tokens // rows + groups
     peak: Peak = PEAKS[chip]
     size = sizes_of((rows, k, n))[name]

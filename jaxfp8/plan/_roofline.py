@@ -160,7 +160,7 @@ def _of_groups(
     tokens, _, _ = check_shape(shape)
     described, peak = chip_named(chip), PEAKS[chip]
     names = grouped_backends(chip, kernels.casts, kernels.matmuls, recipe, shape, groups)
-    rows = tile_rows(tokens, groups, recipe.tile, on_hopper="mosaic" in names.fprop)
+    rows = tile_rows(tokens, groups, recipe.tile, names)
     average, padded = (group_sizes_of(shape, groups, tile) for tile in (0, rows))
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.prologues._gathered import Gathered
 
 STATISTIC = "jaxfp8.statistic"
 """The name under which a statistic of rows is saved for the backward pass."""
@@ -139,8 +140,8 @@ class Produced:
         return self.value.dtype
 
 
-Source: TypeAlias = Array | Produced
-"""What a quantizer reads: an array, or the result of a prologue."""
+Source: TypeAlias = Array | Produced | Gathered
+"""What a quantizer reads: an array, the result of a prologue, or gathered rows."""
 
 
 def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
@@ -170,14 +171,14 @@ def produce_again(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Pr
 
 
 def value_of(x: Source) -> Array:
-    """x as an array. For the result of a prologue it is `x.value`.
+    """x as an array. For the result of a prologue, and for gathered rows, it is `x.value`.
 
     Example:
       >>> import jax.numpy as jnp
       >>> value_of(jnp.ones(3)).shape
       (3,)
     """
-    return x.value if isinstance(x, Produced) else x
+    return x.value if isinstance(x, Produced | Gathered) else x
 
 
 def prologue_of(x: Source) -> AbstractPrologue | None:

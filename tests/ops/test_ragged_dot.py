@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import needs_mosaic
 
 import jaxfp8 as fp8
 
@@ -209,6 +210,24 @@ def test_one_state_for_all_groups_gets_the_largest_amax():
         np.abs(np.asarray(each, np.float32)).max() for each in (x[:filled], w[used], g[:filled])
     ]
     np.testing.assert_array_equal(new.amax_history[:, -1], np.float32(want))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("casts", ["mosaic", "reference"])
+@pytest.mark.parametrize("name", ["current", "rowwise", "blockwise", "mxfp8"])
+def test_other_casts_give_the_same_bits(name, casts):
+    """On a CPU the program for a GPU runs XLA's casts, of the same rows."""
+    recipe, sizes = RECIPES[name], jnp.array(SIZES["one_row"])
+    x, w, g = arrays(8)
+    run = lambda kernels: jax.jit(
+        lambda x, w, g: cotangents(
+            lambda x, w: fp8.ragged_dot(x, w, sizes, recipe=recipe, kernels=kernels), x, w, g
+        )
+    )(x, w, g)
+    (y, dx, dw), (y_xla, dx_xla, dw_xla) = run(fp8.Kernels(casts=casts)), run(None)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(y_xla))
+    np.testing.assert_array_equal(np.asarray(dx), np.asarray(dx_xla))
+    close(dw, dw_xla)  # tiles may have more rows, and sums another order
 
 
 @settings(max_examples=25, deadline=None)

@@ -112,7 +112,7 @@ class CopiesKernel:
         here = place(self.source.shape)
         self.source.start(read.operands, scratch.read)
         self._start_multipliers(here, read, scratch)
-        tile = self.source.tile(scratch.read)
+        tile = self.source.tile(read.operands, scratch.read)
         # Columns are summed while the first transposed copy has them in registers. Without such a
         # copy, `ColumnSums.write` loads them.
         summing = self.transposed.index(True) if self.sums and any(self.transposed) else None

@@ -72,7 +72,7 @@ class Merged:
             an Explicit mesh splits a merged axis other than the first.
         """
         if not isinstance(x, Produced):
-            return self._array(x)
+            return self._array(value_of(x))
         for each in x.operands:
             last = each.shape[self.rows + 1 :]
             if last != x.shape[self.rows + 1 :] and math.prod(last) > 1:

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.mosaic._tiles import PART, T, as_matrices, check_array, place, shared_tile
+from jaxfp8.prologues._gathered import Gathered
 from jaxfp8.prologues._prologue import AbstractPrologue, Produced, Source
 
 Kind: TypeAlias = Literal["tile", "rows", "columns"]
@@ -37,6 +38,11 @@ def operands_of(x: Source) -> tuple[Array, ...]:
     Raises:
       NotImplementedError: see `check_array`.
     """
+    if isinstance(x, Gathered):
+        raise NotImplementedError(
+            f"The rows of {list(x.rows.shape)} are gathered into tiles. This kernel reads whole "
+            "arrays. Write casts='xla' in fp8.Kernels."
+        )
     operands = x.operands if isinstance(x, Produced) else (x,)
     check_array(operands[0])
     return operands
@@ -87,8 +93,9 @@ class Reader:
         for (kind, _), operand, here in zip(self.operands, operands, staged.operands, strict=True):
             plgpu.copy_gmem_to_smem(operand.at[windows[kind]], here, staged.arrived)
 
-    def tile(self, staged: Staged) -> Any:
+    def tile(self, operands: Sequence[Any], staged: Staged) -> Any:
         """The tile in shared memory, once all copies have arrived and the prologue is applied."""
+        del operands
         # The wait is for all copies, those that the kernel started itself included. Before it,
         # shared memory is not written yet.
         plgpu.barrier_wait(staged.arrived)

@@ -9,17 +9,27 @@ Letters: L the leading axes as one, M, K the last two; T = 128; S the side of a 
   scale.
 """
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import AxisType
+
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._on_mesh import on_mesh
+from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
+from jaxfp8.kernels.mosaic._gathered import check_gathered, gathering_reader
 from jaxfp8.kernels.mosaic._merged import Merged
 from jaxfp8.kernels.mosaic._source import operands_of, reader
 from jaxfp8.kernels.mosaic._sums import ColumnSums
 from jaxfp8.kernels.mosaic._tiles import RAGGED
 from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.kernels.quantize._mosaic_kernel import TilesKernel
-from jaxfp8.kernels.quantize._mosaic_tiling import check_sides, tiling_of
+from jaxfp8.kernels.quantize._mosaic_tiling import Tiling, check_sides, tiling_of
+from jaxfp8.prologues._gathered import Gathered
 from jaxfp8.prologues._prologue import Source, prologue_of
+from jaxfp8.sharding._amax import vary_as
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -59,13 +69,15 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
         copies, _ = _in_tiles(merged.source(x), merged.cast(cast))
         return merged.copies(copies, x, cast), CastExtras()
     tilings = tuple(tiling_of(direction, x.ndim) for direction in cast.directions)
-    operands, prologue = operands_of(x), prologue_of(x)
     side, count = tilings[0].side, len(tilings)
     if any(tiling.side != side for tiling in tilings):
         raise NotImplementedError(
             f"The tiles have different sides, {[tiling.tile for tiling in tilings]}. This kernel "
             "needs one side in all directions. Quantize in each direction by itself."
         )
+    if isinstance(x, Gathered):
+        return _of_gathered(x, cast, tilings), CastExtras()
+    operands, prologue = operands_of(x), prologue_of(x)
 
     def local(*arrays: Array) -> tuple[Array, ...]:
         source, read = reader(arrays, prologue)
@@ -88,3 +100,41 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
     values, scales = results[: 2 * count : 2], results[1 : 2 * count : 2]
     extras = CastExtras(column_sums=results[-1] if cast.column_sums else None)
     return cast.copies(values, scales, x.dtype), extras
+
+
+def _of_gathered(
+    x: Gathered, cast: Cast, tilings: tuple[Tiling, ...]
+) -> tuple[QuantizedTensor, ...]:
+    """`quantize` of tiles of rows that the kernel reads where they are.
+
+    Raises:
+      NotImplementedError: see `check_gathered`, and for several devices outside of `jax.shard_map`.
+    """
+    check_gathered(x)
+    kinds = {*mesh_of(x.rows).axis_types}
+    if kinds not in ({AxisType.Manual}, set()) and mesh_of(x.rows).size > 1:
+        raise NotImplementedError(
+            f"The mesh is {mesh_of(x.rows)}. Gathered rows may be on any of its devices. Call it "
+            "inside jax.shard_map, with all axes of the mesh."
+        )
+
+    @custom_vmap
+    def call(x: Gathered) -> tuple[Array, ...]:
+        source, read = gathering_reader(x)
+        kernel = TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
+        return tuple(
+            vary_as(each, x.rows)
+            for tiling, copy in zip(tilings, kernel(read).copies, strict=True)
+            for each in tiling.with_axes_of_x(copy, x.shape, cast.rule)
+        )
+
+    @call.def_vmap
+    def batched(size: int, mapped: Any, x: Gathered) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        full = jax.tree.map(
+            lambda leaf, there: leaf if there else jnp.broadcast_to(leaf, (size, *leaf.shape)),
+            x, mapped[0],
+        )  # fmt: skip
+        return jax.lax.map(call, full), (True,) * (2 * len(tilings))
+
+    results = call(x)
+    return cast.copies(results[::2], results[1::2], x.dtype)

@@ -132,7 +132,7 @@ class _AmaxKernel:
     def body(self, operands: Sequence[Any], results: Sequence[Any], scratch: _Scratch) -> None:
         """The work of a block of threads. The name "body" is the kernel's name in the program."""
         self.source.start(operands, scratch.read)
-        tile = self.source.tile(scratch.read)
+        tile = self.source.tile(operands, scratch.read)
         for kind, result, line in zip(self.kinds, results, scratch.lines, strict=True):
             at = place(self.source.shape).of_copy(transposed=kind == "columns")
             amaxes = []

@@ -77,7 +77,7 @@ class TilesKernel:
     def body(self, operands: Sequence[Any], written: Written, scratch: _Scratch) -> None:
         """The work of a block of threads. The name "body" is the kernel's name in the program."""
         self.source.start(operands, scratch.read)
-        tile = self.source.tile(scratch.read)
+        tile = self.source.tile(operands, scratch.read)
         # Columns are summed while the first transposed copy has them in registers. Without such a
         # copy, `ColumnSums.write` loads them.
         summing = next((n for n, each in enumerate(self.tilings) if each.transposed), None)

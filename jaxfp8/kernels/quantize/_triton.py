@@ -30,7 +30,7 @@ from jaxfp8.kernels._platform import compute_capability_of
 from jaxfp8.kernels.quantize import _triton_kernels as kernels
 from jaxfp8.kernels.triton._call import triton_call
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.prologues._prologue import Produced, Source
+from jaxfp8.prologues._prologue import Produced, Source, value_of
 from jaxfp8.tensors._cast import Cast
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -74,6 +74,7 @@ def quantize(
             f"The cast has prologue={x.prologue!r}. This kernel reads one array. Quantize "
             "prologue(*arrays)."
         )
+    x = value_of(x)  # XLA gathers rows before the kernel reads them
     if cast.rounding != "nearest" or x.dtype.itemsize > 4 or not x.size:
         raise NotImplementedError(
             f"The cast has rounding={cast.rounding!r}, x is {x.dtype}{list(x.shape)}. This kernel "

@@ -1,0 +1,95 @@
+"""How a kernel in Pallas (Mosaic GPU) reads tiles of rows that begin at any row of an array.
+
+The array in shared memory that threads read by rows and by columns is permuted in boxes of 8 rows,
+so TMA fills it from multiples of 8 rows only. Rows of a group begin anywhere. So TMA copies them to
+memory that is not permuted. Threads move them from there, and write 0 in the place of rows that
+another group has.
+
+Letters: T rows, R tiles of P rows, K values of a row; a block of threads reads S x S, S = 128.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxfp8._typing import Array
+from jaxfp8.kernels.mosaic._source import Reader, Staged
+from jaxfp8.kernels.mosaic._tiles import PART, RAGGED, T, check_jax, place, shared_tile
+from jaxfp8.prologues._gathered import Gathered
+
+_COLUMNS = 64  # that are moved at once
+
+
+def check_gathered(x: Gathered) -> None:
+    """Raise NotImplementedError for rows that TMA or Pallas cannot copy."""
+    check_jax()
+    _, tile, k = x.shape
+    if x.dtype.itemsize > 4 or not x.value.size or tile % T or k % RAGGED:
+        raise NotImplementedError(
+            f"Tiles of {tile} rows are gathered from {x.dtype}{list(x.rows.shape)}. The kernel "
+            f"needs tiles of multiples of {T} rows, rows of multiples of {RAGGED} values, and at "
+            "most 4 bytes a value. Write casts='xla' in fp8.Kernels."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheringReader(Reader):
+    """A `Reader` of [1, R P, K], whose rows come from an array [1, T, K].
+
+    Its operands are the array, and for each S rows of a tile the first row and the number of rows.
+    """
+
+    def staged(self, *, beside: int = 0) -> Staged:
+        (_, dtype), *_ = self.operands
+        tiles = [shared_tile(dtype, self.shape), plgpu.SMEM((T, T), dtype)]
+        return Staged(tiles, plgpu.Barrier(num_arrivals=1 + beside))
+
+    def start(self, operands: Sequence[Any], staged: Staged) -> None:
+        array, first_row, count = operands
+        at = place(self.shape)
+        window = 0, pl.ds(first_row[at.row], T), at.window[2]
+        plgpu.copy_gmem_to_smem(array.at[window], staged.operands[1], staged.arrived)
+        # The barrier is for the copy. The number of rows is read again in `tile`, by all threads.
+        del count
+
+    def tile(self, operands: Sequence[Any], staged: Staged) -> Any:
+        """The tile in shared memory, permuted, once it has arrived and been moved."""
+        plgpu.barrier_wait(staged.arrived)
+        tile, arrived = staged.operands
+        rows_here = operands[2][place(self.shape).row]
+
+        def move(part: Array, carry: None) -> None:
+            rows = pl.ds(pl.multiple_of(part * PART, PART), PART)
+            shape = PART, _COLUMNS
+            row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+            for first in range(0, T, _COLUMNS):
+                columns = pl.ds(first, _COLUMNS)
+                load: Any = plgpu.load  # before jax 0.11 it has no layout=
+                loaded = load(
+                    arrived.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False
+                ).astype(jnp.float32)
+                kept = jnp.where(row + part * PART < rows_here, loaded, jnp.zeros_like(loaded))
+                tile[rows, columns] = kept.astype(tile.dtype)
+
+        lax.fori_loop(0, T // PART, move, None)
+        # All threads have stored their rows. Without this, a thread that reads the tile by columns
+        # could read where another warp has not stored yet.
+        plgpu.commit_smem()
+        return tile
+
+
+def gathering_reader(x: Gathered) -> tuple[GatheringReader, list[Array]]:
+    """The reader, and the operands as it reads them."""
+    count, tile, k = x.shape
+    part = jnp.arange(tile // T, dtype=jnp.int32)[None, :] * T
+    first_row = (x.first_row[:, None] + part).reshape(-1)
+    rows = jnp.clip(x.count[:, None] - part, 0, T).reshape(-1)
+    # A part without rows reads the first rows of the array, and drops them.
+    first_row = jnp.where(rows > 0, first_row, 0)
+    reader = GatheringReader((1, count * tile, k), None, (("tile", x.dtype),))
+    return reader, [x.rows[None], first_row, rows]
