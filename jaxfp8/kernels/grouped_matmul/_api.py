@@ -9,16 +9,39 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from jaxfp8._typing import Array
-from jaxfp8.kernels._dispatch import dispatch
+from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels.grouped_matmul import _reference, _xla
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
+
+def _elsewhere(
+    like: jax.ShapeDtypeStruct,
+    lhs: QuantizedTensor,
+    rhs: QuantizedTensor,
+    groups: Groups,
+    call: MatmulCall,
+    *,
+    tiling: Any = None,
+) -> Array:
+    """The grouped matmul that other platforms than CUDA run instead of a kernel."""
+    del like, tiling
+    return _xla.grouped_matmul(lhs, rhs, groups, call, backend="xla")
+
+
 BACKENDS: dict[str, Callable[..., Any]] = {
     "cudnn": functools.partial(_xla.grouped_matmul, backend="cudnn"),
     "xla": functools.partial(_xla.grouped_matmul, backend="xla"),
+    "mosaic": Backend(
+        "jaxfp8.kernels.grouped_matmul._mosaic",
+        "grouped_matmul",
+        needs="Pallas Mosaic GPU",
+        elsewhere=_elsewhere,
+    ),
     "reference": _reference.grouped_matmul,
 }
 

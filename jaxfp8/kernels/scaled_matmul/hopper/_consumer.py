@@ -1,16 +1,16 @@
 """The consumers: two warpgroups. Each multiplies, scales and stores its share of every tile."""
 
-from typing import Any
-
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul.hopper._epilogue import Epilogue, wait_until_written
 from jaxfp8.kernels.scaled_matmul.hopper._in_registers import sums_in_registers
 from jaxfp8.kernels.scaled_matmul.hopper._in_tensor_cores import sums_in_tensor_cores
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import Tile
 from jaxfp8.kernels.scaled_matmul.hopper._memory import Block
 from jaxfp8.kernels.scaled_matmul.hopper._share import Share
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import MULTIPLYING_REGISTERS
+from jaxfp8.kernels.scaled_matmul.hopper._turns import for_each_tile
 
 
 def consume(block: Block, warpgroup: Array) -> None:
@@ -24,13 +24,11 @@ def consume(block: Block, warpgroup: Array) -> None:
     plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
     row, column = _first_in_tile(block, warpgroup)
 
-    @plgpu.nd_loop((matmul.tiles,), collective_axes="clusters")
-    def _tile(turn: Any) -> None:
-        tile = matmul.tile(turn.index[0])
+    def compute(tile: Tile, before: Array) -> None:
         share = Share(
             block=block,
             warpgroup=warpgroup,
-            turn=turn.local_index,
+            before=before,
             tile=tile,
             row=row,
             column=column,
@@ -43,6 +41,7 @@ def consume(block: Block, warpgroup: Array) -> None:
         fast = matmul.scaling.fast
         epilogue.store(sums_in_tensor_cores(share) if fast else sums_in_registers(share))
 
+    for_each_tile(block, compute)
     wait_until_written()
 
 

@@ -6,15 +6,19 @@ Letters: K the contracted axis, C the array that the product is added to, W the 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul.hopper._memory import load_scales
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import scaled_sum
 from jaxfp8.kernels.scaled_matmul.hopper._share import Share
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +58,24 @@ class Epilogue:
 
     def _scaled(self, sums: Array, rows: Any, columns: Any) -> Array:
         """A sum over all of K, scaled unless it was scaled step by step."""
-        given, lead = self.share.block.given, self.share.tile.lead
-        if not self.share.block.matmul.scaling.at_end:
+        given, tile, matmul = self.share.block.given, self.share.tile, self.share.block.matmul
+        if not matmul.scaling.at_end:
             return sums
-        of_rows = given.lhs_scale.at[lead, 0, rows]
-        of_columns = given.rhs_scale.at[lead, 0, columns]
+        # A matrix of rows, or a group, has one scale for all steps.
+        of_group = matmul.grouping == "groups"
+        leads = (tile.lead, tile.lead) if of_group else (tile.of_lhs, tile.of_rhs)
+        of_rows = given.lhs_scale.at[leads[0], 0, rows]
+        of_columns = given.rhs_scale.at[leads[1], 0, columns]
         row_scales, column_scales = (
             load_scales(scales, across, shared=False)
             for scales, across in ((of_rows, 1), (of_columns, 0))
         )
-        return scaled_sum(sums, row_scales, column_scales)
+        scaled = scaled_sum(sums, row_scales, column_scales)
+        if matmul.grouping is None:
+            return scaled
+        # What was not multiplied is 0, also if a scale is NaN.
+        steps = lax.broadcast_in_dim(jnp.asarray(tile.steps), scaled.shape, ())
+        return jnp.where(steps > 0, scaled, jnp.zeros_like(scaled))
 
     def _added(self, sums: Array) -> Array:
         """The sum plus the patch of C.
@@ -100,8 +112,33 @@ class Epilogue:
         patches[warpgroup, slot] = result.astype(matmul.out_dtype)
         plgpu.commit_smem()
         self.bring_addend(patch + 1)
+        if self.share.tile.rows is not None:
+            self._write_rows(patch, patches.at[warpgroup, slot], columns)
+            return
         there = block.result.at[self.share.tile.lead, rows, columns]
         plgpu.copy_smem_to_gmem(patches.at[warpgroup, slot], there)
+
+    def _write_rows(self, patch: int, stored: Any, columns: Any) -> None:
+        """Let TMA write the rows of a patch that its group has.
+
+        TMA copies a fixed number of rows. So a ragged patch is written in parts, one for each bit
+        of its number of rows. All parts are one group of copies, which may be empty: `_write`
+        counts a group for each patch.
+        """
+        share = self.share
+        assert share.tile.rows is not None
+        first, count = share.tile.rows
+        above = share.row + share.block.matmul.patches[patch][0]
+        left = jnp.clip(count - above, 0, ROWS)
+        written: Array | int = 0
+        for bit in reversed(range(ROWS.bit_length())):
+            rows = 1 << bit
+            here, there = pl.ds(written, rows), pl.ds(first + above + written, rows)
+            part, result = stored.at[here], share.block.result.at[0, there, columns]
+            copy = functools.partial(plgpu.copy_smem_to_gmem, part, result, commit_group=False)
+            pl.when((left & rows) != 0)(copy)
+            written = written + (left & rows)
+        plgpu.commit_smem_to_gmem_group()
 
 
 def wait_until_written() -> None:

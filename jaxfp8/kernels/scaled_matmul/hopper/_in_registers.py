@@ -32,13 +32,13 @@ def sums_in_registers(share: Share) -> tuple[Array, ...]:
     matmul, ring = share.block.matmul, share.block.ring
 
     def add(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        _, slot = ring.at(share.turn, index)
+        _, slot = ring.at(share.before, index)
         ring.wait_filled(slot)  # the step's values and scales have arrived
         return _Step(share, index, slot).added_to(sums)
 
     zeros = jnp.zeros((ROWS, matmul.width), jnp.float32)
     zero = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-    return lax.fori_loop(0, matmul.steps, add, (zero,) * len(matmul.patches))
+    return lax.fori_loop(0, share.tile.steps, add, (zero,) * len(matmul.patches))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +99,11 @@ class _Step:
         a share are inside one square, because C divides T.
         """
         share = self.share
-        matmul, given = share.block.matmul, share.block.given
+        matmul, given, tile = share.block.matmul, share.block.given, share.tile
         if matmul.scaling.at_end or matmul.boxes[1] is not None:
             return None
-        return given.rhs_scale[share.tile.lead, lax.div(share.column_of_product, T), self.index]
+        step = tile.first_step + self.index
+        return given.rhs_scale[tile.of_rhs, lax.div(share.column_of_product, T), step]
 
     def _scales_of_columns(self, part: int, left: int, of_square: Array | None) -> Array | None:
         """Scales [W] of a patch's columns, or [] if they share one; None if `at_end`."""

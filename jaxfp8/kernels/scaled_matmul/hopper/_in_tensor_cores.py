@@ -41,11 +41,11 @@ def _accumulate(share: Share, accumulators: tuple[Any, ...]) -> None:
     but those of the previous step have read theirs. Only the slot of the previous step is freed.
     If the slot of this step were freed, the producer could overwrite it while it is multiplied.
     """
-    matmul, ring = share.block.matmul, share.block.ring
+    ring, steps = share.block.ring, share.tile.steps
 
-    @pl.loop(0, matmul.steps)
+    @pl.loop(0, steps)
     def _step(step: Array) -> None:
-        count, slot = ring.at(share.turn, step)
+        count, slot = ring.at(share.before, step)
         ring.wait_filled(slot)
         _begin(share, slot, accumulators)
         # Wait until at most so many `wgmma` are under way. Each accumulator has one in this step,
@@ -59,8 +59,11 @@ def _accumulate(share: Share, accumulators: tuple[Any, ...]) -> None:
 
     # All `wgmma` are done: the sums are complete, and the slot of the last step is free.
     plgpu.wgmma_wait(0)
-    _, slot = ring.at(share.turn, jnp.int32(matmul.steps - 1))
-    ring.free(slot)
+    _, slot = ring.at(share.before, jnp.int32(steps - 1))
+    if share.block.matmul.grouping is None:
+        ring.free(slot)
+    else:  # a tile may have no steps
+        pl.when(steps > 0)(lambda: ring.free(slot))
 
 
 def _begin(share: Share, slot: Array, accumulators: tuple[Any, ...]) -> None:

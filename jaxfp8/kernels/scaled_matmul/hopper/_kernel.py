@@ -67,8 +67,24 @@ def kernel(matmul: Matmul) -> Callable[..., Array]:
     return multiply
 
 
+def grouped_kernel(matmul: Matmul) -> Callable[..., Array]:
+    """The kernel of a grouped matmul: `multiply(lhs, rhs, lhs_scale, rhs_scale, groups)`.
+
+    With grouping "rows" values are [1, M, K] and [E, N, K], the result is [1, T, N], and `groups`
+    are `RowTiles`. With grouping "groups" values are [1, M, K] and [1, N, K], K counts the values
+    of all groups, the result is [E, M, N], and `groups` are `GroupSteps`. Scales that all of K
+    shares, [.., 1, M] and [.., 1, N], have the matrix of rhs, or the group, in front.
+    """
+
+    def multiply(lhs: Array, rhs: Array, lhs_scale: Array, rhs_scale: Array, groups: Any) -> Array:
+        return _to_new_array(matmul, Given(lhs, rhs, lhs_scale, rhs_scale, groups=groups))
+
+    return multiply
+
+
 def _to_new_array(matmul: Matmul, given: Given) -> Array:
-    shape = (matmul.batch, matmul.m, whole_row(matmul.n, matmul.out_dtype.itemsize))
+    rows = matmul.m if matmul.out_rows is None else matmul.out_rows
+    shape = (matmul.batch, rows, whole_row(matmul.n, matmul.out_dtype.itemsize))
     return _launched(matmul, jax.ShapeDtypeStruct(shape, matmul.out_dtype))(given)
 
 

@@ -20,16 +20,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.kernels.scaled_matmul.hopper._grouping import Grouping
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
 
 
 class Tile(NamedTuple):
-    """Which tile of the product a block computes: its matrix, and indices that count tiles."""
+    """Which tile of the product a block computes: its matrix, and indices that count tiles.
+
+    The last five fields differ from those of a dense matmul in grouped matmuls only.
+    """
 
     lead: Array  # along B
     down: Array  # along M
     across: Array  # along N
+    of_lhs: Array  # the matrix of lhs that the tile reads,
+    of_rhs: Array  # and that of rhs
+    first_step: Array | int
+    steps: Array | int
+    rows: tuple[Array, Array] | None = None  # the first row in the result, and how many are written
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,9 @@ class Matmul:
       tiling: how the product is divided.
       scaling: when the product is scaled.
       add_to: the dtype of an array C that the product is added to; None without C.
+      grouping: which axis is in groups; None for a dense matmul. With "rows" B is 1, and M counts
+        rows of tiles. With "groups" B counts groups, and K the values of all groups.
+      out_rows: the rows of the result, with grouping "rows".
 
     Raises:
       NoRoomError: for a tiling that needs more shared memory or registers than there are.
@@ -60,6 +72,8 @@ class Matmul:
     tiling: Tiling
     scaling: Scaling
     add_to: DType | None = None
+    grouping: Grouping | None = None
+    out_rows: int | None = None
 
     def __post_init__(self) -> None:
         self.tiling.check(**self._sizes)
@@ -71,7 +85,7 @@ class Matmul:
 
     @property
     def steps(self) -> int:
-        """Steps of one tile."""
+        """Steps of one tile of a dense matmul, and of a tile of rows."""
         return self.k // T
 
     @property
@@ -127,6 +141,8 @@ class Matmul:
     def tile(self, index: Array) -> Tile:
         """The tile of this block, if its cluster computes the tile number `index`.
 
+        It is that of a dense matmul. `Block.tile` finds what differs in a grouped one.
+
         The numbers run along M first, in groups of `tiling.group` tiles, and then along N. So tiles
         that are computed at one time read the same rows and columns, which are still in L2.
         """
@@ -138,7 +154,7 @@ class Matmul:
         across = lax.div(index, rows)
         if self.tiling.cluster == 2:
             across = across * self.tiling.cluster + lax.axis_index("cluster")
-        return Tile(lead, first + lax.rem(index, rows), across)
+        return Tile(lead, first + lax.rem(index, rows), across, lead, lead, 0, self.steps)
 
     @property
     def _tiles_of_matrix(self) -> tuple[int, int]:

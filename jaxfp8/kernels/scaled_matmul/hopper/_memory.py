@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+from jaxfp8.kernels.scaled_matmul.hopper._grouping import GroupSteps, RowTiles
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul, Tile
 from jaxfp8.kernels.scaled_matmul.hopper._ring import Ring, RingBarriers
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T, of_bytes
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS
@@ -37,6 +38,7 @@ class Given(NamedTuple):
     lhs_scale: Any
     rhs_scale: Any
     addend: Any = None  # C; None without C, and if the result is written over C
+    groups: RowTiles | GroupSteps | None = None  # of grouped matmuls
 
 
 class Staged(NamedTuple):
@@ -76,7 +78,23 @@ class Block:
     @property
     def ring(self) -> Ring:
         """The slots of `shared.staged`, in the order in which they are used."""
-        return Ring(self.matmul.tiling.stages, self.matmul.steps, self.shared.barriers)
+        return Ring(self.matmul.tiling.stages, self.shared.barriers)
+
+    def tile(self, index: Array) -> Tile:
+        """The tile of this block, if its cluster computes the tile number `index`."""
+        tile, groups = self.matmul.tile(index), self.given.groups
+        if isinstance(groups, RowTiles):
+            return tile._replace(
+                of_rhs=groups.matrix[tile.down],
+                steps=groups.steps[tile.down],
+                rows=(groups.first_row[tile.down], groups.rows[tile.down]),
+            )
+        if isinstance(groups, GroupSteps):
+            # Steps of all groups follow each other in one matrix.
+            one = jnp.zeros_like(tile.lead)
+            first, count = groups.first[tile.lead], groups.count[tile.lead]
+            return tile._replace(of_lhs=one, of_rhs=one, first_step=first, steps=count)
+        return tile
 
 
 def shared_memory(matmul: Matmul) -> Shared:
@@ -99,7 +117,11 @@ def shared_memory(matmul: Matmul) -> Shared:
 def _outgoing(matmul: Matmul) -> Outgoing:
     out_dtype, add_to, patch = matmul.out_dtype, matmul.add_to, (ROWS, matmul.width)
     row = whole_row(matmul.n, out_dtype.itemsize)
-    patches = _permuted((WARPGROUPS, matmul.slots, *patch), out_dtype, row)
+    shape = WARPGROUPS, matmul.slots, *patch
+    # Rows of groups begin anywhere in the result, and TMA writes boxes of 8 rows to multiples of 8
+    # only. So these patches are not permuted.
+    rows = matmul.grouping == "rows"
+    patches = plgpu.SMEM(shape, out_dtype) if rows else _permuted(shape, out_dtype, row)
     if add_to is None:
         return Outgoing(patches, None, None)
     addend = _permuted((WARPGROUPS, *patch), add_to, whole_row(matmul.n, add_to.itemsize))

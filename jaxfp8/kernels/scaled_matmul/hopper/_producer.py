@@ -17,28 +17,26 @@ from jaxfp8.kernels.scaled_matmul.hopper._matmul import Tile
 from jaxfp8.kernels.scaled_matmul.hopper._memory import Block
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import COPYING_REGISTERS
+from jaxfp8.kernels.scaled_matmul.hopper._turns import for_each_tile
 
 
 def produce(block: Block) -> None:
     """Fill slot after slot with the steps of all tiles of the block."""
-    matmul, ring = block.matmul, block.ring
+    ring = block.ring
     # It needs few registers. The consumers' request waits until it has given back the rest.
     plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
 
-    @plgpu.nd_loop((matmul.tiles,), collective_axes="clusters")
-    def _tile(turn: Any) -> None:
-        tile = matmul.tile(turn.index[0])
-
-        @pl.loop(0, matmul.steps)
+    def fill(tile: Tile, before: Array) -> None:
+        @pl.loop(0, tile.steps)
         def _step(step: Array) -> None:
-            count, slot = ring.at(turn.local_index, step)
+            count, slot = ring.at(before, step)
             # Consumers have read the step that was in this slot. In a cluster those of both blocks
             # have: `_copy_values` writes to both.
             ring.wait_emptied(count, slot)
-            _copy_values(block, tile, step, slot)
-            _copy_scales(block, tile, step, slot)
+            _copy_values(block, tile, tile.first_step + step, slot)
+            _copy_scales(block, tile, tile.first_step + step, slot)
 
-    ring.drain(matmul.tiles, matmul.clusters)
+    ring.drain(for_each_tile(block, fill))
 
 
 def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
@@ -53,7 +51,7 @@ def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
     tile_m, tile_n = tiling.tile
     rows, columns = pl.ds(tile.down * tile_m, tile_m), pl.ds(tile.across * tile_n, tile_n)
     along = pl.ds(step * T, T)
-    lhs, rhs = given.lhs.at[tile.lead, rows, along], given.rhs.at[tile.lead, columns, along]
+    lhs, rhs = given.lhs.at[tile.of_lhs, rows, along], given.rhs.at[tile.of_rhs, columns, along]
     plgpu.copy_gmem_to_smem(lhs, staged.lhs.at[slot], filled, **shared)
     plgpu.copy_gmem_to_smem(rhs, staged.rhs.at[slot], filled)
 
@@ -68,10 +66,13 @@ def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
     tile_m, tile_n = matmul.tiling.tile
     firsts = tile.down * tile_m, tile.across * tile_n
     sources, slots = (given.lhs_scale, given.rhs_scale), (staged.lhs_scale, staged.rhs_scale)
-    for box, first, source, to in zip(matmul.boxes, firsts, sources, slots, strict=True):
+    leads = tile.of_lhs, tile.of_rhs
+    for box, lead, first, source, to in zip(
+        matmul.boxes, leads, firsts, sources, slots, strict=True
+    ):
         if box is not None:
             there, here = _of_step(box[0], matmul.scaling, step, first)
-            plgpu.copy_gmem_to_smem(source.at[tile.lead, *there], to.at[slot, *here], filled)
+            plgpu.copy_gmem_to_smem(source.at[lead, *there], to.at[slot, *here], filled)
 
 
 def _of_step(

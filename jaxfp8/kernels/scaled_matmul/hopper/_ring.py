@@ -54,17 +54,15 @@ class Ring:
 
     Attributes:
       stages: slots of the ring.
-      steps: steps of one tile.
       barriers: of each slot.
     """
 
     stages: int
-    steps: int
     barriers: RingBarriers
 
-    def at(self, turn: Array, step: Array) -> tuple[Array, Array]:
-        """The number of steps before this one, those of `turn` tiles included, and its slot."""
-        count = turn * self.steps + step
+    def at(self, before: Array, step: Array) -> tuple[Array, Array]:
+        """The number of steps before this one, `before` of other tiles included, and its slot."""
+        count = before + step
         return count, self.slot(count)
 
     def slot(self, count: Array) -> Array:
@@ -89,18 +87,15 @@ class Ring:
         def _wait() -> None:
             plgpu.barrier_wait(self.barriers.emptied.at[slot])
 
-    def drain(self, tiles: int, clusters: int) -> None:
-        """For the producer, at the end: wait until the slots that it filled last are emptied.
+    def drain(self, total: Array) -> None:
+        """For the producer, after `total` steps: wait until the slots it filled last are emptied.
 
         Consumers of the other block of a cluster report to this block's barriers, too. Without this
         wait the block could end before they report. Then they would write to shared memory that
         belongs to another block by then. Without a cluster the wait is not needed.
         """
-        # `nd_loop` deals out tiles in turn: clusters with an index below the remainder have one
-        # tile more. The last `stages` steps are those whose slots nobody has waited for yet.
-        index = lax.axis_index("clusters")
-        total = (tiles // clusters + (index < tiles % clusters).astype(jnp.int32)) * self.steps
 
+        # The last `stages` steps are those whose slots nobody has waited for yet.
         @pl.loop(jnp.maximum(total - self.stages, 0), total)
         def _slot(count: Array) -> None:
             plgpu.barrier_wait(self.barriers.emptied.at[self.slot(count)])

@@ -83,9 +83,7 @@ def scaled_matmul(
         - `add_to` on several devices or in an Explicit mesh, except inside `jax.shard_map`;
         - `jax_enable_x64`, or jax older than 0.11.
     """
-    _check_process()
-    for operand in (lhs, rhs):
-        _check_operand(operand)
+    check_operands(lhs, rhs, call)
     _check_call(lhs, rhs, call, add_to)
     if AxisType.Explicit in mesh_of(lhs.values, rhs.values).axis_types:
         return in_auto_mesh(functools.partial(scaled_matmul, tiling=tiling), lhs, rhs, call)
@@ -126,6 +124,23 @@ def _scaling(
     return geometry, Scaling(tile=tile, square=square, in_bytes=(lhs_in_bytes, rhs_in_bytes))
 
 
+def check_operands(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> None:
+    """Raise NotImplementedError for a process, operands or a result that the kernel cannot do."""
+    _check_process()
+    for operand in (lhs, rhs):
+        _check_operand(operand)
+    if call.out_dtype not in _WRITTEN:
+        raise NotImplementedError(
+            f"The result is {call.out_dtype}. This kernel writes bfloat16, float16 or float32. "
+            "Take one of these."
+        )
+    if lhs.granularity.in_tiles != rhs.granularity.in_tiles:
+        raise NotImplementedError(
+            f"lhs has {lhs.granularity!r}, and rhs has {rhs.granularity!r}. This kernel takes "
+            "tiles only with tiles. Write matmuls='xla' in fp8.Kernels."
+        )
+
+
 def _check_process() -> None:
     """Raise NotImplementedError for jax without the kernel's loads, or with 64 bits."""
     check_jax()
@@ -153,12 +168,7 @@ def _check_operand(operand: QuantizedTensor) -> None:
 def _check_call(
     lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall, add_to: Array | None
 ) -> None:
-    """Raise NotImplementedError for a pair of operands, or a result, that the kernel cannot do."""
-    if call.out_dtype not in _WRITTEN:
-        raise NotImplementedError(
-            f"The result is {call.out_dtype}. This kernel writes bfloat16, float16 or float32. "
-            "Take one of these."
-        )
+    """Raise NotImplementedError for a mesh, an addend or axes that the kernel cannot do."""
     if add_to is not None and add_to.dtype not in _WRITTEN:
         raise NotImplementedError(
             f"add_to is {add_to.dtype}. This kernel reads bfloat16, float16 or float32. Cast it to "
@@ -180,11 +190,6 @@ def _check_call(
         raise NotImplementedError(
             "In this matmul no axis is contracted. This kernel needs one. Write matmuls='xla' in "
             "fp8.Kernels."
-        )
-    if lhs.granularity.in_tiles != rhs.granularity.in_tiles:
-        raise NotImplementedError(
-            f"lhs has {lhs.granularity!r}, and rhs has {rhs.granularity!r}. This kernel takes "
-            "tiles only with tiles. Write matmuls='xla' in fp8.Kernels."
         )
 
 

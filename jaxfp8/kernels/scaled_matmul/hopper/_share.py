@@ -21,7 +21,7 @@ class Share:
     Attributes:
       block: the matmul, and the memory of the block of threads.
       warpgroup: which consumer, 0 or 1.
-      turn: the number of tiles that the block has computed before this one.
+      before: the number of steps of the tiles that the block has computed before this one.
       tile: which tile of the product.
       row: the share's first row in the tile.
       column: its first column in the tile.
@@ -30,14 +30,14 @@ class Share:
 
     block: Block
     warpgroup: Array
-    turn: Array
+    before: Array
     tile: Tile
     row: Array | int
     column: Array | int
     column_of_product: Array
 
     def patch(self, index: int) -> tuple[Any, Any]:
-        """Rows and columns of the product that a patch covers."""
+        """Rows and columns of the product that a patch covers, with all rows of ragged tiles."""
         matmul = self.block.matmul
         above, left = matmul.patches[index]
         rows = pl.ds(self.tile.down * matmul.tiling.tile[0] + self.row + above, ROWS)
