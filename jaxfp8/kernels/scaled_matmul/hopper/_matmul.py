@@ -150,11 +150,26 @@ class Matmul:
         lead, index = lax.div(index, tiles_m * tiles_n), lax.rem(index, tiles_m * tiles_n)
         first = lax.div(index, self.tiling.group * tiles_n) * self.tiling.group
         index = lax.rem(index, self.tiling.group * tiles_n)
-        rows = jnp.minimum(tiles_m - first, self.tiling.group)  # the last group has fewer
-        across = lax.div(index, rows)
+        across, row = self._in_group(index, first + self.tiling.group > tiles_m)
         if self.tiling.cluster == 2:
             across = across * self.tiling.cluster + lax.axis_index("cluster")
-        return Tile(lead, first + lax.rem(index, rows), across, lead, lead, 0, self.steps)
+        return Tile(lead, first + row, across, lead, lead, 0, self.steps)
+
+    def _in_group(self, index: Array, is_last: Array) -> tuple[Array, Array]:
+        """Column and row of a tile, by its number in its group. The last group may have fewer rows.
+
+        Each divisor is a constant. ptxas makes a call of a division by a small variable. Because of
+        the call, each `wgmma` would wait for the previous one.
+        """
+        tiles_m, _ = self._tiles_of_matrix
+        group = min(self.tiling.group, tiles_m)
+        across, row = lax.div(index, group), lax.rem(index, group)
+        if not (fewer := tiles_m % group):
+            return across, row
+        return (
+            jnp.where(is_last, lax.div(index, fewer), across),
+            jnp.where(is_last, lax.rem(index, fewer), row),
+        )
 
     @property
     def _tiles_of_matrix(self) -> tuple[int, int]:
