@@ -110,8 +110,9 @@ class _Stack:
         self, planned: PlannedCast, arrays: QuantizerArrays
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
         """The copies by one quantizer. Every array has the axis of the stack in front."""
-        quantizer, cast, settled = planned.quantizer, planned.cast, self.call.settled
-        assert cast is not None
+        quantizer, settled = planned.quantizer, self.call.settled
+        assert planned.cast is not None
+        cast = dataclasses.replace(planned.cast, separate=self.tensor == "w")
         stored = None if planned.row is None else self._stored(arrays.known, planned.row)
         wanted: tuple[AbstractGranularity, ...] = ()
         if quantizer.uses_amax:

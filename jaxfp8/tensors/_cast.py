@@ -48,6 +48,9 @@ class Cast:
         random bits.
       column_sums: whether to sum the columns, too. A backend leaves the sums out if it would have
         to read the array again for them (`CastExtras`).
+      separate: whether matmuls read the matrices [M, K] of an array [..., M, K] one by one, as
+        those of experts. A kernel then transposes each by itself. Otherwise it may take all of
+        them as one matrix.
       backends: names of backends. The first one that supports the case makes the copies.
 
     Example:
@@ -62,6 +65,7 @@ class Cast:
     rule: ScaleRule = ScaleRule()
     rounding: Rounding = "nearest"
     column_sums: bool = False
+    separate: bool = False
     backends: tuple[str, ...] = ("xla",)
 
     @functools.cached_property

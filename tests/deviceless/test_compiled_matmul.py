@@ -38,7 +38,7 @@ def compile_on_h200(function, *arguments, **options):
         return jax.jit(function, **options).lower(*placed).compile()
 
 
-def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
+def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None, m=512):
     """What ptxas said of the kernel, its PTX, and the program around it.
 
     A kernel that this process compiled before is not dumped: k is its own.
@@ -50,7 +50,7 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
     call = kernel(
         Matmul(
             batch=2,
-            m=512,
+            m=m,
             n=512,
             k=k,
             formats=dtypes,
@@ -60,11 +60,13 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
             add_to=add_to,
         )
     )
-    lhs, rhs = (array(2, 512, k, dtype=dtype) for dtype in dtypes)
+    lhs, rhs = (
+        array(2, size, k, dtype=dtype) for size, dtype in zip((m, 512), dtypes, strict=True)
+    )
     cells = 1 if scaling.at_end else k // scaling.tile
     across = ((4, cells) if scaling.tile == T else (k // T, 64)) if scaling.square else (cells, 512)
     kinds = [jnp.dtype(jnp.uint8) if in_bytes else F32 for in_bytes in scaling.in_bytes]
-    scales = array(2, cells, 512, dtype=kinds[0]), array(2, *across, dtype=kinds[1])
+    scales = array(2, cells, m, dtype=kinds[0]), array(2, *across, dtype=kinds[1])
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
     try:
         if add_to is None:
@@ -72,7 +74,7 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None):
         else:
             donated = {"donate_argnums": 4} if add_to == out_dtype else {}
             program = compile_on_h200(
-                call, lhs, rhs, *scales, array(2, 512, 512, dtype=add_to), **donated
+                call, lhs, rhs, *scales, array(2, m, 512, dtype=add_to), **donated
             )
     finally:
         del os.environ["MOSAIC_GPU_DUMP_TO"]
@@ -115,6 +117,12 @@ CASES = [
     ),
     *(("large", MIXED, F32, PRECISE), ("large", TURNED, F32, FAST), ("wide", MIXED, F32, FAST)),
 ]
+
+
+def test_a_last_group_of_fewer_tiles_makes_no_wgmma_wait(tmp_path):
+    """9 tiles along M are a group of 8 and one of 1. A division by 8 or 1 would be a call."""
+    log, _, _ = compiled_code(tmp_path, CHOICES["large"], PLAIN, BF16, SQUARE, T * 7, m=9 * 128)
+    assert "serialized" not in log
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))

@@ -81,7 +81,9 @@ def copies(
         x, multipliers = arrays[0], arrays[len(operands) :]
         # Matrices with different multipliers of columns stay separate. Otherwise the tokens of all
         # matrices become rows of one matrix.
-        separate = any(each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers)
+        separate = cast.separate or any(
+            each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers
+        )
         source, read = reader(arrays[: len(operands)], prologue, separate=separate)
         lines = [lined(each, x.shape, source.shape[0]) for each in multipliers]
         kernel = CopiesKernel(

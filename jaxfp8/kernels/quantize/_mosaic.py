@@ -80,7 +80,7 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
     operands, prologue = operands_of(x), prologue_of(x)
 
     def local(*arrays: Array) -> tuple[Array, ...]:
-        source, read = reader(arrays, prologue)
+        source, read = reader(arrays, prologue, separate=cast.separate)
         sums = ColumnSums(source.shape, side) if cast.column_sums else None
         written = TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)(read)
         shape = arrays[0].shape
