@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from experts import alone, grouped, in_pallas, work_of_experts, worst_rows
+from interpreter import needs_mosaic
 from program import SHAPE, Program
 from targets import array, compile_for
 from work import host_transfers, work_of
@@ -17,50 +19,23 @@ K, N = 256, 512
 RECIPES = ("identity", "current", "rowwise", "blockwise", "mxfp8")
 
 
-def step(function, **options):
-    def forward_and_backward(x, w, g, *sizes):
-        y, pull = jax.vjp(lambda x, w: function(x, w, *sizes, **options), x, w)
-        return y, *pull(g)
-
-    return forward_and_backward
-
-
-@functools.cache
-def grouped(name, experts, average):
-    recipe, kernels = fp8.recipes.get(name), fp8.Kernels("h200", casts="xla", matmuls="xla")
-    run = step(fp8.ragged_dot, recipe=recipe, kernels=kernels)
-    rows, sizes = experts * average, jax.ShapeDtypeStruct((experts,), jnp.int32)
-    compiled = compile_for(
-        "h200", run, array(rows, K), array(experts, K, N), array(rows, N), sizes,
-        options=kernels.compiler_options(recipe),
-    )  # fmt: skip
-    return Program(compiled.as_text())
-
-
-@functools.cache
-def alone(name, average):
-    recipe, kernels = fp8.recipes.get(name), fp8.Kernels("h200", casts="xla", matmuls="xla")
-    run = step(fp8.dot, recipe=recipe, kernels=kernels)
-    compiled = compile_for(
-        "h200", run, array(average, K), array(K, N), array(average, N),
-        options=kernels.compiler_options(recipe),
-    )  # fmt: skip
-    return Program(compiled.as_text())
+BY_XLA = fp8.Kernels("h200", casts="xla", matmuls="xla")
+H200 = fp8.Kernels("h200")
 
 
 @pytest.mark.parametrize(("experts", "average"), [(8, 512), (64, 512), (8, 4096)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_operations_are_those_of_the_rows(name, experts, average):
-    mine = work_of(grouped(name, experts, average))
+    mine = work_of(grouped(name, experts, average, K, N, BY_XLA))
     wanted = 6.0 * experts * average * K * N
     assert wanted <= mine.flops <= 1.3 * wanted
-    assert work_of(alone(name, average)).flops == pytest.approx(wanted / experts)
+    assert work_of(alone(name, average, K, N, BY_XLA)).flops == pytest.approx(wanted / experts)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_array_of_experts_times_rows_and_no_word_of_the_host(name):
     experts, average = 64, 512
-    program = grouped(name, experts, average)
+    program = grouped(name, experts, average, K, N, BY_XLA)
     assert not host_transfers(program)
     largest = max(experts * average * N, experts * K * N) * 1.3
     for computation in program.computations.values():
@@ -68,6 +43,20 @@ def test_no_array_of_experts_times_rows_and_no_word_of_the_host(name):
             for _, shape in SHAPE.findall(instruction.type):
                 sizes = [int(size) for size in shape.split(",") if size]
                 assert functools.reduce(lambda a, b: a * b, sizes, 1) <= largest, instruction
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("experts", "average"), [(8, 512), (64, 512), (8, 4096)])
+@pytest.mark.parametrize("name", ["current", "rowwise", "blockwise", "mxfp8"])
+def test_hopper_s_kernels_move_little_more_than_each_expert_alone(name, experts, average):
+    """benchmarks/grouped_work.py has the table of larger layers."""
+    found = work_of_experts(name, experts, average, 512, 1024, H200)
+    assert found.flops <= 1.3
+    assert found.bytes <= 1.3
+    assert worst_rows(experts, average) <= 1.3
+    program = grouped(name, experts, average, 512, 1024, H200)
+    assert in_pallas(program) == (6 if name in ("blockwise", "mxfp8") else 3)
+    assert not host_transfers(program)
 
 
 def test_the_counter_sees_a_dense_product():
