@@ -29,6 +29,9 @@ from jaxfp8.plan._weight_casts import check_weight_casts, cost_of_weights
 from jaxfp8.recipes._recipe import Recipe
 
 
+_OF_32 = 32
+
+
 def roofline(
     shape: Shape, *, recipe: Recipe, kernels: Kernels, weight_casts: float = 1.0,
     groups: int | None = None,
@@ -170,6 +173,8 @@ def _of_groups(
         routes[name] = route_of(sides, backend, described, size)
         how = routes[name].value
         if backend == "mosaic":
+            if recipe.tile == _OF_32:  # the kernel reads square tiles as tiles of 1x32
+                sides = sides[0], sides[1]._replace(granularity=sides[0].granularity)
             cost = cost_of_groups(
                 matmul_cost(sides, backend, described, peak, size, recipe.tile), groups
             )

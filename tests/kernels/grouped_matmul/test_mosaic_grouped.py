@@ -113,3 +113,61 @@ def test_all_kinds_of_groups(matmul, sizes):
 @pytest.mark.parametrize("matmul", ["fprop"])
 def test_fast_accumulation(matmul):
     check(matmul, "current", *SIZES["ragged"], dtype=jnp.bfloat16, fast_accumulation=True)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "rowwise", "current"])
+def test_ragged_dot_by_kernels_forward_and_backward(name):
+    """Casts read rows in their places, and all three matmuls are those of Hopper."""
+    recipe, (sizes, tokens) = RECIPES[name], SIZES["ragged"]
+    keys = jax.random.split(jax.random.key(2), 3)
+    x, g = (
+        jax.random.normal(key, (tokens, size))
+        for key, size in zip(keys[:2], (160, 96), strict=True)
+    )
+    x, g = (each.at[sum(sizes) :].set(jnp.nan).astype(jnp.bfloat16) for each in (x, g))
+    w = jax.random.normal(keys[2], (len(sizes), 160, 96), jnp.bfloat16)
+
+    def run(x, w, g, sizes, kernels):
+        function = functools.partial(fp8.ragged_dot, recipe=recipe, kernels=kernels)
+        y, pull = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
+        return y, *pull(g)
+
+    sizes = jnp.array(sizes)
+    got = interpreted(lambda *given: run(*given, fp8.Kernels("h200")), x, w, g, sizes)
+    want = run(x, w, g, sizes, None)
+    for mine, other in zip(got, want, strict=True):
+        mine, other = (np.asarray(each.astype(jnp.float32)) for each in (mine, other))
+        assert np.isfinite(mine).all()
+        np.testing.assert_allclose(mine, other, rtol=8e-3, atol=4e-3 * np.abs(other).max())
+    assert not np.asarray(got[2][1].astype(jnp.float32)).any()
+
+
+def test_mapped_over_layers():
+    """Under `jax.vmap` one kernel after the other runs, on arrays of each."""
+    from jaxfp8.kernels.grouped_matmul import _mosaic
+
+    sizes, tokens = SIZES["one"]
+    call = MatmulCall(geometry=GEOMETRY["fprop"], out_dtype=jnp.dtype("float32"))
+    lhs, rhs, groups = operands("fprop", RECIPES["blockwise"], sizes, tokens, 128, 64)
+    run = functools.partial(_mosaic.grouped_matmul, call=call)
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), rhs)
+    got = interpreted(lambda a, b, c: jax.vmap(run, in_axes=(None, 0, None))(a, b, c), lhs, both,
+                      groups)  # fmt: skip
+    want = _reference.grouped_matmul(lhs, rhs, groups, call)
+    for each in got:
+        np.testing.assert_allclose(np.asarray(each), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_kernel_cannot_do_is_said():
+    from jaxfp8.kernels.grouped_matmul import _mosaic
+
+    sizes, tokens = SIZES["one"]
+    call = MatmulCall(geometry=GEOMETRY["fprop"], out_dtype=jnp.dtype("float32"))
+    lhs, rhs, _ = operands("fprop", RECIPES["blockwise"], sizes, tokens, 128, 64)
+    groups = Groups.of(jnp.array(sizes), tokens=tokens, tile=256)
+    with pytest.raises(NotImplementedError, match="tiles of 128 rows"):
+        _mosaic.grouped_matmul(lhs, rhs, groups, call)
+    mixed = operands("fprop", RECIPES["current"], sizes, tokens, 128, 64)[0]
+    groups = Groups.of(jnp.array(sizes), tokens=tokens, tile=128)
+    with pytest.raises(NotImplementedError, match="tiles only with tiles"):
+        _mosaic.grouped_matmul(mixed, rhs, groups, call)
