@@ -28,7 +28,6 @@ from jaxfp8.plan._routes import matmul_cost, route_of, sides_of
 from jaxfp8.plan._weight_casts import check_weight_casts, cost_of_weights
 from jaxfp8.recipes._recipe import Recipe
 
-
 _OF_32 = 32
 
 
