@@ -78,6 +78,8 @@ class Case:
       bytes: the least bytes to move, with each input and each output once.
       flops: operations of matmuls.
       looped: False if the work is long enough without a loop.
+      inputs: takes the compiled program and `timing.Inputs`, and returns values of the arguments of
+        a case without a loop. None for random arrays.
       tiny: True in a dry run, which has two sets and two turns.
     """
 
@@ -92,6 +94,7 @@ class Case:
     bytes: int = 0
     flops: int = 0
     looped: bool = True
+    inputs: Callable[[Any, Any], Any] | None = None
     tiny: bool = False
 
     @property

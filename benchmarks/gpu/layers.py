@@ -161,15 +161,17 @@ def one_block(block: Block, chip: str) -> Iterator[Case]:
             named=named,
             function=step(recipe, chip, named),
             arguments=arguments,
+            inputs=functools.partial(steady, arguments, recipe),
             options=fp8.Kernels(chip).compiler_options(recipe),
         )
 
 
-def steady(program: Any, arguments: Any, recipe: fp8.Recipe | None) -> Any:
-    """Arguments with the quantizer state after some steps."""
-    if recipe is None:
-        return arguments
-    params, c, _ = arguments
+def steady(arguments: Any, recipe: fp8.Recipe, program: Any, known: Any) -> Any:
+    """Values of the arguments, with the quantizer state after some steps.
+
+    `known` makes random arrays.
+    """
+    params, c, _ = known.of(arguments)
     state = [fp8.init_state(recipe) for _ in params]
     for _ in range(STEPS):
         state = program(params, c, state)[2]

@@ -203,6 +203,7 @@ TITLES = {
     "casts": "Casts",
     "matmuls": "Matmuls of operands in FP8",
     "layers": "Dense layers of a block, forward and backward, with casts",
+    "experts": "Layers of experts, forward and backward, with casts",
 }
 TABLES = {"checks": checked}
 

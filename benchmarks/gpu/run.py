@@ -1,4 +1,4 @@
-"""Check and time casts, matmuls and dense layers on a GPU, in one command and eight minutes.
+"""Check and time casts, matmuls, layers and experts on a GPU, in one command and eight minutes.
 
     python benchmarks/gpu/run.py --json benchmarks/results/h200.json --markdown
 
@@ -15,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
-SECTIONS = ("copies", "checks", "casts", "layers", "matmuls")
+SECTIONS = ("copies", "checks", "casts", "layers", "experts", "matmuls")
 CUT_OFF = 1.15
 """The watchdog ends the run after this factor times --minutes, because a kernel may hang.
 

@@ -12,6 +12,7 @@ from typing import Any
 import case as programs
 import casts
 import checks
+import experts
 import jax
 import layers
 import matmuls
@@ -22,10 +23,11 @@ from timing import Buffers, Inputs, Runner, rounds, summary
 
 # The most important sections come first. If a section leaves time, the next one gets it.
 COPIES = "copies"
-SHARES = {COPIES: 0.05, "checks": 0.2, "casts": 0.25, "layers": 0.25, "matmuls": 0.25}
+SHARES = {COPIES: 0.05, "checks": 0.2, "casts": 0.2, "layers": 0.2, "experts": 0.15, "matmuls": 0.2}
 BASELINES = {
     casts.SECTION: None,
     layers.SECTION: layers.BASELINE,
+    experts.SECTION: experts.BASELINE,
     matmuls.SECTION: matmuls.BASELINE,
 }
 LEAST_SECONDS = 0.02
@@ -98,6 +100,10 @@ class Suite:
             yield from casts.cases(casts.TINY_SHAPES if self.tiny else casts.SHAPES, self.target)
         elif section == layers.SECTION:
             yield from layers.cases(layers.TINY_BLOCKS if self.tiny else layers.BLOCKS, self.target)
+        elif section == experts.SECTION:
+            yield from experts.cases(
+                experts.TINY_LAYERS if self.tiny else experts.LAYERS, self.target
+            )
         elif section == matmuls.SECTION:
             yield from matmuls.cases(
                 matmuls.TINY_SHAPES if self.tiny else matmuls.SHAPES, self.target
@@ -110,7 +116,8 @@ class Suite:
         self.result["reference_on"] = reference.platform
         every = {
             c.case: c
-            for c in checks.checks(self.target, tiny=self.tiny, reference=reference)
+            for part in (checks, experts)
+            for c in part.checks(self.target, tiny=self.tiny, reference=reference)
             if self.wanted(c.case)
         }
         some = [c for c in every.values() if not c.case.why_not(self.target)]
@@ -156,11 +163,7 @@ class Suite:
         """The program with its inputs, after its warm-up. None if it fails."""
         case = compiled.case
         try:
-            arguments = None
-            if case.section == layers.SECTION:
-                contender = layers.contenders().get(case.contender)
-                recipe = contender and contender.recipe
-                arguments = [layers.steady(compiled.program, inputs.of(case.arguments), recipe)]
+            arguments = case.inputs and [case.inputs(compiled.program, inputs)]
             runner = Runner(compiled, inputs, buffers, arguments)
             runner.warm_up(0.0 if self.tiny else LEAST_SECONDS)
             return runner

@@ -38,7 +38,7 @@ class Inputs:
             (ml_dtypes.float8_e5m2, 64),
         ):
             self._pools[np.dtype(dtype)] = (normal * spread).astype(dtype)
-        self._device = device
+        self.device = device
         self._known: dict[Any, jax.Array] = {}
 
     def sets(self, case: Case) -> list[Any]:
@@ -54,7 +54,7 @@ class Inputs:
         if key not in self._known:
             offset = 7919 * (1 + place[0] + 97 * place[1])  # a different slice of the pool for each
             values = np.resize(self._pools[np.dtype(leaf.dtype)][offset:], leaf.shape)
-            self._known[key] = jax.device_put(values, self._device)
+            self._known[key] = jax.device_put(values, self.device)
         return self._known[key]
 
     def forget(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from quick_flags import flags, quick_flags
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-SECTIONS = ["copies", "checks", "casts", "layers", "matmuls"]
+SECTIONS = ["copies", "checks", "casts", "layers", "experts", "matmuls"]
 TIMED = {"median", "quartiles", "rounds"}
 
 
@@ -62,7 +62,7 @@ def check_result(finished, path):
             assert {*row["seconds"]} == TIMED, row
             assert row["seconds"]["median"] > 0, row
             assert "gib_per_s" in row or "tflops" in row, row
-            assert ("speedup" in row) == (row["section"] in ("layers", "matmuls")), row
+            assert ("speedup" in row) == (row["section"] in ("layers", "experts", "matmuls")), row
     tables = path.with_suffix(".md").read_text()
     assert tables in finished.stdout
     assert all(row["contender"] in tables for row in result["rows"])
@@ -78,6 +78,8 @@ def test_dry_run(tmp_path):
         ", 1x128 and 128x1",
         "tensor, xla",
         "tiny, forward and backward, delayed",
+        "experts of 40x128x256, forward and backward, b",
+        "5 experts of 20x64x32, forward and backward, current",
     ]
     rows = check_result(
         run("--dry-run", "--json", path, "--markdown", *[f"--match={name}" for name in names]), path
@@ -88,7 +90,9 @@ def test_dry_run(tmp_path):
         ("checks", "xla", "ok"),
         ("checks", "mosaic", "skipped"),
         ("casts", "xla", "ok"),
+        ("checks", "current", "ok"),
         ("layers", "delayed", "ok"),
+        ("experts", "blockwise", "ok"),
         ("matmuls", "tensor, xla", "ok"),
     } <= found
 
@@ -154,6 +158,7 @@ def test_compiles_for(chip, tmp_path):
         "4096x4096, 1x128 and 128x1",
         "4096x2112x7168, fprop, tensor",
         "2112x7168, fprop, tiles",
+        "64 experts of 512x2048x1024, forward and backward, blockwise",
     ]
     finished = run("--compile-only", chip, "--json", path, *[f"--match={name}" for name in names])
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -167,6 +172,9 @@ def test_compiles_for(chip, tmp_path):
         assert compiled["casts", "mosaic"]["kernels"] == 1
     assert compiled["casts", "xla"]["kernels"] >= 3  # it reads x three times
     assert compiled["matmuls", "tensor, xla"]["fp8_gemms"] == 1
+    # The loop over tiles of XLA multiplies in bfloat16 on Hopper.
+    assert ("experts", "blockwise, XLA alone") in compiled
+    assert ("experts", "blockwise") in compiled
     assert (("matmuls", "tiles of 128, cudnn") in compiled) == (chip == "b200")
     if chip == "b200":
         assert compiled["matmuls", "tiles of 128, cudnn"]["fp8_gemms"] == 1
