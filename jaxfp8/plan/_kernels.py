@@ -65,6 +65,8 @@ class Kernels:
     - Scales of tensors and of rows, on GPUs with FP8 units ("l4" and "l40s" too): casts by XLA, and
       matmuls by cuBLASLt. XLA calls cuBLASLt if you pass `compiler_options`. Hopper's Pallas matmul
       is used for these scales only by name or by timings.
+    - Experts (`fp8.ragged_dot`): on Hopper a grouped Pallas matmul for all FP8 scales. Elsewhere a
+      loop over tiles of rows, whose matmuls are chosen as above.
     - All other cases: XLA.
 
     These choices are estimated, not measured. No GPU has timed the Pallas kernels yet.
