@@ -9,6 +9,7 @@ import jax
 from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNKNOWN, Layer, own_matmul
 from jaxfp8.conversion._linen_layers import Known
 from jaxfp8.conversion._seen import Seen
+from jaxfp8.linen._grouped import FP8GroupedLinear
 from jaxfp8.linen._matmul_module import MatmulModule
 
 
@@ -38,7 +39,7 @@ def _obstacle(module: nn.Module) -> str:
         return LOOKUP
     if isinstance(module, nn.Conv | nn.ConvLocal | nn.ConvTranspose):
         return CONVOLUTION
-    return FP8 if isinstance(module, MatmulModule) else UNKNOWN
+    return FP8 if isinstance(module, MatmulModule | FP8GroupedLinear) else UNKNOWN
 
 
 def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:

@@ -8,10 +8,11 @@ from flax import nnx
 
 from jaxfp8._example import Example
 from jaxfp8.conversion._flops import flops_of, in_loops
-from jaxfp8.conversion._layer import CONVOLUTION, LOOKUP, UNKNOWN, Layer
+from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNKNOWN, Layer
 from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, obstacle_of
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
+from jaxfp8.nnx._grouped import FP8GroupedLinear
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.state._unset import unset_state
 
@@ -78,6 +79,8 @@ def _obstacle(module: nnx.Module) -> str:
         return CONVOLUTION
     if isinstance(module, _NORMS):
         return ""
+    if isinstance(module, FP8GroupedLinear):
+        return FP8
     if isinstance(module, nnx.bridge.ToNNX):
         return "a linen model: convert it before nnx.bridge.ToNNX"
     kernels = [

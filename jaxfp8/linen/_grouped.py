@@ -12,7 +12,12 @@ from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.linen._matmul_module import matmul_options
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._arguments import as_array
-from jaxfp8.ops._options import LayerOptions, StateChannel
+from jaxfp8.ops._options import (
+    LayerOptions,
+    StateChannel,
+    check_save_original,
+    check_state_channel,
+)
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._per_tensor import delayed
@@ -23,9 +28,10 @@ from jaxfp8.recipes._recipe import Recipe
 class FP8GroupedLinear(nn.Module):
     """A dense layer of experts in FP8: the rows of group e are x_e @ kernel[e] + bias[e].
 
-    The layer is called with rows x [T, K] that are sorted by group, and with the number of rows of
-    each group, i32[E]. See `fp8.ragged_dot`. Inside `jax.shard_map` E is the number of experts on
-    this device.
+    x_e are the rows of group e. The layer is called with rows x [T, K] that are sorted by group,
+    and with the number of rows of each group, i32[E], from which `init` takes E. Rows of no group,
+    behind the others, give 0. See `fp8.ragged_dot`. Inside `jax.shard_map` E is the number of
+    experts on this device.
 
     Attributes:
       features: N, the size of the last axis of the result.
@@ -45,7 +51,9 @@ class FP8GroupedLinear(nn.Module):
       save_original: see `FP8Dense`. Default: None.
 
     Raises:
-      TypeError: if `recipe` is not a Recipe.
+      TypeError: if `recipe` is not a Recipe, or see `fp8.ragged_dot`.
+      ValueError: for an unknown `state_channel` or `save_original`, for sizes that are not [E] with
+        the E of the kernel, or see `fp8.ragged_dot`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -72,13 +80,15 @@ class FP8GroupedLinear(nn.Module):
 
     def __post_init__(self) -> None:
         check_recipe(self.recipe)
+        check_state_channel(self.state_channel)
+        check_save_original(self.save_original)
         super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: Array, group_sizes: Array) -> Array:
         """Apply the layer to rows [T, K] in groups of these sizes, i32[E]. The result is [T, N]."""
         x, sizes = as_array("inputs", inputs), as_array("group_sizes", group_sizes)
-        groups, k = sizes.shape[0], x.shape[-1]
+        groups, k = self._experts(sizes), x.shape[-1]
         kernel = self.param(
             "kernel", self.kernel_init, (groups, k, self.features), self.param_dtype
         )
@@ -98,3 +108,14 @@ class FP8GroupedLinear(nn.Module):
             x, kernel, sizes, recipe=self.recipe, state=state, precision=self.precision, bias=bias,
             **options,
         )  # fmt: skip
+
+    def _experts(self, sizes: Array) -> int:
+        """E, if the sizes are [E] with the E of the kernel."""
+        made: Any = self.get_variable("params", "kernel")
+        experts = "E" if made is None else jnp.shape(made)[0]
+        if sizes.ndim != 1 or experts not in ("E", *sizes.shape):
+            raise ValueError(
+                f"group_sizes has shape {list(sizes.shape)}. Pass the number of rows of each "
+                f"group, [{experts}]."
+            )
+        return sizes.shape[0]

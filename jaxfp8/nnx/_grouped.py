@@ -45,8 +45,9 @@ class FP8RaggedDot(AbstractFP8Matmul):
 class FP8GroupedLinear(nnx.Module):
     """A dense layer of experts in FP8: the rows of group e are x_e @ kernel[e] + bias[e].
 
-    The layer is called with rows x [T, K] that are sorted by group, and with the number of rows of
-    each group, i32[E]. See `fp8.ragged_dot`.
+    x_e are the rows of group e. The layer is called with rows x [T, K] that are sorted by group,
+    and with the number of rows of each group, i32[E]. Rows of no group, behind the others, give 0.
+    See `fp8.ragged_dot`. Inside `jax.shard_map` E is the number of experts on this device.
 
     Args:
       groups: E, the number of groups (experts).

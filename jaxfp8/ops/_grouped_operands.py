@@ -32,6 +32,7 @@ from jaxfp8.prologues._prologue import Source
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, vary_as, varying
+from jaxfp8.state._ledger import observe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
@@ -113,7 +114,7 @@ class _Stack:
         quantizer, settled = planned.quantizer, self.call.settled
         assert planned.cast is not None
         cast = dataclasses.replace(planned.cast, separate=self.tensor == "w")
-        stored = None if planned.row is None else self._stored(arrays.known, planned.row)
+        known = None if planned.row is None else self._known(arrays.known, planned.row)
         wanted: tuple[AbstractGranularity, ...] = ()
         if quantizer.uses_amax:
             asked = dict.fromkeys((*cast.granularities, PerTensor()))
@@ -139,18 +140,25 @@ class _Stack:
             inputs = ScaleInputs(find, scale, settled, multiplier)
             return quantizer.quantize(x, cast, inputs, key=key)
 
-        return jax.vmap(one)(self.values, tuple(map(self.amax, wanted)), stored, keys)
+        found = tuple(self.amax(each, known) for each in wanted)
+        if known is not None and self.tensor != "w":
+            known = KnownScale(*map(self.groups.of_tiles, known))
+        return jax.vmap(one)(self.values, found, known, keys)
 
-    def amax(self, granularity: AbstractGranularity) -> Array:
+    def amax(self, granularity: AbstractGranularity, known: KnownScale | None) -> Array:
         """The amax of each matrix of the stack, [R, ...] or [E, ...], in the shape of its scale.
 
-        If a scale spans all rows of a group, so does the amax, on every mesh.
+        If a scale spans all rows of a group, so does the amax, on every mesh. If it is in a state
+        that a mapped axis shares, the amax spans that axis, too.
         """
         found = jax.vmap(lambda x: amax(x, granularity))(self.values)
-        spans = not granularity.has_cells_along(0, 2)
-        if self.tensor == "w" or not spans:
-            return self._over_mesh(granularity, found)
-        return self.groups.of_tiles(self._over_mesh(granularity, self.groups.largest(found)))
+        of_groups = self.tensor == "w" or not granularity.has_cells_along(0, 2)
+        if of_groups and self.tensor != "w":
+            found = self.groups.largest(found)
+        if known is not None and granularity.in_one:
+            found = jax.vmap(observe)(found, known.scale)
+        found = self._over_mesh(granularity, found)
+        return self.groups.of_tiles(found) if of_groups and self.tensor != "w" else found
 
     def _over_mesh(self, granularity: AbstractGranularity, found: Array) -> Array:
         """The maximum over the mesh axes over which the values of one scale span devices."""
@@ -158,7 +166,7 @@ class _Stack:
         if not axes.manual:
             return found
         if granularity.in_one:
-            return pmax(found, (varying(self.value) - self.variation.apart) | axes.untyped)
+            return pmax(found, (varying(found) - self.variation.apart) | axes.untyped)
         readers: list[Matmul] = [
             matmul
             for matmul, quantizer in self.call.recipe.uses(self.tensor)
@@ -172,14 +180,12 @@ class _Stack:
         axes = self.call.geometry.axes(matmul, self.tensor)
         return granularity.for_matmul(axes.not_contracted, len(axes.order))
 
-    def _stored(self, known: Array | None, row: int) -> KnownScale:
-        """The stored scale for each matrix of the stack, [R] or [E], with its multiplier."""
+    def _known(self, known: Array | None, row: int) -> KnownScale:
+        """The stored scale for each group, [E], with its multiplier."""
         assert known is not None
         pair = known[..., row]
         if pair.ndim == 1:  # one state for all groups
-            pair = jnp.broadcast_to(pair, (self.values.shape[0], 2))
-        elif self.tensor != "w":
-            pair = self.groups.of_tiles(pair)
+            pair = jnp.broadcast_to(pair, (self.groups.experts, 2))
         return KnownScale(pair[:, 0], pair[:, 1])
 
     def seen(self, ledger: Array | None, like: Array) -> Seen:
@@ -198,10 +204,16 @@ class _Stack:
             found = jnp.where(self.groups.tiles > 0, found, 0.0)
         else:
             found = self.groups.largest(found)
-        found = found if ledger.ndim == 3 else jnp.max(found)
+        likes = {(self.tensor, r): ledger[..., 0, r] for r in rows}
+        # If a mapped axis shares the state, the maximum is taken over that axis, too.
+        each = jax.vmap(observe) if ledger.ndim == 3 else observe
+        seen = {key: each(found, like) for key, like in likes.items()}
         if self.call.amax_axes.manual:
-            found = vary_as(pmax(found, varying(found) - varying(ledger)), ledger)
-        return {(self.tensor, r): found for r in rows}
+            seen = {
+                key: vary_as(pmax(amax, varying(amax) - varying(ledger)), ledger)
+                for key, amax in seen.items()
+            }
+        return seen
 
     def watched(self, copies: list[Copy]) -> tuple[CastStats, ...]:
         """The statistics of each FP8 copy. Rows of no group count as zeros."""

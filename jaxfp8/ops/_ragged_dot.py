@@ -5,18 +5,18 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, DType, Tensor
-from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.kernels.grouped_matmul._groups import Groups, group_ends
 from jaxfp8.numerics._dtypes import check_out_dtype
 from jaxfp8.numerics._reshape import is_explicit
 from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
-from jaxfp8.ops._arguments import as_array, check_key, check_operands, fp8_precision
+from jaxfp8.ops._arguments import check_key, check_operands, fp8_precision
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._call import Call, Places
+from jaxfp8.ops._group_sizes import check_group_sizes
 from jaxfp8.ops._options import StateChannel, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._watch import name_of_call
@@ -68,15 +68,20 @@ def ragged_dot(
     The sizes may add up to less than T. The rows that are left, the tail, belong to no group. They
     are ignored, whatever they hold, NaN too. Their results and their gradients are 0.
 
-    Each group is quantized as if it stood alone. So per-tensor recipes give each group, and each
-    matrix, a scale of its own. No tile of values mixes two groups.
+    Each group is quantized as if it stood alone, and no tile of values mixes two groups. So with
+    `current()` each group, and each matrix, has a scale of its own. With `delayed()` the state says
+    whether groups share scales.
+
+    Of the arguments of `jax.lax.ragged_dot`, `group_offset` is missing, and those after
+    `group_sizes` are keywords.
 
     Args:
-      lhs: rows x [T, K], in bfloat16, float16 or float32.
+      lhs: rows x [T, K], in bfloat16, float16 or float32; float64 is computed in float32.
       rhs: a matrix for each group, w [E, K, N].
-      group_sizes: i32[E], the number of rows of each group. On the device a size below 0 counts as
-        0. If the sizes add up to more than T, the last groups get the rows that are left. Sizes
-        that can be read while the function is traced raise an error in both cases.
+      group_sizes: [E] integers, the number of rows of each group. Wrong sizes raise an error if
+        they can be read while the function is traced: a size below 0, or a sum above T. If only the
+        device knows them, a size below 0 counts as 0, and the last groups get the rows that are
+        left.
       recipe: the quantizer of each operand, for instance `fp8.recipes.blockwise()`.
       state: the quantizer state, for recipes with state. One state for all groups, from
         `fp8.init_state(recipe)`, records the largest amax of all groups. Or one for each group,
@@ -90,8 +95,8 @@ def ragged_dot(
       kernels, state_channel, save_original, key, name: see `fp8.dot_general`. Stochastic rounding
         draws other bits for another T or E.
       reduce_axes: inside `jax.shard_map`, names of the mesh axes that an amax is reduced over. A
-        mesh axis over which x and w both vary splits experts by default. Each device then has its
-        own amaxes. Name it if it splits K instead (tensor parallelism).
+        mesh axis over which w varies, and x or the sizes, splits experts by default. Each device
+        then has its own amaxes. Name it if it splits K instead (tensor parallelism).
       out_sharding: the sharding of the result, in Explicit meshes. By default rows are split as
         those of lhs, and columns as those of rhs.
 
@@ -126,7 +131,10 @@ def ragged_dot(
     if how.key is not None:
         check_key(how.key)
     (x,), w = check_operands(lhs, rhs, recipe)
-    sizes = _check_sizes(x, w, as_array("group_sizes", group_sizes))
+    sizes = check_group_sizes(x, w, group_sizes)
+    is_empty = not x.shape[0]
+    if is_empty:  # one row that belongs to no group, so that state leaves as ever
+        x = jnp.pad(x, ((0, 1), (0, 0)))
     recipe, state = as_traced(recipe, state)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
@@ -137,8 +145,6 @@ def ragged_dot(
     if preferred_element_type is None:
         preferred_element_type = jnp.promote_types(x.dtype, w.dtype)
     out_dtype = check_out_dtype(preferred_element_type)
-    if not tokens or not experts:  # nothing is multiplied, and all gradients are 0
-        return jnp.zeros((tokens, n), out_dtype)
     backends = grouped_backends(
         kernels.chip, kernels.casts, kernels.matmuls, recipe, (tokens, k, n), experts
     )
@@ -160,7 +166,7 @@ def ragged_dot(
         save_original=how.save_original or (),
         watched=name_of_call(how.name),
     )
-    tile = tile_rows(tokens, experts, recipe.tile, backends)
+    tile = tile_rows(tokens, experts, recipe.whole_tiles, backends)
     quantizers = QuantizerArrays(
         known=(probe.known if probe else known_scales(own)) if own else None,
         ledger=probe.ledger if probe else None,
@@ -175,32 +181,44 @@ def ragged_dot(
         y = three_matmuls(call, Arrays(x, w, None, None, quantizers, groups=groups))
         return y if bias is None else y + _of_rows(bias, sizes, y)
 
-    if is_explicit(x) or is_explicit(w):
+    if any(map(is_explicit, (x, w, sizes))):
         # Rows of a group lie on any devices, and no type can say on which.
-        sharding = how.out_sharding or _sharding(x, w)
-        multiply = jax.sharding.auto_axes(multiply, out_sharding=sharding)
+        sharding = how.out_sharding or _sharding(x, w, sizes)
+        explicit = jax.sharding.get_abstract_mesh().explicit_axes
+        multiply = jax.sharding.auto_axes(multiply, axes=explicit or None, out_sharding=sharding)
     elif how.out_sharding is not None:
         raise ValueError(
             f"out_sharding={how.out_sharding} needs operands in an Explicit mesh. Leave it out."
         )
-    return multiply(x, w, sizes, quantizers, bias)
+    y = multiply(x, w, sizes, quantizers, bias)
+    return y[:0] if is_empty else y
 
 
-def _sharding(x: Array, w: Array) -> jax.NamedSharding:
+def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
     """The sharding of the result: rows as those of x, columns as those of w."""
-    of_x, of_w = (jax.typeof(each).sharding for each in (x, w))
-    mesh = of_w.mesh if of_x.mesh.empty else of_x.mesh
+    of_x, of_w, of_sizes = (jax.typeof(each).sharding for each in (x, w, sizes))
+    mesh = next(each.mesh for each in (of_x, of_w, of_sizes) if not each.mesh.empty)
     rows, columns = (*of_x.spec, None)[0], (*of_w.spec, None, None, None)[2]
+    if _axes_of(rows) & _axes_of(columns):
+        raise ValueError(
+            f"rows of lhs are split over {rows!r}, and columns of rhs over {columns!r}. The result "
+            "cannot be split so. Say how it is split, for instance out_sharding=jax.P(...)."
+        )
     return jax.NamedSharding(mesh, jax.P(rows, columns))
+
+
+def _axes_of(entry: Any) -> frozenset[str]:
+    """The mesh axes of one entry of a `jax.P`."""
+    return frozenset((entry,) if isinstance(entry, str) else entry or ())
 
 
 def _of_rows(bias: Array, sizes: Array, y: Array) -> Array:
     """For each row of y [T, N] the bias of its group, of [E, N]; 0 for rows of the tail."""
-    ends = jnp.cumsum(jnp.clip(sizes, 0, y.shape[0]), dtype=jnp.int32)
+    ends = group_ends(sizes, y.shape[0])
     group = jnp.sum(ends[None] <= jnp.arange(y.shape[0])[:, None], axis=1, dtype=jnp.int32)
     # Rows are taken in float32, so that the gradient is summed in float32.
-    taken = bias.astype(jnp.float32).at[group].get(mode="fill", fill_value=0.0)
-    return taken.astype(bias.dtype).astype(y.dtype)
+    wide = bias if bias.dtype == jnp.float64 else bias.astype(jnp.float32)
+    return wide.at[group].get(mode="fill", fill_value=0.0).astype(y.dtype)
 
 
 def _amax_axes(
@@ -211,31 +229,3 @@ def _amax_axes(
     if axes.named is None:
         axes = dataclasses.replace(axes, named=frozenset())
     return axes
-
-
-def _check_sizes(x: Array, w: Array, sizes: Array) -> Array:
-    """The group sizes, if they fit the operands. Their values are checked if they can be read."""
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
-        raise ValueError(
-            f"lhs has shape {list(x.shape)}, rhs has shape {list(w.shape)}. fp8.ragged_dot takes "
-            "lhs [T, K] and rhs [E, K, N] with one K. Reshape them."
-        )
-    if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise TypeError(
-            f"group_sizes has dtype {sizes.dtype.name}; pass integers, the number of rows of each "
-            "group."
-        )
-    if sizes.shape != w.shape[:1]:
-        raise ValueError(
-            f"group_sizes has shape {list(sizes.shape)}, but rhs {list(w.shape)} has "
-            f"{w.shape[0]} groups. Pass one size for each."
-        )
-    if isinstance(sizes, jax.core.Tracer) or not sizes.is_fully_addressable:
-        return sizes
-    known = np.asarray(sizes, np.int64)
-    if (known < 0).any() or known.sum() > x.shape[0]:
-        raise ValueError(
-            f"group_sizes={known.tolist()} must be at least 0, and add up to at most the "
-            f"{x.shape[0]} rows of lhs. They add up to {known.sum()}."
-        )
-    return sizes

@@ -102,7 +102,7 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
-    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w))
+    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.groups)
     x = _cast_forward(call, "x", _source(call, arrays), arrays, variation)
     if arrays.held is None:
         w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
@@ -161,15 +161,19 @@ def _source(call: Call, arrays: Arrays) -> Source:
     return Produced(arrays.x, arrays.parts, call.prologue)
 
 
-def _variation(call: Call, x: Any, w: Any, g: Array | None = None) -> Variation:
+def _variation(
+    call: Call, x: Any, w: Any, groups: Groups | None, g: Array | None = None
+) -> Variation:
     """The manual mesh axes over which x, w and g vary. x and w are types.
 
     Axes that a tensor is gathered over are left out, because the matmul reads the whole operand.
+    Rows vary as the sizes of their groups do: the same rows may belong to other groups elsewhere.
     """
     if not call.amax_axes.manual:
         return NO_VARIATION
+    rows = _varying(x) if groups is None else _varying(x) | varying(groups.tiles)
     return Variation(
-        x=_varying(x) - call.places.x.manual_axes,
+        x=rows - call.places.x.manual_axes,
         w=_varying(w) - call.places.w.manual_axes,
         g=frozenset() if g is None else varying(g) - call.places.g.manual_axes,
         summed=call.places.g.manual_axes,
@@ -215,7 +219,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, (seen, watched), own, types, groups = residuals
     gradient = once(gradient)
-    variation = _variation(call, types.x, types.w, gradient)
+    variation = _variation(call, types.x, types.w, groups, gradient)
     g = _quantize(
         call, "g", gradient, own, variation, groups,
         column_sums=types.bias is not None and sums_columns(call.geometry),

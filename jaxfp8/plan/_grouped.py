@@ -4,6 +4,7 @@ Letters: T rows (tokens) in E groups (experts); a group [T_e, K] @ [K, N]; P row
 """
 
 import functools
+import math
 
 from jaxfp8._typing import Matmul
 from jaxfp8.kernels._platform import chip_named
@@ -28,7 +29,7 @@ def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = 
     Args:
       tokens: T.
       experts: E.
-      side: the longest side of a tile of values; None without tiles.
+      side: how many rows all tiles of values divide (`Recipe.whole_tiles`); None without tiles.
       backends: what casts and multiplies.
 
     Example:
@@ -36,7 +37,7 @@ def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = 
       (1024, 256, 32)
     """
     by_pallas = any("mosaic" in names for names in backends)
-    tile = max(_SMALLEST if side is None else side, _OF_PALLAS if by_pallas else 1)
+    tile = math.lcm(_SMALLEST if side is None else side, _OF_PALLAS if by_pallas else 1)
     if "mosaic" in (*backends.fprop, *backends.dgrad, *backends.wgrad):
         return tile
     while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
@@ -74,7 +75,7 @@ def grouped_backends(
     tokens, k, n = shape
     chosen: dict[str, tuple[str, ...]] = {}
     hopper = chip is not None and chip_named(chip).is_hopper
-    rows = tile_rows(tokens, groups, recipe.tile) if tokens and groups else 1
+    rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
     for name, size in sizes_of((rows, k, n)).items():
         operands = getattr(recipe, name)
         if matmuls is not None:
@@ -125,7 +126,7 @@ def loop_cost(
       True
     """
     tokens, k, n = shape
-    rows = tile_rows(tokens, groups, recipe.tile)  # without casts in Pallas
+    rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
     steps = tokens // rows + groups
     peak: Peak = PEAKS[chip]
     size = sizes_of((rows, k, n))[name]

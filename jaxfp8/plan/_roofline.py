@@ -7,6 +7,7 @@ counts with such programs.
 Letters: M tokens, K features in, N features out. A layer computes y [M, N] = x [M, K] @ w [K, N].
 """
 
+from numbers import Integral
 from typing import Any
 
 from jaxfp8._typing import Matmul
@@ -162,7 +163,7 @@ def _of_groups(
     tokens, _, _ = check_shape(shape)
     described, peak = chip_named(chip), PEAKS[chip]
     names = grouped_backends(chip, kernels.casts, kernels.matmuls, recipe, shape, groups)
-    rows = tile_rows(tokens, groups, recipe.tile, names)
+    rows = tile_rows(tokens, groups, recipe.whole_tiles, names)
     average, padded = (group_sizes_of(shape, groups, tile) for tile in (0, rows))
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Any] = {}
@@ -214,9 +215,9 @@ def check_groups(groups: object) -> int:
       >>> check_groups(8)
       8
     """
-    if type(groups) is not int or groups < 1:
+    if isinstance(groups, bool) or not isinstance(groups, Integral) or groups < 1:
         raise ValueError(f"groups={groups!r} must be a positive integer, the number of experts.")
-    return groups
+    return int(groups)
 
 
 def check_estimable(kernels: Kernels) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxfp8._call_options import check_options
-from jaxfp8.ops._options import LayerOptions, check_state_channel
+from jaxfp8.ops._options import LayerOptions, check_save_original, check_state_channel
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
@@ -33,7 +33,8 @@ class Policy:
 
         Raises:
           TypeError: if `recipe` is not a Recipe, or if an option is unknown.
-          ValueError: if the recipe needs keys, or if `state_channel` is unknown.
+          ValueError: if the recipe needs keys, or if `state_channel` or `save_original` is
+            unknown.
 
         Example:
           >>> import jaxfp8 as fp8
@@ -44,6 +45,7 @@ class Policy:
         check_options(function, LayerOptions, options)
         check_kernels(options.get("kernels"))
         check_state_channel(options.get("state_channel"))
+        check_save_original(options.get("save_original"))
         if recipe.needs_key:
             raise ValueError(
                 f"recipe {recipe.name!r} rounds stochastically, which needs a key at each step. "

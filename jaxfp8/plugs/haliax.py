@@ -8,15 +8,17 @@ model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` 
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import jax
 
 from jaxfp8._call_options import check_options
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType, Tensor
 from jaxfp8.ops._dot_general import dot_general
-from jaxfp8.ops._options import LayerOptions
-from jaxfp8.ops._ragged_dot import RaggedDotOptions, ragged_dot
+from jaxfp8.ops._options import LayerOptions, StateChannel
+from jaxfp8.ops._ragged_dot import ragged_dot
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._guest import guest
 from jaxfp8.plugs._policy import Policy
 from jaxfp8.state._unset import init_state, unset_state
@@ -25,6 +27,15 @@ if TYPE_CHECKING:
     from jaxfp8.recipes._recipe import Recipe
 
 T = TypeVar("T")
+
+
+class _RaggedOptions(TypedDict, total=False):
+    """The options of `ragged_dot_op`. Grouped matmuls take no shards."""
+
+    reduce_axes: tuple[str, ...] | None
+    kernels: Kernels | None
+    state_channel: StateChannel | None
+    save_original: tuple[Tensor, ...] | None
 
 
 def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
@@ -57,16 +68,18 @@ def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
 
 
 def ragged_dot_op(
-    recipe: "Recipe", *, groups: int | None = None, **options: Unpack[LayerOptions]
+    recipe: "Recipe", *, groups: int | None = None, **options: Unpack[_RaggedOptions]
 ) -> Any:
     """A `RaggedDotOp`, for mixtures of experts that take an operation `(lhs, rhs, group_sizes)`.
 
-    Those of levanter do (`MoeRaggedDotOps`), and `haliax.nn.ragged_dot(..., fp8_dot=)`.
+    Those of levanter do (`MoeRaggedDotOps`), and `haliax.nn.ragged_dot(..., fp8_dot=)`. lhs is
+    [T, K], rhs [E, K, N], and the result [T, N]; see `fp8.ragged_dot`.
 
     Args:
       recipe: which quantizer for which operand.
       groups: the number of experts, for a state of each. None: one state for all of them.
-      **options: `reduce_axes`, `kernels`, `state_channel`; see `dot_general_op`.
+      **options: `reduce_axes`, `kernels`, `save_original`; see `fp8.ragged_dot`. `state_channel` is
+        "gradient" by default; see `dot_general_op`.
 
     Returns:
       An `equinox.Module` with the state of one grouped matmul, see `fp8.ragged_dot`. It is an
@@ -74,7 +87,7 @@ def ragged_dot_op(
 
     Raises:
       ImportError, TypeError, ValueError: see `dot_general_op`. Also TypeError for a shard, which
-        grouped matmuls do not take.
+        grouped matmuls do not take, and ValueError for `groups` below 1.
 
     Example:
       .. code-block:: python
@@ -84,8 +97,10 @@ def ragged_dot_op(
     """
     options.setdefault("state_channel", "gradient")
     name = "jaxfp8.plugs.haliax.ragged_dot_op"
-    check_options(name, RaggedDotOptions, options)
-    policy = Policy.of(name, recipe, options)
+    check_options(name, _RaggedOptions, options)
+    if groups is not None:
+        check_groups(groups)
+    policy = Policy.of(name, recipe, LayerOptions(**options))
     state: Any = init_state(policy.recipe)
     if groups is not None and policy.recipe.rows:
         state = unset_state(policy.recipe.rows, (groups,))

@@ -9,6 +9,7 @@ Here x is [M, K], w is [K, N], and g [M, N] is the gradient of y:
 
 import dataclasses
 import functools
+import math
 import zlib
 from typing import Any, Literal, NamedTuple
 
@@ -150,6 +151,13 @@ class Recipe:
         """The longest side of all tiles along contracted axes; None without tiles."""
         granularities = [quantizer.granularity for _, quantizer in self._all_uses]
         return max((each.along(2)[1] for each in granularities if each.in_tiles), default=None)
+
+    @functools.cached_property
+    def whole_tiles(self) -> int | None:
+        """The fewest rows that all tiles divide, of a matrix of any matmul; None without tiles."""
+        granularities = [quantizer.granularity for _, quantizer in self._all_uses]
+        sides = [math.lcm(*each.along(2)) for each in granularities if each.in_tiles]
+        return math.lcm(*sides) if sides else None
 
     @functools.cached_property
     def _all_uses(self) -> tuple[tuple[Tensor, AbstractQuantizer], ...]:

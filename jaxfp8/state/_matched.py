@@ -8,6 +8,14 @@ from jaxfp8.state._state import MatmulState
 from jaxfp8.state._trees import RESTORED, shown
 from jaxfp8.state._unset import same_rows
 
+_OF_LAYERS = (
+    "The states of several layers are stacked: use scan or vmap, or index stacked states before "
+    "the call."
+)
+_OF_GROUPS = (
+    "Stack the states of groups along axis 0. Inside jax.shard_map split them as the matrices."
+)
+
 
 def matched(
     state: MatmulState | tuple[()] | None, recipe: Recipe, *, stacked: int | None = None
@@ -47,11 +55,13 @@ def matched(
     check_layout(state)
     lead = state.scale.shape[:-1]
     if lead and lead != (stacked,):
-        of_groups = "" if stacked is None else f", and that of {stacked} groups has {stacked} rows"
+        of_groups, cure = "", _OF_LAYERS
+        if stacked is not None:
+            of_groups = f", or [{stacked}, {len(recipe.rows)}] with a state for each group"
+            cure = _OF_GROUPS
         raise FP8StateError(
             f"state.scale has shape {list(state.scale.shape)}, but one matmul has "
-            f"[{len(recipe.rows)}]{of_groups}. The states of several layers are stacked: use scan "
-            "or vmap, or index stacked states before the call."
+            f"[{len(recipe.rows)}]{of_groups}. {cure}"
         )
     if state.probe is None:
         return known(state)  # `value_and_grad` already checked a state that has a probe

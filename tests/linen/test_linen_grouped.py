@@ -126,3 +126,28 @@ def test_stochastic_rounding_draws_keys():
     first, again, other = (grads(jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+@pytest.mark.parametrize("sizes", [jnp.int32(3), jnp.ones((3, 1), int), jnp.ones(4, int)])
+def test_sizes_of_another_shape_are_refused(sizes):
+    layer = FP8GroupedLinear(N)
+    variables = layer.init(jax.random.key(0), rows(), SIZES)
+    with pytest.raises(ValueError, match=r"Pass the number of rows of each group, \[3\]"):
+        layer.apply(variables, rows(), sizes)
+
+
+@pytest.mark.parametrize("option", [{"save_original": "x"}, {"state_channel": "gradients"}])
+def test_options_are_checked_when_the_layer_is_made(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}="):
+        FP8GroupedLinear(N, **option)
+
+
+def test_convert_leaves_it_as_it_is():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, sizes):
+            x = FP8GroupedLinear(K, name="experts", recipe=fp8.recipes.blockwise())(x, sizes)
+            return nn.Dense(N, name="out")(x)
+
+    _, coverage = fp8.convert(Model(), fp8.recipes.current(), inputs=(rows(), SIZES))
+    assert coverage["experts"].reason == "an FP8 layer already"

@@ -174,3 +174,64 @@ def test_a_contraction_over_devices_is_named():
     )(x, w, sizes)
     want = fp8.ragged_dot(x, w, sizes, recipe=recipe)
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "delayed"])
+def test_the_same_rows_may_belong_to_other_experts_on_another_device(name):
+    """Rows are whole on both devices, matrices and sizes are not: amaxes are of each expert."""
+    recipe = RECIPES[name]
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    x, w, _ = arrays()
+    x, split = x[:ROWS], P("expert")
+    state = stacked_state(recipe)
+
+    def value(x, w, sizes, state):
+        return fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state)
+
+    on_mesh = jax.shard_map(value, mesh=mesh, in_specs=(P(), split, split, split), out_specs=split)
+    got = jax.jit(on_mesh)(x, w, SIZES, state)
+    want = [
+        jax.jit(value)(x, w[part], SIZES[part], jax.tree.map(lambda leaf: leaf[part], state))  # noqa: B023
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    np.testing.assert_array_equal(np.asarray(got), np.concatenate(want))
+
+
+def test_a_partly_manual_explicit_mesh():
+    recipe = RECIPES["blockwise"]
+    mesh = jax.make_mesh((2, 2), ("expert", "data"), axis_types=(AxisType.Explicit,) * 2)
+    x, w, _ = arrays()
+    split = P("expert")
+    with jax.set_mesh(mesh):
+        on_mesh = jax.shard_map(
+            lambda *given: fp8.ragged_dot(*given, recipe=recipe),
+            in_specs=split, out_specs=split, axis_names={"expert"},
+        )  # fmt: skip
+        put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+        rows = put(x, P(("expert", "data")))
+        got = jax.jit(on_mesh)(rows, put(w, split), put(SIZES, split))
+    np.testing.assert_allclose(np.asarray(got), np.asarray(halves(recipe)[0]), rtol=1e-6)
+
+
+def test_an_explicit_mesh_that_splits_sizes_alone():
+    recipe = RECIPES["blockwise"]
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Explicit,))
+    x, w, _ = arrays()
+    want = fp8.ragged_dot(x, w, SIZES, recipe=recipe)
+    with jax.set_mesh(mesh):
+        sizes = jax.device_put(SIZES, jax.NamedSharding(mesh, P("expert")))
+        got = jax.jit(lambda *given: fp8.ragged_dot(*given, recipe=recipe))(x, w, sizes)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-6)
+
+
+def test_rows_and_columns_on_one_axis_of_an_explicit_mesh_need_out_sharding():
+    recipe = RECIPES["blockwise"]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    x, w, _ = arrays()
+    with jax.set_mesh(mesh):
+        put = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+        given = put(x, P("data")), put(w, P(None, None, "data")), put(SIZES, P())
+        with pytest.raises(ValueError, match="out_sharding="):
+            fp8.ragged_dot(*given, recipe=recipe)
+        y = fp8.ragged_dot(*given, recipe=recipe, out_sharding=P("data"))
+    assert jax.typeof(y).sharding.spec == P("data", None)

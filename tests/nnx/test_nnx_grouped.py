@@ -61,3 +61,18 @@ def test_stochastic_rounding_needs_a_stream():
     assert (np.asarray(grads[0]) != np.asarray(grads[1])).any()
     with pytest.raises(ValueError, match="no stream"):
         FP8GroupedLinear(3, K, N, recipe=recipe, rngs=nnx.Rngs(params=0))
+
+
+def test_convert_leaves_it_as_it_is():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.experts = FP8GroupedLinear(3, K, K, recipe=fp8.recipes.blockwise(), rngs=rngs)
+            self.out = nnx.Linear(K, N, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.experts(x, SIZES))
+
+    _, coverage = fp8.convert(
+        Model(nnx.Rngs(0)), fp8.recipes.current(), inputs=(jnp.ones((24, K)),)
+    )
+    assert coverage["experts"].reason == "an FP8 layer already"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from interpreter import needs_mosaic
 
 import jaxfp8 as fp8
+from jaxfp8.recipes import Operands, Recipe
 
 K, N = 160, 96  # no multiples of 128
 RECIPES = {
@@ -336,20 +337,130 @@ def test_the_bias_of_each_group():
     close(pull(g)[0], want)
 
 
-def test_no_rows_and_no_groups():
+def test_no_rows():
     x, w, _ = arrays()
-    recipe = RECIPES["blockwise"]
     y, dx, dw = cotangents(
-        lambda x, w: fp8.ragged_dot(x, w, jnp.zeros(E, jnp.int32), recipe=recipe),
+        lambda x, w: fp8.ragged_dot(x, w, jnp.zeros(E, jnp.int32), recipe=RECIPES["blockwise"]),
         x[:0], w, jnp.zeros((0, N), jnp.bfloat16),
     )  # fmt: skip
     assert y.shape == (0, N)
     assert dx.shape == (0, K)
     assert not np.asarray(dw, np.float32).any()
-    y, dx, dw = cotangents(
-        lambda x, w: fp8.ragged_dot(x, w, jnp.zeros(0, jnp.int32), recipe=recipe),
-        x, w[:0], jnp.ones((T, N), jnp.bfloat16),
-    )  # fmt: skip
-    assert not np.asarray(y, np.float32).any()
-    assert not np.asarray(dx, np.float32).any()
-    assert dw.shape == (0, K, N)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_no_rows_keep_the_state_in_the_gradient_channel(stacked):
+    x, w, _ = arrays(10, jnp.float32)
+    recipe, sizes = RECIPES["delayed"], jnp.array(SIZES["full"])
+    state = fp8.init_state(recipe)
+    if stacked:
+        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * E), state)
+
+    def loss(state, x, sizes):
+        y = fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state, state_channel="gradient")
+        return jnp.sum(y)
+
+    state = jax.grad(loss)(state, x, sizes)
+    kept = jax.grad(loss)(state, x[:0], 0 * sizes)
+    np.testing.assert_array_equal(kept.scale, state.scale)
+    fp8.check_state(kept, state)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_sizes_of_any_integer_dtype(dtype):
+    """T is larger than any int8 and uint8."""
+    x, w = jnp.ones((300, K)), jnp.stack([jnp.ones((K, N)), jnp.full((K, N), 3.0)])
+    bias = jnp.array([[1.0], [2.0]]) + jnp.zeros((2, N))
+    sizes = np.array([127, 100], dtype)
+    run = lambda sizes: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"], bias=bias)
+    want = np.repeat([K + 1.0, 3 * K + 2.0, 0.0], [127, 100, 73])
+    for y in (run(sizes), run(jnp.asarray(sizes)), jax.jit(run)(sizes)):
+        np.testing.assert_allclose(y, np.broadcast_to(want[:, None], (300, N)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", ["x", "w"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_state_that_a_mapped_axis_shares_sees_the_largest_amax(mapped, stacked):
+    """All amaxes are in one bin of the ledger, so a sum of them would be rounded up."""
+    recipe, sizes = RECIPES["delayed"], jnp.array([3, 0, 5])
+    grow = jnp.array([1.0, 1.01, 1.02])
+    x, w = 1.9 * jnp.ones((3, 8, 16)), 1.1 * jnp.ones((3, 3, 16, 8))
+    x, w = (
+        (x * grow[:, None, None], w[0]) if mapped == "x" else (x[0], w * grow[:, None, None, None])
+    )
+    state = fp8.init_state(recipe)
+    if stacked:
+        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
+
+    def loss(arrays, state):
+        axes = (0, None) if mapped == "x" else (None, 0)
+        dot = lambda x, w: fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state)
+        return jnp.sum(jax.vmap(dot, axes)(*arrays))
+
+    _, _, new = jax.jit(fp8.value_and_grad(loss))((x, w), state)
+    seen = np.reshape(new.amax_history, (-1, *new.amax_history.shape[-2:]))[:, :2, -1]
+    want = np.array([x.max(), w.max()])
+    np.testing.assert_array_equal(seen[0], want)
+    if stacked:
+        np.testing.assert_array_equal(seen, [want, [0, 0], want])
+
+
+def test_an_unset_scale_that_a_mapped_axis_shares_is_of_the_largest_amax():
+    recipe, state = RECIPES["delayed"], fp8.init_state(RECIPES["delayed"])
+    x = jnp.stack([jnp.full((4, 16), 0.3), jnp.linspace(-5.0, 5.0, 64).reshape(4, 16)])
+    w = jax.random.normal(jax.random.key(0), (16, 8))
+    ragged = jax.vmap(lambda x: fp8.ragged_dot(x, w[None], [4], recipe=recipe, state=state))
+    dense = jax.vmap(lambda x: fp8.dot(x, w, recipe=recipe, state=state))
+    np.testing.assert_array_equal(ragged(x), dense(x))
+
+
+def test_tiles_of_two_lengths():
+    """Blocks of rows have whole tiles of 32 and of 48 rows."""
+    tiles = lambda side: fp8.quantizers.Current(
+        format=fp8.E4M3, granularity=fp8.PerBlock((1, side))
+    )
+    recipe = Recipe(
+        name="two lengths",
+        fprop=Operands(lhs=tiles(32), rhs=tiles(32)),
+        dgrad=Operands(lhs=tiles(32), rhs=tiles(32)),
+        wgrad=Operands(lhs=tiles(48), rhs=tiles(48)),
+    )
+    assert recipe.whole_tiles == 96
+    x, w, g = arrays(11)
+    sizes = SIZES["some_empty"]
+    got = cotangents(lambda x, w: fp8.ragged_dot(x, w, sizes, recipe=recipe), x, w, g)
+    want = cotangents(lambda x, w: loop(x, w, sizes, recipe), x, w, g)
+    for mine, other in zip(got, want, strict=True):
+        close(mine, other)
+
+
+def test_the_gradient_of_a_bias_in_bfloat16_is_summed_in_float32():
+    x, w, g = arrays(12, jnp.float32)
+    bias, sizes = jnp.zeros((E, N), jnp.bfloat16), SIZES["full"]
+    biased = lambda bias: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"], bias=bias)
+    got = jax.vjp(biased, bias)[1](g)[0]
+    want = np.asarray(g, np.float64).reshape(E, -1, N).sum(1)
+    np.testing.assert_array_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("sizes", [np.array([2**40, 1, 0, 0, 0]), [2**40, 0, 0, 0, 0],
+                                   np.array([2**63, 2**63, 0, 0, 0], np.uint64)])  # fmt: skip
+def test_sizes_beyond_32_bits_are_read_before_they_are_cut(sizes):
+    x, w, _ = arrays()
+    with pytest.raises(ValueError, match="add up to at most the 200 rows"):
+        fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"])
+
+
+def test_no_groups_are_refused():
+    x, w, _ = arrays()
+    with pytest.raises(ValueError, match="has no groups"):
+        fp8.ragged_dot(x, w[:0], jnp.zeros(0, jnp.int32), recipe=RECIPES["current"])
+
+
+def test_a_symbolic_number_of_rows_is_refused():
+    (rows,) = jax.export.symbolic_shape("t")
+    x = jax.ShapeDtypeStruct((rows, K), jnp.bfloat16)
+    w, sizes = jnp.ones((E, K, N), jnp.bfloat16), jnp.array(SIZES["full"])
+    run = jax.jit(lambda x: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"]))
+    with pytest.raises(ValueError, match="symbolic size"):
+        jax.export.export(run)(x)

@@ -1,5 +1,6 @@
 """What `fp8.plan.roofline` and the choice of backends know of grouped matmuls."""
 
+import numpy as np
 import pytest
 
 import jaxfp8 as fp8
@@ -50,6 +51,10 @@ def test_the_table_names_the_groups():
 def test_wrong_numbers_of_groups_are_refused(groups):
     with pytest.raises(ValueError, match="groups="):
         estimate(groups)
+
+
+def test_a_number_of_groups_may_be_numpy_s():
+    assert estimate(np.int64(8)) == estimate(8)
 
 
 @pytest.mark.parametrize("side", [None, 32, 128])

@@ -146,6 +146,14 @@ MESSAGES = {
         TypeError, lambda: plug.dot_general_op(fp8.recipes.current(), kernel=1), "kernel=1",
         "no option", "kernels",
     ),
+    "a shard of experts": Message(
+        TypeError, lambda: plug.ragged_dot_op(fp8.recipes.current(), x_shard=1), "x_shard=1",
+        "no option", "its options are kernels, reduce_axes, save_original, state_channel.",
+    ),
+    "no experts": Message(
+        ValueError, lambda: plug.ragged_dot_op(fp8.recipes.delayed(), groups=0), "groups=0",
+        "positive integer",
+    ),
 }  # fmt: skip
 
 

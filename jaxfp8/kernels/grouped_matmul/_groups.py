@@ -66,9 +66,7 @@ class Groups:
           tokens: T.
           tile: P.
         """
-        # Each size is at most T before it is added, so that no sum overflows.
-        sizes = jnp.clip(sizes, 0, tokens).astype(jnp.int32)
-        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, tokens), sizes)
+        ends = group_ends(sizes, tokens)
         # The tail is one more group.
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         ends = jnp.concatenate([ends, jnp.full(1, tokens, jnp.int32)])
@@ -138,6 +136,20 @@ class Groups:
     def of_tiles(self, of_groups: Array) -> Array:
         """For each tile the entry of its group, [R, ...], of [E, ...]."""
         return jnp.take(of_groups, self.matrix, axis=0)
+
+
+def group_ends(sizes: Array, tokens: int) -> Array:
+    """i32[E], where the rows of each group end, for sizes i32[E]; see `Groups.of`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> group_ends(jnp.array([5, -1, 3, 2**31 - 1]), 10).tolist()
+      [5, 5, 8, 10]
+    """
+    # Each size is at most T before it is added, so that no sum overflows.
+    limited = jnp.clip(sizes, 0, tokens)
+    ends: Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, tokens), limited)
+    return ends
 
 
 def tile_count(tokens: int, experts: int, tile: int) -> int:

@@ -4,7 +4,8 @@ It is the kernel of the dense scaled matmul (`scaled_matmul/hopper`), with a map
 to groups in global memory. It reads the matrix of a group where it is. It writes the rows of the
 result in their places, and zeros to the rows of no group, so nothing is copied afterwards.
 
-Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of matrices; S = 128.
+Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of matrices. In the
+code T is also 128, as in the dense kernel.
 
 References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3; DeepGEMM, m-grouped and k-grouped
@@ -75,13 +76,13 @@ def grouped_matmul(
     mesh = mesh_of(lhs.values, rhs.values)
     if mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}:
         raise NotImplementedError(
-            f"The mesh is {mesh}. Rows of a group may be on any of its devices. Call it inside "
-            "jax.shard_map, with all axes of the mesh."
+            f"The mesh is {mesh}. Rows of a group may be on any of its devices. Call "
+            "fp8.ragged_dot inside jax.shard_map, with all axes of the mesh manual."
         )
     if groups.tile != T:
         raise NotImplementedError(
-            f"Tiles have {groups.tile} rows. This kernel takes tiles of {T} rows. Write "
-            "matmuls='xla' in fp8.Kernels."
+            f"Blocks have {groups.tile} rows, as the tiles of the recipe need. This kernel takes "
+            f"blocks of {T} rows. Write matmuls='xla' in fp8.Kernels."
         )
 
     @custom_vmap

@@ -64,13 +64,14 @@ def groups_product(
     """[E, K, N]: for each group the sum of the products of its tiles. 0 for a group without rows.
 
     Args:
-      product: multiplies [P, K] and [P, N] over the rows, with a result in float32.
+      product: multiplies [P, K] and [P, N] over the rows, with a result that is not rounded yet.
       lhs: tiles of rows. Each leaf is [R, ...].
       rhs: tiles of rows. Each leaf is [R, ...].
       groups: which rows belong to which group.
       shape: (K, N).
       out_dtype: the dtype of the result.
     """
+    wide = jnp.float64 if out_dtype == jnp.float64 else jnp.float32
 
     def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
         lhs, rhs, groups, matrices, rows = arrays
@@ -78,15 +79,15 @@ def groups_product(
         def step(tile: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             summed, result = carry
             matrix = matrices[tile]
-            found = product(_at(lhs, tile), _at(rhs, tile)).astype(jnp.float32)
+            found = product(_at(lhs, tile), _at(rhs, tile)).astype(wide)
             # A tile of no group adds nothing to the last group.
-            found = jnp.where(rows[tile] > 0, found, 0.0)
+            found = jnp.where(rows[tile] > 0, found, jnp.zeros((), wide))
             summed = jnp.where(tile == groups.first_tile[matrix], found, summed + found)
             # Each tile writes the sum until then, and the last one stays.
             start = (matrix, jnp.int32(0), jnp.int32(0))
             return summed, lax.dynamic_update_slice(result, summed[None].astype(out_dtype), start)
 
-        zeros = jnp.zeros(shape, jnp.float32), jnp.zeros((groups.experts, *shape), out_dtype)
+        zeros = jnp.zeros(shape, wide), jnp.zeros((groups.experts, *shape), out_dtype)
         carry = tuple(_varying_as(each, arrays) for each in zeros)
         steps = groups.used if steps is None else steps
         return lax.fori_loop(0, steps, step, carry)[1]

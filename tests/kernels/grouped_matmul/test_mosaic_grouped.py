@@ -165,7 +165,7 @@ def test_what_the_kernel_cannot_do_is_said():
     call = MatmulCall(geometry=GEOMETRY["fprop"], out_dtype=jnp.dtype("float32"))
     lhs, rhs, _ = operands("fprop", RECIPES["blockwise"], sizes, tokens, 128, 64)
     groups = Groups.of(jnp.array(sizes), tokens=tokens, tile=256)
-    with pytest.raises(NotImplementedError, match="tiles of 128 rows"):
+    with pytest.raises(NotImplementedError, match="blocks of 128 rows"):
         _mosaic.grouped_matmul(lhs, rhs, groups, call)
     mixed = operands("fprop", RECIPES["current"], sizes, tokens, 128, 64)[0]
     groups = Groups.of(jnp.array(sizes), tokens=tokens, tile=128)
