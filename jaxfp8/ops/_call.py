@@ -96,10 +96,10 @@ class Call:
                     lhs, rhs, groups, call, getattr(self.backends, matmul)
                 )
 
+        wide = jnp.float64 if out_dtype == jnp.float64 else jnp.float32
+
         def product(lhs: Array, rhs: Array) -> Array:
-            return lax.dot_general(
-                lhs, rhs, geometry.dimension_numbers, self.precision, jnp.float32
-            )
+            return lax.dot_general(lhs, rhs, geometry.dimension_numbers, self.precision, wide)
 
         with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
             lhs, rhs = self._wide(*map(_dequantized_stack, (lhs, rhs)))

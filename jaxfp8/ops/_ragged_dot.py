@@ -23,6 +23,7 @@ from jaxfp8.ops._watch import name_of_call
 from jaxfp8.plan._grouped import grouped_backends, tile_rows
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._place import Whole
 from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._high_precision import as_traced
@@ -76,7 +77,8 @@ def ragged_dot(
     `group_sizes` are keywords.
 
     Args:
-      lhs: rows x [T, K], in bfloat16, float16 or float32; float64 is computed in float32.
+      lhs: rows x [T, K], in bfloat16, float16 or float32; float64 is computed in
+        float32, except by the recipe `identity()`.
       rhs: a matrix for each group, w [E, K, N].
       group_sizes: [E] integers, the number of rows of each group. Wrong sizes raise an error if
         they can be read while the function is traced: a size below 0, or a sum above T. If only the
@@ -134,7 +136,7 @@ def ragged_dot(
     sizes = check_group_sizes(x, w, group_sizes)
     is_empty = not x.shape[0]
     if is_empty:  # one row that belongs to no group, so that state leaves as ever
-        x = jnp.pad(x, ((0, 1), (0, 0)))
+        x = vary_as(jnp.zeros((1, x.shape[1]), x.dtype), x)
     recipe, state = as_traced(recipe, state)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)

@@ -464,3 +464,20 @@ def test_a_symbolic_number_of_rows_is_refused():
     run = jax.jit(lambda x: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"]))
     with pytest.raises(ValueError, match="symbolic size"):
         jax.export.export(run)(x)
+
+
+def test_without_quantizers_float64_stays():
+    given, sizes = arrays(13, jnp.float32), SIZES["full"]
+
+    def batched(x, w):
+        return jax.lax.batch_matmul(x.reshape(E, -1, K), w).reshape(T, N)
+
+    def ragged(x, w):
+        return fp8.ragged_dot(x, w, jnp.array(sizes), recipe=RECIPES["identity"])
+
+    with jax.enable_x64(True):
+        x, w, g = (jnp.asarray(np.asarray(each, np.float64)) for each in given)
+        got, want = cotangents(ragged, x, w, g), cotangents(batched, x, w, g)
+    for mine, other in zip(got, want, strict=True):
+        assert mine.dtype == jnp.float64
+        np.testing.assert_allclose(mine, other, rtol=1e-11, atol=1e-11)
