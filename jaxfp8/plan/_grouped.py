@@ -145,9 +145,14 @@ def loop_cost(
 def group_sizes_of(shape: Shape, groups: int, rows: int) -> Shape:
     """(M, K, N) of a group of average size, with half a tile of padding.
 
+    With padding M is a multiple of 16, as tiles are, so no operand is padded again.
+
     Example:
       >>> group_sizes_of((4096, 512, 512), 8, 128)
       (576, 512, 512)
+      >>> group_sizes_of((4000, 512, 512), 8, 128), group_sizes_of((4000, 512, 512), 8, 0)
+      ((576, 512, 512), (500, 512, 512))
     """
     tokens, k, n = shape
-    return -(-tokens // groups) + rows // 2, k, n
+    padded = -(-tokens // groups) + rows // 2
+    return -(-padded // _SMALLEST) * _SMALLEST if rows else padded, k, n
