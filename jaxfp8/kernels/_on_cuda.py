@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.lax import platform_dependent
 
-from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._amax import varying, varying_type
 
 
 def on_cuda(
@@ -70,7 +70,7 @@ def _as(x: jax.Array, aval: Any) -> jax.Array:
 
     The branches of `platform_dependent` must return equal types.
     """
-    if missing := aval.manual_axis_type.varying - varying(x):
+    if missing := varying_type(aval) - varying(x):
         x = lax.pcast(x, tuple(sorted(missing)), to="varying")
     mesh = aval.sharding.mesh
     if not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types:

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
-from jaxfp8._typing import Array, DType, Tensor
+from jaxfp8._typing import Array, Axes, DType, Tensor
 from jaxfp8.linen._matmul_module import matmul_options
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.ops._arguments import as_array
@@ -87,8 +87,8 @@ class FP8GroupedLinear(nn.Module):
     @nn.compact
     def __call__(self, inputs: Array, group_sizes: Array) -> Array:
         """Apply the layer to rows [T, K] in groups of these sizes, i32[E]. The result is [T, N]."""
-        x, sizes = as_array("inputs", inputs), as_array("group_sizes", group_sizes)
-        groups, k = self._experts(sizes), x.shape[-1]
+        x = as_array("inputs", inputs)
+        groups, k = self._groups(as_array("group_sizes", group_sizes).shape), x.shape[-1]
         kernel = self.param(
             "kernel", self.kernel_init, (groups, k, self.features), self.param_dtype
         )
@@ -105,17 +105,17 @@ class FP8GroupedLinear(nn.Module):
         )  # fmt: skip
         options: Any = matmul_options(self, self.recipe, given)
         return ragged_dot(
-            x, kernel, sizes, recipe=self.recipe, state=state, precision=self.precision, bias=bias,
-            **options,
+            x, kernel, group_sizes, recipe=self.recipe, state=state, precision=self.precision,
+            bias=bias, **options,
         )  # fmt: skip
 
-    def _experts(self, sizes: Array) -> int:
-        """E, if the sizes are [E] with the E of the kernel."""
-        made: Any = self.get_variable("params", "kernel")
-        experts = "E" if made is None else jnp.shape(made)[0]
-        if sizes.ndim != 1 or experts not in ("E", *sizes.shape):
+    def _groups(self, shape: Axes) -> int:
+        """E, from the shape of the sizes, if it is [E] with the E of the kernel."""
+        kernel: Any = nn.meta.unbox(self.get_variable("params", "kernel"))
+        made = None if kernel is None else jnp.shape(kernel)[:1]
+        if len(shape) != 1 or made not in (None, shape):
             raise ValueError(
-                f"group_sizes has shape {list(sizes.shape)}. Pass the number of rows of each "
-                f"group, [{experts}]."
+                f"group_sizes has shape {list(shape)}. Pass the number of rows of each group, "
+                f"{['E'] if made is None else list(made)}."
             )
-        return sizes.shape[0]
+        return shape[0]

@@ -7,6 +7,16 @@ from jaxfp8._typing import DType
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+def sum_dtype(dtype: DType) -> DType:
+    """The dtype in which values of a dtype are summed: float64 for float64, else float32.
+
+    Example:
+      >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.float64)
+      (dtype('float32'), dtype('float64'))
+    """
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
 def check_out_dtype(preferred_element_type: DType) -> DType:
     """The dtype of a matmul's result, after a check.
 

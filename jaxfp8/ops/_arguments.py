@@ -170,7 +170,7 @@ def as_array(name: str, x: ArrayLike) -> Array:
         raise TypeError(f"{name} is {_named(x)}, but one array is needed; {cure}")
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{name} is {_named(x)}, but one array is needed; pass an array of numbers. ({error})"
         ) from None

@@ -15,9 +15,9 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.numerics._dtypes import FLOAT_DTYPES, sum_dtype
 from jaxfp8.ops._arguments import check_float
-from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._amax import varying, varying_type
 
 
 def check_bias(bias: ArrayLike, shape: Axes) -> Array:
@@ -69,9 +69,9 @@ def bias_gradient(
     """
     axes = _summed(geometry)
     summed = gradient if column_sums is None else column_sums
-    total = jnp.sum(summed, axes, jnp.float64 if summed.dtype == jnp.float64 else jnp.float32)
+    total = jnp.sum(summed, axes, sum_dtype(summed.dtype))
     # Devices that share the bias must share its gradient.
-    missing = varying(total) - frozenset(bias.manual_axis_type.varying)
+    missing = varying(total) - varying_type(bias)
     if missing:
         total = lax.psum(total, tuple(sorted(missing)))
     total = total.astype(bias.dtype)

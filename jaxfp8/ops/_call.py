@@ -18,6 +18,7 @@ from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.grouped_matmul._over_tiles import groups_product, rows_product
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.numerics._dtypes import sum_dtype
 from jaxfp8.ops._amax_axes import AmaxAxes
 from jaxfp8.plan._backends import Backends
 from jaxfp8.plan._kernels import Kernels
@@ -96,10 +97,10 @@ class Call:
                     lhs, rhs, groups, call, getattr(self.backends, matmul)
                 )
 
-        wide = jnp.float64 if out_dtype == jnp.float64 else jnp.float32
-
         def product(lhs: Array, rhs: Array) -> Array:
-            return lax.dot_general(lhs, rhs, geometry.dimension_numbers, self.precision, wide)
+            return lax.dot_general(
+                lhs, rhs, geometry.dimension_numbers, self.precision, sum_dtype(out_dtype)
+            )
 
         with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
             lhs, rhs = self._wide(*map(_dequantized_stack, (lhs, rhs)))

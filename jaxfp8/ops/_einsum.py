@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Axes, DType
+from jaxfp8.numerics._dtypes import sum_dtype
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import check_result_dtype, dot_general
 from jaxfp8.ops._equation import Equation, parse
@@ -122,8 +123,7 @@ def _alone(x: Any, names: str, kept: str, equation: str) -> Any:
             f"equation {equation!r} sums over axes of rhs, or takes a diagonal of it, before the "
             "matmul. A weight in FP8 cannot be summed; leave it out of quantize_params."
         )
-    wide = x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-    return jnp.einsum(f"{names}->{kept}", wide).astype(x.dtype)
+    return jnp.einsum(f"{names}->{kept}", x.astype(sum_dtype(x.dtype))).astype(x.dtype)
 
 
 def _refuse_alone(parsed: Equation, prologue: AbstractPrologue) -> None:

@@ -13,8 +13,8 @@ from jaxfp8.ops._arguments import as_array
 def check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
     """The sizes of the groups as i32[E], if they fit the operands.
 
-    Values that can be read are checked exactly, in integers of any size. Others are limited to T
-    before they are narrowed to int32, so that no large size wraps around.
+    Values that can be read are checked exactly, in integers of any size. Those of wider dtypes are
+    limited to T before they become int32, so that no large size wraps around.
 
     Args:
       x: rows [T, K].
@@ -46,9 +46,8 @@ def check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
             f"group_sizes has shape {list(sizes.shape)}, but rhs {list(w.shape)} has "
             f"{w.shape[0]} groups. Pass one size for each."
         )
-    if jnp.iinfo(sizes.dtype).bits < 32:
-        sizes = sizes.astype(jnp.int32)  # T may be larger than any number of the narrow dtype
-    return jnp.clip(sizes, 0, x.shape[0]).astype(jnp.int32)
+    wide = jnp.iinfo(sizes.dtype).max > jnp.iinfo(jnp.int32).max
+    return (jnp.clip(sizes, 0, x.shape[0]) if wide else sizes).astype(jnp.int32)
 
 
 def _check_shapes(x: Array, w: Array) -> None:
@@ -66,7 +65,7 @@ def _check_shapes(x: Array, w: Array) -> None:
     if not all(isinstance(size, int) for size in (*x.shape, *w.shape)):
         raise ValueError(
             f"lhs {list(x.shape)} and rhs {list(w.shape)} have a symbolic size. The number of "
-            "tiles of rows depends on T and E, so fp8.ragged_dot needs numbers. Export the "
+            "blocks of rows depends on T and E, so fp8.ragged_dot needs numbers. Export the "
             "program once for each size."
         )
     if not w.shape[0]:

@@ -31,7 +31,7 @@ from jaxfp8.prologues._gathered import Gathered
 from jaxfp8.prologues._prologue import Source
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
-from jaxfp8.sharding._amax import pmax, vary_as, varying
+from jaxfp8.sharding._amax import pmax, varying
 from jaxfp8.state._ledger import observe
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -152,21 +152,29 @@ class _Stack:
         that a mapped axis shares, the amax spans that axis, too.
         """
         found = jax.vmap(lambda x: amax(x, granularity))(self.values)
-        of_groups = self.tensor == "w" or not granularity.has_cells_along(0, 2)
-        if of_groups and self.tensor != "w":
+        spans_tiles = self.tensor != "w" and not granularity.has_cells_along(0, 2)
+        if spans_tiles:
             found = self.groups.largest(found)
+        found = self._over_mesh(granularity, found, known)
         if known is not None and granularity.in_one:
             found = jax.vmap(observe)(found, known.scale)
-        found = self._over_mesh(granularity, found)
-        return self.groups.of_tiles(found) if of_groups and self.tensor != "w" else found
+        return self.groups.of_tiles(found) if spans_tiles else found
 
-    def _over_mesh(self, granularity: AbstractGranularity, found: Array) -> Array:
-        """The maximum over the mesh axes over which the values of one scale span devices."""
+    def _over_mesh(
+        self, granularity: AbstractGranularity, found: Array, known: KnownScale | None
+    ) -> Array:
+        """The maximum over the mesh axes over which the values of one scale span devices.
+
+        Devices that have states of their own have amaxes of their own.
+        """
         axes = self.call.amax_axes
         if not axes.manual:
             return found
         if granularity.in_one:
-            return pmax(found, (varying(found) - self.variation.apart) | axes.untyped)
+            apart = self.variation.apart
+            if known is not None:
+                apart |= varying(known.scale)
+            return pmax(found, (varying(found) - apart) | axes.untyped)
         readers: list[Matmul] = [
             matmul
             for matmul, quantizer in self.call.recipe.uses(self.tensor)
@@ -207,13 +215,8 @@ class _Stack:
         likes = {(self.tensor, r): ledger[..., 0, r] for r in rows}
         # If a mapped axis shares the state, the maximum is taken over that axis, too.
         each = jax.vmap(observe) if ledger.ndim == 3 else observe
-        seen = {key: each(found, like) for key, like in likes.items()}
-        if self.call.amax_axes.manual:
-            seen = {
-                key: vary_as(pmax(amax, varying(amax) - varying(ledger)), ledger)
-                for key, amax in seen.items()
-            }
-        return seen
+        axes = varying(found) - varying(ledger)
+        return {key: pmax(each(found, like), axes) for key, like in likes.items()}
 
     def watched(self, copies: list[Copy]) -> tuple[CastStats, ...]:
         """The statistics of each FP8 copy. Rows of no group count as zeros."""

@@ -44,16 +44,21 @@ def check_save_original(tensors: object) -> None:
         )
 
 
-class LayerOptions(TypedDict, total=False):
-    """The options that a layer has as attributes, for its matmul; see `fp8.dot_general`."""
+class UnshardedOptions(TypedDict, total=False):
+    """The options of a layer whose matmul takes no shards; see `fp8.ragged_dot`."""
 
     reduce_axes: tuple[str, ...] | None
-    x_shard: Shard | None
-    w_shard: Shard | None
-    y_shard: Shard | None
     kernels: Kernels | None
     state_channel: StateChannel | None
     save_original: tuple[Tensor, ...] | None
+
+
+class LayerOptions(UnshardedOptions, total=False):
+    """The options that a layer has as attributes, for its matmul; see `fp8.dot_general`."""
+
+    x_shard: Shard | None
+    w_shard: Shard | None
+    y_shard: Shard | None
 
 
 class MatmulOptions(LayerOptions, total=False):

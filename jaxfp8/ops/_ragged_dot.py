@@ -1,15 +1,15 @@
 """`ragged_dot`: the rows of each group times that group's own matrix, as in mixtures of experts."""
 
 import dataclasses
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8._typing import Array, ArrayLike, DType, Tensor
+from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups, group_ends
-from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._dtypes import check_out_dtype, sum_dtype
 from jaxfp8.numerics._reshape import is_explicit
 from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
 from jaxfp8.ops._arguments import check_key, check_operands, fp8_precision
@@ -17,14 +17,15 @@ from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._call import Call, Places
 from jaxfp8.ops._group_sizes import check_group_sizes
-from jaxfp8.ops._options import StateChannel, read_options
+from jaxfp8.ops._options import UnshardedOptions, read_options
 from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.ops._watch import name_of_call
 from jaxfp8.plan._grouped import grouped_backends, tile_rows
-from jaxfp8.plan._kernels import Kernels, check_kernels
+from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._place import Whole
+from jaxfp8.sharding._specs import mesh_axes
 from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._high_precision import as_traced
 from jaxfp8.state._identity import known_scales
@@ -35,13 +36,9 @@ from jaxfp8.weights._quantized_weight import is_weight
 _GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
 
 
-class RaggedDotOptions(TypedDict, total=False):
+class RaggedDotOptions(UnshardedOptions, total=False):
     """The options of `fp8.ragged_dot`; see there."""
 
-    reduce_axes: tuple[str, ...] | None
-    kernels: Kernels | None
-    state_channel: StateChannel | None
-    save_original: tuple[Tensor, ...] | None
     out_sharding: Any
     key: Array | None
     bias: Array | None
@@ -77,8 +74,8 @@ def ragged_dot(
     `group_sizes` are keywords.
 
     Args:
-      lhs: rows x [T, K], in bfloat16, float16 or float32; float64 is computed in
-        float32, except by the recipe `identity()`.
+      lhs: rows x [T, K], in bfloat16, float16 or float32; float64 is computed in float32, except by
+        the recipe `identity()`.
       rhs: a matrix for each group, w [E, K, N].
       group_sizes: [E] integers, the number of rows of each group. Wrong sizes raise an error if
         they can be read while the function is traced: a size below 0, or a sum above T. If only the
@@ -201,7 +198,7 @@ def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
     of_x, of_w, of_sizes = (jax.typeof(each).sharding for each in (x, w, sizes))
     mesh = next(each.mesh for each in (of_x, of_w, of_sizes) if not each.mesh.empty)
     rows, columns = (*of_x.spec, None)[0], (*of_w.spec, None, None, None)[2]
-    if _axes_of(rows) & _axes_of(columns):
+    if {*mesh_axes(rows)} & {*mesh_axes(columns)}:
         raise ValueError(
             f"rows of lhs are split over {rows!r}, and columns of rhs over {columns!r}. The result "
             "cannot be split so. Say how it is split, for instance out_sharding=jax.P(...)."
@@ -209,17 +206,12 @@ def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
     return jax.NamedSharding(mesh, jax.P(rows, columns))
 
 
-def _axes_of(entry: Any) -> frozenset[str]:
-    """The mesh axes of one entry of a `jax.P`."""
-    return frozenset((entry,) if isinstance(entry, str) else entry or ())
-
-
 def _of_rows(bias: Array, sizes: Array, y: Array) -> Array:
     """For each row of y [T, N] the bias of its group, of [E, N]; 0 for rows of the tail."""
     ends = group_ends(sizes, y.shape[0])
     group = jnp.sum(ends[None] <= jnp.arange(y.shape[0])[:, None], axis=1, dtype=jnp.int32)
     # Rows are taken in float32, so that the gradient is summed in float32.
-    wide = bias if bias.dtype == jnp.float64 else bias.astype(jnp.float32)
+    wide = bias.astype(sum_dtype(bias.dtype))
     return wide.at[group].get(mode="fill", fill_value=0.0).astype(y.dtype)
 
 

@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxfp8._geometry import inverse_permutation
-from jaxfp8._typing import Array, Axes, DType, Matmul, Tensor
+from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
 from jaxfp8.ops._arrays import Arrays, KnownAmaxes, QuantizerArrays
@@ -27,6 +25,7 @@ from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.ops._call import Call
 from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._checkpoint_policies import named_amax
+from jaxfp8.ops._cotangents import cotangent, sharding_of
 from jaxfp8.ops._differentiated import check_differentiated
 from jaxfp8.ops._grouped_operands import quantize_groups
 from jaxfp8.ops._once import once
@@ -41,7 +40,7 @@ from jaxfp8.ops._residuals import Copy, readable
 from jaxfp8.ops._watch import send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
-from jaxfp8.sharding._amax import vary_as, varying
+from jaxfp8.sharding._amax import vary_as, varying, varying_type
 from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import encode
 
@@ -171,19 +170,15 @@ def _variation(
     """
     if not call.amax_axes.manual:
         return NO_VARIATION
-    rows = _varying(x) if groups is None else _varying(x) | varying(groups.tiles)
+    rows = varying_type(x) if groups is None else varying_type(x) | varying(groups.tiles)
     return Variation(
         x=rows - call.places.x.manual_axes,
-        w=_varying(w) - call.places.w.manual_axes,
+        w=varying_type(w) - call.places.w.manual_axes,
         g=frozenset() if g is None else varying(g) - call.places.g.manual_axes,
         summed=call.places.g.manual_axes,
         named=call.amax_axes.named,
         batched=bool(call.geometry.fprop.lhs.batch),
     )
-
-
-def _varying(aval: Any) -> frozenset[str]:
-    return frozenset(aval.manual_axis_type.varying)
 
 
 def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
@@ -231,10 +226,10 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if groups is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
-    dx = _multiply(call, groups, "dgrad", dgrad, w, types.x.dtype, _sharding(types.x, dx_axes))
-    dw = _multiply(call, groups, "wgrad", x, wgrad, types.w.dtype, _sharding(types.w, dw_axes))
-    dx = call.places.x.scatter(_cotangent(call, dx, dx_axes, types.x))
-    dw = call.places.w.scatter(_cotangent(call, dw, dw_axes, types.w))
+    dx = _multiply(call, groups, "dgrad", dgrad, w, types.x.dtype, sharding_of(types.x, dx_axes))
+    dw = _multiply(call, groups, "wgrad", x, wgrad, types.w.dtype, sharding_of(types.w, dw_axes))
+    dx = call.places.x.scatter(cotangent(dx, dx_axes, types.x))
+    dw = call.places.w.scatter(cotangent(dw, dw_axes, types.w))
     db = None
     if types.bias is not None:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
@@ -287,26 +282,3 @@ def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
-
-
-def _sharding(aval: Any, axes: Axes) -> Any:
-    """The sharding of a result whose axes are those of `aval`, permuted by `axes`.
-
-    `_cotangent` transposes the result to the order of `aval`. Then both have one sharding. None
-    outside of Explicit meshes, where the compiler decides.
-    """
-    mesh = aval.sharding.mesh
-    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-        return None
-    return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in axes)))
-
-
-def _cotangent(call: Call, result: Array, axes: Axes, aval: Any) -> Array:
-    """The cotangent of a tensor, from the result of a matmul.
-
-    The result is summed over the mesh axes that the tensor does not vary over. Its axes are then
-    transposed to the order of the tensor.
-    """
-    if call.amax_axes.manual and (missing := varying(result) - _varying(aval)):
-        result = lax.psum(result, tuple(sorted(missing)))
-    return result.transpose(inverse_permutation(axes))

@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.optim._carriers import is_float
+from jaxfp8.sharding._amax import varying_type
 
 
 class Operands(NamedTuple):
@@ -112,7 +113,7 @@ def instantiated(cotangents: list[Any]) -> list[Array]:
             return x
         aval: Any = x.aval
         zeros = jnp.zeros(aval.shape, aval.dtype)
-        axes = tuple(sorted(aval.manual_axis_type.varying))
+        axes = tuple(sorted(varying_type(aval)))
         return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
     return [one(x) for x in cotangents if is_float(_dtype_of(x))]

@@ -8,16 +8,15 @@ model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` 
 import functools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
 
 from jaxfp8._call_options import check_options
-from jaxfp8._typing import Array, DotDimensionNumbers, DType, Tensor
+from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.ops._dot_general import dot_general
-from jaxfp8.ops._options import LayerOptions, StateChannel
+from jaxfp8.ops._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._ragged_dot import ragged_dot
-from jaxfp8.plan._kernels import Kernels
 from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._guest import guest
 from jaxfp8.plugs._policy import Policy
@@ -27,15 +26,6 @@ if TYPE_CHECKING:
     from jaxfp8.recipes._recipe import Recipe
 
 T = TypeVar("T")
-
-
-class _RaggedOptions(TypedDict, total=False):
-    """The options of `ragged_dot_op`. Grouped matmuls take no shards."""
-
-    reduce_axes: tuple[str, ...] | None
-    kernels: Kernels | None
-    state_channel: StateChannel | None
-    save_original: tuple[Tensor, ...] | None
 
 
 def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
@@ -68,7 +58,7 @@ def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
 
 
 def ragged_dot_op(
-    recipe: "Recipe", *, groups: int | None = None, **options: Unpack[_RaggedOptions]
+    recipe: "Recipe", *, groups: int | None = None, **options: Unpack[UnshardedOptions]
 ) -> Any:
     """A `RaggedDotOp`, for mixtures of experts that take an operation `(lhs, rhs, group_sizes)`.
 
@@ -97,13 +87,10 @@ def ragged_dot_op(
     """
     options.setdefault("state_channel", "gradient")
     name = "jaxfp8.plugs.haliax.ragged_dot_op"
-    check_options(name, _RaggedOptions, options)
-    if groups is not None:
-        check_groups(groups)
+    check_options(name, UnshardedOptions, options)
     policy = Policy.of(name, recipe, LayerOptions(**options))
-    state: Any = init_state(policy.recipe)
-    if groups is not None and policy.recipe.rows:
-        state = unset_state(policy.recipe.rows, (groups,))
+    stacked = () if groups is None else (check_groups(groups),)
+    state = unset_state(policy.recipe.rows, stacked) if policy.recipe.rows else ()
     return _ragged_operation()(state, policy)
 
 

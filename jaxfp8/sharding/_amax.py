@@ -8,6 +8,7 @@ and the caller must name the axes.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,18 @@ def varying(x: Array) -> frozenset[str]:
       >>> varying(jnp.ones(3))
       frozenset()
     """
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    return varying_type(jax.typeof(x))
+
+
+def varying_type(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value of this type varies.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> varying_type(jax.typeof(jnp.ones(2)))
+      frozenset()
+    """
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def manual_axes() -> tuple[str, ...]:

@@ -151,3 +151,20 @@ def test_convert_leaves_it_as_it_is():
 
     _, coverage = fp8.convert(Model(), fp8.recipes.current(), inputs=(rows(), SIZES))
     assert coverage["experts"].reason == "an FP8 layer already"
+
+
+def test_a_kernel_in_a_box_of_partitions():
+    init = nn.with_partitioning(nn.initializers.lecun_normal(batch_axis=(0,)), ("e", None, None))
+    layer = FP8GroupedLinear(N, kernel_init=init)
+    y, variables = layer.init_with_output(jax.random.key(0), rows(), SIZES)
+    assert isinstance(variables["params"]["kernel"], nn.Partitioned)
+    np.testing.assert_array_equal(layer.apply(variables, rows(), SIZES), y)
+
+
+def test_sizes_beyond_32_bits_are_not_cut():
+    layer = FP8GroupedLinear(N)
+    variables = layer.init(jax.random.key(0), rows(), SIZES)
+    with pytest.raises(ValueError, match="add up to at most the 24 rows"):
+        layer.apply(variables, rows(), np.array([2**40, 1, 1]))
+    with pytest.raises(TypeError, match="group_sizes is"):
+        layer.apply(variables, rows(), [2**40, 1, 1])

@@ -48,6 +48,10 @@ def stacked_state(recipe):
     return jax.tree.map(lambda leaf: jnp.stack([leaf] * E), fp8.init_state(recipe))
 
 
+def part_of(tree, part):
+    return jax.tree.map(lambda leaf: leaf[part], tree)
+
+
 def halves(recipe):
     """Each half of the experts by itself, on one device."""
     x, w, g = arrays()
@@ -55,7 +59,7 @@ def halves(recipe):
     parts = []
     for i in (0, 1):
         rows, experts = slice(i * ROWS, (i + 1) * ROWS), slice(2 * i, 2 * i + 2)
-        mine = jax.tree.map(lambda leaf: leaf[experts], state)  # noqa: B023
+        mine = part_of(state, experts)
         parts.append(
             jax.jit(lambda *given: step(recipe, *given))(
                 x[rows], w[experts], g[rows], SIZES[experts], mine
@@ -192,8 +196,7 @@ def test_the_same_rows_may_belong_to_other_experts_on_another_device(name):
     got = jax.jit(on_mesh)(x, w, SIZES, state)
     want = []
     for part in (slice(0, 2), slice(2, 4)):
-        mine = jax.tree.map(lambda leaf: leaf[part], state)  # noqa: B023
-        want.append(jax.jit(value)(x, w[part], SIZES[part], mine))
+        want.append(jax.jit(value)(x, w[part], SIZES[part], part_of(state, part)))
     np.testing.assert_array_equal(np.asarray(got), np.concatenate(want))
 
 
@@ -235,3 +238,26 @@ def test_rows_and_columns_on_one_axis_of_an_explicit_mesh_need_out_sharding():
             fp8.ragged_dot(*given, recipe=recipe)
         y = fp8.ragged_dot(*given, recipe=recipe, out_sharding=P("data"))
     assert jax.typeof(y).sharding.spec == P("data", None)
+
+
+def test_devices_with_states_of_their_own_have_amaxes_of_their_own():
+    """Tokens are split, and so are states: unset scales are those of `fp8.dot` on each device."""
+    recipe = RECIPES["delayed"]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    x, w, _ = arrays()
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), fp8.init_state(recipe))
+
+    def run(dot):
+        on_mesh = jax.shard_map(
+            lambda x, w, states: dot(x, w, part_of(states, 0)), mesh=mesh,
+            in_specs=(P("data"), P(), P("data")), out_specs=P("data"),
+        )  # fmt: skip
+        return np.asarray(jax.jit(on_mesh)(x, w[0], states))
+
+    dense = run(lambda x, w, state: fp8.dot(x, w, recipe=recipe, state=state))
+    grouped = run(
+        lambda x, w, state: fp8.ragged_dot(
+            x, w[None], jnp.array([ROWS]), recipe=recipe, state=state
+        )
+    )
+    np.testing.assert_array_equal(grouped, dense)

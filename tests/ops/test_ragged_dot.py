@@ -9,51 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import needs_mosaic
+from ragged_cases import RECIPES, SIZES, E, K, N, T, arrays, close, cotangents, loop
 
 import jaxfp8 as fp8
 from jaxfp8.recipes import Operands, Recipe
-
-K, N = 160, 96  # no multiples of 128
-RECIPES = {
-    "delayed": fp8.recipes.delayed(history_length=3),
-    "current": fp8.recipes.current(),
-    "rowwise": fp8.recipes.rowwise(),
-    "rowwise_high": fp8.recipes.rowwise(high_precision_wgrad=True),
-    "blockwise": fp8.recipes.blockwise(),
-    "float32_scales": fp8.recipes.blockwise(power_of_two=False),
-    "mxfp8": fp8.recipes.mxfp8(),
-    "identity": fp8.recipes.identity(),
-}
-SIZES = {
-    "some_empty": [0, 37, 0, 130, 5],
-    "all_in_one": [0, 0, 200, 0, 0],
-    "none": [0, 0, 0, 0, 0],
-    "full": [40, 40, 40, 40, 40],
-    "one_row": [1, 0, 1, 128, 70],
-}
-T, E = 200, 5
-
-
-def arrays(seed=0, dtype=jnp.bfloat16, t=T, e=E):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    x = jax.random.normal(keys[0], (t, K), jnp.float32)
-    x *= jnp.exp(2 * jax.random.normal(keys[3], (t, 1), jnp.float32))
-    w = jax.random.normal(keys[1], (e, K, N), jnp.float32) * jnp.arange(1.0, e + 1)[:, None, None]
-    g = jax.random.normal(keys[2], (t, N), jnp.float32) * 1e-3
-    return x.astype(dtype), w.astype(dtype), g.astype(dtype)
-
-
-def loop(x, w, sizes, recipe, states=None):
-    """The rows of each group by `fp8.dot`, one group after the other. Empty groups are left out."""
-    y = jnp.zeros((x.shape[0], w.shape[2]), jnp.promote_types(x.dtype, w.dtype))
-    start = 0
-    for e, size in enumerate(sizes):
-        if size:
-            rows = slice(start, start + size)
-            state = None if states is None else states[e]
-            y = y.at[rows].set(fp8.dot(x[rows], w[e], recipe=recipe, state=state))
-        start += size
-    return y
 
 
 def clear(x, sizes, value):
@@ -69,21 +28,6 @@ def sizes_of(groups):
     """Strategy: sizes of so many groups, which add up to T rows at most."""
     ends = st.lists(st.integers(0, T), min_size=groups, max_size=groups)
     return ends.map(lambda ends: np.diff([0, *sorted(ends)]).tolist())
-
-
-def close(got, want, bound=2e-2):
-    """A bfloat16 result may differ by a last bit, because float32 sums have another order."""
-    got, want = (np.asarray(each, np.float64) for each in (got, want))
-    assert np.isfinite(got).all()
-    size = np.linalg.norm(want)
-    assert np.linalg.norm(got - want) <= bound * 2e-1 * size + 1e-30, (
-        np.linalg.norm(got - want) / size
-    )
-
-
-def cotangents(function, x, w, g):
-    y, pull = jax.vjp(function, x, w)
-    return (y, *pull(g))
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -181,51 +125,6 @@ def bits(values):
     return np.asarray(jax.lax.bitcast_convert_type(values, jnp.uint8))
 
 
-def test_a_state_of_each_group_is_that_of_a_loop():
-    recipe, sizes = RECIPES["delayed"], SIZES["some_empty"]
-    x, w, g = arrays(2)
-    state = jax.tree.map(lambda leaf: jnp.stack([leaf] * E), fp8.init_state(recipe))
-    states = [fp8.init_state(recipe) for _ in range(E)]
-    for step in range(3):
-        x, g = x * (1.5 + step), g * 0.5
-
-        def loss(w, state, x, g):
-            y = fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe, state=state)
-            return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
-
-        def looped(w, states, x, g):
-            y = loop(x, w, sizes, recipe, states)
-            return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
-
-        _, dw, state = jax.jit(fp8.value_and_grad(loss))(w, state, poisoned_from(x, sizes), g)
-        _, dw_loop, states = jax.jit(fp8.value_and_grad(looped))(w, states, x, g)
-        close(dw, dw_loop)
-        for e in range(E):
-            for mine, other in zip(jax.tree.leaves(state), jax.tree.leaves(states[e]), strict=True):
-                np.testing.assert_array_equal(np.asarray(mine[e]), np.asarray(other))
-
-
-def poisoned_from(x, sizes):
-    return x.at[sum(sizes) :].set(jnp.inf)
-
-
-def test_one_state_for_all_groups_gets_the_largest_amax():
-    recipe, sizes = RECIPES["delayed"], SIZES["some_empty"]
-    x, w, g = arrays(3)
-    state = fp8.init_state(recipe)
-
-    def loss(w, state, x):
-        y = fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe, state=state)
-        return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32))
-
-    _, _, new = jax.jit(fp8.value_and_grad(loss))(w, state, poisoned_from(x, sizes))
-    filled, used = sum(sizes), np.array(sizes) > 0
-    want = [
-        np.abs(np.asarray(each, np.float32)).max() for each in (x[:filled], w[used], g[:filled])
-    ]
-    np.testing.assert_array_equal(new.amax_history[:, -1], np.float32(want))
-
-
 @needs_mosaic
 @pytest.mark.parametrize("casts", ["mosaic", "reference"])
 @pytest.mark.parametrize("name", ["current", "rowwise", "blockwise", "mxfp8"])
@@ -276,47 +175,6 @@ def test_any_sizes(sizes, name):
     assert with_gradients._cache_size() <= 12  # two functions, three E, two recipes
 
 
-def test_no_recompile_when_sizes_change():
-    x, w, _ = arrays(5)
-    compiled = jax.jit(lambda x, w, s: fp8.ragged_dot(x, w, s, recipe=RECIPES["blockwise"]))
-    for sizes in SIZES.values():
-        compiled(x, w, jnp.array(sizes))
-    assert compiled._cache_size() == 1
-
-
-def test_sizes_that_only_the_device_knows_are_clamped():
-    x, w, _ = arrays(6)
-    recipe = RECIPES["current"]
-    compiled = jax.jit(lambda x, w, s: fp8.ragged_dot(x, w, s, recipe=recipe))
-    got = compiled(x, w, jnp.array([-5, 150, 2**31 - 1, 7, -(2**31)]))
-    want = compiled(x, w, jnp.array([0, 150, 50, 0, 0]))
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "error", "message"),
-    [
-        ([1, -1, 0, 0, 0], ValueError, "must be at least 0"),
-        ([200, 1, 0, 0, 0], ValueError, "add up to 201"),
-        ([1, 2], ValueError, "has 5 groups"),
-        ([1.0, 2.0, 0.0, 0.0, 0.0], TypeError, "pass integers"),
-        (None, TypeError, "group_sizes is None"),
-    ],
-)
-def test_wrong_sizes_are_refused(sizes, error, message):
-    x, w, _ = arrays()
-    with pytest.raises(error, match=message):
-        fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"])
-
-
-def test_wrong_shapes_are_refused():
-    x, w, _ = arrays()
-    sizes = jnp.array(SIZES["full"])
-    for a, b in ((x[None], w), (x, w[0]), (x[:, 1:], w)):
-        with pytest.raises(ValueError, match=r"lhs \[T, K\] and rhs \[E, K, N\]"):
-            fp8.ragged_dot(a, b, sizes, recipe=RECIPES["current"])
-
-
 def test_the_bias_of_each_group():
     x, w, g = arrays(7)
     sizes = SIZES["some_empty"]
@@ -335,83 +193,6 @@ def test_the_bias_of_each_group():
     want = np.zeros((E, N))
     np.add.at(want, ids, np.asarray(g[:filled], np.float64))
     close(pull(g)[0], want)
-
-
-def test_no_rows():
-    x, w, _ = arrays()
-    y, dx, dw = cotangents(
-        lambda x, w: fp8.ragged_dot(x, w, jnp.zeros(E, jnp.int32), recipe=RECIPES["blockwise"]),
-        x[:0], w, jnp.zeros((0, N), jnp.bfloat16),
-    )  # fmt: skip
-    assert y.shape == (0, N)
-    assert dx.shape == (0, K)
-    assert not np.asarray(dw, np.float32).any()
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_no_rows_keep_the_state_in_the_gradient_channel(stacked):
-    x, w, _ = arrays(10, jnp.float32)
-    recipe, sizes = RECIPES["delayed"], jnp.array(SIZES["full"])
-    state = fp8.init_state(recipe)
-    if stacked:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * E), state)
-
-    def loss(state, x, sizes):
-        y = fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state, state_channel="gradient")
-        return jnp.sum(y)
-
-    state = jax.grad(loss)(state, x, sizes)
-    kept = jax.grad(loss)(state, x[:0], 0 * sizes)
-    np.testing.assert_array_equal(kept.scale, state.scale)
-    fp8.check_state(kept, state)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
-def test_sizes_of_any_integer_dtype(dtype):
-    """T is larger than any int8 and uint8."""
-    x, w = jnp.ones((300, K)), jnp.stack([jnp.ones((K, N)), jnp.full((K, N), 3.0)])
-    bias = jnp.array([[1.0], [2.0]]) + jnp.zeros((2, N))
-    sizes = np.array([127, 100], dtype)
-    run = lambda sizes: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"], bias=bias)
-    want = np.repeat([K + 1.0, 3 * K + 2.0, 0.0], [127, 100, 73])
-    for y in (run(sizes), run(jnp.asarray(sizes)), jax.jit(run)(sizes)):
-        np.testing.assert_allclose(y, np.broadcast_to(want[:, None], (300, N)), rtol=1e-6)
-
-
-@pytest.mark.parametrize("mapped", ["x", "w"])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_state_that_a_mapped_axis_shares_sees_the_largest_amax(mapped, stacked):
-    """All amaxes are in one bin of the ledger, so a sum of them would be rounded up."""
-    recipe, sizes = RECIPES["delayed"], jnp.array([3, 0, 5])
-    grow = jnp.array([1.0, 1.01, 1.02])
-    x, w = 1.9 * jnp.ones((3, 8, 16)), 1.1 * jnp.ones((3, 3, 16, 8))
-    x, w = (
-        (x * grow[:, None, None], w[0]) if mapped == "x" else (x[0], w * grow[:, None, None, None])
-    )
-    state = fp8.init_state(recipe)
-    if stacked:
-        state = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state)
-
-    def loss(arrays, state):
-        axes = (0, None) if mapped == "x" else (None, 0)
-        dot = lambda x, w: fp8.ragged_dot(x, w, sizes, recipe=recipe, state=state)
-        return jnp.sum(jax.vmap(dot, axes)(*arrays))
-
-    _, _, new = jax.jit(fp8.value_and_grad(loss))((x, w), state)
-    seen = np.reshape(new.amax_history, (-1, *new.amax_history.shape[-2:]))[:, :2, -1]
-    want = np.array([x.max(), w.max()])
-    np.testing.assert_array_equal(seen[0], want)
-    if stacked:
-        np.testing.assert_array_equal(seen, [want, [0, 0], want])
-
-
-def test_an_unset_scale_that_a_mapped_axis_shares_is_of_the_largest_amax():
-    recipe, state = RECIPES["delayed"], fp8.init_state(RECIPES["delayed"])
-    x = jnp.stack([jnp.full((4, 16), 0.3), jnp.linspace(-5.0, 5.0, 64).reshape(4, 16)])
-    w = jax.random.normal(jax.random.key(0), (16, 8))
-    ragged = jax.vmap(lambda x: fp8.ragged_dot(x, w[None], [4], recipe=recipe, state=state))
-    dense = jax.vmap(lambda x: fp8.dot(x, w, recipe=recipe, state=state))
-    np.testing.assert_array_equal(ragged(x), dense(x))
 
 
 def test_tiles_of_two_lengths():
@@ -441,29 +222,6 @@ def test_the_gradient_of_a_bias_in_bfloat16_is_summed_in_float32():
     got = jax.vjp(biased, bias)[1](g)[0]
     want = np.asarray(g, np.float64).reshape(E, -1, N).sum(1)
     np.testing.assert_array_equal(got, jnp.asarray(want, jnp.float32).astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("sizes", [np.array([2**40, 1, 0, 0, 0]), [2**40, 0, 0, 0, 0],
-                                   np.array([2**63, 2**63, 0, 0, 0], np.uint64)])  # fmt: skip
-def test_sizes_beyond_32_bits_are_read_before_they_are_cut(sizes):
-    x, w, _ = arrays()
-    with pytest.raises(ValueError, match="add up to at most the 200 rows"):
-        fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"])
-
-
-def test_no_groups_are_refused():
-    x, w, _ = arrays()
-    with pytest.raises(ValueError, match="has no groups"):
-        fp8.ragged_dot(x, w[:0], jnp.zeros(0, jnp.int32), recipe=RECIPES["current"])
-
-
-def test_a_symbolic_number_of_rows_is_refused():
-    (rows,) = jax.export.symbolic_shape("t")
-    x = jax.ShapeDtypeStruct((rows, K), jnp.bfloat16)
-    w, sizes = jnp.ones((E, K, N), jnp.bfloat16), jnp.array(SIZES["full"])
-    run = jax.jit(lambda x: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"]))
-    with pytest.raises(ValueError, match="symbolic size"):
-        jax.export.export(run)(x)
 
 
 def test_without_quantizers_float64_stays():

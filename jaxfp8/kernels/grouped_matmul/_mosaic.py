@@ -4,8 +4,8 @@ It is the kernel of the dense scaled matmul (`scaled_matmul/hopper`), with a map
 to groups in global memory. It reads the matrix of a group where it is. It writes the rows of the
 result in their places, and zeros to the rows of no group, so nothing is copied afterwards.
 
-Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of matrices. In the
-code T is also 128, as in the dense kernel.
+Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of matrices.
+In the code T is 128, as in the dense kernel.
 
 References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3; DeepGEMM, m-grouped and k-grouped

@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.numerics._dtypes import sum_dtype
 from jaxfp8.sharding._amax import vary_as
 
 Product = Callable[[Any, Any], Array]
@@ -71,7 +72,7 @@ def groups_product(
       shape: (K, N).
       out_dtype: the dtype of the result.
     """
-    wide = jnp.float64 if out_dtype == jnp.float64 else jnp.float32
+    wide = sum_dtype(out_dtype)
 
     def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
         lhs, rhs, groups, matrices, rows = arrays

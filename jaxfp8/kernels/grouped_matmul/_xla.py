@@ -6,8 +6,6 @@ work of E groups for each row.
 
 import functools
 
-import jax.numpy as jnp
-
 from jaxfp8._typing import Array
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.grouped_matmul._over_tiles import groups_product, rows_product
@@ -31,8 +29,7 @@ def grouped_matmul(
     multiply = functools.partial(scaled_matmul.multiply, attempts=(backend,))
     rows, columns = call.geometry.out_shape(lhs.shape[1:], rhs.shape[1:])
     if call.sums_rows:
-        wide = call if call.out_dtype == jnp.float64 else call.in_float32
-        product = functools.partial(multiply, call=wide)
+        product = functools.partial(multiply, call=call.in_float32)
         return groups_product(product, lhs, rhs, groups, (rows, columns), call.out_dtype)
     product = functools.partial(multiply, call=call)
     return rows_product(product, lhs, rhs, groups, columns, call.out_dtype)
