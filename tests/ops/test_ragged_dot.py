@@ -196,15 +196,13 @@ def test_the_bias_of_each_group():
 
 
 def test_tiles_of_two_lengths():
-    """Blocks of rows have whole tiles of 32 and of 48 rows."""
-    tiles = lambda side: fp8.quantizers.Current(
-        format=fp8.E4M3, granularity=fp8.PerBlock((1, side))
-    )
+    """Blocks of rows have whole tiles of 32 rows, of fprop, and of 48 rows, of wgrad."""
+    tiles = lambda *sides: fp8.quantizers.Current(format=fp8.E4M3, granularity=fp8.PerBlock(sides))
     recipe = Recipe(
         name="two lengths",
-        fprop=Operands(lhs=tiles(32), rhs=tiles(32)),
-        dgrad=Operands(lhs=tiles(32), rhs=tiles(32)),
-        wgrad=Operands(lhs=tiles(48), rhs=tiles(48)),
+        fprop=Operands(lhs=tiles(32, 32), rhs=tiles(1, 32)),
+        dgrad=Operands(lhs=tiles(1, 32), rhs=tiles(1, 32)),
+        wgrad=Operands(lhs=tiles(1, 48), rhs=tiles(1, 48)),
     )
     assert recipe.whole_tiles == 96
     x, w, g = arrays(11)
@@ -212,7 +210,7 @@ def test_tiles_of_two_lengths():
     got = cotangents(lambda x, w: fp8.ragged_dot(x, w, sizes, recipe=recipe), x, w, g)
     want = cotangents(lambda x, w: loop(x, w, sizes, recipe), x, w, g)
     for mine, other in zip(got, want, strict=True):
-        close(mine, other)
+        close(mine, other, bound=5e-3)
 
 
 def test_the_gradient_of_a_bias_in_bfloat16_is_summed_in_float32():
