@@ -4,6 +4,7 @@ from jaxfp8 import comms as comms
 from jaxfp8 import conversion as conversion
 from jaxfp8 import diagnostics as diagnostics
 from jaxfp8 import linen as linen
+from jaxfp8 import moe as moe
 from jaxfp8 import nnx as nnx
 from jaxfp8 import optim as optim
 from jaxfp8 import plan as plan

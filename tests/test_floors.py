@@ -25,6 +25,7 @@ FLOORS = (
     ("weights",),
     ("plan", "state"),
     ("ops", "checkpoint"),
+    ("moe",),
     ("linen", "nnx", "optim"),
     ("conversion", "diagnostics", "plugs"),
 )

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 
 from jaxfp8._typing import Array
-from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._residuals import Copy
+from jaxfp8.ops._rows import Rows
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amaxes"], meta_fields=["keys"])
@@ -65,7 +65,7 @@ class Arrays(NamedTuple):
       parts: the arrays that the prologue makes x from.
       quantizers: the state and the key.
       held: the FP8 copies of w, if the model holds them.
-      groups: which rows of x belong to which matrix of w, for a grouped matmul.
+      rows: which rows of x belong to which matrix of w, for a grouped matmul.
     """
 
     x: Array
@@ -74,4 +74,4 @@ class Arrays(NamedTuple):
     parts: tuple[Array, ...] | None
     quantizers: QuantizerArrays
     held: HeldCopies | None = None
-    groups: Groups | None = None
+    rows: Rows | None = None

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,32 @@ def cast_stats(
         matmuls=matmuls,
         values=math.prod(x.shape),
     )
+
+
+def joined_stats(each: CastStats, values: int) -> CastStats:
+    """The statistics of a stack, from those of its arrays, each with an axis in front.
+
+    Args:
+      each: statistics [n] of n arrays.
+      values: how many values the stack has, without padding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> x = jnp.array([[1.0, 0.0], [2.0, 3.0]])
+      >>> copies = jax.vmap(lambda x: fp8.quantize(x, fp8.E4M3))(x)
+      >>> each = jax.vmap(lambda x, copy: cast_stats(x, copy, "x", ()))(x, copies)
+      >>> int(joined_stats(each, 4).nonzero)
+      3
+    """
+    joined: dict[str, Any] = {
+        "amax": jnp.max(each.amax, initial=0.0),
+        "scale_min": jnp.min(each.scale_min, initial=jnp.inf),
+        "scale_max": jnp.max(each.scale_max, initial=-jnp.inf),
+    }
+    counts = ("saturated", "underflowed", "nonzero", "nonfinite")
+    joined |= {name: jnp.sum(getattr(each, name)) for name in counts}
+    return dataclasses.replace(each, values=values, **joined)
 
 
 def _count(mask: Array) -> Array:

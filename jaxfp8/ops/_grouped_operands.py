@@ -9,6 +9,7 @@ Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of matrices.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call
-from jaxfp8.ops._cast_stats import CastStats, cast_stats
+from jaxfp8.ops._cast_stats import CastStats, cast_stats, joined_stats
 from jaxfp8.ops._operands import Quantized, Seen
 from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
@@ -57,7 +58,7 @@ def quantize_groups(
       variation: the mesh axes over which the operands vary.
       only: the only matmul of this pass that reads the tensor; None for all.
     """
-    stack = _Stack(groups, call, tensor, value, variation)
+    stack = Stack(groups, call, tensor, value, variation)
     copies: list[Copy] = []
     largest = None
     for planned in planned_casts(
@@ -86,7 +87,7 @@ def quantize_groups(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
+class Stack:
     """A tensor as a stack of matrices: tiles of rows [R, P, K], or one of each group [E, K, N]."""
 
     groups: Groups
@@ -114,7 +115,7 @@ class _Stack:
         quantizer, settled = planned.quantizer, self.call.settled
         assert planned.cast is not None
         cast = dataclasses.replace(planned.cast, separate=self.tensor == "w")
-        known = None if planned.row is None else self._known(arrays.known, planned.row)
+        known = None if planned.row is None else self.known(arrays.known, planned.row)
         wanted: tuple[AbstractGranularity, ...] = ()
         if quantizer.uses_amax:
             asked = dict.fromkeys((*cast.granularities, PerTensor()))
@@ -155,12 +156,19 @@ class _Stack:
         spans_tiles = self.tensor != "w" and not granularity.has_cells_along(0, 2)
         if spans_tiles:
             found = self.groups.largest(found)
-        found = self._over_mesh(granularity, found, known)
-        if known is not None and granularity.in_one:
-            found = jax.vmap(observe)(found, known.scale)
+        found = self.joined(granularity, found, known)
         return self.groups.of_tiles(found) if spans_tiles else found
 
-    def _over_mesh(
+    def joined(
+        self, granularity: AbstractGranularity, found: Array, known: KnownScale | None
+    ) -> Array:
+        """Amaxes of groups or matrices, with those of other devices and of mapped axes."""
+        found = self.over_mesh(granularity, found, known)
+        if known is not None and granularity.in_one:
+            found = jax.vmap(observe)(found, known.scale)
+        return found
+
+    def over_mesh(
         self, granularity: AbstractGranularity, found: Array, known: KnownScale | None
     ) -> Array:
         """The maximum over the mesh axes over which the values of one scale span devices.
@@ -188,7 +196,7 @@ class _Stack:
         axes = self.call.geometry.axes(matmul, self.tensor)
         return granularity.for_matmul(axes.not_contracted, len(axes.order))
 
-    def _known(self, known: Array | None, row: int) -> KnownScale:
+    def known(self, known: Array | None, row: int) -> KnownScale:
         """The stored scale for each group, [E], with its multiplier."""
         assert known is not None
         pair = known[..., row]
@@ -203,15 +211,22 @@ class _Stack:
           ledger: the ledgers of the state, [E, BINS, R] or [BINS, R].
           like: an array with the amaxes of `values`.
         """
+
+        def find() -> Array:
+            found = jax.vmap(lambda x: amax(x, PerTensor()))(like)
+            if self.tensor == "w":
+                # A group without rows keeps its state, that of its matrix, too.
+                return jnp.where(self.groups.tiles > 0, found, 0.0)
+            return self.groups.largest(found)
+
+        return self.seen_of_groups(ledger, find)
+
+    def seen_of_groups(self, ledger: Array | None, find: Callable[[], Array]) -> Seen:
+        """The same, of the amax of each group, [E], that `find` computes if a row needs it."""
         rows = [r for r, row in enumerate(self.call.recipe.rows) if row.tensor == self.tensor]
         if not self.call.collected or ledger is None or not rows:
             return {}
-        found = jax.vmap(lambda x: amax(x, PerTensor()))(like)
-        if self.tensor == "w":
-            # A group without rows keeps its state, that of its matrix, too.
-            found = jnp.where(self.groups.tiles > 0, found, 0.0)
-        else:
-            found = self.groups.largest(found)
+        found = find()
         likes = {(self.tensor, r): ledger[..., 0, r] for r in rows}
         # If a mapped axis shares the state, the maximum is taken over that axis, too.
         each = jax.vmap(observe) if ledger.ndim == 3 else observe
@@ -230,11 +245,4 @@ class _Stack:
         each = jax.vmap(lambda x, copy: cast_stats(x, copy, self.tensor, readers))(
             self.values, operand
         )
-        joined: dict[str, Any] = {
-            "amax": jnp.max(each.amax, initial=0.0),
-            "scale_min": jnp.min(each.scale_min, initial=jnp.inf),
-            "scale_max": jnp.max(each.scale_max, initial=-jnp.inf),
-        }
-        counts = ("saturated", "underflowed", "nonzero", "nonfinite")
-        joined |= {name: jnp.sum(getattr(each, name)) for name in counts}
-        return dataclasses.replace(each, values=self.value.size, **joined)
+        return joined_stats(each, self.value.size)

@@ -1,39 +1,26 @@
 """`ragged_dot`: the rows of each group times that group's own matrix, as in mixtures of experts."""
 
-import dataclasses
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, DType
-from jaxfp8.kernels.grouped_matmul._groups import Groups, group_ends
-from jaxfp8.numerics._dtypes import check_out_dtype, sum_dtype
+from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._reshape import is_explicit
-from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
-from jaxfp8.ops._arguments import check_key, check_operands, fp8_precision
+from jaxfp8.ops._arguments import check_key, check_operands
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import check_bias
-from jaxfp8.ops._call import Call, Places
 from jaxfp8.ops._group_sizes import check_group_sizes
+from jaxfp8.ops._grouped_call import GroupedCall, bias_of_rows
 from jaxfp8.ops._options import UnshardedOptions, read_options
+from jaxfp8.ops._rows import Rows
 from jaxfp8.ops._three_matmuls import three_matmuls
-from jaxfp8.ops._watch import name_of_call
-from jaxfp8.plan._grouped import grouped_backends, tile_rows
-from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.sharding._place import Whole
 from jaxfp8.sharding._specs import mesh_axes
-from jaxfp8.state._gradient_channel import in_gradient_channel
-from jaxfp8.state._high_precision import as_traced
-from jaxfp8.state._identity import known_scales
-from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import is_weight
-
-_GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
 
 
 class RaggedDotOptions(UnshardedOptions, total=False):
@@ -134,51 +121,19 @@ def ragged_dot(
     is_empty = not x.shape[0]
     if is_empty:  # one row that belongs to no group, so that state leaves as ever
         x = vary_as(jnp.zeros((1, x.shape[1]), x.dtype), x)
-    recipe, state = as_traced(recipe, state)
-    if how.state_channel == "gradient" and isinstance(state, MatmulState):
-        state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
-    own = matched(state, recipe, stacked=w.shape[0])
-    kernels = check_kernels(how.kernels)
-    probe = own.probe if own else None
-    (tokens, k), (experts, _, n) = x.shape, w.shape
-    if preferred_element_type is None:
-        preferred_element_type = jnp.promote_types(x.dtype, w.dtype)
-    out_dtype = check_out_dtype(preferred_element_type)
-    backends = grouped_backends(
-        kernels.chip, kernels.casts, kernels.matmuls, recipe, (tokens, k, n), experts
-    )
-    call = Call(
-        recipe=recipe,
-        geometry=_GEOMETRY,
-        out_dtype=out_dtype,
-        precision=precision,
-        fast_accumulation=fp8_precision(precision),
-        out_sharding=None,
-        collected=own is not None and not own.frozen,
-        in_gradient_channel=probe is not None and probe.channel == "gradient",
-        settled=own is not None and own.settled,
-        amax_axes=_amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
-        places=Places(Whole(), Whole(), Whole()),
-        kernels=kernels,
-        backends=backends,
-        prologue=None,
-        save_original=how.save_original or (),
-        watched=name_of_call(how.name),
-    )
-    tile = tile_rows(tokens, experts, recipe.whole_tiles, backends)
-    quantizers = QuantizerArrays(
-        known=(probe.known if probe else known_scales(own)) if own else None,
-        ledger=probe.ledger if probe else None,
-        key=how.key if recipe.needs_key else None,
-    )
+    grouped = GroupedCall.of(
+        x, w, how, recipe=recipe, state=state, tokens=x.shape[0], precision=precision,
+        preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+    experts, _, n = w.shape
     bias = None if how.bias is None else check_bias(how.bias, (experts, n))
 
     def multiply(
         x: Array, w: Array, sizes: Array, quantizers: QuantizerArrays, bias: Array | None
     ) -> Array:
-        groups = Groups.of(sizes, tokens=tokens, tile=tile)
-        y = three_matmuls(call, Arrays(x, w, None, None, quantizers, groups=groups))
-        return y if bias is None else y + _of_rows(bias, sizes, y)
+        rows = Rows(Groups.of(sizes, tokens=x.shape[0], tile=grouped.tile))
+        y = three_matmuls(grouped.call, Arrays(x, w, None, None, quantizers, rows=rows))
+        return y if bias is None else y + bias_of_rows(bias, sizes, y)
 
     if any(map(is_explicit, (x, w, sizes))):
         # Rows of a group lie on any devices, and no type can say on which.
@@ -189,7 +144,7 @@ def ragged_dot(
         raise ValueError(
             f"out_sharding={how.out_sharding} needs operands in an Explicit mesh. Leave it out."
         )
-    y = multiply(x, w, sizes, quantizers, bias)
+    y = multiply(x, w, sizes, grouped.quantizers, bias)
     return y[:0] if is_empty else y
 
 
@@ -204,22 +159,3 @@ def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
             "cannot be split so. Say how it is split, for instance out_sharding=jax.P(...)."
         )
     return jax.NamedSharding(mesh, jax.P(rows, columns))
-
-
-def _of_rows(bias: Array, sizes: Array, y: Array) -> Array:
-    """For each row of y [T, N] the bias of its group, of [E, N]; 0 for rows of the tail."""
-    ends = group_ends(sizes, y.shape[0])
-    group = jnp.sum(ends[None] <= jnp.arange(y.shape[0])[:, None], axis=1, dtype=jnp.int32)
-    # Rows are taken in float32, so that the gradient is summed in float32.
-    wide = bias.astype(sum_dtype(bias.dtype))
-    return wide.at[group].get(mode="fill", fill_value=0.0).astype(y.dtype)
-
-
-def _amax_axes(
-    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
-) -> AmaxAxes:
-    """The axes over which amaxes are reduced. Axes that split experts are not among them."""
-    axes = amax_axes(recipe, given, probed)
-    if axes.named is None:
-        axes = dataclasses.replace(axes, named=frozenset())
-    return axes

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DType, Matmul, Tensor
-from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
 from jaxfp8.ops._arrays import Arrays, KnownAmaxes, QuantizerArrays
 from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
@@ -27,7 +26,6 @@ from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._checkpoint_policies import named_amax
 from jaxfp8.ops._cotangents import cotangent, sharding_of
 from jaxfp8.ops._differentiated import check_differentiated
-from jaxfp8.ops._grouped_operands import quantize_groups
 from jaxfp8.ops._once import once
 from jaxfp8.ops._operands import (
     Quantized,
@@ -37,6 +35,8 @@ from jaxfp8.ops._operands import (
     quantize_operand,
 )
 from jaxfp8.ops._residuals import Copy, readable
+from jaxfp8.ops._routed_operands import quantize_rows, wgrad_operand
+from jaxfp8.ops._rows import Rows
 from jaxfp8.ops._watch import send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
@@ -101,14 +101,14 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)  # traced and lowered once for all equal layers
 def _fprop(call: Call, arrays: Arrays) -> _Forward:
-    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.groups)
+    variation = _variation(call, jax.typeof(arrays.x), jax.typeof(arrays.w), arrays.rows)
     x = _cast_forward(call, "x", _source(call, arrays), arrays, variation)
     if arrays.held is None:
         w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
     else:
         w = held_operand(call, arrays.held, arrays.quantizers.ledger)
     y = _multiply(
-        call, arrays.groups, "fprop",
+        call, arrays.rows, "fprop",
         call.places.x.gather_operand(x.now["fprop"]),
         call.places.w.gather_operand(w.now["fprop"]),
         call.out_dtype,
@@ -129,28 +129,29 @@ def _cast_forward(
     call: Call, tensor: Tensor, source: Source, arrays: Arrays, variation: Variation
 ) -> Quantized:
     only: Matmul | None = "fprop" if tensor in call.save_original else None
-    return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.groups, only=only)
+    return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.rows, only=only)
 
 
 def _quantize(
     call: Call, tensor: Tensor, source: Source, own: QuantizerArrays, variation: Variation,
-    groups: Groups | None, *, column_sums: bool = False, only: Matmul | None = None,
+    rows: Rows | None, *, column_sums: bool = False, only: Matmul | None = None,
 ) -> Quantized:  # fmt: skip
     """A tensor, cast once for all matmuls that read it: as one, or each group by itself."""
-    if groups is not None:
-        return quantize_groups(groups, call, tensor, value_of(source), own, variation, only=only)
+    if rows is not None:
+        return quantize_rows(rows, call, tensor, value_of(source), own, variation, only=only)
     return quantize_operand(
         call, tensor, source, own, variation, column_sums=column_sums, only=only
     )
 
 
 def _multiply(
-    call: Call, groups: Groups | None, matmul: Matmul, lhs: Operand, rhs: Operand,
+    call: Call, rows: Rows | None, matmul: Matmul, lhs: Operand, rhs: Operand,
     out_dtype: DType, out_sharding: Any,
 ) -> Array:  # fmt: skip
     """One of the three matmuls, or that of each group."""
-    if groups is not None:
-        return call.multiply_groups(matmul, lhs, rhs, groups, out_dtype)
+    if rows is not None:
+        result = call.multiply_groups(matmul, lhs, rhs, rows.groups, out_dtype)
+        return rows.returned(matmul, result)
     return call.multiply(matmul, lhs, rhs, out_dtype, out_sharding)
 
 
@@ -160,9 +161,7 @@ def _source(call: Call, arrays: Arrays) -> Source:
     return Produced(arrays.x, arrays.parts, call.prologue)
 
 
-def _variation(
-    call: Call, x: Any, w: Any, groups: Groups | None, g: Array | None = None
-) -> Variation:
+def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = None) -> Variation:
     """The manual mesh axes over which x, w and g vary. x and w are types.
 
     Axes that a tensor is gathered over are left out, because the matmul reads the whole operand.
@@ -170,9 +169,9 @@ def _variation(
     """
     if not call.amax_axes.manual:
         return NO_VARIATION
-    rows = varying_type(x) if groups is None else varying_type(x) | varying(groups.tiles)
+    of_x = varying_type(x) if rows is None else varying_type(x) | varying(rows.groups.tiles)
     return Variation(
-        x=rows - call.places.x.manual_axes,
+        x=of_x - call.places.x.manual_axes,
         w=varying_type(w) - call.places.w.manual_axes,
         g=frozenset() if g is None else varying(g) - call.places.g.manual_axes,
         summed=call.places.g.manual_axes,
@@ -199,7 +198,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
     bias = None if given.bias is None else once(given.bias)
-    residuals = x_saved, w_saved, scalars, given.quantizers, types, given.groups
+    residuals = x_saved, w_saved, scalars, given.quantizers, types, given.rows
     return add_bias(y, bias, call.geometry), residuals
 
 
@@ -212,22 +211,22 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 
 @functools.partial(jax.jit, static_argnums=0)  # as above
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
-    x, w, (seen, watched), own, types, groups = residuals
+    x, w, (seen, watched), own, types, rows = residuals
     gradient = once(gradient)
-    variation = _variation(call, types.x, types.w, groups, gradient)
+    variation = _variation(call, types.x, types.w, rows, gradient)
     g = _quantize(
-        call, "g", gradient, own, variation, groups,
+        call, "g", gradient, own, variation, rows,
         column_sums=types.bias is not None and sums_columns(call.geometry),
     )  # fmt: skip
-    x, of_x = _read(call, "x", x, own, variation, gradient, groups)
-    w, of_w = _read(call, "w", w, own, variation, gradient, groups)
+    x, of_x = _read(call, "x", x, own, variation, gradient, rows)
+    w, of_w = _read(call, "w", w, own, variation, gradient, rows)
     send(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
-    if groups is not None:
+    if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
-    dx = _multiply(call, groups, "dgrad", dgrad, w, types.x.dtype, sharding_of(types.x, dx_axes))
-    dw = _multiply(call, groups, "wgrad", x, wgrad, types.w.dtype, sharding_of(types.w, dw_axes))
+    dx = _multiply(call, rows, "dgrad", dgrad, w, types.x.dtype, sharding_of(types.x, dx_axes))
+    dw = _multiply(call, rows, "wgrad", x, wgrad, types.w.dtype, sharding_of(types.w, dw_axes))
     dx = call.places.x.scatter(cotangent(dx, dx_axes, types.x))
     dw = call.places.w.scatter(cotangent(dw, dw_axes, types.w))
     db = None
@@ -240,7 +239,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
 
 def _read(
     call: Call, tensor: Tensor, saved: Copy | _Original, own: QuantizerArrays,
-    variation: Variation, gradient: Array, groups: Groups | None,
+    variation: Variation, gradient: Array, rows: Rows | None,
 ) -> tuple[Operand, tuple[CastStats, ...]]:  # fmt: skip
     """The whole operand x of wgrad or w of dgrad from its residual, and statistics of its cast.
 
@@ -248,7 +247,10 @@ def _read(
     """
     place: Place = getattr(call.places, tensor)
     if isinstance(saved, Copy):
-        return place.gather_operand(saved.whole(own.known)), ()
+        whole = place.gather_operand(saved.whole(own.known))
+        if rows is not None and rows.routed == tensor:
+            whole = wgrad_operand(rows, call, tensor, whole, own, variation)
+        return whole, ()
     arrays = readable(saved.arrays, gradient)
     source: Source = arrays[0]
     if tensor == "w":
@@ -257,7 +259,7 @@ def _read(
         source = produce_again(call.prologue, arrays)
     matmul: Matmul = "wgrad" if tensor == "x" else "dgrad"
     known = own._replace(ledger=None, amaxes=saved.amaxes)
-    cast = _quantize(call, tensor, source, known, variation, groups, only=matmul)
+    cast = _quantize(call, tensor, source, known, variation, rows, only=matmul)
     return place.gather_operand(cast.now[matmul]), cast.watched
 
 

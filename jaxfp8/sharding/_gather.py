@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding
@@ -23,6 +24,18 @@ def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
     if x.dtype.itemsize > 1:
         return collective(x)
     return lax.bitcast_convert_type(collective(lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
+
+
+def take_rows(x: Array, index: Array, fill: float = 0.0) -> Array:
+    """Entries of x [n, ...] at an index of any shape. An index of n or more gives `fill`.
+
+    FP8 values and E8M0 scales are moved as bytes, for the reason above.
+    """
+    if x.dtype.itemsize > 1:
+        return x.at[index].get(mode="fill", fill_value=fill)
+    filler = int(np.asarray(fill, x.dtype).view(np.uint8))
+    taken = lax.bitcast_convert_type(x, jnp.uint8).at[index]
+    return lax.bitcast_convert_type(taken.get(mode="fill", fill_value=filler), x.dtype)
 
 
 @functools.cache

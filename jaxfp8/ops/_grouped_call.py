@@ -1,0 +1,120 @@
+"""The call of a grouped matmul: everything about it except its operands and its rows.
+
+Letters: T rows, E groups; K N the axes of a matrix.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Array, DType
+from jaxfp8.kernels.grouped_matmul._groups import group_ends
+from jaxfp8.numerics._dtypes import check_out_dtype, sum_dtype
+from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
+from jaxfp8.ops._arguments import fp8_precision
+from jaxfp8.ops._arrays import QuantizerArrays
+from jaxfp8.ops._call import Call, Places
+from jaxfp8.ops._options import Options
+from jaxfp8.ops._watch import name_of_call
+from jaxfp8.plan._grouped import grouped_backends, tile_rows
+from jaxfp8.plan._kernels import check_kernels
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._place import Whole
+from jaxfp8.state._gradient_channel import in_gradient_channel
+from jaxfp8.state._high_precision import as_traced
+from jaxfp8.state._identity import known_scales
+from jaxfp8.state._matched import matched
+from jaxfp8.state._state import MatmulState
+
+_GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedCall:
+    """A grouped matmul without its operands and its rows.
+
+    Attributes:
+      call: the static part.
+      quantizers: the arrays of the state, and the key.
+      tile: P, how many rows a tile of rows has.
+    """
+
+    call: Call
+    quantizers: QuantizerArrays
+    tile: int
+
+    @classmethod
+    def of(
+        cls, x: Array, w: Array, how: Options, *, recipe: Recipe,
+        state: MatmulState | tuple[()] | None, tokens: int, precision: Any,
+        preferred_element_type: DType | None,
+    ) -> "GroupedCall":  # fmt: skip
+        """The call for operands x [..., K] and w [E, K, N] of these types.
+
+        Args:
+          x: rows, or the tokens that become rows.
+          w: matrices.
+          how: the options of the call.
+          recipe: the quantizer of each operand.
+          state: the quantizer state, one for all groups or one for each.
+          tokens: how many rows all groups have together, or about as many.
+          precision: see `fp8.dot_general`.
+          preferred_element_type: the dtype of the result; None: what the operands promote to.
+        """
+        recipe, state = as_traced(recipe, state)
+        if how.state_channel == "gradient" and isinstance(state, MatmulState):
+            state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
+        own = matched(state, recipe, stacked=w.shape[0])
+        kernels = check_kernels(how.kernels)
+        probe = own.probe if own else None
+        experts, k, n = w.shape
+        if preferred_element_type is None:
+            preferred_element_type = jnp.promote_types(x.dtype, w.dtype)
+        backends = grouped_backends(
+            kernels.chip, kernels.casts, kernels.matmuls, recipe, (tokens, k, n), experts
+        )
+        call = Call(
+            recipe=recipe,
+            geometry=_GEOMETRY,
+            out_dtype=check_out_dtype(preferred_element_type),
+            precision=precision,
+            fast_accumulation=fp8_precision(precision),
+            out_sharding=None,
+            collected=own is not None and not own.frozen,
+            in_gradient_channel=probe is not None and probe.channel == "gradient",
+            settled=own is not None and own.settled,
+            amax_axes=_amax_axes(recipe, how.reduce_axes, probe.reduce_axes if probe else None),
+            places=Places(Whole(), Whole(), Whole()),
+            kernels=kernels,
+            backends=backends,
+            prologue=None,
+            save_original=how.save_original or (),
+            watched=name_of_call(how.name),
+        )
+        quantizers = QuantizerArrays(
+            known=(probe.known if probe else known_scales(own)) if own else None,
+            ledger=probe.ledger if probe else None,
+            key=how.key if recipe.needs_key else None,
+        )
+        return cls(call, quantizers, tile_rows(tokens, experts, recipe.whole_tiles, backends))
+
+
+def bias_of_rows(bias: Array, sizes: Array, y: Array) -> Array:
+    """For each row of y [T, N] the bias of its group, of [E, N]; 0 for rows of the tail."""
+    ends = group_ends(sizes, y.shape[0])
+    group = jnp.sum(ends[None] <= jnp.arange(y.shape[0])[:, None], axis=1, dtype=jnp.int32)
+    # Rows are taken in float32, so that the gradient is summed in float32.
+    wide = bias.astype(sum_dtype(bias.dtype))
+    return wide.at[group].get(mode="fill", fill_value=0.0).astype(y.dtype)
+
+
+def _amax_axes(
+    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
+) -> AmaxAxes:
+    """The axes over which amaxes are reduced. Axes that split experts are not among them."""
+    axes = amax_axes(recipe, given, probed)
+    if axes.named is None:
+        axes = dataclasses.replace(axes, named=frozenset())
+    return axes

@@ -1,0 +1,135 @@
+"""`route`: the way of tokens to the experts that a router chose for them, and back."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._typing import Array, ArrayLike
+from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.ops._arguments import as_array
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._route import Route
+
+
+def route(
+    chosen: ArrayLike,
+    *,
+    experts: int,
+    axis: str | None = None,
+    capacity_factor: float | None = None,
+) -> Route:
+    """The way of tokens to their experts, and back, on one device or over a mesh axis.
+
+    Inside `jax.shard_map` with `axis=` the experts are split over that mesh axis, in order, and so
+    are the tokens. Each device sends C slots to each device, one for each choice of an expert
+    there, in one all-to-all. A slot without a choice is sent, too, and holds zeros.
+
+    Without `capacity_factor` no choice is ever dropped. C is then `T * min(k, E / D)`, which may be
+    many times more than the choices that are there: `D / k` times, if a device has k experts or
+    more. With it C is `capacity_factor * T * k / D`. A factor of 1 has just enough slots if all
+    devices get equally many choices. If a device is chosen more often, choices are dropped: last
+    choices of a token first, and later tokens before earlier ones. A choice that was dropped adds 0
+    to its token.
+
+    Letters: T tokens of this device, k choices of each, E experts, D devices along the axis, S
+    slots of a device, D * C.
+
+    Args:
+      chosen: integers [T, k], the experts of each token. They should differ in a row. If an expert
+        occurs twice in a row, slots may be missing, and choices are dropped. A number that is no
+        expert, -1 for instance, is not sent, and is not counted as dropped.
+      experts: E, over all devices of the axis.
+      axis: the name of the manual mesh axis that splits experts; None if this device has all.
+      capacity_factor: see above; None for as many slots as may be needed.
+
+    Returns:
+      A `Route`. `sizes` i32[E / D] are the rows of each expert of this device. `dropped` i32[] says
+      how many choices of this device were dropped.
+
+    Raises:
+      TypeError, ValueError: for choices that are no integers [T, k], for an expert that does not
+        exist if it can be read, for an axis that is not manual here, that does not split the
+        tokens, or whose devices do not divide E, and for a factor that is not above 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> way = route(jnp.array([[0, 2], [2, 1]]), experts=3)
+      >>> way.to_experts(jnp.array([[5.0], [7.0]]))[:, 0]  # of experts 0, 1, 2 and 2
+      Array([5., 7., 5., 7.], dtype=float32)
+
+    References:
+      Lepikhin et al., GShard, arXiv:2006.16668 (capacity); DeepSeek-V3, arXiv:2412.19437, 3.2.
+    """
+    chosen = _checked(chosen, experts)
+    if axis is not None:
+        _check_axis(axis, experts, chosen)
+    if capacity_factor is not None and not (
+        isinstance(capacity_factor, int | float) and 0 < capacity_factor < math.inf
+    ):
+        raise ValueError(
+            f"capacity_factor={capacity_factor!r} must be a number above 0, for instance 1.25; "
+            "None has as many slots as may be needed."
+        )
+    return Route.of(chosen, experts=experts, axis=axis, capacity_factor=capacity_factor)
+
+
+def _checked(given: ArrayLike, experts: int) -> Array:
+    """The choices as i32[T, k]."""
+    if type(experts) is not int or experts < 1:
+        raise ValueError(f"experts={experts!r} must be the number of experts, 1 or more.")
+    chosen = as_array("chosen", given)
+    if not jnp.issubdtype(chosen.dtype, jnp.integer):
+        raise TypeError(
+            f"chosen has dtype {chosen.dtype.name}; pass integers, the experts of each token, for "
+            "instance from jax.lax.top_k(...)[1]."
+        )
+    if chosen.ndim != 2 or not all(chosen.shape):
+        raise ValueError(
+            f"chosen has shape {list(chosen.shape)}. Pass the experts of each token, [T, k], with "
+            "a token and a choice at least."
+        )
+    if not all(isinstance(size, int) for size in chosen.shape):
+        raise ValueError(
+            f"chosen has a symbolic size: {list(chosen.shape)}. The number of slots depends on it. "
+            "Export the program once for each size."
+        )
+    if is_explicit(chosen):
+        raise ValueError(
+            f"chosen is split over an Explicit mesh, {jax.typeof(chosen)}. Call fp8.moe.route "
+            "inside jax.shard_map. fp8.moe.swiglu_experts does this for you."
+        )
+    if not isinstance(chosen, jax.core.Tracer) and chosen.is_fully_addressable:
+        largest = int(np.max(np.asarray(chosen)))
+        if largest >= experts:
+            raise ValueError(
+                f"chosen has expert {largest}, but experts={experts} have the numbers 0 to "
+                f"{experts - 1}. Use -1 for a choice without an expert."
+            )
+    # A wider integer is limited before it becomes int32, so that no large number wraps around.
+    wide = jnp.iinfo(chosen.dtype).max > jnp.iinfo(jnp.int32).max
+    if wide:
+        chosen = jnp.clip(chosen, max(-1, int(jnp.iinfo(chosen.dtype).min)), experts)
+    return chosen.astype(jnp.int32)
+
+
+def _check_axis(axis: str, experts: int, chosen: Array) -> None:
+    if axis not in manual_axes():
+        raise ValueError(
+            f"axis={axis!r} is no manual mesh axis here. The manual axes are "
+            f"{list(manual_axes())}. Call this inside jax.shard_map, over one of its axes, or "
+            "leave axis= out if this device has all experts."
+        )
+    devices = jax.lax.axis_size(axis)
+    if experts % devices:
+        raise ValueError(
+            f"experts={experts} cannot be split over the {devices} devices of axis={axis!r}. Use a "
+            f"multiple of {devices}."
+        )
+    if types_tell() and axis not in varying(chosen):
+        raise ValueError(
+            f"chosen is the same on all devices of axis={axis!r}, by its type {jax.typeof(chosen)}."
+            " Each expert would get each token once from every device. Split tokens over the axis, "
+            f"for instance in_specs=jax.P({axis!r})."
+        )
