@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
+from jaxfp8.numerics._dtypes import sum_dtype
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._gather import in_bytes, take_rows
 
@@ -165,7 +166,7 @@ class Route:
         if self.choices == 1:
             return found
         each = found.reshape(-1, self.choices, *found.shape[1:])
-        wide = jnp.promote_types(found.dtype, jnp.float32)
+        wide = sum_dtype(found.dtype)
         total = each[:, 0].astype(wide)
         for choice in range(1, self.choices):
             total += each[:, choice].astype(wide)

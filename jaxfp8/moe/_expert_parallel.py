@@ -1,0 +1,91 @@
+"""ExpertParallel: how tokens go to experts that are split over a mesh."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from jaxfp8._typing import Array
+from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.sharding._specs import mesh_axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertParallel:
+    """How tokens go to experts that are split over a mesh. Hashable.
+
+    Attributes:
+      axis: the mesh axis that splits experts. None: every device has all experts.
+      tokens: the mesh axes that split tokens, `axis` among them. Default: None. Then `axis` alone
+        splits them; in an Explicit mesh those axes of the type of x do. Inside `jax.shard_map` over
+        all of these axes it is not read.
+      capacity_factor: see `fp8.moe.route`. Default: None, no choice is dropped.
+      sent_in_fp8: see `fp8.moe.dispatch_matmul`. Default: True.
+      gradient_sent_in_fp8: see `fp8.moe.matmul_combine`. Default: False.
+
+    Raises:
+      TypeError, ValueError: for a field of another type, and for `tokens` without `axis`.
+
+    Example:
+      >>> ExpertParallel(axis="expert", tokens=("data", "expert")).capacity_factor
+    """
+
+    axis: str | None = None
+    tokens: tuple[str, ...] | None = None
+    capacity_factor: float | None = None
+    sent_in_fp8: bool = True
+    gradient_sent_in_fp8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.axis is not None and not isinstance(self.axis, str):
+            raise TypeError(f"axis={self.axis!r} must be the name of a mesh axis, or None.")
+        tokens = self.tokens
+        if tokens is not None and not (
+            isinstance(tokens, tuple) and all(isinstance(name, str) for name in tokens)
+        ):
+            raise TypeError(f"tokens={tokens!r} must be a tuple of names of mesh axes.")
+        if self.axis is not None and tokens is not None and self.axis not in tokens:
+            raise ValueError(
+                f"tokens={tokens!r} lacks axis={self.axis!r}. Experts would get each token once "
+                "from every device of the axis. Split tokens over it, too."
+            )
+        factor = self.capacity_factor
+        if factor is not None and not (isinstance(factor, int | float) and 0 < factor < math.inf):
+            raise ValueError(
+                f"capacity_factor={factor!r} must be a number above 0, or None for as many slots "
+                "as may be needed."
+            )
+        for name in ("sent_in_fp8", "gradient_sent_in_fp8"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def axes_to_enter(self, x: Array) -> tuple[str, ...] | None:
+        """The mesh axes that split tokens x [T, ...], and are not manual yet. None: stay outside.
+
+        Raises:
+          ValueError: if the mesh has no such axis, or no mesh is set.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        tokens = self.tokens
+        if tokens is None and is_explicit(x):
+            split: Any = (*jax.typeof(x).sharding.spec, None)[0]
+            tokens = mesh_axes(split)
+        if tokens is None:
+            tokens = () if self.axis is None else (self.axis,)
+        wanted = dict.fromkeys((*tokens, *(() if self.axis is None else (self.axis,))))
+        if missing := [name for name in wanted if name not in kinds]:
+            raise ValueError(
+                f"{missing} are no axes of the mesh here, {list(kinds)}. Set a mesh that has them "
+                "with jax.set_mesh(mesh), or call this inside jax.shard_map."
+            )
+        is_free = self.axis is not None and kinds[self.axis] != AxisType.Manual
+        if is_free and self.axis not in tokens:
+            raise ValueError(
+                f"x is split over {tokens}, but not over axis={self.axis!r}. Experts would get "
+                "each token once from every device of the axis. Split tokens over it, too."
+            )
+        free = tuple(name for name in tokens if kinds[name] != AxisType.Manual)
+        return free if free or AxisType.Explicit in kinds.values() else None
