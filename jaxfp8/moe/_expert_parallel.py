@@ -62,7 +62,7 @@ class ExpertParallel:
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
 
     def axes_to_enter(self, x: Array) -> tuple[str, ...] | None:
-        """The mesh axes that split tokens x [T, ...], and are not manual yet. None: stay outside.
+        """The mesh axes that split tokens x [T, ...], to enter `jax.shard_map`. None: stay outside.
 
         Raises:
           ValueError: if the mesh has no such axis, or no mesh is set.
@@ -87,5 +87,13 @@ class ExpertParallel:
                 f"x is split over {tokens}, but not over axis={self.axis!r}. Experts would get "
                 "each token once from every device of the axis. Split tokens over it, too."
             )
-        free = tuple(name for name in tokens if kinds[name] != AxisType.Manual)
-        return free if free or AxisType.Explicit in kinds.values() else None
+        if AxisType.Manual in kinds.values():
+            # The gradient of a shard_map inside another one does not compile (jax 0.10 to 0.12).
+            if is_free:
+                manual = [name for name, kind in kinds.items() if kind == AxisType.Manual]
+                raise ValueError(
+                    f"axis={self.axis!r} is not manual, but {manual} are. Call jax.shard_map over "
+                    f"{self.axis!r}, too, or outside of it."
+                )
+            return None
+        return tokens if tokens or AxisType.Explicit in kinds.values() else None

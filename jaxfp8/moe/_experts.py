@@ -155,14 +155,9 @@ def _local(
 
 
 def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...]) -> ExpertsOutput:
-    """The result of global arrays, inside `jax.shard_map` over all axes that are not manual."""
+    """The result of global arrays, inside `jax.shard_map` over all axes of the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    free = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind != AxisType.Manual
-    }
-    rows, matrices = jax.P(tokens or None), jax.P(axis if axis in free else None)
+    rows, matrices = jax.P(tokens or None), jax.P(axis)
 
     def of_state(state: Any) -> Any:
         stacked = isinstance(state, MatmulState) and state.scale.ndim == 2
@@ -178,7 +173,7 @@ def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...
         return y, _summed(dropped)
 
     y, dropped = jax.shard_map(
-        entered, in_specs=(specs,), out_specs=(rows, jax.P()), axis_names=free
+        entered, in_specs=(specs,), out_specs=(rows, jax.P()), axis_names=set(mesh.axis_names)
     )(given)
     return ExpertsOutput(y, dropped)
 

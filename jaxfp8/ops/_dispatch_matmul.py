@@ -101,7 +101,7 @@ def dispatch_matmul(
       DeepSeek-V3, arXiv:2412.19437, section 3.3; FP8-Flow-MoE, arXiv:2511.02302.
     """
     how = read_options("fp8.moe.dispatch_matmul", DispatchOptions, options)
-    x, w = _operands("fp8.moe.dispatch_matmul", x, w, route, route.tokens, recipe, how)
+    x, w = _operands("fp8.moe.dispatch_matmul", x, w, route, "tokens", recipe, how)
     if sent_in_fp8:
         cure = "Pass sent_in_fp8=False."
         check_sent_in_fp8(recipe, "x", cure)
@@ -175,7 +175,7 @@ def matmul_combine(
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (combine in BF16).
     """
     how = read_options("fp8.moe.matmul_combine", CombineOptions, options)
-    x, w = _operands("fp8.moe.matmul_combine", x, w, route, route.rows, recipe, how)
+    x, w = _operands("fp8.moe.matmul_combine", x, w, route, "rows", recipe, how)
     if gradient_sent_in_fp8:
         check_sent_in_fp8(recipe, "g", "Pass gradient_sent_in_fp8=False.")
     grouped = _grouped(x, w, route, recipe, state, how, precision, preferred_element_type)
@@ -186,11 +186,18 @@ def matmul_combine(
 
 
 def _operands(
-    function: str, x: ArrayLike, w: ArrayLike, route: Route, rows: int, recipe: Recipe, how: Options
+    function: str,
+    x: ArrayLike,
+    w: ArrayLike,
+    route: Route,
+    count: str,
+    recipe: Recipe,
+    how: Options,
 ) -> tuple[Array, Array]:
-    """The operands, checked."""
+    """The operands, checked. x has as many rows as the route has tokens or rows."""
     if not isinstance(route, Route):
         raise TypeError(f"route={route!r} is no Route. Make it with fp8.moe.route(chosen, ...).")
+    rows: int = getattr(route, count)
     if is_weight(w):
         raise TypeError(
             f"w is {w}. {function} takes matrices in high precision. Leave them out of "

@@ -1,0 +1,200 @@
+"""Experts in FP8 on every kind of mesh, against one device."""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
+import moe_cases as cases
+from moe_cases import RECIPES, E, assert_same, distance
+
+import jaxfp8 as fp8
+
+SPLIT = P("expert")
+EXPERTS = fp8.moe.ExpertParallel(axis="expert", gradient_sent_in_fp8=True)
+
+
+def specs_of(recipe, stacked, tokens=SPLIT):
+    """The specs of the operands and of the states."""
+    of_state = SPLIT if stacked else P()
+    states = jax.tree.map(lambda _: of_state, cases.states(recipe, stacked))
+    return (tokens, tokens, tokens, SPLIT, SPLIT, tokens), states
+
+
+@functools.cache
+def one_device(name, stacked):
+    recipe = RECIPES[name]
+    parallel = fp8.moe.ExpertParallel(gradient_sent_in_fp8=True)
+    run = jax.jit(lambda given, state: cases.step(recipe, parallel, given, state))
+    return run(cases.arrays(), cases.states(recipe, stacked))
+
+
+def mesh_of(kind, **axes):
+    count = np.prod(list(axes.values()))
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes),
+        devices=jax.devices()[:count],
+    )  # fmt: skip
+
+
+def put(mesh, tree, specs):
+    place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec))
+    return jax.tree.map(place, tree, specs)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "manual"])
+@pytest.mark.parametrize(
+    ("name", "stacked"),
+    [
+        ("delayed", True),
+        ("delayed", False),
+        ("current", True),
+        ("blockwise", True),
+        ("mxfp8", True),
+    ],
+)
+def test_any_number_of_devices_gives_the_same_bits(name, stacked, kind, devices):
+    """Rows of an expert have one order on all meshes, so even the tiles of wgrad are the same."""
+    recipe, state = RECIPES[name], cases.states(RECIPES[name], stacked)
+    if devices == 2 and kind != "auto":
+        pytest.skip("4 and 8 show it")
+    specs = specs_of(recipe, stacked)
+    run = lambda given, state: cases.step(recipe, EXPERTS, given, state)
+    if kind == "manual":
+        mesh = mesh_of(AxisType.Auto, expert=devices)
+        out = (SPLIT, (SPLIT,) * 4, specs[1])
+        on_mesh = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out)
+        got = jax.jit(on_mesh)(cases.arrays(), state)
+    else:
+        mesh = mesh_of(AxisType.Auto if kind == "auto" else AxisType.Explicit, expert=devices)
+        with jax.set_mesh(mesh):
+            got = jax.jit(run)(put(mesh, cases.arrays(), specs[0]), put(mesh, state, specs[1]))
+    assert_same(got, one_device(name, stacked))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit", "manual", "partly_manual"])
+@pytest.mark.parametrize(("name", "stacked"), [("delayed", True), ("delayed", False), ("mxfp8", 1)])
+def test_experts_and_data_axes(name, stacked, kind):
+    """Each expert has tokens on both devices of "data". Amaxes are those of all its tokens."""
+    recipe, state = RECIPES[name], cases.states(RECIPES[name], stacked)
+    tokens = ("data", "expert")
+    specs = specs_of(recipe, stacked, P(tokens))
+    parallel = fp8.moe.ExpertParallel(axis="expert", tokens=tokens)
+    run = lambda given, state: cases.step(recipe, parallel, given, state)
+    given = cases.arrays()
+    if kind in ("manual", "partly_manual"):
+        mesh = mesh_of(AxisType.Auto, data=2, expert=4)
+        names = {"expert"} if kind == "partly_manual" else {"data", "expert"}
+        if kind == "partly_manual":
+            specs = specs_of(recipe, stacked)
+        out = (specs[0][0], (specs[0][0],) * 2 + (SPLIT,) * 2, specs[1])
+        on_mesh = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, axis_names=names)
+        got = jax.jit(on_mesh)(given, state)
+    else:
+        mesh = mesh_of(AxisType.Auto if kind == "auto" else AxisType.Explicit, data=2, expert=4)
+        with jax.set_mesh(mesh):
+            got = jax.jit(run)(put(mesh, given, specs[0]), put(mesh, state, specs[1]))
+    want = one_device(name, stacked)
+    assert_same((got[0], got[1][:2]), (want[0], want[1][:2]))
+    if recipe.rows:
+        assert_same(got[2], want[2])
+    for mine, other in zip(got[1][2:], want[1][2:], strict=True):
+        # The sum over devices is rounded. Tiles of mxfp8 along rows are others on each device.
+        assert distance(mine, other) < (5e-3 if recipe.rows else 3e-2)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "current"])
+def test_without_types(name):
+    recipe = RECIPES[name]
+    mesh = mesh_of(AxisType.Auto, expert=4)
+
+    def forward(axes, x, gates, chosen, w_in, w_out):
+        return fp8.moe.swiglu_experts(
+            x, gates, chosen, w_in, w_out, recipe=recipe, parallel=EXPERTS, reduce_axes=axes
+        ).y
+
+    run = lambda axes: jax.jit(
+        jax.shard_map(
+            functools.partial(forward, axes), mesh=mesh, in_specs=(SPLIT,) * 5, out_specs=SPLIT,
+            check_vma=False,
+        )
+    )(*cases.arrays()[:5])  # fmt: skip
+    if name == "current":
+        with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
+            run(None)
+    assert_same(run(()), one_device(name, True)[0])
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_an_amax_is_never_a_local_one(name):
+    """The largest token of each expert is on another device than the expert."""
+    recipe, state = RECIPES[name], cases.states(RECIPES[name], True)
+    x, gates, chosen, w_in, w_out, g = cases.arrays()
+    chosen = (jnp.arange(x.shape[0], dtype=jnp.int32)[:, None] + jnp.array([[0, 1]])) % E
+    x = x.at[3].mul(1000).at[250].mul(1000)
+    given = x, gates, chosen, w_in, w_out, g
+    want = jax.jit(lambda given, state: cases.step(recipe, None, given, state))(given, state)
+    mesh = mesh_of(AxisType.Auto, expert=8)
+    with jax.set_mesh(mesh):
+        parallel = fp8.moe.ExpertParallel(axis="expert")
+        run = jax.jit(lambda given, state: cases.step(recipe, parallel, given, state))
+        got = run(given, state)
+    assert_same(got, want)
+    # A local amax would be smaller: that of one device is another one.
+    local = cases.step(recipe, None, (x[:32], gates[:32], chosen[:32], w_in, w_out, g[:32]), state)
+    assert np.any(np.asarray(local[0]) != np.asarray(want[0][:32]))
+
+
+def test_a_capacity_drops_last_choices_and_counts_them():
+    recipe = RECIPES["blockwise"]
+    x, gates, chosen, w_in, w_out, _ = cases.arrays()
+    mesh = mesh_of(AxisType.Auto, expert=4)
+    with jax.set_mesh(mesh):
+        run = lambda factor: jax.jit(
+            lambda: fp8.moe.swiglu_experts(
+                x, gates, chosen, w_in, w_out, recipe=recipe,
+                parallel=fp8.moe.ExpertParallel(axis="expert", capacity_factor=factor),
+            )
+        )()  # fmt: skip
+        all_of_it, some = run(None), run(0.75)
+    assert int(all_of_it.dropped) == 0
+    # Each of 4 devices has 64 tokens, 128 choices and 24 slots for each of 4 devices.
+    device = np.asarray(chosen).reshape(4, 128) // 2
+    want = sum(max(0, int((of == peer).sum()) - 24) for of in device for peer in range(4))
+    assert int(some.dropped) == want > 0
+    # A token whose choices were all sent has the same result, and one that lost all has 0.
+    same = np.asarray((some.y == all_of_it.y).all(axis=1))
+    assert same.sum() >= x.shape[0] - want
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({"axis": "experts"}, ["'experts'", "jax.set_mesh"]),
+        ({"axis": "expert", "tokens": ("data",)}, ["lacks axis='expert'", "Split tokens"]),
+        ({"tokens": ["expert"]}, ["tokens=", "tuple"]),
+        ({"axis": 3}, ["axis=3", "name"]),
+        ({"capacity_factor": -1}, ["capacity_factor=-1", "above 0"]),
+        ({"sent_in_fp8": 1}, ["sent_in_fp8=1", "True or False"]),
+    ],
+)
+def test_bad_parallel_gets_a_clear_error(parallel, words):
+    x, gates, chosen, w_in, w_out, _ = cases.arrays()
+    with (
+        jax.set_mesh(mesh_of(AxisType.Auto, expert=2)),
+        pytest.raises((TypeError, ValueError)) as raised,
+    ):
+        fp8.moe.swiglu_experts(
+            x, gates, chosen, w_in, w_out, recipe=RECIPES["blockwise"],
+            parallel=fp8.moe.ExpertParallel(**parallel),
+        )  # fmt: skip
+    for word in words:
+        assert word in str(raised.value)

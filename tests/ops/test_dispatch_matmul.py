@@ -1,0 +1,287 @@
+"""Dispatch in FP8 and matmul, against dispatch in high precision, cast and matmul."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import moe_cases as cases
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_cases import EXACT, RECIPES, E, F, K, T, assert_same, distance
+
+import jaxfp8 as fp8
+
+STATES = [(name, stacked) for name in RECIPES for stacked in (True, False)]
+STATES = [case for case in STATES if case[1] or RECIPES[case[0]].rows]
+
+
+@functools.cache
+def sent(name, stacked, *, forward, backward):
+    parallel = fp8.moe.ExpertParallel(sent_in_fp8=forward, gradient_sent_in_fp8=backward)
+    recipe = RECIPES[name]
+    run = jax.jit(lambda given, state: cases.step(recipe, parallel, given, state))
+    return run(cases.arrays(), cases.states(recipe, stacked))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("name", "stacked"), STATES)
+def test_sent_in_fp8_is_sent_in_high_precision_and_cast(name, stacked, backward):
+    """All bits of results, states and gradients, except those of wgrad's second cast."""
+    y, (dx, dgates, dw_in, dw_out), state = sent(name, stacked, forward=True, backward=backward)
+    want_y, want, want_state = sent(name, stacked, forward=False, backward=False)
+    assert_same((y, dx, dgates, state), (want_y, want[0], want[1], want_state))
+    if not backward:
+        assert_same(dw_out, want[3])
+    for mine, other in ((dw_in, want[2]), (dw_out, want[3])):
+        if name in EXACT:
+            assert_same(mine, other)
+        assert distance(mine, other) <= 5e-4  # FP8 itself costs 3e-2
+    assert not np.asarray(dw_in[5]).any()  # expert 5 has no tokens
+
+
+@pytest.mark.parametrize(("name", "stacked"), STATES)
+def test_forward_is_ragged_dot_of_sorted_tokens(name, stacked):
+    recipe, (x, gates, chosen, w, _, _) = RECIPES[name], cases.arrays()
+    state = cases.states(recipe, stacked)[0]
+    order = np.argsort(np.asarray(chosen).reshape(-1), kind="stable")
+    sizes = jnp.bincount(chosen.reshape(-1), length=E)
+    want = fp8.ragged_dot(x[order // 2], w, sizes, recipe=recipe, state=state)
+    way = fp8.moe.route(chosen, experts=E)
+    got = fp8.moe.dispatch_matmul(x, w, way, recipe=recipe, state=state)
+    assert_same(got, want)
+    # Combined by hand, token by token.
+    weighted = want * fp8.moe.dispatch(way.of_choices, gates.reshape(-1))[:, None].astype(x.dtype)
+    by_token = np.zeros((T, 2 * F))
+    np.add.at(by_token, order // 2, np.asarray(weighted, np.float64))
+    np.testing.assert_allclose(
+        np.asarray(fp8.moe.combine(way, weighted), np.float64), by_token, rtol=1e-2, atol=1e-3
+    )
+
+
+def test_experts_are_those_of_a_loop_in_float64():
+    x, gates, chosen, w_in, w_out, g = (np.asarray(each, np.float64) for each in cases.arrays())
+    want, dx = np.zeros((T, K)), np.zeros((T, K))
+    for t in range(T):
+        for j in range(2):
+            e = int(chosen[t, j])
+            a, b = np.split(x[t] @ w_in[e], 2)
+            sigmoid = 1 / (1 + np.exp(-np.maximum(a, -700)))
+            want[t] += gates[t, j] * (a * sigmoid * b) @ w_out[e]
+            dh = gates[t, j] * g[t] @ w_out[e].T
+            da = dh * b * (sigmoid + a * sigmoid * (1 - sigmoid))
+            dx[t] += np.concatenate([da, dh * a * sigmoid]) @ w_in[e].T
+    y, (got_dx, *_), _ = sent("identity", True, forward=True, backward=False)
+    assert distance(y, want) < 5e-3
+    assert distance(got_dx, dx) < 5e-3
+    y, (got_dx, *_), _ = sent("blockwise", True, forward=True, backward=True)
+    assert distance(y, want) < 8e-2
+    assert distance(got_dx, dx) < 2e-1
+
+
+@pytest.mark.parametrize("exponent", [-20, -60, 20])
+def test_gradients_of_any_size_survive(exponent):
+    """A cotangent through an FP8 array would be cast without a scale: 1e-6 would become 0."""
+    given, scale = cases.arrays(dtype=jnp.float32), 2.0**exponent
+    parallel = fp8.moe.ExpertParallel(gradient_sent_in_fp8=True)
+    run = jax.jit(lambda given: cases.step(RECIPES["blockwise"], parallel, given, ((), ()))[1])
+    want = run(given)
+    got = run((*given[:5], given[5] * jnp.float32(scale)))
+    for mine, other in zip(got, want, strict=True):
+        assert distance(np.asarray(mine, np.float64) / scale, other) < 1e-6
+
+
+def row_and_column_casts(name, x):
+    """The column copies that wgrad reads, from the row copy and from high precision."""
+    quantizer = RECIPES[name].wgrad.lhs
+    options = {"power_of_two": True, "scale_format": quantizer.scale_format}
+    side = quantizer.granularity.tile[1]
+    row, column = fp8.PerBlock((1, side)), fp8.PerBlock((side, 1))
+    if quantizer.scale_format is not None:
+        options = {"scale_format": quantizer.scale_format}
+    rows = fp8.quantize(x, quantizer.format, row, **options)
+    again = fp8.quantize(rows.dequantize(jnp.bfloat16), quantizer.format, column, **options)
+    return rows, again, fp8.quantize(x, quantizer.format, column, **options)
+
+
+def wide(q):
+    scale = np.asarray(q.granularity.expand(q.scale.astype(jnp.float32), q.shape), np.float64)
+    scale = np.broadcast_to(scale, q.shape)
+    return np.asarray(q.values, np.float64) * scale, scale
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31 - 1), spread=st.sampled_from([0.0, 2.0, 8.0, 30.0]))
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_the_second_cast_changes_exponents_only(name, seed, spread):
+    """Values that are normal in both copies are equal. Others differ by a step of a subnormal."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (256, 128)) * jnp.exp2(
+        spread * jax.random.normal(keys[1], (256, 1))
+        + spread * jax.random.normal(keys[2], (1, 128)) / 2
+    )
+    rows, again, direct = row_and_column_casts(name, jnp.clip(x, -1e30, 1e30))
+    (of_rows, row_scale), (got, scale), (want, want_scale) = map(wide, (rows, again, direct))
+    assert np.isfinite(got).all()
+    # Nothing is rounded, except below 2^-6 of a scale, or below the smallest bfloat16.
+    exact = (np.abs(of_rows) >= 2.0**-6 * scale) | (of_rows == 0)
+    np.testing.assert_array_equal(got[exact], of_rows[exact])
+    assert (np.abs(got - of_rows) <= 2.0**-10 * scale + 2.0**-133).all()
+    bound = 2.0**-10 * (row_scale + scale + want_scale) + 2.0**-133
+    assert (np.abs(got - want) <= bound).all()
+    same = np.abs(want) >= 2.0**-6 * np.maximum(np.maximum(scale, want_scale), row_scale)
+    same &= scale == want_scale
+    np.testing.assert_array_equal(got[same], want[same])
+
+
+def test_tokens_of_very_different_sizes():
+    """Where casts along columns lose most, the second cast loses no more than the first one."""
+    given = cases.arrays(spread=2.0)
+    exact = cases.step(RECIPES["identity"], None, given, ((), ()))[1]
+    for name in ("blockwise", "mxfp8", "rowwise"):
+        run = lambda parallel, name=name: jax.jit(
+            lambda given: cases.step(RECIPES[name], parallel, given, ((), ()))[1]
+        )(given)
+        want = run(fp8.moe.ExpertParallel(sent_in_fp8=False))
+        got = run(fp8.moe.ExpertParallel(gradient_sent_in_fp8=True))
+        for i in (2, 3):
+            assert distance(got[i], exact[i]) <= 1.05 * distance(want[i], exact[i])
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "delayed"])
+def test_under_remat_scan_and_vmap(name):
+    recipe = RECIPES[name]
+    x, gates, chosen, w_in, w_out, g = cases.arrays()
+    state = cases.states(recipe, True)
+    plain = jax.jit(lambda given, state: cases.step(recipe, None, given, state))
+    want = plain((x, gates, chosen, w_in, w_out, g), state)
+
+    def experts(x, gates, w_in, w_out, state):
+        return fp8.moe.swiglu_experts(x, gates, chosen, w_in, w_out, recipe=recipe, states=state).y
+
+    def gradients(experts):
+        def loss(params, state):
+            y = experts(*params, state)
+            return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32)), y
+
+        (_, y), grads, new = fp8.value_and_grad(loss, has_aux=True)((x, gates, w_in, w_out), state)
+        return y, grads, new
+
+    for policy in (None, fp8.save_fp8_residuals()):
+        rematerialized = jax.checkpoint(experts, policy=policy)
+        assert_same(jax.jit(lambda f=rematerialized: gradients(f))(), want)
+
+    def scanned(x, gates, w_in, w_out, state):
+        # One layer that a scan runs.
+        stack = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
+        body = lambda x, layer: (experts(x, gates, *layer), None)
+        return jax.lax.scan(body, x, stack((w_in, w_out, state)))[0]
+
+    assert_same(jax.jit(lambda: gradients(scanned))(), want)
+    if recipe.rows:
+        return  # examples that share a state share its unset scale
+    mapped = jax.vmap(experts, in_axes=(0, None, None, None, None))
+    y = jax.jit(mapped)(jnp.stack([x, 2 * x]), gates, w_in, w_out, state)
+    assert_same(y[0], want[0])
+    assert_same(y[1], jax.jit(experts)(2 * x, gates, w_in, w_out, state))
+
+
+def test_a_bias_is_that_of_the_expert():
+    x, _, chosen, w, _, _ = cases.arrays()
+    way = fp8.moe.route(chosen, experts=E)
+    bias = jnp.arange(E * 2.0 * F).reshape(E, 2 * F)
+    recipe = RECIPES["current"]
+    dot = functools.partial(
+        fp8.moe.dispatch_matmul, x, w, way, recipe=recipe, preferred_element_type=jnp.float32
+    )
+    experts = np.sort(np.asarray(chosen).reshape(-1))
+    np.testing.assert_array_equal(dot(bias=bias), np.asarray(dot()) + np.asarray(bias)[experts])
+
+
+def call(**changes):
+    x, _, chosen, w, _, _ = cases.arrays()
+    given = {"x": x, "w": w, "route": fp8.moe.route(chosen, experts=E), "recipe": None, **changes}
+    given["recipe"] = given["recipe"] or RECIPES["blockwise"]
+    return fp8.moe.dispatch_matmul(**given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"x": jnp.ones((T, K + 1))}, ValueError, [f"[{T}, {K + 1}]", f"[{T}, K]"]),
+        ({"w": jnp.ones((E + 1, K, F))}, ValueError, [f"[{E + 1}, {K}, {F}]", f"[{E}, K, N]"]),
+        ({"route": 3}, TypeError, ["route=3", "fp8.moe.route"]),
+        (
+            {"recipe": fp8.recipes.rowwise(high_precision_wgrad=True)},
+            ValueError,
+            ["wgrad", "sent_in_fp8=False"],
+        ),
+        (
+            {"recipe": fp8.recipes.blockwise(power_of_two=False)},
+            ValueError,
+            ["power_of_two=True", "sent_in_fp8=False"],
+        ),
+        ({"save_original": ("x",)}, ValueError, ["save_original", "sent_in_fp8=False"]),
+        ({"x_shard": None}, TypeError, ["x_shard", "options"]),
+    ],
+)
+def test_bad_input_gets_a_clear_error(changes, error, words):
+    with pytest.raises(error) as raised:
+        call(**changes)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [fp8.recipes.rowwise(high_precision_wgrad=True), fp8.recipes.blockwise(power_of_two=False)],
+    ids=["high_precision_wgrad", "float32_scales"],
+)
+def test_such_recipes_are_sent_in_high_precision(recipe):
+    parallel = fp8.moe.ExpertParallel(sent_in_fp8=False)
+    _, grads, _ = jax.jit(lambda given: cases.step(recipe, parallel, given, ((), ())))(
+        cases.arrays()
+    )
+    _, want, _ = sent("identity", True, forward=True, backward=False)
+    for mine, other in zip(grads, want, strict=True):
+        assert distance(mine, other) < 0.25
+    with pytest.raises(ValueError, match="gradient_sent_in_fp8=False"):
+        cases.step(
+            recipe, fp8.moe.ExpertParallel(sent_in_fp8=False, gradient_sent_in_fp8=True),
+            cases.arrays(), ((), ()),
+        )  # fmt: skip
+
+
+def test_stochastic_rounding_of_sent_gradients_is_unbiased():
+    recipe, given = RECIPES["blockwise"], cases.arrays(dtype=jnp.float32, tokens=64)
+    high = fp8.quantizers.Identity()
+    exact_gradient = fp8.Recipe(
+        name="exact_gradient",
+        fprop=recipe.fprop,
+        dgrad=fp8.recipes.Operands(lhs=high, rhs=recipe.dgrad.rhs),
+        wgrad=fp8.recipes.Operands(lhs=recipe.wgrad.lhs, rhs=high),
+    )
+    want = cases.step(exact_gradient, None, given, ((), ()))[1][3]
+    recipe = fp8.recipes.blockwise(gradient_rounding="stochastic")
+    parallel = fp8.moe.ExpertParallel(gradient_sent_in_fp8=True)
+    run = jax.jit(lambda key: cases.step(recipe, parallel, given, ((), ()), key=key)[1][3])
+    draws = [run(key) for key in jax.random.split(jax.random.key(0), 32)]
+    assert distance(draws[0], draws[1]) > 1e-2
+    assert distance(sum(draws) / 32, want) < 0.25 * distance(draws[0], want)
+
+
+def test_casts_are_watched():
+    x, _, chosen, w, _, _ = cases.arrays()
+    way = fp8.moe.route(chosen, experts=E)
+
+    def run(recipe):
+        with fp8.diagnostics.collect() as records:
+            dot = lambda x, w: fp8.moe.dispatch_matmul(x, w, way, recipe=recipe, name="experts")
+            jax.block_until_ready(jax.jit(dot)(x, w))
+        return {row.tensor: row for row in records.rows()}
+
+    for name in ("current", "blockwise"):
+        rows = run(RECIPES[name])
+        assert set(rows) == {"x", "w"}
+        assert rows["x"].amax == float(jnp.max(jnp.abs(x)))

@@ -1,0 +1,169 @@
+"""`fp8.moe.route` against a loop in Python: which choice is in which row, and the way back."""
+
+import collections
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxfp8 as fp8
+
+
+def slots_of(tokens, k, experts, devices, factor):
+    most = tokens * min(k, experts // devices)
+    return most if factor is None else min(most, math.ceil(factor * tokens * k / devices))
+
+
+def kept(chosen, experts, devices, factor):
+    """The (token, choice) pairs of one device that are sent to each device."""
+    tokens, k = chosen.shape
+    here, slots = experts // devices, slots_of(tokens, k, experts, devices, factor)
+    pairs = [(t, j) for t in range(tokens) for j in range(k) if 0 <= chosen[t, j] < experts]
+    if slots < tokens * min(k, here):
+        first = sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+    else:  # only a repeated expert can lack a slot
+        first = sorted(pairs, key=lambda pair: (chosen[pair], *pair))
+    sent = collections.defaultdict(list)
+    for pair in first:
+        peer = sent[chosen[pair] // here]
+        if len(peer) < slots:
+            peer.append(pair)
+    dropped = len(pairs) - sum(map(len, sent.values()))
+    return sent, dropped
+
+
+def rows_of(chosen, experts, devices, factor):
+    """For each device its rows, as (expert, source device, token, choice), in their order."""
+    rows = [[] for _ in range(devices)]
+    for source, mine in enumerate(chosen):
+        for peer, pairs in kept(mine, experts, devices, factor)[0].items():
+            rows[peer] += [(mine[pair], source, *pair) for pair in pairs]
+    return [sorted(each) for each in rows]
+
+
+def run(chosen, experts, factor):
+    """On devices along "expert": rows of ids, sizes, dropped, and what comes back to tokens."""
+    devices, tokens, k = chosen.shape
+    mesh = jax.make_mesh(
+        (devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+    def local(chosen, ids):
+        way = fp8.moe.route(chosen, experts=experts, axis="expert", capacity_factor=factor)
+        rows = fp8.moe.dispatch(way, ids)
+        choices = fp8.moe.dispatch(way.of_choices, jnp.tile(jnp.arange(1.0, k + 1), tokens))
+        back = fp8.moe.combine(way, rows * choices)
+        return rows, choices, way.sizes, way.dropped[None], back
+
+    split = P("expert")
+    ids = jnp.arange(1.0, devices * tokens + 1)
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+    out = jax.jit(mapped)(jnp.asarray(chosen.reshape(-1, k)), ids)
+    return [np.asarray(each).reshape(devices, -1) for each in out]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    devices=st.sampled_from([1, 2, 4]),
+    tokens=st.sampled_from([1, 5]),
+    k=st.sampled_from([1, 3]),
+    here=st.sampled_from([1, 4]),
+    factor=st.sampled_from([None, 0.3, 1.0, 2.5]),
+    repeats=st.booleans(),
+)
+def test_rows_are_those_of_a_loop(seed, devices, tokens, k, here, factor, repeats):
+    experts, draw = devices * here, np.random.default_rng(seed)
+    k = min(k, experts)
+    shape = devices, tokens, k
+    if repeats:  # also numbers that are no expert
+        chosen = draw.integers(-1, experts, shape)
+    else:
+        chosen = np.argsort(draw.random((devices, tokens, experts)), axis=2)[:, :, :k]
+        chosen = np.where(draw.random(shape) < 0.2, -1, chosen)
+    chosen = chosen.astype(np.int32)
+    rows, choices, sizes, dropped, back = run(chosen, experts, factor)
+    want = rows_of(chosen, experts, devices, factor)
+    total = np.zeros((devices, tokens))
+    for device, pairs in enumerate(want):
+        n = len(pairs)
+        ids = [1 + source * tokens + token for _, source, token, _ in pairs]
+        assert rows[device, :n].tolist() == ids
+        assert choices[device, :n].tolist() == [1 + choice for *_, choice in pairs]
+        assert not rows[device, n:].any()
+        of_experts = [sum(e == device * here + i for e, *_ in pairs) for i in range(here)]
+        assert sizes[device].tolist() == of_experts
+        for _, source, token, choice in pairs:
+            total[source, token] += (1 + source * tokens + token) * (1 + choice)
+    np.testing.assert_array_equal(back, total)
+    lost = [kept(mine, experts, devices, factor)[1] for mine in chosen]
+    assert dropped[:, 0].tolist() == lost
+    if factor is None and not repeats:
+        assert not any(lost)
+
+
+def test_gradients_are_the_transposes():
+    chosen = jnp.array([[0, 2], [2, 1], [1, -1]])
+    way = fp8.moe.route(chosen, experts=3)
+    x, rows = jnp.arange(6.0).reshape(3, 2), jnp.arange(12.0).reshape(6, 2)
+    y, pull = jax.vjp(lambda x: fp8.moe.dispatch(way, x), x)
+    np.testing.assert_array_equal(pull(rows)[0], fp8.moe.combine(way, rows))
+    back, pull = jax.vjp(lambda rows: fp8.moe.combine(way, rows), rows)
+    np.testing.assert_array_equal(pull(x)[0], fp8.moe.dispatch(way, x))
+    assert float(jnp.vdot(y, rows)) == float(jnp.vdot(x, back))
+
+
+def test_a_sum_over_choices_is_rounded_once():
+    way = fp8.moe.route(jnp.array([[0, 1, 2]]), experts=3)
+    rows = jnp.array([256.0, 1.0, 1.0], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
+    assert float(fp8.moe.combine(way, rows)[0]) == 258.0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int16"])
+def test_every_dtype_of_integers(dtype):
+    way = fp8.moe.route(jnp.array([[0, 2], [2, 1]], dtype), experts=3)
+    assert way.sizes.tolist() == [1, 1, 2]
+
+
+def test_traced_numbers_that_are_no_expert_are_not_sent():
+    large = jnp.array([[0, 2**32 - 1], [7, 1]], jnp.uint32)
+    way = jax.jit(lambda chosen: fp8.moe.route(chosen, experts=3))(large)
+    assert way.sizes.tolist() == [1, 1, 0]
+    assert int(way.dropped) == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "options", "error", "words"),
+    [
+        (jnp.ones((2, 2)), {}, TypeError, ["float32", "integers"]),
+        (jnp.ones(3, jnp.int32), {}, ValueError, ["[3]", "[T, k]"]),
+        (jnp.ones((0, 2), jnp.int32), {}, ValueError, ["[0, 2]", "token"]),
+        (jnp.full((2, 2), 4), {}, ValueError, ["expert 4", "0 to 3", "-1"]),
+        (jnp.ones((2, 2), jnp.int32), {"axis": "expert"}, ValueError, ["'expert'", "shard_map"]),
+        (jnp.ones((2, 2), jnp.int32), {"capacity_factor": 0}, ValueError, ["0", "1.25"]),
+        (jnp.ones((2, 2), jnp.int32), {"capacity_factor": "x"}, ValueError, ["'x'", "1.25"]),
+        (jnp.ones((2, 2), jnp.int32), {"experts": 0}, ValueError, ["experts=0", "1 or more"]),
+    ],
+)
+def test_bad_input_gets_a_clear_error(chosen, options, error, words):
+    with pytest.raises(error) as raised:
+        fp8.moe.route(chosen, **{"experts": 4, **options})
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_tokens_that_are_not_split_over_the_axis_are_refused():
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,))
+    local = lambda chosen: fp8.moe.route(chosen, experts=4, axis="expert").sizes
+    chosen = jnp.zeros((2, 1), jnp.int32)
+    with pytest.raises(ValueError, match="same on all devices"):
+        jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("expert"))(chosen)
+    local = lambda chosen: fp8.moe.route(chosen, experts=5, axis="expert").sizes
+    with pytest.raises(ValueError, match="multiple of 2"):
+        jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))(chosen)
