@@ -26,9 +26,9 @@ def route(
     are the tokens. Each device sends C slots to each device, one for each choice of an expert
     there, in one all-to-all. A slot without a choice is sent, too, and holds zeros.
 
-    Without `capacity_factor` no choice is ever dropped. C is then `T * min(k, E / D)`, which may be
-    many times more than the choices that are there: `D / k` times, if a device has k experts or
-    more. With it C is `capacity_factor * T * k / D`. A factor of 1 has just enough slots if all
+    Without `capacity_factor` no choice is ever dropped. C is then `T * min(k, E / D)`. These are D
+    or E / k times more slots than choices, whichever is smaller. With it C is
+    `capacity_factor * T * k / D`. A factor of 1 has just enough slots if all
     devices get equally many choices. If a device is chosen more often, choices are dropped: last
     choices of a token first, and later tokens before earlier ones. A choice that was dropped adds 0
     to its token.
