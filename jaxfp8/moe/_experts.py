@@ -141,9 +141,7 @@ def _local(
         sent_in_fp8=parallel.sent_in_fp8, preferred_element_type=given.x.dtype, **first,
     )  # fmt: skip
     gate, linear = (part.astype(jnp.float32) for part in jnp.split(h, [wide // 2], axis=1))
-    if clamp is not None:
-        gate = jnp.minimum(gate, clamp[0])
-        linear = jnp.clip(linear, -clamp[1], clamp[1])
+    gate, linear = clamped(gate, linear, clamp)
     weight = dispatch(way.of_choices, given.gates.reshape(-1).astype(jnp.float32))
     h = (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
     y = matmul_combine(
@@ -152,6 +150,18 @@ def _local(
         **shared,
     )  # fmt: skip
     return y, way.dropped
+
+
+def clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+    """The two parts of SwiGLU, limited as `swiglu_experts` says.
+
+    Example:
+      >>> clamped(jnp.float32(9.0), jnp.float32(-9.0), (2.0, 3.0))
+      (Array(2., dtype=float32), Array(-3., dtype=float32))
+    """
+    if clamp is None:
+        return gate, linear
+    return jnp.minimum(gate, clamp[0]), jnp.clip(linear, -clamp[1], clamp[1])
 
 
 def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...]) -> ExpertsOutput:
@@ -177,8 +187,9 @@ def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...
         y, dropped = local(given)
         return y, _summed(dropped)
 
-    y, dropped = jax.shard_map(
-        entered, in_specs=(specs,), out_specs=(rows, jax.P()), axis_names=free
+    # Outside of jax.jit, shard_map cannot run the gradient rules of the matmuls.
+    y, dropped = jax.jit(
+        jax.shard_map(entered, in_specs=(specs,), out_specs=(rows, jax.P()), axis_names=free)
     )(given)
     return ExpertsOutput(y, dropped)
 
@@ -214,6 +225,15 @@ def _check(
             f"shapes do not fit: {given}. fp8.moe.swiglu_experts takes x [T, K], gates and chosen "
             "[T, k], w_in [E, K, 2 F] and w_out [E, F, N]."
         )
+    check_clamp(clamp)
+
+
+def check_clamp(clamp: object) -> None:
+    """Raise ValueError unless the argument is None or two limits.
+
+    Example:
+      >>> check_clamp((10.0, 10.0))
+    """
     if clamp is not None and not (
         isinstance(clamp, tuple)
         and len(clamp) == 2
