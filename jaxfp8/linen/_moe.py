@@ -1,5 +1,6 @@
 """`FP8MoE`: a layer of experts with its router."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -77,8 +78,8 @@ class FP8MoE(nn.Module):
         float32.
       recipe: which quantizer for which operand. Default: delayed scaling.
       parallel: how tokens go to experts over a mesh, an `fp8.moe.ExpertParallel`. Default: None,
-        every device has all experts. Outside of `jax.shard_map`, `init` does not read it, so that
-        it may run without a mesh.
+        every device has all experts. Outside of `jax.shard_map`, `init` does not read its axes, so
+        that it may run without a mesh.
       scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
       normalized: whether gates are divided by their sum. Default: True.
       clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
@@ -148,7 +149,9 @@ class FP8MoE(nn.Module):
         x, w_in, w_out = flax_promote_dtype(inputs, w_in, w_out, dtype=self.dtype)
         keys: Any = matmul_options(self, self.recipe, options)
         is_global = experts_here(self.experts, self.parallel) == self.experts
-        parallel = None if self.is_initializing() and is_global else self.parallel
+        parallel = self.parallel
+        if parallel is not None and self.is_initializing() and is_global:
+            parallel = dataclasses.replace(parallel, axis=None, tokens=None)
         y, stats = mixture(
             inputs, x, router, (w_in, w_out), k=self.k, recipe=self.recipe,
             states=(state_in, state_out), parallel=parallel, scores=self.scores,
