@@ -30,7 +30,7 @@ import optax
 from command_line import Parser, add_recipe, at_least_one, check_file, positive, recipe_of
 from devices import force_cpu_devices, make_mesh, one_device
 from gpt_models import BF16, VOCABULARY, attention
-from gpt_text import CONTEXT, Text, load_text
+from gpt_text import CONTEXT, VALIDATION_WINDOWS, Text, load_text
 from gpt_training import Settings
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -41,16 +41,14 @@ from jaxfp8.linen import COLLECTION, FP8Dense, FP8MoE
 
 AXES = ("expert", "data")
 TOKENS = ("data", "expert")  # the axes that split tokens
-LAYERS, WIDTH, HEADS = 2, 128, 4
+WIDTH, HEADS = 128, 4
 EXPERTS, HIDDEN, CHOICES = 8, 128, 2  # HIDDEN features of an expert, CHOICES of a token
+VALIDATION_PART = 128  # windows that are validated together, if their number is a multiple of it
 BALANCE, Z = 0.01, 0.001  # weights of the losses of a router
 # The largest load over the mean load. It is 1 if all experts get equally many tokens, and
 # EXPERTS / CHOICES = 4 if one expert gets every token.
 COLLAPSED = 3.0
 settings = Settings(learning_rate=1e-3)
-# A tenth of LeCun's deviation. All experts are in use from the first step on (Fedus et al., Switch
-# Transformers, arXiv:2101.03961, section 2.4).
-router_init = nn.initializers.variance_scaling(0.01, "fan_in", "truncated_normal")
 
 
 # -------------------------------------------------------------------------------------------- model
@@ -73,7 +71,6 @@ class Block(nn.Module):
             dtype=BF16,
             recipe=self.recipe,
             parallel=self.parallel,
-            router_init=router_init,
             name="experts",
         )
         y, stats = experts(norm()(x))
@@ -86,6 +83,7 @@ class GPT(nn.Module):
     Embeddings, attention, norms and head are in bf16, routers in float32.
     """
 
+    layers: int
     recipe: fp8.Recipe
     parallel: fp8.moe.ExpertParallel
 
@@ -96,7 +94,7 @@ class GPT(nn.Module):
             jnp.arange(CONTEXT)[None]
         )
         stats = []
-        for i in range(LAYERS):
+        for i in range(self.layers):
             x, of_router = Block(self.recipe, self.parallel, name=f"block{i}")(x)
             stats.append(of_router)
         x = nn.LayerNorm(use_bias=False, dtype=BF16)(x)
@@ -182,8 +180,11 @@ def train(
                 show(len(losses), losses[-1], stats)
         params, state, _ = carry
         evaluate = jax.jit(functools.partial(cross_entropy, model))
-        # A multiple of the devices, with as many tokens as a batch or more.
-        parts = np.split(text.validation, max(1, len(text.validation) // 128))
+        chosen = np.linspace(0, len(text.validation) - 1, given.validation).astype(int)
+        # Parts of one size, so that one program does all of them.
+        count = max(1, given.validation // VALIDATION_PART)
+        count = next(n for n in range(count, 0, -1) if given.validation % (n * mesh.size) == 0)
+        parts = np.split(text.validation[chosen], count)
         found = [evaluate(params, state, jax.device_put(part, rows))[0] for part in parts]
     return Run(losses, float(np.mean(found)), dropped)
 
@@ -227,6 +228,7 @@ def parse(
         default=16,
         help="windows of a step on all devices together (default: %(default)s)",
     )
+    add("--layers", type=int, default=2, help="(default: %(default)s)")
     add("--steps", type=int, default=200, help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     add(
@@ -236,6 +238,12 @@ def parse(
     )
     add("--tokens-in-bf16", action="store_true", help="send tokens to the experts in bf16")
     add("--gradient-in-fp8", action="store_true", help="send gradients to the experts in FP8")
+    add(
+        "--validation",
+        type=int,
+        default=VALIDATION_WINDOWS,
+        help="windows of the last line (default: %(default)s)",
+    )
     add("--compare", action="store_true", help="do the run on one device and in bf16 too")
     add("--json", metavar="FILE", help="where to write the losses")
     given = parser.parse_args(arguments)
@@ -264,6 +272,12 @@ def check(given: argparse.Namespace) -> tuple[Mesh, GPT]:
             f"--batch {given.batch} cannot be split evenly over {mesh.size} devices; give a "
             f"multiple of {mesh.size}."
         )
+    if given.validation % mesh.size or not 0 < given.validation <= VALIDATION_WINDOWS:
+        raise ValueError(
+            f"--validation {given.validation}: give a multiple of {mesh.size}, at most "
+            f"{VALIDATION_WINDOWS}."
+        )
+    at_least_one("--layers", given.layers)
     at_least_one("--steps", given.steps)
     if not 0 <= given.seed < 2**31:
         raise ValueError(f"--seed {given.seed}: give a number from 0 to {2**31 - 1}.")
@@ -276,13 +290,16 @@ def check(given: argparse.Namespace) -> tuple[Mesh, GPT]:
         sent_in_fp8=not given.tokens_in_bf16,
         gradient_sent_in_fp8=given.gradient_in_fp8,
     )
-    model, windows = GPT(recipe, parallel), jnp.zeros((mesh.size, CONTEXT + 1), jnp.uint8)
+    model, windows = (
+        GPT(given.layers, recipe, parallel),
+        jnp.zeros((mesh.size, CONTEXT + 1), jnp.uint8),
+    )
     try:
         with jax.set_mesh(mesh):
             params, state, _ = jax.eval_shape(lambda: init(model, optax.identity(), 0))
             jax.eval_shape(functools.partial(cross_entropy, model), params, state, windows)
     except ValueError as error:  # not every recipe can cast before it sends
-        written = "".join(f" --set {field}={value}" for field, value in given.set)
+        written = "".join(f" --set {field}={json.dumps(value)}" for field, value in given.set)
         raise ValueError(
             f"--recipe {given.recipe}{written}: {error} Here --tokens-in-bf16 is "
             "sent_in_fp8=False, and --gradient-in-fp8 is gradient_sent_in_fp8=True."
