@@ -16,9 +16,15 @@ from jaxfp8.linen._matmul_module import matmul_options, part_of
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import check_clamp
-from jaxfp8.moe._mixture import MoEStats, check_mixture, experts_here, mixture, shared_parts
+from jaxfp8.moe._mixture import (
+    MoEStats,
+    check_mixture,
+    check_tokens,
+    experts_here,
+    mixture,
+    shared_parts,
+)
 from jaxfp8.moe._router import Scores, check_scores
-from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._options import (
     LayerOptions,
     StateChannel,
@@ -141,7 +147,7 @@ class FP8MoE(nn.Module):
     @nn.compact
     def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
         """Apply the layer to tokens [..., K]. The result has their shape and order."""
-        inputs = as_array("inputs", inputs)
+        inputs = check_tokens(inputs)
         features, options = inputs.shape[-1], self._options()
         router = self.param("router", self.router_init, (features, self.experts), jnp.float32)
         w_in, state_in = self._kernels("w_in", features, 2 * self.hidden)

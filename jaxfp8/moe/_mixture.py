@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import clamped, swiglu_experts
 from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
@@ -76,7 +76,7 @@ def mixture(
       y [..., N], in the order of x, and the stats.
 
     Raises:
-      TypeError, ValueError: for an input without features, experts that do not fit the router, and
+      TypeError, ValueError: for experts that do not fit the router, and
         see `swiglu_experts`.
 
     Example:
@@ -141,6 +141,24 @@ def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
     return experts // devices
 
 
+def check_tokens(inputs: ArrayLike) -> Array:
+    """The input of a layer as tokens [..., K].
+
+    Raises:
+      TypeError, ValueError: for an input that is no floating point, and one without a token.
+
+    Example:
+      >>> check_tokens(jnp.ones((2, 3))).shape
+      (2, 3)
+    """
+    x = check_float("inputs", inputs)
+    if x.ndim < 1 or not all(x.shape):
+        raise ValueError(
+            f"inputs has shape {list(x.shape)}. Pass tokens [..., K], with a token at least."
+        )
+    return x
+
+
 def check_mixture(
     experts: object, hidden: object, k: object, shared: object, parallel: object
 ) -> None:
@@ -192,9 +210,6 @@ def _axes_of_tokens(logits: Array, router: Array, parallel: ExpertParallel) -> t
 
 def _flat(x: Array) -> Array:
     """Tokens [T, K] of x [..., K]."""
-    x = check_float("inputs", x)
-    if x.ndim < 1:
-        raise ValueError("inputs has shape []. Pass tokens [..., K].")
     return merge_axes(x, (x.ndim - 1, 1))
 
 
