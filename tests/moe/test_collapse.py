@@ -1,6 +1,7 @@
 """Routers that collapse, and tokens that are NaN: nobody but the experts concerned sees them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,14 @@ RECIPES = {
     "blockwise": fp8.recipes.blockwise(),
     "mxfp8": fp8.recipes.mxfp8(),
     "identity": fp8.recipes.identity(),
+}
+# Of recipes, meshes and where gradients are cast: each at least once.
+QUICK = {
+    ("delayed", "expert=4, data=2", False),
+    ("current", "expert=8", False),
+    ("rowwise", "expert=4, data=2", False),
+    ("blockwise", "expert=4, data=2", True),
+    ("mxfp8", "expert=8", False),
 }
 MESHES = {"one device": (1, 1), "expert=8": (8, 1), "expert=4, data=2": (4, 2)}
 
@@ -95,10 +104,12 @@ IN_PARTS = {"dw_in", "dw_out"}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "gradient_sent_in_fp8"),
-    [*((recipe, False) for recipe in RECIPES), ("blockwise", True), ("delayed", True)],
+    ("recipe", "mesh", "gradient_sent_in_fp8"),
+    [
+        pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow)
+        for row in itertools.product(RECIPES, list(MESHES)[1:], (False, True))
+    ],
 )
-@pytest.mark.parametrize("mesh", ["expert=8", "expert=4, data=2"])
 def test_one_expert_with_all_tokens(recipe, mesh, gradient_sent_in_fp8):
     found, states = collapsed(recipe, mesh, gradient_sent_in_fp8)
     alone, states_alone = collapsed(recipe, "one device", gradient_sent_in_fp8)
@@ -118,7 +129,7 @@ def test_one_expert_with_all_tokens(recipe, mesh, gradient_sent_in_fp8):
     jax.tree.map(np.testing.assert_array_equal, states, states_alone)
 
 
-@pytest.mark.parametrize("mesh", ["one device", "expert=8"])
+@pytest.mark.parametrize("mesh", ["expert=8", pytest.param("one device", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "blockwise", "mxfp8"])
 def test_a_token_of_nan_spoils_its_own_row_and_its_own_experts(recipe, mesh):
     x, g, router, w_in, w_out = arrays()
