@@ -5,7 +5,7 @@ once, and sent to its experts in FP8.
 
     python examples/train_moe.py               # eight CPU devices, unless there are GPUs
     python examples/train_moe.py --mesh expert=8 --recipe mxfp8
-    python examples/train_moe.py --compare     # the same run on one device and in bf16 as well
+    python examples/train_moe.py --compare     # on one device and in bf16 too; about three minutes
     python examples/train_moe.py --capacity-factor 1.5 --gradient-in-fp8
 
 While it trains, it prints how the router of each block loads its experts. A warning says when a
