@@ -64,8 +64,8 @@ def load_example():
     return module
 
 
-def summary(name: str, runs: list, baseline: list) -> dict[str, object]:
-    """The figures of one recipe, seed by seed."""
+def gaps_of(name: str, runs: list, baseline: list) -> dict[str, object]:
+    """The validation losses of one recipe, seed by seed, and whether it meets the marks."""
     gaps = [run.val_loss - twin.val_loss for run, twin in zip(runs, baseline, strict=True)]
     mean = sum(gaps) / len(gaps)
     row = {"recipe": name, "val_loss": [round(run.val_loss, 4) for run in runs]}
@@ -76,10 +76,7 @@ def summary(name: str, runs: list, baseline: list) -> dict[str, object]:
             "mean_gap": round(mean, 4),
             "meets_marks": meets,
         }
-    return row | {
-        "seconds": [round(run.seconds, 1) for run in runs],
-        "compile_seconds": round(runs[0].compile_seconds, 1),
-    }
+    return row
 
 
 def main() -> None:
@@ -108,7 +105,13 @@ def main() -> None:
                     example.train(f"{name}, seed {seed}", model, text, given.steps, seed, {})
                 )
             baseline = baseline or runs
-            rows.append(summary(name, runs, baseline))
+            rows.append(
+                gaps_of(name, runs, baseline)
+                | {
+                    "seconds": [round(run.seconds, 1) for run in runs],
+                    "compile_seconds": round(runs[0].compile_seconds, 1),
+                }
+            )
             print(json.dumps(rows[-1]), flush=True)
 
     versions = {

@@ -21,16 +21,16 @@ EXPECTED = {
         init_state check_state value_and_grad commit merge_seen nothing_seen freeze settle fork
         state_specs FP8StateError save_fp8_residuals quantize_params memory_report
         recipes quantizers prologues linen nnx sharding comms plan programs state diagnostics
-        weights optim convert conversion __version__
+        weights optim moe convert conversion __version__
     """,
     "jaxfp8.linen": """
-        FP8Dense FP8DenseGeneral FP8Einsum FP8GroupedLinear FP8DotGeneral FP8EinsumOp TrainState
-        COLLECTION
+        FP8Dense FP8DenseGeneral FP8Einsum FP8GroupedLinear FP8MoE FP8DotGeneral FP8EinsumOp
+        TrainState COLLECTION
         state_specs add_state
     """,
     "jaxfp8.nnx": """
-        FP8Linear FP8LinearGeneral FP8Einsum FP8GroupedLinear FP8DotGeneral FP8EinsumOp FP8State
-        value_and_grad
+        FP8Linear FP8LinearGeneral FP8Einsum FP8GroupedLinear FP8MoE FP8DotGeneral FP8EinsumOp
+        FP8State value_and_grad
         commit freeze settle add_state
     """,
     "jaxfp8.numerics": """
@@ -60,6 +60,10 @@ EXPECTED = {
         BFloat16Plus Float16 Float32 Overwrite BFloat16 FP8 Int8 ExpandedFP8
         with_moment_formats MomentFormatsState adamw fused_adamw scale_by_adam scale_by_muon
         release Release Released
+    """,
+    "jaxfp8.moe": """
+        ExpertParallel ExpertsOutput swiglu_experts MoEStats Choices load load_balancing_loss top_k
+        z_loss dispatch_matmul matmul_combine route Route combine dispatch
     """,
     "jaxfp8.comms": """
         all_gather all_to_all ppermute all_reduce_gradients reduce_scatter_gradients

@@ -11,6 +11,7 @@ from jaxfp8.conversion._linen_layers import Known
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.linen._grouped import FP8GroupedLinear
 from jaxfp8.linen._matmul_module import MatmulModule
+from jaxfp8.linen._moe import ExpertKernels, FP8MoE
 
 
 def see_module(seen: Seen, path: str, module: nn.Module) -> None:
@@ -39,7 +40,8 @@ def _obstacle(module: nn.Module) -> str:
         return LOOKUP
     if isinstance(module, nn.Conv | nn.ConvLocal | nn.ConvTranspose):
         return CONVOLUTION
-    return FP8 if isinstance(module, MatmulModule | FP8GroupedLinear) else UNKNOWN
+    ours = MatmulModule | FP8GroupedLinear | FP8MoE | ExpertKernels
+    return FP8 if isinstance(module, ours) else UNKNOWN
 
 
 def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:

@@ -13,6 +13,7 @@ from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, obstacle
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.nnx._grouped import FP8GroupedLinear
+from jaxfp8.nnx._moe import ExpertKernels, FP8MoE
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.state._unset import unset_state
 
@@ -79,7 +80,7 @@ def _obstacle(module: nnx.Module) -> str:
         return CONVOLUTION
     if isinstance(module, _NORMS):
         return ""
-    if isinstance(module, FP8GroupedLinear):
+    if isinstance(module, FP8GroupedLinear | FP8MoE | ExpertKernels):
         return FP8
     if isinstance(module, nnx.bridge.ToNNX):
         return "a linen model: convert it before nnx.bridge.ToNNX"

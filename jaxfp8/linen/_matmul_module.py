@@ -107,7 +107,7 @@ class KernelModule(MatmulModule):
     ) -> Any:
         """See `flax.linen.Module.param`. Inside `jax.shard_map` it makes a shard of the kernel."""
         if name == "kernel" and self.w_shard is not None and is_part(self.w_shard):
-            init_fn = _part_of(init_fn, self.w_shard)
+            init_fn = part_of(init_fn, self.w_shard)
         return super().param(name, init_fn, *init_args, **arguments)
 
 
@@ -125,10 +125,13 @@ class PrologueModule(KernelModule):
         super().__post_init__()
 
 
-def _part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:
+def part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:
     """An initializer that calls `init_fn` and returns this device's shard of its result.
 
     All devices draw the same global kernel, so their shards belong to one kernel.
+
+    Example:
+      >>> init = part_of(nn.initializers.ones, Shard(0, "fsdp"))
     """
 
     def part(kernel: Array) -> Array:

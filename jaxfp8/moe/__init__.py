@@ -3,6 +3,7 @@
 from jaxfp8.moe._expert_parallel import ExpertParallel as ExpertParallel
 from jaxfp8.moe._experts import ExpertsOutput as ExpertsOutput
 from jaxfp8.moe._experts import swiglu_experts as swiglu_experts
+from jaxfp8.moe._mixture import MoEStats as MoEStats
 from jaxfp8.moe._router import Choices as Choices
 from jaxfp8.moe._router import load as load
 from jaxfp8.moe._router import load_balancing_loss as load_balancing_loss

@@ -84,8 +84,9 @@ def swiglu_experts(
       clamp: (c, d) limits a to at most c, and b to -d to d, before they are multiplied; None does
         not.
       **options: reduce_axes, kernels, state_channel, save_original, key, name: see
-        `fp8.ragged_dot`. They are those of both matmuls. `save_original=("x",)` saves the input of
-        the second matmul alone, and that of the first with `sent_in_fp8=False`.
+        `fp8.ragged_dot`. They are those of both matmuls. Their names are `name` with "/w_in" and
+        "/w_out" behind it. `save_original=("x",)` saves the input of the second matmul alone, and
+        that of the first with `sent_in_fp8=False`.
 
     Raises:
       TypeError, ValueError, FP8StateError: see `fp8.moe.route` and `fp8.moe.dispatch_matmul`.
@@ -107,11 +108,14 @@ def swiglu_experts(
       gpt-oss, arXiv:2508.10925 (the clamp).
     """
     how = read_options("fp8.moe.swiglu_experts", CombineOptions, options)
-    shared: Any = {name: value for name, value in options.items() if name != "key"}
+    shared: Any = {name: value for name, value in options.items() if name not in ("key", "name")}
     _check(x, gates, chosen, w_in, w_out, clamp)
     parallel = parallel or ExpertParallel()
     given = _Given(x, gates, chosen, w_in, w_out, tuple(states), how.key)
-    local = functools.partial(_local, recipe, parallel, clamp, shared)
+    names: tuple[str | None, ...] = (None, None)
+    if how.name is not None:
+        names = tuple(f"{how.name}/{each}".removeprefix("/") for each in ("w_in", "w_out"))
+    local = functools.partial(_local, recipe, parallel, clamp, shared, names)
     tokens = parallel.axes_to_enter(x)
     if tokens is None:
         y, dropped = local(given)
@@ -121,7 +125,7 @@ def swiglu_experts(
 
 def _local(
     recipe: Recipe, parallel: ExpertParallel, clamp: tuple[float, float] | None, shared: Any,
-    given: _Given,
+    names: tuple[str | None, ...], given: _Given,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The result of the tokens of this device."""
     experts, _, wide = given.w_in.shape
@@ -138,20 +142,31 @@ def _local(
         first["save_original"] = tuple(name for name in first["save_original"] if name != "x")
     h = dispatch_matmul(
         given.x, given.w_in, way, recipe=recipe, state=given.states[0], key=keys[0],
-        sent_in_fp8=parallel.sent_in_fp8, preferred_element_type=given.x.dtype, **first,
+        sent_in_fp8=parallel.sent_in_fp8, preferred_element_type=given.x.dtype, name=names[0],
+        **first,
     )  # fmt: skip
     gate, linear = (part.astype(jnp.float32) for part in jnp.split(h, [wide // 2], axis=1))
-    if clamp is not None:
-        gate = jnp.minimum(gate, clamp[0])
-        linear = jnp.clip(linear, -clamp[1], clamp[1])
+    gate, linear = clamped(gate, linear, clamp)
     weight = dispatch(way.of_choices, given.gates.reshape(-1).astype(jnp.float32))
     h = (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
     y = matmul_combine(
         h, given.w_out, way, recipe=recipe, state=given.states[1], key=keys[1],
         gradient_sent_in_fp8=parallel.gradient_sent_in_fp8, preferred_element_type=given.x.dtype,
-        **shared,
+        name=names[1], **shared,
     )  # fmt: skip
     return y, way.dropped
+
+
+def clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+    """The two parts of SwiGLU, limited as `swiglu_experts` says.
+
+    Example:
+      >>> clamped(jnp.float32(9.0), jnp.float32(-9.0), (2.0, 3.0))
+      (Array(2., dtype=float32), Array(-3., dtype=float32))
+    """
+    if clamp is None:
+        return gate, linear
+    return jnp.minimum(gate, clamp[0]), jnp.clip(linear, -clamp[1], clamp[1])
 
 
 def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...]) -> ExpertsOutput:
@@ -164,7 +179,8 @@ def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...
         return matrices if stacked else jax.P()
 
     of_states = tuple(map(of_state, given.states))
-    specs: Any = _Given(rows, rows, rows, matrices, matrices, of_states, jax.P())  # type: ignore[arg-type]
+    specs: Any = (rows, rows, rows, matrices, matrices, of_states, jax.P())
+    specs = _Given(*specs)
     if AxisType.Explicit in mesh.axis_types:
         given = _resharded(given, specs)
 
@@ -172,8 +188,11 @@ def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...
         y, dropped = local(given)
         return y, _summed(dropped)
 
-    y, dropped = jax.shard_map(
-        entered, in_specs=(specs,), out_specs=(rows, jax.P()), axis_names=set(mesh.axis_names)
+    # Outside of jax.jit, shard_map cannot run the gradient rules of the matmuls.
+    y, dropped = jax.jit(
+        jax.shard_map(
+            entered, in_specs=(specs,), out_specs=(rows, jax.P()), axis_names=set(mesh.axis_names)
+        )
     )(given)
     return ExpertsOutput(y, dropped)
 
@@ -209,6 +228,15 @@ def _check(
             f"shapes do not fit: {given}. fp8.moe.swiglu_experts takes x [T, K], gates and chosen "
             "[T, k], w_in [E, K, 2 F] and w_out [E, F, N]."
         )
+    check_clamp(clamp)
+
+
+def check_clamp(clamp: object) -> None:
+    """Raise ValueError unless the argument is None or two limits.
+
+    Example:
+      >>> check_clamp((10.0, 10.0))
+    """
     if clamp is not None and not (
         isinstance(clamp, tuple)
         and len(clamp) == 2

@@ -66,8 +66,7 @@ def top_k(
         raise ValueError(
             f"k={k!r} must be an integer from 1 to the number of experts, {logits.shape[1]}."
         )
-    if scores not in ("softmax", "sigmoid"):
-        raise ValueError(f'scores={scores!r} must be "softmax" or "sigmoid".')
+    check_scores(scores)
     score = jax.nn.softmax(logits, axis=1) if scores == "softmax" else jax.nn.sigmoid(logits)
     gates, chosen = lax.top_k(score, k)
     if normalized:
@@ -75,6 +74,16 @@ def top_k(
         total = jnp.sum(gates, axis=1, keepdims=True)
         gates = gates / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
     return Choices(gates, chosen)
+
+
+def check_scores(scores: object) -> None:
+    """Raise ValueError unless the argument is one of `Scores`.
+
+    Example:
+      >>> check_scores("sigmoid")
+    """
+    if scores not in ("softmax", "sigmoid"):
+        raise ValueError(f'scores={scores!r} must be "softmax" or "sigmoid".')
 
 
 def load(chosen: Array, experts: int, *, axes: tuple[str, ...] = ()) -> Array:
@@ -90,8 +99,9 @@ def load(chosen: Array, experts: int, *, axes: tuple[str, ...] = ()) -> Array:
       >>> load(jnp.array([[0, 2], [2, 1]]), 4)
       Array([1, 1, 2, 0], dtype=int32)
     """
-    each = jnp.arange(experts, dtype=jnp.int32)[:, None]
-    count = jnp.sum(chosen.reshape(1, -1) == each, axis=1, dtype=jnp.int32)
+    # Without a reshape, so that tokens may be split over an Explicit mesh.
+    each = jnp.arange(experts, dtype=jnp.int32)[None, None]
+    count = jnp.sum(chosen[:, :, None] == each, axis=(0, 1), dtype=jnp.int32)
     return lax.psum(count, axes) if axes else count
 
 

@@ -233,8 +233,45 @@ def _linear(
     return apply
 
 
-dispatch = _linear(Route.to_experts, Route.to_tokens)
-"""`Route.to_experts` of an array in high precision, with a gradient in its dtype."""
+_dispatch = _linear(Route.to_experts, Route.to_tokens)
+_combine = _linear(Route.to_tokens, Route.to_experts)
 
-combine = _linear(Route.to_tokens, Route.to_experts)
-"""`Route.to_tokens` of an array in high precision, with a gradient in its dtype."""
+
+def dispatch(route: Route, x: Array) -> Array:
+    """Sends an array in high precision to its experts: `route.to_experts` with a gradient.
+
+    Args:
+      route: the way, from `fp8.moe.route`.
+      x: [T, ...], values of tokens. With `route.of_choices`, [T * k, ...], those of choices.
+
+    Returns:
+      [S, ...], rows of the experts of this device, sorted by expert, 0 behind them.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> way = fp8.moe.route(jnp.array([[1], [0]]), experts=2)
+      >>> dispatch(way, jnp.array([5.0, 7.0]))
+      Array([7., 5.], dtype=float32)
+    """
+    return _dispatch(route, x)
+
+
+def combine(route: Route, rows: Array) -> Array:
+    """Sends rows of experts back, and sums those of each token: `route.to_tokens` with a gradient.
+
+    Args:
+      route: the way, from `fp8.moe.route`.
+      rows: [S, ...], in the order that `dispatch` gives.
+
+    Returns:
+      [T, ...], in the dtype of the rows. A sum is in float32, and in the order of choices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> way = fp8.moe.route(jnp.array([[1, 0], [0, 1]]), experts=2)
+      >>> combine(way, jnp.array([1.0, 2.0, 10.0, 20.0]))  # of experts 0, 0, 1 and 1
+      Array([11., 22.], dtype=float32)
+    """
+    return _combine(route, rows)

@@ -1,0 +1,189 @@
+"""`FP8MoE`: a layer of experts with its router."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype as flax_promote_dtype
+
+from jaxfp8._typing import Array, DType, Tensor
+from jaxfp8.linen._layers import FP8Dense
+from jaxfp8.linen._matmul_module import matmul_options, part_of
+from jaxfp8.linen._state import matmul_state
+from jaxfp8.moe._expert_parallel import ExpertParallel
+from jaxfp8.moe._experts import check_clamp
+from jaxfp8.moe._mixture import (
+    MoEStats,
+    check_mixture,
+    check_tokens,
+    experts_here,
+    mixture,
+    shared_parts,
+)
+from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.ops._options import (
+    LayerOptions,
+    StateChannel,
+    check_save_original,
+    check_state_channel,
+)
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.prologues._swiglu import SwiGLU
+from jaxfp8.recipes._per_tensor import delayed
+from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._shard import Shard
+from jaxfp8.state._state import MatmulState
+
+
+class ExpertKernels(nn.Module):
+    """The matrices of all experts of one matmul, with its quantizer state."""
+
+    shape: tuple[int, int, int]
+    kernel_init: Callable[..., Any]
+    param_dtype: DType
+    recipe: Recipe
+    state_per_expert: bool
+    state_channel: StateChannel | None
+    axis: str | None
+
+    @nn.compact
+    def __call__(self) -> tuple[Array, MatmulState | tuple[()]]:
+        """The kernel [E, K, N] and its state. With `axis` they are those of this device."""
+        init, here = self.kernel_init, self.shape[0]
+        if self.axis is not None:
+            init, here = part_of(init, Shard(0, self.axis)), here // jax.lax.axis_size(self.axis)
+        kernel = self.param("kernel", init, self.shape, self.param_dtype)
+        stacked = (here,) if self.state_per_expert else ()
+        return kernel, matmul_state(self, self.recipe, self.state_channel, stacked=stacked)
+
+
+class FP8MoE(nn.Module):
+    """A layer of experts in FP8: a router sends each token to k of E experts, which are SwiGLUs.
+
+    The result is `sum_j gate_j * (silu(a) * b) @ w_out[e_j]`, with `[a, b] = x @ w_in[e_j]`, over
+    the experts e_j that the router chose for token x. The router is in float32, and computes
+    `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`.
+
+    With `parallel` experts are split over a mesh axis. In an Auto or Explicit mesh that is set,
+    arrays are global. There leading axes of the input but the first may not be split. Inside
+    `jax.shard_map` over the axis, this device has E / D experts: its kernels and states are parts
+    along axis 0. The router is the same on all devices.
+
+    Attributes:
+      experts: E, the number of experts of all devices.
+      hidden: F, the hidden features of each expert.
+      k: how many experts each token gets.
+      dtype: dtype of the result. Input and kernels are converted to it before the cast to FP8.
+        Default: None, the dtype that these arrays promote to.
+      param_dtype: dtype in which kernels are stored. The router is stored in float32. Default:
+        float32.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      parallel: how tokens go to experts over a mesh, an `fp8.moe.ExpertParallel`. Default: None,
+        every device has all experts. Outside of `jax.shard_map`, `init` does not read its axes, so
+        that it may run without a mesh.
+      scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
+      normalized: whether gates are divided by their sum. Default: True.
+      clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
+      shared: hidden features of a SwiGLU that every token passes beside its experts, two layers
+        `FP8Dense` without bias. Default: 0, there is none.
+      router_init: initializer of the router [K, E]. Default: LeCun normal.
+      kernel_init: initializer of the kernels [E, K, 2 F] and [E, F, K]. Default: LeCun normal of
+        each matrix.
+      state_per_expert: whether each expert has quantizer states of its own, stacked along axis 0
+        like the kernels. Otherwise one state records the largest amax of all. Default: True.
+      reduce_axes: see `fp8.ragged_dot`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: see `FP8Dense`. Default: None.
+      save_original: see `fp8.moe.swiglu_experts`. Default: None.
+
+    Raises:
+      TypeError, ValueError: for a field that cannot be, or see `fp8.moe.swiglu_experts`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import FP8MoE
+      >>> layer = FP8MoE(experts=4, hidden=16, k=2)
+      >>> (y, stats), variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 3, 8)))
+      >>> y.shape, variables["params"]["w_in"]["kernel"].shape
+      ((2, 3, 8), (4, 8, 32))
+
+    References:
+      Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+
+    experts: int
+    hidden: int
+    k: int
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    recipe: Recipe = delayed()
+    parallel: ExpertParallel | None = None
+    scores: Scores = "softmax"
+    normalized: bool = True
+    clamp: tuple[float, float] | None = None
+    shared: int = 0
+    router_init: Callable[..., Any] = nn.initializers.lecun_normal()
+    kernel_init: Callable[..., Any] = nn.initializers.lecun_normal(batch_axis=(0,))
+    state_per_expert: bool = True
+    reduce_axes: tuple[str, ...] | None = None
+    kernels: Kernels | None = None
+    state_channel: StateChannel | None = None
+    save_original: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_mixture(self.experts, self.hidden, self.k, self.shared, self.parallel)
+        check_scores(self.scores)
+        check_clamp(self.clamp)
+        check_recipe(self.recipe)
+        check_state_channel(self.state_channel)
+        check_save_original(self.save_original)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
+        """Apply the layer to tokens [..., K]. The result has their shape and order."""
+        inputs = check_tokens(inputs)
+        features, options = inputs.shape[-1], self._options()
+        router = self.param("router", self.router_init, (features, self.experts), jnp.float32)
+        w_in, state_in = self._kernels("w_in", features, 2 * self.hidden)
+        w_out, state_out = self._kernels("w_out", self.hidden, features)
+        x, w_in, w_out = flax_promote_dtype(inputs, w_in, w_out, dtype=self.dtype)
+        keys: Any = matmul_options(self, self.recipe, options)
+        is_global = experts_here(self.experts, self.parallel) == self.experts
+        parallel = self.parallel
+        if parallel is not None and self.is_initializing() and is_global:
+            parallel = dataclasses.replace(parallel, axis=None, tokens=None)
+        y, stats = mixture(
+            inputs, x, router, (w_in, w_out), k=self.k, recipe=self.recipe,
+            states=(state_in, state_out), parallel=parallel, scores=self.scores,
+            normalized=self.normalized, clamp=self.clamp, **keys,
+        )  # fmt: skip
+        if self.shared:
+            dense = functools.partial(
+                FP8Dense, use_bias=False, dtype=x.dtype, param_dtype=self.param_dtype,
+                recipe=self.recipe, **options,
+            )  # fmt: skip
+            h = dense(2 * self.shared, name="shared_in")(x)
+            parts = shared_parts(h, self.clamp)
+            y += dense(features, name="shared_out", prologue=SwiGLU())(parts)
+        return y, stats
+
+    def _options(self) -> LayerOptions:
+        return LayerOptions(
+            reduce_axes=self.reduce_axes, kernels=self.kernels, state_channel=self.state_channel,
+            save_original=self.save_original,
+        )  # fmt: skip
+
+    def _kernels(self, name: str, k: int, n: int) -> tuple[Array, MatmulState | tuple[()]]:
+        """A kernel [E, K, N] and its state, those of this device."""
+        is_global = experts_here(self.experts, self.parallel) == self.experts
+        axis = None if is_global or self.parallel is None else self.parallel.axis
+        return ExpertKernels(
+            (self.experts, k, n), self.kernel_init, self.param_dtype, self.recipe,
+            self.state_per_expert, self.state_channel, axis, name=name,
+        )()  # fmt: skip

@@ -1,0 +1,234 @@
+"""`mixture`: a layer of experts without its parameters, which linen and nnx share."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._typing import Array, ArrayLike, PyTree
+from jaxfp8.moe._expert_parallel import ExpertParallel
+from jaxfp8.moe._experts import clamped, swiglu_experts
+from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
+from jaxfp8.numerics._reshape import is_explicit, merge_axes
+from jaxfp8.ops._arguments import check_float
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+
+
+class MoEStats(NamedTuple):
+    """What a layer of experts says about its router, over all tokens of all devices.
+
+    Attributes:
+      load_balancing_loss: f32[], see `fp8.moe.load_balancing_loss`.
+      z_loss: f32[], see `fp8.moe.z_loss`.
+      load: i32[E], how many choices each expert got.
+      dropped: i32[], how many choices found no slot; see `ExpertParallel.capacity_factor`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> layer = fp8.linen.FP8MoE(4, 16, 2)
+      >>> (y, stats), _ = layer.init_with_output(jax.random.key(0), jnp.ones((6, 8)))
+      >>> loss = jnp.mean(y**2) + 0.01 * stats.load_balancing_loss + 0.001 * stats.z_loss
+      >>> int(stats.load.sum())
+      12
+    """
+
+    load_balancing_loss: Array
+    z_loss: Array
+    load: Array
+    dropped: Array
+
+
+def mixture(
+    x: Array,
+    promoted: Array,
+    router: Array,
+    matrices: tuple[Array, Array],
+    *,
+    k: int,
+    recipe: Recipe,
+    states: PyTree,
+    parallel: ExpertParallel | None,
+    scores: Scores,
+    normalized: bool,
+    clamp: tuple[float, float] | None,
+    **options: Any,
+) -> tuple[Array, MoEStats]:
+    """The results of the experts that a router chooses, and what the router did.
+
+    Args:
+      x: tokens [..., K], as the router reads them.
+      promoted: x in the dtype of the experts.
+      router: f32[K, E].
+      matrices: w_in [E, K, 2 F] and w_out [E, F, N] of the experts of this device.
+      k: how many experts each token gets.
+      recipe: see `swiglu_experts`, also for the arguments that follow.
+      states: of the two matmuls.
+      parallel: how tokens go to experts.
+      scores: see `top_k`.
+      normalized: see `top_k`.
+      clamp: see `swiglu_experts`.
+      **options: see `swiglu_experts`.
+
+    Returns:
+      y [..., N], in the order of x, and the stats.
+
+    Raises:
+      TypeError, ValueError: for experts that do not fit the router, and
+        see `swiglu_experts`.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> x, w = jnp.ones((2, 3, 4)), (jnp.ones((2, 4, 8)), jnp.ones((2, 4, 4)))
+      >>> y, stats = mixture(
+      ...     x, x, jnp.ones((4, 2)), w, k=1, recipe=fp8.recipes.current(), states=(None, None),
+      ...     parallel=None, scores="softmax", normalized=True, clamp=None)
+      >>> y.shape
+      (2, 3, 4)
+    """
+    parallel = parallel or ExpertParallel()
+    experts = router.shape[1]
+    _check_experts(experts, matrices[0].shape[0], parallel)
+    tokens = _flat(x)
+    logits = _logits(tokens, router)
+    gates, chosen = top_k(logits, k, scores=scores, normalized=normalized)
+    axes = _axes_of_tokens(logits, router, parallel)
+    y, dropped = swiglu_experts(
+        _flat(promoted), gates, chosen, *matrices, recipe=recipe, states=states, parallel=parallel,
+        clamp=clamp, **options,
+    )  # fmt: skip
+    stats = MoEStats(
+        load_balancing_loss=load_balancing_loss(logits, chosen, axes=axes),
+        z_loss=z_loss(logits, axes=axes),
+        load=load(chosen, experts, axes=axes),
+        dropped=dropped,
+    )
+    return _restored(y, x), stats
+
+
+def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+    """The gate and the linear part of a shared expert, [..., F] each, for `SwiGLU`.
+
+    Example:
+      >>> shared_parts(jnp.array([[1.0, 5.0]]), (2.0, 3.0))
+      (Array([[1.]], dtype=float32), Array([[3.]], dtype=float32))
+    """
+    gate, linear = jnp.split(h, 2, axis=-1)
+    return clamped(gate, linear, clamp)
+
+
+def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
+    """The number of experts of this device: fewer inside `jax.shard_map` over their axis.
+
+    Raises:
+      ValueError: if the devices do not divide the number of experts.
+
+    Example:
+      >>> experts_here(8, ExpertParallel(axis="expert"))  # outside, arrays have all experts
+      8
+    """
+    axis = None if parallel is None else parallel.axis
+    if axis is None or axis not in manual_axes():
+        return experts
+    devices = lax.axis_size(axis)
+    if experts % devices:
+        raise ValueError(
+            f"experts={experts} cannot be split over the {devices} devices of axis={axis!r}. Use a "
+            f"multiple of {devices}."
+        )
+    return experts // devices
+
+
+def check_tokens(inputs: ArrayLike) -> Array:
+    """The input of a layer as tokens [..., K].
+
+    Raises:
+      TypeError, ValueError: for an input that is no floating point, and one without a token.
+
+    Example:
+      >>> check_tokens(jnp.ones((2, 3))).shape
+      (2, 3)
+    """
+    x = check_float("inputs", inputs)
+    if x.ndim < 1 or not all(x.shape):
+        raise ValueError(
+            f"inputs has shape {list(x.shape)}. Pass tokens [..., K], with a token at least."
+        )
+    return x
+
+
+def check_mixture(
+    experts: object, hidden: object, k: object, shared: object, parallel: object
+) -> None:
+    """Raise an error for fields of a layer of experts that cannot be.
+
+    Raises:
+      TypeError, ValueError: with the name of the field.
+
+    Example:
+      >>> check_mixture(8, 64, 2, 0, None)
+    """
+    for name, size, least in (
+        ("experts", experts, 1), ("hidden", hidden, 1), ("k", k, 1), ("shared", shared, 0),
+    ):  # fmt: skip
+        if type(size) is not int or size < least:
+            raise ValueError(f"{name}={size!r} must be an integer, {least} or more.")
+    assert isinstance(k, int)
+    assert isinstance(experts, int)
+    if k > experts:
+        raise ValueError(f"k={k} is more than experts={experts}. Each choice is another expert.")
+    if parallel is not None and not isinstance(parallel, ExpertParallel):
+        raise TypeError(
+            f"parallel={parallel!r} must be an fp8.moe.ExpertParallel, or None if every device has "
+            "all experts."
+        )
+
+
+# The backward pass reads the tokens in their own dtype. Without the checkpoint it would keep a
+# copy in float32, four times the bytes of the FP8 copy that the experts keep.
+@jax.checkpoint
+def _logits(tokens: Array, router: Array) -> Array:
+    return jnp.dot(tokens.astype(jnp.float32), router, preferred_element_type=jnp.float32)
+
+
+def _axes_of_tokens(logits: Array, router: Array, parallel: ExpertParallel) -> tuple[str, ...]:
+    """The manual mesh axes that split tokens.
+
+    Types say it: tokens vary over them, and the router does not. It varies over the stages of a
+    pipeline, which have routers of their own. With `check_vma=False` types say nothing, so
+    `parallel` must name the axes. It may name an axis over which a router varies for another
+    reason.
+    """
+    named = parallel.tokens or (() if parallel.axis is None else (parallel.axis,))
+    manual = set(named) & set(manual_axes())
+    if types_tell():
+        manual = manual & varying(logits) | varying(logits) - varying(router)
+    return tuple(sorted(manual))
+
+
+def _flat(x: Array) -> Array:
+    """Tokens [T, K] of x [..., K]."""
+    return merge_axes(x, (x.ndim - 1, 1))
+
+
+def _restored(y: Array, x: Array) -> Array:
+    """y [T, N] with the leading axes of x [..., K]. An Explicit mesh splits both alike."""
+    shape = (*x.shape[:-1], y.shape[-1])
+    if not is_explicit(y):
+        return y.reshape(shape)
+    spec, flat = (jax.typeof(each).sharding.spec for each in (x, _flat(x)))
+    y = jax.sharding.reshard(y, jax.P(flat[0], None))
+    mesh = jax.typeof(y).sharding.mesh
+    return lax.reshape(y, shape, out_sharding=jax.NamedSharding(mesh, jax.P(*spec[:-1], None)))
+
+
+def _check_experts(experts: int, here: int, parallel: ExpertParallel) -> None:
+    wanted = experts_here(experts, parallel)
+    if here != wanted:
+        raise ValueError(
+            f"the kernels have {here} experts, but {wanted} of the router's {experts} experts are "
+            "on this device. Inside jax.shard_map over the axis of experts, split the kernels and "
+            "the states of experts over it with in_specs, and replicate the router."
+        )

@@ -1,0 +1,170 @@
+"""`FP8MoE`: a layer of experts with its router."""
+
+from typing import Any, ClassVar, Unpack
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
+
+from jaxfp8._call_options import option_names
+from jaxfp8._typing import Array, DType, Tensor
+from jaxfp8.moe._expert_parallel import ExpertParallel
+from jaxfp8.moe._experts import check_clamp
+from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture, shared_parts
+from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
+from jaxfp8.nnx._layers import FP8Linear
+from jaxfp8.nnx._state import FP8State
+from jaxfp8.ops._dispatch_matmul import CombineOptions
+from jaxfp8.ops._options import LayerOptions, StateChannel
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.prologues._swiglu import SwiGLU
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._unset import unset_state
+
+
+class ExpertKernels(AbstractFP8Matmul):
+    """The matrices of all experts of one matmul, with its state. `FP8MoE` multiplies."""
+
+    argument: ClassVar[str] = "kernels"
+
+    def __init__(
+        self, recipe: Recipe | None, kernel: Array, stacked: tuple[int, ...],
+        **options: Unpack[LayerOptions],
+    ) -> None:  # fmt: skip
+        super().__init__(recipe, rngs=LATER, **options)
+        self.kernel = nnx.Param(kernel)
+        if self.recipe.rows:
+            self.state = FP8State(unset_state(self.recipe.rows, stacked))
+
+
+class FP8MoE(nnx.Module):
+    """A layer of experts in FP8: a router sends each token to k of E experts, which are SwiGLUs.
+
+    The result is `sum_j gate_j * (silu(a) * b) @ w_out[e_j]`, with `[a, b] = x @ w_in[e_j]`, over
+    the experts e_j that the router chose for token x. The router is in float32, and computes
+    `x @ router` (`fp8.moe.top_k`). The experts are `fp8.moe.swiglu_experts`.
+
+    With `parallel` experts are split over a mesh axis. In an Auto or Explicit mesh that is set,
+    arrays are global. There leading axes of the input but the first may not be split. Inside
+    `jax.shard_map` over the axis, this device has E / D experts: its kernels and states are parts
+    along axis 0. The router is the same on all devices. Make the layer outside, and split its
+    Variables.
+
+    Args:
+      experts: E, the number of experts of all devices.
+      features: K, the features of a token.
+      hidden: F, the hidden features of each expert.
+      k: how many experts each token gets.
+      rngs: `nnx.Rngs` that draws the initial values, and keys as in `FP8Linear`. No default.
+      dtype: dtype that input and kernels are converted to before the cast to FP8. Default: None,
+        the dtype that these arrays promote to.
+      param_dtype: dtype in which kernels are stored. The router is stored in float32. Default:
+        float32.
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      parallel: how tokens go to experts over a mesh, an `fp8.moe.ExpertParallel`. Default: None,
+        every device has all experts.
+      scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
+      normalized: whether gates are divided by their sum. Default: True.
+      clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
+      shared: hidden features of a SwiGLU that every token passes beside its experts, two layers
+        `FP8Linear` without bias. Default: 0, there is none.
+      router_init: initializer of the router [K, E]. Default: LeCun normal.
+      kernel_init: initializer of the kernels [E, K, 2 F] and [E, F, K]. Default: LeCun normal of
+        each matrix.
+      state_per_expert: whether each expert has quantizer states of its own, stacked along axis 0
+        like the kernels. Otherwise one state records the largest amax of all. Default: True.
+      reduce_axes: see `fp8.ragged_dot`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: see `FP8Linear`. Default: None.
+      save_original: see `fp8.moe.swiglu_experts`. Default: None.
+
+    Raises:
+      TypeError, ValueError: for an argument that cannot be, or if `rngs` lacks a stream for
+        stochastic rounding.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxfp8.nnx import FP8MoE
+      >>> layer = FP8MoE(experts=4, features=8, hidden=16, k=2, rngs=nnx.Rngs(0))
+      >>> y, stats = layer(jnp.ones((2, 3, 8)))
+      >>> y.shape, layer.w_in.kernel.shape
+      ((2, 3, 8), (4, 8, 32))
+
+    References:
+      Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        features: int,
+        hidden: int,
+        k: int,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        recipe: Recipe | None = None,
+        parallel: ExpertParallel | None = None,
+        scores: Scores = "softmax",
+        normalized: bool = True,
+        clamp: tuple[float, float] | None = None,
+        shared: int = 0,
+        router_init: Any = None,
+        kernel_init: Any = None,
+        state_per_expert: bool = True,
+        reduce_axes: tuple[str, ...] | None = None,
+        kernels: Kernels | None = None,
+        state_channel: StateChannel | None = None,
+        save_original: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        check_mixture(experts, hidden, k, shared, parallel)
+        check_scores(scores)
+        check_clamp(clamp)
+        router_init = router_init or nnx.initializers.lecun_normal()
+        kernel_init = kernel_init or nnx.initializers.lecun_normal(batch_axis=(0,))
+        options: Any = {
+            "reduce_axes": reduce_axes, "kernels": kernels, "state_channel": state_channel,
+            "save_original": save_original,
+        }  # fmt: skip
+        stacked = (experts,) if state_per_expert else ()
+
+        def matrices(k: int, n: int) -> ExpertKernels:
+            kernel = kernel_init(rngs.params(), (experts, k, n), param_dtype)
+            return ExpertKernels(recipe, kernel, stacked=stacked, **options)
+
+        self.router = nnx.Param(router_init(rngs.params(), (features, experts), jnp.float32))
+        self.w_in, self.w_out = matrices(features, 2 * hidden), matrices(hidden, features)
+        self.shared_in: Any = nnx.data(None)
+        self.shared_out: Any = nnx.data(None)
+        if shared:
+            options |= {
+                "use_bias": False, "dtype": dtype, "param_dtype": param_dtype, "recipe": recipe,
+                "rngs": rngs,
+            }  # fmt: skip
+            self.shared_in = FP8Linear(features, 2 * shared, **options)
+            self.shared_out = FP8Linear(shared, features, prologue=SwiGLU(), **options)
+        self.w_in.start_keys(rngs)  # one key for both matmuls, after all parameters are drawn
+        self.dtype, self.k, self.parallel = dtype, k, parallel
+        self.scores: Scores = scores
+        self.normalized, self.clamp = normalized, clamp
+
+    def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
+        """Apply the layer to tokens [..., K]. The result has their shape and order."""
+        inputs = check_tokens(inputs)
+        arrays = inputs, self.w_in.kernel[...], self.w_out.kernel[...]
+        x, w_in, w_out = promote_dtype(arrays, dtype=self.dtype)
+        known, given = option_names(CombineOptions), self.w_in.matmul_options()
+        options: Any = {name: value for name, value in given.items() if name in known}
+        if options["name"] is not None:  # the path of w_in
+            options["name"] = options["name"].rpartition("/")[0]
+        y, stats = mixture(
+            inputs, x, self.router[...], (w_in, w_out), k=self.k, recipe=self.w_in.recipe,
+            states=(self.w_in.matmul_state, self.w_out.matmul_state), parallel=self.parallel,
+            scores=self.scores, normalized=self.normalized, clamp=self.clamp, **options,
+        )  # fmt: skip
+        if self.shared_in is not None:
+            y += self.shared_out(shared_parts(self.shared_in(x), self.clamp))
+        return y, stats
