@@ -242,7 +242,7 @@ def dispatch(route: Route, x: Array) -> Array:
 
     Args:
       route: the way, from `fp8.moe.route`.
-      x: [T, ...], values of tokens. With `route.of_choices`, [T * k, ...], those of choices.
+      x: [T, ...], values of tokens. With `route.of_choices`: of choices, [T * k, ...].
 
     Returns:
       [S, ...], rows of the experts of this device, sorted by expert, 0 behind them.
