@@ -127,20 +127,43 @@ def wgrad_operand(
     received: Operand,
     arrays: QuantizerArrays,
     variation: Variation,
+    *,
+    after: Array | None = None,
 ) -> Operand:
     """The copy [R, P, K] that wgrad reads, of the slots [S, K] that arrived.
 
-    If one scale holds for an expert, wgrad reads the same copy.
+    If one scale holds for an expert, wgrad reads the same copy. Otherwise slots become bfloat16 for
+    a second cast. `after` is an array that they wait for. Without it XLA would do this earlier,
+    fused with work of another matmul, and keep the rows in bfloat16 until then.
     """
     groups, route = rows.groups, rows.route
     assert route is not None
     if isinstance(received, QuantizedTensor):
         if received.granularity.in_one:
             return _tiled(route, groups, received)
+        if after is not None:
+            both: tuple[QuantizedTensor, Array] = lax.optimization_barrier((received, after))
+            received = both[0]
         received = received.dequantize(jnp.bfloat16)
     value, unseen = route.in_order(received), arrays._replace(ledger=None)
     cast = quantize_groups(groups, call, tensor, value, unseen, variation, only="wgrad")
     return cast.now["wgrad"]
+
+
+def in_turn(
+    rows: Rows | None, x: Operand, dgrad: Operand, wgrad: Operand
+) -> tuple[Operand, Operand, Operand]:
+    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs.
+
+    XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived in
+    FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
+    """
+    again = x if rows is None or rows.routed == "x" else wgrad
+    if rows is None or rows.route is None or not isinstance(again, QuantizedTensor):
+        return x, dgrad, wgrad
+    if again.granularity.in_one:  # nothing is cast again
+        return x, dgrad, wgrad
+    return lax.optimization_barrier((x, dgrad, wgrad))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from jaxfp8.ops._operands import (
     quantize_operand,
 )
 from jaxfp8.ops._residuals import Copy, readable
-from jaxfp8.ops._routed_operands import quantize_rows, wgrad_operand
+from jaxfp8.ops._routed_operands import in_turn, quantize_rows, wgrad_operand
 from jaxfp8.ops._rows import Rows
 from jaxfp8.ops._watch import send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
@@ -222,6 +222,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     w, of_w = _read(call, "w", w, own, variation, gradient, rows)
     send(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
+    x, dgrad, wgrad = in_turn(rows, x, dgrad, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
@@ -249,7 +250,7 @@ def _read(
     if isinstance(saved, Copy):
         whole = place.gather_operand(saved.whole(own.known))
         if rows is not None and rows.routed == tensor:
-            whole = wgrad_operand(rows, call, tensor, whole, own, variation)
+            whole = wgrad_operand(rows, call, tensor, whole, own, variation, after=gradient)
         return whole, ()
     arrays = readable(saved.arrays, gradient)
     source: Source = arrays[0]
