@@ -55,9 +55,8 @@ def dispatch_matmul(
     in FP8, which flushes small values to 0.
 
     The weight gradient needs x in tiles along rows. It gets them from the FP8 values that arrived.
-    With scales that are powers of two these are changed by powers of two only: a value that
-    differs from the one of a cast from high precision is below 2^-6 of the largest values of its
-    format, in its tile along the row or along the column. See `docs/experts.md` for figures.
+    With scales that are powers of two, this second cast changes exponents only. It rounds values
+    that are subnormal, below 2^-6 of a scale. `docs/moe.md` has a bound, and figures.
 
     Per-tensor recipes (`delayed`, `current`) have a scale for each expert. Its amax is that of the
     tokens of the expert on all devices, which takes an all-reduce of E numbers. A token is then
