@@ -49,9 +49,10 @@ def route(
       how many choices of this device were dropped.
 
     Raises:
-      TypeError, ValueError: for choices that are no integers [T, k], for an expert that does not
-        exist if it can be read, for an axis that is not manual here, that does not split the
-        tokens, or whose devices do not divide E, and for a factor that is not above 0.
+      TypeError: for choices that are no integers.
+      ValueError: for choices that are not [T, k], and for an expert that does not exist, if it can
+        be read. Also for an axis that is not manual here, or over which tokens are not split, for
+        experts that its devices do not divide, and for a factor that is not above 0.
 
     Example:
       >>> import jax.numpy as jnp
