@@ -182,7 +182,11 @@ def _casts(program: Program) -> Iterator[tuple[list[tuple[int, ...]], bool]]:
         else:
             operations = [
                 each
-                for each in (*program.inside(name, instruction), instruction)
+                for each in (
+                    program.inside(name, instruction)
+                    if instruction.op == "fusion"
+                    else [instruction]
+                )
                 if each.op == "convert"
                 and each.type.startswith(("u8", "f8e4m3", "f8e5m2"))
                 and "saturating_cast" in each.attributes
