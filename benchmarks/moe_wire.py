@@ -103,7 +103,7 @@ def table(rows: list[dict]) -> str:
         "gradient of combine": lambda r: f"{sent(r, 'gradient of combine') / MIB:.1f}",
         "gradient of dispatch": lambda r: f"{sent(r, 'gradient of dispatch') / MIB:.1f}",
         "all, to bf16": lambda r: f"{_all(r) / _all(bf16[r['mesh']]):.3f}",
-        "casts forward": lambda r: f"{r.get('casts_forward_alone', '')}",
+        "casts forward": lambda r: f"{r['casts_in_forward_pass']}",
         "temporaries": lambda r: f"{r['temporary_mib']:.0f}",
         "temporaries to bf16": lambda r: (
             f"{r['temporary_mib'] / bf16[r['mesh']]['temporary_mib']:.3f}"

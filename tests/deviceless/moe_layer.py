@@ -165,6 +165,7 @@ def casts(step: jax.stages.Compiled, layer: Layer) -> list[Cast]:
     A kernel in Pallas counts if it reads no FP8 values and writes some. XLA casts with integers, in
     the function `saturating_cast`: its conversions to bytes count, those of one kernel as one cast.
     """
+    assert layer.tokens * layer.features not in layer.weights, "x looks like a weight"
     program = Program(step.as_text())
     return [
         Cast(activations, is_backward)
