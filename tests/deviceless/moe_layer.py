@@ -165,6 +165,7 @@ def casts(step: jax.stages.Compiled, layer: Layer) -> list[Cast]:
     A kernel in Pallas counts if it reads no FP8 values and writes some. XLA casts with integers, in
     the function `saturating_cast`: its conversions to bytes count, those of one kernel as one cast.
     """
+    assert layer.tokens * layer.features not in layer.weights, "x looks like a weight"
     program = Program(step.as_text())
     return [
         Cast(activations, is_backward)
@@ -182,7 +183,11 @@ def _casts(program: Program) -> Iterator[tuple[list[tuple[int, ...]], bool]]:
         else:
             operations = [
                 each
-                for each in (*program.inside(name, instruction), instruction)
+                for each in (
+                    program.inside(name, instruction)
+                    if instruction.op == "fusion"
+                    else [instruction]
+                )
                 if each.op == "convert"
                 and each.type.startswith(("u8", "f8e4m3", "f8e5m2"))
                 and "saturating_cast" in each.attributes

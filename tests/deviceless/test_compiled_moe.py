@@ -18,7 +18,7 @@ from jaxfp8.programs import assert_fp8_gemms, wire_report
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
 MIB = 2**20
-SIZES = {"tokens": 2048, "features": 2048, "hidden": 512, "choices": 4}
+SIZES = {"tokens": 2048, "features": 2048, "hidden": 640, "choices": 4}
 LAYERS = {
     8: Layer(expert=8, experts=16, **SIZES),
     64: Layer(expert=64, experts=128, **SIZES),
