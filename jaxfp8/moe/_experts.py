@@ -128,7 +128,7 @@ def _local(
     names: tuple[str | None, ...], given: _Given,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The result of the tokens of this device."""
-    experts, _, wide = given.w_in.shape
+    experts = given.w_in.shape[0]
     devices = 1 if parallel.axis is None else lax.axis_size(parallel.axis)
     way = route(
         given.chosen, experts=experts * devices, axis=parallel.axis,
@@ -145,16 +145,23 @@ def _local(
         sent_in_fp8=parallel.sent_in_fp8, preferred_element_type=given.x.dtype, name=names[0],
         **first,
     )  # fmt: skip
-    gate, linear = (part.astype(jnp.float32) for part in jnp.split(h, [wide // 2], axis=1))
-    gate, linear = clamped(gate, linear, clamp)
     weight = dispatch(way.of_choices, given.gates.reshape(-1).astype(jnp.float32))
-    h = (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
+    h = _gated(h, weight, clamp)
     y = matmul_combine(
         h, given.w_out, way, recipe=recipe, state=given.states[1], key=keys[1],
         gradient_sent_in_fp8=parallel.gradient_sent_in_fp8, preferred_element_type=given.x.dtype,
         name=names[1], **shared,
     )  # fmt: skip
     return y, way.dropped
+
+
+# The backward pass reads h. Without the checkpoint it would keep both parts in float32.
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _gated(h: Array, weight: Array, clamp: tuple[float, float] | None) -> Array:
+    """SwiGLU of rows h [S, 2 F], times the weight of each row [S]: [S, F] in the dtype of h."""
+    gate, linear = (part.astype(jnp.float32) for part in jnp.split(h, 2, axis=1))
+    gate, linear = clamped(gate, linear, clamp)
+    return (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
 
 
 def clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
