@@ -3,13 +3,14 @@
 The mesh has two axes. `expert` splits the experts. Both axes split the tokens. Each token is cast
 once, and sent to its experts in FP8.
 
-    python examples/train_moe.py               # eight CPU devices, unless there are GPUs
+    python examples/train_moe.py               # on all GPUs; without one, on eight CPU devices
     python examples/train_moe.py --mesh expert=8 --recipe mxfp8
     python examples/train_moe.py --compare     # on one device and in bf16 too; about three minutes
     python examples/train_moe.py --capacity-factor 1.5 --gradient-in-fp8
 
 While it trains, it prints how the router of each block loads its experts. A warning says when a
-router collapses. The last lines are the losses on text that no step has seen.
+load is uneven. Routers are so in the first steps. One that stays so collapses. The last lines are
+the losses on text that no step has seen.
 
 Letters in shapes: B windows of a batch, T tokens of a window, D width, E experts.
 """
@@ -191,7 +192,7 @@ def train(
 
 # ---------------------------------------------------------------------------------------- telemetry
 def describe(stats: Sequence[Any]) -> list[str]:
-    """A line for each router, and a warning for each that collapses."""
+    """A line for each router, and a warning for each whose load is uneven."""
     lines = []
     for i, each in enumerate(stats):
         load, balance = np.asarray(each.load), float(each.load_balancing_loss)
@@ -201,13 +202,11 @@ def describe(stats: Sequence[Any]) -> list[str]:
             f"dropped {int(each.dropped)}  load-balancing loss {balance:.3f}"
         )
         if load.min() == 0:
-            lines.append(
-                f"  warning: block{i}: the router collapses: expert {load.argmin()} gets no token."
-            )
+            lines.append(f"  warning: block{i}: uneven load: expert {load.argmin()} gets no token.")
         elif ratio > COLLAPSED:
             lines.append(
-                f"  warning: block{i}: the router collapses: expert {load.argmax()} gets "
-                f"{ratio:.1f} times the mean."
+                f"  warning: block{i}: uneven load: expert {load.argmax()} gets {ratio:.1f} times "
+                "the mean."
             )
     return lines
 
@@ -219,7 +218,11 @@ def parse(
     """Parse the command line, and read the text. A mistake ends the program with one line."""
     parser = Parser(__file__, __doc__)
     add = parser.add_argument
-    add("--mesh", default="expert=4,data=2", help="sizes of its axes (default: %(default)s)")
+    add(
+        "--mesh",
+        default="expert=4,data=2",
+        help="sizes of its axes, for all devices (default: %(default)s)",
+    )
     add_recipe(parser)
     parser.set_defaults(recipe="blockwise")
     add(
@@ -228,21 +231,21 @@ def parse(
         default=16,
         help="windows of a step on all devices together (default: %(default)s)",
     )
-    add("--layers", type=int, default=2, help="(default: %(default)s)")
-    add("--steps", type=int, default=200, help="(default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add("--layers", type=int, default=2, help="number of blocks (default: %(default)s)")
+    add("--steps", type=int, default=200, help="train steps (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     add(
         "--capacity-factor",
         type=float,
-        help="slots of a device, over those of an even load (default: no choice is dropped)",
+        help="slots of a device over an even load, as 1.25 (default: no choice is dropped)",
     )
     add("--tokens-in-bf16", action="store_true", help="send tokens to the experts in bf16")
-    add("--gradient-in-fp8", action="store_true", help="send gradients to the experts in FP8")
+    add("--gradient-in-fp8", action="store_true", help="send gradients of results in FP8")
     add(
         "--validation",
         type=int,
         default=VALIDATION_WINDOWS,
-        help="windows of the last line (default: %(default)s)",
+        help="windows to validate on (default: %(default)s)",
     )
     add("--compare", action="store_true", help="do the run on one device and in bf16 too")
     add("--json", metavar="FILE", help="where to write the losses")

@@ -18,9 +18,8 @@ class ExpertParallel:
 
     Attributes:
       axis: the mesh axis that splits experts. None: every device has all experts.
-      tokens: the mesh axes that split tokens, `axis` among them. Default: None. Then `axis` alone
-        splits them; in an Explicit mesh those axes of the type of x do. Inside `jax.shard_map` over
-        all of these axes it is not read.
+      tokens: the mesh axes that split tokens, `axis` among them. Default: None. In an Auto mesh
+        that is `axis` alone. In an Explicit mesh it is the axes in the type of x.
       capacity_factor: see `fp8.moe.route`. Default: None, no choice is dropped.
       sent_in_fp8: see `fp8.moe.dispatch_matmul`. Default: True.
       gradient_sent_in_fp8: see `fp8.moe.matmul_combine`. Default: False.
@@ -29,7 +28,8 @@ class ExpertParallel:
       TypeError, ValueError: for a field of another type, and for `tokens` without `axis`.
 
     Example:
-      >>> ExpertParallel(axis="expert", tokens=("data", "expert")).capacity_factor
+      >>> ExpertParallel(axis="expert", tokens=("data", "expert")).sent_in_fp8
+      True
     """
 
     axis: str | None = None
@@ -65,7 +65,8 @@ class ExpertParallel:
         """The mesh axes that split tokens x [T, ...], to enter `jax.shard_map`. None: stay outside.
 
         Raises:
-          ValueError: if the mesh has no such axis, or no mesh is set.
+          ValueError: if the mesh has no such axis, if no mesh is set, or if the devices do not
+            divide the tokens.
         """
         mesh = jax.sharding.get_abstract_mesh()
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -96,4 +97,10 @@ class ExpertParallel:
                     f"{self.axis!r}, too, or outside of it."
                 )
             return None
+        devices = math.prod(mesh.shape[name] for name in tokens)
+        if x.shape[0] % devices:
+            raise ValueError(
+                f"x has {x.shape[0]} tokens, but {tokens} split them over {devices} devices. Pass "
+                f"a multiple of {devices} tokens, for instance by padding."
+            )
         return tokens if tokens or AxisType.Explicit in kinds.values() else None

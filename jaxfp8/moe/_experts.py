@@ -105,7 +105,7 @@ def swiglu_experts(
 
     References:
       Shazeer, arXiv:2002.05202 (SwiGLU); DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 3.3;
-      gpt-oss, arXiv:2508.10925 (the clamp).
+      gpt-oss, arXiv:2508.10925 (the clamp; its activation and its biases differ).
     """
     how = read_options("fp8.moe.swiglu_experts", CombineOptions, options)
     shared: Any = {name: value for name, value in options.items() if name not in ("key", "name")}

@@ -70,7 +70,7 @@ def router(load, dropped=0):
     return SimpleNamespace(load=np.array(load), dropped=dropped, load_balancing_loss=1.0)
 
 
-def test_a_router_that_collapses_is_named(script):
+def test_an_uneven_load_is_named(script):
     lines = script.describe(
         [
             router([10] * 8),
@@ -79,8 +79,8 @@ def test_a_router_that_collapses_is_named(script):
         ]
     )
     assert [line for line in lines if "warning" in line] == [
-        "  warning: block1: the router collapses: expert 7 gets no token.",
-        "  warning: block2: the router collapses: expert 0 gets 4.0 times the mean.",
+        "  warning: block1: uneven load: expert 7 gets no token.",
+        "  warning: block2: uneven load: expert 0 gets 4.0 times the mean.",
     ]
     assert "max/mean 2.00, least 0.0%" in lines[1]
     assert "dropped 5" in lines[3]
