@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.ops._route_tokens import check_capacity_factor
 from jaxfp8.sharding._specs import mesh_axes
 
 
@@ -19,7 +20,8 @@ class ExpertParallel:
     Attributes:
       axis: the mesh axis that splits experts. None: every device has all experts.
       tokens: the mesh axes that split tokens, `axis` among them. Default: None. In an Auto mesh
-        that is `axis` alone. In an Explicit mesh it is the axes in the type of x.
+        that is `axis` alone. In an Explicit mesh it is the axes in the type of x. Inside
+        `jax.shard_map` with `check_vma=False` counts are summed over it.
       capacity_factor: see `fp8.moe.route`. Default: None, no choice is dropped.
       sent_in_fp8: see `fp8.moe.dispatch_matmul`. Default: True.
       gradient_sent_in_fp8: see `fp8.moe.matmul_combine`. Default: False.
@@ -51,12 +53,7 @@ class ExpertParallel:
                 f"tokens={tokens!r} lacks axis={self.axis!r}. Experts would get each token once "
                 "from every device of the axis. Split tokens over it, too."
             )
-        factor = self.capacity_factor
-        if factor is not None and not (isinstance(factor, int | float) and 0 < factor < math.inf):
-            raise ValueError(
-                f"capacity_factor={factor!r} must be a number above 0, or None for as many slots "
-                "as may be needed."
-            )
+        check_capacity_factor(self.capacity_factor)
         for name in ("sent_in_fp8", "gradient_sent_in_fp8"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -97,6 +94,11 @@ class ExpertParallel:
                     f"{self.axis!r}, too, or outside of it."
                 )
             return None
+        if len(set(kinds.values())) > 1:
+            raise ValueError(
+                f"the mesh has Auto and Explicit axes, {kinds}. Make all of them of one kind, or "
+                "call this inside jax.shard_map over all axes."
+            )
         devices = math.prod(mesh.shape[name] for name in tokens)
         if x.shape[0] % devices:
             raise ValueError(

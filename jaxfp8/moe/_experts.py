@@ -12,9 +12,9 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.ops._dispatch_matmul import CombineOptions, dispatch_matmul, matmul_combine
 from jaxfp8.ops._options import read_options
-from jaxfp8.ops._route_tokens import route
+from jaxfp8.ops._route_tokens import check_experts, is_positive, route
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.sharding._route import dispatch
 from jaxfp8.state._state import MatmulState
 
@@ -111,6 +111,11 @@ def swiglu_experts(
     shared: Any = {name: value for name, value in options.items() if name not in ("key", "name")}
     _check(x, gates, chosen, w_in, w_out, clamp)
     parallel = parallel or ExpertParallel()
+    if not isinstance(states, tuple | list) or len(states) != 2 or isinstance(states, MatmulState):
+        raise TypeError(
+            f"states={type(states).__name__} must be a pair: the state of the matmul with w_in, "
+            "and that of the matmul with w_out. For a recipe without state leave it out."
+        )
     given = _Given(x, gates, chosen, w_in, w_out, tuple(states), how.key)
     names: tuple[str | None, ...] = (None, None)
     if how.name is not None:
@@ -119,8 +124,8 @@ def swiglu_experts(
     tokens = parallel.axes_to_enter(x)
     if tokens is None:
         y, dropped = local(given)
-        return ExpertsOutput(y, _summed(dropped))
-    return _entered(local, given, parallel.axis, tokens)
+        return ExpertsOutput(y, _summed(dropped, w_in, parallel))
+    return _entered(local, given, parallel, tokens)
 
 
 def _local(
@@ -176,10 +181,14 @@ def clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tu
     return jnp.minimum(gate, clamp[0]), jnp.clip(linear, -clamp[1], clamp[1])
 
 
-def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...]) -> ExpertsOutput:
+def _entered(
+    local: Any, given: _Given, parallel: ExpertParallel, tokens: tuple[str, ...]
+) -> ExpertsOutput:
     """The result of global arrays, inside `jax.shard_map` over all axes of the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
-    rows, matrices = jax.P(tokens or None), jax.P(axis)
+    rows, matrices = jax.P(tokens or None), jax.P(parallel.axis)
+    if parallel.axis is not None:
+        check_experts(given.w_in.shape[0], mesh.shape[parallel.axis], parallel.axis)
 
     def of_state(state: Any) -> Any:
         stacked = isinstance(state, MatmulState) and state.scale.ndim == 2
@@ -193,7 +202,7 @@ def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...
 
     def entered(given: _Given) -> tuple[Array, Array]:
         y, dropped = local(given)
-        return y, _summed(dropped)
+        return y, _summed(dropped, given.w_in, parallel)
 
     # Outside of jax.jit, shard_map cannot run the gradient rules of the matmuls.
     y, dropped = jax.jit(
@@ -204,10 +213,17 @@ def _entered(local: Any, given: _Given, axis: str | None, tokens: tuple[str, ...
     return ExpertsOutput(y, dropped)
 
 
-def _summed(dropped: Array) -> Array:
-    """The sum over all devices that have tokens of their own."""
-    axes = tuple(sorted(varying(dropped)))
-    return lax.psum(dropped, axes) if axes else dropped
+def _summed(dropped: Array, w_in: Array, parallel: ExpertParallel) -> Array:
+    """The sum over all devices that have tokens of their own for the same experts.
+
+    Stages of a pipeline have experts of their own. They keep their own numbers.
+    """
+    experts = set() if parallel.axis is None else {parallel.axis}
+    if types_tell():
+        axes = varying(dropped) - (varying(w_in) - experts)
+    else:
+        axes = frozenset((set(parallel.tokens or ()) | experts) & set(manual_axes()))
+    return lax.psum(dropped, tuple(sorted(axes))) if axes else dropped
 
 
 def _resharded(given: _Given, specs: Any) -> _Given:
@@ -245,9 +261,7 @@ def check_clamp(clamp: object) -> None:
       >>> check_clamp((10.0, 10.0))
     """
     if clamp is not None and not (
-        isinstance(clamp, tuple)
-        and len(clamp) == 2
-        and all(isinstance(each, int | float) and each > 0 for each in clamp)
+        isinstance(clamp, tuple) and len(clamp) == 2 and all(map(is_positive, clamp))
     ):
         raise ValueError(
             f"clamp={clamp!r} must be two numbers above 0, the limits of the gate and of the "

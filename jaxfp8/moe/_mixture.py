@@ -12,6 +12,7 @@ from jaxfp8.moe._experts import clamped, swiglu_experts
 from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._reshape import is_explicit, merge_axes
 from jaxfp8.ops._arguments import check_float
+from jaxfp8.ops._route_tokens import check_experts
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 
@@ -133,11 +134,7 @@ def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
     if axis is None or axis not in manual_axes():
         return experts
     devices = lax.axis_size(axis)
-    if experts % devices:
-        raise ValueError(
-            f"experts={experts} cannot be split over the {devices} devices of axis={axis!r}. Use a "
-            f"multiple of {devices}."
-        )
+    check_experts(experts, devices, axis)
     return experts // devices
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any, Unpack
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._reshape import is_explicit
@@ -226,7 +227,27 @@ def _grouped(
 ) -> GroupedCall:  # fmt: skip
     # On average the experts of a device get as many rows as its tokens have choices.
     tokens = min(route.rows, route.tokens * route.choices)
-    return GroupedCall.of(
+    grouped = GroupedCall.of(
         x, w, how, recipe=recipe, state=state, tokens=tokens, precision=precision,
         preferred_element_type=preferred_element_type,
     )  # fmt: skip
+    _check_untyped_axes(grouped, route, recipe)
+    return grouped
+
+
+def _check_untyped_axes(grouped: GroupedCall, route: Route, recipe: Recipe) -> None:
+    """Raise FP8StateError if types are off, and the named axes would mix experts."""
+    axes, known = grouped.call.amax_axes, grouped.quantizers.known
+    if route.axis is None or not axes.manual or axes.typed or not recipe.combines_amaxes:
+        return
+    named = axes.named or frozenset()
+    if known is not None and known.ndim == 2:
+        raise FP8StateError(
+            f"one state for all experts needs types inside shard_map over {route.axis!r}. Use "
+            "check_vma=True, or a state for each expert."
+        )
+    if route.axis in named:
+        raise FP8StateError(
+            f"reduce_axes={tuple(sorted(named))} names {route.axis!r}, which would mix the amaxes "
+            "of different experts. With check_vma=False name the other axes that split tokens."
+        )

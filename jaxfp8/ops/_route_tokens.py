@@ -1,6 +1,7 @@
 """`route`: the way of tokens to the experts that a router chose for them, and back."""
 
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -66,14 +67,46 @@ def route(
     chosen = _checked(chosen, experts)
     if axis is not None:
         _check_axis(axis, experts, chosen)
-    if capacity_factor is not None and not (
-        isinstance(capacity_factor, int | float) and 0 < capacity_factor < math.inf
-    ):
-        raise ValueError(
-            f"capacity_factor={capacity_factor!r} must be a number above 0, for instance 1.25; "
-            "None has as many slots as may be needed."
-        )
+    check_capacity_factor(capacity_factor)
     return Route.of(chosen, experts=experts, axis=axis, capacity_factor=capacity_factor)
+
+
+def is_positive(number: object) -> bool:
+    """Whether this is a finite number above 0.
+
+    Example:
+      >>> is_positive(1.25), is_positive(True), is_positive(float("inf"))
+      (True, False, False)
+    """
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        return False
+    return 0 < float(number) < math.inf
+
+
+def check_capacity_factor(factor: object) -> None:
+    """Raise ValueError unless this is a number above 0, or None.
+
+    Example:
+      >>> check_capacity_factor(1.25)
+    """
+    if factor is not None and not is_positive(factor):
+        raise ValueError(
+            f"capacity_factor={factor!r} must be a number above 0, for instance 1.25; None has as "
+            "many slots as may be needed."
+        )
+
+
+def check_experts(experts: int, devices: int, axis: str) -> None:
+    """Raise ValueError unless the devices of a mesh axis divide the number of experts.
+
+    Example:
+      >>> check_experts(8, 4, "expert")
+    """
+    if experts % devices:
+        raise ValueError(
+            f"experts={experts} cannot be split over the {devices} devices of axis={axis!r}. Use a "
+            f"multiple of {devices}."
+        )
 
 
 def _checked(given: ArrayLike, experts: int) -> Array:
@@ -122,12 +155,7 @@ def _check_axis(axis: str, experts: int, chosen: Array) -> None:
             f"{list(manual_axes())}. Call this inside jax.shard_map, over one of its axes, or "
             "leave axis= out if this device has all experts."
         )
-    devices = jax.lax.axis_size(axis)
-    if experts % devices:
-        raise ValueError(
-            f"experts={experts} cannot be split over the {devices} devices of axis={axis!r}. Use a "
-            f"multiple of {devices}."
-        )
+    check_experts(experts, jax.lax.axis_size(axis), axis)
     if types_tell() and axis not in varying(chosen):
         raise ValueError(
             f"chosen is the same on all devices of axis={axis!r}, by its type {jax.typeof(chosen)}."

@@ -254,7 +254,7 @@ def dispatch(route: Route, x: Array) -> Array:
       >>> dispatch(way, jnp.array([5.0, 7.0]))
       Array([7., 5.], dtype=float32)
     """
-    return _dispatch(route, x)
+    return _dispatch(route, vary_as(x, route.slot))  # x may be the same on some devices
 
 
 def combine(route: Route, rows: Array) -> Array:
@@ -274,4 +274,4 @@ def combine(route: Route, rows: Array) -> Array:
       >>> combine(way, jnp.array([1.0, 2.0, 10.0, 20.0]))  # of experts 0, 0, 1 and 1
       Array([11., 22.], dtype=float32)
     """
-    return _combine(route, rows)
+    return _combine(route, vary_as(rows, route.slot))

@@ -110,26 +110,114 @@ def test_experts_and_data_axes(name, stacked, kind):
         assert distance(mine, other) < (5e-3 if recipe.rows else 3e-2)
 
 
-@pytest.mark.parametrize("name", ["blockwise", "current"])
-def test_without_types(name):
-    recipe = RECIPES[name]
-    mesh = mesh_of(AxisType.Auto, expert=4)
+def untyped(name, stacked, axes, factor=None):
+    """y and the count of dropped choices, with check_vma=False."""
+    recipe, mesh = RECIPES[name], mesh_of(AxisType.Auto, expert=4)
+    specs, of_states = specs_of(recipe, stacked)
+    parallel = fp8.moe.ExpertParallel(axis="expert", capacity_factor=factor)
 
-    def forward(axes, x, gates, chosen, w_in, w_out):
-        return fp8.moe.swiglu_experts(
-            x, gates, chosen, w_in, w_out, recipe=recipe, parallel=EXPERTS, reduce_axes=axes
-        ).y
+    def forward(x, gates, chosen, w_in, w_out, states):
+        out = fp8.moe.swiglu_experts(
+            x, gates, chosen, w_in, w_out, recipe=recipe, states=states, parallel=parallel,
+            reduce_axes=axes,
+        )  # fmt: skip
+        return tuple(out)
 
-    run = lambda axes: jax.jit(
-        jax.shard_map(
-            functools.partial(forward, axes), mesh=mesh, in_specs=(SPLIT,) * 5, out_specs=SPLIT,
-            check_vma=False,
-        )
-    )(*cases.arrays()[:5])  # fmt: skip
-    if name == "current":
+    on_mesh = jax.shard_map(
+        forward, mesh=mesh, in_specs=(*specs[:5], of_states), out_specs=(SPLIT, P()),
+        check_vma=False,
+    )  # fmt: skip
+    return jax.jit(on_mesh)(*cases.arrays()[:5], cases.states(recipe, stacked))
+
+
+@pytest.mark.parametrize("name", ["blockwise", "current", "delayed"])
+def test_without_types_axes_are_named(name):
+    """Axes that would mix experts, or leave tokens out, raise an error."""
+    assert_same(untyped(name, True, ())[0], one_device(name, True)[0])
+    if name != "blockwise":
         with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
-            run(None)
-    assert_same(run(()), one_device(name, True)[0])
+            untyped(name, True, None)
+        with pytest.raises(fp8.FP8StateError, match="mix the amaxes"):
+            untyped(name, True, ("expert",))
+    if RECIPES[name].rows:
+        with pytest.raises(fp8.FP8StateError, match="a state for each expert"):
+            untyped(name, False, ("expert",))
+
+
+def test_dropped_choices_are_those_of_all_devices_of_a_stage():
+    """Without types, too. A stage of a pipeline has experts and a count of its own."""
+    x, gates, chosen, w_in, w_out, _ = cases.arrays()
+    parallel = fp8.moe.ExpertParallel(axis="expert", capacity_factor=0.75)
+    run = lambda *given: (
+        fp8.moe.swiglu_experts(*given, recipe=RECIPES["blockwise"], parallel=parallel).dropped
+    )
+    given = x, gates, chosen, w_in, w_out
+    mesh = mesh_of(AxisType.Auto, expert=4)
+    want = int(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=SPLIT, out_specs=P()))(*given))
+    assert want > 0
+    assert int(untyped("blockwise", True, None, factor=0.75)[1]) == want
+    mesh = mesh_of(AxisType.Auto, pipe=2, expert=4)
+    # The second stage has all tokens at one expert.
+    stages = [jnp.stack([each, each]) for each in given]
+    stages[2] = stages[2].at[1].set(jnp.array([0, 1], jnp.int32))
+
+    def stage(*given):
+        return run(*(each[0] for each in given))[None]
+
+    split = P("pipe", "expert")
+    on_mesh = jax.shard_map(stage, mesh=mesh, in_specs=split, out_specs=P("pipe"))
+    found = jax.jit(on_mesh)(*stages)
+    assert found.tolist() == [want, 4 * (128 - 24)]
+
+
+def test_gates_and_tokens_may_be_the_same_on_some_devices():
+    """Gradients are summed over devices that have other choices."""
+    x, gates, _, w_in, w_out, g = (each[:64] for each in cases.arrays(dtype=jnp.float32))
+    chosen = cases.arrays()[2][:128]
+    w_in, w_out = cases.arrays(dtype=jnp.float32)[3:5]
+    mesh = mesh_of(AxisType.Auto, data=2)
+
+    def loss(x, gates, chosen, g):
+        parallel = fp8.moe.ExpertParallel(sent_in_fp8=False)
+        y = fp8.moe.swiglu_experts(
+            x, gates, chosen, w_in, w_out, recipe=RECIPES["identity"], parallel=parallel
+        ).y
+        return jnp.sum(y * g)
+
+    def on_device(x, gates, chosen, g):
+        total = lambda x, gates: jax.lax.psum(loss(x, gates, chosen, g), "data")
+        return jax.grad(total, argnums=(0, 1))(x, gates)
+
+    got = jax.jit(
+        jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P(), P("data"), P()), out_specs=P())
+    )(x, gates, chosen, g)
+    halves = [jax.grad(loss, argnums=(0, 1))(x, gates, chosen[i : i + 64], g) for i in (0, 64)]
+    want = jax.tree.map(lambda a, b: a + b, *halves)
+    for mine, other in zip(got, want, strict=True):
+        assert distance(mine, other) < 1e-5
+
+
+def test_bad_states_and_meshes_get_clear_errors():
+    x, gates, chosen, w_in, w_out, _ = cases.arrays()
+    recipe = RECIPES["delayed"]
+    run = lambda **options: fp8.moe.swiglu_experts(
+        x, gates, chosen, w_in, w_out, recipe=recipe, **options
+    )
+    state = fp8.init_state(recipe)
+    for states in ((state,), (state,) * 3, state, None):
+        with pytest.raises(TypeError, match="must be a pair"):
+            run(states=states)
+    kinds = AxisType.Auto, AxisType.Explicit
+    mixed = jax.make_mesh((2, 2), ("data", "expert"), axis_types=kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mixed), pytest.raises(ValueError, match="one kind"):
+        run(parallel=EXPERTS)
+    three = mesh_of(AxisType.Auto, expert=3)
+    x, gates, chosen = x[:6], gates[:6], chosen[:6]
+    with jax.set_mesh(three), pytest.raises(ValueError, match=r"experts=8.*multiple of 3"):
+        run(parallel=EXPERTS, states=(state, state))
+    for clamp in ((1.0,), (0.0, 1.0), (True, 1.0), "ab"):
+        with pytest.raises(ValueError, match="clamp="):
+            run(clamp=clamp, states=(state, state))
 
 
 @pytest.mark.parametrize("name", ["current", "delayed"])
