@@ -66,7 +66,15 @@ def check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
             f"recipe {recipe.name!r} quantizes {tensor} in one way for {_FIRST[tensor]} and in "
             f"another for wgrad. After a dispatch in FP8 only one copy is there. {cure}"
         )
-    if not (first.granularity.in_one or first.rule.exact):
+    granularity = first.granularity.for_matmul((0,), 2)  # both first matmuls contract axis 1
+    if not granularity.in_one and granularity.scale_shape((2, 1))[0] != 2:
+        raise ValueError(
+            f"recipe {recipe.name!r} has scales that tokens share, in {tensor} with "
+            f"{first.granularity!r}. The tokens of an expert are on many devices before they are "
+            f"sent, so no device knows these scales. Use tiles of one token, PerBlock((1, T)). Or: "
+            f"{cure}"
+        )
+    if not (granularity.in_one or first.rule.exact):
         raise ValueError(
             f"recipe {recipe.name!r} has scales that are no powers of two. wgrad needs {tensor} in "
             "another direction, and would round values that are rounded already. Make the recipe "
@@ -187,6 +195,11 @@ class _Sender:
             return self._by_expert(key)
 
         def of_rows(granularity: Any) -> Array:
+            if granularity.in_one:
+                raise ValueError(
+                    f"{self.planned.quantizer!r} chooses scales of rows from the amax of a whole "
+                    "tensor, which is on many devices before it is sent. Use sent_in_fp8=False."
+                )
             return self.stack.over_mesh(granularity, amax(value, granularity), None)
 
         inputs = ScaleInputs(of_rows, None, self.stack.call.settled)

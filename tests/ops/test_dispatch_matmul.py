@@ -1,6 +1,8 @@
 """Dispatch in FP8 and matmul, against dispatch in high precision, cast and matmul."""
 
+import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +137,50 @@ def test_the_second_cast_changes_exponents_only(name, seed, spread):
     np.testing.assert_array_equal(got[same], want[same])
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        fp8.recipes.mxfp8(w_tile_dim=2),
+        fp8.recipes.blockwise(gradient=fp8.E5M2),
+        fp8.Recipe(
+            name="fprop_in_high_precision",
+            fprop=fp8.recipes.Operands(
+                lhs=fp8.quantizers.Identity(), rhs=fp8.quantizers.Identity()
+            ),
+            dgrad=RECIPES["delayed"].dgrad,
+            wgrad=RECIPES["delayed"].wgrad,
+        ),
+    ],
+    ids=["square_tiles_of_w", "e5m2", "fprop_in_high_precision"],
+)
+def test_other_recipes(recipe):
+    given, state = cases.arrays(), cases.states(recipe, True)
+    run = lambda **how: jax.jit(
+        lambda given, state: cases.step(recipe, fp8.moe.ExpertParallel(**how), given, state)
+    )(given, state)
+    got, want = run(gradient_sent_in_fp8=True), run(sent_in_fp8=False)
+    assert_same((got[0], got[1][:2], got[2]), (want[0], want[1][:2], want[2]))
+    for mine, other in zip(got[1][2:], want[1][2:], strict=True):
+        assert distance(mine, other) <= 5e-4
+
+
+def test_a_quantizer_that_asks_for_the_amax_of_all_tokens_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Global(fp8.quantizers.AbstractQuantizer):
+        granularity: fp8.quantizers.PerRow = fp8.quantizers.PerRow()
+        value_format: fp8.quantizers.Format = fp8.E4M3
+        rule: ClassVar[fp8.ScaleRule] = fp8.ScaleRule(power_of_two=True)
+
+        def choose_scale(self, inputs, granularity):
+            whole = jnp.broadcast_to(inputs.amax(fp8.PerTensor()), (T, 1))
+            return self.scale_of_amax(whole)
+
+    one = fp8.recipes.Operands(lhs=Global(), rhs=fp8.quantizers.Current(format=fp8.E4M3))
+    recipe = fp8.Recipe(name="global", fprop=one, dgrad=one, wgrad=one)
+    with pytest.raises(ValueError, match="amax of a whole"):
+        call(recipe=recipe)
+
+
 def test_tokens_of_very_different_sizes():
     """Where casts along columns lose most, the second cast loses no more than the first one."""
     given = cases.arrays(spread=2.0)
@@ -222,6 +268,11 @@ def call(**changes):
             ValueError,
             ["power_of_two=True", "sent_in_fp8=False"],
         ),
+        (
+            {"recipe": fp8.recipes.blockwise(x_tile_dim=2, w_tile_dim=1)},
+            ValueError,
+            ["PerBlock(tile=(128, 128))", "PerBlock((1, T))", "sent_in_fp8=False"],
+        ),
         ({"save_original": ("x",)}, ValueError, ["save_original", "sent_in_fp8=False"]),
         ({"x_shard": None}, TypeError, ["x_shard", "options"]),
     ],
@@ -235,8 +286,12 @@ def test_bad_input_gets_a_clear_error(changes, error, words):
 
 @pytest.mark.parametrize(
     "recipe",
-    [fp8.recipes.rowwise(high_precision_wgrad=True), fp8.recipes.blockwise(power_of_two=False)],
-    ids=["high_precision_wgrad", "float32_scales"],
+    [
+        fp8.recipes.rowwise(high_precision_wgrad=True),
+        fp8.recipes.blockwise(power_of_two=False),
+        fp8.recipes.blockwise(x_tile_dim=2, w_tile_dim=1),
+    ],
+    ids=["high_precision_wgrad", "float32_scales", "square_tiles"],
 )
 def test_such_recipes_are_sent_in_high_precision(recipe):
     parallel = fp8.moe.ExpertParallel(sent_in_fp8=False)
@@ -246,6 +301,8 @@ def test_such_recipes_are_sent_in_high_precision(recipe):
     _, want, _ = sent("identity", True, forward=True, backward=False)
     for mine, other in zip(grads, want, strict=True):
         assert distance(mine, other) < 0.25
+    if recipe.dgrad.lhs.rule.exact and recipe.dgrad.lhs == recipe.wgrad.rhs:
+        return  # its gradients can be sent in FP8
     with pytest.raises(ValueError, match="gradient_sent_in_fp8=False"):
         cases.step(
             recipe, fp8.moe.ExpertParallel(sent_in_fp8=False, gradient_sent_in_fp8=True),
