@@ -142,8 +142,8 @@ def test_the_router_learns_through_gates_and_losses():
     assert not np.asarray(grads["w_in"]["kernel"]).any()  # losses do not train experts
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
 def test_every_recipe_is_near_high_precision(recipe, dtype):
     layer = FP8MoE(E, F, 2, recipe=recipe, dtype=dtype, shared=16)
     variables = made(layer)

@@ -27,7 +27,7 @@ def sent(name, stacked, *, forward, backward):
     return run(cases.arrays(), cases.states(recipe, stacked))
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "stacked"), STATES)
 def test_sent_in_fp8_is_sent_in_high_precision_and_cast(name, stacked, backward):
     """All bits of results, states and gradients, except those of wgrad's second cast."""
@@ -195,7 +195,9 @@ def test_tokens_of_very_different_sizes():
             assert distance(got[i], exact[i]) <= 1.05 * distance(want[i], exact[i])
 
 
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8", "delayed"])
+@pytest.mark.parametrize(
+    "name", ["blockwise", pytest.param("mxfp8", marks=pytest.mark.slow), "delayed"]
+)
 def test_under_remat_scan_and_vmap(name):
     recipe = RECIPES[name]
     x, gates, chosen, w_in, w_out, g = cases.arrays()
