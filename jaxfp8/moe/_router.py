@@ -43,8 +43,9 @@ def top_k(
     A token with a NaN gets gates of NaN, and k experts that differ.
 
     Args:
-      logits: [T, E] floating point. They are computed on in float32. A router's matmul should give
-        float32, too: `jnp.dot(x, w, preferred_element_type=jnp.float32)`.
+      logits: [T, E] floating point. They are computed on in float32. A router's matmul should be
+        in float32, too: `jnp.dot(x.astype(jnp.float32), w, precision="highest")`. By default a GPU
+        would round x and w to TF32, with 10 bits of a mantissa.
       k: how many experts each token gets.
       scores: "softmax" over all experts (Mixtral, Qwen), or "sigmoid" of each (DeepSeek-V3).
       normalized: whether gates are divided by their sum, so that they add up to 1.

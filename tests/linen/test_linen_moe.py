@@ -142,6 +142,20 @@ def test_the_router_learns_through_gates_and_losses():
     assert not np.asarray(grads["w_in"]["kernel"]).any()  # losses do not train experts
 
 
+def test_the_router_asks_for_float32_where_the_default_is_tf32():
+    layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise(), dtype=jnp.bfloat16)
+    x = tokens().astype(jnp.bfloat16)
+
+    def loss(params, x):
+        return layer.apply({"params": params}, x)[1].z_loss
+
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(made(layer, x)["params"], x).as_text()
+    matmuls = [line for line in text.splitlines() if "dot_general" in line]
+    of_logits, *gradients = (line for line in matmuls if f"tensor<24x{E}xf32>" in line)
+    assert len(gradients) == 2
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in (of_logits, *gradients))
+
+
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
 def test_every_recipe_is_near_high_precision(recipe, dtype):
