@@ -24,7 +24,8 @@ def tokens(*shape, seed=1):
 
 
 def made(layer, x=None, seed=0):
-    return layer.init(jax.random.key(seed), tokens() if x is None else x)
+    # Operation by operation it takes seconds.
+    return jax.jit(layer.init)(jax.random.key(seed), tokens() if x is None else x)
 
 
 def mesh_of_four(kind=AxisType.Auto):
@@ -105,7 +106,7 @@ def test_is_a_loop_over_tokens_and_experts(fields):
 def test_stats_are_those_of_the_router():
     layer = FP8MoE(E, F, 2, recipe=IDENTITY)
     variables = made(layer)
-    _, stats = layer.apply(variables, tokens())
+    _, stats = jax.jit(layer.apply)(variables, tokens())
     logits = tokens().reshape(-1, K) @ variables["params"]["router"]
     chosen = fp8.moe.top_k(logits, 2).chosen
     np.testing.assert_array_equal(np.asarray(stats.load), np.asarray(fp8.moe.load(chosen, E)))
@@ -121,7 +122,8 @@ def test_leading_axes_and_the_order_of_tokens_come_back(shape):
     x = jax.random.normal(jax.random.key(3), (*shape, K))
     y, _ = jax.jit(layer.apply)(variables, x)
     assert y.shape == x.shape
-    each = [layer.apply(variables, row[None])[0][0] for row in x.reshape(-1, K)]
+    apply = jax.jit(layer.apply)
+    each = [apply(variables, row[None])[0][0] for row in x.reshape(-1, K)]
     np.testing.assert_allclose(np.asarray(y).reshape(-1, K), np.stack(each), atol=1e-5)
 
 
@@ -303,7 +305,7 @@ def test_init_inside_shard_map_makes_parts_of_one_layer():
 def test_losses_without_varying_types_are_those_of_the_named_axes():
     layer = FP8MoE(E, F, 2, parallel=ExpertParallel(axis="expert"), recipe=IDENTITY)
     variables, x = made(layer), tokens()
-    _, want = FP8MoE(E, F, 2, recipe=IDENTITY).apply(variables, x)
+    _, want = jax.jit(FP8MoE(E, F, 2, recipe=IDENTITY).apply)(variables, x)
     split = jax.P("expert")
     specs = {"params": {"router": jax.P(), "w_in": split, "w_out": split}}
     mesh = mesh_of_four()
@@ -342,7 +344,7 @@ def test_layers_of_a_scan_have_states_of_their_own(remat):
     stack = nn.scan(
         Block, variable_axes={"params": 0, COLLECTION: 0}, split_rngs={"params": True}, length=2
     )()
-    variables = stack.init(jax.random.key(0), tokens(), None)
+    variables = jax.jit(stack.init)(jax.random.key(0), tokens(), None)
 
     def loss(params, state):
         y, losses = stack.apply({"params": params, COLLECTION: state}, tokens(), None)
@@ -466,5 +468,5 @@ def test_kernels_in_boxes_of_partitions():
     assert isinstance(variables["params"]["w_in"]["kernel"], nn.Partitioned)
     plain = nn.meta.unbox(variables)
     np.testing.assert_array_equal(
-        layer.apply(variables, tokens())[0], layer.apply(plain, tokens())[0]
+        jax.jit(layer.apply)(variables, tokens())[0], jax.jit(layer.apply)(plain, tokens())[0]
     )
