@@ -180,7 +180,8 @@ def train(
             if show:
                 show(len(losses), losses[-1], stats)
         params, state, _ = carry
-        evaluate = jax.jit(functools.partial(cross_entropy, model))
+        parallel = dataclasses.replace(model.parallel, capacity_factor=None)  # nothing is dropped
+        evaluate = jax.jit(functools.partial(cross_entropy, model.clone(parallel=parallel)))
         chosen = np.linspace(0, len(text.validation) - 1, given.validation).astype(int)
         # Parts of one size, so that one program does all of them.
         count = max(1, given.validation // VALIDATION_PART)

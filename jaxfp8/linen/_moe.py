@@ -18,6 +18,7 @@ from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import check_clamp
 from jaxfp8.moe._mixture import (
     MoEStats,
+    check_kernels,
     check_mixture,
     check_tokens,
     experts_here,
@@ -87,7 +88,8 @@ class FP8MoE(nn.Module):
         every device has all experts. Outside of `jax.shard_map`, `init` does not read its axes, so
         that it may run without a mesh.
       scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
-      normalized: whether gates are divided by their sum. Default: True.
+      normalized: whether gates are divided by their sum. Pass False for k = 1, see `fp8.moe.top_k`.
+        Default: True.
       clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
       shared: hidden features of a SwiGLU that every token passes beside its experts, two layers
         `FP8Dense` without bias. Default: 0, there is none.
@@ -152,6 +154,7 @@ class FP8MoE(nn.Module):
         router = self.param("router", self.router_init, (features, self.experts), jnp.float32)
         w_in, state_in = self._kernels("w_in", features, 2 * self.hidden)
         w_out, state_out = self._kernels("w_out", self.hidden, features)
+        check_kernels(w_in, w_out)
         x, w_in, w_out = flax_promote_dtype(inputs, w_in, w_out, dtype=self.dtype)
         keys: Any = matmul_options(self, self.recipe, options)
         is_global = experts_here(self.experts, self.parallel) == self.experts

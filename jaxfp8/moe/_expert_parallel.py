@@ -41,13 +41,15 @@ class ExpertParallel:
     gradient_sent_in_fp8: bool = False
 
     def __post_init__(self) -> None:
-        if self.axis is not None and not isinstance(self.axis, str):
+        if self.axis is not None and not (isinstance(self.axis, str) and self.axis):
             raise TypeError(f"axis={self.axis!r} must be the name of a mesh axis, or None.")
         tokens = self.tokens
         if tokens is not None and not (
             isinstance(tokens, tuple) and all(isinstance(name, str) for name in tokens)
         ):
             raise TypeError(f"tokens={tokens!r} must be a tuple of names of mesh axes.")
+        if tokens is not None and len(set(tokens)) != len(tokens):
+            raise ValueError(f"tokens={tokens!r} has a mesh axis twice.")
         if self.axis is not None and tokens is not None and self.axis not in tokens:
             raise ValueError(
                 f"tokens={tokens!r} lacks axis={self.axis!r}. Experts would get each token once "
@@ -106,3 +108,16 @@ class ExpertParallel:
                 f"a multiple of {devices} tokens, for instance by padding."
             )
         return tokens if tokens or AxisType.Explicit in kinds.values() else None
+
+
+def check_parallel(parallel: object) -> None:
+    """Raise TypeError unless the argument is an `ExpertParallel`, or None.
+
+    Example:
+      >>> check_parallel(ExpertParallel())
+    """
+    if parallel is not None and not isinstance(parallel, ExpertParallel):
+        raise TypeError(
+            f"parallel={parallel!r} must be an fp8.moe.ExpertParallel, or None if every device has "
+            "all experts."
+        )

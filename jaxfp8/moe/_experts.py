@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jaxfp8._typing import Array, PyTree
-from jaxfp8.moe._expert_parallel import ExpertParallel
+from jaxfp8._typing import Array, ArrayLike, PyTree
+from jaxfp8.moe._expert_parallel import ExpertParallel, check_parallel
+from jaxfp8.ops._arguments import as_array, check_float, check_key
 from jaxfp8.ops._dispatch_matmul import CombineOptions, dispatch_matmul, matmul_combine
 from jaxfp8.ops._options import read_options
 from jaxfp8.ops._route_tokens import check_experts, is_positive, route
@@ -47,11 +48,11 @@ class _Given(NamedTuple):
 
 
 def swiglu_experts(
-    x: Array,
-    gates: Array,
-    chosen: Array,
-    w_in: Array,
-    w_out: Array,
+    x: ArrayLike,
+    gates: ArrayLike,
+    chosen: ArrayLike,
+    w_in: ArrayLike,
+    w_out: ArrayLike,
     *,
     recipe: Recipe,
     states: tuple[MatmulState | tuple[()] | None, MatmulState | tuple[()] | None] = (None, None),
@@ -109,8 +110,15 @@ def swiglu_experts(
     """
     how = read_options("fp8.moe.swiglu_experts", CombineOptions, options)
     shared: Any = {name: value for name, value in options.items() if name not in ("key", "name")}
+    x, w_in, w_out = (
+        check_float(name, given) for name, given in (("x", x), ("w_in", w_in), ("w_out", w_out))
+    )
+    gates, chosen = check_float("gates", gates), as_array("chosen", chosen)
     _check(x, gates, chosen, w_in, w_out, clamp)
+    check_parallel(parallel)
     parallel = parallel or ExpertParallel()
+    if how.key is not None:
+        check_key(how.key)
     if not isinstance(states, tuple | list) or len(states) != 2 or isinstance(states, MatmulState):
         raise TypeError(
             f"states={type(states).__name__} must be a pair: the state of the matmul with w_in, "

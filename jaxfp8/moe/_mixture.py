@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
-from jaxfp8.moe._expert_parallel import ExpertParallel
+from jaxfp8.moe._expert_parallel import ExpertParallel, check_parallel
 from jaxfp8.moe._experts import clamped, swiglu_experts
 from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._reshape import is_explicit, merge_axes
@@ -15,6 +15,7 @@ from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._route_tokens import check_experts
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.weights._quantized_weight import is_weight
 
 
 class MoEStats(NamedTuple):
@@ -120,6 +121,20 @@ def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Ar
     return clamped(gate, linear, clamp)
 
 
+def check_kernels(*kernels: object) -> None:
+    """Raise TypeError if kernels of experts are FP8 weights of `fp8.quantize_params`.
+
+    Example:
+      >>> check_kernels(jnp.ones((2, 4, 4)))
+    """
+    for kernel in kernels:
+        if is_weight(kernel):
+            raise TypeError(
+                f"a kernel of FP8MoE is {kernel}. Its experts take kernels in high precision. Pass "
+                "rules= to fp8.quantize_params that leave out w_in/kernel and w_out/kernel."
+            )
+
+
 def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
     """The number of experts of this device: fewer inside `jax.shard_map` over their axis.
 
@@ -176,11 +191,7 @@ def check_mixture(
     assert isinstance(experts, int)
     if k > experts:
         raise ValueError(f"k={k} is more than experts={experts}. Each choice is another expert.")
-    if parallel is not None and not isinstance(parallel, ExpertParallel):
-        raise TypeError(
-            f"parallel={parallel!r} must be an fp8.moe.ExpertParallel, or None if every device has "
-            "all experts."
-        )
+    check_parallel(parallel)
 
 
 # The backward pass reads the tokens in their own dtype. Without the checkpoint it would keep a

@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.ops._arguments import check_float
+from jaxfp8.ops._route_tokens import choices, in_int32
 
 Scores: TypeAlias = Literal["softmax", "sigmoid"]
 """How logits become scores: over all experts together, or for each expert by itself."""
@@ -48,7 +49,8 @@ def top_k(
         would round x and w to TF32, with 10 bits of a mantissa.
       k: how many experts each token gets.
       scores: "softmax" over all experts (Mixtral, Qwen), or "sigmoid" of each (DeepSeek-V3).
-      normalized: whether gates are divided by their sum, so that they add up to 1.
+      normalized: whether gates are divided by their sum, so that they add up to 1. With k = 1 a
+        gate is then always 1, and the result has no gradient for the router.
 
     Raises:
       TypeError, ValueError: for logits that are not [T, E], and a k that is not in 1 to E.
@@ -87,7 +89,7 @@ def check_scores(scores: object) -> None:
         raise ValueError(f'scores={scores!r} must be "softmax" or "sigmoid".')
 
 
-def load(chosen: Array, experts: int, *, axes: tuple[str, ...] = ()) -> Array:
+def load(chosen: ArrayLike, experts: int, *, axes: tuple[str, ...] = ()) -> Array:
     """How many choices each expert gets, i32[E].
 
     Args:
@@ -95,18 +97,24 @@ def load(chosen: Array, experts: int, *, axes: tuple[str, ...] = ()) -> Array:
       experts: E.
       axes: inside `jax.shard_map`, the mesh axes that split tokens.
 
+    Raises:
+      TypeError, ValueError: for choices that are no integers, or not [T, k].
+
     Example:
       >>> import jax.numpy as jnp
       >>> load(jnp.array([[0, 2], [2, 1]]), 4)
       Array([1, 1, 2, 0], dtype=int32)
     """
+    chosen = in_int32(choices(chosen), experts)
     # Without a reshape, so that tokens may be split over an Explicit mesh.
     each = jnp.arange(experts, dtype=jnp.int32)[None, None]
     count = jnp.sum(chosen[:, :, None] == each, axis=(0, 1), dtype=jnp.int32)
     return lax.psum(count, axes) if axes else count
 
 
-def load_balancing_loss(logits: ArrayLike, chosen: Array, *, axes: tuple[str, ...] = ()) -> Array:
+def load_balancing_loss(
+    logits: ArrayLike, chosen: ArrayLike, *, axes: tuple[str, ...] = ()
+) -> Array:
     """`E * sum_e f_e * p_e`: 1 if all experts are chosen equally often, up to E / k if not.
 
     f_e is the share of choices that expert e gets, and p_e the mean probability of the expert in
@@ -121,6 +129,10 @@ def load_balancing_loss(logits: ArrayLike, chosen: Array, *, axes: tuple[str, ..
     Returns:
       f32[]. Add it to the loss with a small factor, 0.01 for instance.
 
+    Raises:
+      TypeError, ValueError: for logits that are not [T, E], and choices that are not those of T
+        tokens.
+
     Example:
       >>> import jax.numpy as jnp
       >>> load_balancing_loss(jnp.zeros((2, 2)), jnp.array([[0], [1]]))
@@ -131,6 +143,11 @@ def load_balancing_loss(logits: ArrayLike, chosen: Array, *, axes: tuple[str, ..
     """
     logits = _checked(logits)
     experts = logits.shape[1]
+    if jnp.shape(chosen)[:1] != logits.shape[:1]:
+        raise ValueError(
+            f"logits have shape {list(logits.shape)}, and chosen {list(jnp.shape(chosen))}. Pass "
+            "both for the same tokens."
+        )
     count = load(chosen, experts, axes=axes).astype(jnp.float32)
     share = count / jnp.maximum(jnp.sum(count), 1.0)
     mean = jnp.mean(jax.nn.softmax(logits, axis=1), axis=0)

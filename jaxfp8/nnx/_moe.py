@@ -10,7 +10,14 @@ from jaxfp8._call_options import option_names
 from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import check_clamp
-from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture, shared_parts
+from jaxfp8.moe._mixture import (
+    MoEStats,
+    check_kernels,
+    check_mixture,
+    check_tokens,
+    mixture,
+    shared_parts,
+)
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear
@@ -65,7 +72,8 @@ class FP8MoE(nnx.Module):
       parallel: how tokens go to experts over a mesh, an `fp8.moe.ExpertParallel`. Default: None,
         every device has all experts.
       scores: "softmax" or "sigmoid", see `fp8.moe.top_k`. Default: "softmax".
-      normalized: whether gates are divided by their sum. Default: True.
+      normalized: whether gates are divided by their sum. Pass False for k = 1, see `fp8.moe.top_k`.
+        Default: True.
       clamp: see `fp8.moe.swiglu_experts`. It holds for a shared expert, too. Default: None.
       shared: hidden features of a SwiGLU that every token passes beside its experts, two layers
         `FP8Linear` without bias. Default: 0, there is none.
@@ -154,6 +162,7 @@ class FP8MoE(nnx.Module):
     def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
         """Apply the layer to tokens [..., K]. The result has their shape and order."""
         inputs = check_tokens(inputs)
+        check_kernels(self.w_in.kernel[...], self.w_out.kernel[...])
         arrays = inputs, self.w_in.kernel[...], self.w_out.kernel[...]
         x, w_in, w_out = promote_dtype(arrays, dtype=self.dtype)
         known, given = option_names(CombineOptions), self.w_in.matmul_options()

@@ -140,7 +140,8 @@ def matmul_combine(
 
     The gradient of the result is sent to the experts in its own dtype, and cast there. With
     `gradient_sent_in_fp8` it is cast once on its own device and sent in FP8. Then dgrad has the
-    same bits. wgrad reads the same values in other tiles, as that of `fp8.moe.dispatch_matmul`.
+    same bits, unless rounding is stochastic. wgrad reads the same values in other tiles, as that of
+    `fp8.moe.dispatch_matmul`.
 
     Args:
       x: rows [S, K], sorted by expert.

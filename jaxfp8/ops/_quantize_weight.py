@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array
 from jaxfp8.ops._amax_axes import NO_VARIATION, AmaxAxes, Variation, amax_axes
 from jaxfp8.ops._arguments import check_float
@@ -108,6 +109,12 @@ def _cast(
     w: Array, state: MatmulState | None, *, recipe: Recipe, axes: WeightAxes, name: str
 ) -> QuantizedWeight:
     """One weight [...] that is not stacked, without its original."""
+    if isinstance(state, MatmulState) and state.scale.ndim > 1:
+        raise FP8StateError(
+            f"{name} has stacked states, state.scale {list(state.scale.shape)}. If they are those "
+            "of the layers of a scan, pass WeightAxes(stacked=1). If they are those of experts, "
+            "leave the kernel out by rules=: experts take it in high precision."
+        )
     own = matched(state, recipe)
     # Without a mesh the weight is whole, as it is where a checkpoint is read.
     where = place("w", w, None if jax.sharding.get_abstract_mesh().empty else axes.shard)

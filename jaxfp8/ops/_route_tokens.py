@@ -109,10 +109,16 @@ def check_experts(experts: int, devices: int, axis: str) -> None:
         )
 
 
-def _checked(given: ArrayLike, experts: int) -> Array:
-    """The choices as i32[T, k]."""
-    if type(experts) is not int or experts < 1:
-        raise ValueError(f"experts={experts!r} must be the number of experts, 1 or more.")
+def choices(given: ArrayLike) -> Array:
+    """The choices as integers [T, k].
+
+    Raises:
+      TypeError, ValueError: if they are something else.
+
+    Example:
+      >>> choices([[0, 2], [2, 1]]).shape
+      (2, 2)
+    """
     chosen = as_array("chosen", given)
     if not jnp.issubdtype(chosen.dtype, jnp.integer):
         raise TypeError(
@@ -124,6 +130,26 @@ def _checked(given: ArrayLike, experts: int) -> Array:
             f"chosen has shape {list(chosen.shape)}. Pass the experts of each token, [T, k], with "
             "a token and a choice at least."
         )
+    return chosen
+
+
+def in_int32(chosen: Array, experts: int) -> Array:
+    """Choices in int32. A wide number that is no expert stays one: it does not wrap around.
+
+    Example:
+      >>> in_int32(jnp.array([[3_000_000_000]], jnp.uint32), 4)
+      Array([[4]], dtype=int32)
+    """
+    if jnp.iinfo(chosen.dtype).max > jnp.iinfo(jnp.int32).max:
+        chosen = jnp.clip(chosen, max(-1, int(jnp.iinfo(chosen.dtype).min)), experts)
+    return chosen.astype(jnp.int32)
+
+
+def _checked(given: ArrayLike, experts: int) -> Array:
+    """The choices as i32[T, k]."""
+    if type(experts) is not int or experts < 1:
+        raise ValueError(f"experts={experts!r} must be the number of experts, 1 or more.")
+    chosen = choices(given)
     if not all(isinstance(size, int) for size in chosen.shape):
         raise ValueError(
             f"chosen has a symbolic size: {list(chosen.shape)}. The number of slots depends on it. "
@@ -141,11 +167,7 @@ def _checked(given: ArrayLike, experts: int) -> Array:
                 f"chosen has expert {largest}, but experts={experts} have the numbers 0 to "
                 f"{experts - 1}. Use -1 for a choice without an expert."
             )
-    # A wider integer is limited before it becomes int32, so that no large number wraps around.
-    wide = jnp.iinfo(chosen.dtype).max > jnp.iinfo(jnp.int32).max
-    if wide:
-        chosen = jnp.clip(chosen, max(-1, int(jnp.iinfo(chosen.dtype).min)), experts)
-    return chosen.astype(jnp.int32)
+    return in_int32(chosen, experts)
 
 
 def _check_axis(axis: str, experts: int, chosen: Array) -> None:

@@ -90,6 +90,7 @@ def _updates(tx: Any, params: PyTree, large: int | None) -> tuple[list[Any], lis
     treedef: Any = flat  # jax gives it no type
     draw = np.random.default_rng(0)
     state, steps, numbers = tx.init(params), [], []
+    update = jax.jit(tx.update)  # JAX keeps the program, by the function
     for size in _STEPS:
         grads = []
         for i, leaf in enumerate(leaves):
@@ -98,7 +99,7 @@ def _updates(tx: Any, params: PyTree, large: int | None) -> tuple[list[Any], lis
             factor = 0.125 * float(jnp.finfo(dtype).max) ** 0.4 if i == large else 1e-3
             values = draw.normal(size=leaf.shape) * size * factor
             grads.append(jnp.asarray(values, dtype))
-        updates, state = tx.update(jax.tree.unflatten(treedef, grads), state, params)
+        updates, state = update(jax.tree.unflatten(treedef, grads), state, params)
         steps.append(treedef.flatten_up_to(updates))
         params = optax.apply_updates(params, updates)
         numbers.append([x for x in jax.tree.leaves(state) if is_float(x.dtype) and not x.ndim])

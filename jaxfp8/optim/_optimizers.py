@@ -123,9 +123,13 @@ def scale_by_muon(
     "nu": ...})`, which also stores the moments of Adam for these arrays.
 
     Args:
-      **options: those of `optax.contrib.scale_by_muon`.
+      **options: those of `optax.contrib.scale_by_muon`. Without `weight_dimension_numbers` each
+        array must be a matrix.
       mu: the format of the momentum.
       seed: of stochastic rounding.
+
+    Raises:
+      ValueError: by `update`, for an array that is no matrix.
 
     References:
       Jordan, Muon; 8-bit Muon, arXiv:2509.23106.
@@ -141,4 +145,12 @@ def scale_by_muon(
 
 def _matrices(updates: PyTree) -> PyTree:
     """The dimension numbers of matrices. optax fails on its own default with trees."""
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        if update.ndim != 2:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} has shape {list(update.shape)}, which is no matrix. "
+                "Pass weight_dimension_numbers=, a tree with optax.contrib.MuonDimensionNumbers "
+                "for each array. It is MuonDimensionNumbers(-2, -1) for matrices that are stacked "
+                "along leading axes, such as those of experts."
+            )
     return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), updates)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.numerics._dtypes import sum_dtype
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._gather import in_bytes, take_rows
@@ -111,7 +111,7 @@ class Route:
             mine = jnp.sum(ends <= received, axis=1, dtype=jnp.int32).reshape(-1)
             order = jnp.argsort(mine, stable=True).astype(jnp.int32)
             position = jnp.zeros_like(order).at[order].set(jnp.arange(total, dtype=jnp.int32))
-            counts = jnp.sum(counts, axis=0)
+            counts = jnp.sum(counts, axis=0, dtype=jnp.int32)
         return cls(
             source, slot_of, order, position, of_slots, counts, dropped, choices, experts, axis
         )
@@ -237,7 +237,7 @@ _dispatch = _linear(Route.to_experts, Route.to_tokens)
 _combine = _linear(Route.to_tokens, Route.to_experts)
 
 
-def dispatch(route: Route, x: Array) -> Array:
+def dispatch(route: Route, x: ArrayLike) -> Array:
     """Sends an array in high precision to its experts: `route.to_experts` with a gradient.
 
     Args:
@@ -247,6 +247,9 @@ def dispatch(route: Route, x: Array) -> Array:
     Returns:
       [S, ...], rows of the experts of this device, sorted by expert, 0 behind them.
 
+    Raises:
+      ValueError: for another number of values than the route has tokens.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
@@ -254,10 +257,11 @@ def dispatch(route: Route, x: Array) -> Array:
       >>> dispatch(way, jnp.array([5.0, 7.0]))
       Array([7., 5.], dtype=float32)
     """
+    x = _checked("fp8.moe.dispatch", x, route.tokens, "values of tokens", route)
     return _dispatch(route, vary_as(x, route.slot))  # x may be the same on some devices
 
 
-def combine(route: Route, rows: Array) -> Array:
+def combine(route: Route, rows: ArrayLike) -> Array:
     """Sends rows of experts back, and sums those of each token: `route.to_tokens` with a gradient.
 
     Args:
@@ -267,6 +271,9 @@ def combine(route: Route, rows: Array) -> Array:
     Returns:
       [T, ...], in the dtype of the rows. A sum is in float32, and in the order of choices.
 
+    Raises:
+      ValueError: for another number of rows than the route has.
+
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
@@ -274,4 +281,20 @@ def combine(route: Route, rows: Array) -> Array:
       >>> combine(way, jnp.array([1.0, 2.0, 10.0, 20.0]))  # of experts 0, 0, 1 and 1
       Array([11., 22.], dtype=float32)
     """
+    rows = _checked("fp8.moe.combine", rows, route.rows, "rows of experts", route)
     return _combine(route, vary_as(rows, route.slot))
+
+
+def _checked(function: str, given: ArrayLike, count: int, what: str, route: Route) -> Array:
+    x = jnp.asarray(given)
+    if x.ndim and x.shape[0] == count:
+        return x
+    of_choices = ""
+    if route.choices > 1 and what == "values of tokens":
+        of_choices = (
+            f" For a value of each choice, [{route.slot.shape[0]}, ...], pass route.of_choices."
+        )
+    raise ValueError(
+        f"{function} takes {what}, [{count}, ...] for this route, but got shape {list(x.shape)}."
+        f"{of_choices}"
+    )

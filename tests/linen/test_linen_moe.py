@@ -431,6 +431,24 @@ def test_bad_inputs_are_named():
         layer.init(jax.random.key(0), jnp.float32(1.0))
 
 
+def test_kernels_of_experts_stay_in_high_precision():
+    layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise(), shared=16)
+    params = made(layer)["params"]
+    with pytest.raises(TypeError, match=r"kernel of FP8MoE is QuantizedWeight.*leave out w_in/ker"):
+        layer.apply({"params": fp8.quantize_params(params, layer.recipe)}, tokens())
+    rules = [("shared.*/kernel", fp8.weights.WeightAxes(contracted=(0,)))]
+    held = fp8.quantize_params(params, layer.recipe, rules=rules)
+    assert type(held["shared_in"]["kernel"]).__name__ == "QuantizedWeight"
+    got, want = (
+        np.asarray(jax.jit(layer.apply)({"params": each}, tokens())[0]) for each in (held, params)
+    )
+    np.testing.assert_array_equal(got, want)
+    delayed = FP8MoE(E, F, 2)
+    variables = made(delayed)
+    with pytest.raises(fp8.FP8StateError, match=r"w_in/kernel has stacked states.*experts take it"):
+        fp8.quantize_params(variables["params"], delayed.recipe, state=variables[COLLECTION])
+
+
 def test_experts_that_devices_cannot_divide_are_named():
     layer = FP8MoE(6, F, 2, parallel=ExpertParallel(axis="expert"))
     mesh = mesh_of_four()

@@ -61,6 +61,24 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["auto", "manual"])
+def test_arrays_of_32_bits_where_64_bits_are_on(kind):
+    recipe, state = RECIPES["delayed"], cases.states(RECIPES["delayed"], True)
+    given, want = cases.arrays(), one_device("delayed", True)
+    with jax.enable_x64(True):
+        mesh = mesh_of(AxisType.Auto, expert=2)
+        run = lambda given, state: cases.step(recipe, EXPERTS, given, state)
+        if kind == "manual":
+            specs = specs_of(recipe, True)
+            out = (SPLIT, (SPLIT,) * 4, specs[1])
+            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out)
+        with jax.set_mesh(mesh):
+            got = jax.jit(run)(given, state)
+    assert got[0].dtype == jnp.bfloat16
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert distance(mine, other) < 1e-6
+
+
 @pytest.mark.parametrize(("name", "stacked", "kind", "devices"), CASES)
 def test_any_number_of_devices_gives_the_same_bits(name, stacked, kind, devices):
     """Rows of an expert have one order on all meshes, so even the tiles of wgrad are the same."""

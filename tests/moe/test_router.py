@@ -145,6 +145,15 @@ def test_load_of_an_explicit_mesh():
         np.testing.assert_array_equal(np.asarray(got), want)
 
 
+def test_load_of_every_dtype_of_integers():
+    """Numbers of more than 255 experts do not wrap around in uint8."""
+    for dtype in ("int8", "uint8", "int16", "uint32", "int32"):
+        got = np.asarray(moe.load(np.array([[0, 1], [1, 44]], dtype), 301))
+        assert got.sum() == 4
+        assert got[:2].tolist() == [1, 2]
+        assert got[44] == 1
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -156,6 +165,15 @@ def test_load_of_an_explicit_mesh():
         (lambda: moe.top_k(logits(), True), ValueError, "k=True must be"),
         (lambda: moe.top_k(logits(), 2, scores="relu"), ValueError, "scores='relu' must be"),
         (lambda: moe.z_loss(jnp.ones(4)), ValueError, r"\[4\]"),
+        (lambda: moe.load(jnp.ones((2, 1)), E), TypeError, "chosen has dtype float32"),
+        (lambda: moe.load(jnp.ones(2, int), E), ValueError, r"chosen has shape \[2\]"),
+        (
+            lambda: moe.load_balancing_loss(logits(), jnp.ones((T - 1, 1), int)),
+            ValueError,
+            r"logits have shape \[37, 8\], and chosen \[36, 1\]",
+        ),
+        (lambda: moe.ExpertParallel(axis=""), TypeError, "axis='' must be the name"),
+        (lambda: moe.ExpertParallel(tokens=("d", "d")), ValueError, "has a mesh axis twice"),
         (lambda: moe.ExpertParallel(axis=0), TypeError, "axis=0 must be the name"),
         (lambda: moe.ExpertParallel(axis="e", tokens=("d",)), ValueError, "lacks axis='e'"),
         (lambda: moe.ExpertParallel(tokens="d"), TypeError, "tokens='d' must be a tuple"),

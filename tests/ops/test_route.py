@@ -125,6 +125,28 @@ def test_a_sum_over_choices_is_rounded_once():
     assert float(fp8.moe.combine(way, rows)[0]) == 258.0
 
 
+def test_arrays_of_numpy():
+    way = fp8.moe.route(np.array([[0, 2], [2, 1]]), experts=3)
+    x, rows = np.arange(4, dtype=np.float32).reshape(2, 2), np.arange(4, dtype=np.float32)
+    np.testing.assert_array_equal(fp8.moe.dispatch(way, x), fp8.moe.dispatch(way, jnp.array(x)))
+    np.testing.assert_array_equal(fp8.moe.combine(way, rows), [2.0, 4.0])
+
+
+@pytest.mark.parametrize("shape", [(), (1, 3), (3, 3), (4, 3)])
+def test_another_number_of_tokens_or_rows_is_refused(shape):
+    way = fp8.moe.route(jnp.array([[0, 2], [2, 1]]), experts=3)
+    says = (
+        r"takes values of tokens, \[2, ...\].* value of each choice, \[4, ...\], pass route.of_ch"
+    )
+    with pytest.raises(ValueError, match=says):
+        fp8.moe.dispatch(way, jnp.ones(shape))
+    if shape[:1] != (4,):
+        with pytest.raises(ValueError, match=r"takes rows of experts, \[4, ...\]"):
+            fp8.moe.combine(way, jnp.ones(shape))
+        with pytest.raises(ValueError, match=r"takes values of tokens, \[4, ...\] for this route"):
+            fp8.moe.dispatch(way.of_choices, jnp.ones(shape))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int16"])
 def test_every_dtype_of_integers(dtype):
     way = fp8.moe.route(jnp.array([[0, 2], [2, 1]], dtype), experts=3)

@@ -173,6 +173,8 @@ def test_muon():
     mine, state = run(scale_by_muon())
     assert bytes_of(state.inner.mu) <= 1.04 * start["w"].size
     assert jnp.linalg.norm(mine - exact) < 0.05 * jnp.linalg.norm(exact)
+    with pytest.raises(ValueError, match=r"\['w'\] has shape \[4, 8, 8\], which is no matrix"):
+        scale_by_muon().update({"w": jnp.ones((4, 8, 8))}, scale_by_muon().init({"w": start["w"]}))
     both = with_moment_formats(optax.contrib.muon(1e-2), {"mu": Int8(), "nu": Int8()})
     _, state = train(both, params())
     codes = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int8]

@@ -32,7 +32,7 @@ SGD = optax.sgd(2.0**-7, momentum=0.5)
 def trained(tx, f, steps, *, per_layer=False):
     """Released and plain, [params, opt_state, gradient of x, loss] after some steps each."""
     stack = release(tx, per_layer=per_layer)
-    layers = stack.init(stacked())
+    layers = jax.jit(stack.init)(stacked())
     state = (stacked(), layers.opt_state)
     for i in range(steps):
         layers, *mine = released_step(stack, f, layers, inputs(i))
@@ -70,7 +70,7 @@ def test_compiled_the_numbers_are_close(name):
 
 def test_without_a_gradient_it_is_the_scan_of_jax():
     stack = release(optax.adam(1e-3))
-    layers = stack.init(stacked())
+    layers = jax.jit(stack.init)(stacked())
     mine = jax.jit(functools.partial(stack.scan, body))(inputs(0), layers)
     theirs = jax.jit(functools.partial(jax.lax.scan, body))(inputs(0), stacked())
     assert_same_bits(mine, theirs)
@@ -85,7 +85,7 @@ def test_without_a_gradient_it_is_the_scan_of_jax():
 def test_gradients_of_everything_else():
     """A carry of a tree, arrays of integers, other xs, ys, and what the body closes over."""
     stack = release(SGD)
-    layers = stack.init(stacked())
+    layers = jax.jit(stack.init)(stacked())
     rest = {"scale": jnp.float32(0.5), "bias": jnp.linspace(0.0, 1.0, L), "first": inputs(0)}
 
     def loss_fn(scan, layers, rest):
@@ -188,7 +188,7 @@ def test_what_the_body_closes_over_is_not_kept_for_each_layer(remat):
 def test_a_state_that_nothing_collects_is_refused():
     recipe = fp8.recipes.delayed()
     stack = release(SGD)
-    layers = stack.init(stacked())
+    layers = jax.jit(stack.init)(stacked())
     states = jax.tree.map(lambda x: jnp.stack([x] * L), fp8.init_state(recipe))
 
     def loss_fn(layers, states):

@@ -26,7 +26,7 @@ def spec_of(x):
 
 def expected(steps):
     stack = release(TX)
-    state = (stacked(), stack.init(stacked()).opt_state)
+    state = (stacked(), jax.jit(stack.init)(stacked()).opt_state)
     for _ in range(steps):
         state, _, loss = plain_step(TX, body, state, X)
     return state, loss
@@ -57,7 +57,7 @@ def test_fully_sharded(axis_type):
         return body(x, p)
 
     with jax.set_mesh(mesh):
-        layers = jax.tree.map(lambda x: put(x, spec_of(x)), stack.init(stacked()))
+        layers = jax.tree.map(lambda x: put(x, spec_of(x)), jax.jit(stack.init)(stacked()))
         specs = jax.tree.map(lambda x: x.sharding, layers)
         run = jax.jit(
             jax.value_and_grad(functools.partial(loss_of, stack.scan, f)), donate_argnums=0
@@ -89,7 +89,7 @@ def test_shard_map(split, remat):
     def train(layers, x):
         return jax.value_and_grad(loss_fn)(layers, x)
 
-    layers = stack.init(stacked())
+    layers = jax.jit(stack.init)(stacked())
     specs = jax.tree.map(lambda x: spec_of(x) if split else P(), layers)
     run = jax.jit(
         jax.shard_map(train, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
