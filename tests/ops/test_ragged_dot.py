@@ -1,5 +1,6 @@
 """`fp8.ragged_dot` against a loop over groups of `fp8.dot`."""
 
+import dataclasses
 import functools
 
 import jax
@@ -59,8 +60,11 @@ def operands_of(recipe, sizes, x, w, g):
         jax.debug.callback(lambda *operands: seen.append(operands), lhs, rhs, groups, ordered=True)
         return real(lhs, rhs, groups, call, attempts)
 
-    def dot(x, w):  # the name keeps it from a trace without the spy
-        return fp8.ragged_dot(x, w, jnp.array(sizes), recipe=recipe, name="spied")
+    # JAX keeps traces by recipe. One without the spy must not be found.
+    spied = dataclasses.replace(recipe, name=f"{recipe.name}, spied")
+
+    def dot(x, w):
+        return fp8.ragged_dot(x, w, jnp.array(sizes), recipe=spied)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_api, "multiply", spy)
