@@ -51,8 +51,16 @@ def put(mesh, tree, specs):
 
 ALL = [("auto", 2), ("auto", 8), ("explicit", 4), ("manual", 1), ("manual", 8)]
 SOME = [("auto", 8), ("explicit", 8), ("manual", 4)]
+DEFAULT = {  # each recipe, kind and number of devices
+    ("delayed", True, "auto", 8), ("delayed", True, "explicit", 4), ("delayed", True, "manual", 8),
+    ("blockwise", True, "auto", 2), ("blockwise", True, "manual", 1),
+    ("mxfp8", True, "explicit", 8), ("delayed", False, "manual", 4), ("current", True, "auto", 8),
+}  # fmt: skip
 CASES = [
-    (name, stacked, *where)
+    pytest.param(
+        name, stacked, *where,
+        marks=() if (name, stacked, *where) in DEFAULT else pytest.mark.slow,
+    )
     for name, stacked, places in (
         ("delayed", True, ALL), ("blockwise", True, ALL), ("mxfp8", True, SOME),
         ("delayed", False, SOME), ("current", True, SOME[:1]),

@@ -183,7 +183,15 @@ def test_muon():
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("data"), P("data", "model"), P(None, "model")], ids=str)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("data", "model"),
+        pytest.param(P("data"), marks=pytest.mark.slow),
+        pytest.param(P(None, "model"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_bits_do_not_depend_on_the_mesh(pair, axis_type, spec):
     mu, nu = PAIRS[pair]
     tx = adamw(1e-2, mu=mu, nu=nu)
