@@ -18,7 +18,6 @@ from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import check_clamp
 from jaxfp8.moe._mixture import (
     MoEStats,
-    check_kernels,
     check_mixture,
     check_tokens,
     experts_here,
@@ -26,6 +25,7 @@ from jaxfp8.moe._mixture import (
     shared_parts,
 )
 from jaxfp8.moe._router import Scores, check_scores
+from jaxfp8.ops._arguments import check_high_precision
 from jaxfp8.ops._options import (
     LayerOptions,
     StateChannel,
@@ -154,7 +154,7 @@ class FP8MoE(nn.Module):
         router = self.param("router", self.router_init, (features, self.experts), jnp.float32)
         w_in, state_in = self._kernels("w_in", features, 2 * self.hidden)
         w_out, state_out = self._kernels("w_out", self.hidden, features)
-        check_kernels(w_in, w_out)
+        check_high_precision("FP8MoE", w_in=w_in, w_out=w_out)
         x, w_in, w_out = flax_promote_dtype(inputs, w_in, w_out, dtype=self.dtype)
         keys: Any = matmul_options(self, self.recipe, options)
         is_global = experts_here(self.experts, self.parallel) == self.experts

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.moe._expert_parallel import ExpertParallel, check_parallel
-from jaxfp8.ops._arguments import as_array, check_float, check_key
+from jaxfp8.ops._arguments import as_array, check_float, check_high_precision, check_key
 from jaxfp8.ops._dispatch_matmul import CombineOptions, dispatch_matmul, matmul_combine
 from jaxfp8.ops._options import read_options
 from jaxfp8.ops._route_tokens import check_experts, is_positive, route
@@ -110,6 +110,7 @@ def swiglu_experts(
     """
     how = read_options("fp8.moe.swiglu_experts", CombineOptions, options)
     shared: Any = {name: value for name, value in options.items() if name not in ("key", "name")}
+    check_high_precision("fp8.moe.swiglu_experts", w_in=w_in, w_out=w_out)
     x, w_in, w_out = (
         check_float(name, given) for name, given in (("x", x), ("w_in", w_in), ("w_out", w_out))
     )

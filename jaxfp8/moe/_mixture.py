@@ -15,7 +15,6 @@ from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._route_tokens import check_experts
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
-from jaxfp8.weights._quantized_weight import is_weight
 
 
 class MoEStats(NamedTuple):
@@ -119,20 +118,6 @@ def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Ar
     """
     gate, linear = jnp.split(h, 2, axis=-1)
     return clamped(gate, linear, clamp)
-
-
-def check_kernels(*kernels: object) -> None:
-    """Raise TypeError if kernels of experts are FP8 weights of `fp8.quantize_params`.
-
-    Example:
-      >>> check_kernels(jnp.ones((2, 4, 4)))
-    """
-    for kernel in kernels:
-        if is_weight(kernel):
-            raise TypeError(
-                f"a kernel of FP8MoE is {kernel}. Its experts take kernels in high precision. Pass "
-                "rules= to fp8.quantize_params that leave out w_in/kernel and w_out/kernel."
-            )
 
 
 def experts_here(experts: int, parallel: ExpertParallel | None) -> int:

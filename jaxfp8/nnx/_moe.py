@@ -10,18 +10,12 @@ from jaxfp8._call_options import option_names
 from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import check_clamp
-from jaxfp8.moe._mixture import (
-    MoEStats,
-    check_kernels,
-    check_mixture,
-    check_tokens,
-    mixture,
-    shared_parts,
-)
+from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture, shared_parts
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear
 from jaxfp8.nnx._state import FP8State
+from jaxfp8.ops._arguments import check_high_precision
 from jaxfp8.ops._dispatch_matmul import CombineOptions
 from jaxfp8.ops._options import LayerOptions, StateChannel
 from jaxfp8.plan._kernels import Kernels
@@ -162,9 +156,9 @@ class FP8MoE(nnx.Module):
     def __call__(self, inputs: Array) -> tuple[Array, MoEStats]:
         """Apply the layer to tokens [..., K]. The result has their shape and order."""
         inputs = check_tokens(inputs)
-        check_kernels(self.w_in.kernel[...], self.w_out.kernel[...])
-        arrays = inputs, self.w_in.kernel[...], self.w_out.kernel[...]
-        x, w_in, w_out = promote_dtype(arrays, dtype=self.dtype)
+        w_in, w_out = self.w_in.kernel[...], self.w_out.kernel[...]
+        check_high_precision("FP8MoE", w_in=w_in, w_out=w_out)
+        x, w_in, w_out = promote_dtype((inputs, w_in, w_out), dtype=self.dtype)
         known, given = option_names(CombineOptions), self.w_in.matmul_options()
         options: Any = {name: value for name, value in given.items() if name in known}
         if options["name"] is not None:  # the path of w_in

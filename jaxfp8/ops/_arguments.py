@@ -134,6 +134,20 @@ def check_float(name: str, x: ArrayLike) -> Array:
     return x
 
 
+def check_high_precision(function: str, **matrices: object) -> None:
+    """Raise TypeError if matrices of groups are FP8 weights of `fp8.quantize_params`.
+
+    Example:
+      >>> check_high_precision("fp8.ragged_dot", rhs=jnp.ones((2, 4, 4)))
+    """
+    for name, w in matrices.items():
+        if is_weight(w):
+            raise TypeError(
+                f"{name} is {w}. {function} takes matrices in high precision. Leave them out of "
+                "fp8.quantize_params, by rules=."
+            )
+
+
 def one_array(name: str, x: ArrayLike) -> Array:
     """`as_array`, but a tuple of arrays raises an error that names `prologue=`.
 

@@ -6,7 +6,7 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._reshape import is_explicit
-from jaxfp8.ops._arguments import check_key, check_operands
+from jaxfp8.ops._arguments import check_high_precision, check_key, check_operands
 from jaxfp8.ops._arrays import Arrays
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._grouped_call import GroupedCall, bias_of_rows
@@ -17,7 +17,6 @@ from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._route import Route, combine, dispatch
 from jaxfp8.state._state import MatmulState
-from jaxfp8.weights._quantized_weight import is_weight
 
 
 class CombineOptions(UnshardedOptions, total=False):
@@ -199,11 +198,7 @@ def _operands(
     if not isinstance(route, Route):
         raise TypeError(f"route={route!r} is no Route. Make it with fp8.moe.route(chosen, ...).")
     rows: int = getattr(route, count)
-    if is_weight(w):
-        raise TypeError(
-            f"w is {w}. {function} takes matrices in high precision. Leave them out of "
-            "quantize_params."
-        )
+    check_high_precision(function, w=w)
     if how.key is not None:
         check_key(how.key)
     (x,), w = check_operands(x, w, recipe)

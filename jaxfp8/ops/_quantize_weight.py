@@ -112,8 +112,9 @@ def _cast(
     if isinstance(state, MatmulState) and state.scale.ndim > 1:
         raise FP8StateError(
             f"{name} has stacked states, state.scale {list(state.scale.shape)}. If they are those "
-            "of the layers of a scan, pass WeightAxes(stacked=1). If they are those of experts, "
-            "leave the kernel out by rules=: experts take it in high precision."
+            "of the layers of a scan, raise WeightAxes.stacked, the number of their axes. If they "
+            "are those of experts, leave the kernel out by rules=: experts take it in high "
+            "precision."
         )
     own = matched(state, recipe)
     # Without a mesh the weight is whole, as it is where a checkpoint is read.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._reshape import is_explicit
-from jaxfp8.ops._arguments import check_key, check_operands
+from jaxfp8.ops._arguments import check_high_precision, check_key, check_operands
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._group_sizes import check_group_sizes
@@ -20,7 +20,6 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes
 from jaxfp8.state._state import MatmulState
-from jaxfp8.weights._quantized_weight import is_weight
 
 
 class RaggedDotOptions(UnshardedOptions, total=False):
@@ -109,11 +108,7 @@ def ragged_dot(
       DeepSeek-V3, arXiv:2412.19437, section 3.3; DeepGEMM, m-grouped and k-grouped matmuls.
     """
     how = read_options("fp8.ragged_dot", RaggedDotOptions, options)
-    if is_weight(rhs):
-        raise TypeError(
-            f"rhs is {rhs}. fp8.ragged_dot takes matrices in high precision. Leave them out of "
-            "quantize_params."
-        )
+    check_high_precision("fp8.ragged_dot", rhs=rhs)
     if how.key is not None:
         check_key(how.key)
     (x,), w = check_operands(lhs, rhs, recipe)

@@ -49,3 +49,9 @@ def test_arrays_of_numpy(dtype):
 def test_bad_inputs_are_named(changed, error, says):
     with pytest.raises(error, match=says):
         result(**changed)
+
+
+def test_fp8_weights_are_refused():
+    w_in = fp8.quantize_params({"kernel": given()["w_in"]}, fp8.recipes.blockwise())["kernel"]
+    with pytest.raises(TypeError, match=r"w_in is QuantizedWeight.*swiglu_experts takes matrices"):
+        result(w_in=w_in)

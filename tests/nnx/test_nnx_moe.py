@@ -35,6 +35,13 @@ def weighted(y):
     return jnp.sum(y.astype(jnp.float32) * weight)
 
 
+def test_kernels_of_experts_stay_in_high_precision():
+    layer = FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), recipe=fp8.recipes.blockwise())
+    held = fp8.quantize_params(layer, layer.w_in.recipe)
+    with pytest.raises(TypeError, match=r"w_in is QuantizedWeight.*FP8MoE takes matrices in high"):
+        held(tokens())
+
+
 @pytest.mark.parametrize(
     "fields",
     [
