@@ -2,7 +2,7 @@
 
 The array in shared memory that threads read by rows and by columns is permuted in boxes of 8 rows,
 so TMA fills it from multiples of 8 rows only. Rows of a group begin anywhere. So TMA copies them to
-memory that is not permuted. Threads move them from there, and write 0 in the place of rows that
+memory that has no boxes. Threads move them from there, and write 0 in the place of rows that
 another group has.
 
 Letters: T rows, R tiles of P rows, K values of a row; a block of threads reads S x S, S = 128.
@@ -22,7 +22,14 @@ from jaxfp8.kernels.mosaic._source import Reader, Staged
 from jaxfp8.kernels.mosaic._tiles import PART, RAGGED, T, check_jax, place, shared_tile
 from jaxfp8.prologues._gathered import Gathered
 
-_COLUMNS = 64  # that are moved at once
+_COLUMNS = 64
+"""Columns that are copied and moved at once.
+
+Each of these parts of a tile has shared memory of its own. Pallas permutes this memory, too: 16
+bytes change places by the bits 7 to 9 of their address. But it adds the first column of a slice
+after that. So a slice that begins at byte 128 of a row would be read from wrong places (jax 0.11,
+seen on an H200).
+"""
 
 
 def check_gathered(x: Gathered) -> None:
@@ -46,14 +53,18 @@ class GatheringReader(Reader):
 
     def staged(self, *, beside: int = 0) -> Staged:
         (_, dtype), *_ = self.operands
-        tiles = [shared_tile(dtype, self.shape), plgpu.SMEM((T, T), dtype)]
-        return Staged(tiles, plgpu.Barrier(num_arrivals=1 + beside))
+        parts = T // _COLUMNS
+        tiles = [shared_tile(dtype, self.shape), plgpu.SMEM((parts, T, _COLUMNS), dtype)]
+        return Staged(tiles, plgpu.Barrier(num_arrivals=parts + beside))
 
     def start(self, operands: Sequence[Any], staged: Staged) -> None:
         array, first_row, count = operands
         at = place(self.shape)
-        window = 0, pl.ds(first_row[at.row], T), at.window[2]
-        plgpu.copy_gmem_to_smem(array.at[window], staged.operands[1], staged.arrived)
+        rows = pl.ds(first_row[at.row], T)
+        for part in range(T // _COLUMNS):
+            columns = pl.ds(at.column * T + part * _COLUMNS, _COLUMNS)
+            here = staged.operands[1].at[part]
+            plgpu.copy_gmem_to_smem(array.at[0, rows, columns], here, staged.arrived)
         # The barrier is for the copy. The number of rows is read again in `tile`, by all threads.
         del count
 
@@ -67,14 +78,13 @@ class GatheringReader(Reader):
             rows = pl.ds(pl.multiple_of(part * PART, PART), PART)
             shape = PART, _COLUMNS
             row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-            for first in range(0, T, _COLUMNS):
-                columns = pl.ds(first, _COLUMNS)
+            for index in range(T // _COLUMNS):
                 load: Any = plgpu.load  # before jax 0.11 it has no layout=
                 loaded = load(
-                    arrived.at[rows, columns], layout=plgpu.Layout.WGMMA, optimized=False
+                    arrived.at[index, rows], layout=plgpu.Layout.WGMMA, optimized=False
                 ).astype(jnp.float32)
                 kept = jnp.where(row + part * PART < rows_here, loaded, jnp.zeros_like(loaded))
-                tile[rows, columns] = kept.astype(tile.dtype)
+                tile[rows, pl.ds(index * _COLUMNS, _COLUMNS)] = kept.astype(tile.dtype)
 
         lax.fori_loop(0, T // PART, move, None)
         # All threads have stored their rows. Without this, a thread that reads the tile by columns
