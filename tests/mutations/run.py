@@ -13,8 +13,8 @@ fault is planted in a copy of a commit, and pytest runs its default selection in
     importers   the tests of all rooms that import this room, the nearest first
 
 The first test that fails kills the fault. A file that cannot be imported kills it, too. A fault
-survives if all stages pass. All stages together have `--limit` seconds. After that the fault is cut
-off, and the results name the test under way.
+survives if all stages pass. All stages together have `--limit` seconds of the processor. After that
+the fault is cut off, and the results name the test under way.
 
 Results are in a JSON file, one for each commit. A fault with a result there is skipped, so a run
 that was interrupted can go on. With `--confirm`, the test that killed a fault also runs without it,
@@ -69,6 +69,7 @@ TESTS = {
 CONTRACTS = ("golden", "contracts")
 # Rooms that meshes change, and that tests/meshes tests together.
 ON_MESHES = {"sharding", "weights", "state", "ops", "moe"}
+WALL = 5  # times the limit, by the clock: a test may hang
 FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # exit statuses of pytest
 
 
@@ -173,8 +174,11 @@ class Copy:
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
             compiled.unlink()
 
-    def pytest(self, paths: list[str], seconds: float) -> tuple[int | None, dict[str, str]]:
-        """The exit status of pytest, or None if it was cut off, and the notes of `watch.py`."""
+    def pytest(self, paths: list[str], limit: float) -> tuple[int | None, float, dict[str, str]]:
+        """The exit status of pytest, or None if it was cut off; its seconds; notes of `watch.py`.
+
+        Seconds are those of the processor, so that other work on the machine cuts off no fault.
+        """
         notes, log = self.folder.with_suffix(".notes"), self.folder.with_suffix(".log")
         notes.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "--no-header"]
@@ -191,29 +195,31 @@ class Copy:
                 command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
-            status = self._wait(process, time.monotonic() + seconds)
+            status, seconds = self._wait(process, limit)
         found = json.loads(notes.read_text()) if notes.exists() else {}
         if status == watch.WRONG_PACKAGE:
             raise RuntimeError(found.get("why", f"{self.folder} was not tested"))
         if status not in (0, FAILED, INTERRUPTED, NO_TESTS, None) and "why" not in found:
             lines = log.read_text(errors="replace").strip().splitlines()
             found["why"] = lines[-1][:300] if lines else ""
-        return status, found
+        return status, seconds, found
 
-    def _wait(self, process: subprocess.Popen[bytes], end: float) -> int | None:
+    def _wait(self, process: subprocess.Popen[bytes], limit: float) -> tuple[int | None, float]:
+        end = time.monotonic() + WALL * limit
         try:
-            while not self._has_ended(process):
+            while not (ended := self._has_ended(process)):
                 if self.stop.is_set():
                     raise Stopped
-                if time.monotonic() > end:
-                    return None
+                if _seconds_of(process.pid) > limit or time.monotonic() > end:
+                    break
                 time.sleep(0.1)
         finally:
             # Before the process is reaped, no other process can have its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return process.returncode
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode if ended else None, usage.ru_utime + usage.ru_stime
 
     @staticmethod
     def _has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -221,15 +227,23 @@ class Copy:
         return os.waitid(os.P_PID, process.pid, how) is not None
 
 
+def _seconds_of(pid: int) -> float:
+    """Processor seconds of a process and of its children that have ended; 0 without /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return 0.0
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
 def result_of(fault: Fault, copy: Copy, sources: Sources, limit: float) -> dict[str, Any]:
-    begin = time.monotonic()
     stages: dict[str, float] = {}
     found: dict[str, Any] = {"outcome": "survived"}
     with copy.with_fault(fault, sources) as path:
         for name, paths in stages_of(room_of(path), sources, copy.folder / "tests").items():
-            start = time.monotonic()
-            status, notes = copy.pytest(paths, limit - (start - begin))
-            stages[name] = round(time.monotonic() - start, 1)
+            status, seconds, notes = copy.pytest(paths, limit - sum(stages.values()))
+            stages[name] = round(seconds, 1)
             under_way = notes.get("under_way") or paths[0]
             if status is None:
                 found = {"outcome": "cut off", "stage": name, "under_way": under_way}
@@ -241,7 +255,7 @@ def result_of(fault: Fault, copy: Copy, sources: Sources, limit: float) -> dict[
                     test, when = under_way, f"exit status {status}"
                 found = {"outcome": "killed", "stage": name, "test": test, "when": when, "why": why}
                 break
-    seconds = round(time.monotonic() - begin, 1)
+    seconds = round(sum(stages.values()), 1)
     return found | {"seconds": seconds, "seconds_of_stages": stages}
 
 
@@ -249,7 +263,7 @@ def confirmed(result: dict[str, Any], copy: Copy, limit: float) -> dict[str, Any
     """The result, or "broken test" if the test that killed the fault fails without it."""
     if result["outcome"] != "killed":
         return result
-    status, notes = copy.pytest([result["test"]], limit)
+    status, _, notes = copy.pytest([result["test"]], limit)
     if status == 0:
         return result | {"confirmed": True}
     return result | {"outcome": "broken test", "why": notes.get("why", "")}
@@ -393,7 +407,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="ID", help="the faults to plant; default: all")
     parser.add_argument("--check", action="store_true", help="only check the table")
     parser.add_argument("--jobs", type=int, default=1, help="faults at once; default: 1")
-    parser.add_argument("--limit", type=float, default=300, help="seconds a fault; default: 300")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="processor seconds a fault; default: 300"
+    )
     parser.add_argument("--confirm", action="store_true", help="run each killer without its fault")
     parser.add_argument(
         "--cache", type=Path, help="what all runs compile; default: a folder in temp"
