@@ -7,10 +7,14 @@
 Sessions of one Python share an environment below .nox. The first one installs it.
 """
 
+import functools
 import os
 import re
+import resource
 import shutil
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +26,55 @@ nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
     "lint", "readme", "newest", "rounding", "gpu_programs", "guests", "plugs", "docstrings",
-    "notebooks",
+    "notebooks", "budget",
 )  # fmt: skip
+MOST_CPU_MINUTES = 70
+"""More than this of all sessions together is an error. CONTRIBUTING.md has the budget of each."""
 LATEST = ("-q", "--upgrade", "--upgrade-strategy", "eager")  # also in an environment that is there
+
+
+spent: dict[str, tuple[float, float]] = {}
+"""For each session that has run its minutes by the clock, and those of the processors."""
+
+
+def measured(run: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:
+    """The session, with its times in `spent`. What its processes start counts, too."""
+
+    @functools.wraps(run)
+    def session_of(session: nox.Session) -> None:
+        wall, cpu = time.monotonic(), _cpu_seconds()
+        try:
+            run(session)
+        finally:
+            spent[run.__name__] = (time.monotonic() - wall) / 60, (_cpu_seconds() - cpu) / 60
+            minutes = "{:.1f} minutes, {:.1f} of the processors".format(*spent[run.__name__])
+            session.log(f"{run.__name__} took {minutes}")
+
+    return session_of
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 # Environments. pip finds the jax: 0.10.2 is the last one for Python 3.11, others get the newest.
 @nox.session(python="3.11")
+@measured
 def python311(session: nox.Session) -> None:
     """The environment of the oldest jax."""
     session.install(*LATEST, "-e", ".[test,examples,notebooks,plugs,dev]")
 
 
 @nox.session(python="3.12")
+@measured
 def python312(session: nox.Session) -> None:
     """The environment of the newest jax. Its CUDA wheels compile for GPUs that are not there."""
     session.install(*LATEST, "-e", ".[test,examples,cuda13,triton]")
 
 
 @nox.session(python="3.13")
+@measured
 def python313(session: nox.Session) -> None:
     """The environment of Python 3.13."""
     session.install(*LATEST, "-e", ".[test,triton]")
@@ -68,6 +102,7 @@ def pytest(session: nox.Session, version: str, *arguments: str) -> None:
 
 
 @nox.session(**OLDEST)
+@measured
 def lint(session: nox.Session) -> None:
     """Lint, format, types, and the lengths of sentences."""
     commands = (
@@ -87,6 +122,7 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+@measured
 def readme(session: nox.Session) -> None:
     """README's test command, word for word, in a copy: the default suite on the oldest jax."""
     text = (ROOT / "README.md").read_text()
@@ -105,24 +141,28 @@ def readme(session: nox.Session) -> None:
 
 
 @nox.session(**OLDEST, default=False)
+@measured
 def oldest(session: nox.Session) -> None:
     """Every row of the default suite on the oldest jax. `readme` runs the same."""
     pytest(session, "python311")
 
 
 @nox.session(**NEWEST, default=False)
+@measured
 def everything(session: nox.Session) -> None:
     """Every test that needs no GPU, every row, on the newest jax. It takes hours."""
     pytest(session, "python312", "-m", "not gpu")
 
 
 @nox.session(**NEWEST)
+@measured
 def newest(session: nox.Session) -> None:
     """The default suite and slow tests on the newest jax, with XLA's optimizations; some rows."""
     pytest(session, "python312", "-m", "not deviceless and not gpu", "--one-row-in", "80")
 
 
 @nox.session(**NEWEST)
+@measured
 def rounding(session: nox.Session) -> None:
     """Programs compiled for an H200, run on the CPU: do matmuls read FP8? Every recipe."""
     select = ("-m", "deviceless and not slow", "-k", "on_gpus")
@@ -130,6 +170,7 @@ def rounding(session: nox.Session) -> None:
 
 
 @nox.session(**NEWEST)
+@measured
 def gpu_programs(session: nox.Session) -> None:
     """Programs compiled for H200 and B200: kernels, registers, bytes, collectives; some rows."""
     select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "12")
@@ -138,6 +179,7 @@ def gpu_programs(session: nox.Session) -> None:
 
 
 @nox.session(**NEWEST)
+@measured
 def guests(session: nox.Session) -> None:
     """flax's own tests of dense layers and attention, with our layers."""
     show = "import flax; print(flax.__version__)"
@@ -150,12 +192,14 @@ def guests(session: nox.Session) -> None:
 
 
 @nox.session(**OLDEST)
+@measured
 def plugs(session: nox.Session) -> None:
     """Our layers in equinox. Where it is missing, other sessions skip the tests."""
     pytest(session, "python311", "tests/plugs/test_equinox_plug.py")
 
 
 @nox.session(**NEXT)
+@measured
 def docstrings(session: nox.Session) -> None:
     """The examples of all docstrings, and the public face, on Python 3.13."""
     pytest(session, "python313", "--doctest-modules", "jaxfp8")  # without tests/conftest.py
@@ -163,6 +207,22 @@ def docstrings(session: nox.Session) -> None:
 
 
 @nox.session(**OLDEST)
+@measured
 def notebooks(session: nox.Session) -> None:
     """Every notebook, executed from the beginning."""
     python(session, "python311", "notebooks/execute.py", "--check")
+
+
+@nox.session(python=False)
+def budget(session: nox.Session) -> None:
+    """The minutes of all sessions before it, and an error if processors took more than 70."""
+    if not spent:
+        session.skip("no session ran before it")
+    total = [sum(minutes) for minutes in zip(*spent.values(), strict=True)]
+    for name, (wall, cpu) in [*spent.items(), ("all", total)]:
+        session.log(f"{name:12} {wall:5.1f} minutes, {cpu:5.1f} of the processors")
+    if total[1] > MOST_CPU_MINUTES:
+        session.error(
+            f"The sessions took {total[1]:.0f} minutes of the processors, and may take "
+            f"{MOST_CPU_MINUTES}. Find what costs: pytest --durations=50."
+        )

@@ -1,5 +1,7 @@
 """The machine that every test sees: eight CPU devices, no silent promotion."""
 
+import contextlib
+import ctypes
 import gc
 import importlib.metadata
 import importlib.util
@@ -120,6 +122,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         and importlib.util.find_spec("jax_cuda13_plugin") is None
     ):
         pytest.skip("needs the CUDA wheels, not a GPU: pip install 'jax[cuda13]'")
+
+
+MOST_BYTES = 2**30
+"""The memory of a process above which the programs of the previous files are dropped."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    # Each program stays in memory for as long as JAX knows it. Without this, a worker grows to
+    # 6 GB, and `-n auto` does not fit on a laptop. Files share few programs.
+    between_files = nextitem is not None and nextitem.path != item.path
+    if between_files and _resident_bytes() > MOST_BYTES:
+        jax.clear_caches()
+        gc.collect()
+        # Otherwise glibc keeps what is freed, and each later file would drop its programs, too.
+        with contextlib.suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    """The memory of this process now; 0 where the system does not tell."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except FileNotFoundError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture
