@@ -1,0 +1,457 @@
+"""Measures the power of the tests: plants faults in copies of the repository, and runs tests there.
+
+    python tests/mutations/run.py --check
+    python tests/mutations/run.py --jobs 2 --results runs/mutations.json
+    python tests/mutations/run.py --only state-fork-adds optim-most-power
+    python tests/mutations/run.py --summary before.json after.json
+
+`--check` only looks whether each text of the table occurs once in the package. Without it, each
+fault is planted in a copy of a commit, and pytest runs its default selection in three stages:
+
+    room        the tests of the room that holds the fault
+    contracts   tests/golden and tests/contracts
+    importers   the tests of all rooms that import this room, the nearest first
+
+The first test that fails kills the fault. A file that cannot be imported kills it, too. A fault
+survives if all stages pass. All stages together have `--limit` seconds of the processor. After that
+the fault is cut off, and the results name the test under way.
+
+Results are in a JSON file, one for each commit. A fault with a result there is skipped, so a run
+that was interrupted can go on. With `--confirm`, the test that killed a fault also runs without it,
+and a test that fails there is reported as broken.
+
+The faults are in `faults/*.toml`. `fault_table.py` explains the format. `draw.py` draws others at
+random. This script is run by hand, and no CI runs it: a fault takes up to five minutes.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import watch
+from fault_table import (
+    HERE,
+    ROOT,
+    TABLES,
+    Fault,
+    Sources,
+    planted,
+    problems_of,
+    read_faults,
+    read_sources,
+    room_of,
+)
+
+# Where the tests of a room are, below tests/. A room that is not here has a folder of its name.
+TESTS = {
+    "_call_options": ("ops/test_unknown_options.py",),
+    "_example": ("conversion",),
+    "_geometry": ("test_geometry.py",),
+    "prologues": ("kernels/test_prologues.py", "ops/test_prologue.py"),
+}
+CONTRACTS = ("golden", "contracts")
+# Rooms that meshes change, and that tests/meshes tests together.
+ON_MESHES = {"sharding", "weights", "state", "ops", "moe"}
+WALL = 5  # times the limit, by the clock: a test may hang
+FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # exit statuses of pytest
+
+
+class Stopped(Exception):
+    """The run was interrupted."""
+
+
+def rooms_by_importers(sources: Sources) -> dict[str, set[str]]:
+    """For each room, the rooms that import it."""
+    rooms = {room_of(path) for path in sources}
+    found: dict[str, set[str]] = {room: set() for room in rooms}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                parts = name.split(".")
+                if parts[0] == "jaxfp8" and len(parts) > 1 and parts[1] in rooms - {room_of(path)}:
+                    found[parts[1]].add(room_of(path))
+    return {room: importers - {"__init__"} for room, importers in found.items()}
+
+
+def height_of(room: str, importers: dict[str, set[str]]) -> int:
+    below = [other for other, above in importers.items() if room in above]
+    return 1 + max((height_of(other, importers) for other in below), default=0)
+
+
+def stages_of(room: str, sources: Sources, tests: Path) -> dict[str, list[str]]:
+    """The paths of tests for a fault in a room, by stage. No path is in two stages."""
+    importers = rooms_by_importers(sources)
+
+    def existing(room: str) -> list[str]:
+        return [path for path in TESTS.get(room, (room,)) if (tests / path).exists()]
+
+    above = sorted(importers[room], key=lambda each: (height_of(each, importers), each))
+    later = ["meshes"] * (room in ON_MESHES) + [path for each in above for path in existing(each)]
+    stages = {"room": existing(room), "contracts": [*CONTRACTS], "importers": later}
+    seen: set[str] = set()
+    for name, paths in stages.items():
+        stages[name] = [f"tests/{path}" for path in dict.fromkeys(paths) if path not in seen]
+        seen |= set(paths)
+    return {name: paths for name, paths in stages.items() if paths}
+
+
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+
+def files_of_working_tree() -> list[Path]:
+    names = git("ls-files", "-co", "--exclude-standard").decode().splitlines()
+    return [path for name in names if (path := ROOT / name).is_file()]
+
+
+def name_of(commit: str | None) -> str:
+    """The full name of a commit, or a hash of the working tree."""
+    if commit is not None:
+        return git("rev-parse", "--verify", f"{commit}^{{commit}}").decode().strip()
+    digest = hashlib.sha256()
+    for path in files_of_working_tree():
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"working tree {digest.hexdigest()[:16]}"
+
+
+def make_copy(commit: str | None, folder: Path) -> None:
+    """A copy without git, so that nothing has to be removed from the repository afterwards."""
+    folder.mkdir(parents=True)
+    if commit is not None:
+        with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
+            archive.extractall(folder, filter="data")
+        return
+    for path in files_of_working_tree():
+        target = folder / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+
+
+@dataclasses.dataclass
+class Copy:
+    """A copy of the repository, in which one fault at a time is planted."""
+
+    folder: Path
+    cache: Path
+    stop: threading.Event
+
+    @contextlib.contextmanager
+    def with_fault(self, fault: Fault, sources: Sources) -> Iterator[str]:
+        path, source = planted(fault, sources)
+        self._write(path, source)
+        try:
+            yield path
+        finally:
+            self._write(path, sources[path])
+
+    def _write(self, path: str, source: str) -> None:
+        file = self.folder / "jaxfp8" / path
+        file.write_text(source, encoding="utf-8")
+        # Python compares only times in seconds and sizes. A fault may have neither of its own.
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+            compiled.unlink()
+
+    def pytest(self, paths: list[str], limit: float) -> tuple[int | None, float, dict[str, str]]:
+        """The exit status of pytest, or None if it was cut off; its seconds; notes of `watch.py`.
+
+        Seconds are those of the processor, so that other work on the machine cuts off no fault.
+        """
+        notes, log = self.folder.with_suffix(".notes"), self.folder.with_suffix(".log")
+        notes.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "--no-header"]
+        command += ["-p", "watch", "-p", "no:cacheprovider", *paths]
+        environment = os.environ | {
+            "CI": "1",  # hypothesis draws the same examples each time
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache),
+            "PYTHONPATH": os.pathsep.join([str(self.folder), str(HERE)]),
+            watch.COPY: str(self.folder.resolve()),
+            watch.NOTES: str(notes),
+        }
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+                stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            status, seconds = self._wait(process, limit)
+        found = json.loads(notes.read_text()) if notes.exists() else {}
+        if status == watch.WRONG_PACKAGE:
+            raise RuntimeError(found.get("why", f"{self.folder} was not tested"))
+        if status not in (0, FAILED, INTERRUPTED, NO_TESTS, None) and "why" not in found:
+            lines = log.read_text(errors="replace").strip().splitlines()
+            found["why"] = lines[-1][:300] if lines else ""
+        return status, seconds, found
+
+    def _wait(self, process: subprocess.Popen[bytes], limit: float) -> tuple[int | None, float]:
+        end = time.monotonic() + WALL * limit
+        try:
+            while not (ended := self._has_ended(process)):
+                if self.stop.is_set():
+                    raise Stopped
+                if _seconds_of(process.pid) > limit or time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+        finally:
+            # Before the process is reaped, no other process can have its number.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        return process.returncode if ended else None, usage.ru_utime + usage.ru_stime
+
+    @staticmethod
+    def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, how) is not None
+
+
+def _seconds_of(pid: int) -> float:
+    """Processor seconds of a process and of its children that have ended; 0 without /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return 0.0
+    fields = stat.rpartition(")")[2].split()  # the name before it may hold spaces
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def result_of(fault: Fault, copy: Copy, sources: Sources, limit: float) -> dict[str, Any]:
+    stages: dict[str, float] = {}
+    found: dict[str, Any] = {"outcome": "survived"}
+    with copy.with_fault(fault, sources) as path:
+        for name, paths in stages_of(room_of(path), sources, copy.folder / "tests").items():
+            status, seconds, notes = copy.pytest(paths, limit - sum(stages.values()))
+            stages[name] = round(seconds, 1)
+            under_way = notes.get("under_way") or paths[0]
+            if status is None:
+                found = {"outcome": "cut off", "stage": name, "under_way": under_way}
+                break
+            if status not in (0, NO_TESTS):
+                test, when = notes.get("failed"), notes.get("when")
+                why = notes.get("why", "")
+                if test is None:  # pytest or the process broke
+                    test, when = under_way, f"exit status {status}"
+                found = {"outcome": "killed", "stage": name, "test": test, "when": when, "why": why}
+                break
+    seconds = round(sum(stages.values()), 1)
+    return found | {"seconds": seconds, "seconds_of_stages": stages}
+
+
+def confirmed(result: dict[str, Any], copy: Copy, limit: float) -> dict[str, Any]:
+    """The result, or "broken test" if the test that killed the fault fails without it."""
+    if result["outcome"] != "killed":
+        return result
+    status, _, notes = copy.pytest([result["test"]], limit)
+    if status == 0:
+        return result | {"confirmed": True}
+    return result | {"outcome": "broken test", "why": notes.get("why", "")}
+
+
+class Results:
+    """The JSON file. Each result is written when it is known."""
+
+    def __init__(self, path: Path, commit: str) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self.content: dict[str, Any] = {"commit": commit, "results": {}}
+        if path.exists():
+            self.content = json.loads(path.read_text())
+            if self.content["commit"] != commit:
+                raise SystemExit(
+                    f"{path} has results of {self.content['commit']}, but {commit} is tested. "
+                    "Name another file with --results."
+                )
+
+    def has(self, fault: Fault, limit: float) -> bool:
+        known = self.content["results"].get(fault.id)
+        if known is None or known["fault"] != fault.digest:
+            return False
+        return known["outcome"] != "cut off" or known["limit"] >= limit
+
+    def add(self, fault: Fault, result: dict[str, Any], limit: float) -> None:
+        with self._lock:
+            known = {"breaks": fault.breaks, "fault": fault.digest, "limit": limit}
+            self.content["results"][fault.id] = result | known
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new = self.path.with_suffix(".new")
+            new.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+            new.replace(self.path)
+
+
+def line_of(fault: str, result: dict[str, Any]) -> str:
+    where = result.get("test") or result.get("under_way") or ""
+    when = f" ({result['when']})" if result.get("when") not in (None, "call") else ""
+    return f"{result['outcome']:9} {result['seconds']:6.1f} s  {fault}  {where}{when}"
+
+
+def run_all(
+    faults: list[Fault], sources: Sources, arguments: argparse.Namespace, results: Results
+) -> None:
+    waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    for fault in faults:
+        waiting.put(fault)
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def work(copy: Copy) -> None:
+        try:
+            while not stop.is_set():
+                fault = waiting.get_nowait()
+                result = result_of(fault, copy, sources, arguments.limit)
+                if arguments.confirm:
+                    result = confirmed(result, copy, arguments.limit)
+                results.add(fault, result, arguments.limit)
+                print(line_of(fault.id, result), flush=True)
+        except (queue.Empty, Stopped):
+            pass
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    def interrupt(*_: Any) -> None:
+        stop.set()
+
+    # A shell that starts a job in the background lets it ignore SIGINT, so both are set here.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    cache = arguments.cache or Path(tempfile.gettempdir()) / "jaxfp8-mutations-cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="jaxfp8-mutations-") as folder:
+        copies = [
+            Copy(Path(folder) / f"copy{number}", cache.resolve(), stop)
+            for number in range(min(arguments.jobs, len(faults)))
+        ]
+        for copy in copies:
+            make_copy(arguments.commit, copy.folder)
+        threads = [threading.Thread(target=work, args=(copy,)) for copy in copies]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    if stop.is_set():
+        raise SystemExit("Interrupted. Run the same command again to go on.")
+
+
+def sources_of(commit: str | None) -> Sources:
+    if commit is None:
+        return read_sources(ROOT / "jaxfp8")
+    with tempfile.TemporaryDirectory(prefix="jaxfp8-mutations-") as folder:
+        make_copy(commit, Path(folder) / "copy")
+        return read_sources(Path(folder) / "copy" / "jaxfp8")
+
+
+def summary(paths: list[Path]) -> str:
+    """The number of faults with each outcome, the faults that were not killed, and changes."""
+    files = [json.loads(path.read_text()) for path in paths]
+    every = [file["results"] for file in files]
+    lines = [f"{path}: {file['commit']}" for path, file in zip(paths, files, strict=True)]
+    outcomes = ("killed", "survived", "cut off", "broken test")
+    for outcome in outcomes:
+        counts = [sum(r["outcome"] == outcome for r in results.values()) for results in every]
+        lines.append(f"{outcome:12}" + "".join(f"{count:6}" for count in counts))
+    lines.append(f"{'seconds':12}" + "".join(f"{_seconds(results):6}" for results in every))
+    for outcome in outcomes[1:]:
+        for name, result in every[-1].items():
+            if result["outcome"] == outcome:
+                lines.append(f"{outcome}: {name}: {result['breaks']}")
+    if len(every) == 2:
+        before, after = every
+        for name in dict.fromkeys((*before, *after)):
+            pair = [each[name]["outcome"] if name in each else "no result" for each in every]
+            if pair[0] != pair[1]:
+                lines.append(f"{name}: {pair[0]} -> {pair[1]}")
+    return "\n".join(lines)
+
+
+def _seconds(results: dict[str, Any]) -> int:
+    return round(sum(result["seconds"] for result in results.values()))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--commit", default="HEAD", help="what is tested; default: HEAD")
+    source.add_argument(
+        "--working-tree", dest="commit", action="store_const", const=None,
+        help="test the files as they are, with changes that are not committed",
+    )  # fmt: skip
+    parser.add_argument(
+        "--table", type=Path, nargs="+", default=TABLES, metavar="FILE", help="tables of faults"
+    )
+    parser.add_argument("--only", nargs="+", metavar="ID", help="the faults to plant; default: all")
+    parser.add_argument("--check", action="store_true", help="only check the table")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at once; default: 1")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="processor seconds a fault; default: 300"
+    )
+    parser.add_argument("--confirm", action="store_true", help="run each killer without its fault")
+    parser.add_argument(
+        "--cache", type=Path, help="what all runs compile; default: a folder in temp"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("runs/mutations.json"), metavar="FILE",
+        help="default: runs/mutations.json",
+    )  # fmt: skip
+    parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="compare results")
+    arguments = parser.parse_args()
+    if arguments.summary and len(arguments.summary) > 2:
+        parser.error(f"--summary takes one or two files, got {len(arguments.summary)}.")
+    if arguments.jobs < 1:
+        parser.error(f"--jobs={arguments.jobs} must be 1 or more.")
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed()
+    if arguments.summary:
+        print(summary(arguments.summary))
+        return
+    faults = read_faults(arguments.table)
+    if arguments.only:
+        if unknown := set(arguments.only) - {fault.id for fault in faults}:
+            raise SystemExit(f"--only: no fault is called {sorted(unknown)}. See the tables.")
+        faults = [fault for fault in faults if fault.id in arguments.only]
+    if arguments.commit is not None:
+        arguments.commit = name_of(arguments.commit)  # HEAD may move during the run
+    sources = sources_of(arguments.commit)
+    if problems := problems_of(faults, sources):
+        raise SystemExit("\n".join(problems))
+    print(f"{len(faults)} faults fit {arguments.commit or 'the working tree'}.", flush=True)
+    if arguments.check:
+        return
+    results = Results(arguments.results, arguments.commit or name_of(None))
+    left = [fault for fault in faults if not results.has(fault, arguments.limit)]
+    if len(left) < len(faults):
+        print(f"{len(faults) - len(left)} of them have results in {arguments.results}.", flush=True)
+    if left:
+        run_all(left, sources, arguments, results)
+
+
+if __name__ == "__main__":
+    main()
