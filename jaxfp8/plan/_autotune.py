@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxfp8._typing import Array, PyTree
+from jaxfp8._version import __version__
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.tuning._measure import Operands, measure
@@ -17,7 +18,7 @@ from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._routes import kernels_of
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_PACKAGES = ("jax", "jaxlib", "jaxfp8")
+_PACKAGES = ("jax", "jaxlib")
 
 
 def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> Kernels:
@@ -69,7 +70,9 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
             f"autotune times a GPU, but jax.default_backend() is {jax.default_backend()!r}. Run it "
             "on a machine with the GPU."
         )
-    versions = tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
+    # jaxfp8 may be imported from a checkout that is not installed, which has no metadata.
+    others = tuple((name, importlib.metadata.version(name)) for name in _PACKAGES)
+    versions = (*others, ("jaxfp8", __version__))
     device = jax.devices()[0].device_kind
     found = Timings(chip=given.chip, device=device, versions=versions, times=())
     if isinstance(given.timings, Timings):

@@ -69,7 +69,8 @@ class Kernels:
       loop over tiles of rows, whose matmuls are chosen as above.
     - All other cases: XLA.
 
-    These choices are estimated, not measured. No GPU has timed the Pallas kernels yet.
+    These choices are estimated, not measured. One H200 has timed the Pallas kernels, and they are
+    slower than the estimates ("When FP8 pays" in docs/).
     `fp8.plan.autotune` times the matmuls of a step on your GPU. An estimate uses the shape on one
     device. In an Auto mesh it uses the global shape, because the traced program has no other.
 

@@ -18,8 +18,11 @@ from targets import array, compile_for
 from work import host_transfers
 
 import jaxfp8 as fp8
+from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
+from jaxfp8.prologues._gathered import Gathered
+from jaxfp8.tensors._cast import Cast, Direction
 
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
@@ -124,3 +127,23 @@ def test_each_matmul_is_one_kernel(name):
     # x and g are read where they are, and nothing copies a result. In tiles one kernel casts each.
     in_tiles = name in ("blockwise", "mxfp8")
     assert len(kernels) == (6 if in_tiles else 3)
+
+
+@pytest.mark.parametrize(("dtype", "k"), [("bfloat16", 448), ("float32", 416)])
+def test_gathered_rows_of_whole_boxes_compile(dtype, k):
+    """Pallas refuses other rows only here: when it compiles for a GPU."""
+    cast = Cast(
+        format=fp8.E4M3,
+        directions=(Direction(fp8.PerBlock((1, 1, 128))), Direction(fp8.PerBlock((1, 128, 1)))),
+        rule=fp8.ScaleRule(power_of_two=True),
+    )
+
+    from jaxfp8.kernels.quantize import _mosaic
+
+    def run(x, sizes):
+        groups = Groups.of(sizes, tokens=TOKENS, tile=T)
+        rows = Gathered(groups.tiled(x), x, groups.first_row, groups.live_rows)
+        return [copy.scale for copy in _mosaic.quantize(rows, cast, key=None)[0]]
+
+    given = array(TOKENS, k, dtype=jnp.dtype(dtype)), array(E, dtype=jnp.dtype("int32"))
+    assert "mosaic_gpu" in compile_for("h200", run, *given).as_text()

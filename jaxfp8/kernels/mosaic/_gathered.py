@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array
 from jaxfp8.kernels.mosaic._source import Reader, Staged
-from jaxfp8.kernels.mosaic._tiles import PART, RAGGED, T, check_jax, place, shared_tile
+from jaxfp8.kernels.mosaic._tiles import PART, T, check_jax, place, shared_tile
 from jaxfp8.prologues._gathered import Gathered
 
 _COLUMNS = 64
@@ -30,17 +30,24 @@ bytes change places by the bits 7 to 9 of their address. But it adds the first c
 after that. So a slice that begins at byte 128 of a row would be read from wrong places (jax 0.11,
 seen on an H200).
 """
+_BOX = 128
+"""Bytes of a box. Pallas copies whole boxes only, so a row must have a whole number of them.
+
+It raises ValueError while it compiles the kernel if the last box of a row is not full.
+"""
 
 
 def check_gathered(x: Gathered) -> None:
     """Raise NotImplementedError for rows that TMA or Pallas cannot copy."""
     check_jax()
     _, tile, k = x.shape
-    if x.dtype.itemsize > 4 or not x.value.size or tile % T or k % RAGGED:
+    size = x.dtype.itemsize
+    if size > 4 or not x.value.size or tile % T or k * size % _BOX:
         raise NotImplementedError(
             f"Tiles of {tile} rows are gathered from {x.dtype}{list(x.rows.shape)}. The kernel "
-            f"needs tiles of multiples of {T} rows, rows of multiples of {RAGGED} values, and at "
-            "most 4 bytes a value. Write casts='xla' in fp8.Kernels."
+            f"needs tiles of multiples of {T} rows, rows of multiples of {_BOX} bytes, and at most "
+            f"4 bytes a value. Pad the rows to a multiple of {max(1, _BOX // size)} values, or "
+            "write casts='xla' in fp8.Kernels."
         )
 
 

@@ -122,10 +122,10 @@ def test_ragged_dot_by_kernels_forward_and_backward(name):
     keys = jax.random.split(jax.random.key(2), 3)
     x, g = (
         jax.random.normal(key, (tokens, size))
-        for key, size in zip(keys[:2], (160, 96), strict=True)
+        for key, size in zip(keys[:2], (192, 64), strict=True)
     )
     x, g = (each.at[sum(sizes) :].set(jnp.nan).astype(jnp.bfloat16) for each in (x, g))
-    w = jax.random.normal(keys[2], (len(sizes), 160, 96), jnp.bfloat16)
+    w = jax.random.normal(keys[2], (len(sizes), 192, 64), jnp.bfloat16)
 
     def run(x, w, g, sizes, kernels):
         function = functools.partial(fp8.ragged_dot, recipe=recipe, kernels=kernels)

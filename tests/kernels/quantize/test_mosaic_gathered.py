@@ -43,7 +43,7 @@ def gathered(sizes, tokens, k, dtype=jnp.bfloat16, tile=128):
 def test_has_the_bits_of_xla(name, sizes, tokens, tile):
     from jaxfp8.kernels.quantize import _mosaic
 
-    x, cast = gathered(sizes, tokens, 160, tile=tile), CASTS[name]
+    x, cast = gathered(sizes, tokens, 192, tile=tile), CASTS[name]
     got, _ = interpreted(lambda x: _mosaic.quantize(x, cast, key=None), x)
     want, _ = _xla.quantize(x, cast, key=None, barriers=False)
     for mine, other in zip(got, want, strict=True):
@@ -59,5 +59,26 @@ def test_what_the_kernel_cannot_read_is_said():
 
     with pytest.raises(NotImplementedError, match="multiples of 128 rows"):
         _mosaic.quantize(gathered([5], 8, 64, tile=32), CASTS["mxfp8"], key=None)
-    with pytest.raises(NotImplementedError, match="multiples of 32 values"):
-        _mosaic.quantize(gathered([5], 8, 40), CASTS["blockwise"], key=None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "able"),
+    [
+        ("bfloat16", 448, True),
+        ("bfloat16", 416, False),
+        ("bfloat16", 96, False),
+        ("bfloat16", 32, False),
+        ("float32", 96, True),
+        ("float32", 40, False),
+    ],
+)
+def test_rows_must_have_whole_boxes(dtype, k, able):
+    """Pallas raises ValueError for others, but only when it compiles for a GPU."""
+    from jaxfp8.kernels.mosaic._gathered import check_gathered
+
+    x = gathered([5], 8, k, jnp.dtype(dtype))
+    if able:
+        check_gathered(x)
+    else:
+        with pytest.raises(NotImplementedError, match=f"{k}.*multiples of 128 bytes.*Pad the rows"):
+            check_gathered(x)

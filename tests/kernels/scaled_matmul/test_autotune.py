@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.metadata
 import json
 
 import jax
@@ -18,6 +19,7 @@ from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
 from jaxfp8.kernels.tuning import _measure, _timer
 from jaxfp8.kernels.tuning._timings import Time, Way, describe
+from jaxfp8.plan import _autotune
 from jaxfp8.plan._autotune import Recorder
 
 M, K, N = 8, 256, 24
@@ -292,6 +294,20 @@ def test_autotune_times_each_matmul_once():
     assert more.times[:1] == timings.times
     assert len(more.times) == 2
     jax.eval_shape(functools.partial(step, tuned), *TYPES)
+
+
+def test_autotune_of_a_checkout_that_is_not_installed(gpu):
+    """It has no metadata with the version of jaxfp8."""
+
+    def version(name):
+        if name == "jaxfp8":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return f"{name}'s"
+
+    gpu.setattr(importlib.metadata, "version", version)
+    gpu.setattr(_autotune, "measure", lambda *arguments: ())
+    found = fp8.plan.autotune(step, *TYPES, kernels=H200).timings.versions
+    assert dict(found) == {"jax": "jax's", "jaxlib": "jaxlib's", "jaxfp8": fp8.__version__}
 
 
 @pytest.mark.usefixtures("gpu")

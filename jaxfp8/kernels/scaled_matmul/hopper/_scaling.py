@@ -21,6 +21,8 @@ time. "Speed" is the largest possible speed, relative to bfloat16.
   1x32 @ 32x32       256     32      32    24      640    1.6
   1x32 @ 1x32        256    256     256    72     1536    0.67
 
+An H200 measured less (jax 0.11.2, 8192 cubed): 1.41, 0.85 with its transpositions, 0.69 and 0.38.
+
 So 1x32 @ 1x32 cannot be faster than bfloat16 if operations bound the time. For large products
 take XLA's backend, `fp8.Kernels("h200", matmuls="xla")`, which multiplies in bfloat16. For few rows
 of lhs the bytes of the weight bound the time, and this kernel reads half of them. The speed of
