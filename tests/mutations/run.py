@@ -25,7 +25,6 @@ random. This script is run by hand, and no CI runs it: a fault takes up to five 
 """
 
 import argparse
-import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -58,64 +57,15 @@ from fault_table import (
     read_sources,
     room_of,
 )
+from results import Results, line_of, summary
+from stages import stages_of
 
-# Where the tests of a room are, below tests/. A room that is not here has a folder of its name.
-TESTS = {
-    "_call_options": ("ops/test_unknown_options.py",),
-    "_example": ("conversion",),
-    "_geometry": ("test_geometry.py",),
-    "prologues": ("kernels/test_prologues.py", "ops/test_prologue.py"),
-}
-CONTRACTS = ("golden", "contracts")
-# Rooms that meshes change, and that tests/meshes tests together.
-ON_MESHES = {"sharding", "weights", "state", "ops", "moe"}
 WALL = 5  # times the limit, by the clock: a test may hang
 FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # exit statuses of pytest
 
 
 class Stopped(Exception):
     """The run was interrupted."""
-
-
-def rooms_by_importers(sources: Sources) -> dict[str, set[str]]:
-    """For each room, the rooms that import it."""
-    rooms = {room_of(path) for path in sources}
-    found: dict[str, set[str]] = {room: set() for room in rooms}
-    for path, source in sources.items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            else:
-                continue
-            for name in names:
-                parts = name.split(".")
-                if parts[0] == "jaxfp8" and len(parts) > 1 and parts[1] in rooms - {room_of(path)}:
-                    found[parts[1]].add(room_of(path))
-    return {room: importers - {"__init__"} for room, importers in found.items()}
-
-
-def height_of(room: str, importers: dict[str, set[str]]) -> int:
-    below = [other for other, above in importers.items() if room in above]
-    return 1 + max((height_of(other, importers) for other in below), default=0)
-
-
-def stages_of(room: str, sources: Sources, tests: Path) -> dict[str, list[str]]:
-    """The paths of tests for a fault in a room, by stage. No path is in two stages."""
-    importers = rooms_by_importers(sources)
-
-    def existing(room: str) -> list[str]:
-        return [path for path in TESTS.get(room, (room,)) if (tests / path).exists()]
-
-    above = sorted(importers[room], key=lambda each: (height_of(each, importers), each))
-    later = ["meshes"] * (room in ON_MESHES) + [path for each in above for path in existing(each)]
-    stages = {"room": existing(room), "contracts": [*CONTRACTS], "importers": later}
-    seen: set[str] = set()
-    for name, paths in stages.items():
-        stages[name] = [f"tests/{path}" for path in dict.fromkeys(paths) if path not in seen]
-        seen |= set(paths)
-    return {name: paths for name, paths in stages.items() if paths}
 
 
 def git(*arguments: str) -> bytes:
@@ -269,43 +219,6 @@ def confirmed(result: dict[str, Any], copy: Copy, limit: float) -> dict[str, Any
     return result | {"outcome": "broken test", "why": notes.get("why", "")}
 
 
-class Results:
-    """The JSON file. Each result is written when it is known."""
-
-    def __init__(self, path: Path, commit: str) -> None:
-        self.path = path
-        self._lock = threading.Lock()
-        self.content: dict[str, Any] = {"commit": commit, "results": {}}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            if self.content["commit"] != commit:
-                raise SystemExit(
-                    f"{path} has results of {self.content['commit']}, but {commit} is tested. "
-                    "Name another file with --results."
-                )
-
-    def has(self, fault: Fault, limit: float) -> bool:
-        known = self.content["results"].get(fault.id)
-        if known is None or known["fault"] != fault.digest:
-            return False
-        return known["outcome"] != "cut off" or known["limit"] >= limit
-
-    def add(self, fault: Fault, result: dict[str, Any], limit: float) -> None:
-        with self._lock:
-            known = {"breaks": fault.breaks, "fault": fault.digest, "limit": limit}
-            self.content["results"][fault.id] = result | known
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            new = self.path.with_suffix(".new")
-            new.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
-            new.replace(self.path)
-
-
-def line_of(fault: str, result: dict[str, Any]) -> str:
-    where = result.get("test") or result.get("under_way") or ""
-    when = f" ({result['when']})" if result.get("when") not in (None, "call") else ""
-    return f"{result['outcome']:9} {result['seconds']:6.1f} s  {fault}  {where}{when}"
-
-
 def run_all(
     faults: list[Fault], sources: Sources, arguments: argparse.Namespace, results: Results
 ) -> None:
@@ -362,33 +275,6 @@ def sources_of(commit: str | None) -> Sources:
     with tempfile.TemporaryDirectory(prefix="jaxfp8-mutations-") as folder:
         make_copy(commit, Path(folder) / "copy")
         return read_sources(Path(folder) / "copy" / "jaxfp8")
-
-
-def summary(paths: list[Path]) -> str:
-    """The number of faults with each outcome, the faults that were not killed, and changes."""
-    files = [json.loads(path.read_text()) for path in paths]
-    every = [file["results"] for file in files]
-    lines = [f"{path}: {file['commit']}" for path, file in zip(paths, files, strict=True)]
-    outcomes = ("killed", "survived", "cut off", "broken test")
-    for outcome in outcomes:
-        counts = [sum(r["outcome"] == outcome for r in results.values()) for results in every]
-        lines.append(f"{outcome:12}" + "".join(f"{count:6}" for count in counts))
-    lines.append(f"{'seconds':12}" + "".join(f"{_seconds(results):6}" for results in every))
-    for outcome in outcomes[1:]:
-        for name, result in every[-1].items():
-            if result["outcome"] == outcome:
-                lines.append(f"{outcome}: {name}: {result['breaks']}")
-    if len(every) == 2:
-        before, after = every
-        for name in dict.fromkeys((*before, *after)):
-            pair = [each[name]["outcome"] if name in each else "no result" for each in every]
-            if pair[0] != pair[1]:
-                lines.append(f"{name}: {pair[0]} -> {pair[1]}")
-    return "\n".join(lines)
-
-
-def _seconds(results: dict[str, Any]) -> int:
-    return round(sum(result["seconds"] for result in results.values()))
 
 
 def parsed() -> argparse.Namespace:
