@@ -28,8 +28,8 @@ import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DotGeneral
 
 # State is what transformations must carry, so every kind runs with it. The default rows have a
-# state in its own collection ("loop", "jit") and beside the parameters: stacked, and shared.
-FEW = ("loop", "jit", "scan of remat", "shared scan", "vmap")
+# state in its own collection ("jit") and beside the parameters: stacked, and shared.
+FEW = ("jit", "scan of remat", "shared scan")
 SLOW = pytest.mark.slow
 CASES = [
     *(pytest.param(kind, "delayed", marks=() if kind in FEW else SLOW) for kind in KINDS),
@@ -51,14 +51,14 @@ class Trained(NamedTuple):
 
 @functools.cache
 def without_fp8(kind) -> Trained:
-    model = small(kind, attention=kind == "loop")
+    model = small(kind)
     step = jax.value_and_grad(loss_of(model))
     return Trained(model, jax.jit(model.init)(KEY, TOKENS), jax.jit(step))
 
 
 @functools.cache
 def in_fp8(kind, recipe) -> Trained:
-    model = converted(small(kind, attention=kind == "loop"), RECIPES[recipe])
+    model = converted(small(kind), RECIPES[recipe])
     step = fp8.value_and_grad(loss_of(model))
     return Trained(model, jax.jit(model.init)(KEY, TOKENS), jax.jit(step))
 
@@ -114,17 +114,22 @@ class Handmade(nn.Module):
 
 @pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(n, marks=SLOW) for n in STATELESS)])
 def test_program_state_and_results_are_those_of_layers_by_hand(recipe):
-    by_hand, by_rules = Handmade(RECIPES[recipe]), in_fp8("loop", recipe)
-    variables = by_rules.variables
-    of_hands = jax.jit(by_hand.init)(KEY, TOKENS)
-    assert_same_bits(variables, of_hands)
-    assert jax.tree.structure(variables) == jax.tree.structure(of_hands)
-    params, state = variables["params"], variables.get(COLLECTION, {})
-    programs = [
-        step.lower(params, state, TOKENS).as_text()
-        for step in (by_rules.step, jax.jit(fp8.value_and_grad(loss_of(by_hand))))
-    ]
-    assert programs[0] == programs[1]  # so the results are equal, too
+    by_hand, by_rules = Handmade(RECIPES[recipe]), converted(LM(depth=2), RECIPES[recipe])
+
+    def programs(model):
+        def init(key, tokens):
+            return model.init(key, tokens)
+
+        variables = jax.eval_shape(init, KEY, TOKENS)
+        step = jax.jit(fp8.value_and_grad(loss_of(model)))
+        given = variables["params"], variables.get(COLLECTION, {}), TOKENS
+        texts = jax.jit(init).lower(KEY, TOKENS).as_text(), step.lower(*given).as_text()
+        return variables, texts
+
+    variables, texts = programs(by_rules)
+    assert (COLLECTION in variables) == (recipe == "delayed")
+    assert texts[1].count("f8E4M3") > 20  # six layers of a block are in FP8
+    assert (variables, texts) == programs(by_hand)  # so the results are equal, too
 
 
 def test_a_checkpoint_of_the_model_loads_as_it_is():

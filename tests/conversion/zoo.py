@@ -100,9 +100,9 @@ class LM(nn.Module):
         return self.head(self.encode(tokens))
 
 
-def small(kind="loop", attention=False):
+def small(kind="loop"):
     """An `LM` for tests that compile it: two blocks, or a stack that is longer than the batch."""
-    return LM(kind, 3 if "scan" in kind or kind == "vmap" else 2, attention)
+    return LM(kind, 3 if "scan" in kind or kind == "vmap" else 2, attention=False)
 
 
 class NNXBlock(nnx.Module):
