@@ -225,7 +225,7 @@ def test_a_later_call_with_other_shapes_has_the_recipes_of_the_table():
 
 
 @pytest.mark.parametrize(
-    "kind", ["jit", "scan of remat", *(pytest.param(k, marks=SLOW) for k in ("loop", "scan"))]
+    "kind", ["scan of remat", *(pytest.param(k, marks=SLOW) for k in ("loop", "jit", "scan"))]
 )
 def test_states_in_the_gradient_channel(kind):
     """A loop that overwrites states with their gradients trains a converted model."""

@@ -25,11 +25,12 @@ def loss_of(model, tokens):
     ],
 )
 def test_a_converted_model_trains(recipe, scan):
-    model = nnx.jit(lambda: NNXLM(nnx.Rngs(0), scan=scan, depth=3 if scan else 2))()
+    depth = 3 if scan else 2
+    model = nnx.jit(lambda: NNXLM(nnx.Rngs(0), scan=scan, depth=depth, attention=not scan))()
     mine, coverage = fp8.convert(model, RECIPES[recipe], inputs=(TOKENS,))
     assert coverage["head"].reason == "kept: lm_head"
     assert coverage["mix"].recipe == recipe
-    assert 0.7 < coverage.share < 1
+    assert 0.6 < coverage.share < 1
     loss, grads = nnx.jit(fp8.nnx.value_and_grad(loss_of))(mine, TOKENS)
     want, exact = nnx.jit(nnx.value_and_grad(loss_of))(model, TOKENS)
     assert loss != want
@@ -40,7 +41,7 @@ def test_a_converted_model_trains(recipe, scan):
     states = jax.tree.leaves(
         nnx.state(mine, fp8.nnx.FP8State), is_leaf=lambda n: hasattr(n, "rows")
     )
-    assert len(states) == (0 if recipe == "blockwise" else 7 if scan else 13)
+    assert len(states) == (0 if recipe == "blockwise" else 3 if scan else 13)
     for state in states:
         assert state.scale.shape == ((3, 3) if scan and state.scale.ndim == 2 else (3,))
         assert (state.amax_history[..., -1] > 0).all()

@@ -165,7 +165,7 @@ class Net(nnx.Module):
 
 @pytest.mark.parametrize("name", ["delayed", pytest.param("blockwise", marks=pytest.mark.slow)])
 def test_nnx(name):
-    model = Net(RECIPES[name], nnx.Rngs(0))
+    model = nnx.jit(lambda: Net(RECIPES[name], nnx.Rngs(0)))()
 
     @nnx.jit
     def step(model, x):

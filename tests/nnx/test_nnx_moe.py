@@ -150,9 +150,8 @@ def on_one_device():
     return call(moe(recipe=fp8.recipes.delayed()), tokens())
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit], ids=str
-)
+@pytest.mark.slow  # as tests/linen/test_linen_moe_on_meshes.py, by the same function
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_mesh_gives_the_results_of_one_device(kind):
     want, stats = on_one_device()
     mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(kind,))

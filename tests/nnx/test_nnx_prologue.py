@@ -268,11 +268,11 @@ def test_on_a_mesh(kind, prologue, mesh):
         return fp8.nnx.value_and_grad(loss, has_aux=True)(layer, arrays)
 
     run = nnx.jit(run, static_argnums=2)
-    mine, plain = make(prologue=prologue), make()
+    mine, plain, arrays = make(prologue=prologue), make(), arrays_of(prologue)
     with jax.set_mesh(mesh):
         for each in (mine, plain):
             nnx.update(each, jax.tree.map(lie, nnx.state(each)))
-        arrays = tuple(lie(x, *("d",) * (x.ndim > 1)) for x in arrays_of(prologue))
+        arrays = tuple(lie(x, *("d",) * (x.ndim > 1)) for x in arrays)
         got = run(mine, arrays, lambda *x: x)
         assert_same_bits(got, run(plain, arrays, prologue))
         if how:
