@@ -42,6 +42,7 @@ def test_a_converted_model_trains(recipe, scan):
         nnx.state(mine, fp8.nnx.FP8State), is_leaf=lambda n: hasattr(n, "rows")
     )
     assert len(states) == (0 if recipe == "blockwise" else 3 if scan else 13)
+    assert sum(state.scale.ndim == 2 for state in states) == (2 if scan and states else 0)
     for state in states:
         assert state.scale.shape == ((3, 3) if scan and state.scale.ndim == 2 else (3,))
         assert (state.amax_history[..., -1] > 0).all()

@@ -11,6 +11,7 @@ from zoo import LM, NNXLM, TOKENS, WIDTH
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import Rule
+from jaxfp8.conversion._blocks import ends_of
 from jaxfp8.conversion._layer import Layer
 
 CURRENT, BLOCKWISE = fp8.recipes.current(), fp8.recipes.blockwise()
@@ -190,6 +191,12 @@ def test_first_and_last_blocks_are_kept(convert):
     for row in coverage:
         if row.path.startswith("blocks"):
             assert bool(row.recipe) == row.path.startswith(("blocks_1", "blocks/1"))
+
+
+def test_blocks_of_one_end_are_kept():
+    stacks = [["h_0", "h_1", "h_2"], ["g/0", "g/1", "g/2"]]
+    assert ends_of(stacks, 1, 0) == {"h_0", "g/0"}
+    assert ends_of(stacks, 0, 2) == {"h_1", "h_2", "g/1", "g/2"}
 
 
 @pytest.mark.parametrize(
