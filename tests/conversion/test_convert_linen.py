@@ -27,8 +27,18 @@ from zoo import (
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DotGeneral
 
-# State is what transformations must carry, so every kind runs with it.
-CASES = [(kind, "delayed") for kind in KINDS] + [("jit", "current"), ("scan", "blockwise")]
+# State is what transformations must carry, so every kind runs with it. The default rows have a
+# state in its own collection ("jit") and beside the parameters: stacked, and shared.
+FEW = ("jit", "scan of remat", "shared scan")
+SLOW = pytest.mark.slow
+CASES = [
+    *(pytest.param(kind, "delayed", marks=() if kind in FEW else SLOW) for kind in KINDS),
+    pytest.param("jit", "current", marks=SLOW),
+    pytest.param("scan", "blockwise", marks=SLOW),
+]
+
+
+STATELESS = ("current", "blockwise")
 
 
 class Trained(NamedTuple):
@@ -102,37 +112,44 @@ class Handmade(nn.Module):
         return self.head(self.encode(tokens))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *(pytest.param(n, marks=SLOW) for n in STATELESS)])
 def test_program_state_and_results_are_those_of_layers_by_hand(recipe):
-    by_hand, by_rules = Handmade(RECIPES[recipe]), in_fp8("loop", recipe)
-    variables = by_rules.model.init(KEY, TOKENS)  # without jit
-    of_hands = by_hand.init(KEY, TOKENS)
-    assert_same_bits(variables, of_hands)
-    assert jax.tree.structure(variables) == jax.tree.structure(of_hands)
-    params, state = variables["params"], variables.get(COLLECTION, {})
-    programs = [
-        step.lower(params, state, TOKENS).as_text()
-        for step in (by_rules.step, jax.jit(fp8.value_and_grad(loss_of(by_hand))))
-    ]
-    assert programs[0] == programs[1]  # so the results are equal, too
+    by_hand, by_rules = Handmade(RECIPES[recipe]), converted(LM(depth=2), RECIPES[recipe])
+
+    def programs(model):
+        def init(key, tokens):
+            return model.init(key, tokens)
+
+        variables = jax.eval_shape(init, KEY, TOKENS)
+        step = jax.jit(fp8.value_and_grad(loss_of(model)))
+        given = variables["params"], variables.get(COLLECTION, {}), TOKENS
+        texts = jax.jit(init).lower(KEY, TOKENS).as_text(), step.lower(*given).as_text()
+        return variables, texts
+
+    variables, texts = programs(by_rules)
+    assert (COLLECTION in variables) == (recipe == "delayed")
+    assert texts[1].count("f8E4M3") > 20  # six layers of a block are in FP8
+    assert (variables, texts) == programs(by_hand)  # so the results are equal, too
 
 
 def test_a_checkpoint_of_the_model_loads_as_it_is():
-    model = small("scan")
-    saved = model.init(jax.random.key(7), TOKENS)["params"]
+    model, saved, _ = without_fp8("scan of remat")
+    assert set(saved) == {"params"}
     mine = converted(model, RECIPES["current"])
-    assert mine.apply({"params": saved}, TOKENS).shape == (2, 8, VOCABULARY)
-    stateful = converted(model, RECIPES["delayed"])
+    assert jax.eval_shape(mine.apply, saved, TOKENS).shape == (2, 8, VOCABULARY)
+    stateful = in_fp8("scan of remat", "delayed").model
     with pytest.raises(fp8.FP8StateError, match="state of recipe 'delayed' is missing"):
-        stateful.apply({"params": saved}, TOKENS)
+        jax.eval_shape(stateful.apply, saved, TOKENS)
 
 
 def test_frozen_variables_and_a_boxed_tree():
     from flax.core import freeze
 
-    mine = converted(small(), RECIPES["delayed"])
-    variables = mine.init(KEY, TOKENS)
-    assert_same_bits(mine.apply(freeze(variables), TOKENS), mine.apply(variables, TOKENS))
+    mine, variables, _ = in_fp8("scan of remat", "delayed")
+    programs = [
+        jax.jit(mine.apply).lower(each, TOKENS).as_text() for each in (freeze(variables), variables)
+    ]
+    assert programs[0] == programs[1]
 
 
 def test_equal_conversions_are_equal_models():
@@ -163,17 +180,22 @@ def test_mutable_collections_and_random_streams():
 
     x = jax.random.normal(KEY, (8, 16))
     mine, _ = fp8.convert(Net(), RECIPES["delayed"], inputs=(x,), arguments={"train": False})
-    variables = mine.init(KEY, x, train=True)
-    plain = Net().init(KEY, x, train=True)
+    variables, plain = jax.jit(lambda: [m.init(KEY, x, train=True) for m in (mine, Net())])()
     assert_same_bits({k: v for k, v in variables.items() if k != COLLECTION}, plain)
     rngs = {"dropout": jax.random.key(1)}
-    y, changed = mine.apply(
-        variables, x, train=True, rngs=rngs, mutable=["batch_stats", "intermediates"]
-    )
-    z, want = Net().apply(plain, x, train=True, rngs=rngs, mutable=["batch_stats", "intermediates"])
+
+    @jax.jit
+    def run(variables, plain):
+        how, few = {"train": True, "rngs": rngs}, ["batch_stats", "intermediates"]
+        return (
+            mine.apply(variables, x, mutable=few, **how),
+            Net().apply(plain, x, mutable=few, **how),
+            mine.apply(variables, x, mutable=True, **how)[1],
+        )
+
+    (y, changed), (z, want), everything = run(variables, plain)
     assert jax.tree.structure(changed) == jax.tree.structure(want)
     assert (y != z).any()
-    _, everything = mine.apply(variables, x, train=True, rngs=rngs, mutable=True)
     assert jax.tree.structure(everything["params"]) == jax.tree.structure(plain["params"])
     assert_same_bits(everything[COLLECTION], variables[COLLECTION])
 
@@ -188,7 +210,8 @@ def test_layers_that_only_a_later_call_makes_are_decided_by_the_same_rules():
     x = jnp.ones((4, 16))
     mine, coverage = fp8.convert(Lazy(), RECIPES["delayed"], inputs=(x,))
     assert [row.path for row in coverage] == ["always"]
-    assert set(mine.init(KEY, x, True)[COLLECTION]) == {"always", "sometimes"}
+    made = jax.eval_shape(lambda: mine.init(KEY, x, True))
+    assert set(made[COLLECTION]) == {"always", "sometimes"}
 
 
 def test_a_later_call_with_other_shapes_has_the_recipes_of_the_table():
@@ -201,10 +224,13 @@ def test_a_later_call_with_other_shapes_has_the_recipes_of_the_table():
     assert COLLECTION in few
 
 
-@pytest.mark.parametrize("kind", ["loop", "scan", "scan of remat"])
+@pytest.mark.parametrize(
+    "kind", ["scan of remat", *(pytest.param(k, marks=SLOW) for k in ("loop", "jit", "scan"))]
+)
 def test_states_in_the_gradient_channel(kind):
     """A loop that overwrites states with their gradients trains a converted model."""
-    mine = converted(small(kind), RECIPES["delayed"], state_channel="gradient")
+    model = without_fp8(kind).model
+    mine = converted(model, RECIPES["delayed"], state_channel="gradient")
     other = in_fp8(kind, "delayed")
     variables = other.variables
     loss, grads = jax.jit(

@@ -16,14 +16,21 @@ def loss_of(model, tokens):
     return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+@pytest.mark.parametrize(
+    ("recipe", "scan"),
+    [
+        ("delayed", True),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("delayed", "blockwise")),
+        pytest.param("blockwise", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_converted_model_trains(recipe, scan):
-    model = NNXLM(nnx.Rngs(0), scan=scan, depth=3 if scan else 2)
+    depth = 3 if scan else 2
+    model = nnx.jit(lambda: NNXLM(nnx.Rngs(0), scan=scan, depth=depth, attention=not scan))()
     mine, coverage = fp8.convert(model, RECIPES[recipe], inputs=(TOKENS,))
     assert coverage["head"].reason == "kept: lm_head"
     assert coverage["mix"].recipe == recipe
-    assert 0.7 < coverage.share < 1
+    assert 0.6 < coverage.share < 1
     loss, grads = nnx.jit(fp8.nnx.value_and_grad(loss_of))(mine, TOKENS)
     want, exact = nnx.jit(nnx.value_and_grad(loss_of))(model, TOKENS)
     assert loss != want
@@ -34,14 +41,15 @@ def test_a_converted_model_trains(recipe, scan):
     states = jax.tree.leaves(
         nnx.state(mine, fp8.nnx.FP8State), is_leaf=lambda n: hasattr(n, "rows")
     )
-    assert len(states) == (0 if recipe == "blockwise" else 7 if scan else 13)
+    assert len(states) == (0 if recipe == "blockwise" else 3 if scan else 13)
+    assert sum(state.scale.ndim == 2 for state in states) == (2 if scan and states else 0)
     for state in states:
         assert state.scale.shape == ((3, 3) if scan and state.scale.ndim == 2 else (3,))
         assert (state.amax_history[..., -1] > 0).all()
 
 
 def test_parameters_are_shared_and_the_model_stays_as_it_was():
-    model = NNXLM(nnx.Rngs(0), depth=2)
+    model = NNXLM(nnx.Rngs(0), depth=2, attention=False)
     before = nnx.graphdef(model)
     exact = model(TOKENS)
     mine, _ = fp8.convert(model, RECIPES["current"], inputs=(TOKENS,))
@@ -57,7 +65,13 @@ def test_parameters_are_shared_and_the_model_stays_as_it_was():
     assert paths[0] == paths[1]
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=name, marks=() if recipe.rows else pytest.mark.slow)
+        for name, recipe in RECIPES.items()
+    ],
+)
 def test_program_and_results_are_those_of_layers_by_hand(recipe):
     class Net(nnx.Module):
         def __init__(self, linear, general, einsum, rngs):
@@ -86,12 +100,14 @@ def test_program_and_results_are_those_of_layers_by_hand(recipe):
     graphdef = nnx.graphdef(by_hand)
     programs = [jax.jit(pure).lower(nnx.state(m), x).as_text() for m in (by_rules, by_hand)]
     assert programs[0] == programs[1]
+    step = nnx.jit(step)
     assert_same_bits(step(by_rules, x), step(by_hand, x))
     assert_same_bits(nnx.state(by_rules), nnx.state(by_hand))
 
 
 def test_without_an_example_call_shapes_are_those_of_kernels():
-    mine, coverage = fp8.convert(NNXLM(nnx.Rngs(0), scan=True), RECIPES["delayed"])
+    model = NNXLM(nnx.Rngs(0), scan=True, attention=False)
+    mine, coverage = fp8.convert(model, RECIPES["delayed"])
     assert coverage["blocks/up"].shape == (1, WIDTH, 64)
     assert coverage["embedding"].reason == "an embedding, a lookup"
     assert str(coverage).endswith("layers, each called once (no inputs)")
@@ -99,12 +115,12 @@ def test_without_an_example_call_shapes_are_those_of_kernels():
 
 
 def test_an_abstract_model_is_converted_before_its_checkpoint_is_loaded():
-    model = nnx.eval_shape(lambda: NNXLM(nnx.Rngs(0), depth=2))
+    make = lambda: NNXLM(nnx.Rngs(0), depth=2, attention=False)
+    model = nnx.eval_shape(make)
     mine, coverage = fp8.convert(model, RECIPES["delayed"], inputs=(TOKENS,))
-    saved = nnx.state(NNXLM(nnx.Rngs(0), depth=2))
-    nnx.update(mine, saved)
-    loss, _ = fp8.nnx.value_and_grad(loss_of)(mine, TOKENS)
-    assert jnp.isfinite(loss)
+    nnx.update(mine, nnx.state(make()))
+    loss, _ = nnx.jit(fp8.nnx.value_and_grad(loss_of))(mine, TOKENS)
+    assert np.isfinite(loss)
     assert coverage["mix"].recipe == "delayed"
 
 
@@ -126,13 +142,13 @@ def test_a_shared_layer_has_one_state():
 
 
 def test_a_tied_head_is_converted_if_asked():
-    model = NNXLM(nnx.Rngs(0), tied=True, depth=2)
+    model = NNXLM(nnx.Rngs(0), tied=True, depth=2, attention=False)
     kept, coverage = fp8.convert(model, RECIPES["delayed"], inputs=(TOKENS,))
     assert coverage["embedding"].reason == "kept: lm_head"
     assert type(kept.embedding) is nnx.Embed
     mine, coverage = fp8.convert(model, RECIPES["delayed"], inputs=(TOKENS,), keep=())
     assert coverage["embedding"].recipe == "delayed"
-    fp8.nnx.value_and_grad(loss_of)(mine, TOKENS)
+    nnx.jit(fp8.nnx.value_and_grad(loss_of))(mine, TOKENS)
     state = mine.embedding.dot_general.state.get_value()
     assert state.amax_history[1, -1] == jnp.abs(model.embedding.embedding[...]).max()
 
@@ -190,17 +206,21 @@ def test_layers_of_others():
 
 def test_stochastic_rounding_needs_rngs():
     recipe = fp8.recipes.current(gradient_rounding="stochastic")
-    model = NNXLM(nnx.Rngs(0), depth=2)
+    model = NNXLM(nnx.Rngs(0), depth=2, attention=False)
     with pytest.raises(ValueError, match="rngs=None, but recipe 'current' rounds stochastically"):
         fp8.convert(model, recipe, inputs=(TOKENS,))
     mine, _ = fp8.convert(model, recipe, inputs=(TOKENS,), rngs=nnx.Rngs(0, fp8=1))
-    grads = [fp8.nnx.value_and_grad(loss_of)(mine, TOKENS)[1] for _ in range(2)]
+    step = nnx.jit(fp8.nnx.value_and_grad(loss_of))
+    grads = [step(mine, TOKENS)[1] for _ in range(2)]
     assert any(
         (a != b).any() for a, b in zip(*map(jax.tree.leaves, grads), strict=True)
     )  # another key at each step
     with pytest.raises(ValueError, match=r"layer 'blocks/.*' is a stack of \[3\] layers"):
         fp8.convert(
-            NNXLM(nnx.Rngs(0), scan=True), recipe, inputs=(TOKENS,), rngs=nnx.Rngs(0, fp8=1)
+            NNXLM(nnx.Rngs(0), scan=True, attention=False),
+            recipe,
+            inputs=(TOKENS,),
+            rngs=nnx.Rngs(0, fp8=1),
         )
 
 

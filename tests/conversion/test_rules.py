@@ -11,10 +11,12 @@ from zoo import LM, NNXLM, TOKENS, WIDTH
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import Rule
+from jaxfp8.conversion._blocks import ends_of
 from jaxfp8.conversion._layer import Layer
 
 CURRENT, BLOCKWISE = fp8.recipes.current(), fp8.recipes.blockwise()
-MODELS = {"linen": LM(), "nnx": NNXLM(nnx.Rngs(0))}
+LINEN = LM(attention=False)
+MODELS = {"linen": LINEN, "nnx": NNXLM(nnx.Rngs(0), attention=False)}
 
 
 @pytest.fixture(params=MODELS)
@@ -56,7 +58,7 @@ def test_a_rule_comes_before_what_is_kept(convert):
 def test_a_rule_has_options():
     h200 = fp8.Kernels("h200")
     rule = Rule(".*/up", BLOCKWISE, kernels=h200)
-    mine, _ = fp8.convert(NNXLM(nnx.Rngs(0)), CURRENT, inputs=(TOKENS,), rules=[rule])
+    mine, _ = fp8.convert(MODELS["nnx"], CURRENT, inputs=(TOKENS,), rules=[rule])
     assert mine.blocks[0].up.dot_general.kernels == h200
     assert mine.blocks[0].down.dot_general.kernels is None
 
@@ -100,7 +102,7 @@ def test_an_unknown_option():
     with pytest.raises(TypeError, match="a rule has no option kernel="):
         Rule("head", CURRENT, kernel=1)
     with pytest.raises(TypeError, match=r"fp8\.convert has no option kernel="):
-        fp8.convert(LM(), CURRENT, inputs=(TOKENS,), kernel=1)
+        fp8.convert(LINEN, CURRENT, inputs=(TOKENS,), kernel=1)
 
 
 def test_a_layer_that_cannot_take_a_recipe(convert):
@@ -131,27 +133,31 @@ def test_an_error_in_a_matmul_names_the_layer():
     assert error.value.__notes__[0] == "fp8.convert: in layer 'odd', a Dense."
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        ("router", "router"), ("router_logits", "router"), ("gate", "router"), ("gate_proj", ""),
-        ("lm_head", "lm_head"), ("logits_dense", "lm_head"), ("output", "lm_head"), ("up", ""),
-        ("heads", ""), ("any_size_of_a_vocabulary", "lm_head"),
-    ],
-)  # fmt: skip
-def test_kinds_that_are_kept(name, kept):
+KINDS = {
+    "router": "router", "router_logits": "router", "gate": "router", "gate_proj": "",
+    "lm_head": "lm_head", "logits_dense": "lm_head", "output": "lm_head", "up": "", "heads": "",
+    "any_size_of_a_vocabulary": "lm_head",
+}  # fmt: skip
+
+
+@functools.cache
+def with_kinds(**options):
+    """The coverage of a model that has a layer of each name."""
+
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
             nn.Embed(96, 8)(jnp.zeros(3, jnp.int32))
             nn.Dense(64, name="always")(x)
-            return nn.Dense(96 if "vocabulary" in name else 8, name=name)(x)
+            return [nn.Dense(96 if "vocabulary" in name else 8, name=name)(x) for name in KINDS]
 
-    x = jnp.ones((4, 64))
-    _, coverage = fp8.convert(Net(), CURRENT, inputs=(x,))
-    assert coverage[name].reason == (f"kept: {kept}" if kept else "")
-    _, coverage = fp8.convert(Net(), CURRENT, inputs=(x,), keep=())
-    assert coverage[name].recipe == "current"
+    return fp8.convert(Net(), CURRENT, inputs=(jnp.ones((4, 64)),), **options)[1]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_that_are_kept(name):
+    assert with_kinds()[name].reason == (f"kept: {KINDS[name]}" if KINDS[name] else "")
+    assert with_kinds(keep=())[name].recipe == "current"
 
 
 def test_a_gate_as_wide_as_a_layer_is_no_router():
@@ -187,13 +193,19 @@ def test_first_and_last_blocks_are_kept(convert):
             assert bool(row.recipe) == row.path.startswith(("blocks_1", "blocks/1"))
 
 
+def test_blocks_of_one_end_are_kept():
+    stacks = [["h_0", "h_1", "h_2"], ["g/0", "g/1", "g/2"]]
+    assert ends_of(stacks, 1, 0) == {"h_0", "g/0"}
+    assert ends_of(stacks, 0, 2) == {"h_1", "h_2", "g/1", "g/2"}
+
+
 @pytest.mark.parametrize(
     ("model", "numbers", "message"),
     [
-        (LM(), {"keep_first": -1}, "keep_first=-1 must be a number of blocks"),
-        (LM(), {"keep_last": True}, "keep_last=True must be a number of blocks"),
-        (LM(), {"keep_first": 2, "keep_last": 1}, "leave no block of 'blocks_0' to 'blocks_2'"),
-        (LM("scan"), {"keep_first": 1}, "the model has no numbered blocks"),
+        (LINEN, {"keep_first": -1}, "keep_first=-1 must be a number of blocks"),
+        (LINEN, {"keep_last": True}, "keep_last=True must be a number of blocks"),
+        (LINEN, {"keep_first": 2, "keep_last": 1}, "leave no block of 'blocks_0' to 'blocks_2'"),
+        (LM("scan", attention=False), {"keep_first": 1}, "the model has no numbered blocks"),
     ],
 )
 def test_blocks_that_cannot_be_kept(model, numbers, message):

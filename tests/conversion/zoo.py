@@ -21,18 +21,21 @@ RECIPES = {
 class Block(nn.Module):
     """An unnamed layer, a named one, and the four projections of attention.
 
-    `dense` and `attention` are the classes of its layers.
+    `dense` is the class of its layers, `plug` the matmul of attention. Attention takes most of the
+    time of a trace, so models that are only repeated go without.
     """
 
     dense: type = nn.Dense
     plug: object = None
+    attention: bool = True
 
     @nn.compact
     def __call__(self, x, _=None):
         h = nn.LayerNorm()(x)
-        h = nn.MultiHeadDotProductAttention(
-            num_heads=2, qkv_dot_general_cls=self.plug, out_dot_general_cls=self.plug
-        )(h, h)
+        if self.attention:
+            h = nn.MultiHeadDotProductAttention(
+                num_heads=2, qkv_dot_general_cls=self.plug, out_dot_general_cls=self.plug
+            )(h, h)
         h = self.dense(64, name="up")(x + h)
         return x + self.dense(WIDTH, use_bias=False, name="down")(nn.gelu(h)), None
 
@@ -75,10 +78,11 @@ class LM(nn.Module):
 
     kind: str = "loop"
     depth: int = 3
+    attention: bool = True
 
     def setup(self):
         self.embedding = nn.Embed(VOCABULARY, WIDTH)
-        self.blocks = _stack(self.kind, self.depth)
+        self.blocks = _stack(self.kind, self.depth, attention=self.attention)
         self.mix = nn.Einsum((WIDTH, 4, 8), "btd,dhk->bthk")
         self.head = nn.Dense(VOCABULARY)
 
@@ -98,32 +102,36 @@ class LM(nn.Module):
 
 def small(kind="loop"):
     """An `LM` for tests that compile it: two blocks, or a stack that is longer than the batch."""
-    return LM(kind, depth=3 if "scan" in kind or kind == "vmap" else 2)
+    return LM(kind, 3 if "scan" in kind or kind == "vmap" else 2, attention=False)
 
 
 class NNXBlock(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, attention=True):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=WIDTH, decode=False, rngs=rngs
-        )
+        if attention:
+            self.attention = nnx.MultiHeadAttention(
+                num_heads=2, in_features=WIDTH, decode=False, rngs=rngs
+            )
+        else:
+            self.attention = None
         self.up = nnx.Linear(WIDTH, 64, rngs=rngs)
         self.down = nnx.Linear(64, WIDTH, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(self.norm(x))
+        h = self.norm(x)
+        x = x + (h if self.attention is None else self.attention(h))
         return x + self.down(nnx.gelu(self.up(x)))
 
 
 class NNXLM(nnx.Module):
-    def __init__(self, rngs, *, scan=False, tied=False, depth=3):
+    def __init__(self, rngs, *, scan=False, tied=False, depth=3, attention=True):
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.scan, self.tied = scan, tied
         if scan:
-            make = nnx.vmap(NNXBlock, in_axes=0, out_axes=0)
+            make = nnx.vmap(lambda rngs: NNXBlock(rngs, attention), in_axes=0, out_axes=0)
             self.blocks = nnx.split_rngs(splits=depth)(make)(rngs)
         else:
-            self.blocks = nnx.List([NNXBlock(rngs) for _ in range(depth)])
+            self.blocks = nnx.List([NNXBlock(rngs, attention) for _ in range(depth)])
         self.mix = nnx.Einsum("btd,dhk->bthk", (WIDTH, 4, 8), rngs=rngs)
         self.head = None if tied else nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 

@@ -1,6 +1,7 @@
 """On a mesh the shares, amaxes and scales are those of one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ SHARES = ("amax", "scale_min", "scale_max", "saturated", "underflowed")
 
 
 def array(*shape):
-    return jnp.asarray(RNG.normal(size=shape) * np.exp2(RNG.integers(-16, 3, shape)), jnp.float32)
+    return (RNG.normal(size=shape) * np.exp2(RNG.integers(-16, 3, shape))).astype(np.float32)
 
 
 X, W, C = array(M, K), array(K, N), array(M, N)
@@ -62,8 +63,21 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda k: k.name)
-@pytest.mark.parametrize("name", RECIPES)
+def rows(parameters, few):
+    """All of them; what is not among the few is slow."""
+    return [pytest.param(*p, marks=() if p in few else pytest.mark.slow) for p in parameters]
+
+
+GLOBAL = {
+    ("current", AxisType.Auto), ("delayed", AxisType.Explicit),
+    ("blockwise", AxisType.Explicit), ("mxfp8", AxisType.Auto),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    rows(itertools.product(RECIPES, (AxisType.Auto, AxisType.Explicit)), GLOBAL),
+)
 def test_global_arrays(name, kind):
     recipe, mesh = RECIPES[name], mesh_of(kind)
     with jax.set_mesh(mesh):
@@ -79,8 +93,15 @@ def test_global_arrays(name, kind):
         assert row == on_one_device(name)[key]  # also the counts
 
 
-@pytest.mark.parametrize("gathered", [False, True], ids=["whole w", "w_shard"])
-@pytest.mark.parametrize("name", RECIPES)
+# rowwise: the amaxes of columns of x are over all devices. blockwise with w_shard is refused.
+SHARDED = {
+    ("delayed", False), ("rowwise", False), ("current", True), ("blockwise", True), ("mxfp8", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered"), rows(itertools.product(RECIPES, (False, True)), SHARDED)
+)
 def test_shard_map(name, gathered):
     """Each device reports its shards. A replica counts as often as there are devices with it."""
     recipe, mesh = RECIPES[name], mesh_of(AxisType.Auto)

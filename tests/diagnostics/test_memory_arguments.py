@@ -29,7 +29,7 @@ def linen_step(recipe):
             return dense(D)(nn.relu(dense(2 * D)(x)))
 
     model, x = MLP(), jnp.ones((B, D))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     ts = TrainState.create(
         apply_fn=model.apply,
         params=variables["params"],
@@ -213,7 +213,7 @@ def primary_step(recipe, bits, donate=True):
     return jax.jit(step, donate_argnums=(0, 1)), *jax.eval_shape(start, exact), x
 
 
-@pytest.mark.parametrize(("bits", "master"), [(16, 4), (8, 3)])
+@pytest.mark.parametrize(("bits", "master"), [pytest.param(16, 4, marks=pytest.mark.slow), (8, 3)])
 def test_primary_weights(bits, master):
     report = memory_report(*primary_step(fp8.recipes.blockwise(), bits))
     assert report.fp8["weights"] == D * D + 4  # one tile

@@ -1,5 +1,7 @@
 """Checkpoints that were saved before an nnx model ran in FP8."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,10 +83,22 @@ FILES = {
 }
 
 
+# Each model in each way to make it, and each kind of file: orbax takes a tenth of a second.
+FEW = {
+    (Net, "by hand", "orbax of a state"), (Net, "by hand", "msgpack"),
+    (Net, "converted", "pure dict"), (Net, "abstract", "state"), (Stack, "by hand", "state"),
+    (Stack, "converted", "msgpack"), (Stack, "abstract", "orbax of a dict"),
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("how", ["by hand", "converted", "abstract"])
-@pytest.mark.parametrize("make", [Net, Stack])
+@pytest.mark.parametrize(
+    ("make", "how", "file"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for case in itertools.product((Net, Stack), ("by hand", "converted", "abstract"), FILES)
+    ],
+)
 def test_a_checkpoint_in_fp8(make, how, file, tmp_path):
     old = make(3)
     if how == "converted":

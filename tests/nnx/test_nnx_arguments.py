@@ -25,7 +25,7 @@ DELAYED, CURRENT = fp8.recipes.delayed(), fp8.recipes.current()
     ("recipe", "jit"),
     [
         pytest.param(DELAYED, nnx.jit, id="delayed-jit"),
-        pytest.param(CURRENT, nnx.jit, id="current-jit"),
+        pytest.param(CURRENT, nnx.jit, id="current-jit", marks=pytest.mark.slow),
         pytest.param(CURRENT, lambda f: f, id="current-eager"),
         # Eagerly each of its operations is a program.
         pytest.param(DELAYED, lambda f: f, id="delayed-eager", marks=pytest.mark.slow),

@@ -19,7 +19,7 @@ import jaxfp8 as fp8
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 PROJECTIONS = ("query", "key", "value", "out")
-X = jax.random.normal(jax.random.key(0), (3, 5, 8))
+X = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
 
 
 def attention(**plugs):
@@ -80,8 +80,8 @@ def test_the_cure_gives_each_projection_its_state():
         )
         nnx.update(layer, nnx.state(theirs, nnx.Param))
         setattr(replaced, name, layer)
-    for factor in (1.0, 2.0):
-        assert_same_bits(step(model, factor * X), step(replaced, factor * X))
+    for factor in (1, 2):
+        assert_same_bits(*(step(each, np.float32(factor) * X) for each in (model, replaced)))
     for name in PROJECTIONS:
         (state,) = jax.tree.leaves(
             nnx.state(getattr(model, name), fp8.nnx.FP8State),
@@ -89,7 +89,7 @@ def test_the_cure_gives_each_projection_its_state():
         )
         assert_same_bits(state, getattr(replaced, name).dot_general.state.get_value())
         kernel = getattr(model, name).kernel.get_value()
-        np.testing.assert_array_equal(state.amax_history[1, -1], jnp.max(jnp.abs(kernel)))
+        np.testing.assert_array_equal(state.amax_history[1, -1], np.abs(kernel).max())
 
 
 def test_a_new_layer_inside_a_loss_is_refused_and_one_outside_is_not():
@@ -97,7 +97,7 @@ def test_a_new_layer_inside_a_loss_is_refused_and_one_outside_is_not():
         return jnp.mean(model(x) * fp8.nnx.FP8Linear(8, 8, recipe=RECIPE, rngs=nnx.Rngs(0))(x))
 
     with pytest.raises(fp8.FP8StateError, match="made while a loss was running"):
-        fp8.nnx.value_and_grad(loss)(attention(), X)
+        nnx.jit(fp8.nnx.value_and_grad(loss))(attention(), X)
     # The error does not outlive its loss, and a layer without state keeps nothing that could be
     # lost.
     assert step(plugged(), X)[0] > 0
@@ -124,7 +124,5 @@ def test_layers_that_share_an_object_are_tied():
     )
     assert len(states) == 1
     assert model.first.dot_general is model.second.dot_general
-    largest = max(
-        jnp.max(jnp.abs(layer.kernel.get_value())) for layer in (model.first, model.second)
-    )
+    largest = max(np.abs(layer.kernel.get_value()).max() for layer in (model.first, model.second))
     assert largest <= states[0].amax_history[1, -1] <= 1.125 * largest

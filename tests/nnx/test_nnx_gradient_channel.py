@@ -55,7 +55,11 @@ def run(model, step):
     return seen
 
 
-@pytest.mark.parametrize("case", LAYERS)
+# The linear layer and the einsum hold the plug and the op.
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(n, marks=pytest.mark.slow if n in ("plug", "op") else ()) for n in LAYERS],
+)
 def test_nnx_grad_returns_the_next_states(case):
     mine, theirs = (LAYERS[case](channel, nnx.Rngs(0)) for channel in ("gradient", None))
     both = nnx.DiffState(0, nnx.Any(nnx.Param, FP8State))

@@ -15,6 +15,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 import jaxfp8 as fp8
+from jaxfp8.nnx._kept import kept
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -193,7 +194,13 @@ def test_an_update_that_is_returned_is_kept(name):
     )
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit",
+    [  # Eagerly each operation is a program.
+        pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow),
+        pytest.param(jax.jit, id="jit"),
+    ],
+)
 def test_shard_map_may_return_the_model(jit):
     want = state_after_a_step()
     got = jit(on_mesh(lambda m, x: (step(m, x), m)[1], jax.P()))(layer(), X)
@@ -201,6 +208,13 @@ def test_shard_map_may_return_the_model(jit):
     # whole batch.
     np.testing.assert_array_equal(state_of(got).amax_history[:2], want.amax_history[:2])
     assert state_of(got).scale.all()
+
+
+def test_an_eager_shard_map_returns_what_is_marked():
+    """It evaluates the mark, where a compiled function lowers it."""
+    want = state_after_a_step()
+    got = on_mesh(lambda state, x: kept(state, "fp8.nnx.commit"), jax.P())(want, X)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_two_steps_in_one_program():

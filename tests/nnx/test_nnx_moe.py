@@ -1,5 +1,7 @@
 """`nnx.FP8MoE`: the layer of linen, with the same bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,22 @@ import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
 from jaxfp8.moe import ExpertParallel
 from jaxfp8.nnx import FP8MoE, FP8State
+from jaxfp8.state._state import is_state
 
 E, F, K = 8, 24, 32
 NAMES = ("w_in", "w_out", "shared_in", "shared_out")
 
 
-def tokens(*shape):
-    return jax.random.normal(jax.random.key(1), (*(shape or (4, 6)), K))
+def tokens():
+    return np.random.default_rng(1).normal(size=(4, 6, K)).astype(np.float32)
+
+
+def moe(**fields):
+    """A layer whose initial values are drawn by one program."""
+    return nnx.jit(lambda: FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), **fields))()
+
+
+call = nnx.jit(lambda layer, x: layer(x))
 
 
 def params_of(layer):
@@ -30,14 +41,26 @@ def params_of(layer):
     return found
 
 
+def states_of(layer):
+    """The states as those of linen."""
+    if not layer.w_in.recipe.rows:
+        return {}
+    found = {name: {"fp8": getattr(layer, name).state.get_value()} for name in ("w_in", "w_out")}
+    if layer.shared_in is not None:
+        for name in ("shared_in", "shared_out"):
+            state = getattr(layer, name).dot_general.state.get_value()
+            found[name] = {"FP8DotGeneral_0": {"fp8": state}}
+    return found
+
+
 def weighted(y):
     weight = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
     return jnp.sum(y.astype(jnp.float32) * weight)
 
 
 def test_kernels_of_experts_stay_in_high_precision():
-    layer = FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), recipe=fp8.recipes.blockwise())
-    held = fp8.quantize_params(layer, layer.w_in.recipe)
+    layer = moe(recipe=fp8.recipes.blockwise())
+    held = nnx.jit(lambda layer: fp8.quantize_params(layer, layer.w_in.recipe))(layer)
     with pytest.raises(TypeError, match=r"w_in is QuantizedWeight.*FP8MoE takes matrices in high"):
         held(tokens())
 
@@ -45,20 +68,32 @@ def test_kernels_of_experts_stay_in_high_precision():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"recipe": fp8.recipes.delayed(), "shared": 16, "clamp": (0.5, 0.4)},
-        {"recipe": fp8.recipes.delayed(), "state_per_expert": False, "scores": "sigmoid"},
-        {"recipe": fp8.recipes.blockwise(), "dtype": jnp.bfloat16, "normalized": False},
+        pytest.param(
+            {"recipe": fp8.recipes.delayed(), "shared": 16, "clamp": (0.5, 0.4)}, id="shared"
+        ),
+        pytest.param(
+            {
+                "recipe": fp8.recipes.delayed(), "state_per_expert": False, "scores": "sigmoid",
+                "dtype": jnp.bfloat16, "normalized": False,
+            },
+            id="one-state",
+        ),
+        pytest.param(
+            {"recipe": fp8.recipes.blockwise(), "dtype": jnp.bfloat16, "normalized": False},
+            id="blockwise",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["shared", "one-state", "bfloat16"],
-)
+)  # fmt: skip
 def test_has_the_bits_of_linen(fields):
     dtype = fields.get("dtype", jnp.float32)
     x = tokens().astype(dtype)
-    layer = FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), **fields)
-    twin = fp8.linen.FP8MoE(E, F, 2, **fields)
+    layer, twin = moe(**fields), fp8.linen.FP8MoE(E, F, 2, **fields)
     params = params_of(layer)
-    variables = twin.init(jax.random.key(0), x)
+    variables = jax.eval_shape(twin.init, jax.random.key(0), x)
     assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, params)
+    state = states_of(layer)
+    assert jax.tree.structure(variables.get(COLLECTION, {})) == jax.tree.structure(state)
 
     @nnx.jit
     def ours(layer, x):
@@ -76,7 +111,6 @@ def test_has_the_bits_of_linen(fields):
 
         return fp8.value_and_grad(loss, has_aux=True)(params, state)
 
-    state = variables.get(COLLECTION, {})
     for _ in range(2):  # the second step reads the states of the first
         got, grads = ours(layer, x)
         want, wanted, state = theirs(params, state, x)
@@ -86,15 +120,14 @@ def test_has_the_bits_of_linen(fields):
             np.testing.assert_array_equal(
                 np.asarray(grads[name].kernel[...]), np.asarray(wanted[name]["kernel"])
             )
-    if state:
-        for name in ("w_in", "w_out"):
-            have = getattr(layer, name).state.get_value()
-            assert (np.asarray(have.scale) > 0).any()
-            jax.tree.map(np.testing.assert_array_equal, have, state[name]["fp8"])
+        jax.tree.map(np.testing.assert_array_equal, states_of(layer), state)
+    for have in states_of(layer).values():
+        assert (np.asarray(jax.tree.leaves(have, is_leaf=is_state)[0].scale) > 0).any()
 
 
+@pytest.mark.slow  # the gradients are those of linen
 def test_steps_of_an_optimizer_lower_the_loss():
-    layer = FP8MoE(E, K, F, 2, recipe=fp8.recipes.delayed(), rngs=nnx.Rngs(0))
+    layer = moe(recipe=fp8.recipes.delayed())
     optimizer = nnx.Optimizer(layer, optax.sgd(0.3), wrt=nnx.Param)
 
     @nnx.jit
@@ -109,19 +142,21 @@ def test_steps_of_an_optimizer_lower_the_loss():
 
     losses = [float(step(layer, optimizer, tokens())) for _ in range(4)]
     assert losses[-1] < losses[0]
-    assert len(jax.tree.leaves(nnx.state(layer, FP8State), is_leaf=fp8.state._state.is_state)) == 2
+    assert len(jax.tree.leaves(nnx.state(layer, FP8State), is_leaf=is_state)) == 2
 
 
+@functools.cache
+def on_one_device():
+    return call(moe(recipe=fp8.recipes.delayed()), tokens())
+
+
+@pytest.mark.slow  # as tests/linen/test_linen_moe_on_meshes.py, by the same function
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_mesh_gives_the_results_of_one_device(kind):
-    fields = {"recipe": fp8.recipes.delayed(), "shared": 16}
-    want, stats = FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), **fields)(tokens())
+    want, stats = on_one_device()
     mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(kind,))
     with jax.set_mesh(mesh):
-        layer = FP8MoE(
-            E, K, F, 2, rngs=nnx.Rngs(0), parallel=ExpertParallel(axis="expert"), **fields
-        )
-        call = nnx.jit(lambda layer, x: layer(x))
+        layer = moe(parallel=ExpertParallel(axis="expert"), recipe=fp8.recipes.delayed())
         got, meshed = call(layer, jax.device_put(tokens(), jax.P("expert")))
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), 1e-5, 1e-5)
     np.testing.assert_array_equal(np.asarray(meshed.load), np.asarray(stats.load))
@@ -130,21 +165,21 @@ def test_a_mesh_gives_the_results_of_one_device(kind):
 
 def test_inside_shard_map_variables_are_parts():
     recipe, split = fp8.recipes.delayed(), jax.P("expert")
-    want, stats = FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), recipe=recipe)(tokens())
-    parallel = ExpertParallel(axis="expert")
-    layer = FP8MoE(E, K, F, 2, rngs=nnx.Rngs(0), recipe=recipe, parallel=parallel)
+    want, stats = on_one_device()
+    layer = moe(recipe=recipe, parallel=ExpertParallel(axis="expert"))
     graph, router, rest = nnx.split(layer, nnx.PathContains("router"), ...)
     mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
 
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(jax.P(), split, split), out_specs=(split, jax.P()))
-    def call(router, rest, x):
+    def split_call(router, rest, x):
         return nnx.merge(graph, router, rest)(x)
 
-    got, parts = call(router, rest, tokens())
+    got, parts = split_call(router, rest, tokens())
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), 1e-5, 1e-5)
     np.testing.assert_array_equal(np.asarray(parts.load), np.asarray(stats.load))
 
+    @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=(jax.P(), jax.P(), split), out_specs=split)
     def whole(router, rest, x):
         return nnx.merge(graph, router, rest)(x)[0]
@@ -154,13 +189,13 @@ def test_inside_shard_map_variables_are_parts():
 
 
 def test_stochastic_rounding_needs_a_stream():
-    recipe = fp8.recipes.blockwise(gradient_rounding="stochastic")
-    layer = FP8MoE(E, K, F, 2, recipe=recipe, rngs=nnx.Rngs(0))
+    recipe = fp8.recipes.current(gradient_rounding="stochastic")
+    layer = moe(recipe=recipe)
     grad = nnx.jit(nnx.grad(lambda layer: jnp.sum(layer(tokens())[0] ** 2)))
     first, second = (np.asarray(grad(layer).w_out.kernel[...]) for _ in range(2))
     assert (first != second).any()
     with pytest.raises(ValueError, match="no stream"):
-        FP8MoE(E, K, F, 2, recipe=recipe, rngs=nnx.Rngs(params=0))
+        nnx.eval_shape(lambda: FP8MoE(E, K, F, 2, recipe=recipe, rngs=nnx.Rngs(params=0)))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +232,7 @@ def test_records_name_both_matmuls():
         def __init__(self, rngs):
             self.moe = FP8MoE(E, K, F, 2, recipe=fp8.recipes.current(), rngs=rngs)
 
-    model = Model(nnx.Rngs(0))
+    model = nnx.jit(lambda: Model(nnx.Rngs(0)))()
     with fp8.diagnostics.collect(model) as records:
-        nnx.jit(nnx.grad(lambda model: jnp.sum(model.moe(tokens())[0])))(model)
+        nnx.jit(lambda model: model.moe(tokens())[0])(model)
     assert {row.layer for row in records.rows()} == {"moe/w_in", "moe/w_out"}

@@ -89,12 +89,12 @@ def state_of(block):
     ("kind", "recipe", "prologue"),
     [
         ("linear", "delayed", RMS_NORM),
-        ("linear", "blockwise", SWIGLU),
+        pytest.param("linear", "blockwise", SWIGLU, marks=SLOW),
         ("linear", "identity", SWIGLU),
         ("einsum", "current", SWIGLU),
         pytest.param("einsum", "delayed", RMS_NORM, marks=SLOW),
-        ("einsum", "blockwise", RMS_NORM),
-        ("einsum", "identity", RMS_NORM),
+        pytest.param("einsum", "blockwise", RMS_NORM, marks=SLOW),
+        pytest.param("einsum", "identity", RMS_NORM, marks=SLOW),
     ],
 )
 def test_same_bits(kind, recipe, prologue):
@@ -164,7 +164,7 @@ def mlp_step(mlp, x):
     return values, grads, nnx.state(mlp)
 
 
-@pytest.mark.parametrize("make", [MLP, Remat, Experts])
+@pytest.mark.parametrize("make", [MLP, Remat, pytest.param(Experts, marks=SLOW)])
 def test_mlp(make):
     x = jax.random.normal(jax.random.key(0), (B, S, D))
     mine, plain = make(True, nnx.Rngs(0)), make(False, nnx.Rngs(0))
@@ -247,9 +247,9 @@ def test_einsum_str_of_the_call():
 @pytest.mark.parametrize(
     ("kind", "prologue", "mesh"),
     [
-        pytest.param("linear", RMS_NORM, AxisType.Auto, id="linear-auto"),
-        pytest.param("einsum", SWIGLU, AxisType.Explicit, id="einsum-explicit"),
-        pytest.param("linear", RMS_NORM, AxisType.Explicit, id="linear-explicit", marks=SLOW),
+        pytest.param("linear", RMS_NORM, AxisType.Auto, id="linear-auto", marks=SLOW),
+        pytest.param("einsum", SWIGLU, AxisType.Explicit, id="einsum-explicit", marks=SLOW),
+        pytest.param("linear", RMS_NORM, AxisType.Explicit, id="linear-explicit"),
         pytest.param("einsum", SWIGLU, AxisType.Auto, id="einsum-auto", marks=SLOW),
     ],
 )
@@ -268,11 +268,11 @@ def test_on_a_mesh(kind, prologue, mesh):
         return fp8.nnx.value_and_grad(loss, has_aux=True)(layer, arrays)
 
     run = nnx.jit(run, static_argnums=2)
+    mine, plain, arrays = make(prologue=prologue), make(), arrays_of(prologue)
     with jax.set_mesh(mesh):
-        mine, plain = make(prologue=prologue), make()
         for each in (mine, plain):
             nnx.update(each, jax.tree.map(lie, nnx.state(each)))
-        arrays = tuple(lie(x, *("d",) * (x.ndim > 1)) for x in arrays_of(prologue))
+        arrays = tuple(lie(x, *("d",) * (x.ndim > 1)) for x in arrays)
         got = run(mine, arrays, lambda *x: x)
         assert_same_bits(got, run(plain, arrays, prologue))
         if how:

@@ -1,7 +1,10 @@
 """nnx models with weights in FP8: the bits of the same model without."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from same_bits import assert_same_bits
@@ -17,7 +20,7 @@ RECIPES = {
     "current": fp8.recipes.current(),
     "mxfp8": fp8.recipes.mxfp8(),
 }
-X = jax.random.normal(jax.random.key(1), (6, 32))
+X = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
 HEADS = WeightAxes(contracted=(0, 1))
 KERNELS = (".*kernel", WeightAxes())
 
@@ -76,22 +79,29 @@ MODELS = {
         None,
     ),
 }  # fmt: skip
-FEW = [
-    ("layers", "delayed"), ("bfloat16", "blockwise"), ("scan", "delayed"), ("converted", "delayed"),
-]  # fmt: skip
+FEW = [("bfloat16", "blockwise"), ("scan", "delayed"), ("converted", "delayed")]
 
 
 def in_fp8(model, recipe, rules=(KERNELS,), dtype=None, **options):
     """A copy of a model whose weights are in FP8."""
     model = nnx.clone(model)
     params, states = nnx.state(model, nnx.Param), nnx.state(model, FP8State)
-    nnx.update(
-        model,
-        fp8.quantize_params(
-            params, recipe, rules=rules, state=states, dtype=dtype, **{"primary": True} | options
-        ),
-    )
+    quantize = quantizer(recipe, tuple(rules), dtype, **{"primary": True} | options)
+    nnx.update(model, quantize(params, states))
     return model
+
+
+@functools.cache
+def quantizer(recipe, rules, dtype, **options):
+    """One program for all weights of a model."""
+
+    @jax.jit
+    def quantize(params, states):
+        return fp8.quantize_params(
+            params, recipe, rules=rules, state=states, dtype=dtype, **options
+        )
+
+    return quantize
 
 
 def absolute(model, x):
@@ -116,7 +126,7 @@ def step(model):
 def test_same_bits(name, recipe):
     make, rules, dtype = MODELS[name]
     recipe = RECIPES[recipe]
-    model = make(recipe)
+    model = nnx.jit(lambda: make(recipe))()
     for _ in range(2 if recipe.rows else 1):
         other = in_fp8(model, recipe, rules, dtype)
         got, want = step(other), step(model)
@@ -124,7 +134,7 @@ def test_same_bits(name, recipe):
             got = got[0], jax.tree.map(lambda a, b: a.astype(b.dtype), got[1], want[1])
         assert_same_bits(got, want)
         assert_same_bits(nnx.state(other, FP8State), nnx.state(model, FP8State))
-    assert jnp.any(jax.tree.leaves(want[1])[-1] != 0)
+    assert np.any(np.asarray(jax.tree.leaves(want[1])[-1]) != 0)
 
 
 class Adapted(nnx.Module):

@@ -5,6 +5,8 @@ gradient below 2^-17 became 0 (`jnp.abs(grads).max()` 3.8e-6, 0, 0, 0). A scale 
 negative history raised no error either.
 """
 
+import itertools
+
 import chex
 import flax
 import jax
@@ -35,8 +37,15 @@ def test_what_steps_left_is_taken_as_it_is(file, steps, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, arrays(restored), saved)
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("file", FILES)
+def edits_of_files():
+    """Each edit of one kind of file. Of the others, each kind of damage: values, types, shapes."""
+    few = {"one, x: scale nan", "stack 1, g: staged", "cast to float64", "history of 2", "no scale"}
+    for file, edit in itertools.product(FILES, EDITS):
+        marks = () if file == "npz" or edit in few else pytest.mark.slow
+        yield pytest.param(file, edit, marks=marks)
+
+
+@pytest.mark.parametrize(("file", "edit"), [*edits_of_files()])
 def test_an_edit_is_refused_or_repaired(file, edit, tmp_path):
     saved = trained(RECIPE, STEPS)
     edited = FILES[file](EDITS[edit](saved), tmp_path)
@@ -90,7 +99,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("swap", [False, True], ids=["saved", "of the model"])
 @pytest.mark.parametrize("other", OTHERS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    "file", [pytest.param(f, marks=() if f == "npz" else pytest.mark.slow) for f in FILES]
+)
 def test_a_state_of_another_recipe(file, other, swap, tmp_path):
     saved, model = (RECIPE, OTHERS[other]) if swap else (OTHERS[other], RECIPE)
     with pytest.raises(fp8.FP8StateError):
@@ -114,8 +125,15 @@ COMMIT = jax.jit(fp8.commit)
 POLICIES = [{}, {"algorithm": "most_recent"}, {"margin": 3}, {"power_of_two": True}]
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 5])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(
+    ("policy", "length"),
+    [
+        pytest.param(policy, length, marks=() if i == 0 or i == j else pytest.mark.slow)
+        for i, policy in enumerate(POLICIES)
+        for j, length in enumerate([1, 2, 3, 5])
+    ],
+    ids=str,
+)
 def test_every_row_that_steps_leave_passes(policy, length):
     """Steps of any amax, zero or not finite; at most 2^19 lies between those of one history."""
     random = np.random.default_rng(length)
@@ -240,17 +258,16 @@ def test_repaired_states_lie_where_they_lay(explicit):
 def test_collections_and_variables():
     """The trees of flax's models: a collection of linen, a State of nnx."""
     x = jnp.ones((2, 8))
-    collection = fp8.linen.FP8Dense(4, recipe=RECIPE).init(jax.random.key(0), x)[
-        fp8.linen.COLLECTION
-    ]
+    init = jax.jit(fp8.linen.FP8Dense(4, recipe=RECIPE).init)
+    collection = init(jax.random.key(0), x)[fp8.linen.COLLECTION]
     model = fp8.nnx.FP8Linear(8, 4, recipe=RECIPE, rngs=nnx.Rngs(0))
-    fp8.nnx.value_and_grad(lambda model, x: model(x).sum())(model, x)
+    nnx.jit(fp8.nnx.value_and_grad(lambda model, x: model(x).sum()))(model, x)
     states = nnx.state(model, fp8.nnx.FP8State)
     for like in (collection, states, nnx.to_pure_dict(states)):
         checked = fp8.check_state(like, like)
         assert jax.tree.structure(checked) == jax.tree.structure(like)
         jax.tree.map(np.testing.assert_array_equal, checked, like)
-        bad = jax.tree.map(lambda leaf: -leaf, like)
+        bad = jax.tree.map(lambda leaf: -np.asarray(leaf), like)
         match = r"(?s)1 fault.*(DotGeneral_0|dot_general).*fingerprint\[0\] = -1.*2 more rows"
         with pytest.raises(fp8.FP8StateError, match=match):
             fp8.check_state(bad, like)

@@ -148,7 +148,7 @@ def test_nnx():
 
 def test_linen_collection():
     layer = fp8.linen.FP8Dense(8, recipe=RECIPE, dtype=jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), X)
+    variables = jax.jit(layer.init)(jax.random.key(0), X)
     params, state = variables["params"], variables[fp8.linen.COLLECTION]
 
     @jax.jit

@@ -12,6 +12,7 @@ import jaxfp8 as fp8
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._stacks import MOST_STACKED, Stacks
 
+COMMIT = jax.jit(fp8.commit)
 RECIPES = fp8.recipes.delayed(), fp8.recipes.delayed(history_length=4)
 
 
@@ -24,7 +25,7 @@ def states(count, recipes=RECIPES[:1]):
         amaxes = np.random.default_rng(i).lognormal(size=3).astype(np.float32)
         return jax.tree.map(lambda _: jnp.asarray(amaxes), nothing)
 
-    old = [fp8.commit(state, seen(i, state)) for i, state in enumerate(old)]
+    old = [COMMIT(state, seen(i, state)) for i, state in enumerate(old)]
     return old, [seen(count + i, state) for i, state in enumerate(old)]
 
 

@@ -77,7 +77,12 @@ def parameters_only(tx):
     return losses
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FEW = {"sgd", "adamw", "MultiSteps"}  # a sum, a decay, and a step that changes nothing
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_a_tree_that_holds_state(name, standard_promotion):
     tree, losses = whole_tree(OPTIMIZERS[name])
     np.testing.assert_allclose(losses, parameters_only(OPTIMIZERS[name]), rtol=1e-4)
@@ -174,8 +179,14 @@ def test_a_scale_that_no_step_leaves_is_unset(scale):
         loss_fn(W, bad, X, Y)
 
 
-@pytest.mark.parametrize("commit", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("jit", "commit"),
+    [
+        (True, False),
+        (False, True),
+        *(pytest.param(each, each, marks=pytest.mark.slow) for each in (False, True)),
+    ],
+)
 def test_a_state_of_zeros_is_an_unset_one(jit, commit):
     """Also with `commit=False`, as microbatches are accumulated."""
 

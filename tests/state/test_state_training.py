@@ -18,9 +18,7 @@ K, B = 4, 8
 
 
 def integers(seed, *shape, largest=9):
-    return jnp.asarray(
-        np.random.default_rng(seed).integers(-largest, largest + 1, shape), jnp.float32
-    )
+    return np.float32(np.random.default_rng(seed).integers(-largest, largest + 1, shape))
 
 
 def two_layers(params, states, x, c):
@@ -30,10 +28,12 @@ def two_layers(params, states, x, c):
 
 def batch(seed):
     """Each step has another magnitude, so that the window matters."""
-    return integers(seed, B, K) * 2.0 ** (seed % 5), integers(seed + 100, B, K) * 1e-3
+    x, c = integers(seed, B, K), integers(seed + 100, B, K)
+    return x * np.float32(2.0 ** (seed % 5)), c * np.float32(1e-3)
 
 
 STEP = jax.jit(fp8.value_and_grad(two_layers))
+DESCEND = jax.jit(lambda params, grads: jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads))
 
 
 def fresh():
@@ -44,7 +44,7 @@ def fresh():
 def train(params, states, steps):
     for i in steps:
         _, grads, states = STEP(params, states, *batch(i))
-        params = jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads)
+        params = DESCEND(params, grads)
     return params, states
 
 
@@ -100,16 +100,11 @@ def test_treedef_shapes_and_dtypes_never_change():
 
 def test_one_trace_serves_every_step_and_buffers_can_be_donated():
     chex.clear_trace_counter()
-
-    @jax.jit
-    def update(params, grads):
-        return jax.tree.map(lambda p, g: p - 2**-7 * g, params, grads)
-
     step = jax.jit(chex.assert_max_traces(fp8.value_and_grad(two_layers), n=1), donate_argnums=1)
     params, states = fresh()
     for i in range(4):
         _, grads, states = step(params, states, *batch(i))
-        params = update(params, grads)
+        params = DESCEND(params, grads)
     assert_same((params, states), train(*fresh(), range(4)))
 
 
@@ -120,7 +115,7 @@ def test_stacked_initial_states_can_be_donated():
 
 def test_scan_over_steps_from_an_unset_state():
     params, states = fresh()
-    batches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(batch, range(6)))
+    batches = jax.tree.map(lambda *leaves: np.stack(leaves), *map(batch, range(6)))
 
     @jax.jit
     def run(params, states):
@@ -160,8 +155,17 @@ def by_orbax(tree, like, path):
         return checkpointer.restore(path / "checkpoint", like)
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("through", [by_bytes, by_state_dict, by_orbax])
+@pytest.mark.parametrize(
+    ("through", "jit"),
+    [
+        pytest.param(by_bytes, True, id="bytes"),
+        pytest.param(by_bytes, False, id="bytes-eager"),
+        pytest.param(by_state_dict, True, id="state_dict", marks=pytest.mark.slow),
+        pytest.param(by_state_dict, False, id="state_dict-eager", marks=pytest.mark.slow),
+        pytest.param(by_orbax, True, id="orbax"),
+        pytest.param(by_orbax, False, id="orbax-eager", marks=pytest.mark.slow),
+    ],
+)
 def test_save_and_restore_in_mid_window(through, jit, tmp_path):
     saved = train(*fresh(), range(2))
     restored = through(saved, fresh(), tmp_path)
@@ -192,44 +196,43 @@ def test_layers_below_a_zero_projection_get_a_right_first_step():
     The first one that is not is cast by its own amax.
     """
     params, states = fresh()
-    params = {**params, "down": jnp.zeros((K, K))}
+    params = {**params, "down": np.zeros((K, K), np.float32)}
     for _ in range(2):
         _, grads, states = STEP(params, states, *batch(0))
         assert states["up"].scale[2] == 0
         assert not grads["up"].any()
-    params = {**params, "down": 1e-7 * integers(2, K, K)}
+    params = {**params, "down": np.float32(1e-7) * integers(2, K, K)}
     _, grads, new = STEP(params, states, *batch(0))
-    exact = jax.grad(lambda p, x, c: jnp.sum(jnp.maximum(x @ p["up"], 0) @ p["down"] * c))(
-        params, *batch(0)
-    )
+    x, c = batch(0)
+    exact = x.T @ (c @ params["down"].T * (x @ params["up"] > 0))
     # One eighth is E5M2's half step; a gradient flushed to zero would be off by 1.
-    error = jnp.linalg.norm(grads["up"] - exact["up"]) / jnp.linalg.norm(exact["up"])
+    error = np.linalg.norm(grads["up"] - exact) / np.linalg.norm(exact)
     assert error < 0.125, error
     assert new["up"].scale[2] > 0
 
 
 def test_expert_that_sees_its_first_token_at_step_50():
     states = jax.vmap(lambda _: fp8.init_state(RECIPE))(jnp.zeros(2))
-    w, c = integers(1, 2, K, K), 1e-6 * integers(2, 2, B, K)
+    w, c = integers(1, 2, K, K), np.float32(1e-6) * integers(2, 2, B, K)
     x = integers(3, 2, B, K)
     loss = lambda w, s, x, c: jnp.sum(
         jax.vmap(lambda w, s, x: fp8.dot(x, w, recipe=RECIPE, state=s))(w, s, x) * c
     )
     step = jax.jit(fp8.value_and_grad(loss))
-    routed = jnp.float32([1, 0])[:, None, None]
+    routed = np.float32([1, 0])[:, None, None]
     for _ in range(50):
         states = step(w, states, x * routed, c * routed)[2]
-    np.testing.assert_array_equal(states.scale[1, 0], 0)  # x: no token
-    np.testing.assert_array_equal(states.scale[1, 2], 0)  # g
-    assert states.scale[1, 1] > 0  # w is there
+    x_scale, w_scale, g_scale = np.asarray(states.scale)[1]
+    assert (x_scale, g_scale) == (0, 0)  # no token
+    assert w_scale > 0
     _, grads, new = step(w, states, x, c)
-    first = jax.tree.map(lambda leaf: leaf[1], states)
+    first = jax.tree.map(lambda leaf: np.asarray(leaf)[1], states)
     loss = lambda w, s: jnp.sum(fp8.dot(x[1], w, recipe=RECIPE, state=s) * c[1])
     alone = jax.jit(fp8.value_and_grad(loss))(w[1], first)
     np.testing.assert_allclose(grads[1], alone[1], rtol=1e-6)
     exact = x[1].T @ c[1]
-    assert jnp.linalg.norm(grads[1] - exact) / jnp.linalg.norm(exact) < 0.125
-    np.testing.assert_array_equal(new.amax_history[1, 0, -1], jnp.max(jnp.abs(x[1])))
+    assert np.linalg.norm(grads[1] - exact) / np.linalg.norm(exact) < 0.125
+    np.testing.assert_array_equal(new.amax_history[1, 0, -1], np.max(np.abs(x[1])))
 
 
 @pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
@@ -238,7 +241,9 @@ def test_steps_that_are_not_finite_are_counted_and_dropped(bad, start):
     params, states = fresh()
     states = start(states)
     x, c = batch(0)
-    value, _, new = STEP(params, states, x.at[0, 0].set(bad), c)
+    broken = x.copy()
+    broken[0, 0] = bad
+    value, _, new = STEP(params, states, broken, c)
     assert not jnp.isfinite(value)
     up, was = new["up"], states["up"]
     assert up.nonfinite_steps[0] == 1
@@ -275,24 +280,30 @@ def test_not_finite_in_one_of_several_uses():
 def test_optimizers_never_see_state(make, standard_promotion):
     optimizer = make()
     params, states = fresh()
-    memory = optimizer.init(params)
+    memory = jax.jit(optimizer.init)(params)
+
+    @jax.jit
+    def update(params, grads, memory):
+        updates, memory = optimizer.update(grads, memory, params)
+        return optax.apply_updates(params, updates), memory
+
     for i in range(3):
         _, grads, new = STEP(params, states, *batch(i))
         assert jax.tree.structure(grads) == jax.tree.structure(params)
-        for name, gemm in new.items():
-            np.testing.assert_array_equal(gemm.amax_history[1, -1], jnp.max(jnp.abs(params[name])))
-        np.testing.assert_array_equal(new["up"].amax_history[0, -1], jnp.max(jnp.abs(batch(i)[0])))
-        np.testing.assert_array_equal(
-            new["down"].amax_history[2, -1], jnp.max(jnp.abs(batch(i)[1]))
-        )
-        updates, memory = optimizer.update(grads, memory, params)
-        params, states = optax.apply_updates(params, updates), new
+        seen = {name: np.asarray(gemm.amax_history)[:, -1] for name, gemm in new.items()}
+        x, c = (np.abs(each).max() for each in batch(i))
+        for name in new:
+            assert seen[name][1] == np.abs(params[name]).max()
+        assert seen["up"][0] == x
+        assert seen["down"][2] == c
+        (params, memory), states = update(params, grads, memory), new
 
 
 def test_a_skipped_step_still_commits_what_was_finite():
     params, states = fresh()
     x, c = batch(0)
-    _, grads, new = STEP(params, states, x, c.at[0, 0].set(jnp.inf))
+    c[0, 0] = np.inf
+    _, grads, new = STEP(params, states, x, c)
     assert not jnp.isfinite(grads["down"]).all()
     np.testing.assert_array_equal(new["up"].amax_history[:2, -1] > 0, True)
     np.testing.assert_array_equal(new["up"].nonfinite_steps, [0, 0, 1])

@@ -1,7 +1,10 @@
 """Tags of fingerprints: a mean of states is found, the rounding of a mean over devices passes."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -52,17 +55,32 @@ def passes(state):
     return np.asarray(fitting(state))
 
 
+def on_host(state):
+    return jax.tree.map(np.asarray, state)
+
+
 def amaxes_of(random, kind):
     first = np.exp(random.normal(size=(N, 3)) * 2).astype(np.float32)
     if "bfloat16" in kind:
-        first = np.asarray(jnp.asarray(first, jnp.bfloat16), np.float32)
+        first = first.astype(ml_dtypes.bfloat16).astype(np.float32)
         first = np.float32(2) ** np.floor(np.log2(first))  # so that both are bfloat16
     return first
 
 
-@pytest.mark.parametrize("microbatches", [2, 8])
-@pytest.mark.parametrize("kind", AMAXES)
-@pytest.mark.parametrize("recipe", RECIPES)
+def few(recipe, kind, microbatches):
+    """Each recipe, each kind of amaxes, and more than two microbatches once."""
+    if microbatches == 8:
+        return (recipe, kind) == ("long", "float32")
+    return recipe == "float32 scales" or kind == "float32"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "microbatches"),
+    [
+        pytest.param(*case, marks=() if few(*case) else pytest.mark.slow)
+        for case in itertools.product(RECIPES, AMAXES, (2, 8))
+    ],
+)
 def test_a_mean_passes_in_few_rows(recipe, kind, microbatches):
     random = np.random.default_rng(0)
     past = np.exp(random.normal(size=(N, 3)) * 2)
@@ -71,7 +89,7 @@ def test_a_mean_passes_in_few_rows(recipe, kind, microbatches):
     while len(all_of_them) < microbatches:
         all_of_them.append(np.float32(AMAXES[kind](random, all_of_them[-1])))
     states = [after(RECIPES[recipe], past, amax) for amax in all_of_them]
-    mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *states)
+    mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *map(on_host, states))
     assert all(passes(state).all() for state in states)
     rows = passes(mean)
     assert 0.02 < rows.mean() < 0.35
@@ -81,7 +99,7 @@ def test_a_mean_passes_in_few_rows(recipe, kind, microbatches):
 def test_the_mean_of_equal_states_passes():
     random = np.random.default_rng(1)
     for recipe in RECIPES.values():
-        state = after(recipe, *np.exp(random.normal(size=(2, N, 3)) * 9))
+        state = on_host(after(recipe, *np.exp(random.normal(size=(2, N, 3)) * 9)))
         for devices in (2, 3, 4, 5, 7, 8):
             mean = jax.tree.map(lambda leaf, n=devices: sum([leaf] * n) / n, state)
             assert passes(mean).all()
@@ -102,7 +120,7 @@ def test_the_last_bit_of_an_amax_and_a_scale_does_not_matter(sign):
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0, 1 / 1024, 0.999, 1 - 1e-6, 1 + 1e-6])
 def test_a_multiple_does_not_pass(factor):
     state = after(RECIPES["float32 scales"], np.exp(np.random.default_rng(3).normal(size=(N, 3))))
-    scaled = passes(jax.tree.map(lambda leaf: leaf * np.float32(factor), state))
+    scaled = passes(jax.tree.map(lambda leaf: leaf * np.float32(factor), on_host(state)))
     assert scaled.mean() < 0.25
     assert scaled.all(axis=-1).mean() < 0.05
 
@@ -111,11 +129,11 @@ def test_tags_are_equal_in_numpy_and_jax():
     """Files and eager code are checked in NumPy, steps in XLA."""
     state = after(RECIPES["long"], np.exp(np.random.default_rng(4).normal(size=(N, 3)) * 20))
     want = fingerprints(state.rows, state.fingerprint.shape)
-    host = jax.tree.map(np.asarray, state)
+    host = on_host(state)
     assert tag_fits(host.fingerprint, want, host.scale, host.amax_history).all()
     other = {"scale": host.scale * np.float32(1.7), "history": host.amax_history}
     ours = tag_fits(host.fingerprint, want, **other)
-    theirs = tag_fits(state.fingerprint, want, **jax.tree.map(jnp.asarray, other))
+    theirs = jax.jit(tag_fits)(state.fingerprint, want, **other)
     np.testing.assert_array_equal(ours, theirs)
 
 
