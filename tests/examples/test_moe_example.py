@@ -33,7 +33,7 @@ def compared(tmp_path_factory):
     return finished.stdout, json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.slow  # in the default suite the model is traced only, by test_options_reach_the_experts
+@pytest.mark.slow  # by default the model is traced only, by test_options_reach_the_experts
 def test_eight_devices_show_the_losses_of_one_and_of_bf16(compared):
     output, result = compared
     assert result["mesh"] == {"expert": 4, "data": 2}
