@@ -63,8 +63,9 @@ class Face:
         state = self.init()
         for size in reversed(lead):
             state = jax.tree.map(
-                lambda leaf, size=size: jnp.broadcast_to(leaf, (size, *leaf.shape)), state
+                lambda leaf, size=size: np.broadcast_to(leaf, (size, *leaf.shape)), state
             )
+        state = jax.tree.map(jnp.asarray, state)
         if not (warm and jax.tree.leaves(state)):
             return state
         at = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1)
