@@ -100,11 +100,16 @@ def operands(recipe: fp8.Recipe, name: str) -> _Hashes:
             *_, state = step(state, **arrays)
         return seen, state
 
+    programs: dict[Any, tuple[Callable[..., Any], Any]] = {}  # a settled state is another structure
     for index in range(len(STEPS)) if recipe.rows else (matmul.hard_steps or (0,)):
         arrays = {key: jnp.asarray(each) for key, each in matmul.arrays(index).items()}
-        traced, types = jax.make_jaxpr(read, return_shape=True)(state, arrays)
-        leaves = jax.jit(jax.extend.core.jaxpr_as_fun(traced))(*jax.tree.leaves((state, arrays)))
-        seen, state = jax.tree.unflatten(jax.tree.structure(types), leaves)
+        leaves, structure = jax.tree.flatten((state, arrays))
+        if structure not in programs:
+            traced, types = jax.make_jaxpr(read, return_shape=True)(state, arrays)
+            run = jax.jit(jax.extend.core.jaxpr_as_fun(traced))
+            programs[structure] = run, jax.tree.structure(types)
+        run, of_results = programs[structure]
+        seen, state = jax.tree.unflatten(of_results, run(*leaves))
         in_fp8 = [each for each in ("fprop", "dgrad", "wgrad") if getattr(recipe, each).in_fp8]
         if len(seen) != len(in_fp8):
             raise RuntimeError(
