@@ -104,7 +104,7 @@ def unrolled(layers, chained):
 # step, and forward(ws, states, x) -> [N, K] or [L, N, K].
 def stacked_by_hand(layers, axis):
     states = [fp8.init_state(RECIPE) for _ in range(layers)]
-    return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves, axis)), *states)
+    return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves, axis)), *states)
 
 
 def by_scan(layers, axis):

@@ -60,7 +60,9 @@ def test_per_axis(backend, format, kept):
 def test_eager(backend, format):
     x, m = hard_arrays(np.float32)["a_row_of_each"], np.array(3.1, np.float32)
     assert_equals_oracle(
-        cast_one(jnp.asarray(x), jnp.asarray(m), format, fp8.PerTensor(), backends=(backend,)),
+        cast_one(
+            jax.device_put(x), jax.device_put(m), format, fp8.PerTensor(), backends=(backend,)
+        ),
         x,
         m,
     )
@@ -95,7 +97,7 @@ def test_stochastic_rounding(backend, format):
         "backends": (backend,),
     }
     drawn = np.asarray(
-        cast_one(jnp.asarray(x), m, format, fp8.PerTensor(), **options).values
+        cast_one(jax.device_put(x), m, format, fp8.PerTensor(), **options).values
     ).astype(np.float64)
     assert set(np.unique(drawn)) == {values[above - 1], values[above]}
     chance = (np.float64(np.float32(1.1)) - values[above - 1]) / (values[above] - values[above - 1])

@@ -183,9 +183,17 @@ def test_one_bad_element_spoils_its_tile_only(backend):
 
 
 @of_each_but_reference
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "float32",
+        pytest.param("power_of_two", marks=pytest.mark.slow),
+        "rceil",
+        pytest.param("floor", marks=pytest.mark.slow),
+    ],
+)
 def test_eager_equals_jit(backend, rule):
-    x, tiles = jnp.asarray(hard_arrays(np.float32)["a_row_of_each"]), ((1, 128), (32, 32))
+    x, tiles = jax.device_put(hard_arrays(np.float32)["a_row_of_each"]), ((1, 128), (32, 32))
     granularities = map(fp8.PerBlock, tiles)
     eager, _ = quantize(x, cast_in(fp8.E4M3, *granularities, rule=RULES[rule], backends=(backend,)))
     for one, (other, _), tile in zip(
@@ -262,7 +270,7 @@ def test_small(backend, shape):
 
 @of_each
 def test_stochastic_rounding(backend):
-    x = jnp.asarray(np.random.default_rng(0).uniform(0.1, 1, (64, 256)).astype(np.float32))
+    x = jax.device_put(np.random.default_rng(0).uniform(0.1, 1, (64, 256)).astype(np.float32))
     key, tiles = jax.random.key(0, impl="rbg"), (fp8.PerBlock((1, 128)), fp8.PerBlock((32, 1)))
 
     @jax.jit

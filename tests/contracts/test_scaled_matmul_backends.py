@@ -41,7 +41,7 @@ def quantized(x, format, granularity=None) -> fp8.QuantizedTensor:
     )
     codes, scale = oracle.quantize(np.asarray(x), format.name, kept)
     return fp8.QuantizedTensor(
-        jnp.asarray(codes.view(format.dtype)), jnp.asarray(scale), granularity, jnp.dtype(x.dtype)
+        *jax.device_put((codes.view(format.dtype), scale)), granularity, jnp.dtype(x.dtype)
     )
 
 

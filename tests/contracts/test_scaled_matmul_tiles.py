@@ -62,9 +62,7 @@ def made(values, scale, granularity, exact, format=fp8.E4M3, dtype=jnp.float32) 
     """A tensor of these values and scales (E8M0 as bytes), without compiling a quantizer for it."""
     scale = scale.view(ml_dtypes.float8_e8m0fnu) if scale.dtype == np.uint8 else scale
     values = np.asarray(values, np.float32).astype(format.dtype)
-    return QuantizedTensor(
-        jnp.asarray(values), jnp.asarray(scale), granularity, jnp.dtype(dtype), exact
-    )
+    return QuantizedTensor(*jax.device_put((values, scale)), granularity, jnp.dtype(dtype), exact)
 
 
 def tensor(seed, shape, granularity, scales, **fields) -> QuantizedTensor:
@@ -259,7 +257,7 @@ def test_dtypes(dtype, scales, backend):
     # By a power of two, so that float16 holds the result.
     values = np.asarray(lhs.values)
     values = (values.astype(np.float32) * np.float32(2.0**-7)).astype(values.dtype)
-    lhs = dataclasses.replace(lhs, values=jnp.asarray(values))
+    lhs = dataclasses.replace(lhs, values=jax.device_put(values))
     full = multiply(lhs, rhs, backend, preferred_element_type=jnp.float32)
     y = multiply(lhs, rhs, backend)
     assert (y.dtype, full.dtype) == (dtype, jnp.float32)

@@ -195,7 +195,7 @@ def placed(row, state):
 
 
 def check_state(state, new, true, *, exact):
-    want = commit(state, SeenAmax(jnp.asarray(true), state.rows))
+    want = commit(state, SeenAmax(jax.device_put(true), state.rows))
     if exact:
         np.testing.assert_array_equal(new.amax_history, want.amax_history)
     else:

@@ -113,7 +113,7 @@ def test_the_same_in_every_process_and_thread():
 
 def arrays():
     random, shapes = np.random.default_rng(0), (SLOW[:2], (SLOW[0], SLOW[2]))
-    return tuple(jnp.asarray(random.standard_normal(shape, np.float32)) for shape in shapes)
+    return jax.device_put(tuple(random.standard_normal(shape, np.float32) for shape in shapes))
 
 
 def gradients(layer, variables, x, g):

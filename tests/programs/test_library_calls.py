@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ GEMM, LT, F8 = "__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 
 def values(*shape, dtype="f32", seed=0):
     x = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(x, jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype))
+    return jax.device_put(x.astype(jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype)))
 
 
 def wide(x):
@@ -180,7 +181,7 @@ def swizzled(scale):
             lies[..., row // 128, tile // 4, row % 32, row % 128 // 32, tile % 4] = padded[
                 ..., row, tile
             ]
-    return jnp.asarray(lies.reshape(padded.shape).view(scale.dtype))
+    return jax.device_put(lies.reshape(padded.shape).view(scale.dtype))
 
 
 @pytest.mark.parametrize(
