@@ -34,9 +34,22 @@ MATMUL = (
 )
 
 
-def loaded_after(program: str) -> list[str]:
-    """The modules that an interpreter of its own has after a program."""
-    program += "\nimport json, sys; print(json.dumps([*sys.modules]))"
+def loaded_after(*calls: str) -> list[list[str]]:
+    """The modules that an interpreter of its own has before and after each of these calls."""
+    program = f"""
+import json, sys
+import jax, jax.numpy as jnp
+import jaxfp8 as fp8
+fp8.Kernels('h200')
+loaded = [[*sys.modules]]
+for call in {[*calls]!r}:
+    try:
+        jax.eval_shape(lambda: eval(call))
+    except NotImplementedError as reason:  # before jax 0.11 it cannot, but says so itself
+        assert "cannot be imported" not in str(reason), reason
+    loaded.append([*sys.modules])
+print(json.dumps(loaded))
+"""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -49,25 +62,19 @@ def loaded_after(program: str) -> list[str]:
     return json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("program", ["", "; jaxfp8.Kernels('h200')"], ids=["import", "kernels"])
-def test_import_leaves_alone_what_only_some_need(program):
-    loaded = loaded_after(f"import jaxfp8{program}")
-    assert "jaxfp8.kernels.quantize._api" in loaded
-    assert not {*HEAVY} & {*loaded}
-
-
 @pytest.mark.parametrize(
     ("operation", "call"),
-    {"quantize._mosaic": QUANTIZE, "cast._mosaic": CAST, "scaled_matmul.hopper": MATMUL}.items(),
+    [
+        ("quantize._mosaic", QUANTIZE),
+        pytest.param("cast._mosaic", CAST, marks=pytest.mark.slow),
+        pytest.param("scaled_matmul.hopper", MATMUL, marks=pytest.mark.slow),
+    ],
 )
-def test_a_kernel_that_is_asked_for_is_loaded(operation, call):
-    loaded = loaded_after(f"""
-import jax, jax.numpy as jnp
-import jaxfp8 as fp8
-try:
-    jax.eval_shape(lambda: {call})
-except NotImplementedError as reason:  # before jax 0.11 it cannot, but says so itself
-    assert "cannot be imported" not in str(reason), reason
-""")
-    assert "jax.experimental.pallas.mosaic_gpu" in loaded
-    assert f"jaxfp8.kernels.{operation}" in loaded
+def test_only_a_kernel_that_is_asked_for_is_loaded(operation, call):
+    """Neither the import nor a chip by name loads it, or anything that only some need."""
+    before, after = loaded_after(call)
+    assert "jaxfp8.kernels.quantize._api" in before
+    assert not {*HEAVY} & {*before}
+    assert f"jaxfp8.kernels.{operation}" not in before
+    assert "jax.experimental.pallas.mosaic_gpu" in after
+    assert f"jaxfp8.kernels.{operation}" in after

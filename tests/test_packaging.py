@@ -4,6 +4,7 @@ Requirements are imported, imports are required, and README stands on a package 
 """
 
 import ast
+import functools
 import importlib.metadata
 import json
 import re
@@ -70,6 +71,7 @@ def sources(folder: str) -> Iterator[str]:
         yield from ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
+@functools.cache
 def imported(folder: str) -> set[str]:
     """The modules on top of what a folder imports, also inside functions, and by `importorskip`."""
     found = set()

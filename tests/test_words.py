@@ -360,6 +360,7 @@ def test_exit_status(tmp_path, name, text, fault):
     assert run("--longest", 1, path).returncode == 0
 
 
+@pytest.mark.slow  # nox -s lint runs the script, too
 def test_the_whole_repository_is_measured():
     finished = run()
     assert not finished.stderr

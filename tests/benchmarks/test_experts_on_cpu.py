@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_contender_has_a_row():
     small = ["--experts", "3", "--tokens", "40", "--features", "32", "--repeats", "1"]
     script = ROOT / "benchmarks" / "experts_on_cpu.py"

@@ -79,7 +79,6 @@ def test_dry_run(tmp_path):
         "tensor, xla",
         "tiny, forward and backward, delayed",
         "experts of 40x128x256, forward and backward, b",
-        "5 experts of 20x64x32, forward and backward, current",
     ]
     rows = check_result(
         run("--dry-run", "--json", path, "--markdown", *[f"--match={name}" for name in names]), path
@@ -90,7 +89,6 @@ def test_dry_run(tmp_path):
         ("checks", "xla", "ok"),
         ("checks", "mosaic", "skipped"),
         ("casts", "xla", "ok"),
-        ("checks", "current", "ok"),
         ("layers", "delayed", "ok"),
         ("experts", "blockwise", "ok"),
         ("matmuls", "tensor, xla", "ok"),
@@ -109,6 +107,7 @@ def test_whole_dry_run(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_what_fails_is_written_and_ends_nothing_else(tmp_path):
     """A wrong result makes the exit status 1, and a program that cannot be traced does not stop the
     others.
@@ -134,6 +133,7 @@ jnp.negative, checks.CPU_BOUND = broken, -1.0
     assert "no such kernel" in reason
 
 
+@pytest.mark.slow
 def test_no_time_left(tmp_path):
     path = tmp_path / "result.json"
     finished = run("--dry-run", "--sections=copies", "--minutes=0.00001", "--json", path, code="""

@@ -152,6 +152,7 @@ def rows_of(tmp_path, *words):
     return rows
 
 
+@pytest.mark.slow
 def test_the_casts_of_a_program_are_counted(tmp_path):
     result = tmp_path / "result.json"
     script = [sys.executable, ROOT / "benchmarks" / "cast_instructions.py"]
@@ -167,6 +168,7 @@ def test_the_casts_of_a_program_are_counted(tmp_path):
     assert all(0 < row["share_of_the_program"] < 1 for row in (current, mxfp8))
 
 
+@pytest.mark.slow
 def test_runs_and_writes_its_table(tmp_path):
     rows = rows_of(tmp_path, "--stacks", "scanned", "--recipes", "bf16", "delayed")
     assert [*rows] == ["bf16", "delayed"]

@@ -238,6 +238,7 @@ def test_writes_and_compares(tmp_path):
         assert line.split()[-3:] == [str(kept[name]), str(now), ratio]
 
 
+@pytest.mark.slow
 def test_another_file_is_refused(tmp_path):
     path = tmp_path / "other.json"
     path.write_text("[]")

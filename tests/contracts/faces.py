@@ -63,14 +63,15 @@ class Face:
         state = self.init()
         for size in reversed(lead):
             state = jax.tree.map(
-                lambda leaf, size=size: jnp.broadcast_to(leaf, (size, *leaf.shape)), state
+                lambda leaf, size=size: np.broadcast_to(leaf, (size, *leaf.shape)), state
             )
+        state = jax.device_put(state)
         if not (warm and jax.tree.leaves(state)):
             return state
         at = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1)
         # eagerly each operation is a program, for each shape
         return jax.jit(fp8.commit)(
-            state, SeenAmax(jnp.asarray(np.float32([21, 11, 13]) * at), state.rows)
+            state, SeenAmax(jax.device_put(np.float32([21, 11, 13]) * at), state.rows)
         )
 
 

@@ -58,11 +58,11 @@ def data(*lead, seed=0):
     size = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(*lead, 1, 1)
     size = size * np.float32([1] * (B - 1) + [2])[:, None]
     x, c = integers(seed, (*lead, B, K), 29), integers(seed + 1, (*lead, B, K), 19)
-    return jnp.asarray(x * size), jnp.asarray(c * size)
+    return jax.device_put((x * size, c * size))
 
 
 def weights(*lead):
-    return jnp.asarray(integers(7, (*lead, K, K), 23))
+    return jax.device_put(integers(7, (*lead, K, K), 23))
 
 
 def leaky(y):

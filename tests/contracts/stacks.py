@@ -104,7 +104,7 @@ def unrolled(layers, chained):
 # step, and forward(ws, states, x) -> [N, K] or [L, N, K].
 def stacked_by_hand(layers, axis):
     states = [fp8.init_state(RECIPE) for _ in range(layers)]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis), *states)
+    return jax.tree.map(lambda *leaves: jax.device_put(np.stack(leaves, axis)), *states)
 
 
 def by_scan(layers, axis):
@@ -126,7 +126,7 @@ def by_vmap(layers, axis):
 
 def by_linen(lifted, layers, axis, chained):
     model, x = lifted(), jnp.ones((N, K) if chained else (layers, N, K))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     structure = jax.tree.structure(variables["params"])
     apply = lambda ws, states, x: model.apply(
         {"params": structure.unflatten([ws]), COLLECTION: states}, x

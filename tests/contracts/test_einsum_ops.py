@@ -27,6 +27,9 @@ WAYS = {
 }
 
 
+LEFT_OUT = {("current", "called"), ("current", "plugged"), ("blockwise", "plugged")}
+
+
 class Product(nn.Module):
     recipe: fp8.Recipe
     way: str
@@ -45,6 +48,14 @@ class NnxProduct(nnx.Module):
         return jnp.tanh(WAYS[self.way](self.op, x, self.w[...]))
 
 
+# A recipe with state in both ways, and one without.
+ROWS = [
+    pytest.param(recipe, way, marks=pytest.mark.slow if (recipe, way) in LEFT_OUT else ())
+    for recipe in RECIPES
+    for way in WAYS
+]
+
+
 def einsum_twice(recipe):
     """Two steps with fp8.einsum: loss, gradient and state of the second."""
 
@@ -61,8 +72,7 @@ def assert_same(got, want):
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "way"), ROWS)
 def test_linen(recipe, way):
     """The second step reads the scales of the first: no state is kept from before."""
     model = Product(RECIPES[recipe], way)
@@ -78,8 +88,7 @@ def test_linen(recipe, way):
     assert_same(step(variables["params"], state, 3 * X), einsum_twice(RECIPES[recipe]))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "way"), ROWS)
 def test_nnx(recipe, way):
     model = NnxProduct(RECIPES[recipe], way)
     step = nnx.jit(fp8.nnx.value_and_grad(lambda model, x: jnp.sum(model(x))))
@@ -89,7 +98,7 @@ def test_nnx(recipe, way):
     assert_same((loss, grads["w"].get_value(), state), einsum_twice(RECIPES[recipe]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["called", pytest.param("plugged", marks=pytest.mark.slow)])
 def test_a_scanned_stack_under_remat(way):
     """Each layer has its own state, which sees what its layer sees."""
     lifted = {
@@ -104,8 +113,8 @@ def test_a_scanned_stack_under_remat(way):
     )
     _, _, state = jax.jit(fp8.value_and_grad(loss_fn))(variables["params"], variables[COLLECTION])
     (state,) = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, fp8.state.MatmulState))
-    amaxes = state.amax_history[:, 0, -1]  # of x, of each layer
-    assert amaxes[0] == jnp.max(jnp.abs(X))
+    amaxes = np.asarray(state.amax_history)[:, 0, -1]  # of x, of each layer
+    assert amaxes[0] == np.max(np.abs(X))
     assert (amaxes[1:] <= 1).all()
     assert len(set(amaxes.tolist())) == 3
 
@@ -121,4 +130,4 @@ def test_a_module_with_a_state_as_a_field():
             return fp8.dot(x, W, recipe=RECIPES["delayed"], state=self.held)
 
     y = jax.jit(lambda x: Held().apply({}, x))(X)
-    assert jnp.isfinite(y).all()
+    assert np.isfinite(y).all()

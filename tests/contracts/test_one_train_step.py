@@ -45,16 +45,13 @@ PAIRS += [("delayed", optimizer) for optimizer in OPTIMIZERS if optimizer != "ad
     ("current", "MultiSteps")
 ]
 
-# By default every recipe in the first form and in one of the others. Each optimizer in one form:
-# what MultiSteps and apply_if_finite do has a test of its own for all forms.
-DEFAULT = {("linen", recipe, "adam") for recipe in RECIPES}
-DEFAULT |= {(FORMS[1 + i % 2], recipe, "adam") for i, recipe in enumerate(RECIPES)}
-DEFAULT |= {
-    ("nnx", "delayed", "adam"),
-    ("linen", "delayed", "MultiSteps"),
-    ("nnx", "delayed", "apply_if_finite"),
+# By default a recipe with state, one without and one with tiles, each in another form. The recipes
+# themselves differ below the train step.
+DEFAULT = {
+    ("linen", "delayed", "adam"),
+    ("TrainState", "current", "adam"),
+    ("nnx", "blockwise", "adam"),
     ("TrainState", "delayed", "clipped, decayed, averaged"),
-    ("nnx", "current", "MultiSteps"),
 }
 ROWS = [
     pytest.param(*row, marks=() if row in DEFAULT else pytest.mark.slow)
@@ -163,7 +160,7 @@ def test_one_text_trains_with_every_recipe(form, recipe, optimizer):
     assert all((amaxes > 0).all() for amaxes in newest(training))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_train_state_takes_the_same_steps(recipe):
     """`TrainState` and plain optax give the same losses, parameters and states, bit for bit."""
     plain, held = (
@@ -175,7 +172,9 @@ def test_train_state_takes_the_same_steps(recipe):
     assert same(plain.states, held.states)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param("linen", marks=pytest.mark.slow), "TrainState", "nnx"]
+)
 def test_multi_steps_commits_every_microbatch(form):
     training = Training(form, RECIPES["delayed"], OPTIMIZERS["MultiSteps"]())
     before = copied(training.params)
@@ -187,7 +186,9 @@ def test_multi_steps_commits_every_microbatch(form):
     assert newest(training)[0][0] == 2 * first[0][0]  # the amax of x
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["linen", pytest.param("TrainState", marks=pytest.mark.slow), "nnx"]
+)
 def test_a_step_that_is_not_finite_changes_no_parameter(form):
     training = Training(form, RECIPES["delayed"], OPTIMIZERS["apply_if_finite"]())
     training.step()
@@ -199,7 +200,7 @@ def test_a_step_that_is_not_finite_changes_no_parameter(form):
     assert not same(training.params, before)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.slow)])
 def test_an_average_of_parameters_is_evaluated_with_the_state_of_the_run(recipe):
     training = Training("TrainState", RECIPES[recipe], OPTIMIZERS["adam"]())
     average = training.params
@@ -226,9 +227,14 @@ def test_train_state_with_fields_of_a_subclass():
     training = Training("TrainState", RECIPES["delayed"], OPTIMIZERS["adam"]())
     ts = training.names["ts"]
     fields = {"apply_fn": ts.apply_fn, "params": ts.params, "fp8_state": ts.fp8_state, "tx": ts.tx}
-    extended = Extended.create(batch_stats={"mean": 1.0}, **fields)
-    grads = jax.tree.map(jnp.ones_like, ts.params)
-    extended = extended.apply_gradients(
-        grads=grads, fp8_state=extended.fp8_state, batch_stats={"mean": 2.0}
-    )
+
+    @jax.jit
+    def after_a_step():
+        extended = Extended.create(batch_stats={"mean": 1.0}, **fields)
+        grads = jax.tree.map(jnp.ones_like, ts.params)
+        return extended.apply_gradients(
+            grads=grads, fp8_state=extended.fp8_state, batch_stats={"mean": 2.0}
+        )
+
+    extended = after_a_step()
     assert (extended.batch_stats["mean"], extended.epoch, extended.step) == (2.0, 0, 1)

@@ -142,12 +142,12 @@ def test_equals_oracle(name, stored):
 
 def test_result(name):
     quantizer = QUANTIZERS[name]
-    x = jnp.asarray(hard_arrays(np.float32)["gaussian"], jnp.bfloat16)
-    q = run(quantizer, x, jnp.float32(0.0))
+    x, scale = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+    q = jax.eval_shape(functools.partial(run, quantizer), x, scale)
     assert q.dtype == x.dtype
     assert q.shape == SHAPE
     if quantizer.value_format is None:
-        assert isinstance(q, jax.Array)
+        assert isinstance(q, jax.ShapeDtypeStruct)
         return
     validate(q)
     assert q.format == quantizer.value_format
@@ -156,16 +156,19 @@ def test_result(name):
 
 def test_amax_is_asked_for_by_those_who_need_it(name):
     quantizer = QUANTIZERS[name]
-    x = jnp.ones((2, 3))
-    for stored, all_set in ((0.0, False), (1.0, False), (1.0, True)):
+    like = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    for all_set in (False, True):
         calls = []
 
-        def amax(granularity, calls=calls):
-            calls.append(granularity)
-            return amax_of(x, granularity)
+        def run(x, stored, calls=calls, all_set=all_set):
+            def amax(asked):
+                calls.append(asked)
+                return amax_of(x, asked)
+
+            return once(quantizer, x, stored, all_set, ROWS, amax=amax)
 
         granularity = granularity_of(quantizer)
-        once(quantizer, x, jnp.float32(stored), all_set, ROWS, amax=amax)
+        jax.eval_shape(run, *like)
         # The amaxes of tiles are at hand, and never combined across devices.
         current = isinstance(quantizer, Current) and not tile_of(quantizer)
         assert calls == [granularity] * (

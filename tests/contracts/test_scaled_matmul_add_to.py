@@ -45,14 +45,13 @@ def operands(kind, shapes=((M, K), (K, N))):
 
 def addend(dtype, *shape):
     """Whole numbers, about as large as the product."""
-    return jnp.asarray(
-        np.random.default_rng(2).integers(-200, 200, shape or (M, N)).astype(np.float32)
-    ).astype(dtype)
+    values = np.random.default_rng(2).integers(-200, 200, shape or (M, N)).astype(np.float32)
+    return jax.device_put(values.astype(dtype))
 
 
 def exact(lhs, rhs, add_to, out, dimension_numbers=MATRICES):
     whole = np.asarray(add_to, np.float64) + product(lhs, rhs, dimension_numbers)
-    return jnp.asarray(whole.astype(np.float32)).astype(out)
+    return whole.astype(np.float32).astype(out)
 
 
 # C's dtype, the one asked for, the result's

@@ -12,13 +12,18 @@ import jaxfp8 as fp8
 
 IDS = {"ids": lambda page: str(page.relative_to(ROOT))}
 WITH_CODE = [page for page in DOCS if any(fences(page.read_text(), "python"))]
+# Pages of many models. Eagerly each operation of a model is a program, for each shape.
+LONG = {"convert", "diverged", "experts", "fine-tuning", "gradient-release", "layers", "moe"}
+ROWS = [
+    pytest.param(page, marks=pytest.mark.slow if page.stem in LONG else ()) for page in WITH_CODE
+]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAMED = re.compile(r"(?<![\w/.])(?:tests|examples|benchmarks|jaxfp8|notebooks|docs)/[\w/.-]*\w")
 TAGS = {("python",), ("python", "no-run"), ("bash",), ("diff",), ("text",), ("yaml",)}
 
 
 @pytest.mark.usefixtures("standard_promotion")  # what its readers have
-@pytest.mark.parametrize("page", WITH_CODE, **IDS)
+@pytest.mark.parametrize("page", ROWS, **IDS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:qwix")
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     """One fence after another, in one namespace. `<!-- printed -->` marks what the last printed."""
@@ -42,6 +47,7 @@ def test_what_does_not_run_compiles(page):
 
 def test_pages_have_code():
     assert len(WITH_CODE) > 8
+    assert {page.stem for page in WITH_CODE} > LONG
     assert {fence.tags for page in DOCS for fence in fences(page.read_text())} == TAGS
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 
 STEPS = 3
-FEW = "--steps", STEPS, "--batch", 8
+FEW = "--steps", STEPS, "--batch", 4
 # Programs fuse otherwise, and round to bf16 at other places (2^-8); a value near a tie of FP8 then
 # moves by 2^-4. What is left of it in a mean over a thousand tokens; Adam's first steps make it
 # grow.
@@ -41,6 +41,7 @@ def test_a_sharded_run_gathers_its_weights_as_bytes(sharded):
     assert gathered == ["uint8"], output
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_show_the_losses_of_one_with_eight(sharded, tmp_path):
     arguments = *FEW, "--json", "result.json"
     first, second = run_together(
@@ -72,6 +73,7 @@ def test_a_pipeline_shows_the_losses_and_scales_of_one_device(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(AssertionError, match="--mesh data=3 has 3 devices, there are 8"):
         run_together(
@@ -105,7 +107,7 @@ def training(folder):
     raise AssertionError(f"Gloo's processes did not meet:\n{logs}")
 
 
-@pytest.mark.slow  # in the default suite processes that wait are ended
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signalled", "seconds"),
     [
@@ -129,6 +131,7 @@ def test_sigterm_ends_all_processes(tmp_path, signalled, seconds):
         assert code == 143 if i in signalled else code not in (None, 0), codes
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_that_waits_for_others(tmp_path):
     # the last counts
     started = start_together("train_multihost.py", "--num-processes", 3, processes=2, cwd=tmp_path)

@@ -33,6 +33,7 @@ def compared(tmp_path_factory):
     return finished.stdout, json.loads((folder / "result.json").read_text())
 
 
+@pytest.mark.slow  # by default the model is traced only, by test_options_reach_the_experts
 def test_eight_devices_show_the_losses_of_one_and_of_bf16(compared):
     output, result = compared
     assert result["mesh"] == {"expert": 4, "data": 2}
@@ -49,6 +50,7 @@ def test_eight_devices_show_the_losses_of_one_and_of_bf16(compared):
     assert runs["bf16"]["losses"] != ours["losses"]  # or it would be the same model
 
 
+@pytest.mark.slow
 def test_lines_about_routers(compared):
     output, _ = compared
     lines = re.findall(LOAD, output, re.MULTILINE)

@@ -37,7 +37,7 @@ RECIPES = {
     "static": ["--recipe", "static", *(f"--set={name}_scale=0.01" for name in "xwg")],
     "identity": ["--recipe", "identity"],
 }
-QUICK = (("delayed", "linen"), ("delayed", "nnx"))
+QUICK = (("delayed", "linen"),)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import math
 
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_layouts_and_shapes(data):
     )
     x = np.random.default_rng(size).normal(size=shape).astype(numpy_dtype(dtype))
     text = program(spelled(dtype, shape, order), spelled(new_dtype, new_shape, new_order))
-    (y,) = run_on_cpu(text, jnp.asarray(x))
+    (y,) = run_on_cpu(text, jax.device_put(x))
     wanted = from_memory(in_memory(x, order), numpy_dtype(new_dtype), new_shape, new_order)
     assert y.dtype == wanted.dtype
     assert y.shape == wanted.shape
@@ -72,7 +73,7 @@ def test_other_width(dtype, new_dtype, order):
     x = from_memory(x.tobytes(), numpy_dtype(dtype), shape, order)
     size = math.prod(shape) * numpy_dtype(dtype).itemsize // numpy_dtype(new_dtype).itemsize
     text = program(spelled(dtype, shape, order), spelled(new_dtype, (size // 4, 4), order))
-    (y,) = run_on_cpu(text, jnp.asarray(x))
+    (y,) = run_on_cpu(text, jax.device_put(x))
     wanted = from_memory(in_memory(x, order), numpy_dtype(new_dtype), (size // 4, 4), order)
     assert np.asarray(y).tobytes() == wanted.tobytes()
 

@@ -1,5 +1,7 @@
 """Which buffers of a program are live when, for texts written by hand and for real programs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -121,8 +123,20 @@ def test_a_text_without_order():
         buffers_of("HloModule m\n\nENTRY %main () -> f32[] {\n}")
 
 
-@pytest.mark.parametrize("recipe", ["identity", "delayed", "blockwise"])
-@pytest.mark.parametrize("remat", [False, True])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("remat", "recipe"),
+    [
+        (False, "identity"),
+        (False, "delayed"),
+        (True, "blockwise"),
+        slow(False, "blockwise"),
+        slow(True, "identity"),
+        slow(True, "delayed"),
+    ],
+)
 def test_live_bytes_fit_into_what_xla_allocates(recipe, remat):
     recipe = fp8.recipes.get(recipe)
     states = [fp8.init_state(recipe)] * 3

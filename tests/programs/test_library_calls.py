@@ -1,8 +1,10 @@
 """Calls of NVIDIA's libraries: what is written in their place, against NumPy."""
 
+import itertools
 import json
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ GEMM, LT, F8 = "__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8"
 
 def values(*shape, dtype="f32", seed=0):
     x = np.random.default_rng(seed).normal(size=shape)
-    return jnp.asarray(x, jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype))
+    return jax.device_put(x.astype(jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype)))
 
 
 def wide(x):
@@ -74,20 +76,28 @@ def close(got, wanted, dtype="float32"):
     np.testing.assert_allclose(wide(got), wanted, rtol=tolerance, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("target", [GEMM, LT])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+EQUATIONS = {
+    "plain": ((6, 8), (8, 5), ((1,), (0,), (), ()), "mk,kn->mn"),
+    "transposed": ((8, 6), (5, 8), ((0,), (1,), (), ()), "km,nk->mn"),
+    "batch": ((3, 6, 8), (3, 8, 5), ((2,), (1,), (0,), (0,)), "bmk,bkn->bmn"),
+    "batch inside": ((6, 3, 8), (3, 5, 8), ((2,), (2,), (1,), (0,)), "mbk,bnk->bmn"),
+}
+# By default each equation with both calls, and each type with each call.
+OPERANDS = {(name, GEMM, "f32") for name in EQUATIONS}
+OPERANDS |= {(name, LT, "bf16") for name in ("plain", "batch inside")}
+OPERANDS |= {(name, LT, "f16") for name in ("transposed", "batch")}
+OPERANDS |= {("plain", LT, "f32"), ("transposed", GEMM, "bf16"), ("batch", GEMM, "f16")}
+
+
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "dims", "equation"),
+    ("equation", "target", "dtype"),
     [
-        pytest.param((6, 8), (8, 5), ((1,), (0,), (), ()), "mk,kn->mn", id="plain"),
-        pytest.param((8, 6), (5, 8), ((0,), (1,), (), ()), "km,nk->mn", id="transposed"),
-        pytest.param((3, 6, 8), (3, 8, 5), ((2,), (1,), (0,), (0,)), "bmk,bkn->bmn", id="batch"),
-        pytest.param(
-            (6, 3, 8), (3, 5, 8), ((2,), (2,), (1,), (0,)), "mbk,bnk->bmn", id="batch inside"
-        ),
+        pytest.param(*row, marks=() if row in OPERANDS else pytest.mark.slow)
+        for row in itertools.product(EQUATIONS, (GEMM, LT), ("f32", "bf16", "f16"))
     ],
 )
-def test_operands(target, dtype, lhs, rhs, dims, equation):
+def test_operands(target, dtype, equation):
+    lhs, rhs, dims, equation = EQUATIONS[equation]
     a, b = values(*lhs, dtype=dtype), values(*rhs, dtype=dtype, seed=1)
     wanted = np.einsum(equation, wide(a), wide(b))
     (d,), _ = call(target, [a, b], [f"{dtype}[{','.join(map(str, wanted.shape))}]"], dims)
@@ -171,12 +181,21 @@ def swizzled(scale):
             lies[..., row // 128, tile // 4, row % 32, row % 128 // 32, tile % 4] = padded[
                 ..., row, tile
             ]
-    return jnp.asarray(lies.reshape(padded.shape).view(scale.dtype))
+    return jax.device_put(lies.reshape(padded.shape).view(scale.dtype))
 
 
-@pytest.mark.parametrize("batch", [(), (2,)])
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(128, 128, 128), (256, 384, 512), (40, 72, 96), (300, 200, 288)]
+    ("batch", "m", "n", "k"),
+    [
+        pytest.param(batch, *shape, marks=() if bool(batch) == batched else pytest.mark.slow)
+        for shape, batched in {
+            (128, 128, 128): True,
+            (256, 384, 512): False,
+            (40, 72, 96): False,
+            (300, 200, 288): True,
+        }.items()
+        for batch in ((), (2,))
+    ],
 )
 def test_block_scaled(batch, m, n, k):
     a, b = values(*batch, m, k, dtype="f8e4m3fn"), values(*batch, n, k, dtype="f8e4m3fn", seed=1)
