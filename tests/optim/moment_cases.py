@@ -21,6 +21,13 @@ PAIRS = {
     "bfloat16": (BFloat16(), BFloat16()),
     "stochastic": (FP8(rounding="stochastic"), BFloat16("stochastic")),
 }
+# Every format, in three optimizers instead of five.
+MIXED = {
+    "fp8, int8": (FP8(), Int8()),
+    "int8, expanded": (Int8(), ExpandedFP8()),
+    "expanded, float16": (ExpandedFP8(), Float16()),
+    "stochastic": PAIRS["stochastic"],
+}
 SHAPE = (32, 256)
 
 
