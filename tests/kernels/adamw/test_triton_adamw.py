@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from triton_interpreter import interpreted
+from triton_interpreter import interpreted, needs_triton
 
 from jaxfp8.optim import BFloat16Plus, ExpandedFP8, Int8, adamw, fused_adamw, with_master_weights
+
+
+
+@pytest.fixture(autouse=True)
+def triton():
+    """Before a test prepares anything."""
+    needs_triton()
+
 
 MOMENTS = {"int8": Int8(min_size=0), "expanded": ExpandedFP8(min_size=0)}
 MASTERS = {"float32": None, "8": BFloat16Plus(bits=8), "16": BFloat16Plus(bits=16)}
