@@ -27,14 +27,12 @@ RULES = {
 
 
 def pairs():
-    """By default each two choices meet once, of rules, shapes and types."""
+    """By default each rule and each shape, with and without types."""
     chosen = {
-        ("power_of_two", "whole groups", True),
-        ("power_of_two", "padded", False),
+        ("power_of_two", "whole groups", False),
         ("float32", "a vector", True),
-        ("float32", "padded", True),
         ("rceil", "padded", True),
-        ("rceil", "whole groups", False),
+        ("power_of_two", "padded", True),
     }
     for row in itertools.product(RULES, SHAPES, (True, False)):
         yield pytest.param(*row, marks=() if row in chosen else pytest.mark.slow)
@@ -108,13 +106,12 @@ def test_scales_are_unified_by_hand():
     # Sums: 336 is between 320 and 352, and goes to 320, the even one; 96; -446.75 to -448; 448.
     want = np.zeros(512, np.float32)
     want[:4] = np.array([320, 96, -448, 448]) / (32 * 4)
-    for vma in (True, False):
-        for reduction in ("exchange", "all_reduce"):
-            method = AutoScaledFP8(min_size=0, reduction=reduction)
-            state = fp8.comms.init_gradient_sums(grads[0], method)
-            found, state = sums.reduced(grads, MESH(), "d", vma=vma, method=method, state=state)
-            assert_same_bits(found, want if vma else np.stack([want] * 4))
-            assert np.all(np.asarray(state.underflowed) == 0)
+    for vma, reduction in ((True, "exchange"), (True, "all_reduce"), (False, "exchange")):
+        method = AutoScaledFP8(min_size=0, reduction=reduction)
+        state = fp8.comms.init_gradient_sums(grads[0], method)
+        found, state = sums.reduced(grads, MESH(), "d", vma=vma, method=method, state=state)
+        assert_same_bits(found, want if vma else np.stack([want] * 4))
+        assert np.all(np.asarray(state.underflowed) == 0)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_muon():
 
 
 # Updates that are an `Overwrite`, scales in the state, updates of 0, norms of one parameter.
-DEFAULT = ("masters of 8 bits", "fp8-lm", "if finite", "a frozen part", "lamb", "each parameter")
+DEFAULT = ("masters of 16 bits", "fp8-lm", "if finite", "a frozen part", "lamb", "each parameter")
 
 
 @pytest.mark.parametrize(

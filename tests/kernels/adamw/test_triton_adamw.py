@@ -14,7 +14,6 @@ from triton_interpreter import interpreted, needs_triton
 from jaxfp8.optim import BFloat16Plus, ExpandedFP8, Int8, adamw, fused_adamw, with_master_weights
 
 
-
 @pytest.fixture(autouse=True)
 def triton():
     """Before a test prepares anything."""
