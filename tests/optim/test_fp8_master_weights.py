@@ -121,13 +121,19 @@ def test_fp8_state_reaches_the_cast_through_optax(wrapped):
     recipe, w = RECIPES["delayed"], np.full((4, 4), 3.0, np.float32)
     tx = wrapped[1](with_master_weights(optax.sgd(0.5), master=Float32()))
     like = {"w": quantized(w, recipe, state_of_amax(7.0))}
-    params, opt_state = init_master_weights(
-        tx, {"w": w}, weights=like, state={"w": state_of_amax(7.0)}
+    start = jax.jit(
+        lambda params, state: init_master_weights(tx, params, weights=like, state=state)
     )
+    params, opt_state = start({"w": w}, {"w": state_of_amax(7.0)})
     assert float(params["w"].scales[0]) == 7.0 / 448
-    grads, new = {"w": jnp.ones((4, 4))}, {"w": state_of_amax(14.0)}
-    updates, _ = tx.update(grads, opt_state, params, fp8_state=new)
-    params = optax.apply_updates(params, updates)
+    grads, new = {"w": np.ones((4, 4), np.float32)}, {"w": state_of_amax(14.0)}
+
+    @jax.jit
+    def step(grads, opt_state, params, new):
+        updates, _ = tx.update(grads, opt_state, params, fp8_state=new)
+        return optax.apply_updates(params, updates)
+
+    params = step(grads, opt_state, params, new)
     assert float(params["w"].scales[0]) == 14.0 / 448
     assert float(params["w"].values[0][0, 0]) == 80.0  # 2.5 * 448 / 14
 

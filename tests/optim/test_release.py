@@ -39,14 +39,14 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 SGD = optax.sgd(2.0**-7, momentum=0.5)
 
 
-def trained(tx, f, steps):
+def trained(tx, f, steps, start=stacked):
     """Released and plain, [params, opt_state, gradient of x, loss] after some steps each.
 
     `per_layer=True` leaves out the probe for coupled parameters: test_release_refuses has it.
     """
     stack = release(tx, per_layer=True)
-    layers = jax.jit(stack.init)(stacked())
-    state = (stacked(), layers.opt_state)
+    layers = jax.jit(stack.init)(start())
+    state = (start(), layers.opt_state)
     for i in range(steps):
         layers, *mine = released_step(stack, f, layers, inputs(i))
         state, *theirs = plain_step(tx, f, state, inputs(i))
@@ -55,7 +55,7 @@ def trained(tx, f, steps):
 
 
 def chosen(*default, leave=()):
-    """Rows of optimizers. The default ones have all dtypes of states."""
+    """Rows of optimizers. A few are the default: test_release_carriers has all dtypes of states."""
     return [
         pytest.param(name, marks=() if name in default else pytest.mark.slow)
         for name in TXS
@@ -70,10 +70,17 @@ def test_op_by_op_the_bits_are_those_of_the_plain_update(name):
         assert_same_bits(*trained(TXS[name], body, 2))
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["saved", "rematerialized"])
-def test_compiled_the_bits_are_those_of_the_plain_update(remat):
+@pytest.mark.parametrize(
+    ("moments", "remat"),
+    [
+        (SGD, True),
+        (with_moment_formats(SGD, {"trace": BFloat16("stochastic")}), False),
+        pytest.param(SGD, False, marks=pytest.mark.slow),
+    ],
+    ids=["float32-rematerialized", "stochastic-saved", "float32-saved"],
+)
+def test_compiled_the_bits_are_those_of_the_plain_update(moments, remat):
     """Products with powers of two: the same bits, whether or not XLA contracts them."""
-    moments = with_moment_formats(SGD, {"trace": BFloat16("stochastic")})
     tx = with_master_weights(moments, master=BFloat16Plus(bits=8))
     mine, theirs = trained(tx, jax.checkpoint(body) if remat else body, 3)
     assert_same_bits(mine, theirs)
@@ -246,11 +253,13 @@ def test_schedules_count_in_each_layer():
 
 def test_clipping_per_layer():
     """Op by op, so that the bits are equal."""
+    start = lambda: {name: np.float32(x[:, :1, 0]) for name, x in stacked().items() if x.ndim == 3}
+    f = lambda x, p: (jnp.tanh(x * p["up"]) + p["down"], None)
     tx = optax.chain(optax.clip_by_global_norm(0.01), SGD)
     with jax.disable_jit():
-        mine, theirs = trained(tx, body, 2)
+        mine, theirs = trained(tx, f, 2, start)
     assert_same_bits(mine, theirs)
-    unclipped, _ = trained(SGD, body, 2)
+    unclipped, _ = trained(SGD, f, 2, start)
     assert np.any(unclipped[0]["up"] != mine[0]["up"])
 
 
@@ -272,7 +281,8 @@ def test_apply_if_finite_skips_a_layer_alone():
 
 def test_seeds_of_stochastic_rounding_differ_from_layer_to_layer():
     tx = with_moment_formats(optax.trace(0.5), {"trace": BFloat16("stochastic")})
-    seeds = release(tx).init({"w": jnp.ones((L, 4))}).opt_state.seed
+    init = jax.jit(release(tx, per_layer=True).init)
+    seeds = init({"w": np.ones((L, 4), np.float32)}).opt_state.seed
     assert len({*map(int, seeds)}) == L
 
 
@@ -281,7 +291,7 @@ def test_master_weights_of_stacked_layers():
     tx = with_master_weights(optax.adam(1e-3), master=BFloat16Plus(bits=8))
     init = jax.vmap(functools.partial(init_master_weights, tx))
     params, opt_state = jax.jit(init)(stacked())
-    layers = release(tx).pack(params, opt_state)
+    layers = release(tx, per_layer=True).pack(params, opt_state)
     assert_same_bits((layers.params, layers.opt_state), (params, opt_state))
 
 
