@@ -46,9 +46,11 @@ def gradients(step, scale=1.0):
     )
 
 
-def train(tx, start, steps=3, state=None, first=0):
+def train(tx, start, steps=3, state=None, first=0, update=None):
+    """Steps op by op, or with a compiled `tx.update`."""
+    update = update or tx.update
     state = tx.init(start) if state is None else state
     for i in range(first, first + steps):
-        updates, state = tx.update(gradients(i), state, start)
+        updates, state = update(gradients(i), state, start)
         start = optax.apply_updates(start, updates)
     return start, state

@@ -146,4 +146,4 @@ def test_without_params_it_says_what_it_needs():
     tx = fused_adamw(1e-3)
     start = params(jnp.float32)
     with pytest.raises(ValueError, match="params=None"):
-        tx.update(start, tx.init(start))
+        tx.update(start, jax.eval_shape(tx.init, start))
