@@ -143,6 +143,11 @@ MISUSE = {
         fp8.PerTensor(),
         ("scale", "PerTensor()", "'d'", "lax.pmax(amax, 'd')"),
     ),
+    "a scale for each device that is said to be common": (
+        functools.partial(GATHER, common_scale=True),
+        fp8.PerTensor(),
+        ("scale", "PerTensor()", "'d'"),
+    ),
     "split rows": (
         functools.partial(GATHER, axis=0),
         fp8.PerAxis(1),

@@ -220,6 +220,9 @@ def test_small_gradients_are_summed_in_float32():
         assert_same_bits(after, state)
         shorter, _ = sums.reduced(bfloat16, MESH(), "d", method=method, state=state)
         assert shorter.dtype == (jnp.bfloat16 if isinstance(method, BFloat16Sum) else jnp.float32)
+        mean = bfloat16.astype(np.float64).mean(0)
+        rounding = 2.0**-8 if isinstance(method, BFloat16Sum) else 1e-5
+        np.testing.assert_allclose(np.asarray(shorter, np.float64), mean, rtol=rounding, atol=1e-8)
 
 
 def test_one_device_rounds_nothing():

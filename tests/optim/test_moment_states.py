@@ -66,6 +66,18 @@ def test_the_seed_decides_stochastic_bits():
     assert not np.array_equal(one, other)
 
 
+def test_each_step_and_each_array_has_its_own_random_bits():
+    """A trace without decay is the gradient, the same at each step."""
+    tx = with_moment_formats(optax.trace(0.0), {"trace": BFloat16("stochastic")})
+    x = params()["w"]
+    update, grads = jax.jit(tx.update), {"w": x, "v": x}
+    _, first = update(grads, tx.init(grads))
+    _, second = update(grads, first)
+    w, v = first.inner.trace["w"], first.inner.trace["v"]
+    assert np.any(np.asarray(w) != second.inner.trace["w"])
+    assert np.any(np.asarray(w) != v)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
