@@ -3,6 +3,8 @@
 The first functions do not use jaxfp8. Gradients are [devices, ...], one of each device.
 """
 
+import functools
+
 import jax
 import numpy as np
 import oracle
@@ -98,14 +100,21 @@ def reduced(grads, mesh, names, *, vma=True, **options):
     types it is [devices, ...], what each of them has.
     """
 
-    def local(g, state):
-        return fp8.comms.all_reduce_gradients(g, names, state=state, **options)
-
     state = options.pop("state", None)
-    if vma:
-        return on_devices(local, mesh, names)(grads, state)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    return _reducing(mesh, names, vma, tuple(options.items()))(grads, state)
+
+
+@functools.cache
+def _reducing(mesh, names, vma, options):
+    """The program for gradients of one shape. Their values are its arguments."""
+
+    def local(g, state):
+        return fp8.comms.all_reduce_gradients(g, names, state=state, **dict(options))
 
     def each(g, state):
         return jax.tree.map(lambda leaf: leaf[None], local(g, state))
 
-    return on_devices(each, mesh, names, vma=False, out=P(names))(grads, state)
+    if vma:
+        return on_devices(local, mesh, names)
+    return on_devices(each, mesh, names, vma=False, out=P(names))

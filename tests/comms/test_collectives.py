@@ -61,8 +61,16 @@ def cases():
         for rule in RULES:
             if rule != "E8M0" or isinstance(granularity, fp8.PerBlock):
                 for axis in (0, 1):
+                    quick = rule == "power of two" or (rule, axis, name) in {
+                        ("float32", 0, "rows"),
+                        ("E8M0", 1, "32x32"),
+                    }
                     yield pytest.param(
-                        granularity, RULES[rule], axis, id=f"{name}-{rule}-axis {axis}"
+                        granularity,
+                        RULES[rule],
+                        axis,
+                        id=f"{name}-{rule}-axis {axis}",
+                        marks=() if quick else pytest.mark.slow,
                     )
 
 
@@ -134,6 +142,11 @@ MISUSE = {
         GATHER,
         fp8.PerTensor(),
         ("scale", "PerTensor()", "'d'", "lax.pmax(amax, 'd')"),
+    ),
+    "a scale for each device that is said to be common": (
+        functools.partial(GATHER, common_scale=True),
+        fp8.PerTensor(),
+        ("scale", "PerTensor()", "'d'"),
     ),
     "split rows": (
         functools.partial(GATHER, axis=0),

@@ -56,21 +56,23 @@ def test_against_numpy(name, dtype):
 @pytest.mark.parametrize("name", ["swiglu", "rms_norm"])
 def test_quantized_in_one_call(name):
     """Values by the oracle, of h rounded to bfloat16 also where XLA fuses all of it."""
-    given = tuple(map(jnp.asarray, arrays(name, ml_dtypes.bfloat16)))
+    given = arrays(name, ml_dtypes.bfloat16)
     prologue = prologue_of(name)
-    quantize = lambda arrays, *args, **how: fp8.quantize(
-        arrays, fp8.E4M3, *args, prologue=prologue, **how
-    )
+
+    def quantize(arrays, *args, **how):
+        one = lambda *arrays: fp8.quantize(arrays, fp8.E4M3, *args, prologue=prologue, **how)
+        return jax.jit(one)(*arrays)
+
     tiles = fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1))
-    rows, columns = jax.jit(lambda *a: quantize(a, tiles, power_of_two=True))(*given)
-    h = np.asarray(prologue_of(name)(*given)).astype(np.float32)
+    rows, columns = quantize(given, tiles, power_of_two=True)
+    h = np.asarray(jax.jit(prologue)(*given)).astype(np.float32)
     for q, tile in ((rows, (1, 32)), (columns, (32, 1))):
         multiplier = oracle.spread(1 / np.asarray(q.scale), h.shape, (1, *tile))
         np.testing.assert_array_equal(oracle.codes(q.values), oracle.cast(h, multiplier, "E4M3"))
         assert q.dtype == jnp.bfloat16
     (alone,) = quantize(given, (fp8.PerTensor(),))
     np.testing.assert_array_equal(
-        np.asarray(alone.scale), np.asarray(fp8.quantize(jnp.asarray(h), fp8.E4M3).scale)
+        np.asarray(alone.scale), jax.jit(lambda h: fp8.quantize(h, fp8.E4M3).scale)(h)
     )
     given_scale = quantize(given, scale=0.25)
     assert given_scale.scale == 0.25
@@ -86,17 +88,23 @@ def test_the_bits_of_flax(dtype):
 
 
 def test_edges():
-    gate = jnp.array([-200.0, -90.0, 0.0, 200.0, -jnp.inf, jnp.inf, jnp.nan])
-    h, gradient = jax.vjp(SWIGLU, gate, jnp.ones(7))
+    gate = np.float32([-200.0, -90.0, 0.0, 200.0, -np.inf, np.inf, np.nan])
+
+    @jax.jit
+    def all_of_them(gate, ones):
+        h, gradient = jax.vjp(SWIGLU, gate, ones)
+        return h, gradient(ones)[0], RMS_NORM(jnp.zeros((2, 4)), jnp.ones(4))
+
+    h, gradient, zeros = map(np.asarray, all_of_them(gate, np.ones(7, np.float32)))
     np.testing.assert_array_equal(h, np.float32([-0.0, -0.0, 0.0, 200.0, np.nan, np.inf, np.nan]))
-    np.testing.assert_array_equal(gradient(jnp.ones(7))[0][:4], np.float32([0, 0, 0.5, 1]))
-    assert not np.any(RMS_NORM(jnp.zeros((2, 4)), jnp.ones(4)))
+    np.testing.assert_array_equal(gradient[:4], np.float32([0, 0, 0.5, 1]))
+    assert not np.any(zeros)
 
 
 @pytest.mark.parametrize("name", ["swiglu", "rms_norm"])
 def test_gradients(name):
-    given = tuple(jnp.asarray(each, jnp.float32) for each in arrays(name, np.float32))
-    c = jnp.cos(jnp.arange(2 * M * K, dtype=jnp.float32)).reshape(2, M, K)
+    given = arrays(name, np.float32)
+    c = np.cos(np.arange(2 * M * K, dtype=np.float32)).reshape(2, M, K)
 
     def plain(x, other):
         if name == "swiglu":
@@ -104,7 +112,7 @@ def test_gradients(name):
         return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * other.reshape(1, 1, K)
 
     mine, wanted = (
-        jax.grad(lambda *a, f=f: jnp.sum(f(*a) * c), (0, 1))(*given)
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * c), (0, 1)))(*given)
         for f in (prologue_of(name), plain)
     )
     for got, want in zip(mine, wanted, strict=True):

@@ -21,6 +21,13 @@ PAIRS = {
     "bfloat16": (BFloat16(), BFloat16()),
     "stochastic": (FP8(rounding="stochastic"), BFloat16("stochastic")),
 }
+# Every format, in three optimizers instead of five.
+MIXED = {
+    "fp8, int8": (FP8(), Int8()),
+    "int8, expanded": (Int8(), ExpandedFP8()),
+    "expanded, float16": (ExpandedFP8(), Float16()),
+    "stochastic": PAIRS["stochastic"],
+}
 SHAPE = (32, 256)
 
 
@@ -39,9 +46,11 @@ def gradients(step, scale=1.0):
     )
 
 
-def train(tx, start, steps=3, state=None, first=0):
+def train(tx, start, steps=3, state=None, first=0, update=None):
+    """Steps op by op, or with a compiled `tx.update`."""
+    update = update or tx.update
     state = tx.init(start) if state is None else state
     for i in range(first, first + steps):
-        updates, state = tx.update(gradients(i), state, start)
+        updates, state = update(gradients(i), state, start)
         start = optax.apply_updates(start, updates)
     return start, state

@@ -25,7 +25,8 @@ BLOCKWISE = fp8.recipes.blockwise()
 
 
 def bytes_of(tree):
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    """Of arrays or of their types."""
+    return sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def quantized(w, recipe=BLOCKWISE, state=None, *, primary=True):

@@ -40,13 +40,22 @@ TXS = {
     "masters of 16 bits": with_master_weights(optax.adamw(2.0**-7), master=BFloat16Plus()),
     "masters in float16": with_master_weights(optax.adamw(2.0**-7), master=Float16()),
 }
+# Each update is 2^-7 or -2^-7. It is a shorter program than that of Adam.
+SIGNS = with_master_weights(
+    with_moment_formats(optax.lion(2.0**-7), {"mu": Int8(8, min_size=0)}),
+    master=BFloat16Plus(bits=8),
+)
 
 
 def stacked(seed=0):
     """bfloat16 matrices and a float32 bias of L layers."""
     draw = np.random.default_rng(seed)
     matrix = lambda *shape: jnp.asarray(draw.normal(size=(L, *shape)) * 0.2, jnp.bfloat16)
-    return {"up": matrix(D, F), "b": jnp.zeros((L, F)), "down": matrix(F, D)}
+    return {
+        "up": matrix(D, F),
+        "b": jnp.asarray(np.zeros((L, F), np.float32)),
+        "down": matrix(F, D),
+    }
 
 
 def inputs(seed):
@@ -71,8 +80,7 @@ def released_step(stack, f, layers, x):
 def plain_step(tx, f, state, x):
     params, opt_state = state
     loss, (grads, dx) = _plain(f)(params, x)
-    updates, opt_state = _updates(tx)(grads, opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), dx, loss
+    return updates_of(tx)(grads, opt_state, params), dx, loss
 
 
 @functools.cache
@@ -88,5 +96,9 @@ def _plain(f):
 
 
 @functools.cache
-def _updates(tx):
-    return jax.jit(jax.vmap(tx.update))
+def updates_of(tx):
+    def one(grads, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return jax.jit(jax.vmap(one))

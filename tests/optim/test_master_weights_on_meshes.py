@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -35,32 +36,48 @@ def put(tree, specs, mesh):
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
 
 
-def run(tx, params, opt_state, gradients):
-    jitted = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
+def train(tx, params, gradients):
+    """Weights, optimizer state and master weights after a step with each of the gradients."""
+    params, opt_state = init_master_weights(tx, params)
     for grads in gradients:
-        params, opt_state = jitted(grads, opt_state, params)
-    return params, opt_state
+        params, opt_state = step(tx, grads, opt_state, params)
+    return params, opt_state, master_weights(opt_state, params)
 
 
-def one_device(tx):
-    return run(
-        tx, *init_master_weights(tx, params32()), [gradient(params32(), i) for i in range(STEPS)]
-    )
+def run(kind, put=lambda tree: tree):
+    tx = with_master_weights(SGD, master=KINDS[kind])
+    gradients = [put(gradient(params32(), i)) for i in range(STEPS)]
+    return jax.jit(functools.partial(train, tx))(put(params32()), gradients)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("specs", SPECS)
+one_device = functools.cache(run)
+
+
+def rows(*default):
+    """All kinds of masters and all splits, of which the default suite has some pairs."""
+    for kind in KINDS:
+        for specs in SPECS:
+            marks = () if (kind, specs) in default else pytest.mark.slow
+            yield pytest.param(kind, specs, id=f"{specs}-{kind}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "specs"),
+    list(
+        rows(
+            ("float32", "split by rows"),
+            ("bfloat16 + 16", "split by both"),
+            ("bfloat16 + 8", "all on one axis"),
+            ("float16", "split by both"),
+        )
+    ),
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_whole_arrays(kind, specs, axis_type):
-    tx, specs, mesh = with_master_weights(SGD, master=KINDS[kind]), SPECS[specs], mesh_of(axis_type)
+    specs, mesh = SPECS[specs], mesh_of(axis_type)
     with jax.set_mesh(mesh):
-        params, opt_state = init_master_weights(tx, put(params32(), specs, mesh))
-        gradients = [put(gradient(params32(), i), specs, mesh) for i in range(STEPS)]
-        params, opt_state = run(tx, params, opt_state, gradients)
-        masters = master_weights(opt_state, params)
-    expected, reference = one_device(tx)
-    assert_same_bits((params, opt_state), (expected, reference))
-    assert_same_bits(masters, master_weights(reference, expected))
+        params, opt_state, masters = run(kind, lambda tree: put(tree, specs, mesh))
+    assert_same_bits((params, opt_state, masters), one_device(kind))
     stored = [field for field in opt_state.masters if jax.tree.leaves(field)]
     for tree in (params, opt_state.inner[0].trace, stored[0]):
         jax.tree.map(lambda x, spec: check_split(x, spec, mesh), tree, specs)
@@ -83,44 +100,41 @@ def spec_tree(tx, specs):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize(
+    ("kind", "specs"),
+    list(
+        rows(
+            ("float32", "split by rows"),
+            ("bfloat16 + 8", "split by both"),
+            ("float16", "all on one axis"),
+        )
+    ),
+)
 def test_inside_shard_map(kind, specs):
     tx, specs = with_master_weights(SGD, master=KINDS[kind]), SPECS[specs]
     mesh = mesh_of(AxisType.Auto)
     state_specs = spec_tree(tx, specs)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
+    mapped = jax.shard_map(
+        functools.partial(train, tx),
         mesh=mesh,
         in_specs=(specs, [specs] * STEPS),
         out_specs=(specs, state_specs, specs),
     )
-    def train(params, gradients):
-        params, opt_state = init_master_weights(tx, params)
-        for grads in gradients:
-            params, opt_state = step(tx, grads, opt_state, params)
-        return params, opt_state, master_weights(opt_state, params)
-
-    params, opt_state, masters = train(
+    found = jax.jit(mapped)(
         put(params32(), specs, mesh),
         [put(gradient(params32(), i), specs, mesh) for i in range(STEPS)],
     )
-    expected, reference = one_device(tx)
-    assert_same_bits((params, opt_state), (expected, reference))
-    assert_same_bits(masters, master_weights(reference, expected))
+    assert_same_bits(found, one_device(kind))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "float16"])
 def test_without_types_nothing_is_shared(kind):
     mesh, tx = mesh_of(AxisType.Auto), with_master_weights(SGD, master=KINDS[kind])
-    train = jax.shard_map(
-        lambda p, g: step(tx, g, tx.init(p), p)[0], mesh=mesh, in_specs=P("data"),
-        out_specs=P("data"), check_vma=False,
-    )  # fmt: skip
-    weights, grads = jnp.ones((8, 4), jnp.bfloat16), jnp.ones((8, 4))
-    assert_same_bits(jax.jit(train)(weights, grads), step(tx, grads, tx.init(weights), weights)[0])
+    one = lambda p, g: step(tx, g, tx.init(p), p)[0]
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    weights, grads = np.ones((8, 4), jnp.bfloat16), np.ones((8, 4), np.float32)
+    assert_same_bits(jax.jit(mapped)(weights, grads), jax.jit(one)(weights, grads))
 
 
 def test_a_scale_without_types_is_an_error():
@@ -136,7 +150,7 @@ def test_a_scale_without_types_is_an_error():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_can_be_donated(kind):
     tx = with_master_weights(SGD, master=KINDS[kind])
-    weights, opt_state = init_master_weights(tx, params32())
+    weights, opt_state = jax.jit(functools.partial(init_master_weights, tx))(params32())
     jitted = jax.jit(functools.partial(step, tx), donate_argnums=(1, 2))
     jitted(gradient(params32(), 0), opt_state, weights)  # a donation without use is a warning
     # The old scale of Float16 is a scalar.

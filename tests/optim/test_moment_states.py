@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from moment_cases import PAIRS, SHAPE, params, train
+from moment_cases import MIXED, PAIRS, SHAPE, params, train
 from optim_cases import bytes_of
 from same_bits import assert_same_bits
 
@@ -34,23 +34,26 @@ from jaxfp8.optim import (
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
+# What is computed on a mesh: test_moments.
+@pytest.mark.parametrize("on", ["one device", pytest.param("a mesh", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_save_restore_and_go_on_is_bit_equal(pair):
+def test_save_restore_and_go_on_is_bit_equal(pair, on):
     mu, nu = PAIRS[pair]
     tx = adamw(1e-2, mu=mu, nu=nu)
-    start, state = train(tx, params())
+    update = jax.jit(tx.update)
+    start, state = train(tx, params(), update=update)
     saved = flax.serialization.to_bytes((start, state))
     back, restored = flax.serialization.from_bytes((start, tx.init(start)), saved)
-    restored = jax.tree.map(jnp.asarray, restored)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.tree.map(
-        lambda x: jax.device_put(
-            x, NamedSharding(mesh, P("data") if x.shape[:1] == (32,) else P())
-        ),
-        (jax.tree.map(jnp.asarray, back), restored),
-    )
+    restored = jax.tree.map(jnp.asarray, (back, restored))
+    if on == "a mesh":
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        spec = lambda x: P("data") if x.shape[:1] == (32,) else P()
+        restored = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), restored)
+        update = tx.update  # op by op the bits do not depend on the mesh
+    back, restored = restored
     assert_same_bits(
-        train(tx, sharded[0], state=sharded[1], first=3), train(tx, start, state=state, first=3)
+        train(tx, back, state=restored, first=3, update=update),
+        train(tx, start, state=state, first=3, update=update),
     )
 
 
@@ -61,6 +64,18 @@ def test_the_seed_decides_stochastic_bits():
     )
     assert np.array_equal(one, again)
     assert not np.array_equal(one, other)
+
+
+def test_each_step_and_each_array_has_its_own_random_bits():
+    """A trace without decay is the gradient, the same at each step."""
+    tx = with_moment_formats(optax.trace(0.0), {"trace": BFloat16("stochastic")})
+    x = params()["w"]
+    update, grads = jax.jit(tx.update), {"w": x, "v": x}
+    _, first = update(grads, tx.init(grads))
+    _, second = update(grads, first)
+    w, v = first.inner.trace["w"], first.inner.trace["v"]
+    assert np.any(np.asarray(w) != second.inner.trace["w"])
+    assert np.any(np.asarray(w) != v)
 
 
 @pytest.mark.parametrize(
@@ -99,18 +114,19 @@ ALL = (FP8(), Float16(), BFloat16(), Int8(), ExpandedFP8(), Int8(64), Int8(32))
 
 @pytest.mark.parametrize("saved", ALL, ids=str)
 def test_a_state_of_another_format_is_refused(saved):
-    state = with_moment_formats(optax.trace(0.9), {"trace": saved}).init(params())
+    init = with_moment_formats(optax.trace(0.9), {"trace": saved}).init
+    state = jax.eval_shape(init, params())
     for format in (*ALL, Float32(), FP8(fp8.E5M2)):
         tx = with_moment_formats(optax.trace(0.9), {"trace": format})
         if format == saved:
-            tx.update(params(), state)
+            jax.eval_shape(tx.update, params(), state)
         else:
             with pytest.raises(ValueError, match="another format has stored"):
-                tx.update(params(), state)
+                jax.eval_shape(tx.update, params(), state)
 
 
 def test_memory_report_counts_stored_moments():
-    w = jnp.ones((256, 512))
+    w = jax.ShapeDtypeStruct((256, 512), jnp.float32)
     tx = adamw(1e-3, mu=FP8(), nu=Int8())
 
     def step(params, opt_state, x):
@@ -118,9 +134,10 @@ def test_memory_report_counts_stored_moments():
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    report = fp8.memory_report(step, w, tx.init(w), jnp.ones((8, 256)))
-    assert report.fp8["moments"] == bytes_of(tx.init(w))
-    assert report.fp8["weights"] == w.nbytes
+    state = jax.eval_shape(tx.init, w)
+    report = fp8.memory_report(step, w, state, jax.ShapeDtypeStruct((8, 256), jnp.float32))
+    assert report.fp8["moments"] == bytes_of(state)
+    assert report.fp8["weights"] == bytes_of(w)
 
 
 def test_second_moments_of_other_names_stay_above_zero():
@@ -156,15 +173,16 @@ def test_float16_keeps_a_second_moment_above_zero():
 
 def test_nnx_optimizer():
     """It turns stored moments into states of nnx. Two models, the other in plain JAX."""
-    for mu, nu in PAIRS.values():
-        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+    for name in ("fp8, int8", "expanded, float16"):  # states of each sort
+        mu, nu = MIXED[name]
+        model = nnx.Linear(*SHAPE, use_bias=False, rngs=nnx.Rngs(0))
         tx = adamw(1e-2, mu=mu, nu=nu)
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         pure = nnx.as_pure(nnx.state(model, nnx.Param))
         state = tx.init(pure)
-        loss_fn = lambda model: jnp.mean(model(jnp.ones((2, 64))) ** 2)
+        gradient_of = nnx.jit(nnx.grad(lambda model: jnp.mean(model(jnp.ones((2, SHAPE[0]))) ** 2)))
         for _ in range(3):
-            grads = nnx.grad(loss_fn)(model)
+            grads = gradient_of(model)
             updates, state = tx.update(nnx.as_pure(grads), state, pure)
             pure = optax.apply_updates(pure, updates)
             optimizer.update(model, grads)
@@ -181,11 +199,11 @@ def test_a_mean_dtype_beside_a_format_is_refused():
 
 def test_moments_of_float64_parameters_keep_their_types():
     with jax.enable_x64(True):
-        start = {"w": jnp.ones(SHAPE, jnp.float64)}
+        start = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float64)}
         for mu, nu in PAIRS.values():
             tx = scale_by_adam(mu=mu, nu=nu)
-            state = tx.init(start)
-            _, after = tx.update(start, state, start)
+            state = jax.eval_shape(tx.init, start)
+            _, after = jax.eval_shape(tx.update, start, state, start)
             types = lambda tree: [x.dtype for x in jax.tree.leaves(tree)]
             assert types(after) == types(state)
 

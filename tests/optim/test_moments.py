@@ -10,7 +10,7 @@ import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from moment_cases import PAIRS, SHAPE, gradients, params, train
+from moment_cases import MIXED, PAIRS, SHAPE, gradients, params, train
 from optim_cases import bytes_of
 from same_bits import assert_same_bits
 
@@ -72,17 +72,17 @@ def test_updates_are_near_those_of_float32(pair):
 
 def test_bytes_of_a_parameter():
     """FP8-LM 6 with an FP8 gradient, COAT at most 2.19, and 5.1 with gradients released."""
-    w = {"w": jnp.ones((1024, 1024), jnp.bfloat16)}
+    w = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     n = 1024 * 1024
+    init = lambda tx: jax.eval_shape(tx.init, w)
     lm = with_master_weights(adamw(1e-3, mu=FP8(), nu=Float16()), master=Float16())
-    gradient = fp8.quantize(w["w"], fp8.E4M3)
-    assert bytes_of((lm.init(w), gradient)) / n == pytest.approx(6, abs=1e-4)
-    coat = adamw(1e-3, mu=ExpandedFP8(), nu=ExpandedFP8()).init(w)
-    assert bytes_of(coat) / n == pytest.approx(2.125, abs=1e-4)
-    moments = adamw(1e-3).init(w)
-    assert bytes_of(moments) / n <= 2.1
+    gradient = jax.eval_shape(lambda w: fp8.quantize(w, fp8.E4M3), w["w"])
+    assert bytes_of((init(lm), gradient)) / n == pytest.approx(6, abs=1e-4)
+    coat = adamw(1e-3, mu=ExpandedFP8(), nu=ExpandedFP8())
+    assert bytes_of(init(coat)) / n == pytest.approx(2.125, abs=1e-4)
+    assert bytes_of(init(adamw(1e-3))) / n <= 2.1
     flash = with_master_weights(adamw(1e-3), master=BFloat16Plus(bits=8))
-    assert bytes_of((w, flash.init(w))) / n <= 5.1
+    assert bytes_of((w, init(flash))) / n <= 5.1
 
 
 def test_gradients_may_be_quantized():
@@ -118,9 +118,13 @@ def test_tiny_gradients():
         assert largest_step(*PAIRS[pair]) < 20
 
 
-@pytest.mark.parametrize("pair", ["fp8-lm", "coat", "int8"])
+@pytest.mark.parametrize(
+    "pair",
+    ["fp8, int8", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp8-lm", "coat", "int8"))],
+)
 def test_inside_optax(pair):
-    mu, nu = PAIRS[pair]
+    """Optax maps functions over states of two sorts: quantized tensors, and named tuples."""
+    mu, nu = (MIXED | PAIRS)[pair]
     make = functools.partial(adamw, mu=mu, nu=nu)
     decay = {"w": True, "b": False}
     transformations = [
@@ -136,14 +140,14 @@ def test_inside_optax(pair):
         start = params()
         if tx is transformations[-1]:
             start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start)
-        trained, _ = jax.jit(functools.partial(train, tx))(start)
+        trained, _ = jax.jit(functools.partial(train, tx, steps=2))(start)
         assert not np.array_equal(trained["w"], start["w"])
         assert np.all(np.isfinite(np.asarray(trained["w"], np.float32)))
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", ["fp8, int8", "stochastic"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(pair):
-    mu, nu = PAIRS[pair]
+    mu, nu = MIXED[pair]
     tx = optax.apply_if_finite(adamw(1e-2, mu=mu, nu=nu), 3)
     start, state = train(tx, params())
     for bad in (jnp.inf, jnp.nan):
@@ -181,40 +185,71 @@ def test_muon():
     assert [x.shape for x in codes] == [SHAPE]
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@functools.partial(jax.jit, static_argnums=1)
+def stored(x, formats, key):
+    """What formats store of a first and of a second moment."""
+    return [
+        format.pack(each, None, signed=signed, key=key if format.is_stochastic else None)
+        for format in formats
+        for each, signed in ((x, True), (jnp.abs(x), False))
+    ]
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        P("data", "model"),
-        pytest.param(P("data"), marks=pytest.mark.slow),
-        pytest.param(P(None, "model"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_bits_do_not_depend_on_the_mesh(pair, axis_type, spec):
-    mu, nu = PAIRS[pair]
-    tx = adamw(1e-2, mu=mu, nu=nu)
-    wanted = train(tx, params())
+def test_stored_bits_do_not_depend_on_the_mesh(axis_type):
+    formats = (*{format for pair in PAIRS.values() for format in pair},)
+    x = np.asarray(gradients(0)["w"])
+    wanted = stored(x, formats, jax.random.key(3))
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
-    specs = {"w": spec, "b": P()}
-    put = lambda tree: jax.tree.map(
-        lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs
-    )
     with jax.set_mesh(mesh):
-        start, state = put(params()), None
-        state = tx.init(start)
+        x = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+        assert_same_bits(stored(x, formats, jax.random.key(3)), wanted)
+
+
+QUICK = ("fp8, int8", AxisType.Explicit, P("data", "model"))
+
+
+def on_meshes():
+    """By default one pair: `test_stored_bits_do_not_depend_on_the_mesh` has all formats."""
+    for pair in {**MIXED, **PAIRS}:
+        for axis_type in (AxisType.Auto, AxisType.Explicit):
+            for spec in (P("data", "model"), P("data"), P(None, "model")):
+                quick = (pair, axis_type, spec) == QUICK
+                marks = () if quick else pytest.mark.slow
+                name = f"{spec}-{axis_type.name}-{pair}"
+                yield pytest.param(pair, axis_type, spec, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("pair", "axis_type", "spec"), list(on_meshes()))
+def test_bits_do_not_depend_on_the_mesh(pair, axis_type, spec):
+    mu, nu = (MIXED | PAIRS)[pair]
+    tx = scale_by_adam(mu=mu, nu=nu)
+    start = {"w": params()["w"]}
+    gradient = lambda i: {"w": gradients(i)["w"]}
+
+    def trained(state, put):
         for i in range(3):
-            updates, state = tx.update(put(gradients(i)), state, start)
-            start = optax.apply_updates(start, updates)
-        assert state.inner[0].mu["w"] is not None
-        assert_same_bits((start, state), wanted)
+            updates, state = tx.update(put(gradient(i)), state)
+        return updates, state
+
+    wanted = trained(tx.init(start), lambda tree: tree)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    put = lambda tree: jax.device_put(tree, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        assert_same_bits(trained(tx.init(put(start)), put), wanted)
 
 
-@pytest.mark.parametrize("pair", ["fp8-lm", "coat", "int8", "bfloat16"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "fp8, int8",
+        "expanded, float16",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp8-lm", "coat", "int8", "bfloat16")),
+    ],
+)
 def test_inside_shard_map(pair):
     """State made outside, groups and scales as on one device."""
-    mu, nu = PAIRS[pair]
+    mu, nu = (MIXED | PAIRS)[pair]
     tx = adamw(1e-2, mu=mu, nu=nu)
     start = {"w": params()["w"]}
     state = tx.init(start)

@@ -17,6 +17,12 @@ from jaxfp8.optim import with_master_weights as with_masters
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 SGD = optax.sgd(2.0**-9)  # exact products: the same bits in every program
 
+# Masters that are arrays, and masters with a scale.
+SOME_KINDS = [
+    pytest.param(kind, marks=() if kind in ("bfloat16 + 8", "float16") else pytest.mark.slow)
+    for kind in KINDS
+]
+
 
 def start(tx):
     return init_master_weights(tx, params32())
@@ -39,7 +45,7 @@ def test_a_transformation_of_new_weights_is_an_error(kind, after):
     with pytest.raises(ValueError, match="Put that transformation inside"):
         one_step(tx, weights, opt_state)
     with pytest.raises(ValueError, match="Put that transformation inside"):
-        jax.jit(lambda *args: one_step(tx, *args))(weights, opt_state)
+        jax.eval_shape(lambda *args: one_step(tx, *args), weights, opt_state)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,7 @@ def test_a_transformation_that_reads_updates_is_an_error(after, error):
         one_step(tx, weights, opt_state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_multi_steps_around(kind):
     """Weights and masters move at the last microbatch only, as if there had been one step."""
     inner = with_masters(SGD, master=KINDS[kind])
@@ -154,7 +160,7 @@ class Model(nnx.Module):
         return self.b(self.a(x).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_optimizer_of_nnx(kind):
     model = Model(jnp.bfloat16)
     tx = with_masters(SGD, master=KINDS[kind])
@@ -168,12 +174,16 @@ def test_optimizer_of_nnx(kind):
         optimizer.update(model, grads)
         return grads
 
+    def plain_step(grads, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    plain_step = jax.jit(plain_step)
     opt_state = tx.init(before)
     for _ in range(3):
         params = nnx.as_pure(nnx.state(model, nnx.Param))
         grads = nnx.as_pure(step(model, optimizer))
-        updates, opt_state = jax.jit(tx.update)(grads, opt_state, params)
-        expected = optax.apply_updates(params, updates)
+        expected, opt_state = plain_step(grads, opt_state, params)
         after = nnx.as_pure(nnx.state(model, nnx.Param))
         assert_same_bits(after, expected)
     assert after["a"]["kernel"].dtype == jnp.bfloat16

@@ -77,30 +77,35 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_of_the_payloads_is_multiplied(name):
     l_shape, r_shape, l_axes, r_axes, l_new, r_new, dimension_numbers = LAYOUTS[name]
-    keys = jax.random.split(jax.random.key(0))
-    shapes = (l_shape, r_shape)
-    lhs, rhs = (
-        jax.random.normal(k, s).astype(jnp.float8_e4m3fn) for k, s in zip(keys, shapes, strict=True)
-    )
+    draw = np.random.default_rng(0)
+    given = [draw.normal(size=shape).astype(jnp.float8_e4m3fn) for shape in (l_shape, r_shape)]
 
-    def product(lhs, rhs, matmuls):
-        operands = []
+    def arranged(lhs, rhs):
         for values, axes, shape in ((lhs, l_axes, l_new), (rhs, r_axes, r_new)):
             values = values.transpose(axes)
-            values = values if shape is None else values.reshape(shape)
-            operands.append(
-                fp8.QuantizedTensor(
-                    values, jnp.float32(0.5), fp8.PerTensor(), jnp.dtype(jnp.float32)
-                )
-            )
+            yield values if shape is None else values.reshape(shape)
+
+    @jax.jit
+    def product(lhs, rhs):
+        operands = [
+            fp8.QuantizedTensor(values, jnp.float32(0.5), fp8.PerTensor(), jnp.dtype(jnp.float32))
+            for values in arranged(lhs, rhs)
+        ]
         return fp8.scaled_matmul(
-            *operands, dimension_numbers=dimension_numbers, kernels=fp8.Kernels(matmuls=matmuls)
+            *operands, dimension_numbers=dimension_numbers, kernels=fp8.Kernels(matmuls="xla")
         )
 
-    got, want = (
-        jax.jit(product, static_argnums=2)(lhs, rhs, backend) for backend in ("xla", "reference")
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    # NumPy: batch axes, other axes of lhs and of rhs.
+    (l_sum, r_sum), (l_batch, r_batch) = dimension_numbers
+    lhs, rhs = (values.astype(np.float64) for values in arranged(*given))
+    l_names, r_names = [*"abc"[: lhs.ndim]], [*"xyz"[: rhs.ndim]]
+    for i, j in zip((*l_sum, *l_batch), (*r_sum, *r_batch), strict=True):
+        r_names[j] = l_names[i]
+    batch, summed = ([l_names[i] for i in axes] for axes in (l_batch, l_sum))
+    others = [n for n in (*l_names, *r_names) if n not in batch and n not in summed]
+    subscripts = ",".join(map("".join, (l_names, r_names))) + "->" + "".join([*batch, *others])
+    want = 0.25 * np.einsum(subscripts, lhs, rhs)
+    np.testing.assert_allclose(product(*given), want, rtol=1e-5, atol=1e-5)
 
 
 def test_wgrad_multiplies_bfloat16_on_cpus():
