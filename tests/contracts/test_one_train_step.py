@@ -144,6 +144,7 @@ def same(first, second):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("form", "recipe", "optimizer"), ROWS)
 def test_one_text_trains_with_every_recipe(form, recipe, optimizer):
     training = Training(form, RECIPES[recipe], OPTIMIZERS[optimizer]())

@@ -132,6 +132,7 @@ def test_program_state_and_results_are_those_of_layers_by_hand(recipe):
     assert (variables, texts) == programs(by_hand)  # so the results are equal, too
 
 
+@pytest.mark.quick
 def test_a_checkpoint_of_the_model_loads_as_it_is():
     model, saved, _ = without_fp8("scan of remat")
     assert set(saved) == {"params"}

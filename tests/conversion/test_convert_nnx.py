@@ -16,6 +16,7 @@ def loss_of(model, tokens):
     return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("recipe", "scan"),
     [

@@ -15,7 +15,15 @@ WITH_CODE = [page for page in DOCS if any(fences(page.read_text(), "python"))]
 # Pages of many models. Eagerly each operation of a model is a program, for each shape.
 LONG = {"convert", "diverged", "experts", "fine-tuning", "gradient-release", "layers", "moe"}
 ROWS = [
-    pytest.param(page, marks=pytest.mark.slow if page.stem in LONG else ()) for page in WITH_CODE
+    pytest.param(
+        page,
+        marks=pytest.mark.slow
+        if page.stem in LONG
+        else pytest.mark.quick
+        if page == ROOT / "README.md"
+        else (),
+    )
+    for page in WITH_CODE
 ]
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAMED = re.compile(r"(?<![\w/.])(?:tests|examples|benchmarks|jaxfp8|notebooks|docs)/[\w/.-]*\w")
@@ -113,6 +121,7 @@ def test_commands_exist():
     assert found >= 6
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_diff():
     """Three lines change. Both sides run, the second one in FP8 and with kernels of an H200."""

@@ -22,6 +22,7 @@ DEFAULT = {
 ROWS = [pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.slow) for name in TABLE]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ROWS)
 def test_bits(name):
     lines = differences(name, GOLDEN.get(name, {}), TABLE[name]())

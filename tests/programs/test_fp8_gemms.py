@@ -202,6 +202,7 @@ def test_names_fall_back_on_the_instruction():
     assert find_gemms(program(FP8)).fp8 == ("i.0",)
 
 
+@pytest.mark.quick
 def test_compiled_for_cpu():
     recipe = fp8.recipes.current()
     compiled = (

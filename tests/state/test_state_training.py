@@ -272,6 +272,7 @@ def test_not_finite_in_one_of_several_uses():
     np.testing.assert_array_equal(new.amax_history[:, -1], [0, 1, 1])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("make", [
     lambda: optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2, weight_decay=0.5)),
     lambda: optax.MultiSteps(optax.sgd(1e-2), every_k_schedule=2),
