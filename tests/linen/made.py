@@ -28,7 +28,7 @@ def made(module, *inputs, recipe=None, dtype=None):
                 for leaf, like in zip(unset, leaves, strict=True)
             ]
             return jax.tree.unflatten(tree, stacked)
-        spread = node.shape[-2] ** -0.5 if len(node.shape) > 1 else 0.1
+        spread = max(node.shape) ** -0.5 if len(node.shape) > 1 else 0.1
         return (spread * random.standard_normal(node.shape)).astype(dtype or node.dtype)
 
     shapes = jax.eval_shape(module.init, jax.random.key(0), *inputs)
