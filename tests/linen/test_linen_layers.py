@@ -93,12 +93,13 @@ def test_identity_is_bit_equal(layer):
     assert_same(*jax.jit(lambda *given: [step(*given) for step in steps])(params, None, X))
 
 
+SLOW = pytest.mark.slow
 QUICK = ("Dense_bf16", "DenseGeneral_batch", "Einsum", "Attention_plugged")
 
 
 @pytest.mark.parametrize(
     "layer",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYERS],
+    [pytest.param(name, marks=() if name in QUICK else SLOW) for name in LAYERS],
 )
 def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
     theirs, ours, _ = LAYERS[layer]
@@ -212,7 +213,7 @@ REMAT = lambda block: nn.remat(block, policy=fp8.save_fp8_residuals(), prevent_c
 
 @pytest.mark.parametrize(
     "transform",
-    [pytest.param(lambda b: b, marks=pytest.mark.slow), REMAT, nn.jit],
+    [pytest.param(lambda b: b, marks=SLOW), REMAT, pytest.param(nn.jit, marks=SLOW)],
     ids=["scan", "remat in scan", "jit in scan"],
 )
 def test_scan_over_layers(transform):

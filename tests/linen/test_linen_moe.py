@@ -108,9 +108,7 @@ def in_high_precision(dtype):
         )
         for recipe in RECIPES
         for dtype in (jnp.float32, jnp.bfloat16)
-        for default in [
-            dtype == jnp.bfloat16 and recipe.name in ("delayed", "blockwise", "identity")
-        ]
+        for default in [dtype == jnp.bfloat16 and recipe.name in ("blockwise", "identity")]
     ],
 )
 def test_every_recipe_is_near_high_precision(recipe, dtype):

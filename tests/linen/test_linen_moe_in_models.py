@@ -43,6 +43,7 @@ def test_layers_of_a_scan_have_states_of_their_own(remat):
         assert np.asarray(leaf).any()
 
 
+@pytest.mark.slow
 def test_a_step_of_remat_has_the_bits_of_one_without():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise())
     kept = nn.remat(FP8MoE, policy=fp8.save_fp8_residuals())(E, F, 2, recipe=layer.recipe)

@@ -29,7 +29,7 @@ DELAYED, SLOW = fp8.recipes.delayed(), pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recipe", "shared"),
     [
-        (AxisType.Auto, DELAYED, 0),
+        pytest.param(AxisType.Auto, DELAYED, 0, marks=SLOW),
         (AxisType.Explicit, IDENTITY, 16),
         pytest.param(AxisType.Explicit, DELAYED, 16, marks=SLOW),
         pytest.param(AxisType.Auto, IDENTITY, 16, marks=SLOW),

@@ -92,7 +92,7 @@ MODELS = {
     ),
 }  # fmt: skip
 FEW = [
-    ("layers", "delayed"), ("bfloat16", "blockwise"), ("scan", "delayed"),
+    ("layers", "delayed"), ("bfloat16", "blockwise"),
     ("converted, no attention", "delayed"),
 ]  # fmt: skip
 

@@ -247,7 +247,7 @@ def test_quantize_and_dequantize(tile, sizes):
     ("recipe", "sizes"),
     [
         ("blockwise", (4, 1, 2)),
-        ("rowwise", (1, 1, 1)),
+        pytest.param("rowwise", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("blockwise", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("rowwise", (4, 1, 2), marks=pytest.mark.slow),
     ],
