@@ -12,7 +12,7 @@ import pytest
 from checkpoint_models import RECIPE, Boxed, Named, Stack, Unnamed, fp8_dense
 from flax import serialization
 from flax.core import freeze
-from made import made
+from linen_made import made
 from messages import Message, check
 from same_bits import assert_same_bits
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from made import made
+from linen_made import made
 from messages import Message
 from same_bits import assert_same_bits
 

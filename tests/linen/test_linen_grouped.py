@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from made import made
+from linen_made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8GroupedLinear

@@ -15,7 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
-from made import made
+from linen_made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum

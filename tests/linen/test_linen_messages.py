@@ -9,7 +9,7 @@ import messages
 import optax
 import pytest
 from flax.training.train_state import TrainState as FlaxTrainState
-from made import made
+from linen_made import made
 from messages import Message
 
 import jaxfp8 as fp8

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linen_made import made
 from linen_moe_cases import IDENTITY, RECIPES, E, F, K, reference, run, tokens, wide
-from made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8MoE

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from linen_made import made
 from linen_moe_cases import IDENTITY, E, F, K, mesh_of_four, run, tokens, wide
-from made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8MoE

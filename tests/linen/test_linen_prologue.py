@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from made import made
+from linen_made import made
 from prologue_cases import (
     RECIPES,
     RMS_NORM,

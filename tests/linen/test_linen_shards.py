@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
-from made import made
+from linen_made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made import made
+from linen_made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from made import made
+from linen_made import made
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
