@@ -1,5 +1,7 @@
 """Mistakes with linen layers, plugs and train states: the three parts of their messages."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import messages
 import optax
 import pytest
 from flax.training.train_state import TrainState as FlaxTrainState
+from linen_made import made
 from messages import Message
 
 import jaxfp8 as fp8
@@ -24,7 +27,7 @@ from jaxfp8.linen import (
 DELAYED = fp8.recipes.delayed()
 X, KEY = jnp.ones((2, 8)), jax.random.key(0)
 DENSE = FP8Dense(8, recipe=DELAYED)
-VARIABLES = jax.jit(DENSE.init)(KEY, X)
+VARIABLES = made(DENSE, X)
 LAYERS = {
     "FP8Dense": lambda: FP8Dense(4),
     "FP8DenseGeneral": lambda: FP8DenseGeneral(4),
@@ -270,11 +273,11 @@ def test_an_input_that_is_no_array_is_named(layer, given):
 
 
 def test_a_scan_may_carry_a_state_that_every_call_returns():
-    variables = scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION).init(
-        KEY, X, None
-    )
+    shared = scanned(variable_axes={"params": 0}, variable_broadcast=COLLECTION)
+    variables = jax.eval_shape(shared.init, KEY, X, None)
     carrying = scanned(variable_axes={"params": 0}, variable_carry=COLLECTION)
-    _, changed = carrying.apply(variables, X, None, mutable=[COLLECTION])
+    apply = functools.partial(carrying.apply, mutable=[COLLECTION])
+    _, changed = jax.eval_shape(lambda variables: apply(variables, X, None), variables)
     assert jax.tree.structure(changed[COLLECTION]) == jax.tree.structure(variables[COLLECTION])
 
 
@@ -286,11 +289,12 @@ def test_broadcast_comes_before_carry():
         split_rngs={"params": False},
         length=3,
     )()
-    variables = model.init(KEY, X, None)
+    variables = made(model, X, None, recipe=DELAYED)
     loss_fn = lambda params, state: jnp.sum(
         model.apply({"params": params, COLLECTION: state}, X, None)[0]
     )
-    _, _, state = fp8.value_and_grad(loss_fn)(variables["params"], variables[COLLECTION])
+    step = jax.jit(fp8.value_and_grad(loss_fn))
+    _, _, state = step(variables["params"], variables[COLLECTION])
     assert all(
         leaf.scale.all()
         for leaf in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, fp8.state.MatmulState))
@@ -313,12 +317,12 @@ def test_a_forgotten_state_is_an_error():
 )
 def test_the_cures_for_a_carried_collection(lifted):
     model = scanned(**({"variable_axes": {"params": 0}} | lifted))
-    variables = model.init(KEY, X, None)
+    variables = made(model, X, None, recipe=DELAYED)
     state = variables[COLLECTION]
     loss_fn = lambda params, state: jnp.sum(
         model.apply({"params": params, COLLECTION: state}, X, None)[0]
     )
-    loss, _, new = fp8.value_and_grad(loss_fn)(variables["params"], state)
+    loss, _, new = jax.jit(fp8.value_and_grad(loss_fn))(variables["params"], state)
     assert jnp.isfinite(loss)
     assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, state)
 

@@ -1,73 +1,77 @@
 """`linen.FP8MoE`: what it computes, on one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linen_moe_cases import IDENTITY, RECIPES, E, F, K, made, reference, run, tokens, wide
+from linen_made import made
+from linen_moe_cases import IDENTITY, RECIPES, E, F, K, reference, run, tokens, wide
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8MoE
 
+SLOW = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
-    "fields",
+    ("shape", "fields"),
     [
-        {}, {"k": 1}, {"k": E}, {"scores": "sigmoid"}, {"normalized": False}, {"shared": 16},
-        {"clamp": (0.3, 0.2), "shared": 8}, {"experts": 3, "hidden": 5},
+        ((2, 1, 3, 2), {}),
+        ((7,), {"scores": "sigmoid", "normalized": False, "k": 3, "experts": 5, "hidden": 5}),
+        ((), {"clamp": (0.3, 0.2), "shared": 8, "k": 1}),
+        pytest.param((3, 5), {"k": E}, marks=SLOW),
+        pytest.param((3, 5), {"scores": "sigmoid"}, marks=SLOW),
+        pytest.param((3, 5), {"normalized": False}, marks=SLOW),
+        pytest.param((3, 5), {"shared": 16}, marks=SLOW),
     ],
     ids=str,
-)  # fmt: skip
-def test_is_a_loop_over_tokens_and_experts(fields):
+)
+def test_is_a_loop_over_tokens_and_experts(shape, fields):
+    """Leading axes and the order of tokens come back."""
     fields = {"experts": E, "hidden": F, "k": 2, **fields}
     layer = FP8MoE(**fields, recipe=IDENTITY)
-    x = tokens(3, 5)
+    x = tokens(5, 6)[:, :5].reshape(-1, K)[: int(np.prod(shape, dtype=int))].reshape(*shape, K)
     variables = made(layer, x)
     y, stats = jax.jit(layer.apply)(variables, x)
+    assert y.shape == x.shape
     how = {name: fields[name] for name in ("scores", "normalized", "clamp") if name in fields}
     want = reference(variables["params"], x, fields["k"], **how)
     np.testing.assert_allclose(np.asarray(y), want, rtol=1e-4, atol=1e-5)
-    assert int(stats.load.sum()) == 15 * fields["k"]
+    assert int(stats.load.sum()) == np.prod(shape, dtype=int) * fields["k"]
     assert int(stats.dropped) == 0
 
 
 def test_stats_are_those_of_the_router():
     layer = FP8MoE(E, F, 2, recipe=IDENTITY)
-    variables = made(layer)
-    _, stats = jax.jit(layer.apply)(variables, tokens())
-    logits = tokens().reshape(-1, K) @ variables["params"]["router"]
-    chosen = fp8.moe.top_k(logits, 2).chosen
-    np.testing.assert_array_equal(np.asarray(stats.load), np.asarray(fp8.moe.load(chosen, E)))
-    want = fp8.moe.load_balancing_loss(logits, chosen)
-    np.testing.assert_allclose(stats.load_balancing_loss, want, rtol=1e-6)
-    np.testing.assert_allclose(stats.z_loss, fp8.moe.z_loss(logits), rtol=1e-6)
+    variables = made(layer, tokens())
 
+    @jax.jit
+    def stats_of(variables, x):
+        logits = x.reshape(-1, K) @ variables["params"]["router"]
+        chosen = fp8.moe.top_k(logits, 2).chosen
+        losses = fp8.moe.load_balancing_loss(logits, chosen), fp8.moe.z_loss(logits)
+        return layer.apply(variables, x)[1], fp8.moe.load(chosen, E), losses
 
-@pytest.mark.parametrize("shape", [(7,), (), (2, 1, 3, 2)], ids=str)
-def test_leading_axes_and_the_order_of_tokens_come_back(shape):
-    layer = FP8MoE(E, F, 2, recipe=IDENTITY)
-    variables = made(layer)
-    x = jax.random.normal(jax.random.key(3), (*shape, K))
-    y, _ = jax.jit(layer.apply)(variables, x)
-    assert y.shape == x.shape
-    apply = jax.jit(layer.apply)
-    each = [apply(variables, row[None])[0][0] for row in x.reshape(-1, K)]
-    np.testing.assert_allclose(np.asarray(y).reshape(-1, K), np.stack(each), atol=1e-5)
+    stats, load, losses = stats_of(variables, tokens())
+    np.testing.assert_array_equal(np.asarray(stats.load), np.asarray(load))
+    np.testing.assert_allclose((stats.load_balancing_loss, stats.z_loss), losses, rtol=1e-6)
 
 
 def test_the_router_learns_through_gates_and_losses():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise())
-    variables = made(layer)
 
-    def of_result(params):
-        return jnp.sum(layer.apply({"params": params}, tokens())[0])
+    def both(params):
+        y, stats = layer.apply({"params": params}, tokens())
+        return jnp.sum(y), stats.load_balancing_loss + stats.z_loss
 
-    def of_losses(params):
-        stats = layer.apply({"params": params}, tokens())[1]
-        return stats.load_balancing_loss + stats.z_loss
+    @jax.jit
+    def gradients(params):
+        _, pull = jax.vjp(both, params)
+        return pull((1.0, 0.0))[0], pull((0.0, 1.0))[0]
 
-    for loss in (of_result, of_losses):
-        grads = jax.jit(jax.grad(loss))(variables["params"])
+    for grads in gradients(made(layer, tokens())["params"]):
         assert (np.asarray(grads["router"]) != 0).any(axis=0).all()
     assert not np.asarray(grads["w_in"]["kernel"]).any()  # losses do not train experts
 
@@ -86,16 +90,35 @@ def test_the_router_asks_for_float32_where_the_default_is_tf32():
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in (of_logits, *gradients))
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.name for recipe in RECIPES])
-def test_every_recipe_is_near_high_precision(recipe, dtype):
-    layer = FP8MoE(E, F, 2, recipe=recipe, dtype=dtype, shared=16)
-    variables = made(layer)
-    y, _, grads, _ = run(layer, variables, tokens().astype(dtype))
-    assert y.dtype == dtype
+@functools.cache
+def in_high_precision(dtype):
+    """The variables, and the result and gradients of tokens of that dtype."""
     exact = FP8MoE(E, F, 2, recipe=IDENTITY, shared=16)
     x = tokens().astype(dtype).astype(jnp.float32)
-    want, _, near, _ = run(exact, {"params": variables["params"]}, x)
+    variables = made(exact, x)
+    want, _, near, _ = jax.device_get(run(exact, variables, x))
+    return variables, want, near
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [
+        pytest.param(
+            recipe, dtype, id=f"{recipe.name}-{dtype.__name__}", marks=() if default else SLOW
+        )
+        for recipe in RECIPES
+        for dtype in (jnp.float32, jnp.bfloat16)
+        for default in [dtype == jnp.bfloat16 and recipe.name in ("blockwise", "identity")]
+    ],
+)
+def test_every_recipe_is_near_high_precision(recipe, dtype):
+    layer = FP8MoE(E, F, 2, recipe=recipe, dtype=dtype, shared=16)
+    variables, want, near = in_high_precision(dtype)
+    assert variables.keys() == {"params"}
+    if recipe.rows:
+        variables = variables | {COLLECTION: made(layer, tokens())[COLLECTION]}
+    y, _, grads, _ = run(layer, variables, tokens().astype(dtype))
+    assert y.dtype == dtype
     far = jax.tree.map(
         lambda a, b: np.linalg.norm(wide(a) - wide(b)) / np.linalg.norm(wide(b)),
         (y, grads), (want, near),
@@ -107,9 +130,9 @@ def test_every_recipe_is_near_high_precision(recipe, dtype):
     assert (router > 0) == (recipe is not IDENTITY or dtype == jnp.bfloat16)
 
 
-@pytest.mark.parametrize("each", [True, False])
+@pytest.mark.parametrize("each", [True, pytest.param(False, marks=SLOW)])
 def test_two_steps_move_states_and_lower_the_loss(each):
-    layer = FP8MoE(E, F, 2, recipe=fp8.recipes.delayed(), state_per_expert=each, shared=16)
+    layer = FP8MoE(E, F, 2, recipe=fp8.recipes.delayed(), state_per_expert=each)
     # Tokens of one direction choose the same two experts, so that the others stay without tokens.
     x = jnp.ones((12, K)) + 0.01 * tokens(12)
     variables = made(layer, x)
@@ -138,11 +161,17 @@ def test_two_steps_move_states_and_lower_the_loss(each):
         assert not each or not scale[np.asarray(stats.load) == 0].any() or used.all()
 
 
+def test_one_state_for_all_experts():
+    layer = FP8MoE(E, F, 2, recipe=fp8.recipes.delayed(), state_per_expert=False)
+    state = jax.eval_shape(layer.init, jax.random.key(0), tokens())[COLLECTION]
+    assert [state[name]["fp8"].scale.shape for name in ("w_in", "w_out")] == [(3,), (3,)]
+
+
 def test_all_tokens_to_one_expert():
     layer = FP8MoE(E, F, 1, recipe=fp8.recipes.blockwise())
     x = jnp.abs(tokens())
     variables = made(layer, x)
-    params = variables["params"] | {"router": jnp.zeros((K, E)).at[:, 5].set(1.0)}
+    params = variables["params"] | {"router": np.float32([[each == 5 for each in range(E)]] * K)}
     y, stats, grads, _ = run(layer, {"params": params}, x)
     np.testing.assert_array_equal(np.asarray(stats.load), np.eye(E, dtype=np.int32)[5] * 24)
     far = wide(y) - reference(params, x, 1)

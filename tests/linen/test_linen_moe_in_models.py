@@ -1,30 +1,35 @@
 """`linen.FP8MoE` in scans and remat, with other tools, and with bad input."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linen_moe_cases import IDENTITY, E, F, K, made, mesh_of_four, run, tokens
+from linen_made import made
+from linen_moe_cases import IDENTITY, E, F, K, mesh_of_four, run, tokens
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8MoE
 from jaxfp8.moe import ExpertParallel
 
 
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_of_a_scan_have_states_of_their_own(remat):
+    recipe = fp8.recipes.delayed()
+
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
             layer = nn.remat(FP8MoE, prevent_cse=False) if remat else FP8MoE
-            y, stats = layer(E, F, 2, recipe=fp8.recipes.delayed(), shared=8, name="moe")(x)
+            y, stats = layer(E, F, 2, recipe=recipe, name="moe")(x)
             return x + y, stats.load_balancing_loss
 
     stack = nn.scan(
         Block, variable_axes={"params": 0, COLLECTION: 0}, split_rngs={"params": True}, length=2
     )()
-    variables = jax.jit(stack.init)(jax.random.key(0), tokens(), None)
+    variables = made(stack, tokens(), None, recipe=recipe)
 
     def loss(params, state):
         y, losses = stack.apply({"params": params, COLLECTION: state}, tokens(), None)
@@ -38,10 +43,11 @@ def test_layers_of_a_scan_have_states_of_their_own(remat):
         assert np.asarray(leaf).any()
 
 
+@pytest.mark.slow
 def test_a_step_of_remat_has_the_bits_of_one_without():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise())
     kept = nn.remat(FP8MoE, policy=fp8.save_fp8_residuals())(E, F, 2, recipe=layer.recipe)
-    variables = made(layer)
+    variables = made(layer, tokens())
     got, want = run(kept, variables, tokens()), run(layer, variables, tokens())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got[:3], want[:3])
 
@@ -50,13 +56,13 @@ def test_the_backward_pass_keeps_no_tokens_in_float32():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise(), dtype=jnp.bfloat16)
     x = tokens(5, 7).astype(jnp.bfloat16)
     variables = made(layer, x)
-    _, back = jax.vjp(lambda x: layer.apply(variables, x)[0], x)
+    back = jax.eval_shape(lambda x: jax.vjp(lambda x: layer.apply(variables, x)[0], x)[1], x)
     kept = [leaf for leaf in jax.tree.leaves(back) if leaf.shape in ((35, K), (5, 7, K))]
     assert all(leaf.dtype != jnp.float32 for leaf in kept), kept
 
 
 def test_specs_of_states_are_those_of_kernels():
-    variables = made(FP8MoE(E, F, 2))
+    variables = made(FP8MoE(E, F, 2), tokens())
     split = {"kernel": jax.P("expert", None, None)}
     specs = fp8.linen.state_specs(
         variables[COLLECTION], {"router": jax.P(), "w_in": split, "w_out": split}
@@ -67,7 +73,7 @@ def test_specs_of_states_are_those_of_kernels():
 def test_stochastic_rounding_draws_keys():
     recipe = fp8.recipes.blockwise(gradient_rounding="stochastic")
     layer = FP8MoE(E, F, 2, recipe=recipe)
-    variables = made(layer)
+    variables = made(layer, tokens())
 
     @jax.jit
     def grads(key):
@@ -113,18 +119,19 @@ def test_bad_inputs_are_named():
 
 def test_kernels_of_experts_stay_in_high_precision():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise(), shared=16)
-    params = made(layer)["params"]
+    params = made(layer, tokens())["params"]
+    quantize = functools.partial(fp8.quantize_params, recipe=layer.recipe)
     with pytest.raises(TypeError, match=r"w_in is QuantizedWeight.*FP8MoE takes matrices in high"):
-        layer.apply({"params": fp8.quantize_params(params, layer.recipe)}, tokens())
+        jax.eval_shape(lambda p: layer.apply({"params": quantize(p)}, tokens()), params)
     rules = [("shared.*/kernel", fp8.weights.WeightAxes(contracted=(0,)))]
-    held = fp8.quantize_params(params, layer.recipe, rules=rules)
+    held = jax.jit(functools.partial(quantize, rules=rules))(params)
     assert isinstance(held["shared_in"]["kernel"], fp8.weights.QuantizedWeight)
     got, want = (
         np.asarray(jax.jit(layer.apply)({"params": each}, tokens())[0]) for each in (held, params)
     )
     np.testing.assert_array_equal(got, want)
     delayed = FP8MoE(E, F, 2)
-    variables = made(delayed)
+    variables = made(delayed, tokens())
     with pytest.raises(fp8.FP8StateError, match=r"w_in/kernel has stacked states.*experts take it"):
         fp8.quantize_params(variables["params"], delayed.recipe, state=variables[COLLECTION])
 
@@ -136,7 +143,7 @@ def test_experts_that_devices_cannot_divide_are_named():
         layer.init, mesh=mesh, in_specs=(jax.P(), jax.P("expert")), out_specs=jax.P()
     )
     with pytest.raises(ValueError, match="experts=6 cannot be split over the 4 devices"):
-        init(jax.random.key(0), tokens())
+        jax.eval_shape(init, jax.random.key(0), tokens())
 
 
 def test_convert_leaves_it_as_it_is():
@@ -153,7 +160,7 @@ def test_convert_leaves_it_as_it_is():
 
 def test_records_name_both_matmuls():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.current())
-    variables = made(layer)
+    variables = made(layer, tokens())
     with fp8.diagnostics.collect() as records:
         jax.jit(jax.grad(lambda v: jnp.sum(layer.apply(v, tokens())[0])))(variables)
     assert {row.layer for row in records.rows()} == {"w_in", "w_out"}
@@ -162,7 +169,7 @@ def test_records_name_both_matmuls():
 def test_kernels_in_boxes_of_partitions():
     init = nn.with_partitioning(nn.initializers.lecun_normal(batch_axis=(0,)), ("e", None, None))
     layer = FP8MoE(E, F, 2, kernel_init=init)
-    variables = made(layer)
+    variables = made(layer, tokens())
     assert isinstance(variables["params"]["w_in"]["kernel"], nn.Partitioned)
     plain = nn.meta.unbox(variables)
     np.testing.assert_array_equal(

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from linen_moe_cases import IDENTITY, E, F, K, made, mesh_of_four, run, tokens, wide
+from linen_made import made
+from linen_moe_cases import IDENTITY, E, F, K, mesh_of_four, run, tokens, wide
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8MoE
@@ -22,11 +23,23 @@ def assert_same(got, want):
         assert far <= 5e-3 * np.linalg.norm(wide(b)), (jax.tree_util.keystr(path), far)
 
 
-@pytest.mark.parametrize("recipe", [fp8.recipes.delayed(), IDENTITY], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_mesh_gives_the_results_of_one_device(kind, recipe):
-    fields = {"experts": E, "hidden": F, "k": 2, "recipe": recipe, "shared": 16}
-    variables, x = made(FP8MoE(**fields)), tokens()
+DELAYED, SLOW = fp8.recipes.delayed(), pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "shared"),
+    [
+        pytest.param(AxisType.Auto, DELAYED, 0, marks=SLOW),
+        (AxisType.Explicit, IDENTITY, 16),
+        pytest.param(AxisType.Explicit, DELAYED, 16, marks=SLOW),
+        pytest.param(AxisType.Auto, IDENTITY, 16, marks=SLOW),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_mesh_gives_the_results_of_one_device(kind, recipe, shared):
+    fields = {"experts": E, "hidden": F, "k": 2, "recipe": recipe, "shared": shared}
+    x = tokens()
+    variables = made(FP8MoE(**fields), x)
     want = run(FP8MoE(**fields), variables, x)
     layer = FP8MoE(**fields, parallel=ExpertParallel(axis="expert"))
     mesh = mesh_of_four(kind)
@@ -43,11 +56,13 @@ def test_a_mesh_gives_the_results_of_one_device(kind, recipe):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("recipe", [fp8.recipes.delayed(), IDENTITY], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(DELAYED, marks=SLOW), IDENTITY], ids=["delayed", "identity"]
+)
 def test_a_manual_mesh_gives_the_results_of_one_device(recipe):
     fields = {"experts": E, "hidden": F, "k": 2, "recipe": recipe, "shared": 16}
     x = tokens(8, 3)
-    variables = made(FP8MoE(**fields))
+    variables = made(FP8MoE(**fields), x)
     want = run(FP8MoE(**fields), variables, x)
     layer = FP8MoE(**fields, parallel=ExpertParallel(axis="expert"))
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
@@ -86,13 +101,14 @@ def test_init_inside_shard_map_makes_parts_of_one_layer():
     got = jax.jit(jax.shard_map(layer.init, mesh=mesh, in_specs=(jax.P(), split), out_specs=specs))(
         jax.random.key(0), x
     )
-    want = made(layer, x)  # `init` outside needs no mesh
+    want = jax.jit(layer.init)(jax.random.key(0), x)  # `init` outside needs no mesh
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)
 
 
 def test_losses_without_varying_types_are_those_of_the_named_axes():
     layer = FP8MoE(E, F, 2, parallel=ExpertParallel(axis="expert"), recipe=IDENTITY)
-    variables, x = made(layer), tokens()
+    x = tokens()
+    variables = made(layer, x)
     _, want = jax.jit(FP8MoE(E, F, 2, recipe=IDENTITY).apply)(variables, x)
     split = jax.P("expert")
     specs = {"params": {"router": jax.P(), "w_in": split, "w_out": split}}
@@ -112,7 +128,9 @@ def test_dropped_choices_are_counted():
     parallel = ExpertParallel(axis="expert", capacity_factor=1.0)
     layer = FP8MoE(E, F, 1, parallel=parallel, recipe=IDENTITY)
     x = jnp.abs(tokens())
-    params = made(layer, x)["params"] | {"router": jnp.zeros((K, E)).at[:, 5].set(1.0)}
+    params = made(layer, x)["params"] | {
+        "router": np.float32([[each == 5 for each in range(E)]] * K)
+    }
     mesh = mesh_of_four()
     with jax.set_mesh(mesh):
         y, stats = jax.jit(layer.apply)({"params": params}, x)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linen_made import made
 
 import jaxfp8 as fp8
 from jaxfp8.linen import FP8Dense, FP8DenseGeneral, FP8DotGeneral, FP8Einsum
@@ -20,7 +21,9 @@ RECIPES = {
 }
 KERNELS = {"mxfp8, 2D weights": fp8.Kernels("b200", casts="xla", matmuls="cudnn")}
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (3, 20, 48))  # ragged in tiles of 32, shorter than those of 128
+X = np.random.default_rng(0).standard_normal(
+    (3, 20, 48), np.float32
+)  # ragged in tiles of 32, shorter than those of 128
 
 
 def bf16(t):
@@ -93,7 +96,6 @@ def cases():
         for recipe in RECIPES:
             some = (layer, recipe) in {
                 ("Dense", "blockwise"),
-                ("Dense, bfloat16", "mxfp8"),
                 ("Einsum", "mxfp8"),
             }
             marks = () if some else (pytest.mark.slow,)
@@ -104,11 +106,8 @@ def cases():
 def test_a_layer_is_the_function_with_flax_s_parameters(layer, recipe):
     theirs, ours, by_hand = LAYERS[layer]
     model = ours(options(recipe))
-    variables = jax.jit(theirs.init)(KEY, X)
+    params = made(theirs, X)["params"]
     assert jax.eval_shape(model.init, KEY, X) == jax.eval_shape(theirs.init, KEY, X)  # no state
-    params = dict(variables["params"])
-    if "bias" in params:
-        params["bias"] = jax.random.normal(jax.random.key(1), params["bias"].shape)
     got = step(lambda params, x: model.apply({"params": params}, x))(params, X)
     by_function = step(lambda params, x: by_hand(params, x, options(recipe)))(params, X)
     jax.tree.map(np.testing.assert_array_equal, got, by_function)
@@ -116,8 +115,9 @@ def test_a_layer_is_the_function_with_flax_s_parameters(layer, recipe):
         return
     # And it is close to what flax computes.
     exact = step(lambda params, x: theirs.apply({"params": params}, x))(params, X)
-    distance = lambda a, b: jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())
-    assert max(jax.tree.leaves(jax.tree.map(distance, got[1], exact[1]))) < 0.1
+    distance = lambda a, b: np.linalg.norm((a - b).ravel()) / np.linalg.norm(b.ravel())
+    both = jax.device_get((got[1], exact[1]))
+    assert max(jax.tree.leaves(jax.tree.map(distance, *both))) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_a_loss_falls(recipe):
             how = {"recipe": self.recipe, "kernels": self.kernels}
             return FP8Dense(40, **how)(nn.tanh(FP8Dense(64, **how)(x)))
 
-    target = jnp.sin(X[..., :40])
+    target = np.sin(X[..., :40])
 
-    params = jax.jit(Model(fp8.recipes.identity()).init)(KEY, X)["params"]
+    params = made(Model(fp8.recipes.identity()), X)["params"]
 
     def train(**how):
         model = Model(**how)

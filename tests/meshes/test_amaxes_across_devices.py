@@ -160,7 +160,13 @@ def test_types_need_one_reduction_for_all_states(layout):
     assert count(program, "pmax") == unset + 1
 
 
-@pytest.mark.parametrize("types", [True, False], ids=["types", "no types"])
+@pytest.mark.parametrize(
+    "types",
+    [
+        pytest.param(True, id="types"),
+        pytest.param(False, id="no types", marks=pytest.mark.slow),
+    ],
+)
 def test_more_layers_than_a_stack_holds_need_one_reduction(types):
     """Their states are computed on in several stacks."""
     layers = MOST_STACKED + 2

@@ -26,7 +26,6 @@ from jaxfp8.sharding import MeshRoles, Shard
 ROLES = MeshRoles(data="data", fsdp="fsdp", tensor="tensor")
 BATCH = ("data", "fsdp")
 SIZES = [(4, 1, 1), (1, 4, 1), (1, 1, 1), (2, 2, 1), (4, 1, 2), (1, 4, 2)]
-QUICK = [(4, 1, 2), (1, 1, 1)]
 IDENTITY = fp8.recipes.identity()
 RECIPES = ALL | {"blockwise of 128": fp8.recipes.blockwise(), "mxfp8 of 32": fp8.recipes.mxfp8()}
 
@@ -143,17 +142,22 @@ def check(recipe, name, sizes):
         np.testing.assert_array_equal(result, want)
 
 
+# Each case, and each of two meshes with each of three recipes.
+DEFAULT = {
+    ("batch", "blockwise", (4, 1, 2)),
+    ("batch", "rowwise", (1, 1, 1)),
+    ("batch, fsdp first", "mxfp8_2d", (4, 1, 2)),
+    ("w by fsdp and tensor", "rowwise", (4, 1, 2)),
+    ("w by tensor and fsdp", "blockwise", (1, 1, 1)),
+    ("both gathered", "mxfp8_2d", (1, 1, 1)),
+}
+
+
 def rows(cases, recipes):
-    """By default of two meshes in turn, so that each two of the three choices meet."""
-    quick_recipes = ("blockwise", "mxfp8_2d", "rowwise")
-    for i, name in enumerate(cases):
+    for name in cases:
         for recipe in recipes:
             for sizes in SIZES:
-                quick = (
-                    recipe in quick_recipes
-                    and sizes == (QUICK[(i + quick_recipes.index(recipe)) % 2])
-                )
-                marks = () if quick else (pytest.mark.slow,)
+                marks = () if (name, recipe, sizes) in DEFAULT else (pytest.mark.slow,)
                 yield pytest.param(name, recipe, sizes, id=f"{name}-{recipe}-{sizes}", marks=marks)
 
 
@@ -169,24 +173,25 @@ def test_matmuls(name, recipe, sizes):
     check(recipe, name, sizes)
 
 
-# The rest has a row with that mesh and one with that case.
-SELDOM = {
-    ("heads, split within", (1, 4, 1)),
-    ("contracted", (1, 4, 1)),
-    ("heads", (1, 1, 1)),
-    ("tokens", (1, 1, 1)),
+MERGED_ON = {
+    ("heads", (4, 1, 2)),
+    ("heads, split within", (2, 1, 1)),
+    ("tokens", (2, 1, 1)),
+    ("contracted", (1, 1, 1)),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        pytest.param(name, sizes, id=f"{name}-{sizes}", marks=pytest.mark.slow if few else ())
+        pytest.param(
+            name, sizes, id=f"{name}-{sizes}",
+            marks=() if (name, sizes) in MERGED_ON else pytest.mark.slow,
+        )
         for name in MERGED
         for sizes in ((2, 1, 1), (4, 1, 2), (1, 4, 1), (1, 1, 1))
-        for few in [(name, sizes) in SELDOM]
     ],
-)
+)  # fmt: skip
 def test_merged_axes(name, sizes):
     # Before, on (2, 1, 1): y of "tokens" had the type P(('data', 'tensor'), None, None), and
     # "heads, split within" was refused, "This reshape is not supported".
@@ -211,8 +216,18 @@ def quantizing(tile):
     return jax.jit(lambda x: (q := fp8.quantize(x, fp8.E4M3, fp8.PerBlock(tile)), q.dequantize()))
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("tile", [(1, 2), (2, 1), (2, 2)], ids=str)
+TILES = ((1, 2), (2, 1), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("tile", "sizes"),
+    [
+        pytest.param(tile, sizes, marks=() if i % 3 == j else pytest.mark.slow)
+        for j, tile in enumerate(TILES)
+        for i, sizes in enumerate(SIZES)  # each mesh once
+    ],
+    ids=str,
+)
 def test_quantize_and_dequantize(tile, sizes):
     """7 columns: the last tile is ragged where no device splits them."""
     spec = P(BATCH, None if sizes[2] > 1 else "tensor")
@@ -232,7 +247,7 @@ def test_quantize_and_dequantize(tile, sizes):
     ("recipe", "sizes"),
     [
         ("blockwise", (4, 1, 2)),
-        ("rowwise", (1, 1, 1)),
+        pytest.param("rowwise", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("blockwise", (1, 1, 1), marks=pytest.mark.slow),
         pytest.param("rowwise", (4, 1, 2), marks=pytest.mark.slow),
     ],

@@ -40,7 +40,7 @@ def loss(recipe, w, s, x, c, **named):
 
 
 def state(recipe):
-    return jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), fp8.init_state(recipe))
+    return jax.tree.map(lambda leaf: np.stack([leaf, leaf]), fp8.init_state(recipe))
 
 
 @functools.cache

@@ -147,8 +147,9 @@ def expected(recipe, mode, reading):
     return on_one_device(recipe, reading.tensor)[reading.result]
 
 
-QUICK = {("types", "delayed"), ("types", "rowwise"), ("types", "mxfp8"), ("explicit", "blockwise")}
-QUICK |= {("auto", "current"), ("types, axes", "rowwise"), ("no types", "rowwise")}
+# Rows, whose scales depend on the mode, and tiles.
+QUICK = {*((mode, "rowwise") for mode in ("types", "types, axes", "no types"))}
+QUICK |= {("explicit", "blockwise")}
 
 
 REFUSED = {
@@ -199,7 +200,14 @@ def test_is_the_same_fp8_tensor(mode, recipe):
                 np.testing.assert_array_equal(got, want, err_msg=str(reading))
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "rowwise",
+        pytest.param("current", marks=pytest.mark.slow),
+        pytest.param("mxfp8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_reading_is_the_quantized_tensor(recipe):
     """So that the readings above are values * scale, and not, say, the tensor itself."""
     for reading in READINGS:
@@ -210,9 +218,8 @@ def test_a_reading_is_the_quantized_tensor(recipe):
             for field in ("power_of_two", "scale_format")
             if hasattr(how, field)
         }
-        q = fp8.quantize(tensor(), how.format, granularity, **rule)
+        cast = functools.partial(fp8.quantize, format=how.format, granularity=granularity, **rule)
+        wide = jax.jit(lambda x: cast(x).dequantize())(tensor())  # noqa: B023
         got = on_one_device(RECIPES[recipe], reading.tensor)[reading.result]
         got = got.T if reading.transposed else got
-        np.testing.assert_allclose(
-            got, 7 * np.float64(q.dequantize()), rtol=2**-23, err_msg=str(reading)
-        )
+        np.testing.assert_allclose(got, 7 * np.float64(wide), rtol=2**-23, err_msg=str(reading))

@@ -27,7 +27,7 @@ HEADS_SPLIT, ROWS_SPLIT, TOKENS_SPLIT = P("data", "tensor"), P("tensor"), P(("da
 
 
 def integers(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).integers(-7, 8, shape), jnp.float32)
+    return np.random.default_rng(seed).integers(-7, 8, shape).astype(np.float32)
 
 
 X, W = integers(0, T, HEADS, FEATURES), integers(1, HEADS, FEATURES, D)
@@ -88,8 +88,7 @@ def on_mesh(loss, kind):
 
 
 QUICK = {("bias", "manual", "current"), ("reordered", "explicit", "mxfp8")}
-QUICK |= {("reordered", "auto", "rowwise"), ("bias", "auto", "mxfp8")}
-QUICK |= {("reordered", "manual", "mxfp8"), ("bias", "auto", "identity")}
+QUICK |= {("bias", "auto", "identity")}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,9 @@ def merged(kind, axis):
         return jax.jit(step)(*args), jax.jit(jax.grad(tiles, (0, 1)))(x, w, c)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param("auto", marks=pytest.mark.slow), "explicit", "manual"]
+)
 def test_tiles_that_merge_tokens(kind):
     for got, want in zip(*map(jax.device_get, merged(kind, 0)), strict=True):
         np.testing.assert_array_equal(got, want)

@@ -5,11 +5,12 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from interpreter import needs_mosaic
 from primitives import count
 from same_bits import assert_same_bits
-from weight_cases import COPIES, FEW, RECIPES, WAYS, K, M, N, dot, held, init, normal, rows
+from weight_cases import COPIES, RECIPES, WAYS, K, M, N, dot, held, init, normal, rows
 
 import jaxfp8 as fp8
 from jaxfp8.weights import QuantizedWeight, WeightAxes
@@ -30,7 +31,9 @@ def steps(recipe, way, w, x, bias, c):
     return found
 
 
-PAIRS = [("delayed", "bfloat16"), ("mxfp8", "float16"), *((name, "float32") for name in FEW)]
+PAIRS = [
+    ("delayed", "bfloat16"), ("mxfp8", "float16"), ("rowwise", "float32"), ("blockwise", "float32"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,7 @@ def test_same_bits(name, dtype):
     for each in got:
         assert_same_bits(each, want)
     assert want[-1][1]["w"].dtype == dtype
-    assert jnp.any(want[-1][1]["w"] != 0)
+    assert np.any(np.asarray(want[-1][1]["w"]) != 0)
 
 
 def plain_loss(params, recipe=RECIPES["mxfp8"], **options):
@@ -187,12 +190,17 @@ def test_kernels_of_a_chip(casts):
     assert (kernels > 0) == (casts is not None)
 
 
-def test_hard_values():
+@pytest.mark.parametrize("name", ["current", "mxfp8"])
+def test_hard_values(name):
     """NaN, infinity and zero in the weight give what they give without `quantize_params`."""
-    for value in (jnp.nan, jnp.inf, 0.0):
-        for name in ("current", "mxfp8"):
-            w = normal(0, K, N).at[3].set(value) if value else jnp.zeros((K, N))
-            run = lambda way, w, name=name: fp8.value_and_grad(
-                lambda params, _: jnp.sum(dot(normal(1, M, K), params["w"], RECIPES[name], ()))
-            )(held(way, {"w": w}, RECIPES[name]), ())
-            chex.assert_trees_all_equal(run("primary", w), run("plain", w))
+
+    def run(way, w):
+        params = held(way, {"w": w}, RECIPES[name])
+        loss = lambda params, _: jnp.sum(dot(normal(1, M, K), params["w"], RECIPES[name], ()))
+        return fp8.value_and_grad(loss)(params, ())
+
+    steps = [jax.jit(functools.partial(run, way)) for way in ("primary", "plain")]
+    for value in (np.nan, np.inf, 0.0):
+        w = normal(0, K, N) if value else np.zeros((K, N), np.float32)
+        w[3] = value
+        chex.assert_trees_all_equal(*(step(w) for step in steps))

@@ -17,6 +17,11 @@ from jaxfp8.weights import WeightAxes
 LAYERS, MICRO, D = 2, 8, 32
 
 
+@functools.cache
+def compiled(name, way):
+    return jax.jit(functools.partial(accumulated, RECIPES[name], way))
+
+
 def accumulated(recipe, way, w, state, xs):
     """A step of MICRO microbatches: loss, gradients, next state."""
 
@@ -43,7 +48,7 @@ def accumulated(recipe, way, w, state, xs):
     return value, grads, fp8.commit(state, seen) if recipe.rows else ()
 
 
-STACK = normal(0, LAYERS, D, D, dtype="bfloat16") / 4
+STACK = (normal(0, LAYERS, D, D) / 4).astype(jnp.bfloat16)
 BATCHES = normal(1, MICRO, 16, D, dtype="bfloat16")
 
 
@@ -72,14 +77,14 @@ def work(jaxpr, shape, times=1):
     return cast, reduced
 
 
-@pytest.mark.parametrize("name", rows(("delayed", "mxfp8")))
+@pytest.mark.parametrize("name", rows(("delayed",)))
 def test_microbatches_of_a_scanned_stack(name):
     """The same bits in two steps. The weights are cast, and their amaxes found, once a step."""
     recipe = RECIPES[name]
     state = init(recipe, (LAYERS,))
     want = None
     for way in ("plain", *WAYS):
-        step = jax.jit(functools.partial(accumulated, recipe, way))
+        step = compiled(name, way)
         first = step(STACK, state, BATCHES)
         results = first, step(STACK, first[2], BATCHES) if recipe.rows else ()
         want = results if want is None else want
@@ -95,10 +100,9 @@ def test_microbatches_of_a_scanned_stack(name):
 def test_amaxes_of_microbatches_are_those_of_the_weights():
     """Each layer has its own, counted once."""
     state = init(RECIPES["delayed"], (LAYERS,))
-    step = jax.jit(functools.partial(accumulated, RECIPES["delayed"], "primary"))
-    history = step(STACK, state, BATCHES)[2]["w"].amax_history
+    history = compiled("delayed", "primary")(STACK, state, BATCHES)[2]["w"].amax_history
     np.testing.assert_array_equal(
-        history[:, 1, -1], jnp.max(jnp.abs(STACK), (1, 2)).astype(jnp.float32)
+        history[:, 1, -1], np.max(np.abs(STACK.astype(np.float32)), (1, 2))
     )
     np.testing.assert_array_equal(history[:, 1, :-1], 0)
 

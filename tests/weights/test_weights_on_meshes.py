@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -41,22 +42,25 @@ def mesh_of(kind):
     return jax.make_mesh((2,), ("fsdp",), axis_types=(axis,), devices=jax.devices()[:2])
 
 
+@functools.cache
 def weights():
-    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    random = np.random.default_rng(0)
     # The second half is larger: each shard has another amax.
-    size = jnp.where(jnp.arange(K) < K // 2, 1, 3).astype(jnp.bfloat16)[:, None]
+    size = np.where(np.arange(K) < K // 2, 1, 3)[:, None]
     return {
-        name: jax.random.normal(key, shape, jnp.bfloat16) * jnp.broadcast_to(size, shape)
-        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+        name: (random.standard_normal(shape) * size).astype(jnp.bfloat16)
+        for name, shape in SHAPES.items()
     }
 
 
 def states(recipe):
     if not recipe.rows:
         return ()
-    state = fp8.init_state(recipe)
+    state = jax.device_get(fp8.init_state(recipe))
     return {
-        name: jax.tree.map(lambda a, s=shape: jnp.broadcast_to(a, (*s[:-2], *a.shape)), state)
+        name: jax.tree.map(
+            lambda a, s=shape: np.array(np.broadcast_to(a, (*s[:-2], *a.shape))), state
+        )
         for name, shape in SHAPES.items()
     }
 
@@ -103,10 +107,7 @@ def cells(few):
     ]
 
 
-FEW = [
-    ("delayed", "manual"), ("delayed", "explicit"), ("blockwise", "manual"), ("mxfp8", "explicit"),
-    ("rowwise", "manual"), ("current", "auto"),
-]  # fmt: skip
+FEW = [("delayed", "explicit"), ("mxfp8", "auto"), ("rowwise", "manual")]
 
 
 @pytest.mark.parametrize(("recipe", "kind"), cells(FEW))
@@ -181,8 +182,9 @@ def test_training(recipe, kind):
     """Gradients and state of weights in bfloat16 that each step casts."""
     name, recipe = recipe, RECIPES[recipe]
     mesh = mesh_of(kind)
-    split, x = P("fsdp"), jax.random.normal(jax.random.key(5), (256, K), jnp.bfloat16)
-    c = jax.random.normal(jax.random.key(6), (256, N), jnp.bfloat16)
+    random = np.random.default_rng(5)
+    x, c = (random.standard_normal((256, size)).astype(jnp.bfloat16) for size in (K, N))
+    split = P("fsdp")
     params, state = {"a": weights()["a"]}, {"a": fp8.init_state(recipe)} if recipe.rows else ()
 
     def loss(params, state, x, c):
@@ -245,7 +247,7 @@ def test_stages_have_scales_of_their_own(axes, scales, check_vma):
     if axes is None and not check_vma:
         pytest.skip("without types the axes have to be named: the next test")
     mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    w = jnp.stack([jnp.full((4, 8), 1.0), jnp.full((4, 8), 3.0)])  # a stage each
+    w = np.stack([np.full((4, 8), size, np.float32) for size in (1, 3)])  # a stage each
     rules = [("w", WeightAxes(reduce_axes=axes))]
 
     def cast(w):
@@ -253,28 +255,34 @@ def test_stages_have_scales_of_their_own(axes, scales, check_vma):
         again = requantize(weight["w"], w[0])
         return jnp.stack([weight["w"].scales[0], again.scales[0]])[None] + 0 * w[:, 0, :2]
 
-    found = jax.shard_map(
+    inside = jax.shard_map(
         cast, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=check_vma
-    )(w)
-    assert_same_bits(found, jnp.array([[s, s] for s in scales], jnp.float32))
+    )
+    assert_same_bits(jax.jit(inside)(w), np.array([[s, s] for s in scales], np.float32))
 
 
 def test_without_types_the_axes_have_to_be_named():
     mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     cast = lambda w: fp8.quantize_params({"w": w}, RECIPES["current"], rules=[("w", WeightAxes())])
+    inside = jax.shard_map(
+        cast, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=False
+    )
     with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
-        jax.shard_map(cast, mesh=mesh, in_specs=P("stage"), out_specs=P("stage"), check_vma=False)(
-            jnp.ones((4, 8))
-        )
+        jax.eval_shape(inside, jax.ShapeDtypeStruct((4, 8), jnp.float32))
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 def test_one_layer_of_a_stack_is_cast_again(recipe):
     """As an optimizer does that runs in a loop over layers."""
+    cast = jax.jit(
+        lambda w: quantize_weight(w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
+    )
     w = weights()["stack"]
-    stacked = quantize_weight(w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
-    layers = jax.lax.map(lambda pair: requantize(*pair), (stacked, 2 * w))
-    expected = quantize_weight(2 * w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
-    assert_same_bits(layers, expected)
+    twice = (2 * w.astype(np.float32)).astype(w.dtype)
+    stacked = cast(w)
+    layers = jax.jit(lambda *pair: jax.lax.map(lambda pair: requantize(*pair), pair))(
+        stacked, twice
+    )
+    assert_same_bits(layers, cast(twice))
     assert layers.stacked == 1
-    assert jax.tree.map(lambda a: a[0], stacked).stacked == 0
+    assert jax.tree.map(lambda a: a[0], jax.device_get(stacked)).stacked == 0
