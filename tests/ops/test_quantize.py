@@ -53,7 +53,8 @@ def test_hard_arrays(dtype, kept, power_of_two, format):
     granularity = GRANULARITIES[kept]
     for name, x in hard_arrays(DTYPES[dtype]).items():
         ways = {"jit": jitted(x, format, granularity, power_of_two)}
-        if name in ("a_row_of_each", "wide", "one_nan"):
+        # Eagerly each operation is a program, for each dtype.
+        if (dtype, format) == ("float32", fp8.E4M3) and name in ("a_row_of_each", "wide"):
             ways["eager"] = fp8.quantize(x, format, granularity, power_of_two=power_of_two)
         for way, q in ways.items():
             assert q.dtype == x.dtype
@@ -103,11 +104,13 @@ def test_float64(format, power_of_two):
     wide = np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE))
     for x in (random.standard_normal(SHAPE), wide, np.full(SHAPE, 1e300), np.full(SHAPE, 1e-300)):
         with jax.enable_x64(True):
-            q = fp8.quantize(jnp.asarray(x), format, power_of_two=power_of_two)
+            q = jitted(jnp.asarray(x), format, fp8.PerTensor(), power_of_two)
             assert q.dtype == jnp.float64
-            assert np.isfinite(q.dequantize()).all()
-            again = jitted(jnp.asarray(x), format, fp8.PerTensor(), power_of_two)
-        for tensor in (q, again):
+            assert np.isfinite(dequantize_at_once(q)).all()
+            tensors = [q]
+            if not power_of_two:
+                tensors.append(fp8.quantize(jnp.asarray(x), format))  # eagerly
+        for tensor in tensors:
             assert_equals_oracle(tensor, x, None, power_of_two=power_of_two)
 
 
@@ -224,12 +227,19 @@ def decibels(signal: np.ndarray, approximation: np.ndarray) -> float:
 )
 @pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerAxis(0)], ids=repr)
 def test_signal_to_noise(granularity, format, least, power_of_two):
-    x = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
+    x = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
     ratio = decibels(x, dequantize_at_once(jitted(x, format, granularity, power_of_two)))
     assert least <= ratio < least + 1.5  # a mantissa bit is 6 dB
 
 
-@pytest.mark.parametrize("tile", [(1, 128), (128, 128), (1, 32), (32, 32)], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        (1, 128),
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ((128, 128), (1, 32), (32, 32))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("format", "options", "least"),
     [
@@ -257,7 +267,7 @@ def test_a_tuple_of_granularities():
     x = hard_arrays(np.float32)["a_row_of_each"]
     granularities = (fp8.PerTensor(), fp8.PerAxis(0), fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1)))
     for format in (fp8.E4M3, fp8.E5M2):
-        copies = fp8.quantize(x, format, granularities)
+        copies = quantize_at_once(x, format, granularities)
         assert isinstance(copies, tuple)
         for q, granularity in zip(copies, granularities, strict=True):
             alone = quantize_at_once(x, format, granularity)

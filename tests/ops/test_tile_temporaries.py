@@ -44,7 +44,7 @@ def instructions(text):
         yield dtype, tuple(int(size) for size in shape.split(",")), operation, rest
 
 
-@pytest.mark.parametrize("cells", [8, 32])
+@pytest.mark.parametrize("cells", [8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_as_large_as_a_product_for_each_tile(recipe, cells):
     recipe = RECIPES[recipe]
