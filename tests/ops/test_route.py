@@ -76,13 +76,10 @@ def run(chosen, experts, factor):
 # Devices, tokens and experts of each, choices and capacity: pairs that matter. Each is a program.
 SHAPES = [
     (1, 5, 3, 4, None),
-    (1, 5, 3, 4, 0.3),
     (1, 1, 1, 1, 1.0),
-    (2, 5, 3, 1, None),
     (2, 5, 3, 4, 0.3),
     (2, 1, 3, 4, 2.5),
     (4, 5, 3, 4, 1.0),
-    (4, 5, 1, 1, 0.3),
     (4, 1, 3, 1, None),
     (4, 5, 3, 4, None),
 ]
@@ -167,30 +164,32 @@ def test_arrays_of_numpy():
     np.testing.assert_array_equal(combined, [2.0, 4.0])
 
 
+a_route = jax.jit(lambda chosen: fp8.moe.route(chosen, experts=3))
+
+
 @pytest.mark.parametrize("shape", [(), (1, 3), (3, 3), (4, 3)])
 def test_another_number_of_tokens_or_rows_is_refused(shape):
-    way = fp8.moe.route(jnp.array([[0, 2], [2, 1]]), experts=3)
+    way = a_route(np.int32([[0, 2], [2, 1]]))
     says = (
         r"takes values of tokens, \[2, ...\].* value of each choice, \[4, ...\], pass route.of_ch"
     )
     with pytest.raises(ValueError, match=says):
-        fp8.moe.dispatch(way, jnp.ones(shape))
+        fp8.moe.dispatch(way, np.ones(shape, np.float32))
     if shape[:1] != (4,):
         with pytest.raises(ValueError, match=r"takes rows of experts, \[4, ...\]"):
-            fp8.moe.combine(way, jnp.ones(shape))
+            fp8.moe.combine(way, np.ones(shape, np.float32))
         with pytest.raises(ValueError, match=r"takes values of tokens, \[4, ...\] for this route"):
-            fp8.moe.dispatch(way.of_choices, jnp.ones(shape))
+            fp8.moe.dispatch(way.of_choices, np.ones(shape, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int16"])
 def test_every_dtype_of_integers(dtype):
-    way = fp8.moe.route(jnp.array([[0, 2], [2, 1]], dtype), experts=3)
+    way = a_route(np.array([[0, 2], [2, 1]], dtype))
     assert way.sizes.tolist() == [1, 1, 2]
 
 
 def test_traced_numbers_that_are_no_expert_are_not_sent():
-    large = jnp.array([[0, 2**32 - 1], [7, 1]], jnp.uint32)
-    way = jax.jit(lambda chosen: fp8.moe.route(chosen, experts=3))(large)
+    way = a_route(np.array([[0, 2**32 - 1], [7, 1]], np.uint32))
     assert way.sizes.tolist() == [1, 1, 0]
     assert int(way.dropped) == 0
 

@@ -62,9 +62,9 @@ def step(layer, x, w, state):
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("delayed", CHOICES),
+        ("delayed", CHOICES[:2]),
         ("blockwise", CHOICES[2:]),
-        *(pytest.param(n, CHOICES, marks=pytest.mark.slow) for n in [*RECIPES][1:]),
+        *(pytest.param(name, CHOICES, marks=pytest.mark.slow) for name in RECIPES),
     ],
     ids=str,
 )
@@ -133,9 +133,8 @@ PROLOGUES = {
 
 
 @pytest.mark.parametrize("recipe", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PROLOGUES)
+@pytest.mark.parametrize("name", ["swiglu", pytest.param("rms_norm", marks=pytest.mark.slow)])
 def test_prologues(name, recipe):
-    """The arrays of the prologue are saved, which its own gradient needs as well."""
     prologue, arrays = PROLOGUES[name]
     recipe, state = RECIPES[recipe], fp8.init_state(RECIPES[recipe])
     run = lambda choice, arrays: step(
@@ -143,6 +142,12 @@ def test_prologues(name, recipe):
     )
     run = jax.jit(run, static_argnums=0)
     assert_same_bits(run(("x",), arrays), run(None, arrays))
+
+
+@pytest.mark.parametrize("name", PROLOGUES)
+def test_residuals_of_prologues(name):
+    """The arrays of the prologue are saved, which its own gradient needs as well."""
+    prologue, arrays = PROLOGUES[name]
     # SwiGLU keeps both arrays for its gradient, RMSNorm its x; the copy in FP8 is on top.
     kept = {
         choice: saved(
@@ -293,31 +298,27 @@ class Nnx(nnx.Module):
 
 
 def linen(choice):
-    x = X.astype(jnp.float32)
-    params = jax.jit(Net(None).init)(jax.random.key(0), x)
+    params = jax.eval_shape(Net(None).init, jax.random.key(0), X.astype(jnp.float32))
     return lambda x, params: Net(choice).apply(params, x), params
 
 
 def of_nnx(choice):
-    graphdef, params = nnx.split(Nnx(choice), nnx.Param)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Nnx(choice)), nnx.Param)
     return lambda x, params: nnx.merge(graphdef, params)(x), params
 
 
 @pytest.mark.parametrize("model", [linen, of_nnx])
 def test_layers(model):
-    """They pass the option on: the same bits from other residuals."""
-    x, results, kept = X.astype(jnp.float32), {}, {}
+    """They pass the option on: other residuals, which have the same bits (see above)."""
+    kept = {}
     for choice in (None, ("x",)):
         apply, params = model(choice)
-        results[choice] = jax.jit(
-            jax.value_and_grad(lambda x, p, apply=apply: jnp.sum(jnp.abs(apply(x, p))), (0, 1))
-        )(x, params)
-        residuals = jax.eval_shape(lambda x, p, f=apply: jax.vjp(f, x, p)[1], x, params)
+        residuals = jax.eval_shape(
+            lambda x, p, f=apply: jax.vjp(f, x, p)[1], X.astype(jnp.float32), params
+        )
         kept[choice] = sum(
             leaf.dtype == F8 and leaf.shape[0] == M for leaf in jax.tree.leaves(residuals)
         )
-    np.testing.assert_array_equal(results[None][0], results["x",][0])
-    assert_same_bits(jax.tree.leaves(results["x",][1]), jax.tree.leaves(results[None][1]))
     assert kept == {None: 4 if model is linen else 3, ("x",): 0}
 
 

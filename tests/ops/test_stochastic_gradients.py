@@ -170,7 +170,9 @@ def inside(recipe, *, axes="data", check_vma=True):
     return run(jax.random.key(0), jnp.ones((128, N)), jnp.eye(N), one_block)
 
 
-@pytest.mark.parametrize(("axes", "count"), [("data", 4), (("data", "tp"), 8)])
+@pytest.mark.parametrize(
+    ("axes", "count"), [("data", 4), pytest.param(("data", "tp"), 8, marks=pytest.mark.slow)]
+)
 def test_parts_inside_shard_map_have_bits_of_their_own(axes, count):
     """And replicas the same ones: `out_specs` says that dx does not vary over the other axis."""
     parts = np.asarray(inside(RECIPES["current"], axes=axes))
