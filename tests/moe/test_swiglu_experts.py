@@ -60,3 +60,19 @@ def test_fp8_weights_are_refused():
     w_in = fp8.quantize_params({"kernel": given()["w_in"]}, fp8.recipes.blockwise())["kernel"]
     with pytest.raises(TypeError, match=r"w_in is QuantizedWeight.*swiglu_experts takes matrices"):
         result(w_in=w_in)
+
+
+def test_both_matmuls_round_by_the_key():
+    recipe, arrays = fp8.recipes.blockwise(gradient_rounding="stochastic"), given()
+
+    @jax.jit
+    @jax.grad
+    def gradients(weights, key):
+        return jnp.sum(result(recipe=recipe, key=key, **weights) ** 2)
+
+    weights = {name: arrays[name] for name in ("w_in", "w_out")}
+    keys = [np.array([0, seed], np.uint32) for seed in (0, 0, 1)]
+    first, again, other = (gradients(weights, key) for key in keys)
+    for name in weights:
+        np.testing.assert_array_equal(first[name], again[name])
+        assert np.any(first[name] != other[name]), name

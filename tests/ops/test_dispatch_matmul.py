@@ -59,7 +59,7 @@ def test_sent_in_fp8_is_sent_in_high_precision_and_cast(name, stacked, backward)
 
 @pytest.mark.parametrize(
     ("name", "stacked"),
-    rows(("delayed", False), ("current", True), ("mxfp8", True)),
+    rows(("delayed", False), ("current", True), ("rowwise", True), ("mxfp8", True)),
 )
 def test_forward_is_ragged_dot_of_sorted_tokens(name, stacked):
     recipe, (x, gates, chosen, w, _, _) = RECIPES[name], cases.arrays()

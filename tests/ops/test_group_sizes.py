@@ -69,8 +69,9 @@ def test_sizes_of_any_integer_dtype(dtype):
     sizes = np.array([127, 100], dtype)
     run = lambda sizes: fp8.ragged_dot(x, w, sizes, recipe=RECIPES["current"], bias=bias)
     want = np.repeat([K + 1.0, 3 * K + 2.0, 0.0], [127, 100, 73])
-    # Sizes of NumPy, concrete ones of jax, and traced ones.
-    for y in jax.jit(lambda s: (run(sizes), run(jnp.asarray(sizes)), run(s)))(sizes):
+    concrete = jnp.asarray(sizes)
+    # Sizes of NumPy, of jax, and traced ones.
+    for y in jax.jit(lambda traced: (run(sizes), run(concrete), run(traced)))(sizes):
         np.testing.assert_allclose(y, np.broadcast_to(want[:, None], (300, N)), rtol=1e-6)
 
 
