@@ -9,6 +9,7 @@ import jaxfp8 as fp8
 RECIPES = {
     "blockwise, float32 scales": fp8.recipes.blockwise(power_of_two=False),
     "rowwise, high_precision_wgrad": fp8.recipes.rowwise(high_precision_wgrad=True),
+    "blockwise, square tiles of x": fp8.recipes.blockwise(x_tile_dim=2, w_tile_dim=1),
 }
 
 

@@ -53,8 +53,19 @@ def constants(jaxpr):
                     yield from constants(inner)
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "remat"),
+    [
+        pytest.param(
+            recipe,
+            remat,
+            # With remat of those that differ in kind: of a tensor, of rows and of tiles.
+            marks=pytest.mark.slow if remat and recipe not in ("delayed", "mxfp8") else (),
+        )
+        for recipe in RECIPES
+        for remat in (False, True)
+    ],
+)
 def test_loops_get_no_array_of_constants(recipe, remat):
     """JAX moves such an array out of a scan, and hands it to each iteration."""
     recipe = RECIPES[recipe]

@@ -6,6 +6,7 @@ What numbers they give is in tests/contracts/test_quantize_backends.py.
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -36,9 +37,14 @@ def test_shapes(tile, shape, scale):
     granularity = PerBlock(tile)
     assert granularity.scale_shape(shape) == scale
     x = np.random.default_rng(0).uniform(1, 2, shape).astype(np.float32)
-    largest = granularity.maximum(jnp.asarray(x))
+
+    @jax.jit
+    def run(x):
+        largest = granularity.maximum(x)
+        return largest, granularity.expand(largest, shape)
+
+    largest, expanded = run(x)
     np.testing.assert_array_equal(largest, oracle.tile_amax(x, tile), strict=True)
-    expanded = granularity.expand(largest, shape)
     np.testing.assert_array_equal(
         np.broadcast_to(expanded, shape), oracle.spread(np.asarray(largest), shape, tile)
     )

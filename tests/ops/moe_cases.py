@@ -1,5 +1,7 @@
 """Tokens, experts and recipes of the tests of `fp8.moe`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,23 +20,26 @@ RECIPES = {
 EXACT = {"delayed", "current", "identity"}  # wgrad reads the copy that was sent
 
 
+@functools.cache
 def arrays(seed=0, dtype=jnp.bfloat16, tokens=T, spread=0.5):
     """x [T, K], gates [T, k], chosen [T, k], w_in [E, K, 2 F], w_out [E, F, K], g [T, K].
 
     The sizes of tokens, and of their gradients, differ, so that casts along rows and along columns
     have different scales. `spread` is the standard deviation of the logarithm of a size.
     """
-    keys = jax.random.split(jax.random.key(seed), 7)
-    size = lambda key: jnp.exp(spread * jax.random.normal(key, (tokens, 1)))
-    x = jax.random.normal(keys[0], (tokens, K)) * size(keys[1])
-    w_in = jax.random.normal(keys[2], (E, K, 2 * F)) * 0.05
-    w_out = jax.random.normal(keys[3], (E, F, K)) * 0.1
-    g = jax.random.normal(keys[4], (tokens, K)) * size(keys[5]) * 1e-4
+    normal = np.random.default_rng(seed).standard_normal  # NumPy compiles nothing
+    size = lambda: np.exp(spread * normal((tokens, 1)))
+    x = normal((tokens, K)) * size()
+    w_in = normal((E, K, 2 * F)) * 0.05
+    w_out = normal((E, F, K)) * 0.1
+    g = normal((tokens, K)) * size() * 1e-4
     # Expert 5 gets nothing, expert 0 a lot.
-    lean = jnp.array([2.0, 0, 0, 0, 0, -50.0, 0, 1.0])
-    logits = jax.random.normal(keys[6], (tokens, E)) + lean[None]
-    gates, chosen = fp8.moe.top_k(logits, CHOICES)
-    return x.astype(dtype), gates, chosen, w_in.astype(dtype), w_out.astype(dtype), g.astype(dtype)
+    logits = normal((tokens, E)) + np.array([2.0, 0, 0, 0, 0, -50.0, 0, 1.0])
+    chosen = np.argsort(-logits, axis=1)[:, :CHOICES]
+    power = np.exp(np.take_along_axis(logits, chosen, axis=1))
+    gates = power / power.sum(axis=1, keepdims=True)
+    x, w_in, w_out, g = (jnp.asarray(each.astype(dtype)) for each in (x, w_in, w_out, g))
+    return x, jnp.float32(gates), jnp.int32(chosen), w_in, w_out, g
 
 
 def states(recipe, stacked):
@@ -43,7 +48,7 @@ def states(recipe, stacked):
         return (), ()
     one = fp8.init_state(recipe)
     if stacked:
-        one = jax.tree.map(lambda leaf: jnp.stack([leaf] * E), one)
+        one = jax.tree.map(lambda leaf: jnp.asarray(np.stack([leaf] * E)), one)
     return one, one
 
 

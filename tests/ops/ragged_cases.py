@@ -28,11 +28,11 @@ T, E = 200, 5
 
 
 def arrays(seed=0, dtype=jnp.bfloat16, t=T, e=E):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    x = jax.random.normal(keys[0], (t, K), jnp.float32)
-    x *= jnp.exp(2 * jax.random.normal(keys[3], (t, 1), jnp.float32))
-    w = jax.random.normal(keys[1], (e, K, N), jnp.float32) * jnp.arange(1.0, e + 1)[:, None, None]
-    g = jax.random.normal(keys[2], (t, N), jnp.float32) * 1e-3
+    """x [T, K], w [E, K, N] and g [T, N], of NumPy: it compiles nothing."""
+    normal = np.random.default_rng(seed).standard_normal
+    x = normal((t, K)) * np.exp(2 * normal((t, 1)))
+    w = normal((e, K, N)) * np.arange(1.0, e + 1)[:, None, None]
+    g = normal((t, N)) * 1e-3
     return x.astype(dtype), w.astype(dtype), g.astype(dtype)
 
 
@@ -64,5 +64,11 @@ def cotangents(function, x, w, g):
     return (y, *pull(g))
 
 
-def poisoned_from(x, sizes):
-    return x.at[sum(sizes) :].set(jnp.inf)
+def clear(x, sizes, value):
+    """`x` with a value in the rows of no group."""
+    return np.where((np.arange(len(x)) < sum(sizes))[:, None], x, np.asarray(value, x.dtype))
+
+
+def stacked(state, e=E):
+    """A state of each group."""
+    return jax.tree.map(lambda leaf: np.stack([leaf] * e), state)

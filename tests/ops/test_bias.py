@@ -180,9 +180,23 @@ def vector(recipe, x, w, b, state, *, inside):
     return jnp.zeros((B, S, F), y.dtype).at[0, 0].set(y)
 
 
-@pytest.mark.parametrize("name", some(["current", "blockwise"], ("blockwise",)))
-@pytest.mark.parametrize("dot", [heads, experts, mapped, layers, vector])
-def test_shapes_and_transformations(dot, name):
+def products(names, hows, few):
+    """Of recipes and of how they are used; those that are not among the few are slow."""
+    return [
+        pytest.param(name, *how, marks=() if (name, *how) in few else pytest.mark.slow)
+        for name in names
+        for how in hows
+    ]
+
+
+DOTS = [heads, experts, mapped, layers, vector]
+FEW = {("blockwise", dot) for dot in (heads, experts, layers)} | {("current", vector)}
+
+
+@pytest.mark.parametrize(
+    ("name", "dot"), products(("current", "blockwise"), [(dot,) for dot in DOTS], FEW)
+)
+def test_shapes_and_transformations(name, dot):
     recipe, (x, w, b, c) = RECIPES[name], arrays()
     mine, theirs = (
         jitted(recipe, x, w, b, c, (), dot=dot, inside=inside) for inside in (True, False)
@@ -203,17 +217,20 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", some(["delayed", "blockwise"], ("blockwise",)))
+PLACES = [
+    (AxisType.Auto, "both"),
+    *((AxisType.Explicit, how) for how in SPECS),
+    *(("shard_map", how) for how in ("data", "columns", "both")),
+]
+QUICK = (AxisType.Explicit, "both"), (AxisType.Explicit, "kept whole"), ("shard_map", "both")
+
+
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        (AxisType.Auto, "both"),
-        *((AxisType.Explicit, how) for how in SPECS),
-        *(("shard_map", how) for how in ("data", "columns", "both")),
-    ],
+    ("name", "kind", "how"),
+    products(("delayed", "blockwise"), PLACES, [("blockwise", *place) for place in QUICK]),
     ids=str,
 )
-def test_on_meshes(kind, how, name):
+def test_on_meshes(name, kind, how):
     recipe = RECIPES[name]
     random, shapes = np.random.default_rng(0), ((512, 128), (128, 256), (256,), (512, 256))
     x, w, b, c = (np.float32(np.round(3 * random.standard_normal(shape))) for shape in shapes)

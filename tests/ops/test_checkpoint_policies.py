@@ -81,7 +81,14 @@ def casts(jaxpr):
     return sum(map(is_cast, jaxpr.eqns)) + sum(casts(p) for p in parameters if hasattr(p, "eqns"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# The others have the quantizers of one of these, or none that reads other rows or tiles.
+FEW = "delayed", "rowwise", "rowwise_hp_wgrad", "blockwise", "mxfp8_2d"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in RECIPES],
+)
 def test_what_is_cast_twice(recipe):
     """Copies that fprop alone reads. Without copies of w, one of them: the forward pass needs none
     for dgrad.
@@ -95,9 +102,8 @@ def test_what_is_cast_twice(recipe):
 @pytest.mark.parametrize(
     "recipe",
     [
-        # with state, and of tensors, rows and tiles
-        pytest.param(name, marks=() if name in few else pytest.mark.slow)
-        for few in [("delayed", "current", "rowwise_hp_wgrad", "blockwise")]
+        # With state, and of tiles.
+        pytest.param(name, marks=() if name in ("delayed", "blockwise") else pytest.mark.slow)
         for name in RECIPES
     ],
 )
@@ -123,12 +129,16 @@ JAXS_POLICIES = {
     "anything_except": jax.checkpoint_policies.save_anything_except_these_names("other"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
 }
-# Ours with both recipes, the others with one.
+# Ours, and one of JAX's. What it saves without a name is the same for all recipes.
 SELDOM = {
+    ("current", "fp8"),
     ("current", "everything"),
+    ("mxfp8", "everything"),
     ("mxfp8", "dots"),
     ("current", "anything_except"),
+    ("mxfp8", "anything_except"),
     ("mxfp8", "nothing"),
+    ("current", "nothing"),
 }
 
 

@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import messages
+import numpy as np
+import prologue_cases
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,13 +19,13 @@ from prologue_cases import (
     D,
     F,
     S,
-    arrays_of,
     casts_of_x,
-    cotangent,
 )
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
+
+arrays_of = functools.cache(prologue_cases.arrays_of)
 
 # with the shape of the right operand
 EQUATIONS = {
@@ -34,6 +36,11 @@ EQUATIONS = {
     "bsd,bsf->df": (B, S, F),  # contracts tokens; the norm is over an axis that stays
     "bsd,dfz->bsf": (D, F, 3),  # rhs is summed alone
 }
+
+
+def normal(seed, shape):
+    """Of NumPy: of jax.random each shape is a program."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(jnp.bfloat16)
 
 
 def einsum(equation, recipe, prologue, arrays, w, state, *, fused):
@@ -47,7 +54,7 @@ def stepping(call):
 
     def loss(given, state):
         y = call(*given, state)
-        return jnp.sum((y * cotangent(y.shape, y.dtype)).astype(jnp.float32)), y
+        return jnp.sum((y * normal(8, y.shape)).astype(jnp.float32)), y
 
     return jax.jit(fp8.value_and_grad(loss, has_aux=True))
 
@@ -56,17 +63,18 @@ def stepping(call):
     ("equation", "recipe", "prologue"),
     [
         ("bsd,df->bsf", "delayed", SWIGLU),
-        ("bsd,df->fsb", "blockwise", RMS_NORM),
+        # On a mesh, and under transformations, others have a transposed result.
+        pytest.param("bsd,df->fsb", "blockwise", RMS_NORM, marks=pytest.mark.slow),
         ("...d,df", "identity", SWIGLU),
         ("bsd,sdf->bsf", "current", RMS_NORM),
         ("bsd,bsf->df", "blockwise", RMS_NORM),
-        ("bsd,bsf->df", "identity", RMS_NORM),
+        pytest.param("bsd,bsf->df", "identity", RMS_NORM, marks=pytest.mark.slow),
         ("bsd,dfz->bsf", "current", SWIGLU),
     ],
 )
 def test_same_bits(equation, recipe, prologue):
     recipe, arrays = RECIPES[recipe], arrays_of(prologue)
-    w = jax.random.normal(jax.random.key(1), EQUATIONS[equation], jnp.bfloat16)
+    w = normal(1, EQUATIONS[equation])
     state = fp8.init_state(recipe)
     fused, apart = (
         stepping(functools.partial(einsum, equation, recipe, prologue, fused=fused))
@@ -107,7 +115,7 @@ def of_layers(call):
 @pytest.mark.parametrize("transformed", [of_experts, of_layers])
 def test_transformations(transformed, recipe):
     recipe, arrays = RECIPES[recipe], arrays_of(RMS_NORM)
-    w = jax.random.normal(jax.random.key(1), (D, F), jnp.bfloat16)
+    w = normal(1, (D, F))
     state = fp8.init_state(recipe)
     one, two = (
         stepping(
@@ -122,7 +130,7 @@ def test_transformations(transformed, recipe):
 def test_on_a_mesh(kind):
     """Of a batch that is split, transposed on the way out."""
     recipe, arrays = RECIPES["current"], arrays_of(SWIGLU)
-    w = jax.random.normal(jax.random.key(1), (D, F), jnp.bfloat16)
+    w = normal(1, (D, F))
     mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
     out = P(None, None, "d") if kind == AxisType.Explicit else None
 

@@ -114,7 +114,7 @@ def test_for_a_chip(chip):
     ids=["ragged tiles", "shorter than a tile"],
 )
 @pytest.mark.parametrize(
-    "recipe", some(RECIPES, ("blockwise", "hybrid, float32 scales", "mxfp8", "mxfp8, 2D weights"))
+    "recipe", some(RECIPES, ("blockwise", "hybrid, float32 scales", "mxfp8, 2D weights"))
 )
 def test_against_numpy(recipe, shape):
     recipe, casts = RECIPES[recipe]
@@ -142,9 +142,9 @@ MARKS = {
 }
 
 
-@pytest.mark.parametrize("recipe", some(MARKS, ("blockwise", "hybrid", "mxfp8")))
+@pytest.mark.parametrize("recipe", some(MARKS, ("hybrid",)))
 def test_signal_to_noise(recipe):
-    operands = gaussian(512, 768, 640)
+    operands = gaussian(256, 384, 320)
     got, want = layer(RECIPES[recipe][0], *operands), products(*operands)
     found = {tensor: decibels(got[tensor], want[tensor]) for tensor in got}
     forward, backward = MARKS[recipe]
@@ -152,12 +152,12 @@ def test_signal_to_noise(recipe):
     assert min(found["dx"], found["dw"]) >= backward, found
 
 
-@pytest.mark.parametrize("name", [*some(MARKS, ("blockwise", "mxfp8")), "current"])
+@pytest.mark.parametrize("name", [*some(MARKS, ("mxfp8",)), "current"])
 def test_an_outlier_row_spoils_no_other(name):
     """But with one scale for all of them it drowns every other."""
     recipe = fp8.recipes.current() if name == "current" else RECIPES[name][0]
-    x, w, g = gaussian(512, 768, 640)
+    x, w, g = gaussian(256, 384, 320)
     x[100] *= 1e6
-    others = np.arange(512) != 100
+    others = np.arange(256) != 100
     found = decibels(layer(recipe, x, w, g)["y"][others], products(x, w, g)["y"][others])
     assert found <= 10 if name == "current" else found >= 28

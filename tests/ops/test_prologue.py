@@ -8,6 +8,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hard_inputs import mentions
 from interpreter import LOADS_TRANSPOSED, interpreted, needs_mosaic
@@ -32,14 +33,15 @@ B, S, D, F = 8, 64, 160, 96
 STATIC = ("prologue", "kernels")
 
 
-def arrays(name, batch=2, dtype=jnp.bfloat16):
-    keys = jax.random.split(jax.random.key(0), 5)
-    x, up = (3 * jax.random.normal(key, (batch, S, D), dtype) for key in keys[:2])
-    gain = 1 + jax.random.normal(keys[2], (D,), jnp.float32)
-    w, c = (
-        jax.random.normal(key, shape, dtype)
-        for key, shape in zip(keys[3:], ((D, F), (batch, S, F)), strict=True)
-    )
+def normal(seed, *shape, dtype=jnp.bfloat16, size=1.0):
+    """Of NumPy: of jax.random each shape is a program."""
+    return jnp.asarray((size * np.random.default_rng(seed).standard_normal(shape)).astype(dtype))
+
+
+def arrays(name, batch=2):
+    x, up = (normal(seed, batch, S, D, size=3) for seed in (0, 1))
+    gain = 1 + normal(2, D, dtype=np.float32)
+    w, c = normal(3, D, F), normal(4, batch, S, F)
     return (x, up if name == "swiglu" else gain), w, c
 
 
@@ -85,8 +87,9 @@ def test_same_bits(recipe, name):
         assert_same_bits(one, two)
         state = two[2]
     if recipe.rows:  # the amax of h
-        assert state.amax_history[0, -1] == jnp.max(jnp.abs(prologue(*given[0]))).astype(
-            jnp.float32
+        assert (
+            state.amax_history[0, -1]
+            == np.abs(np.asarray(jax.jit(prologue)(*given[0]), np.float32)).max()
         )
 
 
@@ -140,11 +143,11 @@ def test_transformations(dot, name, recipe):
         *(
             (kind, name, "current")
             for kind, name in (
-                ("auto", "rms_norm"),
                 ("explicit", "swiglu"),
                 ("shard_map", "rms_norm"),
             )
         ),
+        pytest.param("auto", "rms_norm", "current", marks=pytest.mark.slow),
         *(
             pytest.param(kind, name, "delayed", marks=pytest.mark.slow)
             for kind in ("auto", "explicit", "shard_map")
@@ -212,18 +215,14 @@ def test_tiles_over_merged_axes():
 
     Heads of 64 are contracted as one axis, and a gain with them.
     """
-    recipe, keys = RECIPES["blockwise"], jax.random.split(jax.random.key(1), 3)
-    x = jax.random.normal(keys[0], (4, 32, 2, 64), jnp.bfloat16)
-    gain, w = (
-        jax.random.normal(keys[1], (64,), jnp.bfloat16),
-        jax.random.normal(keys[2], (2, 64, 96), jnp.bfloat16),
-    )
+    recipe = RECIPES["blockwise"]
+    x, gain, w = normal(0, 4, 32, 2, 64), normal(1, 64), normal(2, 2, 64, 96)
     numbers = (((2, 3), (0, 1)), ((), ()))
     run = jax.jit(
         functools.partial(fp8.dot_general, dimension_numbers=numbers, recipe=recipe),
         static_argnames=STATIC,
     )
-    h = fp8.prologues.RMSNorm()(x, gain)
+    h = jax.jit(fp8.prologues.RMSNorm())(x, gain)
     wanted = run(h, w)
     assert_same_bits(run((x, gain), w, prologue=fp8.prologues.RMSNorm()), wanted)
     if LOADS_TRANSPOSED:

@@ -44,31 +44,44 @@ dequantize_at_once = jax.jit(fp8.QuantizedTensor.dequantize)
 # Bit for bit
 
 
-@FORMATS
-@pytest.mark.parametrize(
-    ("kept", "power_of_two"), [(None, False), (None, True), ((0,), False), ((1,), True)], ids=str
-)
-@pytest.mark.parametrize("dtype", DTYPES)
+RULES = [(None, False), (None, True), ((0,), False), ((1,), True)]
+HARD = [
+    pytest.param(
+        dtype,
+        *rule,
+        format,
+        # E5M2 with each dtype and each rule once.
+        marks=pytest.mark.slow if format == fp8.E5M2 and i % 3 != j % 3 else (),
+    )
+    for i, dtype in enumerate(DTYPES)
+    for j, rule in enumerate(RULES)
+    for format in (fp8.E4M3, fp8.E5M2)
+]
+
+
+@pytest.mark.parametrize(("dtype", "kept", "power_of_two", "format"), HARD, ids=str)
 def test_hard_arrays(dtype, kept, power_of_two, format):
     granularity = GRANULARITIES[kept]
     for name, x in hard_arrays(DTYPES[dtype]).items():
         ways = {"jit": jitted(x, format, granularity, power_of_two)}
-        if name in ("a_row_of_each", "wide", "one_nan"):
+        # Eagerly each operation is a program, for each dtype.
+        if (dtype, format) == ("float32", fp8.E4M3) and name in ("a_row_of_each", "wide"):
             ways["eager"] = fp8.quantize(x, format, granularity, power_of_two=power_of_two)
         for way, q in ways.items():
             assert q.dtype == x.dtype
             assert_equals_oracle(q, x, kept, power_of_two=power_of_two, message=f"{name}, {way}")
 
 
-@FORMATS
+@pytest.mark.parametrize("format", [fp8.E4M3, pytest.param(fp8.E5M2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kept", GRANULARITIES, ids=str)
 def test_vmap(kept, format):
     arrays = hard_arrays(np.float32)
     together = jax.vmap(lambda x: jitted(x, format, GRANULARITIES[kept], False))(
-        jnp.stack([*arrays.values()])
+        np.stack([*arrays.values()])
     )
+    together = jax.device_get(together)
     for index, (name, x) in enumerate(arrays.items()):
-        q = jax.tree.map(lambda leaf, index=index: leaf[index], together)
+        q = jax.tree.map(lambda leaf, index=index: leaf[index, ...], together)
         assert_equals_oracle(q, x, kept, power_of_two=False, message=name)
 
 
@@ -103,11 +116,13 @@ def test_float64(format, power_of_two):
     wide = np.ldexp(random.uniform(-1, 1, SHAPE), random.integers(-300, 300, SHAPE))
     for x in (random.standard_normal(SHAPE), wide, np.full(SHAPE, 1e300), np.full(SHAPE, 1e-300)):
         with jax.enable_x64(True):
-            q = fp8.quantize(jnp.asarray(x), format, power_of_two=power_of_two)
+            q = jitted(jnp.asarray(x), format, fp8.PerTensor(), power_of_two)
             assert q.dtype == jnp.float64
-            assert np.isfinite(q.dequantize()).all()
-            again = jitted(jnp.asarray(x), format, fp8.PerTensor(), power_of_two)
-        for tensor in (q, again):
+            assert np.isfinite(dequantize_at_once(q)).all()
+            tensors = [q]
+            if not power_of_two:
+                tensors.append(fp8.quantize(jnp.asarray(x), format))  # eagerly
+        for tensor in tensors:
             assert_equals_oracle(tensor, x, None, power_of_two=power_of_two)
 
 
@@ -222,14 +237,23 @@ def decibels(signal: np.ndarray, approximation: np.ndarray) -> float:
 @pytest.mark.parametrize(
     ("format", "least"), [(fp8.E4M3, 31), (fp8.E5M2, 25)], ids=["E4M3", "E5M2"]
 )
-@pytest.mark.parametrize("granularity", [fp8.PerTensor(), fp8.PerAxis(0)], ids=repr)
+@pytest.mark.parametrize(
+    "granularity", [fp8.PerTensor(), pytest.param(fp8.PerAxis(0), marks=pytest.mark.slow)], ids=repr
+)
 def test_signal_to_noise(granularity, format, least, power_of_two):
-    x = np.random.default_rng(0).standard_normal((4096, 1024), np.float32)
+    x = np.random.default_rng(0).standard_normal((512, 1024), np.float32)
     ratio = decibels(x, dequantize_at_once(jitted(x, format, granularity, power_of_two)))
     assert least <= ratio < least + 1.5  # a mantissa bit is 6 dB
 
 
-@pytest.mark.parametrize("tile", [(1, 128), (128, 128), (1, 32), (32, 32)], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        (1, 128),
+        *(pytest.param(t, marks=pytest.mark.slow) for t in ((128, 128), (1, 32), (32, 32))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("format", "options", "least"),
     [
@@ -257,7 +281,7 @@ def test_a_tuple_of_granularities():
     x = hard_arrays(np.float32)["a_row_of_each"]
     granularities = (fp8.PerTensor(), fp8.PerAxis(0), fp8.PerBlock((1, 32)), fp8.PerBlock((32, 1)))
     for format in (fp8.E4M3, fp8.E5M2):
-        copies = fp8.quantize(x, format, granularities)
+        copies = quantize_at_once(x, format, granularities)
         assert isinstance(copies, tuple)
         for q, granularity in zip(copies, granularities, strict=True):
             alone = quantize_at_once(x, format, granularity)

@@ -3,6 +3,8 @@
 A calibrated one, closed over.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,22 +58,38 @@ def cast(scale, granularity=None):
     ).dequantize()
 
 
-@pytest.mark.parametrize("trace", TRACED)
-@pytest.mark.parametrize(
-    ("scale", "granularity"),
-    [
-        (jnp.float32(0.25), None),
-        (np.float32(0.25), None),
-        (0.25, None),
-        (SCALE, ROWS),
-        (np.asarray(SCALE), ROWS),
-    ],
-    ids=["[]", "[] of NumPy", "a number", "rows", "rows of NumPy"],
-)
+SCALES = {
+    "[]": (jnp.float32(0.25), None),
+    "[] of NumPy": (np.float32(0.25), None),
+    "a number": (0.25, None),
+    "rows": (SCALE, ROWS),
+    "rows of NumPy": (np.asarray(SCALE), ROWS),
+}
+# Each kind of scale while jax.jit traces, and jax's, of rows, in every other way that differs.
+WAYS = "eager", "jit", "jit of checkpoint", "jit of vmap", "scan", "shard_map"
+PAIRS = [
+    pytest.param(
+        *SCALES[name],
+        trace,
+        id=f"{name}-{trace}",
+        marks=() if trace == "jit" or (trace in WAYS and name == "rows") else pytest.mark.slow,
+    )
+    for name in SCALES
+    for trace in TRACED
+]
+
+
+@functools.cache
+def outside(name):
+    scale, granularity = SCALES[name]
+    return np.asarray(fp8.quantize(X, fp8.E4M3, granularity, scale=scale).dequantize())
+
+
+@pytest.mark.parametrize(("scale", "granularity", "trace"), PAIRS)
 def test_the_same_values_as_outside(scale, granularity, trace):
     # Before, jax.Arrays inside of a trace: TracerBoolConversionError, "Attempted boolean conversion
     # of traced array".
-    want = np.asarray(fp8.quantize(X, fp8.E4M3, granularity, scale=scale).dequantize())
+    want = outside("[]" if granularity is None else "rows")
     assert not np.array_equal(want, X)
     np.testing.assert_array_equal(TRACED[trace](cast(scale, granularity))(X), want)
 
@@ -86,17 +104,31 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("trace", TRACED)
-@pytest.mark.parametrize("kind", [float, np.float64, jnp.float32], ids=["number", "NumPy", "JAX"])
-@pytest.mark.parametrize("bad", BAD)
+KINDS = {"number": float, "NumPy": np.float64, "JAX": jnp.float32}
+# Each number of each kind in jit, and one of each kind in every other way.
+NO_SCALES = [
+    pytest.param(
+        bad,
+        kind,
+        trace,
+        marks=() if trace in ("eager", "jit") or bad == "too large" else pytest.mark.slow,
+    )
+    for bad in BAD
+    for kind in KINDS
+    for trace in TRACED
+]
+
+
+@pytest.mark.parametrize(("bad", "kind", "trace"), NO_SCALES)
 def test_what_is_no_scale(bad, kind, trace):
     # Before, inside of a trace: numbers and NumPy's were taken without a look; x came back as 0,
     # NaN or inf.
     message = mentions("scale=", "must be positive, between 2**-126 and 2**126", "leave it out")
+    run = cast(KINDS[kind](BAD[bad]))
+    if trace != "eager":
+        run = functools.partial(jax.eval_shape, TRACED[trace](run))
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(TRACED[trace](cast(kind(BAD[bad]))), X) if trace != "eager" else cast(
-            kind(BAD[bad])
-        )(X)
+        run(X)
 
 
 @pytest.mark.parametrize("trace", ["eager", "jit", "checkpoint"])

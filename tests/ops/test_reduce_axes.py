@@ -80,7 +80,7 @@ def test_rows_that_a_contraction_splits(named, whole):
     )
 
 
-@pytest.mark.parametrize("named", [(), None])
+@pytest.mark.parametrize("named", [(), pytest.param(None, marks=pytest.mark.slow)])
 def test_what_types_tell_needs_no_name(named):
     """x varies along "data" and w does not: no stage."""
     recipe = fp8.recipes.current()
@@ -171,15 +171,25 @@ def split_contraction(recipe, named, *, vma):
 @pytest.mark.parametrize(
     ("named", "vma", "y_differs", "dw_differs"),
     # (("data", "tensor"), False) raises now. It gave 2.7 % and 3.0 %, too: the axes were ignored.
-    [(("data", "tensor"), True, 0, 0), (None, False, 0.0273, 0.0299), ((), False, 0.0273, 0.0299)],
+    [
+        (("data", "tensor"), True, 0, 0),
+        (None, False, 0.0273, 0.0299),
+        pytest.param((), False, 0.0273, 0.0299, marks=pytest.mark.slow),
+    ],
 )
 def test_how_far_local_amaxes_of_rows_are_from_one_device(named, vma, y_differs, dw_differs):
     recipe, g = ROWWISE["float32 scales"], rng_gradient()
-    y, pull = jax.vjp(lambda x, w: fp8.dot(x, w, recipe=recipe), X, W)
+    dot = lambda x, w: fp8.dot(x, w, recipe=recipe)
+
+    @jax.jit
+    def whole(x, w, g):
+        y, pull = jax.vjp(dot, x, w)
+        return y, *pull(g)
+
     got = jax.jit(split_contraction(recipe, named, vma=vma))(X, W, g)
     differences = [
         float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
-        for a, b in zip(got, (y, *pull(g)), strict=True)
+        for a, b in zip(got, whole(X, W, g), strict=True)
     ]
     np.testing.assert_allclose(differences, [y_differs, 0, dw_differs], atol=5e-4)
 
@@ -242,7 +252,9 @@ def test_rows_ignore_no_axes_of_value_and_grad():
 
 
 @pytest.mark.parametrize(
-    "recipe", [fp8.recipes.blockwise(), fp8.recipes.mxfp8()], ids=lambda recipe: recipe.name
+    "recipe",
+    [pytest.param(fp8.recipes.blockwise(), marks=pytest.mark.slow), fp8.recipes.mxfp8()],
+    ids=lambda recipe: recipe.name,
 )
 def test_tiles_need_no_axes_and_take_them(recipe):
     """A tile lies on one device."""
@@ -268,7 +280,7 @@ def test_a_layer_for_shard_map_is_initialized_outside(library):
     if library == "linen":
         layer = FP8Dense(16, use_bias=False, **how)
         run = lambda params, x: layer.apply(params, x)
-        params = layer.init(jax.random.key(0), X)
+        params = jax.jit(layer.init)(jax.random.key(0), X)
     else:
         graph, params = nnx.split(FP8Linear(64, 16, use_bias=False, rngs=nnx.Rngs(0), **how))
         run = lambda params, x: nnx.merge(graph, params)(x)

@@ -1,6 +1,7 @@
 """`fp8.moe.route` against a loop in Python: which choice is in which row, and the way back."""
 
 import collections
+import functools
 import math
 
 import jax
@@ -47,9 +48,8 @@ def rows_of(chosen, experts, devices, factor):
     return [sorted(each) for each in rows]
 
 
-def run(chosen, experts, factor):
-    """On devices along "expert": rows of ids, sizes, dropped, and what comes back to tokens."""
-    devices, tokens, k = chosen.shape
+@functools.cache
+def program(devices, tokens, k, experts, factor):
     mesh = jax.make_mesh(
         (devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
     )
@@ -62,23 +62,37 @@ def run(chosen, experts, factor):
         return rows, choices, way.sizes, way.dropped[None], back
 
     split = P("expert")
-    ids = jnp.arange(1.0, devices * tokens + 1)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
-    out = jax.jit(mapped)(jnp.asarray(chosen.reshape(-1, k)), ids)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split))
+
+
+def run(chosen, experts, factor):
+    """On devices along "expert": rows of ids, sizes, dropped, and what comes back to tokens."""
+    devices, tokens, k = chosen.shape
+    ids = np.arange(1, devices * tokens + 1, dtype=np.float32)
+    out = program(devices, tokens, k, experts, factor)(chosen.reshape(-1, k), ids)
     return [np.asarray(each).reshape(devices, -1) for each in out]
+
+
+# Devices, tokens and experts of each, choices and capacity: pairs that matter. Each is a program.
+SHAPES = [
+    (1, 5, 3, 4, None),
+    (1, 1, 1, 1, 1.0),
+    (2, 5, 3, 4, 0.3),
+    (2, 1, 3, 4, 2.5),
+    (4, 5, 3, 4, 1.0),
+    (4, 1, 3, 1, None),
+    (4, 5, 3, 4, None),
+]
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    devices=st.sampled_from([1, 2, 4]),
-    tokens=st.sampled_from([1, 5]),
-    k=st.sampled_from([1, 3]),
-    here=st.sampled_from([1, 4]),
-    factor=st.sampled_from([None, 0.3, 1.0, 2.5]),
+    shape=st.sampled_from(SHAPES),
     repeats=st.booleans(),
 )
-def test_rows_are_those_of_a_loop(seed, devices, tokens, k, here, factor, repeats):
+def test_rows_are_those_of_a_loop(seed, shape, repeats):
+    devices, tokens, k, here, factor = shape
     experts, draw = devices * here, np.random.default_rng(seed)
     k = min(k, experts)
     shape = devices, tokens, k
@@ -109,53 +123,73 @@ def test_rows_are_those_of_a_loop(seed, devices, tokens, k, here, factor, repeat
 
 
 def test_gradients_are_the_transposes():
-    chosen = jnp.array([[0, 2], [2, 1], [1, -1]])
-    way = fp8.moe.route(chosen, experts=3)
-    x, rows = jnp.arange(6.0).reshape(3, 2), jnp.arange(12.0).reshape(6, 2)
-    y, pull = jax.vjp(lambda x: fp8.moe.dispatch(way, x), x)
-    np.testing.assert_array_equal(pull(rows)[0], fp8.moe.combine(way, rows))
-    back, pull = jax.vjp(lambda rows: fp8.moe.combine(way, rows), rows)
-    np.testing.assert_array_equal(pull(x)[0], fp8.moe.dispatch(way, x))
-    assert float(jnp.vdot(y, rows)) == float(jnp.vdot(x, back))
+    chosen = np.int32([[0, 2], [2, 1], [1, -1]])
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+    @jax.jit
+    def run(chosen, x, rows):
+        way = fp8.moe.route(chosen, experts=3)
+        y, to_tokens = jax.vjp(lambda x: fp8.moe.dispatch(way, x), x)
+        back, to_rows = jax.vjp(lambda rows: fp8.moe.combine(way, rows), rows)
+        return y, back, to_tokens(rows)[0], to_rows(x)[0]
+
+    y, back, of_dispatch, of_combine = map(np.asarray, run(chosen, x, rows))
+    np.testing.assert_array_equal(of_dispatch, back)
+    np.testing.assert_array_equal(of_combine, y)
+    assert float(np.vdot(y, rows)) == float(np.vdot(x, back))
 
 
 def test_a_sum_over_choices_is_rounded_once():
-    way = fp8.moe.route(jnp.array([[0, 1, 2]]), experts=3)
-    rows = jnp.array([256.0, 1.0, 1.0], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
-    assert float(fp8.moe.combine(way, rows)[0]) == 258.0
+    rows = np.array([256, 1, 1], jnp.bfloat16)  # 256 + 1 is 256 in bfloat16
+
+    @jax.jit
+    def run(chosen):
+        return fp8.moe.combine(fp8.moe.route(chosen, experts=3), rows)
+
+    assert float(run(np.int32([[0, 1, 2]]))[0]) == 258.0
 
 
 def test_arrays_of_numpy():
-    way = fp8.moe.route(np.array([[0, 2], [2, 1]]), experts=3)
     x, rows = np.arange(4, dtype=np.float32).reshape(2, 2), np.arange(4, dtype=np.float32)
-    np.testing.assert_array_equal(fp8.moe.dispatch(way, x), fp8.moe.dispatch(way, jnp.array(x)))
-    np.testing.assert_array_equal(fp8.moe.combine(way, rows), [2.0, 4.0])
+
+    @jax.jit  # as constants, because arguments would be jax's arrays
+    def run():
+        way = fp8.moe.route(np.array([[0, 2], [2, 1]]), experts=3)
+        both = fp8.moe.dispatch(way, x), fp8.moe.dispatch(way, jnp.array(x))
+        return both, fp8.moe.combine(way, rows)
+
+    both, combined = run()
+    np.testing.assert_array_equal(*both)
+    np.testing.assert_array_equal(combined, [2.0, 4.0])
+
+
+a_route = jax.jit(lambda chosen: fp8.moe.route(chosen, experts=3))
 
 
 @pytest.mark.parametrize("shape", [(), (1, 3), (3, 3), (4, 3)])
 def test_another_number_of_tokens_or_rows_is_refused(shape):
-    way = fp8.moe.route(jnp.array([[0, 2], [2, 1]]), experts=3)
+    way = a_route(np.int32([[0, 2], [2, 1]]))
     says = (
         r"takes values of tokens, \[2, ...\].* value of each choice, \[4, ...\], pass route.of_ch"
     )
     with pytest.raises(ValueError, match=says):
-        fp8.moe.dispatch(way, jnp.ones(shape))
+        fp8.moe.dispatch(way, np.ones(shape, np.float32))
     if shape[:1] != (4,):
         with pytest.raises(ValueError, match=r"takes rows of experts, \[4, ...\]"):
-            fp8.moe.combine(way, jnp.ones(shape))
+            fp8.moe.combine(way, np.ones(shape, np.float32))
         with pytest.raises(ValueError, match=r"takes values of tokens, \[4, ...\] for this route"):
-            fp8.moe.dispatch(way.of_choices, jnp.ones(shape))
+            fp8.moe.dispatch(way.of_choices, np.ones(shape, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int16"])
 def test_every_dtype_of_integers(dtype):
-    way = fp8.moe.route(jnp.array([[0, 2], [2, 1]], dtype), experts=3)
+    way = a_route(np.array([[0, 2], [2, 1]], dtype))
     assert way.sizes.tolist() == [1, 1, 2]
 
 
 def test_traced_numbers_that_are_no_expert_are_not_sent():
-    large = jnp.array([[0, 2**32 - 1], [7, 1]], jnp.uint32)
-    way = jax.jit(lambda chosen: fp8.moe.route(chosen, experts=3))(large)
+    way = a_route(np.array([[0, 2**32 - 1], [7, 1]], np.uint32))
     assert way.sizes.tolist() == [1, 1, 0]
     assert int(way.dropped) == 0
 

@@ -44,8 +44,16 @@ def instructions(text):
         yield dtype, tuple(int(size) for size in shape.split(",")), operation, rest
 
 
-@pytest.mark.parametrize("cells", [8, 32])
-@pytest.mark.parametrize("recipe", RECIPES)
+def some(*few):
+    """All recipes. Those that are not named are slow: they have the loops of one that is."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in RECIPES]
+
+
+LOOPS = "blockwise", "blockwise, float32 scales", "mxfp8"
+
+
+@pytest.mark.parametrize("cells", [8, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", some(*LOOPS))
 def test_nothing_as_large_as_a_product_for_each_tile(recipe, cells):
     recipe = RECIPES[recipe]
     M, K, N = 256, cells * recipe.tile, 384
@@ -70,7 +78,7 @@ PLUMBING = ("get-tuple-element", "parameter", "copy", "bitcast", "tuple")  # of 
 PRODUCT = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some(*LOOPS))
 def test_no_operand_in_float32(name):
     """Forward and backward of a bfloat16 layer.
 
@@ -97,7 +105,7 @@ def test_no_operand_in_float32(name):
     assert seen == {"y", "dx", "dw"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", some("blockwise"))
 def test_no_operand_in_float32_forward(name):
     M, K, N = 384, 512, 640
     text = compiled(lambda x, w: fp8.dot(x, w, recipe=RECIPES[name]), (M, K), (K, N)).as_text()

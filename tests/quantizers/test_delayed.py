@@ -1,7 +1,7 @@
 """40 steps of delayed scaling against the rules written out, bit for bit."""
 
 import dataclasses
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -76,19 +76,23 @@ def start(*leading, history_length) -> RowState:
     return RowState(jnp.zeros(leading), jnp.zeros((*leading, history_length)), jnp.zeros(leading))
 
 
+# Of the length of the history, the algorithm, the margin and powers of two: each pair once.
+PAIRS = {
+    (1, "max", 0, False),
+    (1, "most_recent", 2, True),
+    (4, "max", 2, True),
+    (4, "most_recent", 0, False),
+    (4, "most_recent", 0, True),
+    (16, "max", 0, True),
+    (16, "most_recent", 2, False),
+}
 SETTINGS = [
-    pytest.mark.parametrize("history_length", [1, 4, 16]),
-    pytest.mark.parametrize("algorithm", ["max", "most_recent"]),
-    pytest.mark.parametrize("margin", [0, 2]),
-    pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"]),
+    pytest.param(*row, marks=() if row in PAIRS else pytest.mark.slow)
+    for row in itertools.product((1, 4, 16), ("max", "most_recent"), (0, 2), (False, True))
 ]
 
 
-def settings(function):
-    return functools.reduce(lambda f, mark: mark(f), SETTINGS, function)
-
-
-@settings
+@pytest.mark.parametrize(("history_length", "algorithm", "margin", "power_of_two"), SETTINGS)
 def test_update_in_a_scan(history_length, algorithm, margin, power_of_two):
     quantizer = Delayed(
         format=fp8.E4M3,
@@ -108,7 +112,13 @@ def test_update_in_a_scan(history_length, algorithm, margin, power_of_two):
 
 @pytest.mark.parametrize(
     ("history_length", "algorithm", "margin", "power_of_two"),
-    [(1, "max", 0, False), (4, "max", 2, True), (16, "most_recent", 0, False)],
+    [
+        (4, "max", 2, True),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in ((1, "max", 0, False), (16, "most_recent", 0, False))
+        ),
+    ],
 )
 def test_update_eagerly(history_length, algorithm, margin, power_of_two):
     quantizer = Delayed(
@@ -146,10 +156,10 @@ def test_update_of_stacked_rows(leading):
 @pytest.mark.parametrize(
     ("history_length", "algorithm", "margin", "power_of_two"),
     [
-        (1, "max", 0, False),
         (4, "most_recent", 2, True),
         (16, "max", 2, False),
-        (16, "max", 0, True),
+        pytest.param(1, "max", 0, False, marks=pytest.mark.slow),
+        pytest.param(16, "max", 0, True, marks=pytest.mark.slow),
     ],
 )
 def test_commit(history_length, algorithm, margin, power_of_two):
