@@ -171,6 +171,7 @@ def cells(quick, layouts, variant_modes, state_modes=MODES):
                 yield pytest.param(*cell, id="-".join(cell), marks=marks)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("layout", "mode", "recipe"),
     list(cells(QUICK, LAYOUTS, ("explicit, shards", "explicit", "types"))),

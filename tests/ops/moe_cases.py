@@ -48,7 +48,7 @@ def states(recipe, stacked):
         return (), ()
     one = fp8.init_state(recipe)
     if stacked:
-        one = jax.tree.map(lambda leaf: jnp.asarray(np.stack([leaf] * E)), one)
+        one = jax.tree.map(lambda leaf: jnp.stack([leaf] * E), one)
     return one, one
 
 

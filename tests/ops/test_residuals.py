@@ -61,6 +61,7 @@ def saved(recipe, x_shape, w_shape):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", RECIPES)
 def test_residuals(name):
     recipe = RECIPES[name]

@@ -83,6 +83,7 @@ TABLE = {
 }  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", TABLE)
 def test_against_numpy(name):
     recipe, warm, fprop, dgrad, wgrad = TABLE[name]
