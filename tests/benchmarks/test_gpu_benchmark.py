@@ -69,6 +69,7 @@ def check_result(finished, path):
     return result["rows"]
 
 
+@pytest.mark.slow
 def test_dry_run(tmp_path):
     path = tmp_path / "result.json"
     names = [
