@@ -91,16 +91,14 @@ def python(session: nox.Session, version: str, *arguments: str, **options: Any) 
     return str(session.run(str(executable), *arguments, external=True, **options))
 
 
-def pytest(
-    session: nox.Session, version: str, *arguments: str, env: dict[str, str] | None = None
-) -> None:
+def pytest(session: nox.Session, version: str, *arguments: str) -> None:
     """Runs pytest on one process more than there are cores.
 
     Workers wait for their devices and subprocesses a fifth of the time.
     """
     workers = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str((os.cpu_count() or 1) + 1)}
     given = ("-m", "pytest", "-n", "auto", *arguments, *session.posargs)
-    python(session, version, *given, env=workers | (env or {}))
+    python(session, version, *given, env=workers)
 
 
 @nox.session(**OLDEST)
@@ -159,16 +157,9 @@ def everything(session: nox.Session) -> None:
 @nox.session(**NEWEST)
 @measured
 def newest(session: nox.Session) -> None:
-    """The default suite and slow tests on the newest jax, some rows; bits as XLA optimizes them.
-
-    With XLA's optimizations a program takes three times as long to compile.
-    """
-    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    select = ("-m", "not deviceless and not gpu", "--one-row-in", "80")
-    pytest(session, "python312", *select, env=quick)
-    if not session.posargs:
-        optimized = ("tests/golden", "tests/numerics", "tests/contracts")
-        pytest(session, "python312", "--one-row-in", "8", *optimized)
+    """The default suite on the newest jax, with XLA's optimizations; some rows of each test."""
+    select = ("-m", "not slow and not deviceless and not gpu", "--one-row-in", "80")
+    pytest(session, "python312", *select)
 
 
 @nox.session(**NEWEST)
