@@ -124,7 +124,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs the CUDA wheels, not a GPU: pip install 'jax[cuda13]'")
 
 
-MOST_BYTES = 3 * 2**29
+MOST_BYTES = 2**30
 """The memory of a process above which the programs of the previous files are dropped."""
 
 
