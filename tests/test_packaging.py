@@ -143,7 +143,8 @@ def test_types_are_for_users_too():
     assert HATCH["build"]["targets"]["wheel"]["packages"] == ["jaxfp8"]
 
 
-MADE = {"runs", ".jax_cache", ".nox"}  # by train_gpt.py, conftest.py and nox; git ignores them
+# By train_gpt.py, conftest.py, nox, and whoever imports noxfile.py. Git ignores them.
+MADE = {"runs", ".jax_cache", ".nox", "__pycache__"}
 
 
 def test_the_sdist_holds_what_its_tests_read():
