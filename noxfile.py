@@ -25,8 +25,8 @@ ROOT = Path(__file__).parent
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = (
-    "lint", "readme", "newest", "rounding", "gpu_programs", "guests", "plugs", "docstrings",
-    "notebooks", "budget",
+    "lint", "readme", "newest", "optimized", "rounding", "gpu_programs", "guests", "plugs",
+    "docstrings", "notebooks", "budget",
 )  # fmt: skip
 MOST_CPU_MINUTES = 70
 """More than this of all sessions together is an error. CONTRIBUTING.md has the budget of each."""
@@ -91,14 +91,16 @@ def python(session: nox.Session, version: str, *arguments: str, **options: Any) 
     return str(session.run(str(executable), *arguments, external=True, **options))
 
 
-def pytest(session: nox.Session, version: str, *arguments: str) -> None:
+def pytest(
+    session: nox.Session, version: str, *arguments: str, env: dict[str, str] | None = None
+) -> None:
     """Runs pytest on one process more than there are cores.
 
     Workers wait for their devices and subprocesses a fifth of the time.
     """
     workers = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str((os.cpu_count() or 1) + 1)}
     given = ("-m", "pytest", "-n", "auto", *arguments, *session.posargs)
-    python(session, version, *given, env=workers)
+    python(session, version, *given, env=workers | (env or {}))
 
 
 @nox.session(**OLDEST)
@@ -154,12 +156,32 @@ def everything(session: nox.Session) -> None:
     pytest(session, "python312", "-m", "not gpu")
 
 
+DEFAULT_ROWS = ("-m", "not slow and not deviceless and not gpu", "--one-row-in", "80")
+TESTS = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir()}
+# XLA's optimizations may change bits. These rooms have the tests of bits, and other rooms stand on
+# them. With optimizations a program takes twice as long to compile.
+ROOMS_OF_BITS = (
+    "contracts", "golden", "kernels", "numerics", "ops", "optim", "quantizers", "tensors",
+    "weights",
+)  # fmt: skip
+BITS = {f"tests/{room}" for room in ROOMS_OF_BITS}
+
+
 @nox.session(**NEWEST)
 @measured
 def newest(session: nox.Session) -> None:
-    """The default suite on the newest jax, with XLA's optimizations; some rows of each test."""
-    select = ("-m", "not slow and not deviceless and not gpu", "--one-row-in", "80")
-    pytest(session, "python312", *select)
+    """The default suite on the newest jax, but for `optimized`; some rows of each test."""
+    without = [f"--ignore={room}" for room in sorted(BITS)]
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    pytest(session, "python312", *DEFAULT_ROWS, *without, env=quick)
+
+
+@nox.session(**NEWEST)
+@measured
+def optimized(session: nox.Session) -> None:
+    """The tests of bits on the newest jax, with XLA's optimizations; some rows of each test."""
+    without = [f"--ignore={room}" for room in sorted(TESTS - BITS)]
+    pytest(session, "python312", *DEFAULT_ROWS, *without, "--ignore-glob=tests/test_*.py")
 
 
 @nox.session(**NEWEST)
