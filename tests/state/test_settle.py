@@ -68,7 +68,10 @@ def test_stacked_states_are_marked_together():
     assert not fp8.settle(late).settled
 
 
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+# Eagerly one step is seventy programs.
+@pytest.mark.parametrize(
+    "jit", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["jit", "eager"]
+)
 @pytest.mark.parametrize("row", range(3))
 def test_an_unset_row_of_a_marked_state_gives_nan(row, jit):
     state = fp8.settle(warm())
