@@ -7,6 +7,7 @@ import shlex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from pages import DOCS, PAGES, ROOT, fences, headings, marked, sides_of
 
@@ -88,8 +89,9 @@ def uses(tree, found):
             name = ast.unparse(node)
             if re.fullmatch(r"[\w.]+", name) and name.split(".")[0] in found:
                 yield name, set()
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).split(".")[0] in found:
-            if re.fullmatch(r"[\w.]+", name):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if re.fullmatch(r"[\w.]+", name) and name.split(".")[0] in found:
                 yield name, {keyword.arg for keyword in node.keywords if keyword.arg}
 
 
@@ -180,8 +182,8 @@ def test_the_diff():
     for code in sides_of(diff):
         namespace = {}
         exec(code, namespace)
-        x = jax.random.normal(jax.random.key(0), (128, 256))
-        params = namespace["layer"].init(jax.random.key(1), x)
+        x = np.random.default_rng(0).normal(size=(128, 256)).astype(np.float32)
+        params = jax.jit(namespace["layer"].init)(jax.random.key(1), x)
         loss, grads = namespace["step"](params, x)
         assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
         losses.append(float(loss))

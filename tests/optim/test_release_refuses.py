@@ -313,8 +313,8 @@ def test_parameters_that_cannot_be_released():
         STACK.init({"table": np.ones((3, 2), np.int32)})
     with pytest.raises(ValueError, match="the same size, the number of layers"):
         STACK.init({"w": np.ones((3, 2), np.float32), "b": np.ones(2, np.float32)})
+    weight = jax.eval_shape(quantized, jax.ShapeDtypeStruct((128, 128), jnp.float32))
     with pytest.raises(TypeError, match="QuantizedWeight"):
-        weight = jax.eval_shape(quantized, jax.ShapeDtypeStruct((128, 128), jnp.float32))
         STACK.pack({"w": weight}, ())
     with pytest.raises(TypeError, match=r"jax\.random\.key_data"):
         STACK.pack({"w": np.ones((3, 2), np.float32)}, jax.random.split(jax.random.key(0), 3))

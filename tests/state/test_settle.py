@@ -123,7 +123,7 @@ def test_scan_over_steps():
 
 def test_commit_freeze_and_fork_keep_the_mark():
     state = fp8.settle(warm())
-    assert fp8.commit(state, fp8.nothing_seen(state)).settled
+    assert jax.jit(fp8.commit)(state, jax.jit(fp8.nothing_seen)(state)).settled
     assert fp8.freeze(state).settled
     assert all(each.settled for each in fp8.fork(state))
 
