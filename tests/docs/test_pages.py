@@ -27,6 +27,7 @@ LONG = {
     "layers",
     "memory",
     "moe",
+    "state",  # test_one_train_step.py runs its train steps
     "weights",
 }
 ROWS = [
