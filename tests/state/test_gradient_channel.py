@@ -127,9 +127,7 @@ def arrays(state):
 
 
 # The default rows have each way to hold and to use a state. A settled state changes the cast.
-FEW = {
-    "dense", "remat, residuals", "examples", "cond", "scan, remat", "examples of experts",
-}  # fmt: skip
+FEW = {"dense", "remat, residuals", "cond", "scan, remat", "examples of experts"}
 SETTLED = {"dense"}
 
 
