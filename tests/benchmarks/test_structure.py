@@ -1,5 +1,6 @@
 """The counter of the structure counts right, in a tiny package and in jaxfp8."""
 
+import functools
 import importlib
 import inspect
 import json
@@ -149,11 +150,18 @@ def codes(code: types.CodeType):
             yield from codes(each)
 
 
+@functools.cache
+def source_of_jaxfp8():
+    from _structure_source import read
+
+    return read(ROOT)
+
+
 def test_parameters_of_jaxfp8():
     """Python's compiler is the oracle."""
     import _structure_source as counter
 
-    source = counter.read(ROOT)
+    source = source_of_jaxfp8()
     ours = {(row["file"], row["function"], row["parameters"]) for row in counter.functions(source)}
     oracle = set()
     for path in source.trees:
@@ -173,9 +181,8 @@ def test_parameters_of_jaxfp8():
 def test_doors_of_jaxfp8():
     """The imported face is the oracle."""
     from _structure_doors import doors
-    from _structure_source import read
 
-    found = doors(read(ROOT))
+    found = doors(source_of_jaxfp8())
     for face in (fp8, fp8.linen, fp8.nnx, fp8.recipes, fp8.sharding, fp8.comms):
         for name, thing in vars(face).items():
             if inspect.isfunction(thing) and name != "__dir__":
@@ -188,7 +195,7 @@ def test_doors_of_jaxfp8():
 def test_lines_of_jaxfp8():
     import _structure_source as counter
 
-    asked = counter.questions(counter.read(ROOT), outside="numerics")
+    asked = counter.questions(source_of_jaxfp8(), outside="numerics")
     lines = {(row["file"], row["line"]) for row in asked}
     for path in ROOT.rglob("*.py"):
         file = path.relative_to(ROOT.parent).as_posix()

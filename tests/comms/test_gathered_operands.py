@@ -13,10 +13,11 @@ import pytest
 from contracts.faces import RECIPES
 from hard_inputs import mentions
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
+from jaxfp8.programs import wire_report
 from jaxfp8.sharding import Shard
 
 AXES = ("data", "model")
@@ -141,6 +142,24 @@ def test_is_the_answer_of_one_device(layout, recipe, vma):
         jax.tree.map(np.testing.assert_array_equal, got[3], want[3])
         if not recipe.rows:
             break
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["Auto mesh", "shard_map"])
+def test_a_weight_is_gathered_as_bytes(inside):
+    """And the gradient is not gathered."""
+    on = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    split, how = P("model"), {"recipe": fp8.recipes.current(), "w_shard": Shard(0, "model")}
+
+    def local(x, w):
+        step = jax.grad(lambda x, w: jnp.sum(jnp.square(fp8.dot(x, w, **how))), argnums=(0, 1))
+        return step(x, w)
+
+    step = jax.shard_map(local, in_specs=split, out_specs=split) if inside else local
+    lay = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, split))
+    with jax.set_mesh(on):
+        report = wire_report(jax.jit(step).lower(lay(X), lay(W)).compile())
+    gathered = {each.dtype for each in report.only(kind="all-gather").transfers}
+    assert gathered == {"uint8"}, report
 
 
 def permuted(w_shape, numbers, **how):

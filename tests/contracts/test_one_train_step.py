@@ -133,6 +133,9 @@ def newest(training):
     return [np.asarray(state.amax_history[:, -1]) for state in training.states]
 
 
+averaged = jax.jit(optax.incremental_update)
+
+
 def copied(tree):
     return jax.tree.map(np.array, tree)
 
@@ -153,7 +156,7 @@ def test_one_text_trains_with_every_recipe(form, recipe, optimizer):
     losses = []
     for _ in range(STEPS):
         losses.append(float(training.step()))
-        average = optax.incremental_update(training.params, average, 0.5)
+        average = averaged(training.params, average, 0.5)
     assert losses[-1] < losses[0], losses
     assert jax.tree.structure(training.params) == structure == jax.tree.structure(average)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(average))
@@ -207,7 +210,7 @@ def test_an_average_of_parameters_is_evaluated_with_the_state_of_the_run(recipe)
     average = training.params
     for _ in range(STEPS):
         training.step()
-        average = optax.incremental_update(training.params, average, 0.1)
+        average = averaged(training.params, average, 0.1)
     ts = training.names["ts"]
     evaluate = jax.jit(training.names["loss_fn"])
     evaluated, last = (

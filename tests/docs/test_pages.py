@@ -1,10 +1,13 @@
 """README.md and docs/ keep their word: code runs, links lead somewhere, commands exist."""
 
+import ast
+import inspect
 import re
 import shlex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from pages import DOCS, PAGES, ROOT, fences, headings, marked, sides_of
 
@@ -12,8 +15,21 @@ import jaxfp8 as fp8
 
 IDS = {"ids": lambda page: str(page.relative_to(ROOT))}
 WITH_CODE = [page for page in DOCS if any(fences(page.read_text(), "python"))]
-# Pages of many models. Eagerly each operation of a model is a program, for each shape.
-LONG = {"convert", "diverged", "experts", "fine-tuning", "gradient-release", "layers", "moe"}
+# Pages of many models, or of what other tests run. Eagerly each operation is a program.
+LONG = {
+    "coming-from",  # test_coming_from.py runs its diffs
+    "convert",
+    "diagnostics",
+    "diverged",
+    "experts",
+    "fine-tuning",
+    "gradient-release",
+    "layers",
+    "memory",
+    "moe",
+    "state",  # test_one_train_step.py runs its train steps
+    "weights",
+}
 ROWS = [
     pytest.param(
         page,
@@ -51,6 +67,42 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
 def test_what_does_not_run_compiles(page):
     for fence in fences(page.read_text(), "python", "no-run"):
         compile(fence.code, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", WITH_CODE, **IDS)
+def test_names_and_arguments_exist(page):
+    """Each name of jaxfp8 in the code of a page, and each keyword that the page gives to it."""
+    found = {}
+    for fence in fences(page.read_text(), "python"):
+        for name, keywords in uses(ast.parse(fence.code), found):
+            parameters = parameters_of(eval(name, found))
+            if "var_keyword" not in parameters.values():
+                assert keywords <= {*parameters}, f"{name} of {page.name}"
+
+
+def uses(tree, found):
+    """Dotted names of jaxfp8 with the keywords of their call. Adds the imports to `found`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and "jaxfp8" in ast.unparse(node):
+            exec(ast.unparse(node), found)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = ast.unparse(node)
+            if re.fullmatch(r"[\w.]+", name) and name.split(".")[0] in found:
+                yield name, set()
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if re.fullmatch(r"[\w.]+", name) and name.split(".")[0] in found:
+                yield name, {keyword.arg for keyword in node.keywords if keyword.arg}
+
+
+def parameters_of(target):
+    """Name -> kind; what has no signature takes every keyword."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return {"**": "var_keyword"}
+    return {each.name: each.kind.name.lower() for each in parameters}
 
 
 def test_pages_have_code():
@@ -131,8 +183,8 @@ def test_the_diff():
     for code in sides_of(diff):
         namespace = {}
         exec(code, namespace)
-        x = jax.random.normal(jax.random.key(0), (128, 256))
-        params = namespace["layer"].init(jax.random.key(1), x)
+        x = np.random.default_rng(0).normal(size=(128, 256)).astype(np.float32)
+        params = jax.jit(namespace["layer"].init)(jax.random.key(1), x)
         loss, grads = namespace["step"](params, x)
         assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
         losses.append(float(loss))

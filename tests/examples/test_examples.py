@@ -65,13 +65,14 @@ def parameters_of(params):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_train_gpt_compares_with_bf16_by_default(train_gpt, tmp_path):
-    """On a poem, from which it also draws a sample."""
+def test_train_gpt_compares_with_bf16_by_default(train_gpt, tmp_path, monkeypatch, capsys):
+    """On a poem, from which it also draws a sample. In this process, which has its imports."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "poem").write_bytes(POEM)
     small = {"--data": "poem", "--width": 32, "--layers": 1, "--steps": 3, "--sample": 40}
     arguments = [word for pair in small.items() for word in pair]
-    finished = run("train_gpt.py", *arguments, "--json", "result.json", cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
+    train_gpt.main([*map(str, arguments), "--json", "result.json"])
+    output = capsys.readouterr().out
     result = json.loads((tmp_path / "result.json").read_text())
     assert sorted(result) == FIELDS
     assert (result["recipe"], result["steps"], result["seed"], result["framework"]) == (
@@ -96,7 +97,7 @@ def test_train_gpt_compares_with_bf16_by_default(train_gpt, tmp_path):
     for prefix, name in {"": "FP8", "bf16_": "bf16"}.items():
         shown = re.findall(
             rf"^ *{name} step \d/3  loss (\d\.\d{{3}})  +[\d,]+ tokens/s$",
-            finished.stdout,
+            output,
             re.MULTILINE,
         )
         assert shown == [f"{loss:.3f}" for loss in result[prefix + "losses"]]
@@ -107,8 +108,8 @@ def test_train_gpt_compares_with_bf16_by_default(train_gpt, tmp_path):
         f"{result['val_loss']:.4f}",
         f"{result['bf16_val_loss']:.4f}",
     ):
-        assert shown in finished.stdout
-    assert_of_a_poem(finished.stdout, result)
+        assert shown in output
+    assert_of_a_poem(output, result)
 
 
 def assert_of_a_poem(output, result):

@@ -16,6 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from damaged_runs import (
+    DAMAGES,
+    HALF,
+    STEPS,
+    description,
+    empty,
+    halved,
+    newest,
+    noise,
+    without,
+)
 from launch import EXAMPLES, environment, load
 
 from jaxfp8.recipes._presets import PRESETS
@@ -24,7 +35,6 @@ pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # flax's norms and optax promote
 
-STEPS, HALF = 6, 3  # the run saves at both
 SMALL = ["--width", 32, "--layers", 1]
 RECIPES = {
     "delayed": [],
@@ -242,79 +252,6 @@ def refused(example, capsys, monkeypatch, directory, *arguments):
     return lines[0]
 
 
-def newest(run):
-    return run / "FP8" / str(STEPS)
-
-
-def description(run):
-    return newest(run) / "description.json"
-
-
-def largest(run):
-    """The file with most of the arrays."""
-    return max(newest(run).rglob("*"), key=lambda file: file.stat().st_size)
-
-
-def edit_description(**fields):
-    def edit(run):
-        description(run).write_text(json.dumps(json.loads(description(run).read_text()) | fields))
-
-    return edit
-
-
-def replace_by_file(path):
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.write_text("words")
-
-
-def not_a_checkpoint(run):
-    shutil.rmtree(run)
-    (run / "photos").mkdir(parents=True)
-    (run / "photos" / "1.png").write_text("picture")
-
-
-def flip(file, count):
-    """Other bytes in the middle."""
-    content = bytearray(file.read_bytes())
-    for at in range(len(content) // 2, len(content) // 2 + count):
-        content[at] ^= 0x5A
-    file.write_bytes(bytes(content))
-
-
-def empty(path):
-    shutil.rmtree(path)
-    path.mkdir()
-
-
-# What is done to the directory, and what is said of it.
-DAMAGES = {
-    "missing": (shutil.rmtree, "there is no such directory; give the directory of a run, or"),
-    "empty": (empty, "it holds no checkpoint bf16/STEP/ or FP8/STEP/; give the directory of a"),
-    "a file": (replace_by_file, "run is a file; give a directory"),
-    "its folder is a file": (lambda run: replace_by_file(run / "FP8"), "FP8 is a file; give"),
-    "not a checkpoint": (not_a_checkpoint, "it holds no checkpoint"),
-    "only a file": (lambda run: empty(run / "FP8") or (run / "FP8" / "6").touch(), "no checkpoint"),
-    "a step is empty": (lambda run: empty(newest(run)), "FP8/6: .*description.json: FileNotFound"),
-    "no description": (lambda run: description(run).unlink(), "description.json: FileNotFound"),
-    "no arrays": (lambda run: shutil.rmtree(newest(run) / "arrays"), "arrays/.* is missing"),
-    "arrays lost": (lambda run: largest(run).unlink(), "arrays/.* is missing"),
-    "arrays truncated": (
-        lambda run: os.truncate(largest(run), 99),
-        "/d/.* has changed since it was",
-    ),
-    "a byte changed": (lambda run: flip(largest(run), 1), "/d/.* has changed since it was saved"),
-    "JSON truncated": (lambda run: os.truncate(description(run), 99), "json: JSONDecodeError"),
-    "bytes in JSON": (lambda run: description(run).write_bytes(b"\xff"), "json: UnicodeDecode"),
-    "a list in JSON": (lambda run: description(run).write_text("[1]"), "json: TypeError"),
-    "no digests": (edit_description(files=[]), "description.json does not describe a run"),
-    "other digests": (edit_description(files={}), "arrays/.* has changed since it was saved"),
-    "other shapes": (edit_description(shapes={}), "is absent, in the model it is float32"),
-    "another step": (edit_description(step=5), "description.json describes step 5"),
-    "a renamed step": (lambda run: newest(run).rename(run / "FP8" / "9"), "json describes step 6"),
-}
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_directory_is_refused(example, run, capsys, monkeypatch, damage):
     change, message = DAMAGES[damage]
@@ -349,7 +286,7 @@ def within(example, run, opened):
     return example.Checkpoints(run / "FP8", opened[0].run, HALF)
 
 
-@pytest.mark.parametrize("leaf", ["scale", "amax_history"])
+@pytest.mark.parametrize("leaf", ["scale", pytest.param("amax_history", marks=pytest.mark.slow)])
 def test_a_nan_in_the_quantizer_state_is_named(example, run, opened, capsys, monkeypatch, leaf):
     """Saved as everything else is, digest included: `fp8.check_state` finds it."""
     checkpoints, like = within(example, run, opened), opened[1]
@@ -361,18 +298,6 @@ def test_a_nan_in_the_quantizer_state_is_named(example, run, opened, capsys, mon
     checkpoints.save(STEPS, restored | {"state": jax.tree.unflatten(structure, states)})
     line = refused(example, capsys, monkeypatch, run, "--resume")
     assert re.search(rf"FP8StateError: \d+ faults? in the quantizer .*{leaf}.*nan", line), line
-
-
-def without(file):
-    file.unlink()
-
-
-def halved(file):
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def noise(file):
-    file.write_bytes(np.random.default_rng(0).bytes(file.stat().st_size))
 
 
 @pytest.mark.parametrize("harm", [without, halved, noise])

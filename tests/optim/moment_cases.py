@@ -51,6 +51,7 @@ def train(tx, start, steps=3, state=None, first=0, update=None):
     update = update or tx.update
     state = tx.init(start) if state is None else state
     for i in range(first, first + steps):
-        updates, state = update(gradients(i), state, start)
+        grads = {name: g for name, g in gradients(i).items() if name in start}
+        updates, state = update(grads, state, start)
         start = optax.apply_updates(start, updates)
     return start, state

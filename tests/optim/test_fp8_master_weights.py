@@ -77,7 +77,8 @@ def test_fp8_weights_train_as_bfloat16_weights_do(kind, recipe):
         narrow, narrow_opt, narrow_state, narrow_loss = step(narrow, narrow_opt, narrow_state, x)
         assert_same_bits((narrow_loss, narrow_state), (wide_loss, wide_state))
         assert_same_bits(narrow, {"w": cast(wide["w"], wide_state), "b": wide["b"]})
-    assert_same_bits(master_weights(narrow_opt, narrow), master_weights(wide_opt, wide))
+    masters = jax.jit(master_weights)
+    assert_same_bits(masters(narrow_opt, narrow), masters(wide_opt, wide))
 
 
 def test_bytes_of_fp8_weights():
@@ -120,7 +121,7 @@ def state_of_amax(amax):
 def test_fp8_state_reaches_the_cast_through_optax(wrapped):
     recipe, w = RECIPES["delayed"], np.full((4, 4), 3.0, np.float32)
     tx = wrapped[1](with_master_weights(optax.sgd(0.5), master=Float32()))
-    like = {"w": quantized(w, recipe, state_of_amax(7.0))}
+    like = {"w": jax.eval_shape(lambda w: quantized(w, recipe, state_of_amax(7.0)), w)}
     start = jax.jit(
         lambda params, state: init_master_weights(tx, params, weights=like, state=state)
     )
@@ -141,16 +142,21 @@ def test_fp8_state_reaches_the_cast_through_optax(wrapped):
 def test_train_state_of_linen_passes_its_state_on():
     recipe = RECIPES["delayed"]
     layer = fp8.linen.FP8Dense(8, use_bias=False, recipe=recipe, dtype=jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), jnp.ones((4, 16)))
+    variables = jax.jit(layer.init)(jax.random.key(0), np.ones((4, 16), np.float32))
     exact, state = variables["params"], variables[fp8.linen.COLLECTION]
     tx = with_master_weights(optax.sgd(0.5), master=Float32())
-    like = fp8.quantize_params(exact, recipe, state=state, primary=True, dtype=jnp.bfloat16)
-    params, opt_state = init_master_weights(tx, exact, weights=like, state=state)
+
+    @jax.jit
+    def start(exact, state):
+        like = fp8.quantize_params(exact, recipe, state=state, primary=True, dtype=jnp.bfloat16)
+        return init_master_weights(tx, exact, weights=like, state=state)
+
+    params, opt_state = start(exact, state)
     ts = fp8.linen.TrainState(
         step=0, apply_fn=layer.apply, params=params, tx=tx, opt_state=opt_state, fp8_state=state
     )
     new = jax.tree.map(lambda _: state_of_amax(14.0), state, is_leaf=lambda n: hasattr(n, "rows"))
-    grads = {"kernel": jnp.zeros((16, 8))}
+    grads = {"kernel": np.zeros((16, 8), np.float32)}
     after = jax.jit(lambda ts, g, s: ts.apply_gradients(grads=g, fp8_state=s))(ts, grads, new)
     assert float(after.params["kernel"].scales[0]) == 14.0 / 448
     assert after.tx is tx
@@ -159,11 +165,16 @@ def test_train_state_of_linen_passes_its_state_on():
 def test_no_master_weight_starts_at_fp8_values():
     tx = with_master_weights(optax.sgd(0.5), master=Float32())
     with pytest.raises(ValueError, match="init_master_weights"):
-        tx.init({"w": quantized(jnp.ones((4, 4)))})
+        jax.eval_shape(lambda w: tx.init({"w": quantized(w)}), np.ones((4, 4), np.float32))
 
 
 def test_fp8_weights_of_float32_are_refused():
     tx = with_master_weights(optax.sgd(0.5), master=Float32())
-    weight = quantize_weight(jnp.ones((4, 4)), RECIPES["current"], WeightAxes(), primary=True)
+    w = np.ones((4, 4), np.float32)
+    weight = jax.eval_shape(
+        lambda w: quantize_weight(w, RECIPES["current"], WeightAxes(), primary=True), w
+    )
     with pytest.raises(ValueError, match=r"dtype=jnp\.bfloat16"):
-        init_master_weights(tx, {"w": jnp.ones((4, 4))}, weights={"w": weight})
+        jax.eval_shape(
+            lambda w, weight: init_master_weights(tx, {"w": w}, weights={"w": weight}), w, weight
+        )

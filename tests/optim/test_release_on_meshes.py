@@ -27,7 +27,7 @@ def spec_of(x):
 @functools.cache
 def expected(steps):
     stack = release(TX, per_layer=True)
-    state = (stacked(), jax.jit(stack.init)(stacked()).opt_state)
+    state = (stacked(), jax.jit(lambda params: stack.init(params).opt_state)(stacked()))
     for _ in range(steps):
         state, _, loss = plain_step(TX, body, state, X)
     params, opt_state = state
@@ -39,12 +39,12 @@ def check_close(layers, loss, steps=2):
     layers = jax.device_get(layers)
     layers.check()
     np.testing.assert_allclose(loss, reference, rtol=1e-4)
-    mine = jax.jit(master_weights)(layers.opt_state, layers.params)
+    mine = jax.jit(lambda layers: master_weights(layers.opt_state, layers.params))(layers)
     for name in theirs:
         # An update is about 2^-7. A gradient near 0 may have another sign on another mesh.
         distance = np.abs(np.asarray(mine[name]) - np.asarray(theirs[name]))
         assert np.mean(distance > 2.0**-10) < 0.02, name
-        assert np.any(mine[name] != stacked()[name])
+        assert np.any(np.asarray(mine[name]) != np.asarray(stacked()[name]))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -59,8 +59,8 @@ def test_fully_sharded(axis_type):
         return body(x, p)
 
     with jax.set_mesh(mesh):
-        layers = jax.jit(stack.init)(stacked())
-        layers = jax.tree.map(lambda x: put(x, spec_of(x)), layers)
+        layers = jax.jit(stack.init)(jax.tree.map(np.asarray, stacked()))
+        layers = jax.tree.map(lambda x: put(np.asarray(x), spec_of(x)), layers)
         specs = jax.tree.map(lambda x: x.sharding, layers)
         run = jax.jit(
             jax.value_and_grad(functools.partial(loss_of, stack.scan, f)), donate_argnums=0
@@ -75,8 +75,8 @@ def test_fully_sharded(axis_type):
 @pytest.mark.parametrize(
     ("split", "remat"),
     [
-        pytest.param(False, True, id="replicated-rematerialized"),
-        pytest.param(True, False, id="fully sharded-saved"),
+        pytest.param(True, False, id="fully sharded-saved"),  # and its bias is replicated
+        pytest.param(False, True, id="replicated-rematerialized", marks=pytest.mark.slow),
         pytest.param(False, False, id="replicated-saved", marks=pytest.mark.slow),
         pytest.param(True, True, id="fully sharded-rematerialized", marks=pytest.mark.slow),
     ],
@@ -118,11 +118,10 @@ def test_shard_map_inside_of_the_gradient():
         return jax.lax.pmean(loss_of(stack.scan, body, layers, x), "data")
 
     loss_fn = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-    new = jax.jit(jax.grad(loss_fn))(stack.init(stacked()), X)
+    layers = jax.jit(stack.init)(stacked())
+    new = jax.jit(jax.grad(loss_fn))(layers, X)
     new.check()
-    alone = jax.jit(jax.grad(functools.partial(loss_of, stack.scan, body)))(
-        stack.init(stacked()), X
-    )
+    alone = jax.jit(jax.grad(functools.partial(loss_of, stack.scan, body)))(layers, X)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(
             np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-2, atol=1e-6

@@ -87,9 +87,14 @@ def scope(replace, of=Interceptor):
 def test_trains(name):
     replace = replace_module_fn(fp8.recipes.get(name))
     x = jax.random.normal(jax.random.key(1), (2, 16, 128))
-    plain = jax.jit(Net().init)(jax.random.key(0), x)
-    with scope(replace):
-        variables = jax.jit(Net().init)(jax.random.key(0), x)
+
+    @jax.jit
+    def init(key, x):
+        with scope(replace):
+            replaced = Net().init(key, x)
+        return replaced, Net().init(key, x)
+
+    variables, plain = init(jax.random.key(0), x)
     assert_same_bits(variables["params"], plain["params"])
     params, state = variables["params"], variables.get(COLLECTION, {})
 
@@ -97,11 +102,14 @@ def test_trains(name):
         with scope(replace):
             return jnp.mean(Net().apply({"params": params, COLLECTION: state}, x) ** 2)
 
-    step = jax.jit(fp8.value_and_grad(loss_fn))
+    @jax.jit
+    def step(params, state):
+        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state)
+        return loss, jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), state
+
     losses = []
     for _ in range(3):
-        loss, grads, state = step(params, state)
-        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+        loss, params, state = step(params, state)
         losses.append(float(loss))
     assert losses[2] < losses[0]
     assert len(jax.tree.leaves(state)) == (4 * 5 if name == "delayed" else 0)

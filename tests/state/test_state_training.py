@@ -1,5 +1,7 @@
 """State over many steps: what changes it, what does not, and what a checkpoint has to hold."""
 
+import functools
+
 import chex
 import flax.serialization
 import jax
@@ -52,6 +54,7 @@ def assert_same(a, b):
     chex.assert_trees_all_equal(a, b, strict=True)
 
 
+@functools.partial(jax.jit, static_argnames="amax")
 def warm(states, amax=(3, 5, 7)):
     return jax.tree.map(
         lambda s: fp8.commit(s, SeenAmax(jnp.float32(amax), s.rows)),
