@@ -23,6 +23,7 @@ RECIPES = {
     "mxfp8": fp8.recipes.mxfp8(),
     "static": fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1),
     "stochastic": fp8.recipes.current(gradient_rounding="stochastic"),
+    "stochastic tiles": fp8.recipes.blockwise(gradient_rounding="stochastic"),
     "stochastic, high precision": fp8.recipes.rowwise(
         high_precision_wgrad=True, gradient_rounding="stochastic"
     ),
@@ -86,8 +87,9 @@ def same(a, b):
     return all(map(np.array_equal, *map(jax.tree.leaves, (a, b))))
 
 
-# With state and without it, with one copy of a tensor and with more, and each kind of remat.
-FEW = {("delayed", "policy"), ("blockwise", True), ("stochastic, high precision", False)}
+# With state and with a key, with one copy of a tensor and with more, and each kind of remat.
+# Without remat: the scan of `test_nnx`.
+FEW = {("delayed", "policy"), ("stochastic tiles", True)}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,7 @@ FEW = {("delayed", "policy"), ("blockwise", True), ("stochastic, high precision"
         for case in (
             *((name, False) for name in RECIPES),
             *((name, remat) for name in ("delayed", "blockwise") for remat in (True, "policy")),
+            ("stochastic tiles", True),
         )
     ],
 )
@@ -171,7 +174,6 @@ def test_nnx(name):
     def step(model, x):
         return fp8.nnx.value_and_grad(lambda model, x: model(x).sum())(model, x)[0]
 
-    step(model, X)
     graph = nnx.graphdef(model)
     with fp8.diagnostics.collect(model) as records:
         step(model, X)

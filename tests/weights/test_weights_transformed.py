@@ -29,12 +29,13 @@ EQUATIONS = {
 QUICK = ("heads", "another order", "kept on both sides", "experts inside")
 
 
-def equations(recipe, way, names):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def equations(recipe, way, operands):
     """y, gradients and state of each equation: one program."""
     found = {}
-    for name in names:
-        equation, x_shape, w_shape, axes = EQUATIONS[name]
-        x, state = normal(1, *x_shape), init(recipe)
+    for name, (x, w) in operands.items():
+        equation, _, _, axes = EQUATIONS[name]
+        state = init(recipe)
 
         def loss(params, state, x, equation=equation):
             y = fp8.einsum(
@@ -42,7 +43,7 @@ def equations(recipe, way, names):
             )
             return jnp.sum(jnp.where(y > 0, y, 2 * y)), y
 
-        params = held(way, {"w": normal(0, *w_shape)}, recipe, state, rules=[("w", axes)])
+        params = held(way, {"w": w}, recipe, state, rules=[("w", axes)])
         (_, y), *rest = fp8.value_and_grad(loss, has_aux=True)(params, state, x)
         found[name] = y, rest
     return found
@@ -57,10 +58,9 @@ def equations(recipe, way, names):
 )
 def test_einsum(name, names):
     """Several contracted axes, which tiles see as one; experts; axes in every order."""
-    want, got = (
-        jax.jit(functools.partial(equations, RECIPES[name], way, names))()
-        for way in ("plain", "primary")
-    )
+    shapes = {each: EQUATIONS[each][1:3] for each in names}
+    operands = {each: (normal(1, *x), normal(0, *w)) for each, (x, w) in shapes.items()}
+    want, got = (equations(RECIPES[name], way, operands) for way in ("plain", "primary"))
     assert_same_bits(got, want)
 
 
@@ -72,9 +72,9 @@ def test_merged_axes_cost_no_bytes():
     assert weight.scales[0].shape == (2, 1)
 
 
-def transformed(recipe, way, transform):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def transformed(recipe, way, transform, w, x, c):
     """y and the gradients of x and w, with a transformation between the loss and the matmul."""
-    w, x, c = normal(0, K, N), normal(1, 3, M, K), normal(2, 3, M, N)
     layer = lambda w, x: jnp.maximum(dot(x, w, recipe, ()), 0)
 
     def loss(params, _):
@@ -126,12 +126,11 @@ TRANSFORMS = {
 def test_transformations(name, transform):
     if RECIPES[name].rows:
         pytest.skip("a state has one use; see test_same_bits and test_remat_of_delayed")
+    arrays = normal(0, K, N), normal(1, 3, M, K), normal(2, 3, M, N)
     want, *got = (
-        jax.jit(
-            functools.partial(transformed, RECIPES[name], way, TRANSFORMS[transform])
-        )()
+        transformed(RECIPES[name], way, TRANSFORMS[transform], *arrays)
         for way in ("plain", *(("primary",) if transform != "two uses" else WAYS))
-    )  # fmt: skip
+    )
     for each in got:
         assert_same_bits(each, want)
     assert np.any(np.asarray(want[1]["w"]) != 0) == (transform != "stop_gradient")
