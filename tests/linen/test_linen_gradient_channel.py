@@ -131,10 +131,12 @@ def test_flax_s_train_state_trains_and_takes_the_steps_of_value_and_grad(case, s
         )
         return value, ts.apply_gradients(grads={"params": grads, COLLECTION: state})
 
-    create = lambda model: TrainState.create(
-        apply_fn=model.apply, params=variables, tx=optax.adam(1e-2)
-    )
-    mine_ts, their_ts = create(mine), create(theirs)
+    @jax.jit  # eagerly the moments of each leaf are programs
+    def create(variables):
+        how = {"params": variables, "tx": optax.adam(1e-2)}
+        return [TrainState.create(apply_fn=model.apply, **how) for model in (mine, theirs)]
+
+    mine_ts, their_ts = create(variables)
     for x in X:
         value, mine_ts = step(mine_ts, x)
         their_value, their_ts = their_step(their_ts, x)
