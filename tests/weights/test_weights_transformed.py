@@ -30,8 +30,13 @@ QUICK = ("heads", "another order", "kept on both sides", "experts inside")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
+def in_ways(run, ways, *given):
+    """The results of a function in each way: one program, whose parts share much."""
+    return [run(way, *given) for way in ways]
+
+
 def equations(recipe, way, operands):
-    """y, gradients and state of each equation: one program."""
+    """y, gradients and state of each equation."""
     found = {}
     for name, (x, w) in operands.items():
         equation, _, _, axes = EQUATIONS[name]
@@ -60,7 +65,8 @@ def test_einsum(name, names):
     """Several contracted axes, which tiles see as one; experts; axes in every order."""
     shapes = {each: EQUATIONS[each][1:3] for each in names}
     operands = {each: (normal(1, *x), normal(0, *w)) for each, (x, w) in shapes.items()}
-    want, got = (equations(RECIPES[name], way, operands) for way in ("plain", "primary"))
+    run = functools.partial(equations, RECIPES[name])
+    want, got = in_ways(run, ("plain", "primary"), operands)
     assert_same_bits(got, want)
 
 
@@ -72,8 +78,7 @@ def test_merged_axes_cost_no_bytes():
     assert weight.scales[0].shape == (2, 1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def transformed(recipe, way, transform, w, x, c):
+def transformed(recipe, transform, way, w, x, c):
     """y and the gradients of x and w, with a transformation between the loss and the matmul."""
     layer = lambda w, x: jnp.maximum(dot(x, w, recipe, ()), 0)
 
@@ -127,10 +132,9 @@ def test_transformations(name, transform):
     if RECIPES[name].rows:
         pytest.skip("a state has one use; see test_same_bits and test_remat_of_delayed")
     arrays = normal(0, K, N), normal(1, 3, M, K), normal(2, 3, M, N)
-    want, *got = (
-        transformed(RECIPES[name], way, TRANSFORMS[transform], *arrays)
-        for way in ("plain", *(("primary",) if transform != "two uses" else WAYS))
-    )
+    run = functools.partial(transformed, RECIPES[name], TRANSFORMS[transform])
+    ways = ("plain", *(("primary",) if transform != "two uses" else WAYS))
+    want, *got = in_ways(run, ways, *arrays)
     for each in got:
         assert_same_bits(each, want)
     assert np.any(np.asarray(want[1]["w"]) != 0) == (transform != "stop_gradient")
@@ -148,6 +152,4 @@ def test_remat_of_delayed_scaling(options):
         loss = lambda params, state: jnp.sum(layer(params["w"], state, x).astype(jnp.bfloat16))
         return fp8.value_and_grad(loss)(held(way, {"w": w}, recipe, state), state)[1:]
 
-    step = jax.jit(step, static_argnums=0)
-    arrays = normal(0, K, N), normal(1, M, K)
-    assert_same_bits(step("primary", *arrays), step("plain", *arrays))
+    assert_same_bits(*in_ways(step, ("primary", "plain"), normal(0, K, N), normal(1, M, K)))
