@@ -186,7 +186,7 @@ def test_nnx(name):
         assert layers == {"head", "layers/0", "layers/1", *(f"scanned[{i}]" for i in range(3))}
         assert layers == {row.layer for row in fp8.diagnostics.summary(nnx.state(model)).rows}
     with fp8.diagnostics.collect() as records:  # without names, the lines of the calls
-        step(model, X)
+        nnx.jit(lambda model, x: model(x))(model, X)
     assert all(
         row.layer.startswith("test_collect.py:") for row in fp8.diagnostics.summary(records).rows
     )
@@ -213,6 +213,15 @@ def test_plain_jax(jit):
         jit(jax.grad(lambda w: forward(w, X).sum()))(w)
     keys = ("x/fprop", "x/wgrad", "w", "g/dgrad", "g/wgrad")
     assert tensors(records) == {(layer, key, 1) for layer in ("first", line) for key in keys}
+
+
+def test_a_wgrad_in_high_precision():
+    recipe, w = RECIPES["stochastic, high precision"], np.ones((32, 32), np.float32)
+    loss = lambda w, key: fp8.dot(X, w, recipe=recipe, key=key, name="layer").sum()
+    with fp8.diagnostics.collect() as records:
+        jax.jit(jax.grad(loss))(w, jax.random.key(0))
+    keys = ("x/fprop", "w/fprop", "w/dgrad", "g/dgrad")
+    assert tensors(records) == {("layer", key, 1) for key in keys}
 
 
 def test_a_body_that_was_traced_before():
