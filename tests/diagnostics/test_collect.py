@@ -23,6 +23,7 @@ RECIPES = {
     "mxfp8": fp8.recipes.mxfp8(),
     "static": fp8.recipes.static(x_scale=0.1, w_scale=0.1, g_scale=0.1),
     "stochastic": fp8.recipes.current(gradient_rounding="stochastic"),
+    "stochastic tiles": fp8.recipes.blockwise(gradient_rounding="stochastic"),
     "stochastic, high precision": fp8.recipes.rowwise(
         high_precision_wgrad=True, gradient_rounding="stochastic"
     ),
@@ -86,8 +87,9 @@ def same(a, b):
     return all(map(np.array_equal, *map(jax.tree.leaves, (a, b))))
 
 
-# With state and without it, with one copy of a tensor and with more, and each kind of remat.
-FEW = {("delayed", "policy"), ("blockwise", True), ("stochastic, high precision", False)}
+# With state and with a key, with one copy of a tensor and with more, and each kind of remat.
+# Without remat: the scan of `test_nnx`.
+FEW = {("delayed", "policy"), ("stochastic tiles", True)}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,7 @@ FEW = {("delayed", "policy"), ("blockwise", True), ("stochastic, high precision"
         for case in (
             *((name, False) for name in RECIPES),
             *((name, remat) for name in ("delayed", "blockwise") for remat in (True, "policy")),
+            ("stochastic tiles", True),
         )
     ],
 )
@@ -171,7 +174,6 @@ def test_nnx(name):
     def step(model, x):
         return fp8.nnx.value_and_grad(lambda model, x: model(x).sum())(model, x)[0]
 
-    step(model, X)
     graph = nnx.graphdef(model)
     with fp8.diagnostics.collect(model) as records:
         step(model, X)
@@ -184,7 +186,7 @@ def test_nnx(name):
         assert layers == {"head", "layers/0", "layers/1", *(f"scanned[{i}]" for i in range(3))}
         assert layers == {row.layer for row in fp8.diagnostics.summary(nnx.state(model)).rows}
     with fp8.diagnostics.collect() as records:  # without names, the lines of the calls
-        step(model, X)
+        nnx.jit(lambda model, x: model(x))(model, X)
     assert all(
         row.layer.startswith("test_collect.py:") for row in fp8.diagnostics.summary(records).rows
     )
@@ -211,6 +213,15 @@ def test_plain_jax(jit):
         jit(jax.grad(lambda w: forward(w, X).sum()))(w)
     keys = ("x/fprop", "x/wgrad", "w", "g/dgrad", "g/wgrad")
     assert tensors(records) == {(layer, key, 1) for layer in ("first", line) for key in keys}
+
+
+def test_a_wgrad_in_high_precision():
+    recipe, w = RECIPES["stochastic, high precision"], np.ones((32, 32), np.float32)
+    loss = lambda w, key: fp8.dot(X, w, recipe=recipe, key=key, name="layer").sum()
+    with fp8.diagnostics.collect() as records:
+        jax.jit(jax.grad(loss))(w, jax.random.key(0))
+    keys = ("x/fprop", "w/fprop", "w/dgrad", "g/dgrad")
+    assert tensors(records) == {("layer", key, 1) for key in keys}
 
 
 def test_a_body_that_was_traced_before():

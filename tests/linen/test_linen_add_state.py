@@ -50,6 +50,9 @@ MODELS = {
 }
 
 
+ORBAX = {("by hand", "Stack"), ("by hand", "Boxed"), ("converted", "Unnamed")}
+
+
 @functools.cache
 def saved_before(cls):
     return jax.device_get(jax.jit(cls().init)(KEY, X))
@@ -67,9 +70,17 @@ def in_fp8(kind, how):
 
 
 @pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("how", ["by hand", "converted"])
+@pytest.mark.parametrize(
+    ("how", "kind", "file"),
+    [
+        pytest.param(how, kind, file, marks=() if default else pytest.mark.slow)
+        for how in ("by hand", "converted")
+        for kind in MODELS
+        for file in FILES
+        # Orbax takes a tenth of a second, and does not know how the model was made.
+        for default in [file != "orbax" or (how, kind) in ORBAX]
+    ],
+)
 def test_a_checkpoint_in_fp8(kind, file, how, tmp_path):
     cls = MODELS[kind][0]
     old = saved_before(cls)

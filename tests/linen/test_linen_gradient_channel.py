@@ -119,25 +119,28 @@ def test_flax_s_train_state_trains_and_takes_the_steps_of_value_and_grad(case, s
     loss = lambda model: lambda tree, x: jnp.mean(jnp.square(model.apply(tree, x) - 1))
     of_params = lambda p, s, x: loss(theirs)({"params": p, COLLECTION: s}, x)
 
-    @jax.jit
     def step(ts, x):  # knows nothing of FP8
         value, grads = jax.value_and_grad(loss(mine))(ts.params, x)
         return value, ts.apply_gradients(grads=grads)
 
-    @jax.jit
     def their_step(ts, x):
         value, grads, state = fp8.value_and_grad(of_params)(
             ts.params["params"], ts.params[COLLECTION], x
         )
         return value, ts.apply_gradients(grads={"params": grads, COLLECTION: state})
 
-    create = lambda model: TrainState.create(
-        apply_fn=model.apply, params=variables, tx=optax.adam(1e-2)
-    )
-    mine_ts, their_ts = create(mine), create(theirs)
+    @jax.jit  # eagerly the moments of each leaf are programs
+    def create(variables):
+        how = {"params": variables, "tx": optax.adam(1e-2)}
+        return [TrainState.create(apply_fn=model.apply, **how) for model in (mine, theirs)]
+
+    @jax.jit  # one program, whose two parts share much
+    def both(mine_ts, their_ts, x):
+        return step(mine_ts, x), their_step(their_ts, x)
+
+    mine_ts, their_ts = create(variables)
     for x in X:
-        value, mine_ts = step(mine_ts, x)
-        their_value, their_ts = their_step(their_ts, x)
+        (value, mine_ts), (their_value, their_ts) = both(mine_ts, their_ts, x)
         assert_same_bits(value, their_value)
     assert_same_bits(mine_ts.params["params"], their_ts.params["params"])
     mine_states = mine_ts.params[COLLECTION]

@@ -62,16 +62,17 @@ def test_stats_are_those_of_the_router():
 def test_the_router_learns_through_gates_and_losses():
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.blockwise())
 
-    def both(params):
-        y, stats = layer.apply({"params": params}, tokens())
-        return jnp.sum(y), stats.load_balancing_loss + stats.z_loss
-
     @jax.jit
-    def gradients(params):
-        _, pull = jax.vjp(both, params)
-        return pull((1.0, 0.0))[0], pull((0.0, 1.0))[0]
+    def gradients(params, x, weights):
+        def loss(params):
+            y, stats = layer.apply({"params": params}, x)
+            return weights[0] * jnp.sum(y) + weights[1] * (stats.load_balancing_loss + stats.z_loss)
 
-    for grads in gradients(made(layer, tokens())["params"]):
+        return jax.grad(loss)(params)
+
+    params = made(layer, tokens())["params"]
+    for weights in (np.float32([1, 0]), np.float32([0, 1])):
+        grads = gradients(params, tokens(), weights)
         assert (np.asarray(grads["router"]) != 0).any(axis=0).all()
     assert not np.asarray(grads["w_in"]["kernel"]).any()  # losses do not train experts
 
@@ -108,7 +109,7 @@ def in_high_precision(dtype):
         )
         for recipe in RECIPES
         for dtype in (jnp.float32, jnp.bfloat16)
-        for default in [dtype == jnp.bfloat16 and recipe.name in ("blockwise", "identity")]
+        for default in [dtype == jnp.bfloat16 and recipe.name == "blockwise"]
     ],
 )
 def test_every_recipe_is_near_high_precision(recipe, dtype):
@@ -134,12 +135,12 @@ def test_every_recipe_is_near_high_precision(recipe, dtype):
 def test_two_steps_move_states_and_lower_the_loss(each):
     layer = FP8MoE(E, F, 2, recipe=fp8.recipes.delayed(), state_per_expert=each)
     # Tokens of one direction choose the same two experts, so that the others stay without tokens.
-    x = jnp.ones((12, K)) + 0.01 * tokens(12)
+    x = np.float32(1) + np.float32(0.01) * np.asarray(tokens(12))
     variables = made(layer, x)
     params, state = variables["params"], variables[COLLECTION]
 
     @jax.jit
-    def step(params, state):
+    def step(params, state, x):
         def loss(params, state):
             y, stats = layer.apply({"params": params, COLLECTION: state}, x)
             return jnp.mean((y - 1.0) ** 2), stats
@@ -149,7 +150,7 @@ def test_two_steps_move_states_and_lower_the_loss(each):
 
     losses = []
     for _ in range(3):
-        value, stats, params, state = step(params, state)
+        value, stats, params, state = step(params, state, x)
         losses.append(float(value))
     assert losses[-1] < losses[0]
     used = np.asarray(stats.load) > 0
@@ -167,9 +168,10 @@ def test_one_state_for_all_experts():
     assert [state[name]["fp8"].scale.shape for name in ("w_in", "w_out")] == [(3,), (3,)]
 
 
+@SLOW  # ../moe/test_collapse.py has it of the function
 def test_all_tokens_to_one_expert():
     layer = FP8MoE(E, F, 1, recipe=fp8.recipes.blockwise())
-    x = jnp.abs(tokens())
+    x = np.abs(tokens())
     variables = made(layer, x)
     params = variables["params"] | {"router": np.float32([[each == 5 for each in range(E)]] * K)}
     y, stats, grads, _ = run(layer, {"params": params}, x)

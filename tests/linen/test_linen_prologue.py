@@ -74,7 +74,7 @@ def apply(layer, params, state, inputs):
     ("kind", "recipe", "prologue"),
     [
         ("dense", "delayed", SWIGLU),
-        ("dense", "blockwise", RMS_NORM),
+        pytest.param("dense", "blockwise", RMS_NORM, marks=SLOW),
         pytest.param("dense", "identity", RMS_NORM, marks=SLOW),
         ("einsum", "current", RMS_NORM),
         pytest.param("einsum", "delayed", RMS_NORM, marks=SLOW),
@@ -145,7 +145,7 @@ def experts_of():
 
 @pytest.mark.parametrize(
     "make",
-    [mlp, layers_of(), pytest.param(experts_of(), marks=SLOW)],
+    [pytest.param(mlp, marks=SLOW), layers_of(), pytest.param(experts_of(), marks=SLOW)],
     ids=["mlp", "scan of remat", "vmap"],
 )
 def test_mlp(make):

@@ -102,16 +102,18 @@ def init(model, recipe):
     return variables["params"], variables.get(COLLECTION, {})
 
 
-def train_step(model):
-    def loss(params, state):
-        y = model.apply({"params": params, COLLECTION: state}, X)
+def train_steps(model):
+    """A step from each of several parameters: one program, whose parts share much."""
+
+    def loss(params, state, x):
+        y = model.apply({"params": params, COLLECTION: state}, x)
         return jnp.sum(jnp.abs(y.astype(jnp.float32))), y
 
-    def step(params, state):
-        (_, y), *rest = fp8.value_and_grad(loss, has_aux=True)(params, state)
+    def step(params, state, x):
+        (_, y), *rest = fp8.value_and_grad(loss, has_aux=True)(params, state, x)
         return y, *rest
 
-    return jax.jit(step)
+    return jax.jit(lambda many, state, x: [step(params, state, x) for params in many])
 
 
 @pytest.mark.parametrize(
@@ -126,14 +128,14 @@ def test_same_bits(name, recipe):
     make, rules, dtype = MODELS[name]
     recipe = RECIPES[recipe]
     model = make(recipe)
-    (params, state), step = init(model, recipe), train_step(model)
+    (params, state), steps = init(model, recipe), train_steps(model)
     quantize = jax.jit(
         lambda params, state: fp8.quantize_params(
             params, recipe, rules=rules, state=state, primary=True, dtype=dtype
         )
     )
     for _ in range(2 if recipe.rows else 1):
-        want, got = step(params, state), step(quantize(params, state), state)
+        want, got = steps([params, quantize(params, state)], state, X)
         if dtype is not None:  # a gradient has the dtype of its weight, and flax's that of params
             like = lambda a, b: a.astype(b.dtype)
             got = got[0], jax.tree.map(like, got[1], want[1]), got[2]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
 import moe_cases as cases
-from moe_cases import RECIPES, E, assert_same, distance
+from moe_cases import RECIPES, E, assert_same, distance, specs_of
 
 import jaxfp8 as fp8
 
@@ -22,33 +22,17 @@ SPLIT = P("expert")
 EXPERTS = fp8.moe.ExpertParallel(axis="expert", gradient_sent_in_fp8=True)
 
 
-def specs_of(recipe, stacked, tokens=SPLIT):
-    """The specs of the operands and of the states."""
-    of_state = SPLIT if stacked else P()
-    of_states = jax.tree.map(lambda _: of_state, cases.states(recipe, stacked))
-    return (tokens, tokens, tokens, SPLIT, SPLIT, tokens), of_states
-
-
-@functools.cache
-def arrays(dtype=jnp.bfloat16):
-    """In NumPy, so that no mesh compiles a program that slices them."""
-    return jax.device_get(jax.jit(functools.partial(cases.arrays, dtype=dtype))())
+arrays = functools.cache(cases.arrays)
 
 
 @functools.cache
 def states(name, stacked):
-    return jax.device_get(jax.jit(functools.partial(cases.states, RECIPES[name], stacked))())
-
-
-@functools.cache
-def on_one_device(name):
-    parallel = fp8.moe.ExpertParallel(gradient_sent_in_fp8=True)
-    return jax.jit(functools.partial(cases.step, RECIPES[name], parallel))
+    return cases.states(RECIPES[name], stacked)
 
 
 @functools.cache
 def one_device(name, stacked):
-    return jax.device_get(on_one_device(name)(arrays(), states(name, stacked)))
+    return jax.device_get(cases.program(name)(arrays(), states(name, stacked)))
 
 
 def mesh_of(kind, **axes):
@@ -59,16 +43,12 @@ def mesh_of(kind, **axes):
     )  # fmt: skip
 
 
-def put(mesh, tree, specs):
-    place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec))
-    return jax.tree.map(place, tree, specs)
-
-
 ALL = [("auto", 2), ("auto", 8), ("explicit", 4), ("manual", 1), ("manual", 8)]
 SOME = [("auto", 8), ("explicit", 8), ("manual", 4)]
 DEFAULT = {  # and a state for all experts; test_experts_and_data_axes has one of each
-    ("mxfp8", True, "explicit", 8), ("delayed", False, "manual", 4),
+    ("blockwise", True, "auto", 8), ("delayed", False, "manual", 4),
 }  # fmt: skip
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 CASES = [
     pytest.param(
         name, stacked, *where,
@@ -82,19 +62,37 @@ CASES = [
 ]  # fmt: skip
 
 
+def step_of_two(kind):
+    """A step of delayed scaling on two devices, to be called with their mesh set."""
+    mesh, run = mesh_of(AxisType.Auto, expert=2), functools.partial(cases.step, RECIPES["delayed"])
+    step = lambda given, state: run(EXPERTS, given, state)
+    if kind == "manual":
+        specs = specs_of(RECIPES["delayed"], True, SPLIT)
+        out = (SPLIT, (SPLIT,) * 4, specs[1], P())
+        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out)
+    return mesh, step
+
+
 @pytest.mark.parametrize("kind", ["auto", pytest.param("manual", marks=SLOW)])
-def test_arrays_of_32_bits_where_64_bits_are_on(kind):
-    recipe, state = RECIPES["delayed"], states("delayed", True)
-    given, want = arrays(), one_device("delayed", True)
+def test_types_where_64_bits_are_on(kind):
+    (x, gates, _, w_in, w_out, _), state = arrays(), states("delayed", True)
+    want = x, (x, gates, w_in, w_out), state, np.int32(0)
     with jax.enable_x64(True):
-        mesh = mesh_of(AxisType.Auto, expert=2)
-        run = lambda given, state: cases.step(recipe, EXPERTS, given, state)
-        if kind == "manual":
-            specs = specs_of(recipe, True)
-            out = (SPLIT, (SPLIT,) * 4, specs[1])
-            run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out)
+        mesh, step = step_of_two(kind)
         with jax.set_mesh(mesh):
-            got = jax.jit(run)(given, state)
+            found = jax.eval_shape(step, arrays(), state)
+    types_of = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
+    assert types_of(found) == types_of(want)
+
+
+@SLOW
+@pytest.mark.parametrize("kind", ["auto", "manual"])
+def test_arrays_of_32_bits_where_64_bits_are_on(kind):
+    want = one_device("delayed", True)
+    with jax.enable_x64(True):
+        mesh, step = step_of_two(kind)
+        with jax.set_mesh(mesh):
+            got = jax.jit(step)(arrays(), states("delayed", True))
     assert got[0].dtype == jnp.bfloat16
     for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert distance(mine, other) < 1e-6
@@ -104,19 +102,15 @@ def test_arrays_of_32_bits_where_64_bits_are_on(kind):
 def on_mesh(name, stacked, kind, devices):
     """The step on that mesh, compiled once."""
     recipe = RECIPES[name]
-    specs = specs_of(recipe, stacked)
+    if kind != "manual":
+        return cases.program_of_global_arrays(
+            name, KINDS[kind], data=1, experts=devices, backward=True, stacked=stacked
+        )
+    specs = specs_of(recipe, stacked, SPLIT)
     run = lambda given, state: cases.step(recipe, EXPERTS, given, state)
-    mesh = mesh_of(AxisType.Explicit if kind == "explicit" else AxisType.Auto, expert=devices)
-    if kind == "manual":
-        out = (SPLIT, (SPLIT,) * 4, specs[1])
-        return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out))
-    step = jax.jit(run)
-
-    def call(given, state):
-        with jax.set_mesh(mesh):
-            return step(put(mesh, given, specs[0]), put(mesh, state, specs[1]))
-
-    return call
+    mesh = mesh_of(AxisType.Auto, expert=devices)
+    out = (SPLIT, (SPLIT,) * 4, specs[1], P())
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out))
 
 
 @pytest.mark.parametrize(("name", "stacked", "kind", "devices"), CASES)
@@ -128,7 +122,7 @@ def test_any_number_of_devices_gives_the_same_bits(name, stacked, kind, devices)
 
 DATA_AND_EXPERTS = [
     pytest.param(name, True, kind, marks=() if (name, kind) in default else SLOW)
-    for default in [{("delayed", "explicit"), ("delayed", "partly_manual")}]
+    for default in [{("delayed", "explicit")}]
     for name in ("delayed", "mxfp8")
     for kind in ("auto", "explicit", "manual", "partly_manual")
 ]
@@ -139,22 +133,17 @@ def test_experts_and_data_axes(name, stacked, kind):
     """Each expert has tokens on both devices of "data". Amaxes are those of all its tokens."""
     recipe, state = RECIPES[name], states(name, stacked)
     tokens = ("data", "expert")
-    specs = specs_of(recipe, stacked, P(tokens))
-    parallel = fp8.moe.ExpertParallel(axis="expert", tokens=tokens)
-    run = lambda given, state: cases.step(recipe, parallel, given, state)
-    given = arrays()
     if kind in ("manual", "partly_manual"):
+        parallel = fp8.moe.ExpertParallel(axis="expert", tokens=tokens)
+        run = lambda given, state: cases.step(recipe, parallel, given, state)
         mesh = mesh_of(AxisType.Auto, data=2, expert=4)
         names = {"expert"} if kind == "partly_manual" else {"data", "expert"}
-        if kind == "partly_manual":
-            specs = specs_of(recipe, stacked)
-        out = (specs[0][0], (specs[0][0],) * 2 + (SPLIT,) * 2, specs[1])
+        specs = specs_of(recipe, stacked, SPLIT if kind == "partly_manual" else P(tokens))
+        out = (specs[0][0], (specs[0][0],) * 2 + (SPLIT,) * 2, specs[1], P())
         on_mesh = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out, axis_names=names)
-        got = jax.jit(on_mesh)(given, state)
+        got = jax.jit(on_mesh)(arrays(), state)
     else:
-        mesh = mesh_of(AxisType.Auto if kind == "auto" else AxisType.Explicit, data=2, expert=4)
-        with jax.set_mesh(mesh):
-            got = jax.jit(run)(put(mesh, given, specs[0]), put(mesh, state, specs[1]))
+        got = cases.program_of_global_arrays(name, KINDS[kind])(arrays(), state)
     want = one_device(name, stacked)
     assert_same((got[0], got[1][:2]), (want[0], want[1][:2]))
     if recipe.rows:
@@ -164,10 +153,22 @@ def test_experts_and_data_axes(name, stacked, kind):
         assert distance(mine, other) < (5e-3 if recipe.rows else 3e-2)
 
 
-def untyped(name, stacked, axes, factor=None):
-    """y and the count of dropped choices, with check_vma=False."""
+def test_a_partly_manual_mesh():
+    """Its gradients are above, and slow."""
+    run = functools.partial(fp8.moe.swiglu_experts, recipe=RECIPES["blockwise"])
+    parallel = fp8.moe.ExpertParallel(axis="expert", tokens=("data", "expert"))
+    on_mesh = jax.shard_map(
+        lambda *given: run(*given, parallel=parallel).y,
+        mesh=mesh_of(AxisType.Auto, data=2, expert=4),
+        in_specs=SPLIT, out_specs=SPLIT, axis_names={"expert"},
+    )  # fmt: skip
+    assert_same(jax.jit(on_mesh)(*arrays()[:5]), one_device("blockwise", True)[0])
+
+
+def untyped(name, stacked, axes, *, field="y", factor=None):
+    """y or the count of dropped choices, with check_vma=False."""
     recipe, mesh = RECIPES[name], mesh_of(AxisType.Auto, expert=4)
-    specs, of_states = specs_of(recipe, stacked)
+    specs, of_states = specs_of(recipe, stacked, SPLIT)
     parallel = fp8.moe.ExpertParallel(axis="expert", capacity_factor=factor)
 
     def forward(x, gates, chosen, w_in, w_out, states):
@@ -175,30 +176,35 @@ def untyped(name, stacked, axes, factor=None):
             x, gates, chosen, w_in, w_out, recipe=recipe, states=states, parallel=parallel,
             reduce_axes=axes,
         )  # fmt: skip
-        return tuple(out)
+        return getattr(out, field)
 
     on_mesh = jax.shard_map(
-        forward, mesh=mesh, in_specs=(*specs[:5], of_states), out_specs=(SPLIT, P()),
-        check_vma=False,
+        forward, mesh=mesh, in_specs=(*specs[:5], of_states), check_vma=False,
+        out_specs={"y": SPLIT, "dropped": P()}[field],
     )  # fmt: skip
     return jax.jit(on_mesh)(*arrays()[:5], states(name, stacked))
 
 
-@pytest.mark.parametrize("name", [pytest.param("blockwise", marks=SLOW), "current", "delayed"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=SLOW) for name in ("blockwise", "current")), "delayed"]
+)
 def test_without_types_axes_are_named(name):
-    """Axes that would mix experts, or leave tokens out, raise an error."""
     run = jax.jit(functools.partial(fp8.moe.swiglu_experts, recipe=RECIPES[name]))
     want = (
         one_device(name, True)[0]
         if RECIPES[name].rows
         else run(*arrays()[:5], states=states(name, True)).y  # its step is no other test's
     )
-    assert_same(untyped(name, True, ())[0], want)
-    if name != "blockwise":
-        with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
-            untyped(name, True, None)
-        with pytest.raises(fp8.FP8StateError, match="mix the amaxes"):
-            untyped(name, True, ("expert",))
+    assert_same(untyped(name, True, ()), want)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_without_types_bad_axes_are_refused(name):
+    """Axes that would mix experts, or leave tokens out, raise an error."""
+    with pytest.raises(fp8.FP8StateError, match="reduce_axes"):
+        untyped(name, True, None)
+    with pytest.raises(fp8.FP8StateError, match="mix the amaxes"):
+        untyped(name, True, ("expert",))
     if RECIPES[name].rows:
         with pytest.raises(fp8.FP8StateError, match="a state for each expert"):
             untyped(name, False, ("expert",))
@@ -215,7 +221,7 @@ def test_dropped_choices_are_those_of_all_devices_of_a_stage():
     mesh = mesh_of(AxisType.Auto, expert=4)
     want = int(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=SPLIT, out_specs=P()))(*given))
     assert want > 0
-    assert int(untyped("blockwise", True, None, factor=0.75)[1]) == want
+    assert int(untyped("blockwise", True, None, field="dropped", factor=0.75)) == want
     mesh = mesh_of(AxisType.Auto, pipe=2, expert=4)
     # The second stage has all tokens at one expert.
     stages = [np.stack([each, each]) for each in given]
@@ -296,7 +302,7 @@ def test_an_amax_is_never_a_local_one(name, stacked, kind, devices):
     size = np.ones((x.shape[0], 1), np.float32)
     size[3], size[250] = 1000, 4000
     x = (x.astype(np.float32) * size).astype(x.dtype)
-    step, state = on_one_device(name), states(name, stacked)
+    step, state = cases.program(name), states(name, stacked)
     want = step((x, gates, chosen, *others), state)
     got = on_mesh(name, stacked, kind, devices)((x, gates, chosen, *others), state)
     assert_same(got, want)
@@ -320,24 +326,21 @@ def test_tokens_that_devices_do_not_divide_are_refused():
 
 
 def test_a_capacity_drops_last_choices_and_counts_them():
-    recipe = RECIPES["blockwise"]
     x, gates, chosen, w_in, w_out, _ = arrays()
-    mesh = mesh_of(AxisType.Auto, expert=4)
-    with jax.set_mesh(mesh):
-        run = lambda factor: jax.jit(
-            lambda: fp8.moe.swiglu_experts(
-                x, gates, chosen, w_in, w_out, recipe=recipe,
-                parallel=fp8.moe.ExpertParallel(axis="expert", capacity_factor=factor),
-            )
-        )()  # fmt: skip
-        all_of_it, some = run(None), run(0.75)
-    assert int(all_of_it.dropped) == 0
+    all_of_it, _, _, none = jax.device_get(cases.program("blockwise")(arrays(), ((), ())))
+    with jax.set_mesh(mesh_of(AxisType.Auto, expert=4)):
+        limited = functools.partial(
+            fp8.moe.swiglu_experts, recipe=RECIPES["blockwise"],
+            parallel=fp8.moe.ExpertParallel(axis="expert", capacity_factor=0.75),
+        )  # fmt: skip
+        some = jax.device_get(jax.jit(limited)(x, gates, chosen, w_in, w_out))
+    assert int(none) == 0
     # Each of 4 devices has 64 tokens, 128 choices and 24 slots for each of 4 devices.
-    device = np.asarray(chosen).reshape(4, 128) // 2
+    device = chosen.reshape(4, 128) // 2
     want = sum(max(0, int((of == peer).sum()) - 24) for of in device for peer in range(4))
     assert int(some.dropped) == want > 0
     # A token whose choices were all sent has the same result, and one that lost all has 0.
-    same = np.asarray((some.y == all_of_it.y).all(axis=1))
+    same = (some.y == all_of_it).all(axis=1)
     assert same.sum() >= x.shape[0] - want
 
 

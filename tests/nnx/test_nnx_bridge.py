@@ -114,7 +114,7 @@ def test_microbatches():
     see = nnx.jit(fp8.nnx.value_and_grad(square, commit=False))
     seen = fp8.merge_seen(*(see(model, x)[2] for x in X[:2]))
     assert not states_in(nnx.state(model))[0].scale.any()
-    fp8.nnx.commit(model, seen)
+    nnx.jit(fp8.nnx.commit)(model, seen)
     compiled()(whole, X[:2].reshape(8, 8))
     got, want = states_in(nnx.state(model))[0], states_in(nnx.state(whole))[0]
     np.testing.assert_array_equal(got.amax_history[:2], want.amax_history[:2])

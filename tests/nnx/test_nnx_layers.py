@@ -61,6 +61,9 @@ LAYERS = {
 }
 
 
+QUICK = ("Linear_bf16", "LinearGeneral", "Einsum")
+
+
 def square(model, x):
     return jnp.sum(jnp.square(model(x).astype(jnp.float32)))
 
@@ -101,7 +104,10 @@ def test_identity_is_bit_equal(layer):
     assert_same(step(ours(IDENTITY), X), want)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYERS],
+)
 def test_a_bf16_checkpoint_loads_unchanged_and_trains(layer):
     theirs, ours, _ = LAYERS[layer]
     blob = flax.serialization.to_bytes(
@@ -266,7 +272,9 @@ def looped():
     return steps
 
 
-@pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat in scan"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param(False, marks=pytest.mark.slow), True], ids=["scan", "remat in scan"]
+)
 def test_scan_over_layers(remat):
     class Model(nnx.Module):
         def __init__(self):

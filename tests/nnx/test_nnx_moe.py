@@ -65,18 +65,38 @@ def test_kernels_of_experts_stay_in_high_precision():
         held(tokens())
 
 
+def twin_of(layer, x, **fields):
+    """The layer of linen, and its parameters and states, which are those of a layer of nnx."""
+    twin, params, state = fp8.linen.FP8MoE(E, F, 2, **fields), params_of(layer), states_of(layer)
+    variables = jax.eval_shape(twin.init, jax.random.key(0), x)
+    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, params)
+    assert jax.tree.structure(variables.get(COLLECTION, {})) == jax.tree.structure(state)
+    return twin, params, state
+
+
+def test_a_result_has_the_bits_of_linen():
+    """With the defaults of both. The steps below have other values of each field."""
+    fields, x = {"recipe": fp8.recipes.delayed(), "state_per_expert": False}, tokens()
+    layer = moe(**fields)
+    twin, params, state = twin_of(layer, x, **fields)
+    want = jax.jit(twin.apply)({"params": params, COLLECTION: state}, x)
+    jax.tree.map(np.testing.assert_array_equal, tuple(call(layer, x)), tuple(want))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         pytest.param(
-            {"recipe": fp8.recipes.delayed(), "shared": 16, "clamp": (0.5, 0.4)}, id="shared"
+            {
+                "recipe": fp8.recipes.delayed(), "shared": 16, "clamp": (0.5, 0.4),
+                "scores": "sigmoid", "dtype": jnp.bfloat16, "normalized": False,
+            },
+            id="shared",
         ),
         pytest.param(
-            {
-                "recipe": fp8.recipes.delayed(), "state_per_expert": False, "scores": "sigmoid",
-                "dtype": jnp.bfloat16, "normalized": False,
-            },
+            {"recipe": fp8.recipes.delayed(), "state_per_expert": False},
             id="one-state",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"recipe": fp8.recipes.blockwise(), "dtype": jnp.bfloat16, "normalized": False},
@@ -85,17 +105,11 @@ def test_kernels_of_experts_stay_in_high_precision():
         ),
     ],
 )  # fmt: skip
-def test_has_the_bits_of_linen(fields):
-    dtype = fields.get("dtype", jnp.float32)
-    x = tokens().astype(dtype)
-    layer, twin = moe(**fields), fp8.linen.FP8MoE(E, F, 2, **fields)
-    params = params_of(layer)
-    variables = jax.eval_shape(twin.init, jax.random.key(0), x)
-    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, params)
-    state = states_of(layer)
-    assert jax.tree.structure(variables.get(COLLECTION, {})) == jax.tree.structure(state)
+def test_steps_have_the_bits_of_linen(fields):
+    x = tokens().astype(fields.get("dtype", jnp.float32))
+    layer = moe(**fields)
+    twin, params, state = twin_of(layer, x, **fields)
 
-    @nnx.jit
     def ours(layer, x):
         def loss(layer):
             y, stats = layer(x)
@@ -103,7 +117,6 @@ def test_has_the_bits_of_linen(fields):
 
         return fp8.nnx.value_and_grad(loss, has_aux=True)(layer)
 
-    @jax.jit
     def theirs(params, state, x):
         def loss(params, state):
             y, stats = twin.apply({"params": params, COLLECTION: state}, x)
@@ -111,9 +124,12 @@ def test_has_the_bits_of_linen(fields):
 
         return fp8.value_and_grad(loss, has_aux=True)(params, state)
 
+    @nnx.jit  # one program, whose two parts share much
+    def steps(layer, params, state, x):
+        return ours(layer, x), theirs(params, state, x)
+
     for _ in range(2):  # the second step reads the states of the first
-        got, grads = ours(layer, x)
-        want, wanted, state = theirs(params, state, x)
+        (got, grads), (want, wanted, state) = steps(layer, params, state, x)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), got, want)
         np.testing.assert_array_equal(grads.router[...], wanted["router"])
         for name in wanted.keys() - {"router"}:
@@ -191,8 +207,8 @@ def test_inside_shard_map_variables_are_parts():
 def test_stochastic_rounding_needs_a_stream():
     recipe = fp8.recipes.current(gradient_rounding="stochastic")
     layer = moe(recipe=recipe)
-    grad = nnx.jit(nnx.grad(lambda layer: jnp.sum(layer(tokens())[0] ** 2)))
-    first, second = (np.asarray(grad(layer).w_out.kernel[...]) for _ in range(2))
+    grad = nnx.jit(nnx.grad(lambda layer, x: jnp.sum(layer(x)[0] ** 2)))
+    first, second = (np.asarray(grad(layer, tokens()).w_out.kernel[...]) for _ in range(2))
     assert (first != second).any()
     with pytest.raises(ValueError, match="no stream"):
         nnx.eval_shape(lambda: FP8MoE(E, K, F, 2, recipe=recipe, rngs=nnx.Rngs(params=0)))
@@ -222,7 +238,8 @@ def test_convert_leaves_it_as_it_is():
         def __call__(self, x):
             return self.out(self.moe(x)[0])
 
-    _, coverage = fp8.convert(Model(nnx.Rngs(0)), fp8.recipes.current(), inputs=(tokens(),))
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    _, coverage = fp8.convert(model, fp8.recipes.current(), inputs=(tokens(),))
     for path in ("moe", "moe/w_in", "moe/w_out", "moe/shared_in", "moe/shared_out"):
         assert coverage[path].reason == "an FP8 layer already"
 
@@ -234,5 +251,5 @@ def test_records_name_both_matmuls():
 
     model = nnx.jit(lambda: Model(nnx.Rngs(0)))()
     with fp8.diagnostics.collect(model) as records:
-        nnx.jit(lambda model: model.moe(tokens())[0])(model)
+        nnx.jit(lambda model, x: model.moe(x)[0])(model, tokens())
     assert {row.layer for row in records.rows()} == {"moe/w_in", "moe/w_out"}

@@ -164,7 +164,9 @@ def mlp_step(mlp, x):
     return values, grads, nnx.state(mlp)
 
 
-@pytest.mark.parametrize("make", [MLP, Remat, pytest.param(Experts, marks=SLOW)])
+@pytest.mark.parametrize(
+    "make", [pytest.param(MLP, marks=SLOW), Remat, pytest.param(Experts, marks=SLOW)]
+)
 def test_mlp(make):
     x = jax.random.normal(jax.random.key(0), (B, S, D))
     mine, plain = make(True, nnx.Rngs(0)), make(False, nnx.Rngs(0))

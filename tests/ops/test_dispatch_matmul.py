@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import moe_cases as cases
 import numpy as np
 import pytest
-from moe_cases import EXACT, RECIPES, E, F, K, T, assert_same, distance
+from moe_cases import EXACT, RECIPES, E, F, K, T, assert_same, distance, program
 
 import jaxfp8 as fp8
 
@@ -26,16 +26,9 @@ def rows(*kept):
 
 
 @functools.cache
-def program(name, *, forward=True, backward=True):
-    """A step by a recipe: one program for all numbers."""
-    parallel = fp8.moe.ExpertParallel(sent_in_fp8=forward, gradient_sent_in_fp8=backward)
-    return jax.jit(lambda given, state: cases.step(RECIPES[name], parallel, given, state))
-
-
-@functools.cache
 def sent(name, stacked, *, forward, backward):
     run = program(name, forward=forward, backward=backward)
-    return run(cases.arrays(), cases.states(RECIPES[name], stacked))
+    return run(cases.arrays(), cases.states(RECIPES[name], stacked))[:3]
 
 
 # test_sent_in_fp8.py has the same property of mxfp8, of each matmul alone.
@@ -106,8 +99,8 @@ def test_gradients_of_any_size_survive(exponent):
     """A cotangent through an FP8 array would be cast without a scale: 1e-6 would become 0."""
     given, scale = cases.arrays(), 2.0**exponent
     _, want, _ = sent("blockwise", True, forward=True, backward=True)
-    g = jnp.asarray(np.asarray(given[5]) * np.asarray(scale, given[5].dtype))
-    _, got, _ = program("blockwise")((*given[:5], g), ((), ()))
+    g = given[5] * np.asarray(scale, given[5].dtype)
+    _, got, *_ = program("blockwise")((*given[:5], g), ((), ()))
     for mine, other in zip(got, want, strict=True):
         assert distance(np.asarray(mine, np.float64) / scale, other) < 1e-6
 
@@ -142,39 +135,43 @@ def test_tokens_of_very_different_sizes(name):
 
 @pytest.mark.parametrize("name", ["blockwise", *(pytest.param(n, marks=SLOW) for n in REMAT)])
 def test_under_remat_scan_and_vmap(name):
-    recipe, state = RECIPES[name], cases.states(RECIPES[name], True)
-    x, gates, chosen, w_in, w_out, g = cases.arrays()
+    recipe, state, given = RECIPES[name], cases.states(RECIPES[name], True), cases.arrays()
     want = sent(name, True, forward=True, backward=True)
     parallel = fp8.moe.ExpertParallel(gradient_sent_in_fp8=True)
 
-    def experts(x, gates, w_in, w_out, state):
+    def experts(x, gates, chosen, w_in, w_out, state):
         return fp8.moe.swiglu_experts(
             x, gates, chosen, w_in, w_out, recipe=recipe, states=state, parallel=parallel
         ).y
 
-    def gradients(experts):
+    def scanned(x, gates, chosen, w_in, w_out, state):
+        # One layer that a scan runs, rematerialized from its residuals in FP8.
+        stack = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
+        again = jax.checkpoint(experts, policy=fp8.save_fp8_residuals())
+        body = lambda x, layer: (again(x, gates, chosen, *layer), None)
+        return jax.lax.scan(body, x, stack((w_in, w_out, state)))[0]
+
+    @jax.jit  # of arguments: XLA would compute with constants while it compiles
+    def step(given, state):
+        x, gates, chosen, w_in, w_out, g = given
+
         def loss(params, state):
-            y = experts(*params, state)
+            x, gates, w_in, w_out = params
+            y = scanned(x, gates, chosen, w_in, w_out, state)
             return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32)), y
 
         (_, y), grads, new = fp8.value_and_grad(loss, has_aux=True)((x, gates, w_in, w_out), state)
         return y, grads, new
 
-    def scanned(x, gates, w_in, w_out, state):
-        # One layer that a scan runs, rematerialized from its residuals in FP8.
-        stack = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
-        again = jax.checkpoint(experts, policy=fp8.save_fp8_residuals())
-        body = lambda x, layer: (again(x, gates, *layer), None)
-        return jax.lax.scan(body, x, stack((w_in, w_out, state)))[0]
-
-    assert_same(jax.jit(lambda: gradients(scanned))(), want)
+    assert_same(step(given, state), want)
     if recipe.rows:
         return  # examples that share a state share its unset scale
-    mapped = jax.vmap(experts, in_axes=(0, None, None, None, None))
-    twice = jnp.asarray(2 * np.asarray(x))
-    y = jax.jit(mapped)(np.stack([x, twice]), gates, w_in, w_out, state)
+    mapped = jax.vmap(experts, in_axes=(0, None, None, None, None, None))
+    x, others = given[0], given[1:5]
+    twice = 2 * x
+    y = np.asarray(jax.jit(mapped)(np.stack([x, twice]), *others, state))
     assert_same(y[0], want[0])
-    assert_same(y[1], program(name)((twice, *cases.arrays()[1:]), state)[0])
+    assert_same(y[1], program(name)((twice, *given[1:]), state)[0])
 
 
 @SLOW
@@ -203,12 +200,12 @@ def test_a_bias_is_that_of_the_expert():
     how = {"recipe": RECIPES["current"], "preferred_element_type": jnp.float32}
 
     @jax.jit
-    def run(x, w, bias):
+    def run(x, w, chosen, bias):
         way = fp8.moe.route(chosen, experts=E)
         dot = functools.partial(fp8.moe.dispatch_matmul, x, w, way, **how)
         return dot(bias=bias), dot()
 
-    biased, plain = map(np.asarray, run(x, w, bias))
+    biased, plain = map(np.asarray, run(x, w, chosen, bias))
     np.testing.assert_array_equal(biased, plain + bias[np.sort(np.asarray(chosen).reshape(-1))])
 
 
@@ -267,9 +264,8 @@ IN_HIGH_PRECISION = {
 @pytest.mark.parametrize("name", IN_HIGH_PRECISION)
 def test_such_recipes_are_sent_in_high_precision(name):
     recipe, parallel = IN_HIGH_PRECISION[name], fp8.moe.ExpertParallel(sent_in_fp8=False)
-    _, grads, _ = jax.jit(lambda given: cases.step(recipe, parallel, given, ((), ())))(
-        cases.arrays()
-    )
+    step = functools.partial(cases.step, recipe, parallel)
+    _, grads, *_ = jax.jit(step)(cases.arrays(), ((), ()))
     _, want, _ = sent("identity", True, forward=True, backward=False)
     for mine, other in zip(grads, want, strict=True):
         assert distance(mine, other) < 0.25

@@ -33,16 +33,21 @@ G = np.full((N, N), 1 + 1 / 64, np.float32)
 G[0, 0] = 448  # so that scales are powers of two
 
 
-def gradients(recipe, key, g=G):
-    """dx and dw of y = x @ w with w and x the identity: both are g as it was cast."""
+EYE = np.eye(N, dtype=np.float32)
+
+
+# Recipes share nothing, but each of them is one program for all keys. Arrays are arguments: XLA
+# would cast constants while it compiles.
+@functools.partial(jax.jit, static_argnums=0)
+def gradients(recipe, key, x, w, g):
     state = fp8.init_state(recipe)
     run = lambda x, w: fp8.dot(x, w, recipe=recipe, state=fp8.freeze(state), key=key)
-    _, backward = jax.vjp(run, jnp.eye(N), jnp.eye(N))
-    return backward(g)
+    return jax.vjp(run, x, w)[1](g)
 
 
-# Recipes share nothing, but each of them is one program for all keys.
-drawn = jax.jit(gradients, static_argnums=0)
+def drawn(recipe, key):
+    """dx and dw of y = x @ w with w and x the identity: both are g as it was cast."""
+    return gradients(recipe, key, EYE, EYE, G)
 
 
 def rows(*few):
@@ -94,16 +99,15 @@ def test_tensors_have_bits_of_their_own():
     q = fp8.quantizers.Static(format=fp8.E4M3, scale=1.0, rounding="stochastic")
     pair = fp8.recipes.Operands(lhs=q, rhs=q)
     recipe = fp8.Recipe(name="all", fprop=pair, dgrad=pair, wgrad=pair)
-    t, one = jnp.full((N, N), 1 + 1 / 16), jnp.eye(N)
-    key = jax.random.key(0)
-    dot = functools.partial(fp8.dot, recipe=recipe, key=key)
+    t = np.full((N, N), 1 + 1 / 16, np.float32)
 
     @jax.jit  # eagerly each operation is a program
-    def run(t):
+    def run(t, one, key):
+        dot = functools.partial(fp8.dot, recipe=recipe, key=key)
         _, backward = jax.vjp(lambda x: dot(x, one), one)
         return dot(t, one), dot(one, t), *backward(t)
 
-    tensors = [np.asarray(each) for each in run(t)]
+    tensors = [np.asarray(each) for each in run(t, EYE, jax.random.key(0))]
     for first, second in itertools.combinations(tensors, 2):
         assert 0.3 < np.mean(first == 1.125) < 0.7
         assert 0.3 < np.mean(first != second) < 0.7
@@ -167,7 +171,7 @@ def inside(recipe, *, axes="data", check_vma=True):
         check_vma=check_vma,
     )  # fmt: skip
     run = jax.jit(sharded)  # without jit each operation would be compiled for eight devices
-    return run(jax.random.key(0), jnp.ones((128, N)), jnp.eye(N), one_block)
+    return run(jax.random.key(0), np.ones((128, N), np.float32), EYE, one_block)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +221,7 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("name", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_linen(name):
-    model, x = Two(RECIPES[name]), jnp.ones((N, N))
+    model, x = Two(RECIPES[name]), np.ones((N, N), np.float32)
     variables = jax.jit(model.init)(jax.random.key(0), x)
     state = variables.get(COLLECTION, {})
 
@@ -242,16 +246,15 @@ class Pair(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        eye = lambda *_: jnp.eye(N)
-        dense = lambda: FP8Dense(N, use_bias=False, recipe=RECIPES["current"], kernel_init=eye)
+        dense = lambda: FP8Dense(N, use_bias=False, recipe=RECIPES["current"])
         return dense()(x) + dense()(x)
 
 
 def test_equal_linen_layers_have_bits_of_their_own():
-    init = jax.jit(Pair().init)
-    params, rngs = init(jax.random.key(0), jnp.eye(N)), {"fp8": jax.random.key(1)}
-    run = lambda p: jnp.sum(Pair().apply(p, jnp.eye(N), rngs=rngs) * G)
-    first, second = jax.tree.leaves(jax.jit(jax.grad(run))(params))
+    names = jax.eval_shape(Pair().init, jax.random.key(0), EYE)
+    params, rngs = jax.tree.map(lambda _: EYE, names), {"fp8": jax.random.key(1)}
+    run = lambda p, x: jnp.sum(Pair().apply(p, x, rngs=rngs) * G)
+    first, second = jax.tree.leaves(jax.jit(jax.grad(run))(params, EYE))
     assert np.any(first != second)
 
 
@@ -259,18 +262,15 @@ def test_linen_scan_splits_keys():
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            dense = FP8Dense(N, use_bias=False, recipe=RECIPES["current"], kernel_init=eye)
-            return dense(x), None
+            return FP8Dense(N, use_bias=False, recipe=RECIPES["current"])(x), None
 
-    eye = lambda *_: jnp.eye(N)
     blocks = nn.scan(
         Block, length=2, variable_axes={"params": 0}, split_rngs={"params": True, "fp8": True}
     )()
-    params = jax.jit(blocks.init)(jax.random.key(0), jnp.eye(N), None)
-    run = lambda p: jnp.sum(
-        blocks.apply(p, jnp.eye(N), None, rngs={"fp8": jax.random.key(1)})[0] * G
-    )
-    (grads,) = jax.tree.leaves(jax.jit(jax.grad(run))(params))
+    shapes = jax.eval_shape(blocks.init, jax.random.key(0), EYE, None)
+    params = jax.tree.map(lambda leaf: np.broadcast_to(EYE, leaf.shape), shapes)
+    run = lambda p, x: jnp.sum(blocks.apply(p, x, None, rngs={"fp8": jax.random.key(1)})[0] * G)
+    (grads,) = jax.tree.leaves(jax.jit(jax.grad(run))(params, EYE))
     assert np.any(grads[0] != grads[1])
 
 
@@ -286,7 +286,7 @@ def test_nnx(name):
         loss = lambda model, x: jnp.sum(model(x) * G)
         return fp8.nnx.value_and_grad(loss)(model, x)[1]
 
-    model, twin, x = make(), make(), jnp.eye(N)
+    model, twin, x = make(), make(), EYE
     first, second, of_twin = (jax.tree.leaves(run(m, x))[0] for m in (model, model, twin))
     np.testing.assert_array_equal(first, of_twin)
     assert np.any(first != second)  # the stream of keys moves on

@@ -29,12 +29,18 @@ EQUATIONS = {
 QUICK = ("heads", "another order", "kept on both sides", "experts inside")
 
 
-def equations(recipe, way, names):
-    """y, gradients and state of each equation: one program."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def in_ways(run, ways, *given):
+    """The results of a function in each way: one program, whose parts share much."""
+    return [run(way, *given) for way in ways]
+
+
+def equations(recipe, way, operands):
+    """y, gradients and state of each equation."""
     found = {}
-    for name in names:
-        equation, x_shape, w_shape, axes = EQUATIONS[name]
-        x, state = normal(1, *x_shape), init(recipe)
+    for name, (x, w) in operands.items():
+        equation, _, _, axes = EQUATIONS[name]
+        state = init(recipe)
 
         def loss(params, state, x, equation=equation):
             y = fp8.einsum(
@@ -42,7 +48,7 @@ def equations(recipe, way, names):
             )
             return jnp.sum(jnp.where(y > 0, y, 2 * y)), y
 
-        params = held(way, {"w": normal(0, *w_shape)}, recipe, state, rules=[("w", axes)])
+        params = held(way, {"w": w}, recipe, state, rules=[("w", axes)])
         (_, y), *rest = fp8.value_and_grad(loss, has_aux=True)(params, state, x)
         found[name] = y, rest
     return found
@@ -57,10 +63,10 @@ def equations(recipe, way, names):
 )
 def test_einsum(name, names):
     """Several contracted axes, which tiles see as one; experts; axes in every order."""
-    want, got = (
-        jax.jit(functools.partial(equations, RECIPES[name], way, names))()
-        for way in ("plain", "primary")
-    )
+    shapes = {each: EQUATIONS[each][1:3] for each in names}
+    operands = {each: (normal(1, *x), normal(0, *w)) for each, (x, w) in shapes.items()}
+    run = functools.partial(equations, RECIPES[name])
+    want, got = in_ways(run, ("plain", "primary"), operands)
     assert_same_bits(got, want)
 
 
@@ -72,9 +78,8 @@ def test_merged_axes_cost_no_bytes():
     assert weight.scales[0].shape == (2, 1)
 
 
-def transformed(recipe, way, transform):
+def transformed(recipe, transform, way, w, x, c):
     """y and the gradients of x and w, with a transformation between the loss and the matmul."""
-    w, x, c = normal(0, K, N), normal(1, 3, M, K), normal(2, 3, M, N)
     layer = lambda w, x: jnp.maximum(dot(x, w, recipe, ()), 0)
 
     def loss(params, _):
@@ -126,12 +131,10 @@ TRANSFORMS = {
 def test_transformations(name, transform):
     if RECIPES[name].rows:
         pytest.skip("a state has one use; see test_same_bits and test_remat_of_delayed")
-    want, *got = (
-        jax.jit(
-            functools.partial(transformed, RECIPES[name], way, TRANSFORMS[transform])
-        )()
-        for way in ("plain", *(("primary",) if transform != "two uses" else WAYS))
-    )  # fmt: skip
+    arrays = normal(0, K, N), normal(1, 3, M, K), normal(2, 3, M, N)
+    run = functools.partial(transformed, RECIPES[name], TRANSFORMS[transform])
+    ways = ("plain", *(("primary",) if transform != "two uses" else WAYS))
+    want, *got = in_ways(run, ways, *arrays)
     for each in got:
         assert_same_bits(each, want)
     assert np.any(np.asarray(want[1]["w"]) != 0) == (transform != "stop_gradient")
@@ -149,6 +152,4 @@ def test_remat_of_delayed_scaling(options):
         loss = lambda params, state: jnp.sum(layer(params["w"], state, x).astype(jnp.bfloat16))
         return fp8.value_and_grad(loss)(held(way, {"w": w}, recipe, state), state)[1:]
 
-    step = jax.jit(step, static_argnums=0)
-    arrays = normal(0, K, N), normal(1, M, K)
-    assert_same_bits(step("primary", *arrays), step("plain", *arrays))
+    assert_same_bits(*in_ways(step, ("primary", "plain"), normal(0, K, N), normal(1, M, K)))
