@@ -1,7 +1,6 @@
 """linen models with weights in FP8: the bits of the same model without."""
 
 import flax.linen as nn
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,29 +162,3 @@ def test_another_dtype():
 def test_flax_s_layer():
     with pytest.raises(TypeError, match="is no array, and only matmuls and layers of jaxfp8"):
         nn.Dense(8).apply({"params": quantized()}, X)
-
-
-@pytest.mark.parametrize("primary", [True, False])
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
-def test_serialization(name, primary):
-    params = quantized(name, primary=primary)
-    like = jax.tree.map(jnp.zeros_like, params)
-    restored = flax.serialization.from_bytes(like, flax.serialization.to_bytes(params))
-    assert_same_bits(restored, params)
-    assert jax.tree.structure(restored) == jax.tree.structure(params)
-
-
-@pytest.mark.parametrize(
-    ("target", "source", "says"),
-    [
-        (quantized, lambda: PARAMS, "the saved tree has no weight in FP8"),
-        (
-            quantized, lambda: quantized(params=PARAMS | {"kernel": np.ones((32, 4), np.float32)}),
-            r"float8_e4m3fn\[32, 8\].*float8_e4m3fn\[32, 4\]",
-        ),
-    ],
-)  # fmt: skip
-def test_serialization_of_another_weight(target, source, says):
-    data = flax.serialization.to_bytes(source())
-    with pytest.raises(ValueError, match=f"kernel.*{says}"):
-        flax.serialization.from_bytes(target(), data)

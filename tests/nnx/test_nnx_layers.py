@@ -363,3 +363,17 @@ def test_microbatches_are_committed_once():
     np.testing.assert_array_equal(
         states_of(model)[0].amax_history[:2], states_of(whole)[0].amax_history[:2]
     )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **how: FP8Linear(8, 4, use_bias=False, **how),
+        lambda **how: FP8LinearGeneral(8, 4, use_bias=False, **how),
+        lambda **how: FP8Einsum("bsd,dh->bsh", (8, 4), **how),
+    ],
+    ids=["Linear", "LinearGeneral", "Einsum"],
+)
+def test_the_dtype_of_the_result(make):
+    layer = make(recipe=DELAYED, preferred_element_type=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert nnx.eval_shape(layer, X).dtype == jnp.bfloat16
