@@ -34,7 +34,7 @@ LATEST = ("-q", "--upgrade", "--upgrade-strategy", "eager")  # also in an enviro
 
 
 spent: dict[str, tuple[float, float]] = {}
-"""For each session that has run its minutes by the clock, and those of the processors."""
+"""For each session that has run its minutes by the clock, and its CPU minutes."""
 
 
 def measured(run: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:
@@ -47,7 +47,7 @@ def measured(run: Callable[[nox.Session], None]) -> Callable[[nox.Session], None
             run(session)
         finally:
             spent[run.__name__] = (time.monotonic() - wall) / 60, (_cpu_seconds() - cpu) / 60
-            minutes = "{:.1f} minutes, {:.1f} of the processors".format(*spent[run.__name__])
+            minutes = "{:.1f} minutes, {:.1f} CPU minutes".format(*spent[run.__name__])
             session.log(f"{run.__name__} took {minutes}")
 
     return session_of
@@ -152,7 +152,10 @@ def oldest(session: nox.Session) -> None:
 @nox.session(**NEWEST, default=False)
 @measured
 def everything(session: nox.Session) -> None:
-    """Every test that needs no GPU, every row, on the newest jax. It takes hours."""
+    """Every row of `tests/` that needs no GPU, on the newest jax. It takes hours.
+
+    `guests` and `plugs` run what it skips.
+    """
     pytest(session, "python312", "-m", "not gpu")
 
 
@@ -224,7 +227,7 @@ def plugs(session: nox.Session) -> None:
 @nox.session(**NEXT)
 @measured
 def docstrings(session: nox.Session) -> None:
-    """The examples of all docstrings, and the public face, on Python 3.13."""
+    """The examples of all docstrings, and the public names, on Python 3.13."""
     pytest(session, "python313", "--doctest-modules", "jaxfp8")  # without tests/conftest.py
     pytest(session, "python313", "tests/test_public_api.py")
 
@@ -238,14 +241,14 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def budget(session: nox.Session) -> None:
-    """The minutes of all sessions before it, and an error if processors took more than 70."""
+    """The minutes of all sessions before it, and an error above 70 CPU minutes."""
     if not spent:
         session.skip("no session ran before it")
     total = [sum(minutes) for minutes in zip(*spent.values(), strict=True)]
     for name, (wall, cpu) in [*spent.items(), ("all", total)]:
-        session.log(f"{name:12} {wall:5.1f} minutes, {cpu:5.1f} of the processors")
+        session.log(f"{name:12} {wall:5.1f} minutes, {cpu:5.1f} CPU minutes")
     if total[1] > MOST_CPU_MINUTES:
         session.error(
-            f"The sessions took {total[1]:.0f} minutes of the processors, and may take "
-            f"{MOST_CPU_MINUTES}. Find what costs: pytest --durations=50."
+            f"The sessions took {total[1]:.0f} CPU minutes, and may take {MOST_CPU_MINUTES}. "
+            "Find what costs: pytest --durations=50."
         )

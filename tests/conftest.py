@@ -37,8 +37,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 if os.environ["JAX_PLATFORMS"] == "cpu" and "codegen_split_count" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # On CPUs XLA compiles in half of the time without LLVM's optimizations and with its older emitters.
-# Both may change bits: LLVM contracts a product and a sum. So an environment with the CUDA wheels
-# leaves the optimizations as users have them. nox runs tests of bits in both.
+# Both may change bits: LLVM contracts a product and a sum. So an environment with the plugin of
+# CUDA 13 leaves the optimizations as users have them. nox runs tests of bits in both.
 if (
     os.environ["JAX_PLATFORMS"] == "cpu"
     and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]
@@ -75,8 +75,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each test about one row in N, at least one, and of the slow rows of a file at "
-        "least one, always the same: where another run has them all",
+        help="keep about one row in N, always the same ones: at least one of each test, and at "
+        "least one slow row of each file",
     )
     parser.addoption(
         "--flax-sdist", metavar="FILE", help="flax's source distribution, for tests/guests"
@@ -152,9 +152,9 @@ def _resident_bytes() -> int:
 
 @pytest.fixture
 def standard_promotion() -> Iterator[None]:
-    """What users have, for the code of others.
+    """JAX's default promotion, for the code of others.
 
-    Optax.adam raises a float to its int32 step count.
+    `optax.adam` raises a float to its int32 step count.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

@@ -7,12 +7,13 @@ Nobody has chosen these faults, so they measure the tests without a bias. The sa
 same seed give the same faults. Some of them are equivalent: they change no result. Each place in
 the sources is drawn with the same probability, so a file gets faults by its number of places:
 
-    operators     + and -, * and /, < and <=, == and !=, and and or, min and max
-    constants     a number plus 1, twice or 0, and another axis
-    not           left out
-    keywords      a keyword argument left out
-    results       an element of a returned tuple in the place of another
+    operators     + and -, * and /, < and <=, > and >=, == and !=, `and` and `or`, min and max
+    constants     a number n becomes n + 1, 2n or 0, and an axis becomes another one
+    not           `not x` becomes `x`
+    keywords      a keyword argument is left out
+    results       an element of a returned tuple becomes a copy of another
 
+Faults are drawn from the working tree. If it differs from HEAD, give `run.py` `--working-tree`.
 Docstrings, annotations, f-strings, `raise` and `assert` statements, imports, `__all__` and blocks
 for type checking have no faults.
 """

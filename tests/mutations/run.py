@@ -1,24 +1,27 @@
 """Measures the power of the tests: plants faults in copies of the repository, and runs tests there.
 
-    python tests/mutations/run.py --check
+    python tests/mutations/run.py --check --working-tree
     python tests/mutations/run.py --jobs 2 --results runs/mutations.json
     python tests/mutations/run.py --only state-fork-adds optim-most-power
     python tests/mutations/run.py --summary before.json after.json
 
-`--check` only looks whether each text of the table occurs once in the package. Without it, each
-fault is planted in a copy of a commit, and pytest runs its default selection in three stages:
+`--check` runs no tests. It checks that each text of the tables occurs once in the package, and that
+each fault parses and changes a statement. The tables are those of the working tree, but the package
+is that of HEAD, so add `--working-tree` after an edit. Without `--check`, each fault is planted in
+a copy of the commit, and pytest runs its default selection in three stages:
 
     room        the tests of the room that holds the fault
     contracts   tests/golden and tests/contracts
-    importers   the tests of all rooms that import this room, the nearest first
+    importers   tests/meshes for rooms that meshes change, then the tests of the rooms that import
+                this room directly, the lowest first
 
 The first test that fails kills the fault. A file that cannot be imported kills it, too. A fault
-survives if all stages pass. All stages together have `--limit` seconds of the processor. After that
-the fault is cut off, and the results name the test under way.
+survives if all stages pass. All stages together have `--limit` CPU seconds. After that the fault is
+cut off, and the results name the test under way.
 
-Results are in a JSON file, one for each commit. A fault with a result there is skipped, so a run
-that was interrupted can go on. With `--confirm`, the test that killed a fault also runs without it,
-and a test that fails there is reported as broken.
+`--results` names a JSON file with the results of one commit. A fault with a result there is
+skipped, so a run that was interrupted can go on. With `--confirm`, the test that killed a fault
+also runs without it, and a test that fails there is reported as broken.
 
 The faults are in `faults/*.toml`. `fault_table.py` explains the format. `draw.py` draws others at
 random. This script is run by hand, and no CI runs it: a fault takes up to five minutes.
@@ -127,7 +130,7 @@ class Copy:
     def pytest(self, paths: list[str], limit: float) -> tuple[int | None, float, dict[str, str]]:
         """The exit status of pytest, or None if it was cut off; its seconds; notes of `watch.py`.
 
-        Seconds are those of the processor, so that other work on the machine cuts off no fault.
+        CPU seconds, so that other work on the machine cuts off no fault.
         """
         notes, log = self.folder.with_suffix(".notes"), self.folder.with_suffix(".log")
         notes.unlink(missing_ok=True)
@@ -178,7 +181,7 @@ class Copy:
 
 
 def _seconds_of(pid: int) -> float:
-    """Processor seconds of a process and of its children that have ended; 0 without /proc."""
+    """CPU seconds of a process and of its children that have ended; 0 without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -294,7 +297,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only check the table")
     parser.add_argument("--jobs", type=int, default=1, help="faults at once; default: 1")
     parser.add_argument(
-        "--limit", type=float, default=300, help="processor seconds a fault; default: 300"
+        "--limit", type=float, default=300, help="CPU seconds a fault; default: 300"
     )
     parser.add_argument("--confirm", action="store_true", help="run each killer without its fault")
     parser.add_argument(
