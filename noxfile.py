@@ -91,6 +91,10 @@ def python(session: nox.Session, version: str, *arguments: str, **options: Any) 
     return str(session.run(str(executable), *arguments, external=True, **options))
 
 
+NEEDED = {"python311": "equinox", "python312": "jax_cuda13_plugin jax_triton"}
+"""Packages without which tests of an environment are skipped. conftest.py refuses to start."""
+
+
 def pytest(
     session: nox.Session, version: str, *arguments: str, env: dict[str, str] | None = None
 ) -> None:
@@ -100,7 +104,8 @@ def pytest(
     """
     workers = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str((os.cpu_count() or 1) + 1)}
     given = ("-m", "pytest", "-n", "auto", *arguments, *session.posargs)
-    python(session, version, *given, env=workers | (env or {}))
+    needs = {"JAXFP8_TESTS_NEED": NEEDED.get(version, "")}
+    python(session, version, *given, env=workers | needs | (env or {}))
 
 
 @nox.session(**OLDEST)
@@ -161,11 +166,11 @@ def everything(session: nox.Session) -> None:
 
 DEFAULT_ROWS = ("-m", "not slow and not deviceless and not gpu", "--one-row-in", "80")
 TESTS = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir()}
-# XLA's optimizations may change bits. These rooms have the tests of bits, and other rooms stand on
-# them. With optimizations a program takes twice as long to compile.
+# XLA's optimizations may change bits. The arithmetic is in these rooms, and others stand on them.
+# Kernels are interpreted on CPUs, so it is not XLA that compiles them for users. With optimizations
+# a program takes twice as long to compile.
 ROOMS_OF_BITS = (
-    "contracts", "golden", "kernels", "numerics", "ops", "optim", "quantizers", "tensors",
-    "weights",
+    "contracts", "golden", "numerics", "ops", "optim", "quantizers", "state", "tensors", "weights",
 )  # fmt: skip
 BITS = {f"tests/{room}" for room in ROOMS_OF_BITS}
 
@@ -182,9 +187,10 @@ def newest(session: nox.Session) -> None:
 @nox.session(**NEWEST)
 @measured
 def optimized(session: nox.Session) -> None:
-    """The tests of bits on the newest jax, with XLA's optimizations; some rows of each test."""
+    """The arithmetic on the newest jax, with XLA's optimizations; some rows of each test."""
     without = [f"--ignore={room}" for room in sorted(TESTS - BITS)]
-    pytest(session, "python312", *DEFAULT_ROWS, *without, "--ignore-glob=tests/test_*.py")
+    files = "--ignore-glob=tests/test_*.py"
+    pytest(session, "python312", *DEFAULT_ROWS, *without, files, env={"XLA_FLAGS": ""})
 
 
 @nox.session(**NEWEST)

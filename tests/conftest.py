@@ -94,6 +94,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
+# `--one-row-in` keeps all of their rows. Kernels of Pallas and Triton run on the newest jax only,
+# and golden bits are a claim about every jax.
+EVERY_ROW = {"golden", "kernels"}
+
+
 @pytest.hookimpl(trylast=True)  # of the rows that -m and -k leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     one_in = config.getoption("--one-row-in")
@@ -109,11 +114,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for rows in tables.values()
         for item in rows
-        if draw(item) % one_in == 0 or item is min(rows, key=draw)
+        if draw(item) % one_in == 0 or item is min(rows, key=draw) or _room(item) in EVERY_ROW
     }
     if dropped := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item in kept]
+
+
+def _room(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
+
+
+def pytest_configure() -> None:
+    # Otherwise a session whose environment lost a package skips all of its tests, and passes.
+    needed = os.environ.get("JAXFP8_TESTS_NEED", "").split()
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise pytest.UsageError(f"JAXFP8_TESTS_NEED names {missing}, which cannot be imported.")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

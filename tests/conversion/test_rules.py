@@ -56,11 +56,14 @@ def test_a_rule_comes_before_what_is_kept(convert):
 
 
 def test_a_rule_has_options():
-    h200 = fp8.Kernels("h200")
+    """They replace those of `fp8.convert`."""
+    h200, b200 = fp8.Kernels("h200"), fp8.Kernels("b200")
     rule = Rule(".*/up", BLOCKWISE, kernels=h200)
-    mine, _ = fp8.convert(MODELS["nnx"], CURRENT, inputs=(TOKENS,), rules=[rule])
-    assert mine.blocks[0].up.dot_general.kernels == h200
-    assert mine.blocks[0].down.dot_general.kernels is None
+    for general in (None, b200):
+        how = {"rules": [rule], "kernels": general, "keep": ()}
+        mine, _ = fp8.convert(MODELS["nnx"], CURRENT, inputs=(TOKENS,), **how)
+        assert mine.blocks[0].up.dot_general.kernels == h200
+        assert mine.blocks[0].down.dot_general.kernels == general
 
 
 @pytest.mark.parametrize(

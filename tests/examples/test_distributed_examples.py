@@ -30,7 +30,7 @@ def sharded(tmp_path_factory):
     return finished.stdout, json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.slow  # by default the code of docs/sharding.md gathers a layer's weights as bytes
+@pytest.mark.slow  # comms/test_gathered_operands.py has the gather of one weight
 def test_a_sharded_run_gathers_its_weights_as_bytes(sharded):
     output, result = sharded
     assert result["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}

@@ -65,14 +65,15 @@ def parameters_of(params):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_train_gpt_compares_with_bf16_by_default(train_gpt, tmp_path, monkeypatch, capsys):
-    """On a poem, from which it also draws a sample. In this process, which has its imports."""
-    monkeypatch.chdir(tmp_path)
+def test_readme_s_command_compares_with_bf16(train_gpt, tmp_path):
+    """As users run it, but on a poem, from which it also draws a sample."""
+    (command,) = re.findall(r"python examples/(train_gpt\.py.*)", (ROOT / "README.md").read_text())
     (tmp_path / "poem").write_bytes(POEM)
     small = {"--data": "poem", "--width": 32, "--layers": 1, "--steps": 3, "--sample": 40}
     arguments = [word for pair in small.items() for word in pair]
-    train_gpt.main([*map(str, arguments), "--json", "result.json"])
-    output = capsys.readouterr().out
+    finished = run(*command.split(), *arguments, "--json", "result.json", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    output = finished.stdout
     result = json.loads((tmp_path / "result.json").read_text())
     assert sorted(result) == FIELDS
     assert (result["recipe"], result["steps"], result["seed"], result["framework"]) == (

@@ -168,7 +168,6 @@ def test_one_state_for_all_experts():
     assert [state[name]["fp8"].scale.shape for name in ("w_in", "w_out")] == [(3,), (3,)]
 
 
-@SLOW  # ../moe/test_collapse.py has it of the function
 def test_all_tokens_to_one_expert():
     layer = FP8MoE(E, F, 1, recipe=fp8.recipes.blockwise())
     x = np.abs(tokens())

@@ -11,23 +11,27 @@ from fault_table import Fault
 class Results:
     """The JSON file. Each result is written when it is known."""
 
-    def __init__(self, path: Path, commit: str) -> None:
+    def __init__(self, path: Path, commit: str, environment: str) -> None:
         self.path = path
         self._lock = threading.Lock()
-        self.content: dict[str, Any] = {"commit": commit, "results": {}}
+        asked = {"commit": commit, "environment": environment}
+        self.content: dict[str, Any] = {**asked, "results": {}}
         if path.exists():
             self.content = json.loads(path.read_text())
-            if self.content["commit"] != commit:
-                raise SystemExit(
-                    f"{path} has results of {self.content['commit']}, but {commit} is tested. "
-                    "Name another file with --results."
-                )
+            for name, value in asked.items():
+                if self.content.get(name) != value:
+                    raise SystemExit(
+                        f"{path} has results of {name} {self.content.get(name)}, but {value} is "
+                        "tested. Name another file with --results."
+                    )
 
-    def has(self, fault: Fault, limit: float) -> bool:
+    def has(self, fault: Fault, limit: float, *, confirm: bool) -> bool:
         known = self.content["results"].get(fault.id)
         if known is None or known["fault"] != fault.digest:
             return False
-        return known["outcome"] != "cut off" or known["limit"] >= limit
+        if known["outcome"] == "cut off":
+            return bool(known["limit"] >= limit)
+        return known["outcome"] != "killed" or not confirm or "confirmed" in known
 
     def add(self, fault: Fault, result: dict[str, Any], limit: float) -> None:
         with self._lock:

@@ -23,6 +23,9 @@ cut off, and the results name the test under way.
 skipped, so a run that was interrupted can go on. With `--confirm`, the test that killed a fault
 also runs without it, and a test that fails there is reported as broken.
 
+A file of results belongs to one environment, too. Tests of kernels in Pallas and Triton are skipped
+before jax 0.11, so plant faults in kernels with the newest jax.
+
 The faults are in `faults/*.toml`. `fault_table.py` explains the format. `draw.py` draws others at
 random. This script is run by hand, and no CI runs it: a fault takes up to five minutes.
 """
@@ -31,9 +34,11 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import io
 import json
 import os
+import platform
 import queue
 import shutil
 import signal
@@ -64,7 +69,7 @@ from results import Results, line_of, summary
 from stages import stages_of
 
 WALL = 5  # times the limit, by the clock: a test may hang
-FAILED, INTERRUPTED, NO_TESTS = 1, 2, 5  # exit statuses of pytest
+PASSED, FAILED, INTERRUPTED, NO_TESTS = 0, 1, 2, 5  # exit statuses of pytest
 
 
 class Stopped(Exception):
@@ -196,12 +201,16 @@ def result_of(fault: Fault, copy: Copy, sources: Sources, limit: float) -> dict[
     with copy.with_fault(fault, sources) as path:
         for name, paths in stages_of(room_of(path), sources, copy.folder / "tests").items():
             status, seconds, notes = copy.pytest(paths, limit - sum(stages.values()))
+            if status is not None and status < 0 and "failed" not in notes:
+                # Something else may have ended the process, such as a lack of memory.
+                status, again, notes = copy.pytest(paths, limit - sum(stages.values()))
+                seconds += again
             stages[name] = round(seconds, 1)
             under_way = notes.get("under_way") or paths[0]
-            if status is None:
+            if status is None and "failed" not in notes:
                 found = {"outcome": "cut off", "stage": name, "under_way": under_way}
                 break
-            if status not in (0, NO_TESTS):
+            if status not in (PASSED, NO_TESTS):
                 test, when = notes.get("failed"), notes.get("when")
                 why = notes.get("why", "")
                 if test is None:  # pytest or the process broke
@@ -213,12 +222,15 @@ def result_of(fault: Fault, copy: Copy, sources: Sources, limit: float) -> dict[
 
 
 def confirmed(result: dict[str, Any], copy: Copy, limit: float) -> dict[str, Any]:
-    """The result, or "broken test" if the test that killed the fault fails without it."""
+    """The result, or "broken test" if the test that killed the fault fails without it.
+
+    It is not confirmed if the test cannot end in time, or if it is a file without tests.
+    """
     if result["outcome"] != "killed":
         return result
     status, _, notes = copy.pytest([result["test"]], limit)
-    if status == 0:
-        return result | {"confirmed": True}
+    if status in (PASSED, NO_TESTS, None):
+        return result | {"confirmed": status == PASSED}
     return result | {"outcome": "broken test", "why": notes.get("why", "")}
 
 
@@ -270,6 +282,15 @@ def run_all(
         raise errors[0]
     if stop.is_set():
         raise SystemExit("Interrupted. Run the same command again to go on.")
+
+
+def environment() -> str:
+    """What decides which tests are skipped."""
+    versions = [f"python {platform.python_version()}"]
+    for package in ("jax", "flax", "jax-cuda13-plugin", "jax-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join([*versions, f"XLA_FLAGS={os.environ.get('XLA_FLAGS', '')}"])
 
 
 def sources_of(commit: str | None) -> Sources:
@@ -334,8 +355,9 @@ def main() -> None:
     print(f"{len(faults)} faults fit {arguments.commit or 'the working tree'}.", flush=True)
     if arguments.check:
         return
-    results = Results(arguments.results, arguments.commit or name_of(None))
-    left = [fault for fault in faults if not results.has(fault, arguments.limit)]
+    results = Results(arguments.results, arguments.commit or name_of(None), environment())
+    confirm = arguments.confirm
+    left = [fault for fault in faults if not results.has(fault, arguments.limit, confirm=confirm)]
     if len(left) < len(faults):
         print(f"{len(faults) - len(left)} of them have results in {arguments.results}.", flush=True)
     if left:

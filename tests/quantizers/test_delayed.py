@@ -11,6 +11,7 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.quantizers import Delayed, RowState
+from jaxfp8.quantizers._faults import faults_of_delayed
 
 STEPS = 40
 
@@ -214,3 +215,20 @@ def test_state_is_float32_in_64_bit_mode_too():
         assert gradient.dtype == jnp.float64
         assert {leaf.dtype for leaf in jax.tree.leaves((state, new))} == {jnp.dtype("float32")}
         np.testing.assert_array_equal(new.amax_history[:, -1], [1.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "history", "passes"),
+    [
+        ("max", [0, 0, 448], False),
+        ("max", [0, 448, 448], True),  # a larger amax may have been rotated out just now
+        ("most_recent", [0, 448, 448], False),
+    ],
+)
+def test_a_scale_may_be_larger_than_a_full_history_gives(algorithm, history, passes):
+    delayed = Delayed(format=fp8.E4M3, history_length=3, algorithm=algorithm)
+    row = np.float32([history])
+    count = np.zeros(1, np.float32)
+    assert faults_of_delayed(delayed, np.float32([1]), row, count) == []
+    found = faults_of_delayed(delayed, np.float32([2]), row, count)
+    assert [fault.leaf for fault in found] == ([] if passes else ["scale"])
