@@ -103,7 +103,8 @@ def pytest(
     Workers wait for their devices and subprocesses a fifth of the time.
     """
     workers = {"PYTEST_XDIST_AUTO_NUM_WORKERS": str((os.cpu_count() or 1) + 1)}
-    given = ("-m", "pytest", "-n", "auto", *arguments, *session.posargs)
+    slowest = "--durations=10"  # shows what a session spends its minutes on
+    given = ("-m", "pytest", "-n", "auto", slowest, *arguments, *session.posargs)
     needs = {"JAXFP8_TESTS_NEED": NEEDED.get(version, "")}
     python(session, version, *given, env=workers | needs | (env or {}))
 

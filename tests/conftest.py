@@ -114,15 +114,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for rows in tables.values()
         for item in rows
-        if draw(item) % one_in == 0 or item is min(rows, key=draw) or _room(item) in EVERY_ROW
+        if draw(item) % one_in == 0 or item is min(rows, key=draw) or _is_always_kept(item)
     }
     if dropped := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item in kept]
 
 
-def _room(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def _is_always_kept(item: pytest.Item) -> bool:
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    return room in EVERY_ROW and item.get_closest_marker("deviceless") is None
 
 
 def pytest_configure() -> None:
