@@ -94,9 +94,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
-# `--one-row-in` keeps all of their rows. Kernels of Pallas and Triton run on the newest jax only,
-# and golden bits are a claim about every jax.
-EVERY_ROW = {"golden", "kernels"}
+# `--one-row-in` keeps one row in so many of these, or more. Kernels of Pallas and Triton run on the
+# newest jax only, and golden bits are a claim about every jax.
+AT_LEAST_ONE_IN = {"golden": 1, "kernels": 4}
 
 
 @pytest.hookimpl(trylast=True)  # of the rows that -m and -k leave
@@ -114,16 +114,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for rows in tables.values()
         for item in rows
-        if draw(item) % one_in == 0 or item is min(rows, key=draw) or _is_always_kept(item)
+        if draw(item) % _one_in(item, one_in) == 0 or item is min(rows, key=draw)
     }
     if dropped := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item in kept]
 
 
-def _is_always_kept(item: pytest.Item) -> bool:
+def _one_in(item: pytest.Item, asked: int) -> int:
+    if item.get_closest_marker("deviceless"):
+        return asked
     room = item.path.relative_to(Path(__file__).parent).parts[0]
-    return room in EVERY_ROW and item.get_closest_marker("deviceless") is None
+    return min(asked, AT_LEAST_ONE_IN.get(room, asked))
 
 
 def pytest_configure() -> None:

@@ -89,6 +89,11 @@ def test_frozen_state_keeps_its_scale_and_gives_gradients():
     assert_same(jax.jit(jax.grad(two_layers))(params, frozen, *batch(3)), want)
 
 
+def test_a_commit_leaves_frozen_states():
+    frozen = fp8.freeze(warm(fresh()[1]))
+    assert_same(warm(frozen, (1e6, 1e6, 1e6)), frozen)
+
+
 def test_treedef_shapes_and_dtypes_never_change():
     params, states = fresh()
     signature = lambda tree: jax.tree.map(
