@@ -263,3 +263,21 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_errors_name_the_indices_of_the_user(name):
     messages.check(MESSAGES[name])
+
+
+def test_out_sharding_names_the_axes_of_the_result():
+    """Of a transpose that is not its own inverse."""
+    mesh = jax.make_mesh(
+        (4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    specs = P("data", None, None), P(None, "tensor")
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in zip(((8, 16, 32), (32, 64)), specs, strict=True)
+    )
+    asked = P("tensor", "data", None)
+    run = functools.partial(
+        fp8.einsum, "bsd,df->fbs", recipe=fp8.recipes.current(), out_sharding=asked
+    )
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(run, x, w).sharding.spec == asked
