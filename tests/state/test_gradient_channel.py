@@ -12,6 +12,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.state import _uses, in_gradient_channel
+from jaxfp8.state._gradient_channel import _broken
 from jaxfp8.state._tags import UNIT
 
 RECIPE = fp8.recipes.delayed(history_length=4)
@@ -347,3 +348,9 @@ def test_a_commit_removes_the_tag():
         new = commit(state, seen)
         np.testing.assert_array_equal(new.fingerprint, fp8.init_state(RECIPE).fingerprint)
         fp8.check_state(new, like=state)
+
+
+def test_a_layer_of_a_stack_is_broken_alone():
+    _, stack = fresh(stacked=True)
+    stack.fingerprint[1] *= 2  # that of no row
+    np.testing.assert_array_equal(_broken(stack), [[n == 1] for n in range(L)])
