@@ -166,21 +166,20 @@ def everything(session: nox.Session) -> None:
 
 
 DEFAULT_ROWS = ("-m", "not slow and not deviceless and not gpu", "--one-row-in", "80")
-TESTS = {f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if path.is_dir()}
 # XLA's optimizations may change bits. The arithmetic is in these rooms, and others stand on them.
 # Kernels are interpreted on CPUs, so it is not XLA that compiles them for users. With optimizations
 # a program takes twice as long to compile.
-ROOMS_OF_BITS = (
-    "contracts", "golden", "numerics", "ops", "optim", "quantizers", "state", "tensors", "weights",
+ARITHMETIC = (
+    "tests/contracts", "tests/golden", "tests/numerics", "tests/ops", "tests/optim",
+    "tests/quantizers", "tests/state", "tests/tensors", "tests/weights",
 )  # fmt: skip
-BITS = {f"tests/{room}" for room in ROOMS_OF_BITS}
 
 
 @nox.session(**NEWEST)
 @measured
 def newest(session: nox.Session) -> None:
     """The default suite on the newest jax, but for `optimized`; some rows of each test."""
-    without = [f"--ignore={room}" for room in sorted(BITS)]
+    without = [f"--ignore={room}" for room in ARITHMETIC]
     quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     pytest(session, "python312", *DEFAULT_ROWS, *without, env=quick)
 
@@ -189,9 +188,8 @@ def newest(session: nox.Session) -> None:
 @measured
 def optimized(session: nox.Session) -> None:
     """The arithmetic on the newest jax, with XLA's optimizations; some rows of each test."""
-    without = [f"--ignore={room}" for room in sorted(TESTS - BITS)]
-    files = "--ignore-glob=tests/test_*.py"
-    pytest(session, "python312", *DEFAULT_ROWS, *without, files, env={"XLA_FLAGS": ""})
+    rooms = () if session.posargs else ARITHMETIC
+    pytest(session, "python312", *DEFAULT_ROWS, *rooms, env={"XLA_FLAGS": ""})
 
 
 @nox.session(**NEWEST)

@@ -38,7 +38,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and "codegen_split_count" not in os.envi
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 # On CPUs XLA compiles in half of the time without LLVM's optimizations and with its older emitters.
 # Both may change bits: LLVM contracts a product and a sum. So an environment with the plugin of
-# CUDA 13 leaves the optimizations as users have them. nox runs tests of bits in both.
+# CUDA 13 leaves the optimizations as users have them. nox runs the arithmetic in both.
 if (
     os.environ["JAX_PLATFORMS"] == "cpu"
     and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]

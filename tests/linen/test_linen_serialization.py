@@ -18,6 +18,13 @@ def quantized(recipe=BLOCKWISE, params=PARAMS, **options):
     return fp8.quantize_params(params, recipe, **{"primary": True} | options)
 
 
+def check_round_trip(tree):
+    like = jax.tree.map(jnp.zeros_like, tree)
+    restored = flax.serialization.from_bytes(like, flax.serialization.to_bytes(tree))
+    assert_same_bits(restored, tree)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
 def in_e5m2(x):
     return x.astype(jnp.float8_e5m2) if x.dtype == jnp.float8_e4m3fn else x
 
@@ -25,11 +32,7 @@ def in_e5m2(x):
 @pytest.mark.parametrize("primary", [True, False])
 @pytest.mark.parametrize("recipe", [BLOCKWISE, fp8.recipes.mxfp8()], ids=["blockwise", "mxfp8"])
 def test_a_weight(recipe, primary):
-    params = quantized(recipe, primary=primary)
-    like = jax.tree.map(jnp.zeros_like, params)
-    restored = flax.serialization.from_bytes(like, flax.serialization.to_bytes(params))
-    assert_same_bits(restored, params)
-    assert jax.tree.structure(restored) == jax.tree.structure(params)
+    check_round_trip(quantized(recipe, primary=primary))
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,7 @@ def test_another_weight(source, says):
 
 
 def test_a_tensor():
-    x = fp8.quantize(KERNEL, fp8.E4M3)
-    like = jax.tree.map(jnp.zeros_like, x)
-    restored = flax.serialization.from_bytes(like, flax.serialization.to_bytes(x))
-    assert_same_bits(restored, x)
-    assert jax.tree.structure(restored) == jax.tree.structure(x)
+    check_round_trip(fp8.quantize(KERNEL, fp8.E4M3))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SPLIT = P("expert")
 EXPERTS = fp8.moe.ExpertParallel(axis="expert", gradient_sent_in_fp8=True)
 
 
-arrays = functools.cache(cases.arrays)
+arrays = cases.arrays
 
 
 @functools.cache

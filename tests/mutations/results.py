@@ -9,25 +9,17 @@ from fault_table import Fault
 
 
 class Results:
-    """The JSON file. Each result is written when it is known."""
+    """The JSON file. Each result is written when it is known, with its commit and environment."""
 
-    def __init__(self, path: Path, commit: str, environment: str) -> None:
+    def __init__(self, path: Path, **of: str) -> None:
         self.path = path
         self._lock = threading.Lock()
-        asked = {"commit": commit, "environment": environment}
-        self.content: dict[str, Any] = {**asked, "results": {}}
-        if path.exists():
-            self.content = json.loads(path.read_text())
-            for name, value in asked.items():
-                if self.content.get(name) != value:
-                    raise SystemExit(
-                        f"{path} has results of {name} {self.content.get(name)}, but {value} is "
-                        "tested. Name another file with --results."
-                    )
+        self._of = of
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def has(self, fault: Fault, limit: float, *, confirm: bool) -> bool:
-        known = self.content["results"].get(fault.id)
-        if known is None or known["fault"] != fault.digest:
+        known = self.content.get(fault.id)
+        if known is None or not known.items() >= (self._of | {"fault": fault.digest}).items():
             return False
         if known["outcome"] == "cut off":
             return bool(known["limit"] >= limit)
@@ -36,7 +28,7 @@ class Results:
     def add(self, fault: Fault, result: dict[str, Any], limit: float) -> None:
         with self._lock:
             known = {"breaks": fault.breaks, "fault": fault.digest, "limit": limit}
-            self.content["results"][fault.id] = result | known
+            self.content[fault.id] = result | known | self._of
             self.path.parent.mkdir(parents=True, exist_ok=True)
             new = self.path.with_suffix(".new")
             new.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
@@ -51,9 +43,11 @@ def line_of(fault: str, result: dict[str, Any]) -> str:
 
 def summary(paths: list[Path]) -> str:
     """The number of faults with each outcome, the faults that were not killed, and changes."""
-    files = [json.loads(path.read_text()) for path in paths]
-    every = [file["results"] for file in files]
-    lines = [f"{path}: {file['commit']}" for path, file in zip(paths, files, strict=True)]
+    every = [json.loads(path.read_text()) for path in paths]
+    lines = []
+    for path, results in zip(paths, every, strict=True):
+        commits = {result["commit"][:7] for result in results.values()}
+        lines.append(f"{path}: {', '.join(sorted(commits))}")
     outcomes = ("killed", "survived", "cut off", "broken test")
     for outcome in outcomes:
         counts = [sum(r["outcome"] == outcome for r in results.values()) for results in every]

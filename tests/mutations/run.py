@@ -19,12 +19,12 @@ The first test that fails kills the fault. A file that cannot be imported kills 
 survives if all stages pass. All stages together have `--limit` CPU seconds. After that the fault is
 cut off, and the results name the test under way.
 
-`--results` names a JSON file with the results of one commit. A fault with a result there is
+`--results` names a JSON file. A fault with a result of this commit and this environment there is
 skipped, so a run that was interrupted can go on. With `--confirm`, the test that killed a fault
 also runs without it, and a test that fails there is reported as broken.
 
-A file of results belongs to one environment, too. Tests of kernels in Pallas and Triton are skipped
-before jax 0.11, so plant faults in kernels with the newest jax.
+Tests of kernels in Pallas and Triton are skipped before jax 0.11, so plant faults in kernels with
+the newest jax.
 
 The faults are in `faults/*.toml`. `fault_table.py` explains the format. `draw.py` draws others at
 random. This script is run by hand, and no CI runs it: a fault takes up to five minutes.
@@ -355,7 +355,8 @@ def main() -> None:
     print(f"{len(faults)} faults fit {arguments.commit or 'the working tree'}.", flush=True)
     if arguments.check:
         return
-    results = Results(arguments.results, arguments.commit or name_of(None), environment())
+    commit = arguments.commit or name_of(None)
+    results = Results(arguments.results, commit=commit, environment=environment())
     confirm = arguments.confirm
     left = [fault for fault in faults if not results.has(fault, arguments.limit, confirm=confirm)]
     if len(left) < len(faults):

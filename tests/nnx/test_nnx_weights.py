@@ -108,9 +108,8 @@ def absolute(model, x):
 
 
 @nnx.jit
-def steps(*models_and_x):
+def steps(models, x):
     """A step of each model: one program, whose parts share much."""
-    *models, x = models_and_x
     found = [fp8.nnx.value_and_grad(absolute, has_aux=True)(model, x) for model in models]
     return [(y, grads) for (_, y), grads in found]
 
@@ -129,7 +128,7 @@ def test_same_bits(name, recipe):
     model = nnx.jit(lambda: make(recipe))()
     for _ in range(2 if recipe.rows else 1):
         other = in_fp8(model, recipe, rules, dtype)
-        got, want = steps(other, model, X)
+        got, want = steps([other, model], X)
         if dtype is not None:  # a gradient has the dtype of its weight, and flax's that of params
             got = got[0], jax.tree.map(lambda a, b: a.astype(b.dtype), got[1], want[1])
         assert_same_bits(got, want)
