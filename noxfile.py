@@ -204,7 +204,7 @@ def rounding(session: nox.Session) -> None:
 @measured
 def gpu_programs(session: nox.Session) -> None:
     """Programs compiled for H200 and B200: kernels, registers, bytes, collectives; some rows."""
-    select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "36")
+    select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "72")
     by_file = ("--dist", "loadfile")  # the tests of a file read the same programs
     pytest(session, "python312", *by_file, *select)
 

@@ -107,9 +107,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
         slow = item.get_closest_marker("slow") is not None
         tables.setdefault(f"{file} slow" if slow else test, []).append(item)
-    # By a hash of its name: every N-th of a product of parameters may be always the same value of
-    # one.
-    draw = lambda item: zlib.crc32(item.nodeid.encode())
+    # By a hash, as every N-th of a product of parameters may have always the same value of one. The
+    # hash leaves out the name of the test, so that tests of a file read the same programs.
+    draw = lambda item: zlib.crc32(f"{item.path.name}[{item.nodeid.partition('[')[2]}".encode())
     kept = {
         item
         for rows in tables.values()

@@ -20,6 +20,7 @@ from jaxfp8.plan._costs import (
     stream,
     turns,
 )
+from jaxfp8.plan._padding import padding_for_pallas
 from jaxfp8.plan._peaks import PEAKS, Peak, estimable
 from jaxfp8.plan._split_k import HOPPER, SplitK
 
@@ -68,6 +69,17 @@ def test_bytes_take_their_time():
     )
     # A memory that is slower than XLA's quantizer is what limits it.
     assert stream(ROUND, 1e9, in_tiles=True) == stream(ROUND, 1e9)
+
+
+def test_padding_is_a_launch_unless_xla_pads_in_another_kernel():
+    """[333, 1024] becomes [384, 1024]."""
+    before, after = 333 * 1024, 384 * 1024
+    alone, fused = (
+        padding_for_pallas(ROUND, (333, 1024), {True}, by_kernel=each) for each in (True, False)
+    )
+    copied, added = before + after, after - before
+    assert alone == Cost(bytes=copied, seconds=pytest.approx(copied / 1e9 + LAUNCH))
+    assert fused == Cost(bytes=added, seconds=pytest.approx(added / 1e9))
 
 
 def test_a_gemm_takes_the_larger_of_operations_and_bytes():
