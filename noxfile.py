@@ -178,8 +178,11 @@ ARITHMETIC = (
 @nox.session(**NEWEST)
 @measured
 def newest(session: nox.Session) -> None:
-    """The default suite on the newest jax, but for `optimized`; some rows of each test."""
-    without = [f"--ignore={room}" for room in ARITHMETIC]
+    """The default suite on the newest jax, but for `optimized`; some rows of each test.
+
+    Benchmarks run on the oldest jax, in `readme`, and compile for GPUs in `gpu_programs`.
+    """
+    without = [f"--ignore={room}" for room in (*ARITHMETIC, "tests/benchmarks")]
     quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     pytest(session, "python312", *DEFAULT_ROWS, *without, env=quick)
 
@@ -206,7 +209,8 @@ def gpu_programs(session: nox.Session) -> None:
     """Programs compiled for H200 and B200: kernels, registers, bytes, collectives; some rows."""
     select = ("-m", "deviceless and not slow", "-k", "not on_gpus", "--one-row-in", "72")
     by_file = ("--dist", "loadfile")  # the tests of a file read the same programs
-    pytest(session, "python312", *by_file, *select)
+    rooms = () if session.posargs else ("tests/deviceless", "tests/kernels", "tests/benchmarks")
+    pytest(session, "python312", *by_file, *select, *rooms)
 
 
 @nox.session(**NEWEST)

@@ -27,12 +27,12 @@ SIZES = {
 T, E = 200, 5
 
 
-def arrays(seed=0, dtype=jnp.bfloat16, t=T, e=E):
-    """x [T, K], w [E, K, N] and g [T, N], of NumPy: it compiles nothing."""
+def arrays(seed=0, dtype=jnp.bfloat16, t=T, e=E, k=K, n=N):
+    """x [t, k], w [e, k, n] and g [t, n], of NumPy: it compiles nothing."""
     normal = np.random.default_rng(seed).standard_normal
-    x = normal((t, K)) * np.exp(2 * normal((t, 1)))
-    w = normal((e, K, N)) * np.arange(1.0, e + 1)[:, None, None]
-    g = normal((t, N)) * 1e-3
+    x = normal((t, k)) * np.exp(2 * normal((t, 1)))
+    w = normal((e, k, n)) * np.arange(1.0, e + 1)[:, None, None]
+    g = normal((t, n)) * 1e-3
     return x.astype(dtype), w.astype(dtype), g.astype(dtype)
 
 
