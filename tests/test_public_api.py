@@ -58,6 +58,7 @@ EXPECTED = {
     "jaxfp8.optim": """
         with_master_weights init_master_weights master_weights MasterWeightsState
         BFloat16Plus Float16 Float32 Overwrite BFloat16 FP8 Int8 ExpandedFP8
+        PerParameter check_state
         with_moment_formats MomentFormatsState adamw fused_adamw scale_by_adam scale_by_muon
         release Release Released
     """,

@@ -12,6 +12,7 @@ from jaxfp8.optim._masters import BFloat16Plus as BFloat16Plus
 from jaxfp8.optim._masters import Float16 as Float16
 from jaxfp8.optim._masters import Float32 as Float32
 from jaxfp8.optim._moment_formats import BFloat16 as BFloat16
+from jaxfp8.optim._moment_formats import PerParameter as PerParameter
 from jaxfp8.optim._moments import MomentFormatsState as MomentFormatsState
 from jaxfp8.optim._moments import with_moment_formats as with_moment_formats
 from jaxfp8.optim._optimizers import adamw as adamw

@@ -8,11 +8,19 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array, DType, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import E4M3, Format
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.optim._dither import as_float, settled_float, thresholds
 from jaxfp8.optim._masters import AbstractMaster, FP8State, MasterState
-from jaxfp8.optim._moment_formats import SMALL, AbstractMomentFormat, check_rounding, check_size
+from jaxfp8.optim._moment_formats import (
+    SMALL,
+    AbstractMomentFormat,
+    MomentRounding,
+    check_rounding,
+    check_size,
+)
 from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 from jaxfp8.tensors._cast import Cast, Direction
@@ -32,7 +40,8 @@ class FP8(AbstractMaster, AbstractMomentFormat):
 
     Attributes:
       format: E4M3 or E5M2.
-      rounding: "nearest" or "stochastic".
+      rounding: of a moment. "dithered", by thresholds that change at every step, or "stochastic",
+        at random. A master weight is rounded to nearest.
       min_size: a smaller array stays in float32.
       force: True stores also a second moment and a master weight, for experiments.
 
@@ -45,7 +54,7 @@ class FP8(AbstractMaster, AbstractMomentFormat):
     """
 
     format: Format = E4M3
-    rounding: Rounding = "nearest"
+    rounding: MomentRounding = "dithered"
     min_size: int = SMALL
     force: bool = False
     state: ClassVar[type[MasterState]] = FP8State
@@ -59,7 +68,9 @@ class FP8(AbstractMaster, AbstractMomentFormat):
         check_rounding(self.rounding)
         check_size("min_size", self.min_size, least=0)
 
-    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> QuantizedTensor:
+    def pack(
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
+    ) -> QuantizedTensor:
         if not types_tell():
             raise ValueError(
                 f"{self} inside shard_map(check_vma=False) over {manual_axes()}: types do not say "
@@ -68,11 +79,22 @@ class FP8(AbstractMaster, AbstractMomentFormat):
         replaced = frozenset() if old is None else varying(old.scale)
         largest = pmax(amax(x, PerTensor()), varying(x) - replaced)
         known = KnownScale(*ScaleRule().apply(largest, self.format))
-        cast = Cast(
-            format=self.format, directions=(Direction(PerTensor()),), rounding=self.rounding
-        )
+        if not (self.is_stochastic or step is None):
+            return self._dithered(x, known, thresholds(step, x.shape))
+        rounding: Rounding = "stochastic" if self.is_stochastic else "nearest"
+        cast = Cast(format=self.format, directions=(Direction(PerTensor()),), rounding=rounding)
         ((stored,), _) = cast_copies(x, cast, (known,), key=key)
         return stored
+
+    def _dithered(self, x: Array, known: KnownScale, u: Array) -> QuantizedTensor:
+        format, magnitude = self.format, jnp.abs(x)
+        zero = (magnitude - magnitude) * known.multiplier  # NaN if one of them is not finite
+        # A magnitude below 2^-126 counts as 0, as in every cast.
+        n = jnp.where(magnitude < TINY, 0, magnitude) * known.multiplier
+        n = jnp.minimum(n, format.max)
+        code = jnp.where(zero == zero, settled_float(n, format.dtype, u), format.nan_byte)
+        values = as_float(jnp.where(x < 0, code | 0x80, code), format.dtype)
+        return QuantizedTensor(values, known.scale, PerTensor(), jnp.dtype(jnp.float32))
 
     def unpack(self, stored: QuantizedTensor) -> Array:
         return stored.dequantize(jnp.float32)
@@ -100,5 +122,6 @@ class FP8(AbstractMaster, AbstractMomentFormat):
             )
         if self.is_stochastic:
             raise ValueError(
-                f"master={self!r}: master weights have no key. Use rounding='nearest'."
+                f"master={self!r}: master weights have no key, and are rounded to nearest. Leave "
+                "rounding= out."
             )

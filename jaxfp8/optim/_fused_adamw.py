@@ -11,9 +11,12 @@ import optax
 from jaxfp8._typing import ArrayLike, PyTree
 from jaxfp8.kernels.adamw._api import TRITON
 from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
+from jaxfp8.optim._dither import thresholds
 from jaxfp8.optim._grouped_formats import ExpandedFP8, ExpandedFP8State, Int8, Int8State
 from jaxfp8.optim._master_weights import MasterWeightsState, with_master_weights
-from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState
+from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState, Float32
+from jaxfp8.optim._moment_formats import PerParameter
+from jaxfp8.optim._moments import MomentFormatsState
 from jaxfp8.optim._optimizers import adamw
 from jaxfp8.optim._overwrite import Overwrite
 from jaxfp8.optim._stored_moments import with_nodes
@@ -29,7 +32,7 @@ def fused_adamw(
     weight_decay: float = 1e-4,
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
-    moments: Int8 | ExpandedFP8 | None = None,
+    moments: Int8 | ExpandedFP8 | PerParameter | None = None,
     master: BFloat16Plus | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`adamw` and `with_master_weights` in one Triton kernel for each weight, on NVIDIA GPUs.
@@ -56,7 +59,8 @@ def fused_adamw(
       eps_root: added to the second moment.
       weight_decay: times the learning rate.
       mask: which parameters decay, as in `optax.adamw`.
-      moments: the format of both moments: `Int8()`, the default, or `ExpandedFP8()`.
+      moments: the format of both moments: `Int8()`, the default, or `ExpandedFP8()`. Or a
+        `PerParameter` of these and `Float32()`. XLA updates the parameters with `Float32()`.
       master: `BFloat16Plus(bits=8)` or `BFloat16Plus(bits=16)` for bfloat16 weights, or None for
         float32 weights.
 
@@ -70,7 +74,7 @@ def fused_adamw(
 
     Example:
       >>> tx = fused_adamw(1e-3)
-      >>> tx.init({"w": jnp.ones((64, 128))}).inner[0].mu["w"].codes.dtype.name
+      >>> tx.init({"w": jnp.ones((64, 128))}).inner[0].mu["w"].roots.dtype.name
       'int8'
     """
     moments = Int8() if moments is None else moments
@@ -117,6 +121,7 @@ def fused_adamw(
                 jnp.asarray(rate),
                 1 / (1 - b1**step),
                 1 / (1 - b2**step),
+                thresholds(_moments_of(state).step, ()),
                 jnp.asarray(False if skip is None else skip),
             ),
             [after.row(i) for i in chosen],
@@ -169,7 +174,11 @@ class _Columns(NamedTuple):
 
 def _adam_state(state: Any) -> Any:
     """The state of `optax.scale_by_adam` in that of `adamw`, with master weights or without."""
-    return (state.inner if isinstance(state, MasterWeightsState) else state).inner[0]
+    return _moments_of(state).inner[0]
+
+
+def _moments_of(state: Any) -> MomentFormatsState:
+    return state.inner if isinstance(state, MasterWeightsState) else state
 
 
 def _new_value(leaf: Any, change: Any) -> Any:
@@ -207,9 +216,16 @@ def _decays(mask: Any, tree: Parameters) -> list[bool]:
 
 def _check(moments: Any, master: Any, **constants: Any) -> None:
     """Raise ValueError unless the kernel can do it."""
-    known = isinstance(moments, (Int8, ExpandedFP8)) and moments.group == GROUP
-    known &= getattr(moments, "companding", True)
-    if not known:
+
+    def known(format: Any) -> bool:
+        stored = isinstance(format, (Int8, ExpandedFP8)) and format.group == GROUP
+        return stored and getattr(format, "companding", True)
+
+    if isinstance(moments, PerParameter):
+        takes = all(isinstance(each, Float32) or known(each) for each in moments.formats)
+    else:
+        takes = known(moments)
+    if not takes:
         raise ValueError(
             f"moments={moments!r}: the kernel takes Int8() or ExpandedFP8(), with group={GROUP}. "
             "Use adamw(mu=..., nu=...) for other formats."

@@ -5,7 +5,8 @@ depend on the mesh.
 """
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,22 +17,30 @@ from jaxfp8.numerics._division import divide
 from jaxfp8.numerics._float32 import TINY
 from jaxfp8.numerics._formats import E4M3
 from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.optim._dither import as_float, float_below, float_of, settled, thresholds
 from jaxfp8.optim._moment_formats import SMALL, AbstractMomentFormat, check_size
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 
 _RANGE = E4M3.max / 2.0**E4M3.min_exponent
 """The largest value of E4M3 over its smallest normal one."""
-_LAST, _LAST_SQUARE = (float(np.float32(1) / np.float32(x)) for x in (127, 255 * 255))
-"""Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1."""
-_MOST = 64.0
-"""The largest power of an expansion. More would gain nothing: float32 rounds the logarithm."""
+# Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1.
+_LAST, _LAST_SQUARE, _LAST_SQUARE_2 = (float(np.float32(1) / x) for x in (127, 127**2, 255**2))
+_LEAST_POWER, _MOST_POWER = 0.25, 64.0
+"""Of an expansion. A smaller one would make steps of more than half of a value, because of a single
+value that decays. A larger one would gain nothing: float32 rounds the logarithm."""
 
 
 class Int8State(NamedTuple):
-    """A moment in 8-bit integers."""
+    """A moment as roots in 8-bit integers."""
 
-    codes: Array  # int8 [...] of a first moment, uint8 [...] of a second one
+    roots: Array  # int8 [...], square roots of a first moment; uint8 [...], 4th roots of a second
+    largest: Array  # float32, the largest magnitude of each group
+
+
+class LinearInt8State(NamedTuple):
+    """A first moment in 8-bit integers, without companding."""
+
+    codes: Array  # int8 [...]
     largest: Array  # float32, the largest magnitude of each group
 
 
@@ -47,22 +56,25 @@ class ExpandedFP8State(NamedTuple):
 class Int8(AbstractMomentFormat):
     """A moment in 8-bit integers, with a float32 scale for each group: 1 + 4/128 bytes a value.
 
-    With companding, a first moment n, relative to the largest of its group, is stored as the
-    nearest multiple of 1/127 of `2n / (1 + n)`, with its sign. A second moment is stored as the
-    nearest multiple of 1/255 of `sqrt(n)`. One above 0 is stored as 1/255 at least, because the
-    update divides by its root.
+    With companding, a first moment is stored as the square root of its magnitude, with its sign, in
+    127 steps. Magnitude and root are relative to the largest magnitude of the group. A second
+    moment is stored as its fourth root, in 255 steps. One above 0 is stored as 1 step at least,
+    because the update divides by its root. So first moments reach down to 2^-14 of the largest one
+    of their group, and roots of second moments to 2^-16.
 
     Attributes:
       group: how many values share a scale.
-      companding: False stores n itself, for a first moment only. 8-bit Muon does so.
+      companding: False stores the first moment itself, in 127 steps. It cannot store a second one.
+        8-bit Muon does so.
       min_size: a smaller array stays in float32.
 
     References:
-      FlashOptim, arXiv:2602.23349 (companding); 8-bit Muon, arXiv:2509.23106 (linear).
+      FlashOptim, arXiv:2602.23349 (companding, by other functions: `2n / (1 + n)` and `sqrt(n)`).
+      8-bit Muon, arXiv:2509.23106 (linear).
 
     Example:
-      >>> Int8(group=2).pack(jnp.array([1.0, -0.5]), None, signed=True, key=None).codes
-      Array([127, -85], dtype=int8)
+      >>> Int8(group=2).pack(jnp.array([1.0, -0.25]), None, signed=True, key=None).roots
+      Array([127, -63], dtype=int8)
     """
 
     group: int = 128
@@ -74,31 +86,39 @@ class Int8(AbstractMomentFormat):
         check_size("min_size", self.min_size, least=0)
 
     def pack(
-        self, x: Array, old: Int8State | None, *, signed: bool, key: Array | None
-    ) -> Int8State:
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
+    ) -> Int8State | LinearInt8State:
         tile = tile_of(x, self.group)
         largest, n = _relative(x, tile)
         if signed:
-            code = jnp.round(254 * n / (1 + n) if self.companding else 127 * n)
-            codes = jnp.where(x < 0, -code, code).astype(jnp.int8)
+            below = 127 * (jnp.sqrt(n) if self.companding else n)
         else:
-            code = jnp.round(255 * jnp.sqrt(n))
-            codes = jnp.where(n > 0, jnp.maximum(code, 1), 0).astype(jnp.uint8)
-        return Int8State(codes, largest)
+            below = 255 * jnp.sqrt(jnp.sqrt(n))
+        value_of = functools.partial(self._value, signed=signed)
+        code = settled(n, below.astype(jnp.int32), value_of, thresholds(step, x.shape))
+        if not signed:
+            return Int8State(jnp.where(n > 0, jnp.maximum(code, 1), 0).astype(jnp.uint8), largest)
+        state = Int8State if self.companding else LinearInt8State
+        return state(jnp.where(x < 0, -code, code).astype(jnp.int8), largest)
 
-    def unpack(self, stored: Int8State) -> Array:
+    def unpack(self, stored: Int8State | LinearInt8State) -> Array:
         codes, largest = stored
-        code = codes.astype(jnp.float32)
-        if codes.dtype == jnp.uint8:
-            n = code * code * _LAST_SQUARE
-        elif self.companding:
-            n = code / (254 - jnp.abs(code))
-        else:
-            n = code * _LAST
-        return n * tile_of(codes, self.group).expand(largest, codes.shape)
+        n = self._value(jnp.abs(codes.astype(jnp.int32)), signed=codes.dtype == jnp.int8)
+        n = n * tile_of(codes, self.group).expand(largest, codes.shape)
+        return jnp.where(codes < 0, -n, n)
 
     def reads(self, stored: Any) -> bool:
-        return isinstance(stored, Int8State) and _has_groups(stored.largest, stored[0], self.group)
+        kind = Int8State if self.companding else LinearInt8State
+        return isinstance(stored, kind) and _has_groups(stored.largest, stored[0], self.group)
+
+    def _value(self, code: Array, *, signed: bool) -> Array:
+        """What a code stands for, relative to the largest of its group."""
+        code = code.astype(jnp.float32)
+        if not self.companding:
+            return code * _LAST
+        if signed:
+            return code * code * _LAST_SQUARE
+        return jnp.square(code * code * _LAST_SQUARE_2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +126,9 @@ class ExpandedFP8(AbstractMomentFormat):
     """A moment in E4M3 with dynamic range expansion: 1 + 8/128 bytes a value.
 
     Each group of 128 values is raised to a power that makes its range that of E4M3. A power above 1
-    makes the steps of FP8 finer. A first moment has a power of at least 1. A second moment may also
-    have a power down to 1/2. Its value above 0 is stored as the smallest FP8 number at least,
-    because the update divides by its root.
+    makes the steps of FP8 finer, and one below 1 makes room for a wide group. A power is at least
+    1/4, so groups span 17 orders of magnitude. A second moment above 0 is stored as the smallest
+    FP8 number at least, because the update divides by its root.
 
     COAT stores 12 bytes a group, 2.19 bytes for both moments. Here they are 8 bytes, 2.13 in all.
 
@@ -127,33 +147,37 @@ class ExpandedFP8(AbstractMomentFormat):
 
     group: int = 128
     min_size: int = SMALL
-    least_power: ClassVar[float] = 0.5
 
     def __post_init__(self) -> None:
         check_size("group", self.group, least=2)
         check_size("min_size", self.min_size, least=0)
 
     def pack(
-        self, x: Array, old: ExpandedFP8State | None, *, signed: bool, key: Array | None
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> ExpandedFP8State:
         tile = tile_of(x, self.group)
         largest, n = _relative(x, tile)
         # The largest inverse is the inverse of the smallest value above 0.
         spread = tile.maximum(jnp.where(n > 0, 1 / n, 1))
         power = jnp.log2(jnp.float32(_RANGE)) / jnp.log2(jnp.maximum(spread, 1 + 2.0**-10))
-        power = jnp.clip(power, 1.0 if signed else self.least_power, _MOST)
-        raised = jnp.exp2(tile.expand(power, x.shape) * jnp.log2(n)) * E4M3.max
+        power = jnp.clip(power, _LEAST_POWER, _MOST_POWER)
+        each, inverse = (tile.expand(p, x.shape) for p in (power, 1 / power))
+        raised = jnp.minimum(jnp.exp2(each * jnp.log2(n)) * E4M3.max, E4M3.max)
+
+        def value_of(code: Array) -> Array:
+            return _root(float_of(code, E4M3.dtype), inverse)
+
+        code = settled(n, float_below(raised, E4M3.dtype), value_of, thresholds(step, x.shape))
         if not signed:
-            raised = jnp.where(n > 0, jnp.maximum(raised, _SMALLEST), raised)
-        values = saturating_cast(jnp.where(x < 0, -raised, raised), jnp.float32(1), E4M3)
+            code = jnp.where(n > 0, jnp.maximum(code, 1), 0)
+        values = as_float(jnp.where(x < 0, code | 0x80, code), E4M3.dtype)
         return ExpandedFP8State(values, largest, power)
 
     def unpack(self, stored: ExpandedFP8State) -> Array:
         values, largest, power = stored
         tile, shape = tile_of(values, self.group), values.shape
         x = values.astype(jnp.float32)
-        n = jnp.exp2(jnp.log2(jnp.abs(x) / E4M3.max) * tile.expand(1 / power, shape))
-        n = n * tile.expand(largest, shape)
+        n = _root(jnp.abs(x), tile.expand(1 / power, shape)) * tile.expand(largest, shape)
         return jnp.where(x < 0, -n, n)
 
     def reads(self, stored: Any) -> bool:
@@ -162,7 +186,9 @@ class ExpandedFP8(AbstractMomentFormat):
         )
 
 
-_SMALLEST = 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits)
+def _root(raised: Array, inverse: Array) -> Array:
+    """What a magnitude in E4M3 stands for, relative to the largest of its group."""
+    return jnp.exp2(jnp.log2(raised / E4M3.max) * inverse)
 
 
 def tile_of(x: Array, group: int) -> PerBlock:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.optim._bfloat16_bits import joined, rounded_to_24_bits, split
+from jaxfp8.optim._dither import thresholds
 from jaxfp8.optim._moment_formats import AbstractMomentFormat
 from jaxfp8.optim._scaled_float16 import from_scaled_float16, to_scaled_float16
 
@@ -96,7 +97,9 @@ class Float32(AbstractMaster, AbstractMomentFormat):
     def load(self, stored: Float32State, weight: Any) -> Array:
         return jnp.asarray(stored.values)
 
-    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Array:
+    def pack(
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
+    ) -> Array:
         return x.astype(jnp.float32)
 
     def unpack(self, stored: Array) -> Array:
@@ -180,8 +183,11 @@ class Float16(AbstractMaster, AbstractMomentFormat):
     def load(self, stored: Float16State, weight: Any) -> Array:
         return from_scaled_float16(jnp.asarray(stored.values), jnp.asarray(stored.scale))
 
-    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Float16State:
-        values, scale = to_scaled_float16(x, old.scale if old else None)
+    def pack(
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
+    ) -> Float16State:
+        u = None if step is None else thresholds(step, x.shape)
+        values, scale = to_scaled_float16(x, old.scale if old else None, u)
         if not signed:
             # The update divides by the root of a second moment, so it must not become 0.
             values = jnp.where((x > 0) & (values == 0), jnp.float16(2.0**-24), values)

@@ -7,16 +7,20 @@ stores is one node of the optimizer state: an array, a `QuantizedTensor` or a Na
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array, Rounding
+from jaxfp8._typing import Array
+from jaxfp8.optim._dither import thresholds
 from jaxfp8.sharding._amax import varying
 
+MomentRounding: TypeAlias = Literal["dithered", "stochastic"]
 SMALL = 4096
 """Arrays with fewer values stay in float32: norms and biases. They take few bytes."""
 
@@ -32,10 +36,12 @@ class AbstractMomentFormat(abc.ABC):
     @property
     def is_stochastic(self) -> bool:
         """Whether `pack` needs a key."""
-        return getattr(self, "rounding", "nearest") == "stochastic"
+        return getattr(self, "rounding", "dithered") == "stochastic"
 
     @abc.abstractmethod
-    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Any:
+    def pack(
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
+    ) -> Any:
         """Stores an array.
 
         Args:
@@ -43,6 +49,8 @@ class AbstractMomentFormat(abc.ABC):
           old: what it replaces, or None.
           signed: whether x can be negative. A second moment cannot.
           key: a jax PRNG key, for stochastic rounding.
+          step: int32 [], the number of the update. It gives the thresholds of rounding, see
+            `_dither`. None rounds to nearest, as for a moment that no update follows.
         """
 
     @abc.abstractmethod
@@ -59,25 +67,31 @@ class BFloat16(AbstractMomentFormat):
     """A moment in bfloat16: 2 bytes a value.
 
     Attributes:
-      rounding: "nearest" or "stochastic".
+      rounding: "dithered", by thresholds that change at every step, or "stochastic", at random.
 
     Example:
       >>> BFloat16().pack(jnp.float32(0.1), None, signed=True, key=None)
       Array(0.100098, dtype=bfloat16)
     """
 
-    rounding: Rounding = "nearest"
+    rounding: MomentRounding = "dithered"
 
     def __post_init__(self) -> None:
         check_rounding(self.rounding)
 
-    def pack(self, x: Array, old: Any, *, signed: bool, key: Array | None) -> Array:
-        if not self.is_stochastic:
+    def pack(
+        self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
+    ) -> Array:
+        if self.is_stochastic:
+            assert key is not None  # `with_moment_formats` makes it
+            low = jax.random.bits(key, x.shape, jnp.uint32) >> 16
+        elif step is None:
             return x.astype(jnp.bfloat16)
-        assert key is not None  # `with_moment_formats` makes it
+        else:
+            low = (thresholds(step, x.shape) * 2.0**16).astype(jnp.uint32)
         bits = lax.bitcast_convert_type(x, jnp.uint32)
-        # Random low bits carry into the high ones with the probability of the dropped fraction.
-        up = bits + (jax.random.bits(key, x.shape, jnp.uint32) >> 16)
+        # These low bits carry into the high ones as often as the dropped fraction says.
+        up = bits + low
         kept = jnp.where(jnp.isfinite(x), up, bits) & jnp.uint32(0xFFFF0000)
         rounded = lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
         return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), rounded)
@@ -89,14 +103,78 @@ class BFloat16(AbstractMomentFormat):
         return isinstance(stored, jax.Array | np.ndarray) and stored.dtype == jnp.bfloat16
 
 
-def check_rounding(rounding: object) -> None:
-    """Raise ValueError unless it is a rounding.
+@dataclasses.dataclass(frozen=True)
+class PerParameter:
+    """A format for each parameter, chosen by its name.
+
+    Embeddings, norms and heads are few parameters whose gradients differ most in size. Many train
+    with the moments of these in float32, and store the others in 8 bits.
+
+    Attributes:
+      rules: pairs `(pattern, format)`. A pattern is a regular expression that the whole path of a
+        parameter must match, with keys joined by "/", as in `fp8.convert`. The first match counts.
+      default: the format of all other parameters.
+
+    Raises:
+      ValueError: for an invalid regular expression. By `init` of the optimizer, if a rule matches
+        no parameter.
 
     Example:
-      >>> check_rounding("nearest")
+      >>> from jaxfp8.optim import Float32, Int8
+      >>> formats = PerParameter([(".*(embed|norm|head).*", Float32())], Int8())
+      >>> formats.of("decoder/norm_1/scale"), formats.of("decoder/up/kernel").group
+      (Float32(), 128)
     """
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"rounding={rounding!r} is unknown; use 'nearest' or 'stochastic'.")
+
+    rules: Sequence[tuple[str, AbstractMomentFormat]]
+    default: AbstractMomentFormat
+
+    def __post_init__(self) -> None:
+        # A tuple, so that it can be hashed, and a list that changes later changes no format.
+        object.__setattr__(self, "rules", tuple((match, format) for match, format in self.rules))
+        for match, _ in self.rules:
+            try:
+                re.compile(match)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"rule {match!r} is no regular expression: {error}. Write a pattern of paths, "
+                    "such as '.*embed.*'."
+                ) from None
+
+    @property
+    def formats(self) -> tuple[AbstractMomentFormat, ...]:
+        """All formats that it can choose."""
+        return (*(format for _, format in self.rules), self.default)
+
+    def of(self, name: str) -> AbstractMomentFormat:
+        """The format of the parameter with this path."""
+        found = (format for match, format in self.rules if re.fullmatch(match, name))
+        return next(found, self.default)
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Raise ValueError if a rule matches no parameter. A wrong pattern would do nothing."""
+        known = sorted(names)
+        for match, _ in self.rules:
+            if not any(re.fullmatch(match, name) for name in known):
+                raise ValueError(
+                    f"rule {match!r} matches no parameter. It must match the whole path, as "
+                    f"'.*norm.*' does. Paths are {known[:10]}."
+                )
+
+
+def check_rounding(rounding: object) -> None:
+    """Raise ValueError unless moments can be rounded so.
+
+    Example:
+      >>> check_rounding("dithered")
+    """
+    if rounding == "nearest":
+        raise ValueError(
+            "rounding='nearest': a moment that was rounded to nearest never decays, because 0.9 of "
+            "a code is that code again. Use 'dithered', the default, or 'stochastic'."
+        )
+    if rounding not in ("dithered", "stochastic"):
+        raise ValueError(f"rounding={rounding!r} is unknown; use 'dithered' or 'stochastic'.")
 
 
 def check_size(name: str, size: object, *, least: int) -> None:

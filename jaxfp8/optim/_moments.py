@@ -10,7 +10,8 @@ import optax
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.optim._moment_formats import AbstractMomentFormat, global_size
+from jaxfp8.ops._weight_states import path_name
+from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter, global_size
 from jaxfp8.optim._stored_moments import is_stored, with_nodes
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -25,7 +26,7 @@ class MomentFormatsState(NamedTuple):
     Example:
       >>> from jaxfp8.optim import Int8
       >>> tx = with_moment_formats(optax.trace(0.9), {"trace": Int8(min_size=0)})
-      >>> tx.init({"w": jnp.ones(256)}).inner.trace["w"].codes.dtype.name
+      >>> tx.init({"w": jnp.ones(256)}).inner.trace["w"].roots.dtype.name
       'int8'
     """
 
@@ -36,7 +37,7 @@ class MomentFormatsState(NamedTuple):
 
 def with_moment_formats(
     tx: optax.GradientTransformation,
-    formats: Mapping[str, AbstractMomentFormat],
+    formats: Mapping[str, AbstractMomentFormat | PerParameter],
     *,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -62,7 +63,7 @@ def with_moment_formats(
       tx: the wrapped optimizer.
       formats: how each field is stored. In optax's states "mu" is the first moment, and "trace" is
         momentum. "nu", "nu_max" (AMSGrad) and "sum_of_squares" (Adagrad) are second moments. Fields
-        that are not named stay as they are.
+        that are not named stay as they are. `PerParameter` chooses by the parameter's name.
       seed: of stochastic rounding. With different seeds the random bits differ.
 
     Returns:
@@ -71,8 +72,8 @@ def with_moment_formats(
     Raises:
       TypeError: if a format is none.
       ValueError: if a format cannot store a second moment, or if a field is unknown. By `init`, if
-        the state of `tx` has no such field, or is that of centered RMSProp. By `update`, if another
-        format has stored the state.
+        the state of `tx` has no such field, is that of centered RMSProp, or if a rule of a
+        `PerParameter` matches no parameter. By `update`, if another format has stored the state.
 
     Example:
       >>> from jaxfp8.optim import FP8, Float16
@@ -83,12 +84,16 @@ def with_moment_formats(
       ('float8_e4m3fn', 'float16')
     """
     for field, format in formats.items():
-        _check_format(field, format)
+        for each in format.formats if isinstance(format, PerParameter) else (format,):
+            _check_format(field, each)
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> MomentFormatsState:
-        def pack(field: str, x: Any, index: int) -> Any:
-            format = formats[field]
+        names: set[str] = set()
+
+        def pack(field: str, name: str, x: Any, index: int) -> Any:
+            names.add(name)
+            format = _format_of(formats[field], name)
             if not _is_stored_by(format, x):
                 return x
             x = jnp.asarray(x, jnp.float32)
@@ -108,6 +113,9 @@ def with_moment_formats(
                 f"formats={dict(formats)!r}: the state of the optimizer has no field {missing}. "
                 "optax names a first moment 'mu', a second moment 'nu' and momentum 'trace'."
             )
+        for format in formats.values():
+            if isinstance(format, PerParameter):
+                format.check_used(names)
         return MomentFormatsState(state, _seed(seed), jnp.int32(0))
 
     def update(
@@ -115,9 +123,9 @@ def with_moment_formats(
     ) -> tuple[PyTree, MomentFormatsState]:
         old: list[Any] = []
 
-        def unpack(field: str, x: Any, index: int) -> Any:
+        def unpack(field: str, name: str, x: Any, index: int) -> Any:
             old.append(x)
-            format = formats[field]
+            format = _format_of(formats[field], name)
             if is_stored(x) or _is_stored_by(format, x):
                 _check_stored(field, format, x)
                 return format.unpack(x)
@@ -127,13 +135,13 @@ def with_moment_formats(
         updates, new = inner.update(_widened(grads), loaded, params, **extra_args)
         base = jax.random.fold_in(jax.random.key(state.seed), state.step)
 
-        def pack(field: str, x: Any, index: int) -> Any:
-            format, before = formats[field], old[index]
+        def pack(field: str, name: str, x: Any, index: int) -> Any:
+            format, before = _format_of(formats[field], name), old[index]
             if not is_stored(before) and not _is_stored_by(format, before):
                 return x
             x = x.astype(jnp.float32)
             key = _shard_key(jax.random.fold_in(base, index), x) if format.is_stochastic else None
-            return format.pack(x, before, signed=field in _FIRST, key=key)
+            return format.pack(x, before, signed=field in _FIRST, key=key, step=state.step)
 
         packed = _mapped(new, formats, pack)
         return updates, MomentFormatsState(packed, state.seed, optax.safe_increment(state.step))
@@ -142,19 +150,19 @@ def with_moment_formats(
 
 
 def _mapped(
-    state: PyTree, formats: Mapping[str, Any], one: Callable[[str, Any, int], Any]
+    state: PyTree, formats: Mapping[str, Any], one: Callable[[str, str, Any, int], Any]
 ) -> PyTree:
-    """An optimizer state with `one(field, leaf, index)` for each leaf of the named fields."""
+    """An optimizer state with `one(field, name, leaf, index)` for each leaf of the named fields."""
     count = 0
 
     def is_node(node: Any) -> bool:
         return not is_stored(node) and bool({*getattr(node, "_fields", ())} & {*formats})
 
-    def leaf(field: str) -> Callable[[Any], Any]:
-        def mapped(x: Any) -> Any:
+    def leaf(field: str) -> Callable[[Any, Any], Any]:
+        def mapped(path: Any, x: Any) -> Any:
             nonlocal count
             count += 1
-            return one(field, x, count - 1)
+            return one(field, path_name(path), x, count - 1)
 
         return mapped
 
@@ -163,7 +171,9 @@ def _mapped(
             return node
         return node._replace(
             **{
-                field: jax.tree.map(leaf(field), getattr(node, field), is_leaf=is_stored)
+                field: jax.tree_util.tree_map_with_path(
+                    leaf(field), getattr(node, field), is_leaf=is_stored
+                )
                 for field in node._fields
                 if field in formats
             }
@@ -191,6 +201,10 @@ def _has_variance(state: PyTree) -> bool:
         return isinstance(node, optax.ScaleByRStdDevState)
 
     return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+
+
+def _format_of(format: AbstractMomentFormat | PerParameter, name: str) -> AbstractMomentFormat:
+    return format.of(name) if isinstance(format, PerParameter) else format
 
 
 def _is_stored_by(format: AbstractMomentFormat, x: Any) -> bool:
@@ -242,7 +256,7 @@ def _check_format(field: str, format: object) -> None:
     if not isinstance(format, AbstractMomentFormat):
         raise TypeError(
             f"{field}={format!r} is no format of moments; use Float32(), BFloat16(), Float16(), "
-            "FP8(), Int8() or ExpandedFP8()."
+            "FP8(), Int8(), ExpandedFP8(), or PerParameter(rules, format)."
         )
     reason = format.for_second_moment
     if field not in _FIRST | _SECOND:

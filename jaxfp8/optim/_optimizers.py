@@ -9,7 +9,7 @@ import optax.contrib
 
 from jaxfp8._typing import ArrayLike, PyTree
 from jaxfp8.optim._grouped_formats import Int8
-from jaxfp8.optim._moment_formats import AbstractMomentFormat
+from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter
 from jaxfp8.optim._moments import with_moment_formats
 
 _INT8 = Int8()
@@ -18,8 +18,8 @@ _LINEAR = Int8(companding=False)
 
 def scale_by_adam(
     *,
-    mu: AbstractMomentFormat = _INT8,
-    nu: AbstractMomentFormat = _INT8,
+    mu: AbstractMomentFormat | PerParameter = _INT8,
+    nu: AbstractMomentFormat | PerParameter = _INT8,
     seed: int = 0,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -37,7 +37,7 @@ def scale_by_adam(
     Example:
       >>> import jax.numpy as jnp
       >>> tx = scale_by_adam(b2=0.95)
-      >>> tx.init({"w": jnp.ones((64, 64))}).inner.mu["w"].codes.dtype.name
+      >>> tx.init({"w": jnp.ones((64, 64))}).inner.mu["w"].roots.dtype.name
       'int8'
     """
     if options.get("mu_dtype") is not None:
@@ -59,8 +59,8 @@ def adamw(
     mask: PyTree | Callable[[PyTree], PyTree] | None = None,
     *,
     nesterov: bool = False,
-    mu: AbstractMomentFormat = _INT8,
-    nu: AbstractMomentFormat = _INT8,
+    mu: AbstractMomentFormat | PerParameter = _INT8,
+    nu: AbstractMomentFormat | PerParameter = _INT8,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.adamw` with stored moments.
@@ -115,7 +115,7 @@ def adamw(
 
 
 def scale_by_muon(
-    *, mu: AbstractMomentFormat = _LINEAR, seed: int = 0, **options: Any
+    *, mu: AbstractMomentFormat | PerParameter = _LINEAR, seed: int = 0, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.contrib.scale_by_muon` with stored momentum, for matrices.
 

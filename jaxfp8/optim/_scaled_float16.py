@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._powers_of_two import BIAS, power_of_two
+from jaxfp8.optim._dither import as_float, settled_float
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 
 _MAGNITUDE = 0x7FFFFFFF
@@ -21,7 +22,9 @@ _CARRY = 0x7FFFFF - 0x7FE000  # 0x7fe000 is the mantissa of 65504. A larger one 
 _SMALLEST = -126  # exponent of the smallest normal float32
 
 
-def to_scaled_float16(x: Array, old_scale: Array | None) -> tuple[Array, Array]:
+def to_scaled_float16(
+    x: Array, old_scale: Array | None, u: Array | None = None
+) -> tuple[Array, Array]:
     """`x` as `values * scale`, with the scale of the largest finite magnitude in `x`.
 
     inf and NaN stay what they are, and have no effect on the scale. An x without a finite value
@@ -32,9 +35,10 @@ def to_scaled_float16(x: Array, old_scale: Array | None) -> tuple[Array, Array]:
       old_scale: float32 [], the scale that the new one replaces. Inside `jax.shard_map` the largest
         magnitude is reduced over the mesh axes over which x varies and the old scale does not.
         Without an old scale it is reduced over all axes over which x varies.
+      u: thresholds of rounding, see `_dither`. None rounds to nearest even.
 
     Returns:
-      values [...] float16, rounded to nearest even, and scale [] float32. Their product is inf
+      values [...] float16, and scale [] float32. Their product is inf
       where x rounded to 11 bits is 2^128. The bfloat16 of such an x is inf, too.
 
     Raises:
@@ -57,7 +61,13 @@ def to_scaled_float16(x: Array, old_scale: Array | None) -> tuple[Array, Array]:
     largest = pmax(largest, shared)
     exponent = ((largest + _CARRY) >> 23) - (BIAS + _LAST_EXPONENT)
     exponent = jnp.where(largest == 0, 0, jnp.maximum(exponent, _SMALLEST))
-    return (x * power_of_two(-exponent)).astype(jnp.float16), power_of_two(exponent)
+    scaled, scale = x * power_of_two(-exponent), power_of_two(exponent)
+    if u is None:
+        return scaled.astype(jnp.float16), scale
+    n = jnp.minimum(jnp.abs(scaled), float(jnp.finfo(jnp.float16).max))
+    code = settled_float(n, jnp.float16, u)
+    values = as_float(jnp.where(scaled < 0, code | 0x8000, code), jnp.float16)
+    return jnp.where(jnp.isfinite(scaled), values, scaled.astype(jnp.float16)), scale
 
 
 def from_scaled_float16(values: Array, scale: Array) -> Array:

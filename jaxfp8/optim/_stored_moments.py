@@ -8,11 +8,11 @@ from flax import nnx
 
 from jaxfp8._typing import PyTree
 from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State
+from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State, LinearInt8State
 from jaxfp8.optim._masters import Float16State
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_STORED = (QuantizedTensor, Float16State, Int8State, ExpandedFP8State)
+_STORED = (QuantizedTensor, Float16State, Int8State, LinearInt8State, ExpandedFP8State)
 _CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -48,8 +48,10 @@ def _node_of(fields: Any) -> Any:
     arrays: dict[Any, Any] = dict(fields)
     dtypes = {name: getattr(x, "dtype", None) for name, x in arrays.items()}
     match {*arrays}:
-        case names if names == {*Int8State._fields} and dtypes["codes"] in _CODES:
+        case names if names == {*Int8State._fields} and dtypes["roots"] in _CODES:
             return Int8State(**arrays)
+        case names if names == {*LinearInt8State._fields} and dtypes["codes"] == jnp.int8:
+            return LinearInt8State(**arrays)
         case names if names == {*ExpandedFP8State._fields} and dtypes["values"] in _FP8:
             return ExpandedFP8State(**arrays)
         case names if names == {*Float16State._fields} and dtypes["values"] == jnp.float16:

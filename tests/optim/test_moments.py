@@ -307,7 +307,7 @@ def test_a_group_on_two_devices_is_refused():
     tx = adamw(1e-2)
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
-        lambda w: tx.init({"w": w}).inner[0].mu["w"].codes,
+        lambda w: tx.init({"w": w}).inner[0].mu["w"].roots,
         mesh=mesh, in_specs=P(None, "model"), out_specs=P(None, "model"),
     )  # fmt: skip
     with pytest.raises(ValueError, match="group=128 does not divide"):

@@ -49,8 +49,8 @@ def update(
 
     Args:
       weights: the fields of a `Weight` each.
-      scalars: []: the learning rate, the bias corrections `1 / (1 - b**step)`, and whether to skip
-        the step.
+      scalars: []: the learning rate, the bias corrections `1 / (1 - b**step)`, the threshold of
+        the first value of a group, and whether to skip the step.
       elsewhere: what other platforms return.
       steps: the constants of each weight.
 
@@ -105,9 +105,9 @@ def _launch(
     # Under `jax.vmap` the first array has the mapped axes, and others may have size 1 there.
     lead = operands[0].shape[:-2]
     *replaced, gradient = (
-        jnp.broadcast_to(each, (*lead, *each.shape[-2:])) for each in operands[:-4]
+        jnp.broadcast_to(each, (*lead, *each.shape[-2:])) for each in operands[:-5]
     )
-    rate, *others = _of_models(operands[-4:], gradient.shape)
+    rate, *others = _of_models(operands[-5:], gradient.shape)
     first, second, weight, low = jax.tree.unflatten(structure, replaced)
     # In the kernel's order. `rate` stands for what there is not. The kernel does not read it.
     powers = [moment[2] if len(moment) == 3 else rate for moment in (first, second)]

@@ -17,19 +17,23 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _QUIET = tl.constexpr(0x00400000)
-_ROUNDING = tl.constexpr(1.5 * 2.0**23)  # a sum with it has no bits for a fraction
-_LAST_SQUARE = tl.constexpr(1 / (255 * 255))
+# Of `optim._dither`.
+_PERIOD = tl.constexpr(16)
+_STRIDE = tl.constexpr(7)
+_LAST_SQUARE = tl.constexpr(1 / (127 * 127))
+_LAST_SQUARE_2 = tl.constexpr(1 / (255 * 255))
 # E4M3.
 _FP8_MAX = tl.constexpr(448.0)
-_FP8_SMALLEST = tl.constexpr(2.0**-9)
 _LOG2_RANGE = tl.constexpr(14.807354922057604)  # of 448 / 2^-6
+_FP8_BIASES = tl.constexpr(120 << 3)  # the bias of float32 minus that of E4M3, as a code
+_LEAST_POWER = tl.constexpr(0.25)
 _MOST_POWER = tl.constexpr(64.0)
 
 
 @triton.jit
 def adamw(
     first, first_largest, second, second_largest, weight, low, first_power, second_power,
-    gradient, rate, first_correction, second_correction, skip,
+    gradient, rate, first_correction, second_correction, threshold, skip,
     same_0, same_1, same_2, same_3, same_4, same_5, same_6, same_7,
     GROUPS: tl.constexpr, MODELS: tl.constexpr, BLOCK: tl.constexpr,
     B1: tl.constexpr, B2: tl.constexpr, EPS: tl.constexpr, EPS_ROOT: tl.constexpr,
@@ -40,9 +44,10 @@ def adamw(
     EXPANDED says whether moments are in expanded FP8. Otherwise they are integers, and nothing
     reads the powers. If LOW_BITS is 0, the weight is float32, and nothing reads `low`.
 
-    rate, first_correction, second_correction, skip: float32 [MODELS], more than one under
-      `jax.vmap`. Models have as many groups each. The corrections are `1 / (1 - b**step)`. With a
-      skip of 1 the arrays stay as they are.
+    rate, first_correction, second_correction, threshold, skip: float32 [MODELS], more than one
+      under `jax.vmap`. Models have as many groups each. The corrections are `1 / (1 - b**step)`.
+      The threshold is that of the first value of a group, see `optim._dither`. With a skip of 1 the
+      arrays stay as they are.
     same_0, ...: for jax-triton before 0.4, the overwritten arrays once more.
     """
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -53,8 +58,12 @@ def adamw(
     rates = tl.load(rate + model, mask=there, other=0.0)[:, None]
     for_first = tl.load(first_correction + model, mask=there, other=1.0)[:, None]
     for_second = tl.load(second_correction + model, mask=there, other=1.0)[:, None]
-    place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    lane = tl.arange(0, 128)[None, :]
+    place = group[:, None] * 128 + lane
     inside = there[:, None]
+    u = tl.load(threshold + model, mask=there, other=0.0)[:, None]
+    u += ((lane * _STRIDE) % _PERIOD).to(tl.float32) * (1 / _PERIOD)
+    u = tl.where(u >= 1, u - 1, u)
 
     g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(first + place, mask=inside, other=0.0)
@@ -62,10 +71,9 @@ def adamw(
     m_largest = tl.load(first_largest + group, mask=there, other=0.0)
     v_largest = tl.load(second_largest + group, mask=there, other=0.0)
     if not EXPANDED:
-        code = m.to(tl.float32)
-        m = tl.div_rn(code, 254.0 - tl.abs(code)) * m_largest[:, None]
-        code = v.to(tl.float32)
-        v = code * code * _LAST_SQUARE * v_largest[:, None]
+        n = _square(tl.abs(m.to(tl.float32))) * m_largest[:, None]
+        m = tl.where(m < 0, -n, n)
+        v = _fourth_power(v.to(tl.float32)) * v_largest[:, None]
     else:
         m = _expanded(m, m_largest, tl.load(first_power + group, mask=there, other=1.0))
         v = _expanded(v, v_largest, tl.load(second_power + group, mask=there, other=1.0))
@@ -93,27 +101,48 @@ def adamw(
 
     m_largest, n = _relative(m)
     if not EXPANDED:
-        code = _rounded(tl.div_rn(254.0 * n, 1.0 + n))
+        below = tl.floor(127.0 * tl.sqrt_rn(n))
+        code = below + _goes_up(n, _square(below), _square(below + 1), u)
         codes = tl.where(m < 0, -code, code).to(tl.int8)
     else:
-        power = _power(n, 1.0)
+        power = _power(n)
         tl.store(first_power + group, power, mask=there)
-        raised = _raised(n, power)
-        codes = tl.where(m < 0, -raised, raised).to(tl.float8e4nv)
+        code = _expanded_code(n, power, u)
+        codes = tl.where(m < 0, code | 0x80, code).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     tl.store(first + place, codes, mask=inside)
     tl.store(first_largest + group, m_largest, mask=there)
 
     v_largest, n = _relative(v)
     if not EXPANDED:
-        code = _rounded(255.0 * tl.sqrt_rn(n))
+        below = tl.floor(255.0 * tl.sqrt_rn(tl.sqrt_rn(n)))
+        code = below + _goes_up(n, _fourth_power(below), _fourth_power(below + 1), u)
         codes = tl.where(n > 0, tl.maximum(code, 1.0), 0.0).to(tl.uint8)
     else:
-        power = _power(n, 0.5)
+        power = _power(n)
         tl.store(second_power + group, power, mask=there)
-        raised = tl.maximum(_raised(n, power), _FP8_SMALLEST)
-        codes = tl.where(n > 0, raised, 0.0).to(tl.float8e4nv)
+        code = tl.where(n > 0, tl.maximum(_expanded_code(n, power, u), 1), 0)
+        codes = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     tl.store(second + place, codes, mask=inside)
     tl.store(second_largest + group, v_largest, mask=there)
+
+
+@triton.jit
+def _square(root):
+    """What a code of a first moment stands for, relative to the largest of its group."""
+    return root * root * _LAST_SQUARE
+
+
+@triton.jit
+def _fourth_power(root):
+    """What a code of a second moment stands for, relative to the largest of its group."""
+    square = root * root * _LAST_SQUARE_2
+    return square * square
+
+
+@triton.jit
+def _goes_up(n, low, high, u):
+    """1 where n is above the threshold between the values of two codes, and 0 elsewhere."""
+    return tl.where(n - low > u * (high - low), 1, 0)
 
 
 @triton.jit
@@ -133,34 +162,44 @@ def _relative(x):
 
 
 @triton.jit
-def _rounded(x):
-    """x to the nearest integer, ties to even. 0 <= x < 2^22."""
-    return (x + _ROUNDING) - _ROUNDING
-
-
-@triton.jit
-def _power(n, LEAST: tl.constexpr):
+def _power(n):
     """The power of each group of n [BLOCK, 128] that makes its range that of E4M3."""
     smallest = tl.min(tl.where(n > 0, n, 1.0), axis=1)
     spread = tl.maximum(tl.div_rn(1.0, smallest), 1 + 2.0**-10)
-    return tl.clamp(tl.div_rn(_LOG2_RANGE, tl.log2(spread)), LEAST, _MOST_POWER)
+    return tl.clamp(tl.div_rn(_LOG2_RANGE, tl.log2(spread)), _LEAST_POWER, _MOST_POWER)
 
 
 @triton.jit
-def _raised(n, power):
-    """n to the power, as a multiple of 448."""
+def _expanded_code(n, power, u):
+    """The code of E4M3 of n to the power, as a multiple of 448."""
     raised = tl.exp2(power[:, None] * tl.log2(tl.maximum(n, _TINY))) * _FP8_MAX
-    return tl.where(n > 0, tl.minimum(raised, _FP8_MAX), 0.0)
+    raised = tl.where(n > 0, tl.minimum(raised, _FP8_MAX), 0.0)
+    normal = (raised.to(tl.int32, bitcast=True) >> 20) - _FP8_BIASES
+    below = tl.where(raised < 2.0**-6, (raised * 512).to(tl.int32), normal)
+    inverse = tl.div_rn(1.0, power)[:, None]
+    return below + _goes_up(n, _root(_fp8(below), inverse), _root(_fp8(below + 1), inverse), u)
+
+
+@triton.jit
+def _fp8(code):
+    """The value of a code of E4M3 from 0 to 127. That of 127 stands above 448, and is not NaN."""
+    normal = ((code + _FP8_BIASES) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * (1 / 512), normal)
+
+
+@triton.jit
+def _root(raised, inverse):
+    """What a magnitude in E4M3 stands for, relative to the largest of its group."""
+    n = tl.exp2(tl.log2(tl.maximum(raised * (1 / _FP8_MAX), _TINY)) * inverse)
+    return tl.where(raised > 0, n, 0.0)
 
 
 @triton.jit
 def _expanded(values, largest, power):
     """The float32 values [BLOCK, 128] of a moment in expanded FP8."""
     x = values.to(tl.float32)
-    magnitude = tl.maximum(tl.abs(x) * (1 / _FP8_MAX), _TINY)
-    n = tl.exp2(tl.log2(magnitude) * tl.div_rn(1.0, power)[:, None]) * largest[:, None]
-    # A largest magnitude that is NaN must spoil all values.
-    n = tl.where(x == 0, 0.0 * largest[:, None], n)
+    # The product also makes NaN of a 0, if the largest magnitude is NaN: it spoils all values.
+    n = _root(tl.abs(x), tl.div_rn(1.0, power)[:, None]) * largest[:, None]
     return tl.where(x < 0, -n, n)
 
 
