@@ -25,6 +25,8 @@ _RANGE = E4M3.max / 2.0**E4M3.min_exponent
 """The largest value of E4M3 over its smallest normal one."""
 # Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1.
 _LAST, _LAST_SQUARE, _LAST_SQUARE_2 = (float(np.float32(1) / x) for x in (127, 127**2, 255**2))
+_LEAST_ROOT = 2
+"""Of a second moment above 0."""
 _LEAST_POWER, _MOST_POWER = 0.25, 64.0
 """Of an expansion. A smaller one would make steps of more than half of a value, because of a single
 value that decays. A larger one would gain nothing: float32 rounds the logarithm."""
@@ -58,9 +60,9 @@ class Int8(AbstractMomentFormat):
 
     With companding, a first moment is stored as the square root of its magnitude, with its sign, in
     127 steps. Magnitude and root are relative to the largest magnitude of the group. A second
-    moment is stored as its fourth root, in 255 steps. One above 0 is stored as 1 step at least,
-    because the update divides by its root. So first moments reach down to 2^-14 of the largest one
-    of their group, and roots of second moments to 2^-16.
+    moment is stored as its fourth root, in 255 steps. One above 0 is stored as 2 steps at least,
+    because the update divides by its root. The smallest first moment and the smallest root of a
+    second one are both 2^-14 of the largest in their group. So their quotient stays small.
 
     Attributes:
       group: how many values share a scale.
@@ -97,7 +99,8 @@ class Int8(AbstractMomentFormat):
         value_of = functools.partial(self._value, signed=signed)
         code = settled(n, below.astype(jnp.int32), value_of, thresholds(step, x.shape))
         if not signed:
-            return Int8State(jnp.where(n > 0, jnp.maximum(code, 1), 0).astype(jnp.uint8), largest)
+            code = jnp.where(n > 0, jnp.maximum(code, _LEAST_ROOT), 0)
+            return Int8State(code.astype(jnp.uint8), largest)
         state = Int8State if self.companding else LinearInt8State
         return state(jnp.where(x < 0, -code, code).astype(jnp.int8), largest)
 

@@ -22,6 +22,7 @@ _PERIOD = tl.constexpr(16)
 _STRIDE = tl.constexpr(7)
 _LAST_SQUARE = tl.constexpr(1 / (127 * 127))
 _LAST_SQUARE_2 = tl.constexpr(1 / (255 * 255))
+_LEAST_ROOT = tl.constexpr(2.0)
 # E4M3.
 _FP8_MAX = tl.constexpr(448.0)
 _LOG2_RANGE = tl.constexpr(14.807354922057604)  # of 448 / 2^-6
@@ -116,7 +117,7 @@ def adamw(
     if not EXPANDED:
         below = tl.floor(255.0 * tl.sqrt_rn(tl.sqrt_rn(n)))
         code = below + _goes_up(n, _fourth_power(below), _fourth_power(below + 1), u)
-        codes = tl.where(n > 0, tl.maximum(code, 1.0), 0.0).to(tl.uint8)
+        codes = tl.where(n > 0, tl.maximum(code, _LEAST_ROOT), 0.0).to(tl.uint8)
     else:
         power = _power(n)
         tl.store(second_power + group, power, mask=there)
