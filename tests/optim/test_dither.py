@@ -1,0 +1,228 @@
+"""Moments without a gradient decay, and what is stored has the right mean, in every format."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from release_cases import L
+
+import jaxfp8 as fp8
+from jaxfp8.optim import (
+    FP8,
+    BFloat16,
+    ExpandedFP8,
+    Float16,
+    Float32,
+    Int8,
+    adamw,
+    release,
+    scale_by_adam,
+    scale_by_muon,
+    with_moment_formats,
+)
+from jaxfp8.optim._dither import thresholds
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+FIRST = {
+    "fp8": FP8(min_size=0),
+    "e5m2": FP8(fp8.E5M2, min_size=0),
+    "int8": Int8(min_size=0),
+    "linear": Int8(companding=False, min_size=0),
+    "expanded": ExpandedFP8(min_size=0),
+    "float16": Float16(),
+    "bfloat16": BFloat16(),
+    "stochastic": BFloat16("stochastic"),
+}
+SECOND = {name: FIRST[name] for name in ("int8", "expanded", "float16", "bfloat16")}
+
+
+@functools.cache
+def all_thresholds():
+    steps = jnp.arange(4096)
+    return np.asarray(jax.vmap(lambda step: thresholds(step, (2, 40)))(steps)).astype(np.float64)
+
+
+@pytest.mark.parametrize("width", [0.5, 0.1, 0.02, 0.005])
+def test_every_interval_has_a_threshold_soon(width):
+    """Any 2 / width steps in a row. This is the proof that a moment leaves its code."""
+    u = all_thresholds()[:, 0, 5]
+    for start in np.linspace(0, 1, 37):
+        hits = np.flatnonzero((u - start) % 1 < width)
+        assert np.diff(hits).max() <= 2 / width
+        assert hits[0] <= 2 / width
+
+
+def test_sixteen_neighbours_have_equally_spaced_thresholds():
+    u = all_thresholds()[::97, 0]
+    for first in (0, 5, 24):
+        np.testing.assert_allclose(np.diff(np.sort(u[:, first : first + 16])), 1 / 16, atol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "signed", "factor", "steps"))
+def stored_again(format, x, *, signed, factor, steps):
+    """What is left after some steps that multiply, and their mean. Each 128th value is not."""
+    kept = jnp.arange(x.shape[-1]) % 128 == 0
+
+    def one(carry, step):
+        x, total = carry
+        x = jnp.where(kept, x, factor * x)
+        x = format.unpack(format.pack(x, None, signed=signed, key=None, step=step))
+        return (x, total + x), None
+
+    x, total = jax.lax.scan(one, (x, jnp.zeros_like(x)), jnp.arange(steps))[0]
+    return x, total / steps
+
+
+def values(decades):
+    x = np.random.default_rng(0).normal(size=(16, 256)) * 10.0 ** np.linspace(-decades, 0, 256)
+    x[:, ::128] = 4.0
+    return x.astype(np.float32)
+
+
+DITHERED = [name for name in FIRST if name != "stochastic"]
+
+
+@pytest.mark.parametrize("name", DITHERED)
+def test_a_first_moment_decays_to_nothing(name):
+    """0.9^200 of a value is 7e-10 of it."""
+    left, _ = stored_again(FIRST[name], values(6), signed=True, factor=0.9, steps=200)
+    left = np.asarray(left)
+    assert np.all(left[:, ::128] == 4)
+    assert np.abs(np.delete(left, [0, 128], 1)).max() < 1e-8
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_second_moment_decays_by_a_factor_next_to_1(name):
+    """0.999^2000 of a value is 0.135 of it. Rounded to nearest, no format of 8 bits moves."""
+    x = np.square(values(1)) + 0.01
+    left, _ = stored_again(SECOND[name], x, signed=False, factor=0.999, steps=2000)
+    left, x = (np.delete(each, [0, 128], 1).astype(np.float64) for each in (np.asarray(left), x))
+    ratio = left / x
+    # Steps at equal intervals are a little faster than the decay that they stand for.
+    assert 0.9 < ratio.mean() / 0.135 < 1.05
+    assert 0.5 * 0.135 < ratio.min() < ratio.max() < 2 * 0.135
+
+
+# The distance of neighbouring codes, relative to the value, and to the largest one of its group.
+GAPS = {
+    "fp8": (2**-3, 2**-17),
+    "e5m2": (2**-2, 2**-31),
+    "int8": (0, 2 / 127),
+    "linear": (0, 1 / 127),
+    "expanded": (2**-3 / 0.6, 0),
+    "float16": (2**-10, 2**-39),
+    "bfloat16": (2**-7, 0),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_what_is_stored_has_the_mean_of_the_value(name):
+    """Also far below one code. Each of 610 steps stores the same value."""
+    format, steps, x = FIRST[name], 610, values(4)
+    of_value, of_group = GAPS[name]
+
+    def one(total, step):
+        stored = format.pack(jnp.asarray(x), None, signed=True, key=None, step=step)
+        return total + format.unpack(stored), None
+
+    total, _ = jax.jit(lambda: jax.lax.scan(one, jnp.zeros(x.shape), jnp.arange(steps)))()
+    error = np.abs(np.asarray(total, np.float64) / steps - x)
+    assert np.all(error <= 3 / steps * (of_value * np.abs(x) + of_group * 4) + 2e-5 * np.abs(x))
+    nearest = np.asarray(format.unpack(format.pack(jnp.asarray(x), None, signed=True, key=None)))
+    assert error.mean() < 0.05 * np.abs(nearest - x).mean()
+
+
+ROWS, COLUMNS, RATE = 8, 256, 2.0**-10
+
+
+def gradient(step, live):
+    """Random. After 50 steps only neighbours have one."""
+    g = jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (ROWS, COLUMNS))
+    return jnp.where((step < 50) | live, g, 0)
+
+
+def movement(update, state, *, steps=1000):
+    """How far parameters move without a gradient, in learning rates, from the 200th step on.
+
+    `update(g, state, w) -> (w, state)`. Every 16th column stops, and one row.
+    """
+    live = (jnp.arange(COLUMNS) % 16 != 5) & (jnp.arange(ROWS)[:, None] != 3)
+
+    def one(carry, step):
+        w, state, before = carry
+        w, state = update(gradient(step, live), state, w)
+        return (w, state, jnp.where(step == 250, w, before)), None
+
+    w = jnp.zeros((ROWS, COLUMNS))
+    run = jax.jit(lambda: jax.lax.scan(one, (w, state, w), jnp.arange(250 + steps))[0])
+    w, _, before = run()
+    return np.abs(np.asarray(w - before))[~np.asarray(live)].mean() / RATE
+
+
+def moved(tx):
+    def update(g, state, w):
+        updates, state = tx.update({"w": g}, state, {"w": w})
+        return w + updates["w"], state
+
+    return movement(update, tx.init({"w": jnp.zeros((ROWS, COLUMNS))}))
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_parameter_without_a_gradient_comes_to_rest(name):
+    """Beside a second moment that decays in float32: what divides by it shows any rest."""
+    nu = Float32() if name != "int8" else Int8(min_size=0)
+    tx = adamw(RATE, b2=0.95, weight_decay=0.0, mu=FIRST[name], nu=nu)
+    assert moved(tx) < 0.01
+
+
+def test_it_comes_to_rest_with_other_optimizers():
+    linear = FIRST["linear"]
+    muon = optax.chain(scale_by_muon(mu=linear), optax.scale(-RATE))
+    momentum = with_moment_formats(optax.sgd(RATE, momentum=0.9), {"trace": FIRST["fp8"]})
+    amsgrad = with_moment_formats(optax.amsgrad(RATE), {"mu": FIRST["int8"], "nu": Float16()})
+    for tx, rest in ((muon, 0.1), (momentum, 1e-6), (amsgrad, 0.01)):
+        assert moved(tx) < rest
+
+
+def test_it_comes_to_rest_in_released_layers():
+    tx = adamw(RATE, b2=0.95, weight_decay=0.0, mu=FIRST["int8"], nu=Float32())
+    stack = release(tx)
+
+    def update(g, layers, w):
+        def loss(layers):
+            body = lambda x, p: (x + jnp.sum(p["w"] * g), None)
+            return stack.scan(body, jnp.float32(0), layers)[0]
+
+        layers = jax.grad(loss)(layers)
+        return layers.params["w"][-1], layers
+
+    start = jax.jit(stack.init)({"w": jnp.zeros((L, ROWS, COLUMNS))})
+    assert movement(update, start, steps=300) < 0.01
+
+
+@pytest.mark.parametrize(("format", "smallest"), [("int8", 1e-4), ("expanded", 1e-6)])
+def test_small_gradients_of_a_group_move_their_parameters(format, smallest):
+    """As float32 does, from entries with the largest gradient of their group down to these."""
+    size = np.geomspace(smallest, 1, 128, dtype=np.float32)
+
+    def run(tx):
+        def one(carry, step):
+            w, state, most = carry
+            noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (16, 128))
+            update, state = tx.update(size * (1 + 0.5 * noise), state)
+            return (w + update, state, jnp.maximum(most, jnp.abs(update))), None
+
+        w = jnp.zeros((16, 128))
+        steps = jnp.arange(500)
+        w, _, most = jax.jit(lambda: jax.lax.scan(one, (w, tx.init(w), w), steps)[0])()
+        return np.asarray(w), np.asarray(most)
+
+    make = functools.partial(scale_by_adam, b2=0.95, eps=1e-12)
+    mine, most = run(make(mu=FIRST[format], nu=FIRST[format]))
+    theirs, _ = run(make(mu=Float32(), nu=Float32()))
+    ratio = (mine / theirs).mean(0)
+    assert 0.9 < ratio.min() < ratio.max() < 1.25
+    assert most.max() < 6
