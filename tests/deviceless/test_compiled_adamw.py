@@ -111,7 +111,8 @@ def test_an_update_moves_the_bytes_of_the_floor(name):
     given, program = compiled(*AT_THE_FLOOR[name])
     ratio = moved(Program(program.as_text())) / floor(given)
     assert 1 <= ratio < 1.01, ratio
-    assert program.memory_analysis().temp_size_in_bytes < 4096
+    # The thresholds of one row are an array.
+    assert program.memory_analysis().temp_size_in_bytes < 4 * N + 4096
 
 
 @pytest.mark.parametrize("name", BY_XLA)
@@ -128,7 +129,8 @@ def test_on_a_mesh_each_device_updates_its_shard(spec):
     _, program = compiled(fused_adamw(1e-3, master=EIGHT), NARROW, NARROW, "1x1x8", spec)
     assert not wire_report(program).transfers, wire_report(program)
     assert len(re.findall(r'custom_call_target="triton_kernel_call', program.as_text())) == 1
-    assert program.memory_analysis().temp_size_in_bytes < 4096
+    # The thresholds of one row are an array.
+    assert program.memory_analysis().temp_size_in_bytes < 4 * N + 4096
 
 
 @pytest.mark.parametrize("arch", [90, 100])
