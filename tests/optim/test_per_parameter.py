@@ -132,9 +132,10 @@ def test_muon_and_release_and_the_fused_update():
     assert {x.dtype.name for x in jax.tree.leaves(state)} >= {"int8", "bfloat16"}
     formats = PerParameter([("v", Float32())], Int8())
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), start)
-    layers = jax.eval_shape(release(adamw(1e-2, mu=formats, nu=formats)).init, stacked)
-    assert layers.opt_state.inner[0].mu["v"].dtype == jnp.float32
-    assert layers.opt_state.inner[0].mu["w"].roots.shape == (2, 64, 128)
+    stack = release(adamw(1e-2, mu=formats, nu=formats))
+    state = jax.eval_shape(lambda p: stack.init(p).opt_state, stacked)
+    assert state.inner[0].mu["v"].dtype == jnp.float32
+    assert state.inner[0].mu["w"].roots.shape == (2, 64, 128)
     fused = jax.eval_shape(fused_adamw(1e-2, moments=formats).init, start)
     assert fused.inner[0].nu["v"].dtype == jnp.float32
 
