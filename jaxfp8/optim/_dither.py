@@ -41,8 +41,8 @@ def thresholds(step: Array | None, shape: tuple[int, ...]) -> Array:
       shape: of the values.
 
     Example:
-      >>> thresholds(jnp.int32(1), (2, 3))
-      Array([[0.618034, 0.055534, 0.493034]], dtype=float32)
+      >>> thresholds(jnp.int32(1), (2, 2))
+      Array([[0.6180339 , 0.05553389]], dtype=float32)
     """
     if step is None:
         return jnp.float32(0.5)

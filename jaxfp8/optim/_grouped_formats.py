@@ -21,15 +21,17 @@ from jaxfp8.optim._dither import as_float, float_below, float_of, settled, thres
 from jaxfp8.optim._moment_formats import SMALL, AbstractMomentFormat, check_size
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 
-_RANGE = E4M3.max / 2.0**E4M3.min_exponent
-"""The largest value of E4M3 over its smallest normal one."""
+_RANGE = E4M3.max / (3 * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits))
+"""The largest value of E4M3 over its third one above 0. The smallest value of a group becomes this
+third one. With the second or the fourth one, the rms error is larger in every kind of group."""
 # Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1.
 _LAST, _LAST_SQUARE, _LAST_SQUARE_2 = (float(np.float32(1) / x) for x in (127, 127**2, 255**2))
 _LEAST_ROOT = 2
 """Of a second moment above 0."""
-_LEAST_POWER, _MOST_POWER = 0.25, 64.0
-"""Of an expansion. A smaller one would make steps of more than half of a value, because of a single
-value that decays. A larger one would gain nothing: float32 rounds the logarithm."""
+_LEAST_POWER = 0.125
+"""Of an expansion. With it a group can span the whole range of float32."""
+_LEAST_SPREAD = 1 + 2.0**-10
+"""Of a group. Less would gain nothing: float32 rounds the logarithm. Its power is 11,520."""
 
 
 class Int8State(NamedTuple):
@@ -129,11 +131,12 @@ class ExpandedFP8(AbstractMomentFormat):
     """A moment in E4M3 with dynamic range expansion: 1 + 8/128 bytes a value.
 
     Each group of 128 values is raised to a power that makes its range that of E4M3. A power above 1
-    makes the steps of FP8 finer, and one below 1 makes room for a wide group. A power is at least
-    1/4, so groups span 17 orders of magnitude. A second moment above 0 is stored as the smallest
-    FP8 number at least, because the update divides by its root.
+    makes the steps of FP8 finer, and one below 1 makes room for a wide group. A second moment above
+    0 is stored as the smallest FP8 number at least, because the update divides by its root.
 
-    COAT stores 12 bytes a group, 2.19 bytes for both moments. Here they are 8 bytes, 2.13 in all.
+    COAT stores 12 bytes a group, 2.19 bytes for both moments. Here they are 8 bytes, 2.13 in all,
+    because values are relative to the largest one, and not to a center. Zeros have no effect on the
+    power here.
 
     Attributes:
       group: how many values share a scale and a power.
@@ -145,7 +148,7 @@ class ExpandedFP8(AbstractMomentFormat):
     Example:
       >>> stored = ExpandedFP8().pack(jnp.array([1.0, -0.5]), None, signed=True, key=None)
       >>> stored.power, stored.values
-      (Array([14.807355], dtype=float32), Array([448, -0.015625], dtype=float8_e4m3fn))
+      (Array([16.222393], dtype=float32), Array([448, -0.00585938], dtype=float8_e4m3fn))
     """
 
     group: int = 128
@@ -162,8 +165,8 @@ class ExpandedFP8(AbstractMomentFormat):
         largest, n = _relative(x, tile)
         # The largest inverse is the inverse of the smallest value above 0.
         spread = tile.maximum(jnp.where(n > 0, 1 / n, 1))
-        power = jnp.log2(jnp.float32(_RANGE)) / jnp.log2(jnp.maximum(spread, 1 + 2.0**-10))
-        power = jnp.clip(power, _LEAST_POWER, _MOST_POWER)
+        power = jnp.log2(jnp.float32(_RANGE)) / jnp.log2(jnp.maximum(spread, _LEAST_SPREAD))
+        power = jnp.maximum(power, _LEAST_POWER)
         each, inverse = (tile.expand(p, x.shape) for p in (power, 1 / power))
         raised = jnp.minimum(jnp.exp2(each * jnp.log2(n)) * E4M3.max, E4M3.max)
 

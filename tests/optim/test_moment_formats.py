@@ -62,7 +62,7 @@ def test_bytes_of_a_value(name):
 @pytest.mark.parametrize(
     ("name", "of_value", "of_group"),
     [("bfloat16", 2**-8, 0), ("float16", 2**-11, 0), ("fp8", 2**-4, 2**-19),
-     ("int8", 0, 1 / 127), ("linear", 0, 0.5001 / 127), ("expanded", 2**-3, 0)],
+     ("int8", 0, 1 / 127), ("linear", 0, 0.5001 / 127), ("expanded", 0.2, 0)],
 )  # fmt: skip
 def test_error_of_a_first_moment(name, of_value, of_group):
     x = draw(1)
@@ -116,23 +116,24 @@ def test_an_expansion_is_finer_than_fp8():
     """A group whose values are within a factor of 4 has an error far below that of FP8."""
     x = np.random.default_rng(6).uniform(1, 4, (8, 256)).astype(np.float32)
     worst = {name: np.max(np.abs(found / x - 1)) for name, found in read(x).items()}
-    assert worst["expanded"] < 0.25 * worst["fp8"]
+    assert worst["expanded"] < 0.3 * worst["fp8"]
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
 def test_powers_of_an_expansion(signed):
     """A group has the power that makes its range that of E4M3, within bounds on both sides."""
-    octaves = np.array([0, 2.0**-9, 0.1, 0.225, 0.24, 0.5, 1, 4, 14.5, 15, 20, 58, 60, 80])
+    octaves = np.array([0, 1e-3, 2e-3, 0.1, 0.225, 0.5, 1, 4, 14.5, 20, 60, 100, 120])
     x = np.exp2(-octaves[:, None] * np.linspace(0, 1, 128)).astype(np.float32)
     stored = pack(ExpandedFP8(), x, signed=signed)
-    wanted = np.clip(np.log2(448 * 2**6) / np.maximum(octaves, 1e-3), 0.25, 64)
-    np.testing.assert_allclose(np.asarray(stored.power)[:, 0], wanted, rtol=1e-4)
-    # Half a step of FP8 is 1/16 of a value, and the root is finer by the power.
+    spread = np.maximum(octaves, np.log2(1 + 2**-10))
+    wanted = np.log2(448 * 2**9 / 3) / spread
+    np.testing.assert_allclose(np.asarray(stored.power)[:, 0], wanted, rtol=1e-3)
+    # Half a step of FP8 is 1/16 of a value, and up to 1/6 of the smallest ones. The root is finer
+    # by the power, or coarser. Logarithms of float32 round.
     found = np.asarray(jax.jit(ExpandedFP8().unpack)(stored), np.float64)
-    within = octaves < 59
-    error = np.max(np.abs(found / x - 1), axis=1)[within]
-    # A step of 1/8 of a value that is raised to 1/4 is 0.6 of it.
-    assert np.all(error <= 1.01 * ((1 + 1 / 8) ** (1 / wanted[within]) - 1) / 2)
+    error = np.abs(found / x - 1)
+    assert np.all(error.max(1) <= ((4 / 3) ** (1 / wanted) - 1) / 2 + 1e-6)
+    assert np.all(np.median(error, 1) <= ((9 / 8) ** (1 / wanted) - 1) / 2 + 1e-6)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (130,), (3, 5), (0, 4), (2, 3, 129)], ids=str)

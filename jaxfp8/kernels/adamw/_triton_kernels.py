@@ -25,10 +25,10 @@ _LAST_SQUARE_2 = tl.constexpr(1 / (255 * 255))
 _LEAST_ROOT = tl.constexpr(2.0)
 # E4M3.
 _FP8_MAX = tl.constexpr(448.0)
-_LOG2_RANGE = tl.constexpr(14.807354922057604)  # of 448 / 2^-6
+_LOG2_RANGE = tl.constexpr(16.22239242133645)  # of 448 / (3 * 2^-9)
 _FP8_BIASES = tl.constexpr(120 << 3)  # the bias of float32 minus that of E4M3, as a code
-_LEAST_POWER = tl.constexpr(0.25)
-_MOST_POWER = tl.constexpr(64.0)
+_LEAST_POWER = tl.constexpr(0.125)
+_LEAST_SPREAD = tl.constexpr(1 + 2.0**-10)
 
 
 @triton.jit
@@ -166,8 +166,8 @@ def _relative(x):
 def _power(n):
     """The power of each group of n [BLOCK, 128] that makes its range that of E4M3."""
     smallest = tl.min(tl.where(n > 0, n, 1.0), axis=1)
-    spread = tl.maximum(tl.div_rn(1.0, smallest), 1 + 2.0**-10)
-    return tl.clamp(tl.div_rn(_LOG2_RANGE, tl.log2(spread)), _LEAST_POWER, _MOST_POWER)
+    spread = tl.maximum(tl.div_rn(1.0, smallest), _LEAST_SPREAD)
+    return tl.maximum(tl.div_rn(_LOG2_RANGE, tl.log2(spread)), _LEAST_POWER)
 
 
 @triton.jit
