@@ -2,7 +2,7 @@
 
     python tests/mutations/run.py --check --working-tree
     python tests/mutations/run.py --jobs 2 --results runs/mutations.json
-    python tests/mutations/run.py --only state-fork-adds optim-most-power
+    python tests/mutations/run.py --only state-fork-adds optim-least-spread
     python tests/mutations/run.py --summary before.json after.json
 
 `--check` runs no tests. It checks that each text of the tables occurs once in the package, and that
