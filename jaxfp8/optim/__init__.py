@@ -1,5 +1,6 @@
 """Optimizers with master weights, with moments in few bytes, and inside of the backward pass."""
 
+from jaxfp8.optim._check_state import check_state as check_state
 from jaxfp8.optim._fp8_format import FP8 as FP8
 from jaxfp8.optim._fused_adamw import fused_adamw as fused_adamw
 from jaxfp8.optim._grouped_formats import ExpandedFP8 as ExpandedFP8

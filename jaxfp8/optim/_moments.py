@@ -16,8 +16,8 @@ from jaxfp8.optim._stored_moments import is_stored, with_nodes
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
-_FIRST = {"mu", "trace"}  # optax's names of moments that can be negative
-_SECOND = {"nu", "nu_max", "sum_of_squares"}  # and of those that cannot
+FIRST = {"mu", "trace"}  # optax's names of moments that can be negative
+SECOND = {"nu", "nu_max", "sum_of_squares"}  # and of those that cannot
 
 
 class MomentFormatsState(NamedTuple):
@@ -99,7 +99,7 @@ def with_moment_formats(
             x = jnp.asarray(x, jnp.float32)
             # A new moment is 0, which no rounding changes. So any key will do.
             key = jax.random.key(0) if format.is_stochastic else None
-            return format.pack(x, None, signed=field in _FIRST, key=key)
+            return format.pack(x, None, signed=field in FIRST, key=key)
 
         wide = inner.init(_widened(params))
         state = _mapped(wide, formats, pack)
@@ -141,7 +141,7 @@ def with_moment_formats(
                 return x
             x = x.astype(jnp.float32)
             key = _shard_key(jax.random.fold_in(base, index), x) if format.is_stochastic else None
-            return format.pack(x, before, signed=field in _FIRST, key=key, step=state.step)
+            return format.pack(x, before, signed=field in FIRST, key=key, step=state.step)
 
         packed = _mapped(new, formats, pack)
         return updates, MomentFormatsState(packed, state.seed, optax.safe_increment(state.step))
@@ -259,15 +259,15 @@ def _check_format(field: str, format: object) -> None:
             "FP8(), Int8(), ExpandedFP8(), or PerParameter(rules, format)."
         )
     reason = format.for_second_moment
-    if field not in _FIRST | _SECOND:
+    if field not in FIRST | SECOND:
         raise ValueError(
             f"{field}={format!r}: it is not known whether values of a field {field!r} can be "
-            f"negative. Fields of first moments are {sorted(_FIRST)}, those of second moments "
-            f"{sorted(_SECOND)}."
+            f"negative. Fields of first moments are {sorted(FIRST)}, those of second moments "
+            f"{sorted(SECOND)}."
         )
-    if field in _SECOND and reason and not getattr(format, "force", False):
+    if field in SECOND and reason and not getattr(format, "force", False):
         raise ValueError(f"{field}={format!r} cannot store a second moment: {reason}.")
-    if field in _SECOND and not getattr(format, "companding", True):
+    if field in SECOND and not getattr(format, "companding", True):
         raise ValueError(
             f"{field}={format!r} cannot store a second moment: linear steps make zeros of its "
             "small values, and the update divides by their root. Use Int8(companding=True)."
