@@ -77,7 +77,9 @@ class FP8(AbstractMaster, AbstractMomentFormat):
                 "over which axes its scale is shared. Use check_vma=True, or Int8()."
             )
         replaced = frozenset() if old is None else varying(old.scale)
-        largest = pmax(amax(x, PerTensor()), varying(x) - replaced)
+        # One inf or NaN must not give the whole tensor the scale 1, under which small values are 0.
+        finite = jnp.where(jnp.isfinite(x), x, 0)
+        largest = pmax(amax(finite, PerTensor()), varying(x) - replaced)
         known = KnownScale(*ScaleRule().apply(largest, self.format))
         if not (self.is_stochastic or step is None):
             return self._dithered(x, known, thresholds(step, x.shape))

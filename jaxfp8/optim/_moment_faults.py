@@ -42,7 +42,7 @@ def value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator
         assert values is not None
         magnitude, last = yield from _float_faults(values, second)
         power = host["power"]
-        yield Fault("power", ~((power >= 0.25) & (power <= 64)), "powers are 0.25 to 64")
+        yield Fault("power", ~((power >= 0.125) & (power < 11_521)), "powers are 1/8 to 11,520")
         yield from _group_faults(magnitude, last - 1, host["largest"])
     elif kind in (QuantizedTensor, FP8State):
         assert values is not None

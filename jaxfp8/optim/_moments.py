@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree
@@ -72,7 +73,7 @@ def with_moment_formats(
     Raises:
       TypeError: if a format is none.
       ValueError: if a format cannot store a second moment, or if a field is unknown. By `init`, if
-        the state of `tx` has no such field, is that of centered RMSProp, or if a rule of a
+        the state of `tx` has no such field, is that of centered RMSProp or SM3, or if a rule of a
         `PerParameter` matches no parameter. By `update`, if another format has stored the state.
 
     Example:
@@ -103,11 +104,7 @@ def with_moment_formats(
 
         wide = inner.init(_widened(params))
         state = _mapped(wide, formats, pack)
-        if _has_variance(wide):
-            raise ValueError(
-                "centered RMSProp divides by the root of a difference of two moments. Rounded "
-                "moments make it wrong, or NaN. Use optax.rmsprop(centered=False)."
-            )
+        _refuse_others(wide, {*formats})
         if missing := sorted({*formats} - _fields(wide)):
             raise ValueError(
                 f"formats={dict(formats)!r}: the state of the optimizer has no field {missing}. "
@@ -194,13 +191,32 @@ def _fields(state: PyTree) -> set[str]:
     return found
 
 
-def _has_variance(state: PyTree) -> bool:
-    """Whether an optimizer state is that of `optax.scale_by_stddev`."""
+# States of optax whose fields have these names, and are other things: fields, and the reason.
+_OTHERS: dict[type, tuple[set[str], str]] = {
+    optax.ScaleByRStdDevState: (
+        {"mu", "nu"},
+        "centered RMSProp divides by the root of a difference of two moments. Rounded moments make "
+        "it wrong, or NaN. Use optax.rmsprop(centered=False)",
+    ),
+    optax.ScaleBySM3State: (
+        {"mu", "nu"},
+        "in SM3 'mu' is a second moment of few values, and 'nu' is a momentum, whose sign would be "
+        "lost. Use another optimizer, or optax.sm3 alone",
+    ),
+    optax.contrib.SophiaState: (
+        {"nu"},
+        "in Sophia 'nu' is a diagonal of the Hessian, which can be negative. Store 'mu' alone",
+    ),
+}
 
-    def is_one(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByRStdDevState)
 
-    return any(map(is_one, jax.tree.leaves(state, is_leaf=is_one)))
+def _refuse_others(state: PyTree, fields: set[str]) -> None:
+    """Raise ValueError if a field of an optimizer state is no moment of its name."""
+    kinds = tuple(_OTHERS)
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds)):
+        names, why = _OTHERS.get(type(node), (set(), ""))
+        if names & fields:
+            raise ValueError(f"formats of {sorted(names & fields)}: {why}.")
 
 
 def _format_of(format: AbstractMomentFormat | PerParameter, name: str) -> AbstractMomentFormat:

@@ -187,7 +187,7 @@ def halved(x):
     x[...] = (x.astype(np.float32) / 2).astype(x.dtype)
 
 
-POWERS = {"nan": np.nan, "too small": 0.2, "too large": 65.0, "negative": -1.0, "zero": 0.0}
+POWERS = {"nan": np.nan, "too small": 0.12, "too large": 11_522.0, "negative": -1.0, "zero": 0.0}
 SCALES = {"nan": np.nan, "inf": np.inf, "negative": -1.0, "subnormal": 1e-40}
 EDITS = {
     **{

@@ -157,7 +157,9 @@ def test_what_is_not_finite_is_seen(name, bad):
     x[3, 17] = bad
     found = read(x)[name]
     assert not np.isfinite(found[3, 17])
-    assert np.all(np.isfinite(found[:3])) or name in ("float16",)
+    others = np.delete(x, 3, 0), np.delete(found, 3, 0)
+    # FP8 has one scale: that of the finite values.
+    np.testing.assert_allclose(others[1], others[0], rtol=0.3, atol=0.02 * np.abs(others[0]).max())
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(1e-30, 1e30))

@@ -96,6 +96,16 @@ def test_each_step_and_each_array_has_its_own_random_bits():
             "has no field",
         ),
         (
+            lambda: with_moment_formats(optax.sm3(0.1), {"nu": Int8()}).init(params()),
+            ValueError,
+            "in SM3 'mu' is a second moment",
+        ),
+        (
+            lambda: with_moment_formats(optax.contrib.sophia(0.1), {"nu": Int8()}).init(params()),
+            ValueError,
+            "can be negative. Store 'mu' alone",
+        ),
+        (
             lambda: with_master_weights(optax.sgd(0.1), master=FP8()),
             ValueError,
             "loses updates below",
