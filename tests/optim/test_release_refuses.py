@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optim_cases import quantized
-from release_cases import body, inputs, loss_of, stacked
+from release_cases import body, inputs, loss_of, plain_step, stacked
 from same_bits import assert_same_bits
 
 from jaxfp8.optim import release
@@ -96,6 +96,101 @@ def sum_of(layers, xs):
 def test_microbatches_that_sum_gradients():
     xs = np.stack([inputs(0), inputs(1)])
     check_broken(jax.jit(jax.grad(sum_of))(start(), xs))
+
+
+@functools.cache
+def plain():
+    """The parameters after the usual step."""
+    tx = optax.sgd(0.5)
+    (params, _), _, _ = plain_step(tx, body, (stacked(), jax.vmap(tx.init)(stacked())), inputs(0))
+    return params
+
+
+def check_is_a_step(layers):
+    layers.check()
+    for one, other in zip(jax.tree.leaves(layers.params), jax.tree.leaves(plain()), strict=True):
+        tolerance = 2.0**-8 if one.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(
+            np.float32(one), np.float32(other), rtol=tolerance, atol=tolerance / 10
+        )
+
+
+def carried(layers, xs):
+    """A loss that carries the `Released` from microbatch to microbatch."""
+    one = lambda c, x: ((c[0], c[1] + loss_fn(c[0], x)), None)
+    return jax.lax.scan(one, (layers, 0.0), xs)[0][1]
+
+
+def stacked_again(layers, xs):
+    layers = jax.tree.map(lambda x: x[None], layers)
+    both = (layers, xs)
+    return jax.lax.scan(lambda total, one: (total + loss_fn(*one), None), 0.0, both)[0]
+
+
+def of_many_steps(layers, xs):
+    """It is no loss: each iteration is a step."""
+    return jax.lax.scan(lambda layers, x: (jax.grad(loss_fn)(layers, x), None), layers, xs)[0]
+
+
+ONCE = {
+    "closed over": jax.grad(sum_of),
+    "carried": jax.grad(carried),
+    "stacked again": jax.grad(stacked_again),
+    "steps": of_many_steps,
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_a_scan_over_one_microbatch_is_a_step(name):
+    check_is_a_step(jax.jit(ONCE[name])(start(), inputs(0)[None]))
+
+
+def test_op_by_op_a_scan_over_one_microbatch_adds_zeros():
+    """So it makes 0 of -0, as in `test_a_sum_with_zeros`."""
+    check_broken(ONCE["closed over"](start(), inputs(0)[None]))
+
+
+def where(flag, layers, others):
+    return jax.tree.map(lambda x, y: jnp.where(flag, x, y), layers, others)
+
+
+@functools.cache
+def chosen_by_a_flag():
+    """The gradients of the chosen `Released` and of the other one, and a step that is skipped."""
+
+    def step(flag, layers, others, x):
+        loss = lambda both: loss_fn(where(flag, *both), x)
+        kept = where(flag, jax.grad(loss_fn)(layers, x), layers)
+        return jax.grad(loss)((layers, others)), kept
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_released_that_a_flag_chooses(first):
+    others = jax.jit(STACK.init)(stacked(1))
+    both = (start(), others) if first else (others, start())
+    new, _ = chosen_by_a_flag()(first, *both, inputs(0))
+    check_is_a_step(new[0 if first else 1])
+    # Its gradient is 0, so the next parameters would be 0.
+    check_broken(new[1 if first else 0])
+
+
+def test_a_mask_of_values_does_not_choose():
+    others = jax.jit(STACK.init)(stacked(1))
+    mask = lambda x: jnp.arange(x.size).reshape(x.shape) % 2 == 0
+    mixed = lambda both: jax.tree.map(lambda x, y: jnp.where(mask(x), x, y), *both)
+    for new in jax.jit(jax.grad(lambda both: loss_fn(mixed(both), inputs(0))))((start(), others)):
+        check_broken(new)
+
+
+def test_a_step_that_is_skipped():
+    for flag in (True, False):
+        _, kept = chosen_by_a_flag()(flag, start(), start(), inputs(0))
+        if flag:
+            check_is_a_step(kept)
+        else:
+            assert_same_bits(kept, start())
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["op by op", "compiled"])
