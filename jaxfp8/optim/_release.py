@@ -51,7 +51,7 @@ class Release:
           ValueError: if the optimizer couples parameters, see `release`, or if the arrays do not
             have the same first axis.
           TypeError: if a parameter or an array of the optimizer state has a dtype that cannot
-            leave a backward pass.
+            leave a backward pass, or if the optimizer needs the loss or other arguments.
 
         Example:
           >>> layers = release(optax.adam(1e-3)).init({"w": jnp.ones((3, 4, 4))})
@@ -202,6 +202,9 @@ def release(tx: optax.GradientTransformation, *, per_layer: bool = False) -> Rel
     The optimizer state is that of `jax.vmap(tx.init)` over the stacked parameters. So a scale that
     a tensor has, as in `FP8` moments, is one for each layer. `optax.apply_if_finite` skips single
     layers. The result is that of `jax.vmap(tx.update)` on stacked gradients.
+
+    An optimizer couples parameters if the update of one depends on another or its gradient. The
+    traced program of `tx` tells it. An array in the optimizer state must not depend on several.
 
     Args:
       tx: an optimizer of optax, also with `with_moment_formats` or `with_master_weights`.
