@@ -1,20 +1,21 @@
 """How moments are rounded: by a threshold that changes at every step, so that all of them decay.
 
-A moment whose gradient is 0 is multiplied by `b1` or `b2`. Rounded to nearest, 0.9 of a code is
-that code again. Such a moment never decays, and its parameter moves for ever. So a moment between
-two codes is rounded up if its fraction of the way is above a **threshold** `u` in [0, 1).
+A moment whose gradient is 0 is multiplied by `b1` or `b2`. Near 0, 0.9 of a code's value is nearest
+to that code again. Such a moment never decays, and its parameter moves for ever. So a moment that
+lies between two codes is rounded up if its fraction of the way is above a **threshold** `u` in
+[0, 1).
 
-The thresholds of a value are `u0 + step / golden ratio`, without the whole part. They are spread so
-evenly that any 2 / w steps in a row have one in each interval of width w. Hence:
+The threshold of a value is the fractional part of `u0 + step / golden ratio`. Any 2 / w steps in a
+row have a threshold in each interval of width w. Hence:
 
-- A value `n` codes below its code, n < 1, leaves this code within 2 / n steps. So a moment without
-  a gradient decays from any code to 0.
+- A moment that a step would lower by the fraction d of a code leaves this code within 2 / d steps.
+  So a first moment without a gradient decays from any code to 0.
 - Over many steps a value is rounded up as often as its fraction says. So the mean of what is stored
-  is the value, also of moments far below one code.
+  is the value, also far below one code.
 
-Sixteen neighbours have sixteen equally spaced `u0`, so that their errors cancel. The thresholds
-depend on the step and on the place along the last axis. So bits are the same on every mesh, and
-no key is needed.
+Sixteen neighbours have sixteen equally spaced `u0`, so that their mean error is small. Thresholds
+depend on the step and on the place along the last axis. So a mesh does not change them, and no key
+is needed.
 
 References:
   Weyl, Math. Ann. 77 (1916) (multiples of an irrational number are equally distributed).

@@ -63,8 +63,9 @@ class Int8(AbstractMomentFormat):
     With companding, a first moment is stored as the square root of its magnitude, with its sign, in
     127 steps. Magnitude and root are relative to the largest magnitude of the group. A second
     moment is stored as its fourth root, in 255 steps. One above 0 is stored as 2 steps at least,
-    because the update divides by its root. The smallest first moment and the smallest root of a
-    second one are both 2^-14 of the largest in their group. So their quotient stays small.
+    because the update divides by its square root. The smallest first moment, and the smallest
+    square root of a second one, are both 2^-14 of the largest in their group. So noise of a first
+    moment makes no large update.
 
     Attributes:
       group: how many values share a scale.

@@ -107,8 +107,7 @@ class BFloat16(AbstractMomentFormat):
 class PerParameter:
     """A format for each parameter, chosen by its name.
 
-    Embeddings, norms and heads are few parameters whose gradients differ most in size. Many train
-    with the moments of these in float32, and store the others in 8 bits.
+    bitsandbytes, for instance, advises moments in float32 for embeddings.
 
     Attributes:
       rules: pairs `(pattern, format)`. A pattern is a regular expression that the whole path of a
@@ -170,8 +169,8 @@ def check_rounding(rounding: object) -> None:
     """
     if rounding == "nearest":
         raise ValueError(
-            "rounding='nearest': a moment that was rounded to nearest never decays, because 0.9 of "
-            "a code is that code again. Use 'dithered', the default, or 'stochastic'."
+            "rounding='nearest': small moments would never decay, because 0.9 of a small code is "
+            "nearest to that code again. Use 'dithered', the default, or 'stochastic'."
         )
     if rounding not in ("dithered", "stochastic"):
         raise ValueError(f"rounding={rounding!r} is unknown; use 'dithered' or 'stochastic'.")
