@@ -195,7 +195,7 @@ def test_stochastic_rounding_has_no_bias_and_reads_its_key(format):
         (lambda: ExpandedFP8(min_size=-1), "min_size=-1"),
         (lambda: FP8(rounding="up"), "rounding='up'"),
         (lambda: BFloat16("down"), "rounding='down'"),
-        (lambda: BFloat16("nearest"), "never decays.*Use 'dithered'"),
+        (lambda: BFloat16("nearest"), "never decay.*Use 'dithered'"),
     ],
 )
 def test_bad_formats(make, message):
