@@ -25,7 +25,7 @@ _RANGE = E4M3.max / (3 * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits))
 """The largest value of E4M3 over its third one above 0. The smallest value of a group becomes this
 third one. With the second or the fourth one, the rms error is larger in every kind of group."""
 # Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1.
-_LAST, _LAST_SQUARE, _LAST_SQUARE_2 = (float(np.float32(1) / x) for x in (127, 127**2, 255**2))
+_LAST, _LAST_2, _LAST_4 = (float(np.float32(1) / np.float32(x)) for x in (127, 127**2, 255.0**4))
 _LEAST_ROOT = 2
 """Of a second moment above 0."""
 _LEAST_POWER = 0.125
@@ -109,9 +109,11 @@ class Int8(AbstractMomentFormat):
 
     def unpack(self, stored: Int8State | LinearInt8State) -> Array:
         codes, largest = stored
-        n = self._value(jnp.abs(codes.astype(jnp.int32)), signed=codes.dtype == jnp.int8)
-        n = n * tile_of(codes, self.group).expand(largest, codes.shape)
-        return jnp.where(codes < 0, -n, n)
+        integer, last = self._power(codes.astype(jnp.float32), signed=codes.dtype == jnp.int8)
+        # The value of one step is computed for each group. A product of a constant with each value
+        # would be reordered by XLA if a row has one group, and then its bits depend on the mesh.
+        x = integer * tile_of(codes, self.group).expand(largest * last, codes.shape)
+        return jnp.where(codes < 0, -jnp.abs(x), x)
 
     def reads(self, stored: Any) -> bool:
         kind = Int8State if self.companding else LinearInt8State
@@ -119,12 +121,15 @@ class Int8(AbstractMomentFormat):
 
     def _value(self, code: Array, *, signed: bool) -> Array:
         """What a code stands for, relative to the largest of its group."""
-        code = code.astype(jnp.float32)
+        power, last = self._power(code.astype(jnp.float32), signed=signed)
+        return power * last
+
+    def _power(self, code: Array, *, signed: bool) -> tuple[Array, float]:
+        """A power of codes, float32 [...], and the inverse of that of the last code."""
         if not self.companding:
-            return code * _LAST
-        if signed:
-            return code * code * _LAST_SQUARE
-        return jnp.square(code * code * _LAST_SQUARE_2)
+            return code, _LAST
+        square = code * code
+        return (square, _LAST_2) if signed else (square * square, _LAST_4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +171,10 @@ class ExpandedFP8(AbstractMomentFormat):
         largest, n = _relative(x, tile)
         # The largest inverse is the inverse of the smallest value above 0.
         spread = tile.maximum(jnp.where(n > 0, 1 / n, 1))
-        power = jnp.log2(jnp.float32(_RANGE)) / jnp.log2(jnp.maximum(spread, _LEAST_SPREAD))
+        power = float(np.log(_RANGE)) / jnp.log(jnp.maximum(spread, _LEAST_SPREAD))
         power = jnp.maximum(power, _LEAST_POWER)
         each, inverse = (tile.expand(p, x.shape) for p in (power, 1 / power))
-        raised = jnp.minimum(jnp.exp2(each * jnp.log2(n)) * E4M3.max, E4M3.max)
+        raised = jnp.minimum(jnp.exp(each * jnp.log(n)) * E4M3.max, E4M3.max)
 
         def value_of(code: Array) -> Array:
             return _root(float_of(code, E4M3.dtype), inverse)
@@ -195,7 +200,9 @@ class ExpandedFP8(AbstractMomentFormat):
 
 def _root(raised: Array, inverse: Array) -> Array:
     """What a magnitude in E4M3 stands for, relative to the largest of its group."""
-    return jnp.exp2(jnp.log2(raised / E4M3.max) * inverse)
+    # `log2` would be a product with a constant, which XLA moves to the inverse if a row has one
+    # group. Bits would then depend on the mesh.
+    return jnp.exp(jnp.log(raised / E4M3.max) * inverse)
 
 
 def tile_of(x: Array, group: int) -> PerBlock:

@@ -144,6 +144,18 @@ def test_every_shape(shape):
         assert np.allclose(found, x, rtol=1e-6), name  # the largest value of its group
 
 
+@pytest.mark.parametrize("name", ["int8", "linear", "expanded"])
+@pytest.mark.parametrize("signed", [True, False], ids=["first", "second"])
+def test_bits_do_not_depend_on_the_program(name, signed):
+    """A row with one group is a shape in which XLA moves constants from values to groups."""
+    if name == "linear" and not signed:
+        return
+    format = FORMATS[name][0]
+    x = draw(8, (64, 128))
+    stored = pack(format, x if signed else np.square(x), signed=signed)
+    assert np.array_equal(format.unpack(stored), jax.jit(format.unpack)(stored))
+
+
 def test_zeros_and_tiny_values():
     for value in (0.0, 1e-40):
         for name, found in read(np.full((8, 256), value)).items():

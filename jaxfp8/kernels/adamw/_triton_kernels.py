@@ -20,8 +20,8 @@ _QUIET = tl.constexpr(0x00400000)
 # Of `optim._dither`.
 _PERIOD = tl.constexpr(16)
 _STRIDE = tl.constexpr(7)
-_LAST_SQUARE = tl.constexpr(1 / (127 * 127))
-_LAST_SQUARE_2 = tl.constexpr(1 / (255 * 255))
+_LAST_2 = tl.constexpr(1 / 127**2)
+_LAST_4 = tl.constexpr(1 / 255**4)
 _LEAST_ROOT = tl.constexpr(2.0)
 # E4M3.
 _FP8_MAX = tl.constexpr(448.0)
@@ -72,9 +72,10 @@ def adamw(
     m_largest = tl.load(first_largest + group, mask=there, other=0.0)
     v_largest = tl.load(second_largest + group, mask=there, other=0.0)
     if not EXPANDED:
-        n = _square(tl.abs(m.to(tl.float32))) * m_largest[:, None]
-        m = tl.where(m < 0, -n, n)
-        v = _fourth_power(v.to(tl.float32)) * v_largest[:, None]
+        root = m.to(tl.float32)
+        m = root * tl.abs(root) * (m_largest * _LAST_2)[:, None]
+        square = v.to(tl.float32) * v.to(tl.float32)
+        v = square * square * (v_largest * _LAST_4)[:, None]
     else:
         m = _expanded(m, m_largest, tl.load(first_power + group, mask=there, other=1.0))
         v = _expanded(v, v_largest, tl.load(second_power + group, mask=there, other=1.0))
@@ -130,14 +131,14 @@ def adamw(
 @triton.jit
 def _square(root):
     """What a code of a first moment stands for, relative to the largest of its group."""
-    return root * root * _LAST_SQUARE
+    return root * root * _LAST_2
 
 
 @triton.jit
 def _fourth_power(root):
     """What a code of a second moment stands for, relative to the largest of its group."""
-    square = root * root * _LAST_SQUARE_2
-    return square * square
+    square = root * root
+    return square * square * _LAST_4
 
 
 @triton.jit
