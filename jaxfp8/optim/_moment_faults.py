@@ -35,6 +35,8 @@ def value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator
         name = "roots" if kind is Int8State else "codes"
         codes = host[name]
         yield Fault(name, codes == -128, "codes are -127 to 127")
+        if codes.dtype == np.uint8:
+            yield Fault(name, codes == 1, "a second moment above 0 has a root of 2 or more")
         # The rounding of the largest value may end one code below the last one.
         near = 254 if codes.dtype == np.uint8 else 126
         yield from _group_faults(np.abs(codes).view(np.uint8), near, host["largest"])

@@ -130,7 +130,14 @@ class PerParameter:
 
     def __post_init__(self) -> None:
         # A tuple, so that it can be hashed, and a list that changes later changes no format.
-        object.__setattr__(self, "rules", tuple((match, format) for match, format in self.rules))
+        try:
+            rules = tuple((match, format) for match, format in self.rules)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"rules={self.rules!r} must be pairs of a pattern and a format. Write "
+                "PerParameter([('.*embed.*', Float32())], Int8())."
+            ) from None
+        object.__setattr__(self, "rules", rules)
         for match, _ in self.rules:
             try:
                 re.compile(match)

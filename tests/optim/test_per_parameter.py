@@ -144,6 +144,7 @@ def test_muon_and_release_and_the_fused_update():
     ("make", "error", "message"),
     [
         (lambda: PerParameter([("(", Float32())], Int8()), ValueError, "no regular expression"),
+        (lambda: PerParameter({"w": Float32()}, Int8()), ValueError, "must be pairs"),
         (
             lambda: adamw(1e-3, mu=PerParameter([(".*", "float32")], Int8())),
             TypeError,
@@ -161,7 +162,7 @@ def test_muon_and_release_and_the_fused_update():
             "the kernel takes Int8",
         ),
     ],
-    ids=["pattern", "format", "second moment", "unused", "fused"],
+    ids=["pattern", "pairs", "format", "second moment", "unused", "fused"],
 )
 def test_refusals(make, error, message):
     with pytest.raises(error, match=message):
