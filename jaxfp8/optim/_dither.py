@@ -9,8 +9,8 @@ The threshold of a value is the fractional part of `u0 + h(step)`. The hash h gi
 spread evenly, and that tell nothing about each other. Hence:
 
 - A moment that a step would lower by the fraction d of a code leaves this code after 1 / d steps in
-  the mean. So a first moment without a gradient decays from any code to 0. In the first 4 million
-  steps there is no wait of more than 15 / d steps.
+  the mean. So a first moment without a gradient decays from any code to 0. In the first 262,144
+  steps no wait is longer than 15 / d (tests/optim/test_dither.py).
 - In each step a value is rounded up as often as its fraction says, whatever happened before. So the
   mean of what is stored is the value, also far below one code.
 
@@ -21,7 +21,8 @@ moments were 20 % too small with b1 = 0.9.
 Sixteen neighbours have sixteen equally spaced `u0`, so that their mean error is small. Thresholds
 depend on the step and on the place along the last axis. So a mesh does not change them, and no key
 is needed. Both moments of a value have the same threshold. If both are far below one code, they go
-up together, so no large first moment meets a small second one.
+up together. With thresholds of their own, a first moment that went up would more often meet a
+second one that did not, and the update would be large.
 
 References:
   Roberts, IRE Trans. Inf. Theory 8 (1962) (dither: the mean of what is rounded is the value).

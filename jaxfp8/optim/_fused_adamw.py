@@ -48,8 +48,9 @@ def fused_adamw(
     `optax.apply_if_finite` cannot be around it. Write `tx.update(grads, opt_state, params,
     skip=~finite)` instead. A skipped step changes nothing, and the kernel then moves no bytes.
 
-    The kernel was timed on an H200: 1.3 to 2.3 times as fast as XLA's program. Its results were
-    compared with XLA's in an interpreter on a CPU, and not on a GPU.
+    An earlier version, which rounded to nearest, was timed on an H200: 1.3 to 2.3 times as fast as
+    XLA's program. The present one has not run on a GPU. Its results were compared with XLA's in an
+    interpreter on a CPU.
 
     Args:
       learning_rate: a number or a schedule.

@@ -11,7 +11,12 @@ import numpy as np
 
 from jaxfp8.numerics._float32 import LARGEST, TINY
 from jaxfp8.numerics._formats import format_of
-from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State, LinearInt8State
+from jaxfp8.optim._grouped_formats import (
+    LEAST_ROOT,
+    ExpandedFP8State,
+    Int8State,
+    LinearInt8State,
+)
 from jaxfp8.optim._masters import BFloat16PlusState, Float16State, FP8State
 from jaxfp8.optim._moments import FIRST, SECOND
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
@@ -36,7 +41,8 @@ def value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator
         codes = host[name]
         yield Fault(name, codes == -128, "codes are -127 to 127")
         if codes.dtype == np.uint8:
-            yield Fault(name, codes == 1, "a second moment above 0 has a root of 2 or more")
+            small = (codes > 0) & (codes < LEAST_ROOT)
+            yield Fault(name, small, f"a second moment above 0 has a root of {LEAST_ROOT} or more")
         # The rounding of the largest value may end one code below the last one.
         near = 254 if codes.dtype == np.uint8 else 126
         yield from _group_faults(np.abs(codes).view(np.uint8), near, host["largest"])

@@ -107,7 +107,7 @@ class BFloat16(AbstractMomentFormat):
 class PerParameter:
     """A format for each parameter, chosen by its name.
 
-    bitsandbytes, for instance, advises moments in float32 for embeddings.
+    bitsandbytes, for instance, keeps the moments of its `StableEmbedding` in 32 bits.
 
     Attributes:
       rules: pairs `(pattern, format)`. A pattern is a regular expression that the whole path of a

@@ -38,8 +38,8 @@ def to_scaled_float16(
       u: thresholds of rounding, see `_dither`. None rounds to nearest even.
 
     Returns:
-      values [...] float16, and scale [] float32. Their product is inf
-      where x rounded to 11 bits is 2^128. The bfloat16 of such an x is inf, too.
+      values [...] float16, and scale [] float32. Their product is inf where x rounded to 11 bits is
+      2^128. The bfloat16 of such an x is inf, too.
 
     Raises:
       ValueError: inside `shard_map(check_vma=False)`, where types do not say which axes these are.
