@@ -122,7 +122,10 @@ def trained(size=1.0, steps=3):
     return jax.device_get(_trained(jnp.float32(size), jnp.int32(steps)))
 
 
-@pytest.mark.parametrize("size", [1.0, 0.0, 1e-30, 1e-18, 1e15])
+OTHER_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (1e-30, 1e-18, 1e15)]
+
+
+@pytest.mark.parametrize("size", [1.0, 0.0, *OTHER_SIZES])
 def test_what_runs_leave_is_taken_as_it_is(size):
     for steps in (0, 1, 3, 250, 500) if size == 1 else (3, 250):
         state = trained(size, steps)

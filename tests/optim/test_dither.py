@@ -39,6 +39,11 @@ FIRST = {
 SECOND = {name: FIRST[name] for name in ("int8", "expanded", "float16", "bfloat16")}
 
 
+def quick(names, *kept):
+    """All names. Those that are not kept are slow: the tests of `pack` have every format."""
+    return [n if n in kept else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
 @functools.cache
 def all_thresholds():
     steps = jnp.arange(2**18)
@@ -73,7 +78,7 @@ def test_sixteen_neighbours_have_equally_spaced_thresholds():
         np.testing.assert_allclose(np.diff(np.sort(u[:, first : first + 16])), 1 / 16, atol=1e-6)
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.98])
+@pytest.mark.parametrize("decay", quick([0.5, 0.9, 0.98], 0.9))
 def test_stored_moments_have_the_mean_of_moments_that_are_not(decay):
     """Far below one code, constant or in few steps: what is rounded was stored before."""
     steps, period = 20_000, jnp.asarray([1, 5, 7, 13, 21, 34, 89, 100])[:, None]
@@ -126,7 +131,7 @@ def test_a_first_moment_decays_to_nothing(name):
     assert np.abs(np.delete(left, [0, 128], 1)).max() < 1e-8
 
 
-@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("name", quick(SECOND, "int8", "bfloat16"))
 def test_a_second_moment_decays_by_a_factor_next_to_1(name):
     """0.999^2000 of a value is 0.135 of it. Rounded to nearest, no format of 8 bits moves."""
     x = np.square(values(1)) + 0.01
@@ -202,7 +207,7 @@ def moved(tx):
     return movement(update, tx.init({"w": jnp.zeros((ROWS, COLUMNS))}))
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", quick(FIRST, "int8", "fp8"))
 def test_a_parameter_without_a_gradient_comes_to_rest(name):
     """Beside a second moment that decays in float32: what divides by it shows any rest."""
     nu = Float32() if name != "int8" else Int8(min_size=0)
