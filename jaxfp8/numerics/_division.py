@@ -1,13 +1,11 @@
-"""A float32 quotient with the same bits on every chip.
+"""A float32 quotient with the same bits on every chip, whatever a compiler makes of the division.
 
-On NVIDIA GPUs, XLA compiles a float32 division to `div.full.f32`, which is not correctly rounded.
-On CPUs, XLA rewrites `1 / (448 / amax)`. There are three ways to be exact:
+No float32 division can be trusted. On NVIDIA GPUs, XLA compiles it to `div.full.f32`, which is not
+correctly rounded. On CPUs, XLA replaces the division by a constant, and by a broadcast scalar, by a
+multiplication by the inverse: 2 units in the last place off, and inf above 8.5e37. There it also
+rewrites `1 / (448 / amax)`. So there are two exact ways:
 
-- `divide` divides in float32 on CPUs, where one division is correctly rounded. XLA:CPU does not
-  rewrite a division by a quotient if a bound is between them.
-- Elsewhere `divide` divides in float64, and rounds twice. That is exact, because float64 has more
-  than twice the bits of float32. A step of current scaling has a dozen quotients for each matmul,
-  and this is four operations.
+- `divide` divides in float64, and rounds to float32. It may be rewritten, and stays exact.
 - `divide_in_integers` corrects an estimate by integer arithmetic. Kernel languages lack float64.
 
 References:
@@ -23,10 +21,11 @@ from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._constant import constant_like
-from jaxfp8.numerics._float32 import LARGEST, TINY
+from jaxfp8.numerics._float32 import TINY
 
 # A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
-# 2 (PTX ISA). The conversion to an integer drops less than 1.
+# 2 (PTX ISA), and a multiplication by an inverse, too. The conversion to an integer drops less
+# than 1.
 _SLACK = 4
 
 
@@ -36,6 +35,11 @@ def divide(
     """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
 
     The clamp keeps both the quotient and its inverse normal numbers.
+
+    Why is it exact? The quotient of two significands of 24 bits is a float32, or it is at least
+    2^-49 of itself away from every number of 25 bits, where rounding to float32 changes its result.
+    A float64 quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by
+    the inverse.
 
     Args:
       numerator: a positive float32 constant.
@@ -51,26 +55,6 @@ def divide(
       >>> divide(448.0, jnp.float32(3.0))
       Array(149.33333, dtype=float32)
     """
-    ways = (
-        functools.partial(each, numerator=numerator, exponent=exponent, clamped=clamped)
-        for each in (_in_float32, _in_float64)
-    )
-    return lax.platform_dependent(denominator, cpu=next(ways), default=next(ways))
-
-
-def _in_float32(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:
-    top = float(np.float32(numerator)) * 2.0**exponent
-    # The bounds come first, because XLA computes what follows a division once for each use. A
-    # bound also keeps XLA:CPU from rewriting a division by a quotient, so there is one always.
-    most = top / TINY
-    if clamped:
-        denominator = jnp.maximum(denominator, np.float32(top * TINY))
-    if most <= LARGEST:
-        denominator = jnp.minimum(denominator, np.float32(most))
-    return lax.div(constant_like(denominator, top), denominator)
-
-
-def _in_float64(denominator: Array, *, numerator: float, exponent: int, clamped: bool) -> Array:
     with jax.enable_x64(True):  # for these operations only; no result is float64
         top = np.float64(np.float32(numerator)) * 2.0**exponent
         wide = lax.convert_element_type(denominator, np.float64)

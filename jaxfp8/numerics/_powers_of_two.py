@@ -5,6 +5,8 @@ References:
   Mishra et al., Recipes for pre-training LLMs with MXFP8, arXiv:2506.08027 (RCEIL).
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -78,8 +80,7 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
     """Factors, normal float32 numbers, whose product is the scale.
 
     A float32 scale is its only factor. An E8M0 scale has two, because 2^-127 is subnormal in
-    float32 and would be flushed. Multiply a value by one factor after the other. That is exact
-    wherever the result is a normal number.
+    float32 and would be flushed. `times` multiplies by them.
 
     Example:
       >>> factors_of(to_e8m0(jnp.int32(0), jnp.bool(True)))
@@ -110,3 +111,24 @@ def converted_factors_of(scale: Array) -> tuple[Array, ...]:
     power = scale.astype(jnp.float32)
     second = lax.clamp(np.float32(0.5), power * np.float32(1 / TINY), np.float32(1))
     return lax.max(power, constant_like(power, TINY)), second
+
+
+def times(x: Array, factors: Sequence[Array]) -> Array:
+    """x [...] times each factor, one after the other. It is exact wherever the result is normal.
+
+    Args:
+      x: [...] floating point. An inf may become the largest finite number.
+      factors: of a scale, broadcastable to x and of its dtype.
+
+    Example:
+      >>> times(jnp.float32(4.0), factors_of(to_e8m0(jnp.int32(0), jnp.bool(True))))
+      Array(2.3509887e-38, dtype=float32)
+    """
+    first, *others = factors
+    product = x * first
+    largest = np.asarray(jnp.finfo(x.dtype).max, x.dtype)
+    for factor in others:
+        # Without the bound, XLA multiplies two factors that are constants first. 2^-127 is then
+        # flushed to zero.
+        product = lax.clamp(-largest, product, largest) * factor
+    return product

@@ -13,7 +13,7 @@ from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._float32 import TINY, widened
 from jaxfp8.numerics._formats import Format
-from jaxfp8.numerics._powers_of_two import factors_of
+from jaxfp8.numerics._powers_of_two import factors_of, times
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _EXACT = 2**31 - 1  # an int32 counts so far
@@ -95,11 +95,11 @@ def cast_stats(
     finite = size < jnp.inf
     nonzero = finite & (size >= TINY)
     factors = factors_of(copy.scale)
-    largest = functools.reduce(lambda a, b: a * b, factors, jnp.float32(limit(copy.format)))
+    largest = times(jnp.full_like(factors[0], limit(copy.format)), factors)
     saturated = finite & (size > copy.granularity.expand(largest, x.shape))
     without_sign = lax.bitcast_convert_type(copy.values, jnp.uint8) & 0x7F
     # Scales of cells without a nonzero value mean nothing. For float32 they are 1.
-    scale = functools.reduce(lambda a, b: a * b, factors)
+    scale = times(jnp.ones_like(factors[0]), factors)
     used = copy.granularity.maximum(jnp.where(nonzero, size, 0.0)) > 0
     used &= scale == scale  # an E8M0 scale of a cell with inf or NaN is NaN
     return CastStats(

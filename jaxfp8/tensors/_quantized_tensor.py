@@ -10,7 +10,7 @@ from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.numerics._float32 import LARGEST
 from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format, format_of
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.numerics._powers_of_two import factors_of
+from jaxfp8.numerics._powers_of_two import factors_of, times
 
 
 @functools.partial(
@@ -83,13 +83,10 @@ class QuantizedTensor:
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         largest = min(float(jnp.finfo(dtype).max), LARGEST)
         values = self.values.astype(jnp.float32)
-        product = values
         # An E8M0 scale has two factors, because its smallest value is subnormal in float32.
-        for factor in factors_of(self.scale):
-            product = product * self.granularity.expand(factor, self.shape)
-        return jnp.where(
-            jnp.isfinite(values), jnp.clip(product, -largest, largest), product
-        ).astype(dtype)
+        factors = [self.granularity.expand(each, self.shape) for each in factors_of(self.scale)]
+        product = jnp.clip(times(values, factors), -largest, largest)
+        return jnp.where(jnp.isfinite(values), product, values * factors[0]).astype(dtype)
 
     def transpose(self, *permutation: int) -> "QuantizedTensor":
         """The tensor with its axes permuted. It is exact: scales move with their values.

@@ -5,7 +5,7 @@ import oracle
 import pytest
 
 from jaxfp8.numerics._formats import E4M3, E5M2
-from jaxfp8.numerics._scale import encoding_multiplier, inverse, is_usable
+from jaxfp8.numerics._scale import encoding_multiplier, is_usable
 
 # Every exponent with hard mantissas, and what is below, between and above.
 AMAXES = np.concatenate(
@@ -33,13 +33,6 @@ def test_multiplier(format, power_of_two, margin):
     np.testing.assert_array_equal(jitted, expected)
     if power_of_two:
         np.testing.assert_array_equal(np.frexp(eager)[0], 0.5)
-
-
-@pytest.mark.parametrize("format", [E4M3, E5M2], ids=repr)
-def test_jit_does_not_rewrite_one_over_a_quotient(format):
-    # XLA:CPU turns 1 / (448 / amax) into amax * (1 / 448).
-    scale = jax.jit(lambda amax: inverse(encoding_multiplier(amax, format)))(jnp.asarray(AMAXES))
-    np.testing.assert_array_equal(scale, oracle.inverse(oracle.multiplier(AMAXES, format.name)))
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1.17e-38, np.inf, np.nan])

@@ -23,7 +23,7 @@ from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._powers_of_two import converted_factors_of, factors_of
+from jaxfp8.numerics._powers_of_two import converted_factors_of, factors_of, times
 from jaxfp8.numerics._reshape import devices_of, is_explicit
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -49,8 +49,10 @@ def fold(operand: QuantizedTensor) -> Array:
         values: Array, scale: Array, *, factors: Callable[[Array], tuple[Array, ...]], dtype: DType
     ) -> Array:
         values = values.astype(dtype)
-        for factor in factors(scale):
-            values = values * operand.granularity.expand(factor.astype(dtype), values.shape)
+        expanded = [
+            operand.granularity.expand(each.astype(dtype), values.shape) for each in factors(scale)
+        ]
+        values = times(values, expanded)
         # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as
         # large as the operand.
         return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
