@@ -4,8 +4,9 @@ r"""What an update of each optimizer costs: bytes of its state, its time, and by
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python benchmarks/optimizer_updates.py --h200 \
         --json benchmarks/results/optimizer_updates_h200.json
 
-The update is that of one weight. On the CPU it runs: a round times each optimizer once, and a time
-is a ratio to optax's float32 AdamW (or Muon) of the same round.
+The update is that of one weight. It runs on the CPU, or on the GPU if jax has one: a round times
+each optimizer once, and a time is a ratio to optax's float32 AdamW (or Muon) of the same round. On
+a GPU one time is that of `CALLS` updates in a row, and optimizers with a kernel are timed, too.
 
 With `--h200` the update is compiled for an H200, which need not be there. The bytes are what its
 kernels read and write. Their floor is one read of the gradient, and one read and one write of each
@@ -42,6 +43,8 @@ from jaxfp8.optim import (
     with_moment_formats,
 )
 
+CALLS = 20
+"""How many updates are timed together on a GPU, so that the wait at the end is a small part."""
 EIGHT = BFloat16Plus(bits=8)
 FP8_LM = {"mu": FP8(), "nu": Float16()}
 INT8_MUON = {"mu": Int8(companding=False), "nu": Int8()}
@@ -96,35 +99,41 @@ def size_of(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def on_cpu(names: list[str], side: int, rounds: int) -> list[dict[str, Any]]:
+def here(names: list[str], side: int, rounds: int, calls: int) -> list[dict[str, Any]]:
+    """The times on the device of this process."""
     runs: dict[str, Any] = {}
     for name in names:
-        tx, weight, gradient = OPTIMIZERS[name]
+        tx, weight, gradient = (OPTIMIZERS | FUSED)[name]
         w = {"w": jax.random.normal(jax.random.key(0), (side, side)).astype(weight)}
         grads = {"w": jax.random.normal(jax.random.key(1), (side, side)).astype(gradient)}
         step = step_of(tx)
-        compiled = step.lower(grads, tx.init(w), w).compile()
+        state = jax.jit(tx.init)(w)
+        compiled = step.lower(grads, state, w).compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes
-        runs[name] = [step, grads, tx.init(w), w, temporary, []]
+        runs[name] = [compiled, grads, state, w, temporary, []]
     for turn in range(rounds + 1):
         for run in runs.values():
-            step, grads, state, w, _, seconds = run
+            step, grads, _, _, _, seconds = run
             start = time.perf_counter()
-            run[2], run[3] = jax.block_until_ready(step(grads, state, w))
-            if turn:  # the first one compiles
-                seconds.append(time.perf_counter() - start)
+            for _ in range(calls):
+                run[2], run[3] = step(grads, run[2], run[3])
+            jax.block_until_ready(run[3])
+            if turn:  # the first one warms up
+                seconds.append((time.perf_counter() - start) / calls)
     rows = []
     for name in names:
         *_, temporary, seconds = runs[name]
         base = runs["optax Muon" if "Muon" in name else "optax AdamW"][-1]
         ratios = sorted(mine / theirs for mine, theirs in zip(seconds, base, strict=True))
-        _, state, w = types_of(*OPTIMIZERS[name], side)
+        grads, state, w = types_of(*(OPTIMIZERS | FUSED)[name], side)
+        floor = size_of(grads) + 2 * size_of(state) + 2 * size_of(w)
         rows.append({
             "optimizer": name,
             "state_bytes": round(size_of(state) / side**2, 3),
             "weight_bytes": round(size_of(w) / side**2, 3),
             "temporary_bytes": round(temporary / side**2, 3),
-            "milliseconds": round(1e3 * statistics.median(seconds), 1),
+            "floor_bytes": round(floor / side**2, 2),
+            "milliseconds": round(1e3 * statistics.median(seconds), 3),
             "time_over_optax": round(statistics.median(ratios), 2),
             "spread": [round(ratios[len(ratios) // 4], 2), round(ratios[-1 - len(ratios) // 4], 2)],
         })  # fmt: skip
@@ -208,17 +217,21 @@ def main() -> None:
         # Muon multiplies matrices, so bytes are not what its update costs.
         names = [name for name in (OPTIMIZERS | FUSED) if "Muon" not in name]
         rows = for_h200(names, given.side)
+        hardware = "compiled for NVIDIA H200, not run"
+    elif jax.default_backend() == "gpu":
+        names = [name for name in (OPTIMIZERS | FUSED) if "Muon" not in name]
+        rows = here(names, given.side, given.rounds, CALLS)
+        hardware = jax.devices()[0].device_kind
     else:
-        rows = on_cpu([*OPTIMIZERS], given.side, given.rounds)
+        rows = here([*OPTIMIZERS], given.side, given.rounds, 1)
+        hardware = f"{platform.machine()} cpu, {os.cpu_count()} cores"
     for row in rows:
         print(json.dumps(row), flush=True)
     result = {
         "command": " ".join(["python benchmarks/optimizer_updates.py", *sys.argv[1:]]),
         "shape": [given.side, given.side],
         "rounds": given.rounds,
-        "hardware": "compiled for NVIDIA H200, not run"
-        if given.h200
-        else f"{platform.machine()} cpu, {os.cpu_count()} cores",
+        "hardware": hardware,
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "optax")},
         "unit": "bytes a parameter; time over that of optax in the same round, with quartiles",

@@ -78,7 +78,11 @@ PALLAS_CASTS = {"casts": "mosaic", "matmuls": "xla"}
 PALLAS = {"casts": "mosaic", "matmuls": "mosaic"}
 # Named kernels that are timed beside `fp8.Kernels(chip)`: their title, arguments, and recipes.
 NAMED = (
-    ("XLA alone", ALONE, ("delayed", "current", "blockwise", "mxfp8", "rowwise")),
+    (
+        "XLA alone",
+        ALONE,
+        ("delayed", "current", "blockwise", "mxfp8", "rowwise", "mxfp8, weights 32x32"),
+    ),
     ("Pallas casts", PALLAS_CASTS, ("delayed", "current", "blockwise", "rowwise")),
     ("all in Pallas", PALLAS, ("delayed", "blockwise", "mxfp8", "rowwise")),
 )

@@ -17,6 +17,20 @@ def sum_dtype(dtype: DType) -> DType:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+def product_dtype(lhs: DType, rhs: DType) -> DType:
+    """The dtype that `jax.lax.dot_general` gives to the product of two float dtypes.
+
+    It is the one with the larger range, and of two with the same range the more precise one.
+    (`jnp.dot` promotes, which makes float32 of bfloat16 and float16.)
+
+    Example:
+      >>> product_dtype(jnp.bfloat16, jnp.float16), product_dtype(jnp.bfloat16, jnp.float32)
+      (dtype(bfloat16), dtype('float32'))
+    """
+    infos = jnp.finfo(lhs), jnp.finfo(rhs)
+    return jnp.dtype(max(infos, key=lambda info: (info.maxexp, info.nmant)).dtype)
+
+
 def check_out_dtype(preferred_element_type: DType) -> DType:
     """The dtype of a matmul's result, after a check.
 

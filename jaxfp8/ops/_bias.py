@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES, sum_dtype
+from jaxfp8.numerics._dtypes import FLOAT_DTYPES, product_dtype, sum_dtype
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.sharding._amax import varying, varying_type
 
@@ -92,7 +92,7 @@ def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | No
       >>> fits(jnp.ones(3, jnp.bfloat16), x, w), fits(jnp.ones(3), x, w)
       (True, False)
     """
-    product = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    product = preferred_element_type or product_dtype(lhs.dtype, rhs.dtype)
     return (
         bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
     )

@@ -74,7 +74,7 @@ def dispatch_matmul(
       sent_in_fp8: False sends x in high precision. Then it is cast after it arrived, in both
         directions.
       precision: see `fp8.dot_general`.
-      preferred_element_type: dtype of the result; default: what the operands promote to.
+      preferred_element_type: dtype of the result; default: see `fp8.dot_general`.
       **options: bias [E / D, N], reduce_axes, kernels, state_channel, save_original, key, name: see
         `fp8.ragged_dot`. `save_original=("x",)` needs `sent_in_fp8=False`.
 
@@ -150,7 +150,7 @@ def matmul_combine(
       state: see `fp8.moe.dispatch_matmul`.
       gradient_sent_in_fp8: see above.
       precision: see `fp8.dot_general`.
-      preferred_element_type: dtype of the result; default: what the operands promote to.
+      preferred_element_type: dtype of the result; default: see `fp8.dot_general`.
       **options: reduce_axes, kernels, state_channel, save_original, key, name: see
         `fp8.ragged_dot`.
 

@@ -51,7 +51,9 @@ def dot_general(
       precision: of fprop, the forward matmul y = x w. None or DEFAULT lets Hopper accumulate fast;
         HIGH and HIGHEST do not. The matmuls of the gradients, dgrad and wgrad, never accumulate
         fast. Matmuls in high precision use the argument as JAX does.
-      preferred_element_type: dtype of the result; default: what the operands promote to.
+      preferred_element_type: dtype of the result. The default is that of `jax.lax.dot_general`,
+        with every recipe: the dtype of the operands. Of two dtypes it is the one with the larger
+        range, so bfloat16 times float16 is bfloat16.
       recipe: the quantizer of each operand, for instance `fp8.recipes.current()`.
       state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
       **options: any of the options below, by name. The default of each is None.

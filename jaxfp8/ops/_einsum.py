@@ -50,7 +50,8 @@ def einsum(
       recipe: the quantizer of each operand, for instance `fp8.recipes.current()`.
       state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
       precision: see `dot_general`.
-      preferred_element_type: see `dot_general`.
+      preferred_element_type: dtype of the result. The default is that of `jnp.einsum`, which
+        promotes: bfloat16 times float16 is float32.
       **options: those of `dot_general`: `out_sharding` (of the result), `reduce_axes`, `x_shard`,
         `w_shard`, `y_shard` (of the result), `kernels`, `state_channel`, `key`, `prologue`, `name`.
 
@@ -94,6 +95,8 @@ def einsum(
             preferred_element_type=preferred_element_type, out_sharding=how.out_sharding,
         )  # fmt: skip
         return place_of_result(y.shape, (x, w), how.y_shard).scatter(y)
+    if preferred_element_type is None:
+        preferred_element_type = jnp.promote_types(like.dtype, w.dtype)
     parsed = parse(equation, *shapes)
     dimension_numbers, order = parsed.matmul()
     options["x_shard"] = _shard_of_kept("x", how.x_shard, parsed)

@@ -3,12 +3,11 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry, check
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
-from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._dtypes import check_out_dtype, product_dtype
 from jaxfp8.ops._arguments import check_key, check_operands
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._call import Places
@@ -73,7 +72,7 @@ class Given:
     def out_dtype(self, preferred_element_type: DType | None) -> DType:
         """The dtype of the result."""
         if preferred_element_type is None:
-            preferred_element_type = jnp.promote_types(self.x.dtype, self.w.dtype)
+            preferred_element_type = product_dtype(self.x.dtype, self.w.dtype)
         return check_out_dtype(preferred_element_type)
 
 

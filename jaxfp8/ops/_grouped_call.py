@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.grouped_matmul._groups import group_ends
-from jaxfp8.numerics._dtypes import check_out_dtype, sum_dtype
+from jaxfp8.numerics._dtypes import check_out_dtype, product_dtype, sum_dtype
 from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
 from jaxfp8.ops._arguments import fp8_precision
 from jaxfp8.ops._arrays import QuantizerArrays
@@ -61,7 +61,7 @@ class GroupedCall:
           state: the quantizer state, one for all groups or one for each.
           tokens: how many rows all groups have together, or about as many.
           precision: see `fp8.dot_general`.
-          preferred_element_type: the dtype of the result; None: what the operands promote to.
+          preferred_element_type: the dtype of the result; None: see `dot_general`.
         """
         recipe, state = as_traced(recipe, state)
         if how.state_channel == "gradient" and isinstance(state, MatmulState):
@@ -71,7 +71,7 @@ class GroupedCall:
         probe = own.probe if own else None
         experts, k, n = w.shape
         if preferred_element_type is None:
-            preferred_element_type = jnp.promote_types(x.dtype, w.dtype)
+            preferred_element_type = product_dtype(x.dtype, w.dtype)
         backends = grouped_backends(
             kernels.chip, kernels.casts, kernels.matmuls, recipe, (tokens, k, n), experts
         )

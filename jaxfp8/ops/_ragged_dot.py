@@ -56,6 +56,10 @@ def ragged_dot(
     `current()` each group, and each matrix, has a scale of its own. With `delayed()` the state says
     whether groups share scales.
 
+    With `identity()` every sum is computed in float32, and rounded once. The bits of
+    `jax.lax.ragged_dot` may differ, because JAX says neither in which order it adds nor how it
+    rounds. Its gradients in bfloat16 do differ on a CPU.
+
     Of the arguments of `jax.lax.ragged_dot`, `group_offset` is missing, and those after
     `group_sizes` are keywords.
 
@@ -72,7 +76,7 @@ def ragged_dot(
         `fp8.init_state(recipe)`, records the largest amax of all groups. Or one for each group,
         stacked along axis 0: [E, ...]. The state of a group without rows does not change.
       precision: see `fp8.dot_general`.
-      preferred_element_type: dtype of the result; default: what the operands promote to.
+      preferred_element_type: dtype of the result; default: see `fp8.dot_general`.
       **options: any of the options below, by name. The default of each is None.
 
     Options:

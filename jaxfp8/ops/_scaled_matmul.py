@@ -3,7 +3,6 @@
 from typing import TypedDict, Unpack
 
 import jax
-import jax.numpy as jnp
 
 from jaxfp8._call_options import check_options
 from jaxfp8._geometry import Geometry, OperandAxes, check
@@ -11,7 +10,7 @@ from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.kernels.scaled_matmul._add_to import check_add_to
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._dtypes import check_out_dtype, product_dtype
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
@@ -46,7 +45,7 @@ def scaled_matmul(
       dimension_numbers: as in `jax.lax.dot_general`. By default the last axis of lhs is contracted
         with the first axis of rhs.
       preferred_element_type: dtype of the result. The default is the dtype of `add_to`. Without
-        `add_to` it is what the dtypes of the operands promote to.
+        `add_to` it is that of `jax.lax.dot_general`, see `fp8.dot_general`.
       add_to: [..., M, N], any float dtype. It is added in float32, before the result is rounded.
         One use is to sum the gradients of microbatches. In cuBLAS it is C with beta = 1. If it has
         the dtype of the result, Hopper's kernel overwrites it. Donate it then, or XLA copies it
@@ -105,7 +104,7 @@ def scaled_matmul(
     if preferred_element_type is None and add_to is not None:
         preferred_element_type = add_to.dtype
     if preferred_element_type is None:
-        preferred_element_type = jnp.promote_types(lhs.dtype, rhs.dtype)
+        preferred_element_type = product_dtype(lhs.dtype, rhs.dtype)
     call = MatmulCall(
         geometry=geometry,
         out_dtype=check_out_dtype(preferred_element_type),

@@ -51,11 +51,13 @@ def test_its_steps_are_those_of_the_plain_optimizer_on_a_cpu(moments, master, gp
     assert "triton" in compiled.as_text(), "XLA did the update"
     (wanted, kept), _ = steps(plain, dtype, cpu)
     assert jax.tree.structure(state) == jax.tree.structure(kept)
-    # A chip may contract a product and a sum. Then a moment is rounded to the next code, and a
-    # weight moves by a fraction of a step of 1e-2.
+    # A chip may contract a product and a sum. Then a moment is rounded to the next code. In E4M3
+    # that is up to an eighth away, and a weight moves by as much of a step of 1e-2.
     for name in SHAPES:
-        mine, other = (np.asarray(tree[name], np.float32) for tree in (params, wanted))
-        np.testing.assert_allclose(mine, other, rtol=2.0**-8, atol=1e-4)
+        mine, other = (np.asarray(tree[name], np.float64) for tree in (params, wanted))
+        off = np.abs(mine - other) - 2.0**-8 * np.abs(other)
+        assert (off > 1e-4).mean() <= 1e-4
+        assert off.max() <= STEPS * 1e-2 / 8
     for mine, other in zip(jax.tree.leaves(state), jax.tree.leaves(kept), strict=True):
         codes = mine.dtype.itemsize == 1
         differ = (mine != other).mean()

@@ -100,3 +100,40 @@ def test_identity_rounds_as_jax_does(dtypes):
     for tensor, dtype in zip(WANTED, dtypes, strict=False):
         assert got[tensor].dtype == dtype, tensor
         np.testing.assert_array_equal(got[tensor], want[tensor], err_msg=tensor)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
+def test_identity_of_groups_rounds_once(dtypes):
+    """As the docstring of `ragged_dot` promises. JAX's own may round to y's dtype on the way."""
+    how = {"recipe": fp8.recipes.identity(), "preferred_element_type": dtypes[2]}
+    ragged = lambda x, w, state: fp8.ragged_dot(x, w[None], np.array([M]), **how)
+    got = gradients(ragged, (), dtypes)
+    for (tensor, want), dtype in zip(WANTED.items(), dtypes, strict=False):
+        assert got[tensor].dtype == dtype, tensor
+        np.testing.assert_array_equal(got[tensor], want.astype(dtype), err_msg=tensor)
+
+
+@pytest.mark.parametrize("name", ["current", "blockwise", "identity"])
+@pytest.mark.parametrize("of_x", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("of_w", ["bfloat16", "float16"])
+def test_a_result_has_the_dtype_that_jax_gives_it(of_x, of_w, name):
+    """`dot_general` of lax takes the larger range, and `einsum` of jnp promotes."""
+    how = {"recipe": RECIPES.get(name, fp8.recipes.identity())}
+    x, w = jax.ShapeDtypeStruct((32, 128), of_x), jax.ShapeDtypeStruct((128, 32), of_w)
+    matrices, sizes = jax.ShapeDtypeStruct((1, *w.shape), of_w), np.array([32])
+    numbers = (((1,), (0,)), ((), ()))
+    dtype = lambda f, *given: jax.eval_shape(f, *given).dtype
+    wanted = dtype(lambda x, w: lax.dot_general(x, w, numbers), x, w)
+    assert dtype(lambda x, w: fp8.dot(x, w, **how), x, w) == wanted
+    assert dtype(lambda x, w: fp8.dot_general(x, w, numbers, **how), x, w) == wanted
+    assert dtype(lambda x, w: lax.ragged_dot(x, w, sizes), x, matrices) == wanted
+    assert dtype(lambda x, w: fp8.ragged_dot(x, w, sizes, **how), x, matrices) == wanted
+    with jax.numpy_dtype_promotion("standard"):
+        wanted = dtype(lambda x, w: jnp.einsum("mk,kn", x, w), x, w)
+        assert dtype(lambda x, w: fp8.einsum("mk,kn->mn", x, w, **how), x, w) == wanted
+
+
+def test_a_scaled_matmul_has_the_dtype_that_jax_gives_it():
+    x, w = (jnp.ones((32, 32), dtype) for dtype in ("bfloat16", "float16"))
+    y = fp8.scaled_matmul(fp8.quantize(x, fp8.E4M3), fp8.quantize(w, fp8.E4M3))
+    assert y.dtype == jnp.bfloat16

@@ -1,6 +1,8 @@
 """The times of every way to do one matmul, on the GPU of this process."""
 
+import concurrent.futures
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -20,6 +22,8 @@ Operands: TypeAlias = tuple[QuantizedTensor, QuantizedTensor]
 # The largest difference of two products, relative to the largest value. It allows for another order
 # of addition and for the rounding to bfloat16, which is 2^-9 of a value.
 _CLOSE = 2.0**-6
+
+_MOST_THREADS = 8
 
 
 def ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
@@ -54,16 +58,21 @@ def measure(
     """
     tried = list(ways(operands, call, backends))
     sets = _timer.sets_of(operands)
-    products: dict[str, np.ndarray[Any, Any]] = {}
-    programs = []
-    for way in tried:
+
+    def compiled(way: Way) -> tuple[Callable[..., Array], Callable[..., Any], int]:
         work = multiplied_by(way, call)
-        product = np.asarray(jax.jit(work)(*sets[0]), np.float32)
-        _check(matmul, way, product, products)
         program, turns = _timer.looped(work, operands)
-        programs.append(jax.jit(program))
-        jax.block_until_ready(programs[-1](sets))
-    seconds = _timer.times(programs, sets, turns * len(sets))
+        lowered = jax.jit(work).lower(*sets[0]), jax.jit(program).lower(sets)
+        return lowered[0].compile(), lowered[1].compile(), turns
+
+    # There are dozens of tilings, and most of the time of `autotune` is compiling them.
+    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
+        works, programs, turns = zip(*pool.map(compiled, tried), strict=True)
+    products: dict[str, np.ndarray[Any, Any]] = {}
+    for way, work, program in zip(tried, works, programs, strict=True):
+        _check(matmul, way, np.asarray(work(*sets[0]), np.float32), products)
+        jax.block_until_ready(program(sets))
+    seconds = _timer.times(programs, sets, turns[0] * len(sets))
     quartiles = [[float(q) for q in np.percentile(each, (25, 50, 75))] for each in seconds]
     return tuple(
         Time(way=way, seconds=middle, quartiles=(low, high))
