@@ -17,6 +17,8 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
 
+_SHOWN = 10  # places that a message lists
+
 # Names that flax uses for variables, and for the fields of its TrainState.
 _BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"}
 
@@ -152,18 +154,64 @@ def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) ->
             "that are not static. Give one kind for each; None where it is to be found."
         )
     merged = []
-    for position, (kinds, tree, prefix) in enumerate(zip(found, trees, named, strict=True)):
-        spread = jax.tree.broadcast(prefix, tree, is_leaf=lambda n: n is None)
-        wanted = jax.tree.leaves(spread, is_leaf=lambda n: n is None)
-        for name in wanted:
-            if name is not None and name not in KINDS:
+    for position, (kinds, tree, given) in enumerate(zip(found, trees, named, strict=True)):
+        wanted = _spread(given, tree, f"argument_kinds[{position}]")
+        for kind in wanted:
+            if kind is not None and not (isinstance(kind, str) and kind in KINDS):
                 raise ValueError(
-                    f"argument_kinds[{position}] holds {name!r}; a kind is one of "
+                    f"argument_kinds[{position}] holds {kind!r}; a kind is one of "
                     f"{', '.join(map(repr, KINDS))}, or None."
                 )
         pairs = zip(kinds, wanted, strict=True)
-        merged.append([k if k == "quantizer state" else name or k for k, name in pairs])
+        merged.append([k if k == "quantizer state" else kind or k for k, kind in pairs])
     return merged
+
+
+def _spread(given: PyTree, tree: PyTree, name: str) -> list[Any]:
+    """The kind of each array of a tree, from kinds of subtrees. The error calls them `name`."""
+    given = jax.tree.map(
+        lambda node: _one_kind(node, name) if is_quantized_weight(node) else node,
+        given, is_leaf=lambda node: _is_none(node) or is_quantized_weight(node),
+    )  # fmt: skip
+    kinds: list[Any]
+    structure: Any  # jax gives it no type
+    # Among kinds None stands for a subtree. In the tree it is no array, so it gets no kind.
+    kinds, structure = jax.tree.flatten(given, is_leaf=_is_none)
+    try:
+        below = structure.flatten_up_to(tree)
+    except ValueError:
+        raise ValueError(
+            f"{name} is {_places(given, 'kinds')}, but the argument is {_places(tree, 'arrays')}. "
+            "Give one kind for the whole argument, or a tree with its nodes and keys: "
+            "jax.tree.map(lambda _: 'weights', argument). A kind stands for all arrays below it. "
+            "An nnx module needs one kind."
+        ) from None
+    return [kind for kind, part in zip(kinds, below, strict=True) for _ in jax.tree.leaves(part)]
+
+
+def _one_kind(weight: Any, name: str) -> Any:
+    """The kind of an FP8 weight. The twin has one array in its place."""
+    kinds = jax.tree.leaves(weight)
+    if len(set(map(repr, kinds))) > 1:
+        raise ValueError(
+            f"{name} has the kinds {kinds} for the arrays of one FP8 weight. Give the weight one "
+            'kind: {"kernel": "weights"}.'
+        )
+    return kinds[0] if kinds else None
+
+
+def _is_none(node: object) -> bool:
+    return node is None
+
+
+def _places(tree: PyTree, what: str) -> str:
+    if isinstance(tree, Packed):
+        return "an nnx module"
+    paths = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: _is_none(node) or is_quantized_weight(node)
+    )
+    places = [jax.tree_util.keystr(path) for path, _ in paths[:_SHOWN]]
+    return f"a {type(tree).__name__} with {what} at {places}"
 
 
 def _mark_quantized(trees: list[PyTree], found: list[Kinds]) -> bool:

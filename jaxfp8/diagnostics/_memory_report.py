@@ -63,6 +63,7 @@ def memory_report(
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Types may have shardings over devices
         that are not there.
       argument_kinds: for each argument that is not static, its kind, a tree of kinds, or None.
+        In a tree with the nodes of the argument, a kind stands for all arrays below it.
         Kinds are the first five of the table, and "gradients". By default, and for None, the kind
         is found: states of matmuls, of optax and of jaxfp8, a train state, `{"params": ...}`, and
         Variables of nnx tell it. Without any of these, weights are the only tree that the step

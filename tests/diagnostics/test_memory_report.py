@@ -6,6 +6,7 @@ import io
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hard_inputs import mentions
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -14,9 +15,15 @@ from memory_cases import IDENTITY, STATE, B, D, L, W, arguments, check_sums, sta
 from rich.console import Console
 
 import jaxfp8 as fp8
+from jaxfp8.diagnostics._argument_kinds import kinds_of
 from jaxfp8.diagnostics._memory_report import memory_report
 from jaxfp8.diagnostics._memory_table import MemoryReport
 from jaxfp8.state._high_precision import high_precision
+
+IN_FP8 = fp8.quantize_params({"kernel": jnp.ones((4, 4))}, fp8.recipes.current(), primary=True)[
+    "kernel"
+]
+PARAMS = {"w": IN_FP8, "b": jnp.ones(2), "none": None}
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax.adam needs it
 
@@ -149,11 +156,47 @@ def test_static_arguments_and_named_kinds():
     [
         (("weights",), ("has 1 entries", "takes 2 arguments", "None where")),
         (("weight", None), ("argument_kinds[0]", "'weight'", "'weights', 'master weights'")),
+        ((1, None), ("argument_kinds[0]", "holds 1;", "'weights', 'master weights'")),
+        (
+            ({"v": "weights"}, None),
+            ("argument_kinds[0] is a dict with kinds at [\"['v']\"]", "a dict with arrays at "
+             "[\"['b']\", \"['w']\"]", "jax.tree.map(lambda _: 'weights', argument)"),
+        ),
+        (
+            ([None], None), ("is a list with kinds at ['[0]']", "is a dict with arrays at"),
+        ),
+        (
+            (jax.tree.map(lambda leaf: leaf.dtype.name, {"w": IN_FP8, "b": jnp.ones(2)}), None),
+            ("the kinds ['float8_e4m3fn', 'float32']", "one FP8 weight", '{"kernel": "weights"}'),
+        ),
     ],
-)
+)  # fmt: skip
 def test_kinds_that_do_not_fit(kinds, complaint):
     with pytest.raises(ValueError, match=mentions(*complaint)):
-        memory_report(lambda w, x: w, jnp.ones(2), jnp.ones(3), argument_kinds=kinds)
+        memory_report(
+            lambda w, x: w, {"w": IN_FP8, "b": jnp.ones(2)}, jnp.ones(3), argument_kinds=kinds
+        )
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "weights", {"w": "weights", "b": "weights", "none": None},
+        jax.tree.map(lambda _: "weights", PARAMS),
+    ],
+    ids=["one", "tree", "leaves"],
+)  # fmt: skip
+def test_named_kinds_of_trees_with_places_without_arrays(named):
+    """None in a tree is no array: a field of an FP8 weight, or a parameter that is left out."""
+    state = optax.masked(optax.trace(0.9), {"w": False, "b": True, "none": False}).init(
+        {"w": jnp.ones((4, 4)), "b": jnp.ones(2), "none": None}
+    )
+    moments = jax.tree.map(lambda _: "moments", state)
+    twin = {"w": jnp.ones((4, 4)), "b": jnp.ones(2), "none": None}  # weights in high precision
+    for params, arrays in ((PARAMS, 2), (twin, 1)):
+        given = [params, state]
+        found = kinds_of(given, given, None, (named, moments))
+        assert found == ["weights"] * (arrays + 1) + ["moments"]
 
 
 def test_a_step_without_weights():
