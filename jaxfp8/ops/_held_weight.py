@@ -3,12 +3,13 @@
 from typing import Any
 
 from jaxfp8._typing import Axes, DotDimensionNumbers
+from jaxfp8.numerics._formats import VALUE_FORMATS
 from jaxfp8.ops._arrays import HeldCopies
 from jaxfp8.ops._given import Given
 from jaxfp8.ops._residuals import Copy
 from jaxfp8.ops._tile_view import TileView, View, view_for
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor, validate
+from jaxfp8.tensors._quantized_tensor import QuantizedTensor, check_scale, validate_types
 from jaxfp8.weights._handles import handle
 from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of
 
@@ -81,7 +82,8 @@ def held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies
     """The FP8 copies of a weight, as operands of the view.
 
     Raises:
-      ValueError: if the tiles of the weight do not fit the matmul, or if layers are stacked.
+      ValueError: if the tiles of the weight do not fit the matmul, if layers are stacked, or if a
+        scale that is not traced cannot be that of a cast.
 
     Example: see `fp8.quantize_params`.
     """
@@ -109,8 +111,14 @@ def held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies
 
 
 def _check(tensor: QuantizedTensor, weight: QuantizedWeight) -> None:
+    name, cure = f"rhs, a {weight},", "fp8.quantize_params(params, recipe)"
+    if (dtype := tensor.values.dtype) not in [format.dtype for format in VALUE_FORMATS]:
+        raise ValueError(
+            f"{name} has values of dtype {dtype}, and they must be FP8. jax.tree.map has cast or "
+            f"replaced its arrays. Do so before the cast, and quantize the result: {cure}."
+        )
     try:
-        validate(tensor, "rhs")
+        validate_types(tensor, "rhs")
     except ValueError as error:
         raise ValueError(
             f"rhs was quantized for {weight.axes}, and its scales do not fit this matmul: {error} "
@@ -118,3 +126,4 @@ def _check(tensor: QuantizedTensor, weight: QuantizedWeight) -> None:
             "WeightAxes(stacked=1). Then scan or map over the stacked weights, or index them: "
             "jax.tree.map(lambda leaf: leaf[i], weight)."
         ) from None
+    check_scale(tensor, name, cure)

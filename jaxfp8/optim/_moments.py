@@ -14,6 +14,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._weight_states import path_name
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter, global_size
 from jaxfp8.optim._stored_moments import is_stored, with_nodes
+from jaxfp8.optim._weights import check_without_weights
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
@@ -71,7 +72,7 @@ def with_moment_formats(
       An optimizer. Updates are float32.
 
     Raises:
-      TypeError: if a format is none.
+      TypeError: if a format is none. By `init`, for a weight in FP8.
       ValueError: if a format cannot store a second moment, or if a field is unknown. By `init`, if
         the state of `tx` has no such field, is that of centered RMSProp or SM3, or if a rule of a
         `PerParameter` matches no parameter. By `update`, if another format has stored the state.
@@ -102,6 +103,7 @@ def with_moment_formats(
             key = jax.random.key(0) if format.is_stochastic else None
             return format.pack(x, None, signed=field in FIRST, key=key)
 
+        check_without_weights(params)
         wide = inner.init(_widened(params))
         state = _mapped(wide, formats, pack)
         _refuse_others(wide, {*formats})

@@ -93,6 +93,21 @@ def has_master(leaf: Any, path: str) -> bool:
     return False
 
 
+def check_without_weights(params: PyTree) -> None:
+    """Raise TypeError if a parameter is a weight in FP8, whose moments no optimizer can add to.
+
+    Example:
+      >>> check_without_weights({"w": 1.0})
+    """
+    parameters = Parameters.of(params)
+    for path, leaf in zip(parameters.paths, parameters.leaves, strict=True):
+        if is_weight(leaf):
+            raise TypeError(
+                f"params{path} is {leaf}, which this optimizer cannot change. Give it the master "
+                "weights: with_master_weights(tx, master=...), and init_master_weights."
+            )
+
+
 def start_of(leaf: Any) -> Array:
     """The float32 value [...] of a parameter, at which its master weight starts.
 

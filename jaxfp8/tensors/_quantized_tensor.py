@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.numerics._float32 import LARGEST
@@ -27,10 +29,12 @@ class QuantizedTensor:
     - `values.dtype` is float8_e4m3fn or float8_e5m2.
     - `scale.dtype` is float32 or float8_e8m0fnu.
     - `scale.shape` is `granularity.scale_shape(values.shape)`.
+    - A scale is positive, or NaN.
     - With `power_of_two` every scale is a power of two, or NaN. E8M0 scales need `power_of_two`.
 
-    Operations check the invariants. The constructor does not, so that its fields can be
-    partition specs or types.
+    Operations check the invariants, and the values of scales that are not traced. The constructor
+    does not, so that its fields can be partition specs or types. `jax.tree.map` sees the values and
+    the scale: it may copy, move, stack or index them, and must not compute with them.
 
     Attributes:
       values: [...] FP8 payload.
@@ -79,7 +83,11 @@ class QuantizedTensor:
 
         Args:
           dtype: the dtype of the result; default: the dtype of the array before the cast.
+
+        Raises:
+          ValueError: if a scale that is not traced cannot be that of a cast.
         """
+        check_scale(self, "this QuantizedTensor", "fp8.quantize(x, ...)")
         dtype = jnp.dtype(self.dtype if dtype is None else dtype)
         largest = min(float(jnp.finfo(dtype).max), LARGEST)
         values = self.values.astype(jnp.float32)
@@ -119,13 +127,20 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
 
     Raises:
       TypeError: if it is no `QuantizedTensor`.
-      ValueError: if an invariant does not hold.
+      ValueError: if an invariant does not hold. Values of scales are checked if they are not
+        traced.
 
     Example:
       >>> import jax.numpy as jnp
       >>> import jaxfp8 as fp8
       >>> validate(fp8.quantize(jnp.ones((2, 2)), fp8.E4M3))
     """
+    validate_types(tensor, name)
+    check_scale(tensor, name, "fp8.quantize(x, ...)")
+
+
+def validate_types(tensor: QuantizedTensor, name: str) -> None:
+    """Checks what dtypes and shapes tell; see `validate`."""
     if not isinstance(tensor, QuantizedTensor):
         raise TypeError(
             f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with "
@@ -148,3 +163,45 @@ def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
             f"{name} has E8M0 scales and power_of_two=False. E8M0 scales are powers of two; pass "
             "power_of_two=True."
         )
+
+
+def check_scale(tensor: QuantizedTensor, name: str, cure: str) -> None:
+    """Raise ValueError if a scale cannot be that of a cast. Only arrays are read, not tracers.
+
+    Negation, a zero or an average of the arrays of a tree makes such scales. A program cannot stop
+    for a value, so inside `jax.jit` nothing checks it.
+
+    Args:
+      tensor: the tensor.
+      name: what the error calls it.
+      cure: the call that makes it anew from a changed array x.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> q = fp8.quantize(jnp.ones(2), fp8.E4M3, scale=0.5)
+      >>> check_scale(jax.tree.map(lambda x: -x, q), "q", "fp8.quantize(x, ...)")
+      Traceback (most recent call last):
+      ...
+      ValueError: q has the scale -0.5, which must be positive. ...
+    """
+    for scale in _known(tensor.scale):
+        mantissa = np.frexp(scale)[0]  # 0.5 for powers of two; that of inf is inf
+        fits = np.isnan(scale) | (mantissa == 0.5 if tensor.power_of_two else mantissa > 0)
+        if not np.all(fits):
+            kind = "a power of two" if tensor.power_of_two else "positive"
+            raise ValueError(
+                f"{name} has the scale {scale[~fits].flat[0]}, which must be {kind}. Arithmetic on "
+                "a tree, such as jax.tree.map(lambda x: -x, tree), has changed values and scales. "
+                f"Change the array before the cast, and quantize the result: {cure}."
+            )
+
+
+def _known(scale: Any) -> list[np.ndarray]:
+    """The float32 scales that this process holds. Reading waits until they are computed."""
+    is_array = isinstance(scale, np.ndarray | jax.Array) and not isinstance(scale, jax.core.Tracer)
+    if not is_array or scale.dtype == E8M0.dtype:  # E8M0 has powers of two and NaN only
+        return []
+    if isinstance(scale, jax.Array) and not scale.is_fully_addressable:
+        return [np.asarray(shard.data) for shard in scale.addressable_shards]
+    return [np.asarray(scale)]

@@ -98,8 +98,11 @@ class QuantizedWeight:
     """A weight in FP8, as the matmuls of one recipe read it: a pytree in the place of an array.
 
     A matmul or a layer of jaxfp8 takes it in the place of the weight, and does not cast it. Its
-    gradient is that of the weight, in `dtype`: `fp8.value_and_grad` returns it. It has no
-    arithmetic: `w**2` raises an error, and `jax.tree.map` sees the values and scales.
+    gradient is that of the weight, in `dtype`: `fp8.value_and_grad` returns it.
+
+    It has no arithmetic: `2 * w` raises an error. `jax.tree.map` sees the values and scales. It may
+    copy, move, stack or index them. It must not compute with them: `jax.tree.map(lambda x: 2 * x,
+    w)` stands for 4 times the weight.
 
     It has one copy if the recipe has a scale for each tensor or square tiles, because the forward
     matmul and the one of the gradient of x read the same values then. Otherwise it has two. The
@@ -198,12 +201,22 @@ class QuantizedWeight:
         raise TypeError(
             f"{self} is no array, and only matmuls and layers of jaxfp8 with its recipe take it. "
             "Everywhere else use the weight in high precision, and leave it out of quantize_params "
-            "where it has other uses."
+            "where it has other uses. To change it, change its master weight (optim.master_weights)"
+            " or the weight before the cast, and quantize the result. An optimizer changes it as "
+            "optim.with_master_weights(tx, master=...)."
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuses, as `__jax_array__` does. NumPy calls it."""
         return self.__jax_array__()
+
+    def _refuse(self, *args: Any) -> Any:
+        """Refuses. Python's own error would not say what to write."""
+        return self.__jax_array__()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+    __neg__ = __abs__ = _refuse
 
     def __repr__(self) -> str:
         kept = "" if self.original is None else ", with its original"

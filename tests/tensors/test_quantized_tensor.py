@@ -267,3 +267,25 @@ def test_validate_tiles(change, parts):
 def test_validate_an_array():
     with pytest.raises(TypeError, match=mentions("rhs", "ArrayImpl", "make one with fp8.quantize")):
         validate(jnp.ones(3), "rhs")
+
+
+ARITHMETIC = {
+    "negated": (jnp.negative, False, "positive"),
+    "zeros": (jnp.zeros_like, False, "positive"),
+    "scaled": (lambda x: 0.75 * x, True, "a power of two"),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_arithmetic_on_the_tree(tensor, name):
+    """It changes values and scales. Every operation refuses such scales, unless they are traced."""
+    change, power_of_two, kind = ARITHMETIC[name]
+    q = dataclasses.replace(tensor(fp8.PerAxis(0)), power_of_two=power_of_two)
+    if power_of_two:
+        q = dataclasses.replace(q, scale=jnp.exp2(jnp.round(jnp.log2(q.scale))))
+    changed = jax.tree.map(change, q)
+    for operation in (fp8.QuantizedTensor.dequantize, validate):
+        operation(q)
+        with pytest.raises(ValueError, match=mentions("has the scale", f"must be {kind}", "cast")):
+            operation(changed)
+    jax.eval_shape(fp8.QuantizedTensor.dequantize, changed)

@@ -2,11 +2,14 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import messages
+import numpy as np
+import optax
 import pytest
 from messages import Message
 from same_bits import assert_same_bits
@@ -168,6 +171,27 @@ MESSAGES = {
         ValueError, lambda: WeightAxes(contracted=(0,), batch=(0,)), "batch=(0,)", "each axis once",
         "at least one contracted axis",
     ),
+    "negated": Message(
+        ValueError, lambda: dot(jax.tree.map(jnp.negative, primary())),
+        "rhs, a QuantizedWeight(current, [8, 4] of float32), has the scale -0.002", "be positive",
+        "quantize the result: fp8.quantize_params(params, recipe)",
+    ),
+    "zeros": Message(
+        ValueError, lambda: dot(jax.tree.map(jnp.zeros_like, primary())),
+        "has the scale 0.0", "be positive", "quantize the result",
+    ),
+    "averaged": Message(
+        ValueError,
+        lambda: dot(jax.tree.map(lambda a: 0.75 * a + 0.125 * a, quantize(recipe=TILES)), TILES),
+        "has the scale 0.00", "must be a power of two", "quantize the result",
+    ),
+    "cast by tree.map": Message(
+        ValueError, lambda: dot(jax.tree.map(lambda a: a.astype(jnp.bfloat16), primary())),
+        "values of dtype bfloat16", "must be FP8", "quantize the result: fp8.quantize_params(",
+    ),
+    "updates of arrays": Message(
+        TypeError, lambda: jax.tree.map(jnp.add, {"w": W}, {"w": primary()}), *NO_ARRAY
+    ),
     "as lhs": Message(
         TypeError, lambda: fp8.dot(primary(), X, recipe=CURRENT), "lhs is of type QuantizedWeight",
         "one array is needed", "a right operand",
@@ -177,6 +201,8 @@ MESSAGES = {
     ),
     "jnp": Message(TypeError, lambda: jnp.dot(X, primary()), *NO_ARRAY),
     "operator": Message(TypeError, lambda: X @ primary(), *NO_ARRAY),
+    "times 2": Message(TypeError, lambda: 2 * primary(), *NO_ARRAY[:2], "with_master_weights(tx"),
+    "minus": Message(TypeError, lambda: -primary(), *NO_ARRAY[:2], "optim.master_weights"),
     "jnp.asarray": Message(TypeError, lambda: jnp.asarray(primary()), *NO_ARRAY),
 }  # fmt: skip
 
@@ -184,6 +210,60 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_messages(name):
     messages.check(MESSAGES[name])
+
+
+OPTIMIZERS = {
+    "adamw": (fp8.optim.adamw(0.1), "with_master_weights(tx, master=...)"),
+    "momentum of optax": (optax.sgd(0.1, momentum=0.5), "with_master_weights(tx, master=...)"),
+    "weight decay": (optax.add_decayed_weights(0.1), "with_master_weights(tx, master=...)"),
+    "sgd": (optax.sgd(0.1), "QuantizedWeight"),  # JAX says it
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_without_master_weights(name):
+    tx, mentioned = OPTIMIZERS[name]
+    params, grads = {"w": primary()}, {"w": W}
+    with pytest.raises((TypeError, ValueError), match=re.escape(mentioned)):
+        optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+
+
+RIGHT = {"times 2": lambda w: 2 * w, "zeros": jnp.zeros_like, "minus": jnp.negative}
+
+
+def test_a_weight_is_changed_before_the_cast():
+    """The right way to scale, zero and negate: x @ (2 * w) to the precision of FP8."""
+    got = jax.jit(lambda w: [dot(quantize(f(w), primary=True)) for f in RIGHT.values()])(W)
+    x, w = (np.asarray(each, np.float64) for each in (X, W))
+    for y, factor in zip(got, (2, 0, -1), strict=True):
+        bound = abs(factor) * np.abs(x) @ np.abs(w) / 16  # E4M3 rounds by up to 1/16
+        assert np.all(np.abs(np.asarray(y, np.float64) - factor * x @ w) <= bound)
+
+
+def test_a_program_does_not_read_scales():
+    """A limit that docs/weights.md names: inside jit a negated tree is the weight itself."""
+    negated = jax.jit(lambda w: dot(jax.tree.map(jnp.negative, quantize(w, primary=True))))
+    assert_same_bits(negated(W), jax.jit(lambda w: dot(quantize(w, primary=True)))(W))
+
+
+SENTINEL = object()
+LEAVES = {
+    "types": lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
+    "numpy": np.asarray,
+    "bool": lambda leaf: True,
+    "object": lambda leaf: SENTINEL,
+    "zeros": jnp.zeros_like,
+    "float32": lambda leaf: np.zeros(leaf.shape, np.float32),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_tree_of_any_leaves(name):
+    """JAX, optax and Orbax put other things in the place of arrays, so only matmuls refuse them."""
+    weight = quantize(recipe=TILES)
+    leaves = jax.tree.map(LEAVES[name], weight)
+    assert jax.tree.structure(leaves) == jax.tree.structure(weight)
+    assert "QuantizedWeight(blockwise" in repr(leaves)
 
 
 def test_a_weight_is_a_plain_tree():
