@@ -1,8 +1,8 @@
 """How long kernels take at best: what they attain, and the cost of a matmul by each route.
 
-A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Nothing here
-was measured by this project. What it measured on an H200 since is in docs/when-fp8-pays.md, and is
-not used yet. `_peaks.py` has the figures of chips. `_routes.py` chooses the route
+A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Of what this
+project measured on an H200 (docs/when-fp8-pays.md), only the rates of tiles of 32 are used.
+`_peaks.py` has the figures of chips. `_routes.py` chooses the route
 of a matmul. `_cast_costs.py` has the cost of casts.
 
 Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
@@ -37,10 +37,11 @@ XLA_TILE_RATE = 1e12
 # Bytes for each E8M0 scale that XLA converts for a kernel that reads float32. 1 is read, and 4 are
 # written.
 _CONVERTED = 5
-# The most that Hopper's Pallas matmul reaches with tiles of 32, as a share of bfloat16's rate. Key:
-# whether the tiles of the right operand are squares. Every sum of 32 products is scaled in float32.
-# That keeps the float32 lanes as busy as the tensor cores.
-_OF_BF16 = {False: 0.67, True: 1.6}
+# What Hopper's Pallas matmul reaches with tiles of 32, as a share of bfloat16's rate, measured on
+# an H200 (benchmarks/results/h200.json, 8192 cubed). Key: whether the tiles of the right operand
+# are squares. Every sum of 32 products is scaled in float32. That keeps the float32 lanes busier
+# than the tensor cores. (By the rates of both, 0.67 and 1.6 would be possible.)
+_OF_BF16 = {False: 0.38, True: 0.69}
 # Limits of the Pallas matmul for Hopper. It steps along K by 128. It copies boxes of 8 rows. It
 # reads E8M0 scales of rhs as bytes if lhs has at most 128 rows.
 WHOLE_TILE = 128

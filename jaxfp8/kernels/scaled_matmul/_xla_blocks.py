@@ -13,6 +13,7 @@ Letters: T the side of a tile along a contracted axis.
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -52,7 +53,12 @@ def fold(operand: QuantizedTensor) -> Array:
         expanded = [
             operand.granularity.expand(each.astype(dtype), values.shape) for each in factors(scale)
         ]
-        values = times(values, expanded)
+        if dtype == jnp.float32:
+            values = times(values, expanded)
+        else:
+            # GPUs keep subnormal numbers, so XLA may multiply factors first. With a bound between
+            # them XLA would write a padded operand once more.
+            values = functools.reduce(operator.mul, expanded, values)
         # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as
         # large as the operand.
         return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
