@@ -134,7 +134,8 @@ class Checkpoints:
     def restore(self, like: dict[str, Any]) -> dict[str, Any]:
         """Read the newest checkpoint into the tree of `like`.
 
-        The entry "state" must be the quantizer state. `fp8.check_state` checks it.
+        The entry "state" must be the quantizer state. `fp8.check_state` checks it, also against
+        the weights in the entry "params".
         """
         self.check()
         step = self.steps()[-1]
@@ -145,7 +146,9 @@ class Checkpoints:
         try:
             with ocp.StandardCheckpointer() as checkpointer:
                 arrays = checkpointer.restore(self.directory / str(step) / "arrays", like)
-            arrays["state"] = fp8.check_state(arrays["state"], like=like["state"])
+            arrays["state"] = fp8.check_state(
+                arrays["state"], like=like["state"], params=arrays["params"]
+            )
         except Exception as error:  # the file may be of another version of Orbax
             raise self._damaged(step, in_one_line(error)) from None
         return arrays

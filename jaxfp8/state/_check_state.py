@@ -13,9 +13,10 @@ from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import PyTree
 from jaxfp8.quantizers._base import RowState
 from jaxfp8.quantizers._faults import Fault
+from jaxfp8.state._check_weights import Place, check_readable, check_weights
 from jaxfp8.state._hosts import on_host
 from jaxfp8.state._identity import layout
-from jaxfp8.state._saved_tree import parts_of
+from jaxfp8.state._saved_tree import names_of, parts_of
 from jaxfp8.state._settle import all_set
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
 from jaxfp8.state._tags import same_fingerprint, tag_fits, why_not
@@ -24,10 +25,12 @@ from jaxfp8.state._unset import fingerprints, same_rows, unset_state
 _SHOWN = 10  # faults that a message lists
 
 
-def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
+def check_state(
+    state: PyTree, like: PyTree, *, params: PyTree | None = None, repair: bool = False
+) -> PyTree:
     """Checks a state that was restored from a file (Orbax, npz, ...), and returns it.
 
-    Four things are checked:
+    Five things are checked:
 
     - The tree.
     - Shapes and dtypes.
@@ -35,6 +38,13 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
     - Values, by `faults` of the quantizer. With `Delayed` a history must be finite and not
       negative. A scale must be unset, or be the scale that the amaxes of its history give. For a
       quantizer of your own, only the ranges are checked, unless it overrides `faults`.
+    - The weights, if `params` is given. Without it, the state of another model with equal shapes
+      passes, and weights may saturate.
+
+    A weight may be up to 4 times larger than its scale allows, because a step of training changes
+    it. It may be 3584 times smaller in E4M3, and 10^8 times in E5M2. Such weights keep their
+    precision. Unset rows and recipes without state fit all weights, and so does `static()`. It has
+    its scales in the recipe. Amaxes of x and g are not checked, because only a step shows them.
 
     With `Delayed`, two edits of a file are not found, because a training step can produce the same
     values. The first edit changes a history and its scale together. The second edit makes a scale
@@ -43,13 +53,20 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
     history to compare a scale with.
 
     One kind of correct row is refused: the history just dropped an entry that is more than 2^20
-    times its largest other entry. `repair` unsets such a row.
+    times its largest other entry. `repair` unsets such a row. With `params`, a state may be refused
+    if a weight that started at 0 grew more than 4 times in one of the first steps.
 
     Args:
       state: the restored tree of states. It may have a dict of arrays in the place of each state,
         as in a file that is read without a target.
       like: a fresh state tree of the model, from `fp8.init_state` or the model's `init`, or its
         types (`jax.eval_shape`). Its layers may have different recipes.
+      params: the weights that the state will be used with: `variables["params"]` of linen,
+        `nnx.state(model, nnx.Param)`, or a tree of your own. Their amaxes are computed where the
+        weights are. A `QuantizedWeight` holds its amax. In your own tree a weight is at the path of
+        its state, or is the only array of two or more axes below it. In a layer it is `kernel`, or
+        the only such array beside its state. Write None at the path of a state whose matmul has no
+        weight. Weights of stacked states are stacked along leading axes.
       repair: whether to unset the bad rows, and list them in a warning. The next step uses the
         current amaxes of their tensors, as a first step does. If arrays have other shapes, the
         whole state of that matmul is unset.
@@ -59,7 +76,8 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
 
     Raises:
       FP8StateError: if a check fails. The message names each array, its value and the cure. If the
-        trees differ, the error is raised with `repair=True`, too.
+        trees differ, or a weight does not fit, the error is raised with `repair=True`, too. Also
+        if `params` does not show the weight of a state.
 
     Warns:
       UserWarning: with `repair=True`, if a check fails. It lists the rows that were unset.
@@ -73,14 +91,26 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
       Traceback (most recent call last):
       ...
       jaxfp8._errors.FP8StateError: 1 fault in the quantizer state: ...
+
+      >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+      >>> recipe = fp8.recipes.delayed()
+      >>> loss = lambda w, state: fp8.dot(x, w, recipe=recipe, state=state).sum()
+      >>> _, _, state = fp8.value_and_grad(loss)(w, like)
+      >>> state = fp8.check_state(state, like, params=w)
+      >>> fp8.check_state(state, like, params=1000 * w)
+      Traceback (most recent call last):
+      ...
+      jaxfp8._errors.FP8StateError: the quantizer state does not fit the weights of params ...
     """
-    checked, found = [], []
+    check_readable(params)
+    checked, found, places = [], [], []
     for place, expected, part in parts_of(state, like):
         arrays = _arrays(part, place)
         wrong = list(_faults(part, arrays, expected))
         found += [_described(place, arrays, expected, fault) for fault in wrong]
         frozen = part.frozen if isinstance(part, MatmulState) else expected.frozen
         mended = dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen)
+        places.append(place)
         checked.append(dataclasses.replace(mended, settled=expected.settled and all_set(mended)))
     if found:
         text = f"{len(found)} fault{'s' * (len(found) > 1)} in the quantizer state:\n" + "\n".join(
@@ -94,6 +124,10 @@ def check_state(state: PyTree, like: PyTree, *, repair: bool = False) -> PyTree:
                 "target first: flax.serialization.msgpack_restore."
             )
         warnings.warn(f"{text}\nThese rows were unset (repair=True).", stacklevel=2)
+    if params is not None:
+        paths = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_state)
+        names = [names_of(path) for path, _ in paths]
+        check_weights(list(map(Place, places, names, checked)), params)
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_state), checked)
 
 
