@@ -94,7 +94,7 @@ class BFloat16(AbstractMomentFormat):
         up = bits + low
         kept = jnp.where(jnp.isfinite(x), up, bits) & jnp.uint32(0xFFFF0000)
         rounded = lax.bitcast_convert_type(kept, jnp.float32).astype(jnp.bfloat16)
-        return jnp.where(jnp.isnan(x), jnp.bfloat16(jnp.nan), rounded)
+        return jnp.where(jnp.isnan(x), np.array(np.nan, jnp.bfloat16), rounded)
 
     def unpack(self, stored: Array) -> Array:
         return lax.optimization_barrier(stored).astype(jnp.float32)

@@ -54,7 +54,7 @@ class ScaleInputs(NamedTuple):
         A call costs a read of x.
       stored: f32[], `RowState.scale` of a stateful quantizer; None for other quantizers.
       all_set: whether the stored scale is known to be set.
-      multiplier: f32[], the inverse of `stored`, NaN if it is unset; None if it was not computed.
+      multiplier: f32[], `stored_multiplier` of `stored`; None if it was not computed.
 
     Example:
       >>> import jax.numpy as jnp
@@ -142,8 +142,7 @@ class AbstractQuantizer(abc.ABC):
             return self.scale_of_amax(inputs.amax(granularity))
         multiplier = inputs.multiplier
         if multiplier is None:
-            multiplier = inverse(inputs.stored)
-            multiplier = jnp.where(inputs.stored > 0, multiplier, jnp.float32(jnp.nan))
+            multiplier = stored_multiplier(inputs.stored, inputs.stored > 0, inputs.all_set)
         stored = KnownScale(multiplier, inputs.stored)
         if inputs.all_set:
             return stored
@@ -209,6 +208,22 @@ class AbstractQuantizer(abc.ABC):
         `update` never writes.
         """
         return faults_of_values(*map(np.asarray, row))
+
+
+def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
+    """The inverse of stored scales [...] float32, and a mark where they are unset.
+
+    The mark is 0, with which `choose_scale` takes the current amax. It is not NaN, because
+    `jax_debug_nans` would stop at the first step of each run. With `all_set` no amax is computed.
+    A scale that is unset after all then has the multiplier NaN, which spoils the result.
+
+    Example:
+      >>> scale = jnp.float32([4.0, 0.0])
+      >>> stored_multiplier(scale, scale > 0, all_set=False)
+      Array([0.25, 0.  ], dtype=float32)
+    """
+    multiplier = inverse(jnp.where(is_set, scale, np.float32(1.0)))
+    return jnp.where(is_set, multiplier, np.float32(np.nan if all_set else 0.0))
 
 
 def check_value_format(format: Format) -> None:

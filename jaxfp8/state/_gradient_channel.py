@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, PyTree
@@ -121,8 +122,8 @@ def _scales(state: MatmulState) -> Array:
     A multiplier of 1 keeps a broken row from being taken for an unset one.
     """
     known, broken = known_scales(state), _broken(state)
-    multipliers = jnp.where(broken, jnp.float32(1.0), known[..., 0, :])
-    scales = jnp.where(broken, jnp.float32(jnp.nan), known[..., 1, :])
+    multipliers = jnp.where(broken, np.float32(1.0), known[..., 0, :])
+    scales = jnp.where(broken, np.float32(np.nan), known[..., 1, :])
     return jnp.stack([multipliers, scales], axis=-2)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array
 from jaxfp8.numerics._float32 import TINY
-from jaxfp8.numerics._scale import inverse
+from jaxfp8.quantizers._base import stored_multiplier
 from jaxfp8.state._ledger import BINS
 from jaxfp8.state._state import LEAVES, MatmulState
 from jaxfp8.state._tags import same_fingerprint, tag_fits, why_not
@@ -158,17 +158,18 @@ def known(state: MatmulState) -> MatmulState:
 def known_scales(state: MatmulState) -> Array:
     """The encoding multiplier and the scale of each row, f32[..., 2, R].
 
-    The multiplier is NaN for a row that is unset. A row that does not pass `known` counts as unset.
+    The multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
+    not pass `known` counts as unset.
 
     Example:
       >>> import jaxfp8 as fp8
       >>> known_scales(fp8.init_state(fp8.recipes.delayed()))
-      Array([[nan, nan, nan],
-             [ 0.,  0.,  0.]], dtype=float32)
+      Array([[0., 0., 0.],
+             [0., 0., 0.]], dtype=float32)
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
-    multipliers = inverse(jnp.where(is_set, state.scale, jnp.float32(jnp.nan)))
+    multipliers = stored_multiplier(state.scale, is_set, state.settled)
     # Rows are the last axis, as in all arrays of a state: see `explained`.
     return jnp.stack([multipliers, state.scale], axis=-2)
 
