@@ -12,7 +12,7 @@ from jaxfp8.comms._exchange import Slices, exchange, gather, sum_in_order
 from jaxfp8.comms._sum_methods import AutoScaledFP8
 from jaxfp8.comms._sum_state import GradientSumState, Sums, next_row
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._float32 import TINY, widened
+from jaxfp8.numerics._float32 import LARGEST, TINY, widened
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.numerics._scale import encoding_multiplier, inverse
@@ -47,23 +47,35 @@ def whole_sum(
     payload = saturating_cast(x, multiplier, method.format)
     total, clipped_sums = _sum(payload, slices, names, also, method)
 
-    magnitude = jnp.abs(widened(x))
+    share = total * np.float32(1 / slices.devices) if mean else total
+    # This changes no value. Without it XLA multiplies the inverse by the number first, and the
+    # product may be below 2^-126. Then it is zero, and so are all gradients.
+    share = jnp.clip(share, -method.format.max, method.format.max)
+    result = share * inverse(multiplier)
+
+    # `widened` would clip a float64 above the largest float32, and nothing would count that.
+    magnitude = jnp.abs(x if x.dtype == jnp.float64 else widened(x))
+    # A mean is in the range of float32. Above it, it is rounded, not clipped.
+    beyond = jnp.float32(0) if mean else _count(jnp.abs(result) > LARGEST)
     counts = jnp.stack(
         [
-            _count(magnitude * multiplier > method.format.max),
-            _count((magnitude >= TINY) & (payload.astype(jnp.float32) == 0)),
+            _count(magnitude * multiplier.astype(magnitude.dtype) > method.format.max),
             clipped_sums,
+            # All devices have the same sums. The first one counts those that are clipped. All count
+            # those that are lost, because `underflowed` is a mean over the devices.
+            jnp.where(_is_first(names), beyond, 0.0),
+            _count(_is_not_zero(x) & (payload.astype(jnp.float32) == 0)),
+            _count((total != 0) & (jnp.abs(result) < TINY)),
         ]
     )
-    clipped, underflowed, clipped_sums = lax.psum(counts, everywhere)
+    clipped, clipped_sums, beyond, underflowed, lost_sums = lax.psum(counts, everywhere)
     size = math.prod(slices.shape) * (lax.axis_size(also) if also else 1)
-    sums = Sums(largest, clipped + clipped_sums, underflowed, size, slices.devices)
-
-    # The number of devices first: a small inverse divided by it could be below 2^-126.
-    total = total * np.float32(1 / slices.devices) if mean else total
+    sums = Sums(
+        largest, clipped + clipped_sums, beyond, underflowed + lost_sums, size, slices.devices
+    )
     # Finite gradients have a finite multiplier. Without the select, a NaN of one device would be
     # the NaN of its element only, and all others would have a scale that means nothing.
-    result = jnp.where(largest < jnp.inf, total * inverse(multiplier), jnp.nan)
+    result = jnp.where(largest < jnp.inf, jnp.clip(result, -LARGEST, LARGEST), jnp.nan)
     return result, next_row(row, sums, method)
 
 
@@ -104,14 +116,28 @@ def _sum(
     # a sum that overflowed. (NCCL clips such sums, by its src/device/reduce_kernel.h. XLA:CPU does
     # not.) If gradients are not finite, the result does not matter.
     overflowed = pmax(jnp.any(~jnp.isfinite(total)).astype(jnp.float32), also) > 0
-    first = lax.axis_index(names) == 0
 
     def as_it_is(payload: Array) -> tuple[Array, Array]:
         del payload
-        return total, jnp.where(first, _count(jnp.abs(total) >= largest), 0.0)
+        return total, jnp.where(_is_first(names), _count(jnp.abs(total) >= largest), 0.0)
 
     branches: tuple[Callable[[Array], tuple[Array, Array]], ...] = (by_exchange, as_it_is)
     return lax.cond(overflowed, *branches, payload)
+
+
+def _is_first(names: tuple[str, ...]) -> Array:
+    """Whether this device is the first of those that are summed."""
+    return lax.axis_index(names) == 0
+
+
+def _is_not_zero(x: Array) -> Array:
+    """Whether values are not zero. A subnormal is not, although XLA:CPU compares it like a zero.
+
+    LLVM makes such a comparison of a test of all bits, so only the mantissa is tested. A subnormal
+    has one.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return (x != 0) | (bits & ((1 << jnp.finfo(x.dtype).nmant) - 1) != 0)
 
 
 def _count(which: Array) -> Array:

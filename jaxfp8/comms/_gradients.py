@@ -8,7 +8,7 @@ from jax import lax
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _auto_scaled, _two_phase
 from jaxfp8.comms._exchange import Slices
-from jaxfp8.comms._plain_sums import ALIGNED, in_high_precision, is_small, scaled
+from jaxfp8.comms._plain_sums import ALIGNED, in_bfloat16, in_high_precision, is_small
 from jaxfp8.comms._sum_leaves import (
     check_state_varies_not,
     has_no_values,
@@ -34,7 +34,8 @@ def all_reduce_gradients(
 
     Call it inside `jax.shard_map`, with the gradients of each device's own batch. The types of the
     results do not vary over the mesh axes. On a mesh axis of one device nothing is rounded. Leaves
-    of dtype float0 (gradients of integers) are returned as they are.
+    of dtype float0 (gradients of integers) are returned as they are. Finite gradients give finite
+    results: a sum above the largest float32 is clipped to it.
 
     Args:
       grads: a tree of [...] floating point, one gradient of each device.
@@ -78,6 +79,9 @@ def all_reduce_gradients(
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
 
+    def psum(x: Array) -> Array:
+        return lax.psum(x, names)
+
     def reduced(
         path: str, x: Array, row: GradientSumState | None
     ) -> tuple[Array, GradientSumState | None]:
@@ -87,9 +91,9 @@ def all_reduce_gradients(
         if not isinstance(method, BFloat16Sum):
             x = not_differentiated(x)
         if devices == 1 or is_small(x, devices, method):
-            return in_high_precision(x, method, factor, lambda x: lax.psum(x, names)), row
+            return in_high_precision(x, method, devices, factor, psum), row
         if isinstance(method, BFloat16Sum):
-            return scaled(lax.psum(x.astype(jnp.bfloat16), names), factor, x.dtype), row
+            return in_bfloat16(x, devices, factor, psum), row
         slices = Slices(x.shape, devices, getattr(method, "group", ALIGNED))
         if isinstance(method, TwoPhaseFP8):
             return _two_phase.whole_sum(x, slices, names, method, factor), row

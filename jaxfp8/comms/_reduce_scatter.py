@@ -10,7 +10,7 @@ from jax import lax
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _two_phase
 from jaxfp8.comms._exchange import Slices
-from jaxfp8.comms._plain_sums import in_high_precision, is_small, scaled
+from jaxfp8.comms._plain_sums import in_bfloat16, in_high_precision, is_small
 from jaxfp8.comms._sum_leaves import (
     has_no_values,
     local_gradients,
@@ -81,9 +81,9 @@ def reduce_scatter_gradients(
             return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
         if devices == 1 or is_small(x, devices, method):
-            return in_high_precision(x, method, factor, scatter)
+            return in_high_precision(x, method, devices, factor, scatter)
         if isinstance(method, BFloat16Sum):
-            return scaled(scatter(x.astype(jnp.bfloat16)), factor, x.dtype)
+            return in_bfloat16(x, devices, factor, scatter)
         x = not_differentiated(x)
         slices = Slices(x.shape, devices, method.group, axis)
         return slices.shard(_two_phase.slice_sum(x, slices, names, method, factor))

@@ -14,7 +14,8 @@ Reduction: TypeAlias = Literal["exchange", "all_reduce"]
 class BFloat16Sum:
     """The sum in bfloat16, by one all-reduce. This is the default. It has no state.
 
-    It sends half of the bytes of float32.
+    It sends half of the bytes of float32. Values are divided by a power of two before the sum, so
+    that finite gradients have a finite sum.
 
     Attributes:
       min_size: gradients with fewer values are summed in float32.
@@ -39,7 +40,7 @@ class TwoPhaseFP8:
     order of the devices. It quantizes the sum, and all devices gather it (all-gather).
 
     It sends 0.26 times the bytes of a float32 all-reduce: one byte for each value and one scale for
-    each group. Each value is rounded twice.
+    each group. Each value is rounded twice. Finite gradients have finite sums.
 
     Attributes:
       format: the FP8 format of the values.
@@ -85,7 +86,10 @@ class AutoScaledFP8:
 
     mu is state, one number for each gradient. If more than `max_saturated` of the values of a step
     are clipped, mu is halved for the next step. Otherwise it grows by `2**(1 / growth_steps)`. A
-    step with only zeros, or with inf or NaN, leaves it.
+    step with only zeros, or with inf or NaN, leaves it. mu stays between 2^-20 and 2^20.
+
+    Finite gradients have finite sums. `GradientSumState` counts values that are clipped or become
+    zero.
 
     Attributes:
       format: the FP8 format of payloads and sums.

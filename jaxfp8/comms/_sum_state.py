@@ -10,8 +10,10 @@ import numpy as np
 
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms._sum_methods import AutoScaledFP8, SumMethod, check_method
+from jaxfp8.numerics._float32 import TINY
 
 _LARGEST_MU = 2.0**20
+_SMALLEST_MU = 2.0**-20
 
 
 class GradientSumState(NamedTuple):
@@ -26,8 +28,9 @@ class GradientSumState(NamedTuple):
       nonfinite_steps: int32, how many steps had an inf or NaN. Their gradients are NaN.
       saturated: float32, the share of values that the last finite step clipped. A value that
         several devices clip counts several times.
-      underflowed: float32, the share of values that were not zero, and whose payload was, in the
-        last finite step. It is a mean over the devices.
+      underflowed: float32, the share of values that were not zero and became zero, in the last
+        finite step. It is a mean over the devices. A value below 2^-126 becomes zero. A result
+        below 2^-126 counts as a value of each device.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +52,8 @@ class Sums(NamedTuple):
 
     Attributes:
       amax: float32, the largest amax of all devices; inf if one has an inf or NaN.
-      saturated: float32, how many values were clipped.
+      saturated: float32, how many values were clipped to the range of the format.
+      beyond: float32, how many sums were clipped to the range of float32. mu cannot change that.
       underflowed: float32, how many values became zero, on all devices together.
       size: how many values the gradient has.
       devices: how many devices were summed.
@@ -57,6 +61,7 @@ class Sums(NamedTuple):
 
     amax: Array
     saturated: Array
+    beyond: Array
     underflowed: Array
     size: int
     devices: int
@@ -166,7 +171,7 @@ def next_row(row: GradientSumState, sums: Sums, method: AutoScaledFP8) -> Gradie
     """
     finite = sums.amax < jnp.inf
     # Zeros say nothing about mu. They would let it grow until the first other gradient is clipped.
-    tells = finite & (sums.amax > 0)
+    tells = finite & (sums.amax >= TINY)
     # Counts are compared, not shares: XLA:CPU divides by a constant with an error of one ulp.
     limit = math.floor(fractions.Fraction(repr(method.max_saturated)) * sums.size)
     halve = tells & (sums.saturated > limit)
@@ -175,12 +180,13 @@ def next_row(row: GradientSumState, sums: Sums, method: AutoScaledFP8) -> Gradie
         growth = np.float32(2.0 ** (1 / method.growth_steps))
         quiet = jnp.where(tells, jnp.where(halve, 0, quiet + 1), quiet)
         grown = jnp.where(quiet > method.patience, jnp.minimum(mu * growth, _LARGEST_MU), mu)
-        moved = jnp.where(halve, mu * 0.5, grown)
+        # The multiplier has a least value. At that, halving would go on until mu is 0 for ever.
+        moved = jnp.where(halve, jnp.maximum(mu * 0.5, _SMALLEST_MU), grown)
         mu = jnp.where(tells, moved, mu)
     else:
         halve = jnp.zeros_like(halve)
-    share = jnp.minimum(sums.saturated / sums.size, 1.0)
-    lost = sums.underflowed / (float(sums.size) * sums.devices)
+    share = jnp.minimum((sums.saturated + sums.beyond) / sums.size, 1.0)
+    lost = jnp.minimum(sums.underflowed / (float(sums.size) * sums.devices), 1.0)
     return GradientSumState(
         mu=mu,
         quiet_steps=quiet,

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
 
+MAX = float(np.finfo(np.float32).max)
+
 
 def two_phase(grads, *, group=128, rule="power_of_two", fmt="E4M3", mean=True):
     """(the slice of each device in float32 [devices, n], the gathered sum like a gradient)"""
@@ -48,7 +50,10 @@ def multiplier_of(grads, mu=1.0, *, scaling="auto", power_of_two=True, fmt="E4M3
 
 
 def auto_scaled(grads, mu=1.0, *, mean=True, fmt="E4M3", **how):
-    """(the sum, how many values were clipped, how many became zero)"""
+    """(the sum, how many values were clipped, how many became zero on all devices)
+
+    A sum beyond float32 is clipped, too. A result below 2^-126 is zero for all devices.
+    """
     m = multiplier_of(grads, mu, fmt=fmt, **how)
     payload = oracle.cast(grads, m, fmt).view(oracle.DTYPE[fmt]).astype(np.float32)
     total = payload[0]
@@ -60,7 +65,11 @@ def auto_scaled(grads, mu=1.0, *, mean=True, fmt="E4M3", **how):
     rounded = oracle.nearest_codes(total, fmt).view(oracle.DTYPE[fmt]).astype(np.float32)
     if mean:
         rounded = rounded * np.float32(1 / len(grads))
-    return rounded * oracle.inverse(m), clipped, zeros
+    result = rounded.astype(np.float64) * oracle.inverse(m).astype(np.float64)
+    lost = np.abs(result) < oracle.TINY
+    zeros += len(grads) * np.sum(lost & (total != 0))
+    clipped += 0 if mean else np.sum(np.abs(result) > MAX)
+    return np.float32(np.clip(np.where(lost, 0 * result, result), -MAX, MAX)), clipped, zeros
 
 
 def heavy_tailed(*shape, seed=0):
