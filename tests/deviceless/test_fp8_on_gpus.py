@@ -97,7 +97,11 @@ def test_matmuls_read_fp8(chip, options, setup, row):
 
 def check_operands(setup, row, given, matmuls):
     recipe, by_blackwell = setup.recipe, setup.kernels.matmuls == "cudnn"
-    assert all(by_blackwell == (None not in matmul.scales) for matmul in matmuls if recipe.tile)
+    assert all(
+        by_blackwell == all(s is not None for s in matmul.scales)
+        for matmul in matmuls
+        if recipe.tile
+    )
     ran = {matmul.name for matmul in matmuls}
     assert ran == {name for name in ("fprop", "dgrad", "wgrad") if getattr(recipe, name).in_fp8}
     assert not off_grid(recipe, matmuls)
