@@ -78,6 +78,7 @@ def test_bytes_of_a_sum(devices, method, bytes_share):
 def test_xla_keeps_an_all_reduce_of_fp8(devices):
     """It is neither widened nor split. The exchange runs only if a sum overflows."""
     program = compiled(devices, AutoScaledFP8(reduction="all_reduce"))
+    # The small gradient is sent twice, in float32.
     assert_wire_dtype(program, "all-reduce", fp8.E4M3, at_least=10_000)
     report = wire_report(program)
     (whole,) = report.only(kind="all-reduce", dtype=fp8.E4M3).transfers
