@@ -66,7 +66,8 @@ def check_state(
         weights are. A `QuantizedWeight` holds its amax. In your own tree a weight is at the path of
         its state, or is the only array of two or more axes below it. In a layer it is `kernel`, or
         the only such array beside its state. Write None at the path of a state whose matmul has no
-        weight. Weights of stacked states are stacked along leading axes.
+        weight, or reads a function of it. Weights of stacked states are stacked along leading axes,
+        or shared by all layers.
       repair: whether to unset the bad rows, and list them in a warning. The next step uses the
         current amaxes of their tensors, as a first step does. If arrays have other shapes, the
         whole state of that matmul is unset.

@@ -29,8 +29,9 @@ MOST_GROWTH = 4.0
 """How many times the amax of a weight may exceed the largest value that its scale can hold.
 
 One step of training makes a weight larger than the state has seen. Weights that start at 0 grow
-most: with Adam and linear warm-up to 3 times in their second step. A weight of normal numbers that
-is 4 times too large has a relative error of 0.32 (0.07 at 2 times, 0.026 if nothing saturates).
+most: with Adam and linear warm-up from 0 to 3 times in their second step. A weight of normal
+numbers that is 4 times too large has a relative error of 0.32 (0.07 at 2 times, 0.026 if nothing
+saturates).
 """
 LEAST_NORMALS = 8.0
 """How many times the smallest normal value the amax of a weight must be, in units of its scale.
@@ -64,20 +65,24 @@ def check_weights(places: Sequence[Place], params: PyTree) -> None:
         [place for place in places if any(row.tensor == "w" for row in place.state.rows)], params
     )
     # All reductions are started before the first result is read.
-    amaxes = [_amaxes(weight, place.state.scale.ndim - 1) for place, _, weight in weights]
+    amaxes = [_amaxes(weight, _stacked(weight, place)) for place, _, weight in weights]
     lines: list[str] = []
     for (place, name, _), amax in zip(weights, map(_known, amaxes), strict=True):
         scales = on_host(place.state.scale)
         for r, row in enumerate(place.state.rows):
             if row.tensor == "w":
-                lines += _misfits(f"{place.shown}.scale", name, row, scales[..., r], amax, r)
+                scale = scales[..., r]
+                of_each = np.broadcast_to(amax, scale.shape)  # layers may share one weight
+                lines += _misfits(f"{place.shown}.scale", name, row, scale, of_each, r)
     if lines:
         raise FP8StateError(
             f"the quantizer state does not fit the weights of params ({len(lines)} "
             f"scale{'s' * (len(lines) > 1)}):\n{_listed(lines)}\nRestore params and state of one "
             "step of one run. With other weights start from a fresh state, such as like: the next "
             "step takes current amaxes. repair=True does not mend it, because the rows of x and g "
-            "belong to the other weights, too."
+            "belong to the other weights, too. If a matmul does not multiply by the parameter "
+            "itself, but by w / 8 for instance, put the array that it reads at the path of its "
+            "state in params, or None."
         )
 
 
@@ -159,7 +164,7 @@ def _weights_of(places: Sequence[Place], params: PyTree) -> list[tuple[Place, st
         if len(claim) == 1 and leaf is None:
             continue  # the user says that this matmul has no weight
         name = ", ".join(map("/".join, claim)) or "params"
-        fault = _fault(claim, name, readers, leaf, place.state.scale.shape[:-1])
+        fault = _fault(claim, name, readers, leaf, place)
         if fault:
             lines.append(f"  {place.shown}: {fault}")
             lost.append(place)
@@ -209,9 +214,7 @@ def _is_float(leaf: Any) -> bool:
     return hasattr(leaf, "ndim") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _fault(
-    claim: list[Path], name: str, readers: Counter[Path], leaf: Any, lead: tuple[int, ...]
-) -> str:
+def _fault(claim: list[Path], name: str, readers: Counter[Path], leaf: Any, place: Place) -> str:
     """Why the arrays that a state claims do not show its weight; "" if they do."""
     if not claim:
         return "params has no weight there, nor beside it"
@@ -221,13 +224,24 @@ def _fault(
         return f"{name} may be the weight of another state, too"
     if not _is_float(leaf):
         return f"{name} is of type {type(leaf).__name__}, and no array of floats with a known amax"
+    lead = place.state.scale.shape[: _stacked(leaf, place)]
     array: Any = leaf.amaxes if isinstance(leaf, QuantizedWeight) else leaf
     if array.shape[: len(lead)] != lead:
         return (
             f"{name} has shape {list(leaf.shape)}. The states are stacked as {list(lead)}, so its "
-            "leading axes must be these. Move its axes (jnp.moveaxis)"
+            "leading axes must be these. Move its axes (jnp.moveaxis). If the layers share it, "
+            "repeat it for each (jnp.broadcast_to)"
         )
     return ""
+
+
+def _stacked(weight: Any, place: Place) -> int:
+    """Along how many leading axes a weight is stacked as its state is; 0 if layers share it.
+
+    A weight has two axes of its own at least. So an array with fewer is that of all layers.
+    """
+    lead = place.state.scale.ndim - 1
+    return lead if len(weight.shape) >= lead + 2 else 0
 
 
 def _amaxes(weight: Any, stacked: int) -> Any:

@@ -286,6 +286,16 @@ def test_a_tree_of_your_own():
     fp8.check_state(state, like, params=in_fp8({"one": one, "stack": np.stack([one, one])}))
 
 
+@pytest.mark.parametrize("size", [2, 4])  # of rows: as many as layers, or more
+def test_layers_may_share_a_weight(size):
+    like = fresh(RECIPE)["stack"]
+    w = np.full((size, 4), 1e-5, np.float32)
+    w[0] = 1
+    fp8.check_state(remembers(jnp.float32(1), like), like, params=w)
+    with pytest.raises(fp8.FP8StateError, match=r"\(2 scales|1 more layers"):
+        fp8.check_state(remembers(jnp.float32(1), like), like, params=1000 * w)
+
+
 @pytest.mark.parametrize(
     ("params", "match"),
     [
