@@ -35,7 +35,7 @@ def all_reduce_gradients(
     Call it inside `jax.shard_map`, with the gradients of each device's own batch. The types of the
     results do not vary over the mesh axes. On a mesh axis of one device nothing is rounded. Leaves
     of dtype float0 (gradients of integers) are returned as they are. Finite gradients give finite
-    results: a sum above the largest float32 is clipped to it.
+    results: a sum above the largest value of its dtype, float32 at most, is clipped to it.
 
     Args:
       grads: a tree of [...] floating point, one gradient of each device.

@@ -15,7 +15,8 @@ class BFloat16Sum:
     """The sum in bfloat16, by one all-reduce. This is the default. It has no state.
 
     It sends half of the bytes of float32. Values are divided by a power of two before the sum, so
-    that finite gradients have a finite sum. So values below `2 * devices * 2^-126` may become 0.
+    that finite gradients have a finite sum. It is the number of devices, rounded up. Values below
+    2^-126 times this power may become 0.
 
     Attributes:
       min_size: gradients with fewer values are summed in float32.
