@@ -57,15 +57,15 @@ def test_tiles_on_hopper(recipe, chip):
 def test_tiles_of_32_on_hopper():
     """Its matmul scales each 32 products, which takes longer than XLA's in bfloat16.
 
-    Squares on the right take less. Of few tokens the bytes count, and they are half.
+    Squares on the right take less, yet longer than XLA's: an H200 ran a layer at 0.66 of bfloat16's
+    speed, and at 0.81 by XLA. Of few tokens the bytes count, and they are half.
     """
     chosen = lambda recipe, shape: [
         choice.backend for choice in by_part(fp8.Kernels("h200"), recipe, shape).values()
     ]
-    assert chosen(fp8.recipes.mxfp8(), SHAPE) == ["mosaic"] * 3 + ["xla"] * 3
-    squares = fp8.recipes.mxfp8(w_tile_dim=2)
-    assert chosen(squares, SHAPE) == ["mosaic"] * 5 + ["xla"]
-    assert chosen(fp8.recipes.mxfp8(), (64, 4096, 8192)) == ["mosaic"] * 5 + ["xla"]
+    for recipe in (fp8.recipes.mxfp8(), fp8.recipes.mxfp8(w_tile_dim=2)):
+        assert chosen(recipe, SHAPE) == ["mosaic"] * 3 + ["xla"] * 3
+        assert chosen(recipe, (64, 4096, 8192)) == ["mosaic"] * 5 + ["xla"]
 
 
 @needs_mosaic
