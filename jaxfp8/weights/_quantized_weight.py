@@ -216,7 +216,8 @@ class QuantizedWeight:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
-    __neg__ = __abs__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
+    __neg__ = __pos__ = __abs__ = _refuse
 
     def __repr__(self) -> str:
         kept = "" if self.original is None else ", with its original"

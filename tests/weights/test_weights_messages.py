@@ -202,6 +202,7 @@ MESSAGES = {
     "jnp": Message(TypeError, lambda: jnp.dot(X, primary()), *NO_ARRAY),
     "operator": Message(TypeError, lambda: X @ primary(), *NO_ARRAY),
     "times 2": Message(TypeError, lambda: 2 * primary(), *NO_ARRAY[:2], "with_master_weights(tx"),
+    "remainder": Message(TypeError, lambda: primary() % 2, *NO_ARRAY),
     "minus": Message(TypeError, lambda: -primary(), *NO_ARRAY[:2], "optim.master_weights"),
     "jnp.asarray": Message(TypeError, lambda: jnp.asarray(primary()), *NO_ARRAY),
 }  # fmt: skip
