@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from program import Program
-from targets import array, topology
+from targets import array, state_of, topology
 
 import jaxfp8 as fp8
 
@@ -56,7 +56,7 @@ def trained(
     arguments = (
         (tuple(array(*s) for s in shapes_of(name, m, k)), array(k, n)),
         array(m, n),
-        fp8.init_state(recipe),
+        state_of(recipe),
     )
     with jax.set_mesh(mesh):
         run = jax.jit(step, compiler_options=fp8.Kernels("h200").compiler_options(recipe))
