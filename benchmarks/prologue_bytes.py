@@ -1,6 +1,6 @@
 """Bytes that the kernels of a training step move, with SwiGLU or RMSNorm before a matmul.
 
-The programs are compiled, not run.
+The programs are compiled, not run. States are settled.
 
     python benchmarks/prologue_bytes.py
 
