@@ -60,8 +60,8 @@ def roofline(
       - XLA quantizes tiles at 1 TB/s. This was measured once, on a GB200.
       - The Pallas kernels of jaxfp8 attain 3/4 of the speed of kernels of others. An H200 measured
         0.79 for fprop of tiles of 128, and 0.53 to 0.58 for wgrad. With tiles of 32, Hopper's
-        matmul reaches at most 0.67 of bfloat16's rate. If the tiles of the right operand are
-        squares, it reaches at most 1.6 of that rate. An H200 measured 0.38 and 0.69.
+        matmul reaches 0.38 of bfloat16's rate, and 0.69 if the tiles of the right operand are
+        squares. An H200 measured both.
       - Random bits cost nothing. Stochastic rounding draws them in the cast, so its casts take
         longer than estimated. Nobody has timed by how much.
       - XLA multiplies tiles in bfloat16, and in a loop if scales are float32. With scales of rows
