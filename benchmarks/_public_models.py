@@ -1,7 +1,7 @@
 """Models that others wrote, in tiny sizes. The script public_models.py gets the path of each.
 
-A model is imported from that path. None of its code is here. All compute in bfloat16, with
-parameters in float32.
+A model is imported from that path. None of its code is here. Language models and the plain ViT
+multiply in bfloat16, with parameters in float32. The other models are float32, as written.
 
 Letters in shapes: B windows of a batch, T tokens of a window.
 """
@@ -11,16 +11,18 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from _public_tasks import CHARACTERS, Task, sums, text, two_digits, velocity
 from gpt_models import BF16, VOCABULARY
-from gpt_text import BATCH, CONTEXT
+from gpt_text import CONTEXT
 
 WIDTH, HIDDEN, HEADS, HEAD_WIDTH, LAYERS = 128, 512, 4, 32, 2
-TOKENS = jax.ShapeDtypeStruct((BATCH, CONTEXT), jnp.int32)
+CLASSES = 100
 
 
 class Public(NamedTuple):
@@ -28,17 +30,23 @@ class Public(NamedTuple):
 
     Attributes:
       model: a linen module, or a function that makes an nnx module from a seed.
-      arguments: from tokens [B, T] to the arguments of a call.
-      logits: from the result of that call to logits [B, T, 256].
+      arguments: from the inputs of the task, tokens [B, T] for text, to the arguments of a call.
+      output: from the result of that call to that of the task, logits [B, T, 256] for text.
+      task: makes what the model learns.
       layers: the argument `layers=` of `fp8.convert`.
       dtype: cast the parameters to it before a call, for models that compute in their dtype.
+      keywords: keyword arguments of a call.
+      rngs: streams of random numbers that a call of a linen model draws from.
     """
 
     model: nn.Module | Callable[[int], nnx.Module]
-    arguments: Callable[[jax.Array], tuple[Any, ...]]
-    logits: Callable[[Any], jax.Array] = lambda result: result
+    arguments: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs
+    output: Callable[[Any], jax.Array] = lambda result: result
+    task: Callable[[], Task] = text
     layers: Mapping[type, Callable[..., jax.Array]] = types.MappingProxyType({})
     dtype: Any = None
+    keywords: Mapping[str, Any] = types.MappingProxyType({})
+    rngs: tuple[str, ...] = ()
 
 
 def positions_and_mask(tokens: jax.Array) -> tuple[Any, ...]:
@@ -102,8 +110,8 @@ def tunix_llama() -> Public:
         lambda seed: theirs.Llama3(config, rngs=nnx.Rngs(seed)),
         positions_and_mask,
         lambda result: result[0],
-        {theirs.Einsum: lambda layer, einsum, x: einsum(layer.einsum_str, x, layer.w[...])},
-        BF16,
+        layers={theirs.Einsum: lambda layer, einsum, x: einsum(layer.einsum_str, x, layer.w[...])},
+        dtype=BF16,
     )
 
 
@@ -128,14 +136,57 @@ def gemma() -> Public:
         network.Transformer(config=config, dtype=jnp.float32),
         lambda tokens: (tokens,),
         lambda result: result.logits,
-        {layers.Einsum: compute},
-        BF16,
+        layers={layers.Einsum: compute},
+        dtype=BF16,
     )
+
+
+def hybrid_vit() -> Public:
+    """github.com/google-research/vision_transformer in linen: a ResNet, then a ViT."""
+    theirs = importlib.import_module("vit_jax.models_vit")
+    stem = types.SimpleNamespace(width_factor=0.5, num_layers=(1, 1))
+    sizes = dict(num_layers=LAYERS, mlp_dim=HIDDEN, num_heads=HEADS)
+    model = theirs.VisionTransformer(
+        num_classes=CLASSES, patches=types.SimpleNamespace(size=(1, 1)), hidden_size=WIDTH,
+        transformer=sizes | {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}, resnet=stem,
+    )  # fmt: skip
+    return Public(model, task=two_digits, keywords={"train": False})
+
+
+def vit() -> Public:
+    """github.com/google-research/big_vision in linen: a ViT."""
+    importlib.import_module("flax.training.checkpoints")  # looks for tensorflow too
+    files = {f"tensorflow{name}": types.ModuleType("") for name in ("", ".io", ".io.gfile")}
+    with mock.patch.dict(sys.modules, files):  # for files of others, which are not read here
+        theirs = importlib.import_module("big_vision.models.vit")
+    model = theirs.Model(
+        CLASSES, patch_size=(4, 4), width=WIDTH, depth=LAYERS, mlp_dim=HIDDEN, num_heads=HEADS,
+        dtype_mm="bfloat16",
+    )  # fmt: skip
+    return Public(model, output=lambda result: result[0], task=two_digits)
+
+
+def dit() -> Public:
+    """github.com/kvfrans/jax-diffusion-transformer in linen: a DiT."""
+    theirs = importlib.import_module("diffusion_transformer")
+    model = theirs.DiT(
+        patch_size=2, hidden_size=WIDTH, depth=LAYERS, num_heads=HEADS, mlp_ratio=HIDDEN / WIDTH,
+        class_dropout_prob=0.0, num_classes=10,
+    )  # fmt: skip
+    return Public(model, task=velocity)
+
+
+def seq2seq() -> Public:
+    """github.com/google/flax, examples/seq2seq, in linen: two LSTMs."""
+    theirs = importlib.import_module("models")
+    vocabulary = len(CHARACTERS) + 2
+    model = theirs.Seq2seq(teacher_force=True, hidden_size=2 * WIDTH, vocab_size=vocabulary)
+    return Public(model, output=lambda result: result[0], task=sums, rngs=("lstm",))
 
 
 MODELS = {
     "gpt-jax": gpt_jax, "lm1b": lm1b, "flax-gemma": flax_gemma, "tunix-llama": tunix_llama,
-    "gemma": gemma,
+    "gemma": gemma, "hybrid-vit": hybrid_vit, "vit": vit, "dit": dit, "seq2seq": seq2seq,
 }  # fmt: skip
 
 

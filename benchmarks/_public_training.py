@@ -1,40 +1,74 @@
-"""Models of `_public_models.py` for the training loop of the examples, with and without FP8.
+"""Training of the models of `_public_models.py`, with and without FP8.
 
-Letters in shapes: B windows of a batch, T tokens of a window.
+Letters in shapes: B examples of a batch.
 """
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from _public_models import TOKENS, Public
+import numpy as np
+import optax
+from _public_models import Public
 from flax import nnx
-from gpt_models import Model
+from gpt_training import Settings
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
 from jaxfp8.nnx import FP8State
+from jaxfp8.programs._fp8_gemms import find_gemms
+
+
+class Model(NamedTuple):
+    """A model with its variables.
+
+    Attributes:
+      params: parameters.
+      state: the state of the quantizers.
+      apply: (params, state, inputs) -> what the model computes.
+      coverage: of the conversion, or None without one.
+    """
+
+    params: Any
+    state: Any
+    apply: Callable[[Any, Any, tuple[Any, ...]], Any]
+    coverage: fp8.conversion.Coverage | None
+
+
+class Run(NamedTuple):
+    """The figures of one training run."""
+
+    losses: np.ndarray  # f32[steps], of the training batches
+    val_loss: float
+    seconds: float  # of the steps
+    fp8_matmuls: int  # of the compiled step, on the chip
 
 
 def converted(
-    public: Public, recipe: fp8.Recipe | None, seed: int
-) -> tuple[Model, fp8.conversion.Coverage | None]:
-    """A model for the training loop of the examples. No recipe leaves it as it is."""
+    public: Public, recipe: fp8.Recipe | None, seed: int, kernels: fp8.Kernels | None = None
+) -> Model:
+    """A model to train. No recipe leaves it as it is.
+
+    Layers that are estimated to be slower in FP8 are converted too: losses are compared here.
+    """
     coverage = None
     model = public.model if isinstance(public.model, nn.Module) else public.model(seed)
     if recipe:
         model, coverage = fp8.convert(
-            model, recipe, inputs=example_inputs(public), layers=public.layers
-        )
-    count = sum(bool(row.recipe) for row in coverage.rows) if coverage else 0
+            model, recipe, inputs=example_inputs(public), arguments=public.keywords,
+            layers=public.layers, kernels=kernels, keep=("router", "lm_head"),
+        )  # fmt: skip
     make = of_linen if isinstance(model, nn.Module) else of_nnx
-    return make(public, model, seed, count), coverage
+    return make(public, model, seed)._replace(coverage=coverage)
 
 
 def example_inputs(public: Public) -> tuple[Any, ...]:
     """The arguments of a call, as arrays."""
-    return public.arguments(jnp.ones(TOKENS.shape, TOKENS.dtype))
+    task = public.task()
+    return public.arguments(*task.inputs(jax.tree.map(jnp.asarray, task.validation[0])))
 
 
 def cast(public: Public, params: Any) -> Any:
@@ -53,27 +87,62 @@ def moved(params: Any) -> Any:
     return jax.tree.unflatten(structure, list(map(jnp.multiply, leaves, factors)))
 
 
-def of_linen(public: Public, model: nn.Module, seed: int, count: int) -> Model:
-    """A linen model for the training loop."""
+def of_linen(public: Public, model: nn.Module, seed: int) -> Model:
+    """A linen model to train."""
     inputs, key = example_inputs(public), jax.random.key(seed)
+    rngs = {name: jax.random.fold_in(key, i) for i, name in enumerate(public.rngs)}
     # Some models have an `init` with other arguments.
-    variables = jax.jit(lambda: nn.unbox(nn.Module.init(model, key, *inputs)))()
+    variables = jax.jit(
+        lambda: nn.unbox(nn.Module.init(model, {"params": key} | rngs, *inputs, **public.keywords))
+    )()
 
-    def apply(params: Any, state: Any, tokens: jax.Array) -> jax.Array:
+    def apply(params: Any, state: Any, inputs: tuple[Any, ...]) -> jax.Array:
         variables = {"params": cast(public, params), COLLECTION: state}
-        result = model.apply(variables, *public.arguments(tokens))
-        return public.logits(result).astype(jnp.float32)
+        arguments = public.arguments(*inputs)
+        return public.output(model.apply(variables, *arguments, rngs=rngs, **public.keywords))
 
-    return Model(variables["params"], variables.get(COLLECTION, {}), apply, count)
+    return Model(variables["params"], variables.get(COLLECTION, {}), apply, None)
 
 
-def of_nnx(public: Public, model: nnx.Module, seed: int, count: int) -> Model:
-    """An nnx model for the training loop."""
+def of_nnx(public: Public, model: nnx.Module, seed: int) -> Model:
+    """An nnx model to train."""
     del seed  # it has its parameters
     graph, params, state, rest = nnx.split(model, nnx.Param, FP8State, ...)
 
-    def apply(params: Any, state: Any, tokens: jax.Array) -> jax.Array:
+    def apply(params: Any, state: Any, inputs: tuple[Any, ...]) -> jax.Array:
         merged = nnx.merge(graph, cast(public, params), state, rest)
-        return public.logits(merged(*public.arguments(tokens))).astype(jnp.float32)
+        return public.output(merged(*public.arguments(*inputs), **public.keywords))
 
-    return Model(params, state, apply, count)
+    return Model(params, state, apply, None)
+
+
+def train(
+    public: Public, model: Model, steps: int, seed: int, settings: Settings, options: dict[str, Any]
+) -> Run:
+    """Train a model, and validate it at the end. `options` are those of the compiler."""
+    task, tx = public.task(), settings.optimizer(model.params, steps)
+
+    def loss_fn(params: Any, state: Any, batch: Any) -> jax.Array:
+        return task.loss(model.apply(params, state, task.inputs(batch)), batch)
+
+    def step(params: Any, state: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
+        loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), state, opt_state, loss
+
+    params, state, opt_state = model.params, model.state, tx.init(model.params)
+    example = task.validation[0]
+    compiled = (
+        jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)
+        .lower(params, state, opt_state, example)
+        .compile()
+    )
+    start, losses = time.perf_counter(), []
+    for batch in task.batches(seed, steps):
+        params, state, opt_state, loss = compiled(params, state, opt_state, batch)
+        losses.append(loss)
+    losses = np.array(losses)  # waits for the last step
+    seconds = time.perf_counter() - start
+    validate = jax.jit(loss_fn, compiler_options=options)
+    val_loss = np.mean([validate(params, state, batch) for batch in task.validation])
+    return Run(losses, float(val_loss), seconds, len(find_gemms(compiled).fp8))

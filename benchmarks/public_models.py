@@ -1,17 +1,20 @@
-"""Do models that others wrote train in FP8 as in bf16, after `fp8.convert`?
+"""Do models that others wrote train in FP8 as they do unconverted, after `fp8.convert`?
 
 Each model is converted with every recipe, and trained beside the unconverted one: the same
-parameters, the same batches, AdamW. The text is that of examples/train_gpt.py.
+parameters, the same batches, AdamW. `_public_tasks.py` has what they learn.
 
     python benchmarks/public_models.py gpt-jax=PATH --seeds 3 --json FILE
 
 PATH is the folder of the model's source. benchmarks/README.md says where each comes from. The
-figure is the mean training loss of the last 50 steps, FP8 minus bf16, in nats per byte. Its mean
-over the seeds may be at most 0.005, and each seed at most 0.01. Models that FILE already has stay
-in it, also the same model with another learning rate.
+figure is the mean training loss of the last 50 steps, FP8 minus unconverted. Its mean over the
+seeds may be at most 0.005, and each seed at most 0.01. Models that FILE already has stay in it,
+also the same model with another learning rate.
 
-A control shows how much of a difference is chance: bf16 with initial parameters that are moved by
-less than the rounding of bfloat16.
+A control shows how much of a difference is chance: the unconverted model with initial parameters
+that are moved by less than the rounding of bfloat16.
+
+`--chip h200` trains with the kernels of that GPU, on it. On it each figure names how many matmuls
+of the step are in FP8. Images need the package scikit-learn.
 """
 
 import argparse
@@ -30,15 +33,15 @@ import jaxfp8 as fp8
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from _public_models import MODELS, load
-from _public_training import converted, moved
-from gpt_text import Text, load_text
-from gpt_training import Settings, train
+from _public_training import converted, moved, train
+from gpt_text import load_text
+from gpt_training import Settings
 
-MEAN_MARK, SEED_MARK = 0.005, 0.01  # nats per byte, as in gpt_recipes.py
+MEAN_MARK, SEED_MARK = 0.005, 0.01  # as in gpt_recipes.py
 LAST = 50  # steps whose losses are averaged
-MOVED = "bf16, moved"
+TWIN, MOVED = "unconverted", "unconverted, moved"
 RECIPES = {
-    "bf16": None,
+    TWIN: None,
     MOVED: None,
     **{name: fp8.recipes.get(name) for name in ("delayed", "current", "blockwise", "mxfp8")},
 }
@@ -52,8 +55,9 @@ def row(name: str, runs: list, baseline: list) -> dict[str, object]:
         "loss": [round(loss, 4) for loss in last],
         "val_loss": [round(run.val_loss, 4) for run in runs],
         "seconds": [round(run.seconds, 1) for run in runs],
+        "fp8_matmuls": runs[0].fp8_matmuls,
     }
-    if name == "bf16":
+    if name == TWIN:
         return row
     gaps = [
         loss - float(twin.losses[-LAST:].mean()) for loss, twin in zip(last, baseline, strict=True)
@@ -70,33 +74,38 @@ def row(name: str, runs: list, baseline: list) -> dict[str, object]:
 
 
 def measure(
-    name: str, path: str, steps: int, seeds: int, settings: Settings, text: Text
+    name: str, path: str, given: argparse.Namespace, settings: Settings
 ) -> dict[str, object]:
     """Coverage and losses of one model."""
     public, rows, baseline, coverage = load(name, path), [], [], None
-    for recipe_name, recipe in RECIPES.items():
-        runs = []
-        for seed in range(seeds):
-            model, coverage = converted(public, recipe, seed)
+    kernels = fp8.Kernels(given.chip)
+    for recipe_name in (TWIN, *[recipe for recipe in given.recipes if recipe != TWIN]):
+        recipe, runs = RECIPES[recipe_name], []
+        options = kernels.compiler_options(recipe) if recipe else {}
+        for seed in range(given.seeds):
+            model = converted(public, recipe, seed, kernels)
             if recipe_name == MOVED:
                 model = model._replace(params=moved(model.params))
-            if coverage and not seed and recipe_name == "delayed":
+            if model.coverage and not coverage:
+                coverage = model.coverage
                 print(coverage, flush=True)
-            title = f"{name}, {recipe_name}, seed {seed}"
-            runs.append(train(title, model, text, steps, seed, {}, settings=settings))
+            runs.append(train(public, model, given.steps, seed, settings, options))
         baseline = baseline or runs
         rows.append(row(recipe_name, runs, baseline))
-        print(json.dumps(rows[-1]), flush=True)
-    return {
+        print(name, json.dumps(rows[-1]), flush=True)
+    result = {
         "model": name,
         "learning_rate": settings.learning_rate,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
-        "fp8_share": round(coverage.share, 4),
-        "fp8_layers": model.fp8_layers,
-        "left_alone": {r.path: r.reason for r in coverage.rows if not r.recipe},
-        "share_without_kernel": round(coverage.other_flops / coverage.flops, 4),
-        "rows": rows,
     }
+    if coverage:
+        result |= {
+            "fp8_share": round(coverage.share, 4),
+            "fp8_layers": sum(bool(r.recipe) for r in coverage.rows),
+            "left_alone": {r.path: r.reason for r in coverage.rows if not r.recipe},
+            "share_without_kernel": round(coverage.other_flops / coverage.flops, 4),
+        }
+    return result | {"rows": rows}
 
 
 def main() -> None:
@@ -113,10 +122,11 @@ def main() -> None:
         default=Settings().learning_rate,
         help="the largest one (default: %(default)s)",
     )
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE")
+    parser.add_argument("--chip", default="cpu", help="of this machine (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 
-    text = load_text(None)
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     measured = {(one["model"], one["learning_rate"]): one for one in known.get("models", [])}
     settings = Settings(learning_rate=given.learning_rate)
@@ -126,23 +136,22 @@ def main() -> None:
             name, _, path = model.partition("=")
             if name not in MODELS:
                 parser.error(f"{model!r} is not of the form MODEL=PATH with a model of {names}")
-            measured[name, given.learning_rate] = measure(
-                name, path, given.steps, given.seeds, settings, text
-            )
+            measured[name, given.learning_rate] = measure(name, path, given, settings)
             if given.json:
                 result = {
                     "command": "python benchmarks/public_models.py MODEL=PATH --json FILE",
                     "steps": given.steps,
                     "last": LAST,
-                    "hardware": f"{platform.machine()} cpu, {os.cpu_count()} cores",
+                    "hardware": f"{platform.machine()} {jax.devices()[0].device_kind}, "
+                    f"{os.cpu_count()} cores",
                     "python": platform.python_version(),
                     "versions": {
                         package: importlib.metadata.version(package)
                         for package in ("jax", "flax", "optax")
                     },
-                    "sha256": text.sha256,
+                    "sha256": load_text(None).sha256,
                     "marks": {"mean_gap": MEAN_MARK, "gap": SEED_MARK},
-                    "unit": "nats per byte",
+                    "unit": "nats per byte, class or character; dit: squared error",
                     "models": list(measured.values()),
                 }
                 given.json.write_text(json.dumps(result, indent=1) + "\n")

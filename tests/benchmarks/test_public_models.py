@@ -48,7 +48,7 @@ def public_models(monkeypatch):
     import public_models
 
     yield public_models
-    for name in ("public_models", "_public_models", "_public_training"):
+    for name in ("public_models", "_public_models", "_public_training", "_public_tasks"):
         sys.modules.pop(name)
 
 
@@ -57,7 +57,7 @@ def test_a_row_compares_seeds(public_models):
         def __init__(self, loss):
             # The first steps do not count.
             self.losses, self.val_loss = np.array([9.0] * 10 + [loss] * public_models.LAST), loss
-            self.seconds = 1.0
+            self.seconds, self.fp8_matmuls = 1.0, 0
 
     bf16 = [Run(2.0), Run(3.0)]
     row = public_models.row("delayed", [Run(2.008), Run(3.0)], bf16)
@@ -82,5 +82,5 @@ def test_a_model_from_a_folder(tmp_path):
     assert model["left_alone"] == {"Embed_0": "kept: lm_head"}
     assert model["fp8_share"] == round(32 / (32 + 256), 4)
     assert [row["recipe"] for row in model["rows"]] == [
-        "bf16", "bf16, moved", "delayed", "current", "blockwise", "mxfp8"
+        "unconverted", "unconverted, moved", "delayed", "current", "blockwise", "mxfp8"
     ]  # fmt: skip
