@@ -11,13 +11,12 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from _public_tasks import CHARACTERS, Task, sums, text, two_digits, velocity
+from flax import nnx
 from gpt_models import BF16, VOCABULARY
 from gpt_text import CONTEXT
 
@@ -145,7 +144,7 @@ def hybrid_vit() -> Public:
     """github.com/google-research/vision_transformer in linen: a ResNet, then a ViT."""
     theirs = importlib.import_module("vit_jax.models_vit")
     stem = types.SimpleNamespace(width_factor=0.5, num_layers=(1, 1))
-    sizes = dict(num_layers=LAYERS, mlp_dim=HIDDEN, num_heads=HEADS)
+    sizes = {"num_layers": LAYERS, "mlp_dim": HIDDEN, "num_heads": HEADS}
     model = theirs.VisionTransformer(
         num_classes=CLASSES, patches=types.SimpleNamespace(size=(1, 1)), hidden_size=WIDTH,
         transformer=sizes | {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}, resnet=stem,
@@ -155,10 +154,14 @@ def hybrid_vit() -> Public:
 
 def vit() -> Public:
     """github.com/google-research/big_vision in linen: a ViT."""
-    importlib.import_module("flax.training.checkpoints")  # looks for tensorflow too
-    files = {f"tensorflow{name}": types.ModuleType("") for name in ("", ".io", ".io.gfile")}
-    with mock.patch.dict(sys.modules, files):  # for files of others, which are not read here
-        theirs = importlib.import_module("big_vision.models.vit")
+    # It imports tensorflow for files, which are not read here, and so does a part of flax.
+    importlib.import_module("flax.training.checkpoints")
+    names = ("tensorflow", "tensorflow.io", "tensorflow.io.gfile")
+    added = {name: types.ModuleType(name) for name in names if name not in sys.modules}
+    sys.modules.update(added)
+    theirs = importlib.import_module("big_vision.models.vit")
+    for name in added:
+        del sys.modules[name]
     model = theirs.Model(
         CLASSES, patch_size=(4, 4), width=WIDTH, depth=LAYERS, mlp_dim=HIDDEN, num_heads=HEADS,
         dtype_mm="bfloat16",

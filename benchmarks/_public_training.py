@@ -14,7 +14,6 @@ import numpy as np
 import optax
 from _public_models import Public
 from flax import nnx
-from gpt_training import Settings
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
@@ -44,7 +43,6 @@ class Run(NamedTuple):
     losses: np.ndarray  # f32[steps], of the training batches
     val_loss: float
     seconds: float  # of the steps
-    fp8_matmuls: int  # of the compiled step, on the chip
 
 
 def converted(
@@ -90,7 +88,7 @@ def moved(params: Any) -> Any:
 def of_linen(public: Public, model: nn.Module, seed: int) -> Model:
     """A linen model to train."""
     inputs, key = example_inputs(public), jax.random.key(seed)
-    rngs = {name: jax.random.fold_in(key, i) for i, name in enumerate(public.rngs)}
+    rngs = {name: jax.random.key(1) for name in public.rngs}
     # Some models have an `init` with other arguments.
     variables = jax.jit(
         lambda: nn.unbox(nn.Module.init(model, {"params": key} | rngs, *inputs, **public.keywords))
@@ -116,33 +114,50 @@ def of_nnx(public: Public, model: nnx.Module, seed: int) -> Model:
     return Model(params, state, apply, None)
 
 
-def train(
-    public: Public, model: Model, steps: int, seed: int, settings: Settings, options: dict[str, Any]
-) -> Run:
-    """Train a model, and validate it at the end. `options` are those of the compiler."""
-    task, tx = public.task(), settings.optimizer(model.params, steps)
+class Programs(NamedTuple):
+    """Compiled functions, which all seeds of a recipe share."""
+
+    step: Any  # (params, state, opt_state, batch) -> the next three, and the loss
+    validate: Any  # (params, state, batch) -> loss
+    fp8_matmuls: int  # of `step`, on the chip
+
+
+def compiled(
+    public: Public, model: Model, tx: optax.GradientTransformation, options: dict[str, Any]
+) -> Programs:
+    """Compile the train step of a model. `options` are those of the compiler."""
+    task = public.task()
 
     def loss_fn(params: Any, state: Any, batch: Any) -> jax.Array:
         return task.loss(model.apply(params, state, task.inputs(batch)), batch)
 
-    def step(params: Any, state: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
+    def train_step(params: Any, state: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         loss, grads, state = fp8.value_and_grad(loss_fn)(params, state, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state, opt_state, loss
 
-    params, state, opt_state = model.params, model.state, tx.init(model.params)
-    example = task.validation[0]
-    compiled = (
-        jax.jit(step, donate_argnums=(0, 1, 2), compiler_options=options)
-        .lower(params, state, opt_state, example)
-        .compile()
-    )
-    start, losses = time.perf_counter(), []
-    for batch in task.batches(seed, steps):
-        params, state, opt_state, loss = compiled(params, state, opt_state, batch)
-        losses.append(loss)
-    losses = np.array(losses)  # waits for the last step
-    seconds = time.perf_counter() - start
+    arguments = model.params, model.state, tx.init(model.params), task.validation[0]
+    step = jax.jit(train_step, compiler_options=options).lower(*arguments).compile()
     validate = jax.jit(loss_fn, compiler_options=options)
-    val_loss = np.mean([validate(params, state, batch) for batch in task.validation])
-    return Run(losses, float(val_loss), seconds, len(find_gemms(compiled).fp8))
+    return Programs(step, validate, len(find_gemms(step).fp8))
+
+
+def train(
+    public: Public,
+    model: Model,
+    programs: Programs,
+    tx: optax.GradientTransformation,
+    steps: int,
+    seed: int,
+) -> Run:
+    """Train a model, and validate it at the end."""
+    task, losses = public.task(), []
+    params, state, opt_state = model.params, model.state, tx.init(model.params)
+    start = time.perf_counter()
+    for batch in task.batches(seed, steps):
+        params, state, opt_state, loss = programs.step(params, state, opt_state, batch)
+        losses.append(loss)
+    all_losses = np.array(losses)  # waits for the last step
+    seconds = time.perf_counter() - start
+    val_loss = np.mean([programs.validate(params, state, batch) for batch in task.validation])
+    return Run(all_losses, float(val_loss), seconds)

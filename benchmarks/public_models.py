@@ -13,8 +13,8 @@ also the same model with another learning rate.
 A control shows how much of a difference is chance: the unconverted model with initial parameters
 that are moved by less than the rounding of bfloat16.
 
-`--chip h200` trains with the kernels of that GPU, on it. On it each figure names how many matmuls
-of the step are in FP8. Images need the package scikit-learn.
+`--chip h200` trains with the kernels of that GPU, on it. Each row has the number of matmuls of the
+step that are in FP8 there. Images need the package scikit-learn.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -33,7 +32,7 @@ import jaxfp8 as fp8
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from _public_models import MODELS, load
-from _public_training import converted, moved, train
+from _public_training import compiled, converted, moved, train
 from gpt_text import load_text
 from gpt_training import Settings
 
@@ -55,7 +54,6 @@ def row(name: str, runs: list, baseline: list) -> dict[str, object]:
         "loss": [round(loss, 4) for loss in last],
         "val_loss": [round(run.val_loss, 4) for run in runs],
         "seconds": [round(run.seconds, 1) for run in runs],
-        "fp8_matmuls": runs[0].fp8_matmuls,
     }
     if name == TWIN:
         return row
@@ -80,18 +78,21 @@ def measure(
     public, rows, baseline, coverage = load(name, path), [], [], None
     kernels = fp8.Kernels(given.chip)
     for recipe_name in (TWIN, *[recipe for recipe in given.recipes if recipe != TWIN]):
-        recipe, runs = RECIPES[recipe_name], []
-        options = kernels.compiler_options(recipe) if recipe else {}
+        recipe, runs, programs = RECIPES[recipe_name], [], None
         for seed in range(given.seeds):
             model = converted(public, recipe, seed, kernels)
             if recipe_name == MOVED:
                 model = model._replace(params=moved(model.params))
-            if model.coverage and not coverage:
-                coverage = model.coverage
-                print(coverage, flush=True)
-            runs.append(train(public, model, given.steps, seed, settings, options))
+            if not programs:
+                tx = settings.optimizer(model.params, given.steps)
+                options = kernels.compiler_options(recipe) if recipe else {}
+                programs = compiled(public, model, tx, options)
+            runs.append(train(public, model, programs, tx, given.steps, seed))
+        if model.coverage and not coverage:
+            coverage = model.coverage
+            print(coverage, flush=True)
         baseline = baseline or runs
-        rows.append(row(recipe_name, runs, baseline))
+        rows.append(row(recipe_name, runs, baseline) | {"fp8_matmuls": programs.fp8_matmuls})
         print(name, json.dumps(rows[-1]), flush=True)
     result = {
         "model": name,
@@ -130,31 +131,29 @@ def main() -> None:
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     measured = {(one["model"], one["learning_rate"]): one for one in known.get("models", [])}
     settings = Settings(learning_rate=given.learning_rate)
-    with tempfile.TemporaryDirectory() as cache:  # seeds of a recipe run the same programs
-        jax.config.update("jax_compilation_cache_dir", cache)
-        for model in given.models:
-            name, _, path = model.partition("=")
-            if name not in MODELS:
-                parser.error(f"{model!r} is not of the form MODEL=PATH with a model of {names}")
-            measured[name, given.learning_rate] = measure(name, path, given, settings)
-            if given.json:
-                result = {
-                    "command": "python benchmarks/public_models.py MODEL=PATH --json FILE",
-                    "steps": given.steps,
-                    "last": LAST,
-                    "hardware": f"{platform.machine()} {jax.devices()[0].device_kind}, "
-                    f"{os.cpu_count()} cores",
-                    "python": platform.python_version(),
-                    "versions": {
-                        package: importlib.metadata.version(package)
-                        for package in ("jax", "flax", "optax")
-                    },
-                    "sha256": load_text(None).sha256,
-                    "marks": {"mean_gap": MEAN_MARK, "gap": SEED_MARK},
-                    "unit": "nats per byte, class or character; dit: squared error",
-                    "models": list(measured.values()),
-                }
-                given.json.write_text(json.dumps(result, indent=1) + "\n")
+    for model in given.models:
+        name, _, path = model.partition("=")
+        if name not in MODELS:
+            parser.error(f"{model!r} is not of the form MODEL=PATH with a model of {names}")
+        measured[name, given.learning_rate] = measure(name, path, given, settings)
+        if given.json:
+            result = {
+                "command": "python benchmarks/public_models.py MODEL=PATH --json FILE",
+                "steps": given.steps,
+                "last": LAST,
+                "hardware": f"{platform.machine()} {jax.devices()[0].device_kind}, "
+                f"{os.cpu_count()} cores",
+                "python": platform.python_version(),
+                "versions": {
+                    package: importlib.metadata.version(package)
+                    for package in ("jax", "flax", "optax")
+                },
+                "sha256": load_text(None).sha256,
+                "marks": {"mean_gap": MEAN_MARK, "gap": SEED_MARK},
+                "unit": "nats per byte, class or character; dit: squared error",
+                "models": list(measured.values()),
+            }
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_a_row_compares_seeds(public_models):
         def __init__(self, loss):
             # The first steps do not count.
             self.losses, self.val_loss = np.array([9.0] * 10 + [loss] * public_models.LAST), loss
-            self.seconds, self.fp8_matmuls = 1.0, 0
+            self.seconds = 1.0
 
     bf16 = [Run(2.0), Run(3.0)]
     row = public_models.row("delayed", [Run(2.008), Run(3.0)], bf16)
