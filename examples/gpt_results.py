@@ -69,12 +69,13 @@ def write_json(
     """Write arguments, results and versions. A field is null if it was not requested."""
     result = {
         key: getattr(given, key)
-        for key in ("recipe", "framework", "width", "layers", "steps", "seed")
+        for key in ("recipe", "framework", "width", "layers", "steps", "seed", "chip")
     }
     result |= {
         "recipe_fields": dict(given.set),
         "learning_rate": given.learning_rate,
         "context": text.context,
+        "in_fp8": runs["FP8"].in_fp8,
     }
     for prefix, name in {"": "FP8", "bf16_": "bf16"}.items():
         for field in MEASURED:

@@ -6,6 +6,7 @@ Letters in shapes: B windows of a batch, T tokens of a window.
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ class Run(NamedTuple):
     compile_seconds: float
     params: Any
     state: Any  # of the quantizers
+    in_fp8: bool | None = None  # what `report` returned
 
 
 def train(
@@ -57,10 +59,12 @@ def train(
     options: dict[str, bool],
     checkpoints: Checkpoints | None = None,
     settings: Settings = Settings(),
+    report: Callable[[str, Any], bool] | None = None,
 ) -> Run:
     """Train a model and print losses. Training starts from the newest checkpoint, if there is one.
 
-    A step takes and returns the quantizer state. A checkpoint contains it too.
+    A step takes and returns the quantizer state. A checkpoint contains it too. Before the first
+    step `report(name, compiled)` says whether the compiled step multiplies in FP8.
     """
     tx, context = settings.optimizer(model.params, steps), text.context
 
@@ -104,6 +108,7 @@ def train(
         jax.jit(evaluate, compiler_options=options).lower(params, state, text.validation).compile()
     )
     compile_seconds = time.perf_counter() - start
+    in_fp8 = report(f"{name:>4}", train_step) if report else None
 
     start = time.perf_counter() - seconds
     print_every = min(max(1, steps // 20), 50)
@@ -125,7 +130,7 @@ def train(
             start = time.perf_counter() - seconds  # the time of saving is not counted
     seconds = time.perf_counter() - start
     val_loss = float(evaluate(params, state, text.validation))
-    return Run(np.array(losses), val_loss, seconds, compile_seconds, params, state)
+    return Run(np.array(losses), val_loss, seconds, compile_seconds, params, state, in_fp8)
 
 
 def sample(

@@ -23,11 +23,13 @@ The models are in gpt_models.py, the training loop in gpt_training.py, the text 
 
 import argparse
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
 import jax
 from checkpoints import CheckpointError, Checkpoints, open_directory
+from chips import add_chip, describe, kernels_of, print_matmuls
 from command_line import Parser, add_recipe, at_least_one, check_file, positive, recipe_of
 from gpt_models import FRAMEWORKS, HEAD_WIDTH, Model, Size
 from gpt_results import plot, table, write_json
@@ -73,12 +75,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> None:
         help="train the bf16 model too (the default)",
     )
     add("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
-    add(
-        "--chip",
-        default="cpu",
-        help="chip that it runs on, which decides kernels and XLA's options: h200, b200, ... "
-        "(default: %(default)s)",
-    )
+    add_chip(parser)
     add(
         "--sample",
         type=int,
@@ -154,14 +151,6 @@ def check_files(given: argparse.Namespace) -> None:
     check_file("--plot", given.plot)
 
 
-def kernels_of(given: argparse.Namespace) -> fp8.Kernels:
-    """The kernels of --chip."""
-    try:
-        return fp8.Kernels(given.chip)
-    except ValueError as error:
-        raise ValueError(f"--chip {given.chip}: {error}") from None
-
-
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, Text]:
     """Parse the command line. A mistake in it ends the program with one line that says the cure."""
     parser = Parser(__file__, __doc__)
@@ -170,7 +159,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
     try:
         check_numbers(given)
         check_files(given)
-        kernels_of(given)
+        given.chip = kernels_of(given.chip).chip
         return given, recipe_of(given), load_text(given.data)
     except ValueError as error:
         parser.error(str(error))
@@ -208,7 +197,7 @@ def train_all(
     Returns:
       The runs and the models, by name.
     """
-    kernels, checkpoints = kernels_of(given), checkpoints_of(given, text, settings)
+    kernels, checkpoints = kernels_of(given.chip), checkpoints_of(given, text, settings)
     options = kernels.compiler_options(recipe)
     size = Size(layers=given.layers, width=given.width, context=text.context)
     recipes = {"bf16": None, "FP8": recipe} if given.compare else {"FP8": recipe}
@@ -220,8 +209,19 @@ def train_all(
     for name, model in models.items():
         expected = 4 * given.layers if recipes[name] else 0
         assert model.fp8_layers == expected, f"{model.fp8_layers} FP8 layers in the {name} model"
-        saved = checkpoints.get(name)
-        runs[name] = train(name, model, text, given.steps, given.seed, options, saved, settings)
+        # Only the program that XLA compiled says whether its matmuls are in FP8.
+        report = functools.partial(print_matmuls, recipe=recipe, kernels=kernels)
+        runs[name] = train(
+            name,
+            model,
+            text,
+            given.steps,
+            given.seed,
+            options,
+            checkpoints.get(name),
+            settings,
+            report if recipes[name] else None,
+        )
     return runs, models
 
 
@@ -229,6 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     given, recipe, text = parse(arguments)
     if len(text.validation) < VALIDATION_WINDOWS:
         print(f"{given.data or 'the standard library'}: {text}")
+    print(describe(kernels_of(given.chip)))
     try:
         runs, models = train_all(given, recipe, text, Settings(learning_rate=given.learning_rate))
     except CheckpointError as error:
@@ -243,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     sampled = None
     if given.sample is not None:
         ends = given.sample, given.seed, given.temperature
-        options = kernels_of(given).compiler_options(recipe)
+        options = kernels_of(given.chip).compiler_options(recipe)
         written = sample(models["FP8"], runs["FP8"], text.context, *ends, options)
         sampled = printable(written, sys.stdout.encoding)
         print(

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,12 @@ FIELDS = [
     "bf16_losses",
     "bf16_seconds",
     "bf16_val_loss",
+    "chip",
     "compile_seconds",
     "context",
     "data",
     "framework",
+    "in_fp8",
     "jax",
     "layers",
     "learning_rate",
@@ -117,8 +120,10 @@ def assert_of_a_poem(output, result):
     """What a run on POEM says first, and the sample that it says last."""
     assert output.startswith(
         "poem: 36 bytes to train on, 1 windows of 35 tokens to validate on; windows are shortened "
-        "from 64 tokens\n"
+        "from 64 tokens\nchip: cpu\n"
     )
+    assert " FP8: warning: expected every matmul of a recipe in FP8, found 0 in FP8 and " in output
+    assert (result["chip"], result["in_fp8"]) == ("cpu", False)
     assert output.endswith(
         f"\nThe FP8 model writes (temperature 0.8, seed 0):\n{result['sample']}\n"
     )
@@ -194,6 +199,50 @@ def test_the_chip_chooses_kernels_and_options(train_gpt, framework, monkeypatch,
     assert options
     expected = {"bf16": h200, "rowwise": h200, "bf16 options": options, "FP8 options": options}
     assert chosen == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", "h100"),
+        ("gpu", "NVIDIA H200", "h200"),
+        ("gpu", "NVIDIA B200", "b200"),
+        ("gpu", "NVIDIA L4", "l4"),
+        ("gpu", "NVIDIA L40S", "l40s"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"),
+        ("gpu", "AMD Instinct MI300X", "mi300x"),
+        ("tpu", "TPU v5 lite", "tpu"),
+        ("cpu", "cpu", "cpu"),
+        ("gpu", "NVIDIA GH200 480GB", None),
+    ],
+)
+def test_the_chip_of_this_machine(monkeypatch, platform, kind, name):
+    chips, device = load("chips.py"), types.SimpleNamespace(platform=platform, device_kind=kind)
+    monkeypatch.setattr(chips.jax, "devices", lambda: [device])
+    if name is None:
+        with pytest.raises(ValueError, match=f"{kind!r} has no name in fp8.Kernels; give .*--chip"):
+            chips.kernels_of(None)
+    else:
+        assert chips.kernels_of(None).chip == name
+        assert chips.describe(chips.kernels_of(None)).startswith(f"chip: {name}")
+    assert chips.kernels_of("h100").chip == "h100"
+
+
+def test_what_runs_is_read_from_the_program(monkeypatch, capsys):
+    chips, recipe = load("chips.py"), load("chips.py").fp8.recipes.current()
+    label = 'metadata={op_name="jaxfp8.fprop/dot"}'
+    in_fp8 = f'custom-call(), custom_call_target="__cublas$lt$matmul$f8", {label}'
+    for call, kind, said in (
+        (in_fp8, "NVIDIA H200", "all matmuls of the recipe current run in FP8"),
+        (f"dot(), {label}", "NVIDIA H200", "1 in high precision. fp8.Kernels('h200').choices("),
+        (f"dot(), {label}", "cpu", "1 in high precision. CPUs have no FP8 matmuls"),
+    ):
+        device = types.SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind)
+        monkeypatch.setattr(chips.jax, "devices", lambda device=device: [device])
+        program = f"ENTRY %main () -> f32[8,8] {{\n  ROOT %d = f32[8,8]{{1,0}} {call}\n}}\n"
+        kernels = chips.fp8.Kernels("h200")
+        assert chips.print_matmuls("step", program, recipe, kernels) == ("all" in said)
+        assert said in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------- text
@@ -360,11 +409,13 @@ def assert_learned(output):
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_train_step_learns_on_one_page(capsys):
-    load("train_step.py").main()
+    load("train_step.py").main([])
     output = capsys.readouterr().out
+    assert output.startswith("chip: cpu\n")
+    assert output.count("warning: ") == 1  # CPUs have no FP8 matmuls
     assert_learned(output)
     assert "scales of x, w and g:" in output  # delayed() has a state
-    assert len((EXAMPLES / "train_step.py").read_text().splitlines()) <= 70
+    assert len((EXAMPLES / "train_step.py").read_text().splitlines()) <= 80
 
 
 @pytest.mark.slow
