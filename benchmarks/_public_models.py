@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from _public_tasks import CHARACTERS, Task, sums, text, two_digits, velocity
+from _public_tasks import CHARACTERS, Task, one_of_four, sums, text, velocity
 from flax import nnx
 from gpt_models import BF16, VOCABULARY
 from gpt_text import CONTEXT
 
 WIDTH, HIDDEN, HEADS, HEAD_WIDTH, LAYERS = 128, 512, 4, 32, 2
-CLASSES = 100
+CLASSES = 10
 
 
 class Public(NamedTuple):
@@ -34,6 +34,7 @@ class Public(NamedTuple):
       task: makes what the model learns.
       layers: the argument `layers=` of `fp8.convert`.
       dtype: cast the parameters to it before a call, for models that compute in their dtype.
+      rules: the argument `rules=` of `fp8.convert`.
       keywords: keyword arguments of a call.
       rngs: streams of random numbers that a call of a linen model draws from.
     """
@@ -44,6 +45,7 @@ class Public(NamedTuple):
     task: Callable[[], Task] = text
     layers: Mapping[type, Callable[..., jax.Array]] = types.MappingProxyType({})
     dtype: Any = None
+    rules: tuple[tuple[str, None], ...] = ()
     keywords: Mapping[str, Any] = types.MappingProxyType({})
     rngs: tuple[str, ...] = ()
 
@@ -149,7 +151,7 @@ def hybrid_vit() -> Public:
         num_classes=CLASSES, patches=types.SimpleNamespace(size=(1, 1)), hidden_size=WIDTH,
         transformer=sizes | {"dropout_rate": 0.0, "attention_dropout_rate": 0.0}, resnet=stem,
     )  # fmt: skip
-    return Public(model, task=two_digits, keywords={"train": False})
+    return Public(model, task=one_of_four, keywords={"train": False})
 
 
 def vit() -> Public:
@@ -163,10 +165,10 @@ def vit() -> Public:
     for name in added:
         del sys.modules[name]
     model = theirs.Model(
-        CLASSES, patch_size=(4, 4), width=WIDTH, depth=LAYERS, mlp_dim=HIDDEN, num_heads=HEADS,
+        CLASSES, patch_size=(8, 8), width=WIDTH, depth=LAYERS, mlp_dim=HIDDEN, num_heads=HEADS,
         dtype_mm="bfloat16",
     )  # fmt: skip
-    return Public(model, output=lambda result: result[0], task=two_digits)
+    return Public(model, output=lambda result: result[0], task=one_of_four)
 
 
 def dit() -> Public:
@@ -187,9 +189,15 @@ def seq2seq() -> Public:
     return Public(model, output=lambda result: result[0], task=sums, rngs=("lstm",))
 
 
+def seq2seq_with_head() -> Public:
+    """The same, with the layer that computes logits in high precision. Its name is no head's."""
+    return seq2seq()._replace(rules=(("DecoderLSTMCell_0/Dense_0", None),))
+
+
 MODELS = {
     "gpt-jax": gpt_jax, "lm1b": lm1b, "flax-gemma": flax_gemma, "tunix-llama": tunix_llama,
     "gemma": gemma, "hybrid-vit": hybrid_vit, "vit": vit, "dit": dit, "seq2seq": seq2seq,
+    "seq2seq-with-head": seq2seq_with_head,
 }  # fmt: skip
 
 

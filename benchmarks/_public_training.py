@@ -57,7 +57,8 @@ def converted(
     if recipe:
         model, coverage = fp8.convert(
             model, recipe, inputs=example_inputs(public), arguments=public.keywords,
-            layers=public.layers, kernels=kernels, keep=("router", "lm_head"),
+            layers=public.layers, rules=public.rules, kernels=kernels,
+            keep=("router", "lm_head"),
         )  # fmt: skip
     make = of_linen if isinstance(model, nn.Module) else of_nnx
     return make(public, model, seed)._replace(coverage=coverage)
