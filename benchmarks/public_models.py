@@ -70,7 +70,7 @@ def row(name: str, runs: list, baseline: list) -> dict[str, object]:
 
 
 def measure(
-    name: str, path: str, steps: int, seeds: int, settings: Settings, text: Text
+    name: str, path: str, steps: int, seeds: int, settings: Settings, text: Text, every: bool
 ) -> dict[str, object]:
     """Coverage and losses of one model."""
     public, rows, baseline, coverage = load(name, path), [], [], None
@@ -81,7 +81,7 @@ def measure(
             if recipe_name == MOVED:
                 model = model._replace(params=moved(model.params))
             if coverage and not seed and recipe_name == "delayed":
-                print(coverage, flush=True)
+                print(coverage.table(all=every), flush=True)
             title = f"{name}, {recipe_name}, seed {seed}"
             runs.append(train(title, model, text, steps, seed, {}, settings=settings))
         baseline = baseline or runs
@@ -113,6 +113,7 @@ def main() -> None:
         default=Settings().learning_rate,
         help="the largest one (default: %(default)s)",
     )
+    parser.add_argument("--all", action="store_true", help="a line of the table for each layer")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 
@@ -127,7 +128,7 @@ def main() -> None:
             if name not in MODELS:
                 parser.error(f"{model!r} is not of the form MODEL=PATH with a model of {names}")
             measured[name, given.learning_rate] = measure(
-                name, path, given.steps, given.seeds, settings, text
+                name, path, given.steps, given.seeds, settings, text, given.all
             )
             if given.json:
                 result = {

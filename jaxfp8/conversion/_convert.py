@@ -15,7 +15,7 @@ from jaxfp8.conversion._blocks import ends_of, stacks_of
 from jaxfp8.conversion._coverage import Coverage, coverage_of
 from jaxfp8.conversion._flops import OTHER
 from jaxfp8.conversion._foreign import Compute, read_layers
-from jaxfp8.conversion._layer import UNKNOWN, Layer
+from jaxfp8.conversion._layer import UNKNOWN, UNSEEN, Layer
 from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep
 from jaxfp8.conversion._returned import Returned
 from jaxfp8.conversion._rule import Matcher, Rule, check_used, read_rules
@@ -83,7 +83,7 @@ def convert(
         They are for all matmuls.
 
     Returns:
-      The converted model and its `fp8.conversion.Coverage`, a tuple. The linen model is an instance of a
+      The converted model, and its `fp8.conversion.Coverage`. The linen model is an instance of a
       subclass with the same fields and methods. `init` also returns the quantizer state, in the
       collection `fp8.linen.COLLECTION`. The nnx model is a new object that shares all Variables
       with `model`. Neither changes `model`.
@@ -109,7 +109,7 @@ def convert(
       layer type  shape       share recipe  reason
       up    Dense (8, 32, 64)   76% delayed
       head  Dense (8, 64, 10)   24% -       kept: lm_head
-      76% of the FLOPs of matmuls run in FP8: 1 of 2 layers
+      76% of the FLOPs of matmuls run in FP8: 1 of 2 layers that can
       >>> sorted(model.init(jax.random.key(0), x))
       ['_overwrite_with_gradient', 'params']
 
@@ -193,7 +193,7 @@ def _no_model(model: Any) -> str:
 
 def _cure(layers: Iterable[Layer]) -> str:
     """What to write if nothing would be converted."""
-    unknown = sorted({layer.type.__name__ for layer in layers if layer.obstacle == UNKNOWN})
+    unknown = sorted({x.type.__name__ for x in layers if x.obstacle in (UNKNOWN, UNSEEN)})
     if not unknown:
         return "Write keep=() or rules= for the layers that should."
     return (

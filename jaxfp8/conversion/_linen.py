@@ -35,7 +35,7 @@ from jaxfp8.conversion._flops import flops_of, in_loops, layer_scope
 from jaxfp8.conversion._foreign import Once, compute_of
 from jaxfp8.conversion._layer import Layer
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of
-from jaxfp8.conversion._linen_seen import layer_of, see_kernel, see_module
+from jaxfp8.conversion._linen_seen import layer_of, see_kernel, see_module, see_uses
 from jaxfp8.conversion._linen_variables import apart, together
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
@@ -170,6 +170,7 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
             variables,
         )
     seen.flops, seen.in_loops = flops_of(program), in_loops(program)
+    see_uses(seen, program, variables)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""`Returned`: the pair that `fp8.convert` returns, with errors for those who take it for a model."""
+"""`Returned`: the pair that `fp8.convert` returns, with errors if it is used as the model."""
 
 from typing import Any, NamedTuple, NoReturn
 
@@ -6,7 +6,7 @@ from jaxfp8.conversion._coverage import Coverage
 
 
 class Returned(NamedTuple):
-    """A converted model and its table. Whoever uses the pair as the model gets told.
+    """A converted model and its table. Use as a model raises an error that says how to unpack.
 
     Attributes:
       model: the converted model.

@@ -253,7 +253,9 @@ def test_the_pair_is_not_the_model():
     model, coverage = pair
     assert pair == (model, coverage) == (pair[0], pair[1])
     assert not hasattr(pair, "apply")
-    what = r"fp8\.convert returned two values: \(FP8Linear, Coverage\), .* model, coverage = fp8\.conv"
+    what = (
+        r"fp8\.convert returned two values: \(FP8Linear, Coverage\), .* model, coverage = fp8\.conv"
+    )
     with pytest.raises(AttributeError, match=what + r".* model\.kernel\."):
         pair.kernel  # noqa: B018
     with pytest.raises(TypeError, match=what):
