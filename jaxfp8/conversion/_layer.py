@@ -12,6 +12,7 @@ UNKNOWN = "a layer that fp8.convert does not know"
 UNSEEN = "fp8.convert does not know it; inputs= shows whether it multiplies"
 UNCALLED = "not called with inputs="
 FP8 = "an FP8 layer already"
+APPLIED = "run by an .apply of its own: call it as a submodule, or convert it alone"
 """Obstacles: why layers cannot run in FP8, or need not be converted."""
 
 
