@@ -1,6 +1,7 @@
 """Which parameters the code of a model multiplies outside of its layers."""
 
 import dataclasses
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -14,7 +15,9 @@ from jaxfp8.optim._data_flow import labels_of, reads_into, union
 _ACTIVATION = 0b1
 """The label of what is no weight: inputs, results of matmuls and layers, what they are mixed with.
 
-A parameter stays a weight while it is cast, cut, reshaped or combined with other parameters.
+A parameter stays a weight while it is cast, cut, reshaped or combined with other parameters. What
+the program makes of nothing has no label. Such is the matrix that resizes a table of positions, so
+a table stays a weight there, and nothing is multiplied by it.
 """
 
 
@@ -58,7 +61,7 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
             multiplied |= read if last else 0
         elif is_in_layer(eqn):
             read = union(labels)
-        elif eqn.primitive.name in MATMULS:
+        elif eqn.primitive.name in MATMULS and all(labels[:2]):
             read = union(_weights(labels[:2]))
             multiplied |= read if last else 0
         elif eqn.primitive.name in CONVOLUTIONS:
@@ -73,7 +76,11 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
             used |= new
         return None if read is None or eqn is None else [_ACTIVATION] * len(eqn.outvars)
 
-    labels_of(jaxpr, [_ACTIVATION if n is None else 0b10 << n for n in numbers], rule)
+    labels = [_ACTIVATION if n is None else 0b10 << n for n in numbers]
+    # A constant may be the data of a model that takes none.
+    inputs, constants = [*jaxpr.constvars, *jaxpr.invars], [_ACTIVATION] * len(jaxpr.constvars)
+    program = types.SimpleNamespace(invars=inputs, eqns=jaxpr.eqns, outvars=jaxpr.outvars)
+    labels_of(program, [*constants, *labels], rule)
     return Uses(frozenset(_numbers(multiplied)), frozenset(_numbers(convolved)), tuple(order))
 
 

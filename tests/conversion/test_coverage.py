@@ -144,7 +144,8 @@ class Raw(nn.Module):
     def __call__(self, x, kernel=None):
         probe = self.param("probe", nn.initializers.normal(), (1, 8))
         scores = nn.Dense(8, name="query")(probe) @ nn.Dense(8, name="key")(x).T
-        x = x + self.param("position", nn.initializers.normal(), (4, 8)) * scores.T
+        position = self.param("position", nn.initializers.normal(), (2, 8))
+        x = x + jax.image.resize(position, (4, 8), "bilinear") * scores.T  # by a matmul
         if self.multiplies:
             w = self.param("w", nn.initializers.normal(), (8, 4, 2))
             x = jax.jit(lambda w: x @ w.astype(jnp.float32).reshape(8, 8))(w)
@@ -153,14 +154,14 @@ class Raw(nn.Module):
 
 class NNXRaw(nnx.Module):
     def __init__(self, multiplies):
-        shapes = {"probe": (1, 8), "position": (4, 8), "w": (8, 4, 2)}
+        shapes = {"probe": (1, 8), "position": (2, 8), "w": (8, 4, 2)}
         self.own = nnx.Dict({name: nnx.Param(jnp.ones(shape)) for name, shape in shapes.items()})
         self.query, self.key = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2))
         self.multiplies = multiplies
 
     def __call__(self, x):
         scores = self.query(self.own["probe"][...]) @ self.key(x).T
-        x = x + self.own["position"][...] * scores.T
+        x = x + jax.image.resize(self.own["position"][...], (4, 8), "bilinear") * scores.T
         return x @ self.own["w"][...].reshape(8, 8) if self.multiplies else x
 
 
