@@ -90,7 +90,7 @@ def measure(
             runs.append(train(public, model, programs, tx, given.steps, seed))
         if model.coverage and not coverage:
             coverage = model.coverage
-            print(coverage, flush=True)
+            print(coverage.table(all=given.all), flush=True)
         baseline = baseline or runs
         rows.append(row(recipe_name, runs, baseline) | {"fp8_matmuls": programs.fp8_matmuls})
         print(name, json.dumps(rows[-1]), flush=True)
@@ -125,6 +125,7 @@ def main() -> None:
     )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="RECIPE")
     parser.add_argument("--chip", default="cpu", help="of this machine (default: %(default)s)")
+    parser.add_argument("--all", action="store_true", help="a line of the table for each layer")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
 

@@ -15,8 +15,9 @@ from jaxfp8.conversion._blocks import ends_of, stacks_of
 from jaxfp8.conversion._coverage import Coverage, coverage_of
 from jaxfp8.conversion._flops import OTHER
 from jaxfp8.conversion._foreign import Compute, read_layers
-from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._layer import UNKNOWN, UNSEEN, Layer
 from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep
+from jaxfp8.conversion._returned import Returned
 from jaxfp8.conversion._rule import Matcher, Rule, check_used, read_rules
 from jaxfp8.conversion._seen import Seen
 from jaxfp8.ops._options import LayerOptions
@@ -108,7 +109,7 @@ def convert(
       layer type  shape       share recipe  reason
       up    Dense (8, 32, 64)   76% delayed
       head  Dense (8, 64, 10)   24% -       kept: lm_head
-      76% of the FLOPs of matmuls run in FP8: 1 of 2 layers
+      76% of the FLOPs of matmuls run in FP8: 1 of 2 layers that can
       >>> sorted(model.init(jax.random.key(0), x))
       ['_overwrite_with_gradient', 'params']
 
@@ -152,23 +153,18 @@ def convert(
     elif isinstance(model, nnx.Module):
         room = _nnx
     else:
-        raise TypeError(
-            f"model is of type {type(model).__name__}, but a flax.linen or flax.nnx Module is "
-            "needed. For other layers see fp8.dot_general and jaxfp8.plugs."
-        )
+        raise TypeError(_no_model(model))
     seen: Seen = room.look(model, plan, example)
     found = [_with_repeats(layer, seen) for layer in seen.layers.values()]
     plan = _of_model(plan, seen, keep_first, keep_last)
     check_used(given, found)
     decisions = {layer: plan.decide(layer) for layer in found}
-    if not any(decision.recipe for decision in decisions.values()):
-        reasons = {layer.path: decision.reason for layer, decision in decisions.items()}
-        raise ValueError(
-            f"no layer of the {type(model).__name__} would run in FP8: {reasons or 'it has none'}. "
-            "Write keep=() or rules= for the layers that should."
-        )
     flops = dict(seen.flops)
     coverage = coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
+    if not any(decision.recipe for decision in decisions.values()):
+        raise ValueError(
+            f"no layer of the {type(model).__name__} would run in FP8:\n{coverage}\n{_cure(found)}"
+        )
     if not coverage.share:
         raise ValueError(
             f"inputs= call no matmul of the layers that would run in FP8:\n{coverage}\nGive "
@@ -177,7 +173,34 @@ def convert(
         )
     decided = tuple((layer.path, decision) for layer, decision in decisions.items())
     plan = dataclasses.replace(plan, decided=decided)
-    return room.converted(model, plan, example, rngs), coverage
+    return Returned(room.converted(model, plan, example, rngs), coverage)
+
+
+def _no_model(model: Any) -> str:
+    """What to write in place of something that is no module of flax."""
+    given = f"model is of type {type(model).__name__}"
+    if isinstance(inner := getattr(model, "module", None), nn.Module):
+        return (
+            f"{given}, which wraps the linen {type(inner).__name__}. Convert that one: "
+            "model, coverage = fp8.convert(wrapper.module, recipe, inputs=...). Call it with "
+            'model.apply({"params": wrapper.params}, ...).'
+        )
+    return (
+        f"{given}, but a flax.linen or flax.nnx Module is needed. For other layers see "
+        "fp8.dot_general and jaxfp8.plugs."
+    )
+
+
+def _cure(layers: Iterable[Layer]) -> str:
+    """What to write if nothing would be converted."""
+    unknown = sorted({x.type.__name__ for x in layers if x.obstacle in (UNKNOWN, UNSEEN)})
+    if not unknown:
+        return "Write keep=() or rules= for the layers that should."
+    return (
+        f"Code that fp8.convert does not know multiplies the parameters of {', '.join(unknown)}. "
+        "Say what such a class computes, with the einsum that you are given: "
+        f"layers={{{unknown[0]}: lambda layer, einsum, x: einsum(equation, x, weight)}}."
+    )
 
 
 def _example(inputs: Any, arguments: Any) -> Example | None:

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._fold import Line, fold
+from jaxfp8.conversion._layer import UNCALLED, UNKNOWN, Layer
 from jaxfp8.conversion._plan import Decision
 
 
@@ -20,6 +21,8 @@ class CoverageRow:
       reason: the rule that decided, or why the layer stays in high precision. "" for the recipe of
         the model.
       flops: its operations in one forward pass. Without example inputs, for one token.
+      can_be_fp8: whether a rule, `keep=` or `layers=` could give it a recipe. False for embeddings
+        and convolutions, for instance.
 
     Example:
       >>> from flax import nnx
@@ -35,14 +38,16 @@ class CoverageRow:
     recipe: str
     reason: str
     flops: int
+    can_be_fp8: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Which layers of a model run in FP8. `str()` is a table, and rich prints one in colors.
+    """Which layers of a model run in FP8. `str()` is `table()`, and rich prints one in colors.
 
     Attributes:
-      rows: the layers with a kernel, in the order in which the model calls them.
+      rows: the layers with a kernel, in the order in which the model calls them. Without example
+        inputs, an nnx model has the order in which it defines them.
       other_flops: operations of matmuls and convolutions that belong to no row, for instance those
         of attention scores.
       counted: whether an example call gave M and the operations. Otherwise M is 1, and each layer
@@ -56,7 +61,7 @@ class Coverage:
       >>> print(coverage)
       layer type  shape     share recipe  reason
       .     Dense (2, 8, 4)  100% current
-      100% of the FLOPs of matmuls run in FP8: 1 of 1 layers
+      100% of the FLOPs of matmuls run in FP8: 1 of 1 layers that can
     """
 
     rows: tuple[CoverageRow, ...]
@@ -86,29 +91,14 @@ class Coverage:
         """The part of these operations that runs in FP8, from 0 to 1."""
         return sum(row.flops for row in self.rows if row.recipe) / max(self.flops, 1)
 
-    @property
-    def _cells(self) -> list[tuple[str, ...]]:
-        all_flops = max(self.flops, 1)
-        cells: list[tuple[str, ...]] = [
-            (row.path or ".", row.type, str(row.shape or ""), _percent(row.flops / all_flops),
-             row.recipe or "-", row.reason)
-            for row in self.rows
-        ]  # fmt: skip
-        if self.other_flops:
-            share = _percent(self.other_flops / self.flops)
-            cells.append(("(no layer)", "", "", share, "-", "no kernel, attention for instance"))
-        return cells
+    def table(self, *, all: bool = False) -> str:
+        """The table as text. Its last line counts the layers that can be FP8.
 
-    @property
-    def _total(self) -> str:
-        converted = sum(bool(row.recipe and row.flops) for row in self.rows)
-        return (
-            f"{_percent(self.share)} of the FLOPs of matmuls run in FP8: {converted} of "
-            f"{len(self.rows)} layers{'' if self.counted else ', each called once (no inputs)'}"
-        )
-
-    def __str__(self) -> str:
-        cells = [_HEADER, *self._cells]
+        Args:
+          all: a line for each row. By default equal rows of numbered blocks are one line, as in
+            `block_0..11/up`. `shape` is that of one of them, and `share` that of all together.
+        """
+        cells = [_HEADER, *self._cells(all=all)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(_HEADER))]
         lines = [
             " ".join(
@@ -119,15 +109,45 @@ class Coverage:
         ]
         return "\n".join([*lines, self._total])
 
+    def _cells(self, *, all: bool) -> list[tuple[str, ...]]:
+        all_flops = max(self.flops, 1)
+        rows = [(row.path, row) for row in self.rows]
+        lines = [Line([path], [row]) for path, row in rows] if all else fold(rows, _all_but_path)
+        cells: list[tuple[str, ...]] = []
+        for line in lines:
+            row, share = line.rows[0], sum(row.flops for row in line.rows) / all_flops
+            path, shape = "/".join(line.parts) or ".", str(row.shape or "")
+            cells.append((path, row.type, shape, _percent(share), row.recipe or "-", row.reason))
+        if self.other_flops:
+            share = _percent(self.other_flops / self.flops)
+            cells.append(("(no layer)", "", "", share, "-", "not of a known layer"))
+        return cells
+
+    @property
+    def _total(self) -> str:
+        converted = sum(bool(row.recipe and row.flops) for row in self.rows)
+        able = sum(row.can_be_fp8 for row in self.rows)
+        return (
+            f"{_percent(self.share)} of the FLOPs of matmuls run in FP8: {converted} of {able} "
+            f"layers that can{'' if self.counted else ', each called once (no inputs)'}"
+        )
+
+    def __str__(self) -> str:
+        return self.table()
+
     def __rich__(self) -> Any:
         from rich.table import Table  # who prints with rich has it
 
         table = Table(title="FP8 coverage", caption=self._total)
         for name in _HEADER:
             table.add_column(name, justify="right" if name == "share" else "left")
-        for row in self._cells:
+        for row in self._cells(all=False):
             table.add_row(*row, style="dim" if row[4] == "-" else None)
         return table
+
+
+def _all_but_path(row: CoverageRow) -> CoverageRow:
+    return dataclasses.replace(row, path="")
 
 
 _HEADER = ("layer", "type", "shape", "share", "recipe", "reason")
@@ -156,8 +176,9 @@ def coverage_of(
             type=layer.type.__name__,
             shape=layer.shape,
             recipe="" if decision.recipe is None else decision.recipe.name,
-            reason=decision.reason or ("" if layer.calls else "not called with inputs="),
+            reason=decision.reason or ("" if layer.calls else UNCALLED),
             flops=flops.get(layer.path, 0),
+            can_be_fp8=layer.can_be_fp8 or layer.obstacle == UNKNOWN,
         )
         for layer, decision in decisions.items()
     )

@@ -10,11 +10,27 @@ _MARK = "jaxfp8.layer:"
 _END = ":"
 OTHER = "(no layer)"
 """The key of operations outside of layers. A model that is a layer has the path ""."""
+MATMULS = ("dot_general", "ragged_dot_general")
+CONVOLUTIONS = ("conv_general_dilated",)
+"""Names of primitives."""
 
 
 def layer_scope(path: str) -> Any:
     """A context that marks the operations of a layer."""
     return jax.named_scope(f"{_MARK}{path.replace('/', _END)}{_END}")
+
+
+def is_in_layer(eqn: Any) -> bool:
+    """Whether an operation, or the whole program that it runs, is in the scope of a layer.
+
+    Example:
+      >>> def f(x):
+      ...     with layer_scope("up"):
+      ...         return x + 1
+      >>> is_in_layer(jax.make_jaxpr(f)(1.0).eqns[0])
+      True
+    """
+    return _MARK in str(eqn.source_info.name_stack)
 
 
 def flops_of(jaxpr: Any) -> Counter[str]:
@@ -100,10 +116,24 @@ def _of_matmul(eqn: Any) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[axis] for axis in contracted)
 
 
+def _of_ragged(eqn: Any) -> int:
+    dims = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = dims.dot_dimension_numbers
+    lhs, groups = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape[-1]
+    # Each group contracts its own rows of a ragged axis.
+    shared = groups if set(dims.lhs_ragged_dimensions) <= set(contracted) else 1
+    inner = math.prod(lhs[axis] for axis in contracted)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * inner // shared
+
+
 def _of_convolution(eqn: Any) -> int:
     kernel = eqn.invars[1].aval.shape
     features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // features
 
 
-_FLOPS = {"dot_general": _of_matmul, "conv_general_dilated": _of_convolution}
+_FLOPS = {
+    "dot_general": _of_matmul,
+    "ragged_dot_general": _of_ragged,
+    "conv_general_dilated": _of_convolution,
+}

@@ -6,9 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 LOOKUP = "an embedding, a lookup"
+TIED = "an embedding, multiplied by other code"
 CONVOLUTION = "a convolution, which has no FP8 kernel"
 UNKNOWN = "a layer that fp8.convert does not know"
+UNSEEN = "fp8.convert does not know it; inputs= shows whether it multiplies"
+UNCALLED = "not called with inputs="
 FP8 = "an FP8 layer already"
+APPLIED = "run by an .apply of its own: call it as a submodule, or convert it alone"
 """Obstacles: why layers cannot run in FP8, or need not be converted."""
 
 

@@ -10,6 +10,11 @@ name the collections that they stack, and do not name this one. While `init` and
 model run, each state is a variable in "params", beside the parameters of its layer. A
 transformation treats it as it treats them.
 
+A module may run another one by its `apply` or `init`, with variables of its own. The paths in there
+begin anew, so they would meet those of the model, and nobody keeps states for them. So scopes of
+the model carry a flag, which flax hands on to all scopes inside, and those of other runs lack it.
+What lacks it runs as before the conversion.
+
 `nn.jit` keeps compiled functions by the fields of a module, which conversion does not change. So
 the plan is also a context that JAX knows (`jax.make_user_context`). Every cache of JAX has it in
 its key, and a converted model never runs a function that was compiled for another one.
@@ -27,15 +32,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import freeze
 
 from jaxfp8._errors import FP8StateError
 from jaxfp8._example import Example
 from jaxfp8._typing import PyTree
 from jaxfp8.conversion._flops import flops_of, in_loops, layer_scope
 from jaxfp8.conversion._foreign import Once, compute_of
-from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._layer import APPLIED, Layer
 from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of
-from jaxfp8.conversion._linen_seen import layer_of, see_kernel, see_module
+from jaxfp8.conversion._linen_seen import layer_of, see_kernel, see_module, see_uses
 from jaxfp8.conversion._linen_variables import apart, together
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
@@ -59,6 +65,10 @@ class _Running(NamedTuple):
     plan: Plan
     depth: int
     seen: Seen | None
+
+
+_OURS = "jaxfp8"
+"""The flag of the scopes of a model, and of no other run inside of it."""
 
 
 _running: contextvars.ContextVar[_Running | None] = contextvars.ContextVar("_running", default=None)
@@ -87,6 +97,8 @@ def _intercept(
     if _running.get() is not running:
         return next_fun(*args, **kwargs)  # a converted model inside this one decides
     module, method = context.module, getattr(context.orig_method, "func", None)
+    if module.scope is None or not module.scope.has_flag(_OURS):
+        return _run_apart(running, module, next_fun, args, kwargs)
     path = "/".join(module.path[running.depth :])
     if running.seen is not None:
         see_module(running.seen, path, module)
@@ -102,10 +114,33 @@ def _intercept(
         if not any("fp8.convert" in note for note in getattr(error, "__notes__", ())):
             error.add_note(f"fp8.convert: in layer {path!r}, a {type(module).__name__}.")
         raise
+    if running.seen is None:
+        return next_fun(*args, **kwargs)
+    before, running.seen.caller = running.seen.caller, path
     y = next_fun(*args, **kwargs)
-    if running.seen is not None:
-        see_kernel(running.seen, path, module)
+    running.seen.caller = before
+    see_kernel(running.seen, path, module)
     return y
+
+
+def _run_apart(
+    running: _Running, module: nn.Module, next_fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """A call of a module that an `apply` or `init` inside of the model runs. It stays as it is."""
+    token = _running.set(None)
+    try:
+        if running.seen is None or module.scope is None or module.is_initializing():
+            return next_fun(*args, **kwargs)
+        path = f"{running.seen.caller}/({module.name or type(module).__name__})".removeprefix("/")
+        running.seen.add(Layer(path=path, type=type(module), obstacle=APPLIED))
+        with layer_scope(path):
+            return next_fun(*args, **kwargs)
+    finally:
+        _running.reset(token)
+
+
+def _mark(scope: Any) -> None:
+    scope.flags = freeze({**scope.flags, _OURS: True})
 
 
 def _call(
@@ -162,14 +197,23 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     seen = Seen()
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
     variables = _variables(model, keys, example)
+
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        _mark(module.scope)
+        return module(*args, **kwargs)
+
     with _run(plan, 0, seen):
         program = example.jaxpr(
             lambda variables, *args, **kwargs: nn.Module.apply(
-                model, variables, *args, rngs=keys, mutable=True, **kwargs
+                model, variables, *args, rngs=keys, mutable=True, method=call, **kwargs
             ),
             variables,
         )
     seen.flops, seen.in_loops = flops_of(program), in_loops(program)
+    for path in [p for p, layer in seen.layers.items() if layer.obstacle == APPLIED]:
+        if not seen.flops[path]:
+            del seen.layers[path]
+    see_uses(seen, program, variables)
     return seen
 
 
@@ -252,6 +296,11 @@ class Converted:
 
     fp8_plan: Plan
     fp8_model: type
+
+    def __post_init__(self: Any) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.scope is not None:
+            _mark(self.scope)
 
     def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():

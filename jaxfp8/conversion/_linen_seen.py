@@ -1,14 +1,17 @@
 """What a linen model is made of, as one traced call shows it."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
 
+from jaxfp8._typing import PyTree
 from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNKNOWN, Layer, own_matmul
 from jaxfp8.conversion._linen_layers import Known
 from jaxfp8.conversion._seen import Seen
+from jaxfp8.conversion._weights import known_by_use, uses_of
 from jaxfp8.linen._grouped import FP8GroupedLinear
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._moe import ExpertKernels, FP8MoE
@@ -26,13 +29,30 @@ def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
     if path in seen.layers or path in seen.shared_scopes or module.scope is None:
         return
     own = module.scope.variables().get("params", {})
-    kernels = [
-        value
-        for value in own.values()
+    kernels = frozenset(
+        name
+        for name, value in own.items()
         if not isinstance(value, Mapping) and len(getattr(value, "shape", ())) > 1
-    ]
+    )
     if kernels:
         seen.add(Layer(path=path, type=type(module), obstacle=_obstacle(module)))
+        seen.kernels[path] = kernels
+
+
+def see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
+    """Note what a program does with parameters. Its inputs begin with the variables."""
+    numbers: list[int | None] = [None] * len(program.invars)
+    own: defaultdict[str, set[int]] = defaultdict(set)
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(variables)):
+        collection, *parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if collection != "params":
+            continue
+        numbers[i] = i
+        for depth, name in enumerate(parts):
+            module = "/".join(parts[:depth])
+            if name in seen.kernels.get(module, ()):
+                own[module].add(i)
+    seen.layers = known_by_use(seen.layers, own, uses_of(program, numbers))
 
 
 def _obstacle(module: nn.Module) -> str:

@@ -1,17 +1,19 @@
 """Converted nnx models: copies that share the Variables, with other matmuls in their layers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import jax
 from flax import nnx
 
 from jaxfp8._example import Example
 from jaxfp8.conversion._flops import flops_of, in_loops
-from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNKNOWN, Layer
+from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNCALLED, UNKNOWN, UNSEEN, Layer
 from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, obstacle_of
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._seen import Seen
+from jaxfp8.conversion._weights import known_by_use, uses_of
 from jaxfp8.nnx._grouped import FP8GroupedLinear
 from jaxfp8.nnx._moe import ExpertKernels, FP8MoE
 from jaxfp8.nnx._state import FP8State
@@ -20,10 +22,23 @@ from jaxfp8.state._unset import unset_state
 M = TypeVar("M")
 
 
-def _modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
-    """Each module of a model with its path, a shared one once."""
-    for path, module in nnx.iter_modules(model):
-        yield "/".join(map(str, path)), module
+def _modules(model: nnx.Module) -> list[tuple[str, nnx.Module]]:
+    """Each module of a model with its path, a shared one once, in the order of attributes."""
+    found = sorted(nnx.iter_modules(model), key=lambda each: _place(model, each[0]))
+    return [("/".join(map(str, path)), module) for path, module in found]
+
+
+def _place(model: nnx.Module, path: Iterable[Any]) -> list[int]:
+    """Where a path is in its model. flax sorts attributes by name."""
+    place: list[int] = []
+    node: Any = model
+    for part in path:
+        inner = node if isinstance(node, dict) else getattr(node, "__dict__", None)
+        inner = dict(enumerate(node)) if inner is None else inner
+        names = list(map(str, inner))
+        place.append(names.index(str(part)))
+        node = list(inner.values())[place[-1]]
+    return place
 
 
 def _copy(model: Any) -> Any:
@@ -43,11 +58,7 @@ def look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
     if example is None:
         seen.flops.update({path: layer.flops for path, layer in seen.layers.items()})
         return seen
-    called = _called(model, plan, example, seen)
-    for path, layer in seen.layers.items():
-        uncalled = dataclasses.replace(layer, calls=0)
-        seen.layers[path] = called.layers.get(path, layer if layer.obstacle else uncalled)
-    seen.flops = called.flops
+    _see_call(model, plan, example, seen)
     return seen
 
 
@@ -78,22 +89,33 @@ def _obstacle(module: nnx.Module) -> str:
     """Why a module with a kernel is no layer of a known type. "" if it has no kernel."""
     if isinstance(module, nnx.Conv | nnx.ConvTranspose):
         return CONVOLUTION
-    if isinstance(module, _NORMS):
+    if isinstance(module, (*_NORMS, nnx.List, nnx.Dict)):
         return ""
     if isinstance(module, FP8GroupedLinear | FP8MoE | ExpertKernels):
         return FP8
     if isinstance(module, nnx.bridge.ToNNX):
         return "a linen model: convert it before nnx.bridge.ToNNX"
-    kernels = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, nnx.Param) and len(getattr(value.get_raw_value(), "shape", ())) > 1
-    ]
-    return UNKNOWN if kernels else ""
+    kernels = [each for each in _params(vars(module)) if len(_shape(each)) > 1]
+    return UNSEEN if kernels else ""
 
 
-def _called(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> Seen:
-    """The layers that a call of the model runs, and its operations."""
+def _shape(param: nnx.Variable[Any]) -> tuple[int, ...]:
+    return tuple(getattr(param.get_raw_value(), "shape", ()))
+
+
+def _params(node: Any) -> Iterator[nnx.Param[Any]]:
+    """The parameters of a module, also those in lists and dicts, without those of its modules."""
+    if isinstance(node, nnx.Param):
+        yield node
+    elif isinstance(node, nnx.List | nnx.Dict):
+        yield from _params(vars(node))
+    elif isinstance(node, list | tuple | dict):
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from _params(each)
+
+
+def _see_call(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> None:
+    """Note the layers that a call of the model runs, in its order, and its operations."""
     called, copy = Seen(), _copy(model)
     for path, module in _modules(copy):
         known = known_of(module, plan.foreign)
@@ -109,8 +131,37 @@ def _called(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> Seen
     program = example.jaxpr(
         lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
     )
-    called.flops, seen.in_loops = flops_of(program), in_loops(program)
-    return called
+    seen.flops, seen.in_loops = flops_of(program), in_loops(program)
+    for path, layer in seen.layers.items():
+        uncalled = dataclasses.replace(layer, calls=0)
+        seen.layers[path] = called.layers.get(path, layer if layer.obstacle else uncalled)
+    _see_uses(seen, program, copy, state)
+
+
+def _see_uses(seen: Seen, program: Any, model: nnx.Module, state: nnx.State) -> None:
+    """Note what a program does with parameters. Its inputs begin with the state of the model."""
+    variables = dict(nnx.to_flat_state(state))
+    number = {path: i for i, path in enumerate(variables)}
+    numbers = [number[path] for path, each in variables.items() for _ in jax.tree.leaves(each)]
+    rest = [None] * (len(program.invars) - len(numbers))
+    uses = uses_of(program, [*numbers, *rest])
+    # A shared Variable has one path, and several modules.
+    of = {id(x): number[path] for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)}
+    own = {
+        path: {of[id(each)] for each in _params(vars(module))}
+        for path, module in _modules(model)
+        if path in seen.layers
+    }
+    first = {number: place for place, number in enumerate(uses.order)}
+    place = {
+        path: min((first[i] for i in own[path] if i in first), default=len(first)) for path in own
+    }
+    for path, layer in seen.layers.items():
+        if layer.obstacle == UNSEEN:
+            obstacle = UNKNOWN if place[path] < len(first) else UNCALLED
+            seen.layers[path] = dataclasses.replace(layer, obstacle=obstacle)
+    in_order = sorted(seen.layers, key=place.__getitem__)
+    seen.layers = known_by_use({path: seen.layers[path] for path in in_order}, own, uses)
 
 
 def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:

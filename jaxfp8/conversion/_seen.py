@@ -12,6 +12,8 @@ class Seen:
     Attributes:
       modules: the type of each module, by path.
       layers: the layers, by path.
+      caller: the path of the module whose call runs now.
+      kernels: by path, the names of parameters that no known method multiplied.
       vocabularies: the numbers of rows of its embeddings.
       flops: operations by path of a layer; see `flops_of`.
       in_loops: paths of layers that a loop runs more than once.
@@ -28,6 +30,8 @@ class Seen:
     def __init__(self) -> None:
         self.modules: dict[str, type] = {}
         self.layers: dict[str, Layer] = {}
+        self.caller = ""
+        self.kernels: dict[str, frozenset[str]] = {}
         self.vocabularies: set[int] = set()
         self.flops: Counter[str] = Counter()
         self.in_loops: frozenset[str] = frozenset()

@@ -11,9 +11,17 @@ A set of labels is an int: bit i is label i.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend.core import Literal
+
+Rule: TypeAlias = Callable[[Any, list[int], bool], list[int] | None]
+"""`rule(eqn, labels, last)`: what a reader knows of an equation.
+
+It returns the labels of the outputs, or None: then this module decides, and reads the programs
+inside of the equation. `last` is False while a loop is read until the labels of its carry stay.
+`eqn` is None for programs that write to references. Nobody reads their equations.
+"""
 
 _CALLS = {
     "closed_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "jit", "remat2",
@@ -24,7 +32,13 @@ _EACH = {"device_put", "optimization_barrier"}
 """Each output is the input of the same place."""
 
 
-def labels_of(program: Any, labels: Sequence[int]) -> list[int]:
+def _no_rule(eqn: Any, labels: list[int], last: bool) -> None:
+    del eqn, labels, last
+
+
+def labels_of(
+    program: Any, labels: Sequence[int], rule: Rule = _no_rule, last: bool = True
+) -> list[int]:
     """The labels of the outputs of a program.
 
     The result of `is_finite` has no labels. So an optimizer that skips gradients of NaN in all
@@ -33,6 +47,8 @@ def labels_of(program: Any, labels: Sequence[int]) -> list[int]:
     Args:
       program: of `jax.make_jaxpr`, or a program inside of it.
       labels: of each input.
+      rule: comes before the rules of this module.
+      last: see `Rule`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -45,6 +61,7 @@ def labels_of(program: Any, labels: Sequence[int]) -> list[int]:
     variables = [*jaxpr.invars, *(x for eqn in jaxpr.eqns for x in (*eqn.invars, *eqn.outvars))]
     if any(hasattr(x.aval, "inner_aval") for x in variables):
         # A reference: an equation writes to one of its inputs, which no output shows.
+        rule(None, list(labels), last)
         return [union(labels)] * len(jaxpr.outvars)
     known = dict(zip(jaxpr.invars, labels, strict=True))
 
@@ -53,7 +70,11 @@ def labels_of(program: Any, labels: Sequence[int]) -> list[int]:
         return [0 if isinstance(x, Literal) else known.get(x, 0) for x in values]
 
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _of_equation(eqn, read(eqn.invars)), strict=True))
+        inputs = read(eqn.invars)
+        outputs = rule(eqn, inputs, last)
+        if outputs is None:
+            outputs = _of_equation(eqn, inputs, rule, last)
+        known.update(zip(eqn.outvars, outputs, strict=True))
     return read(jaxpr.outvars)
 
 
@@ -67,7 +88,25 @@ def union(labels: Iterable[int]) -> int:
     return functools.reduce(operator.or_, labels, 0)
 
 
-def _of_equation(eqn: Any, labels: list[int]) -> list[int]:
+def reads_into(eqn: Any) -> bool:
+    """Whether `labels_of` reads the programs inside of an equation.
+
+    Example:
+      >>> import jax
+      >>> reads_into(jax.make_jaxpr(jax.jit(lambda x: x))(1.0).eqns[0])
+      True
+    """
+    return eqn.primitive.name in ("cond", "scan", "while") or len(_called(eqn)) == 1
+
+
+def _called(eqn: Any) -> list[Any]:
+    """The programs that an equation runs with its inputs in their order."""
+    if eqn.primitive.name not in _CALLS:
+        return []
+    return [x for x in eqn.params.values() if hasattr(getattr(x, "jaxpr", x), "eqns")]
+
+
+def _of_equation(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
     """The labels of the outputs of an equation, from those of its inputs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "is_finite":
@@ -76,20 +115,18 @@ def _of_equation(eqn: Any, labels: list[int]) -> list[int]:
         return labels
     if name == "cond":
         index, *operands = labels
-        branches = [labels_of(branch, operands) for branch in params["branches"]]
+        branches = [labels_of(branch, operands, rule, last) for branch in params["branches"]]
         return [index | union(each) for each in zip(*branches, strict=True)]
     if name == "scan":
-        return _of_scan(eqn, labels)
+        return _of_scan(eqn, labels, rule, last)
     if name == "while":
-        return _of_while(params, labels)
-    if name in _CALLS:
-        programs = [x for x in params.values() if hasattr(getattr(x, "jaxpr", x), "eqns")]
-        if len(programs) == 1:
-            return labels_of(programs[0], labels)
+        return _of_while(params, labels, rule, last)
+    if len(programs := _called(eqn)) == 1:
+        return labels_of(programs[0], labels, rule, last)
     return [union(labels)] * len(eqn.outvars)
 
 
-def _of_scan(eqn: Any, labels: list[int]) -> list[int]:
+def _of_scan(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
     # jax 0.10 and 0.12 have other parameters, so shapes tell what is split along the first axis.
     program = eqn.params["jaxpr"]
     jaxpr = getattr(program, "jaxpr", program)
@@ -97,33 +134,35 @@ def _of_scan(eqn: Any, labels: list[int]) -> list[int]:
     carried = _same_shapes(jaxpr.outvars, eqn.outvars)
     consts, split = labels[: whole - carried], labels[whole:]
     carry, outs = _fixpoint(
-        lambda carry: labels_of(program, [*consts, *carry, *split]), labels[whole - carried : whole]
+        lambda carry, last: labels_of(program, [*consts, *carry, *split], rule, last),
+        labels[whole - carried : whole],
+        last,
     )
     return [*carry, *outs[carried:]]
 
 
-def _of_while(params: Any, labels: list[int]) -> list[int]:
+def _of_while(params: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
 
-    def once(carry: list[int]) -> list[int]:
+    def once(carry: list[int], last: bool) -> list[int]:
         # What ends the loop decides how often each array changes.
-        (stop,) = labels_of(params["cond_jaxpr"], [*labels[:first], *carry])
-        outs = labels_of(params["body_jaxpr"], [*labels[first:second], *carry])
+        (stop,) = labels_of(params["cond_jaxpr"], [*labels[:first], *carry], rule, last)
+        outs = labels_of(params["body_jaxpr"], [*labels[first:second], *carry], rule, last)
         return [stop | each for each in outs]
 
-    return _fixpoint(once, labels[second:])[0]
+    return _fixpoint(once, labels[second:], last)[0]
 
 
 def _fixpoint(
-    once: Callable[[list[int]], list[int]], carry: list[int]
+    once: Callable[[list[int], bool], list[int]], carry: list[int], last: bool
 ) -> tuple[list[int], list[int]]:
     """The labels of what a loop carries, after any number of iterations, and its outputs."""
     while True:
-        outs = once(carry)
+        outs = once(carry, False)
         after = [old | new for old, new in zip(carry, outs, strict=False)]
         if after == carry:
-            return carry, outs
+            return carry, once(carry, True) if last else outs
         carry = after
 
 

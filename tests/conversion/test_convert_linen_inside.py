@@ -182,6 +182,60 @@ def test_a_backward_rule_of_the_model_is_refused():
         first_losses(fp8.convert(OwnBackward(), RECIPES["delayed"], inputs=(x,))[0], x)
 
 
+class Part(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x)
+
+
+class Applies(nn.Module):
+    """Its own layer has the path that the layer of the other module has in a run of its own."""
+
+    other: nn.Module
+    stored: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.stored:
+            variables = self.param("stored", self.other.init, x)
+        else:
+            variables = {"params": {"Dense_0": {k: jnp.ones(s) for k, s in SHAPES.items()}}}
+        return nn.Dense(8)(x), jax.vmap(lambda x: self.other.apply(variables, x))(x)
+
+
+SHAPES = {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,)}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_model_applies_by_itself_stays_as_it_is(stored):
+    """It has no path, no place for a state, and the cure of the table works."""
+    x, plain = jax.random.normal(KEY, (4, WIDTH)), Applies(Part(), stored)
+    mine, coverage = fp8.convert(plain, RECIPES["delayed"], inputs=(x,), keep=())
+    assert [(row.path, row.recipe) for row in coverage] == [("Dense_0", "delayed"), ("(other)", "")]
+    assert coverage["(other)"].reason.startswith("run by an .apply of its own: call it as a subm")
+    assert str(coverage).endswith("1 of 1 layers that can")
+
+    @jax.jit
+    def run():
+        variables, exact = mine.init(KEY, x), plain.init(KEY, x)
+        alone, _ = fp8.convert(Part(), RECIPES["current"], inputs=(x,))
+        both, _ = fp8.convert(Applies(alone, stored), RECIPES["current"], inputs=(x,))
+        return (
+            variables,
+            exact,
+            mine.apply(variables, x),
+            plain.apply(exact, x),
+            both.apply(exact, x),
+        )
+
+    variables, exact, got, want, both = run()
+    assert_same_bits(variables["params"], exact.get("params"))
+    assert set(variables[COLLECTION]) == {"Dense_0"}
+    assert (got[0] != want[0]).any()
+    assert_same_bits(got[1], want[1])
+    assert all((one != two).any() for one, two in zip(both, want, strict=True))
+
+
 def test_a_converted_model_is_not_converted_again():
     mine = converted(small(), RECIPES["current"])
     with pytest.raises(ValueError, match=r"model is a LM that fp8\.convert made"):

@@ -99,6 +99,11 @@ def test_layers_of_others():
     assert_same_bits(mine.apply(variables, x), y)
 
 
+def test_a_model_of_layers_of_others_says_how_to_convert_them():
+    with pytest.raises(ValueError, match=r"(?s)multiplies the parameters of Own\..* layers={Own: "):
+        fp8.convert(WithOwn(), RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
+
+
 def test_a_layer_of_others_has_one_matmul():
     def twice(layer, einsum, x):
         return einsum("...d,df->...f", einsum("...d,df->...f", x, layer.w), layer.w)
