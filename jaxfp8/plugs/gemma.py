@@ -1,15 +1,20 @@
-"""FP8 for gemma: a function that `peft.ModuleInterceptor` of google-deepmind/gemma calls.
+"""FP8 for gemma: a context in which the modules of google-deepmind/gemma compute in FP8.
 
-The interceptor passes each linen module before its first call, and calls the returned module in its
-place. The replacement has the scope of the original, so parameters keep their names and shapes.
+Each linen module is exchanged before its first call. The replacement has the scope of the original,
+so parameters keep their names and shapes. gemma's own `peft.ModuleInterceptor` does the same, but
+whole models wrap `__call__` in `nn.jit`. Its cache does not know that interceptor, and would return
+programs without FP8, or in another recipe.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any, Protocol, Unpack
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol, Unpack
 
 import flax.linen as nn
+import jax
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._einsum_op import FP8EinsumOp
@@ -22,6 +27,14 @@ LAYERS = {nn.Dense: FP8Dense, nn.DenseGeneral: FP8DenseGeneral, nn.Einsum: FP8Ei
 """Layers of flax, and the layers of jaxfp8 with the same fields and parameters."""
 
 
+# What is exchanged here: pairs of a policy and the paths of modules, the outermost context first.
+_entered: contextvars.ContextVar[tuple[tuple[Policy, str], ...]] = contextvars.ContextVar(
+    "_entered", default=()
+)
+# The same, as a part of the keys of jax.jit's cache, which nn.jit uses.
+_key: Any = jax.make_user_context(None)
+
+
 class GemmaEinsum(Protocol):
     """The fields of gemma's `_layers.Einsum` that a replacement reads."""
 
@@ -31,13 +44,14 @@ class GemmaEinsum(Protocol):
     dtype: Any
 
 
-def replace_module_fn(
+@contextlib.contextmanager
+def interceptor(
     recipe: Recipe, paths: str = ".*", **options: Unpack[LayerOptions]
-) -> Callable[[nn.Module], nn.Module]:
-    """The argument of gemma's `peft.ModuleInterceptor` that puts FP8 layers into a model.
+) -> Iterator[None]:
+    """A context in which layers of gemma compute in FP8. It replaces `peft.ModuleInterceptor`.
 
-    It replaces `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum` and gemma's `_layers.Einsum`. Subclasses
-    of them stay as they are.
+    It exchanges `nn.Dense`, `nn.DenseGeneral`, `nn.Einsum` and gemma's `_layers.Einsum`. Subclasses
+    of them stay as they are. Enter it around each `init` and each `apply`.
 
     Args:
       recipe: which quantizer for which operand.
@@ -46,50 +60,78 @@ def replace_module_fn(
         `save_original`; see `fp8.dot_general`.
 
     Returns:
-      A function from a module to the module to use. It needs no import of gemma.
+      A context manager. It needs no import of gemma.
 
     Raises:
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
       ValueError: if the recipe needs keys.
 
     Example:
-      .. code-block:: python
-
-        from gemma import gm, peft
-        from jaxfp8.plugs import gemma as fp8_gemma
-
-        replace = fp8_gemma.replace_module_fn(fp8.recipes.blockwise(), paths="layer_.*")
-        with peft.ModuleInterceptor(replace):
-            variables = model.init(key, tokens)
-        with peft.ModuleInterceptor(replace):  # in the loss, around each call
-            logits = model.apply(variables, tokens).logits
-
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> import jaxfp8 as fp8
-      >>> replace_module_fn(fp8.recipes.current())(nn.LayerNorm(name="norm"))
-      LayerNorm(
-      ...
+      >>> model, x = nn.Dense(8), jnp.ones((2, 4))
+      >>> with interceptor(fp8.recipes.delayed()):
+      ...     variables = model.init(jax.random.key(0), x)
+      >>> sorted(variables)
+      ['_overwrite_with_gradient', 'params']
     """
-    policy = Policy.of("jaxfp8.plugs.gemma.replace_module_fn", recipe, options)
+    policy = Policy.of("jaxfp8.plugs.gemma.interceptor", recipe, options)
+    known: dict[int, tuple[nn.Module, nn.Module]] = {}
 
-    def replace(module: nn.Module) -> nn.Module:
-        if module.scope is None or not re.fullmatch(paths, "/".join(module.path)):
-            return module
-        if layer := LAYERS.get(type(module)):
-            kept = {
-                field.name: getattr(module, field.name)
-                for field in dataclasses.fields(module)
-                if field.init and field.name not in ("parent", "name")
-            }
-            made: nn.Module = layer(
-                **kept, recipe=policy.recipe, **policy.options, parent=module.scope
-            )
-            return made
-        if is_gemma_einsum(module):
-            scope: Any = module.scope  # flax's annotation leaves scopes out
-            return FP8GemmaEinsum(wrapped=module, policy=policy, parent=scope)
+    def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        module = context.module
+        if context.method_name != "__call__":
+            return next_fun(*args, **kwargs)
+        if id(module) not in known:
+            # The pair keeps the module alive. Otherwise another module could get its id.
+            known[id(module)] = module, _replacement(module, policy, paths)
+        new = known[id(module)][1]
+        return next_fun(*args, **kwargs) if new is module else new(*args, **kwargs)
+
+    entered = (*_entered.get(), (policy, paths))
+    token = _entered.set(entered)
+    try:
+        with _key(entered), nn.intercept_methods(intercept):
+            yield
+    finally:
+        _entered.reset(token)
+
+
+def replace_module_fn(*_: Any, **__: Any) -> NoReturn:
+    """The argument of gemma's `peft.ModuleInterceptor` in earlier versions. It is refused.
+
+    Raises:
+      NotImplementedError: always.
+
+    Example:
+      >>> replace_module_fn()
+      Traceback (most recent call last):
+      NotImplementedError: ...
+    """
+    raise NotImplementedError(
+        "peft.ModuleInterceptor(replace_module_fn(...)): gemma's models wrap __call__ in nn.jit, "
+        "whose cache does not know this interceptor. After a run in bfloat16 a run in FP8 would be "
+        "in bfloat16. Write `with jaxfp8.plugs.gemma.interceptor(recipe, paths=...):` instead, or "
+        "fp8.convert(model, recipe, inputs=(tokens,), layers={Einsum: ...})."
+    )
+
+
+def _replacement(module: nn.Module, policy: Policy, paths: str) -> nn.Module:
+    """The module to call in the place of this one. It may be the same."""
+    if module.scope is None or not re.fullmatch(paths, "/".join(module.path)):
         return module
-
-    return replace
+    if layer := LAYERS.get(type(module)):
+        kept = {
+            field.name: getattr(module, field.name)
+            for field in dataclasses.fields(module)
+            if field.init and field.name not in ("parent", "name")
+        }
+        made: nn.Module = layer(**kept, recipe=policy.recipe, **policy.options, parent=module.scope)
+        return made
+    if is_gemma_einsum(module):
+        scope: Any = module.scope  # flax's annotation leaves scopes out
+        return FP8GemmaEinsum(wrapped=module, policy=policy, parent=scope)
+    return module
 
 
 def is_gemma_einsum(module: nn.Module) -> bool:
@@ -115,7 +157,8 @@ class FP8GemmaEinsum(nn.Module):
     Example:
       .. code-block:: python
 
-        replace = fp8_gemma.replace_module_fn(fp8.recipes.current())  # makes such modules
+        with fp8_gemma.interceptor(fp8.recipes.current()):  # makes such modules
+            variables = model.init(key, tokens)
     """
 
     wrapped: Any

@@ -1,8 +1,9 @@
-"""`jaxfp8.plugs.gemma` under an interceptor as gemma's, and under gemma's own if it is installed.
+"""`jaxfp8.plugs.gemma` in modules as gemma's, and in gemma's own if it is installed.
 
-The two classes here repeat what gemma's `peft.ModuleInterceptor` and `_layers.Einsum` do.
+The class `Einsum` repeats what gemma's `_layers.Einsum` does.
 """
 
+import contextlib
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
-from jaxfp8.plugs.gemma import is_gemma_einsum, replace_module_fn
+from jaxfp8.plugs.gemma import interceptor, is_gemma_einsum, replace_module_fn
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
 # The plug hands its recipe on. One matmul shows it for each recipe, and a net for one with state.
@@ -35,26 +36,6 @@ class Einsum(nn.Module):
 
 
 Einsum.__module__ = "gemma.gm.nn._layers"
-
-
-class Interceptor:
-    """A context in which each module is exchanged before its first call."""
-
-    def __init__(self, replace):
-        self.replace, self.modules, self.inside = replace, {}, []
-
-    def __call__(self, next_fun, args, kwargs, context):
-        module = context.module
-        if module in self.inside:
-            return next_fun(*args, **kwargs)
-        _, new = self.modules.setdefault(id(module), (module, self.replace(module)))
-        if new is module:
-            return next_fun(*args, **kwargs)
-        self.inside += [new, module]
-        try:
-            return getattr(new, context.method_name)(*args, **kwargs)
-        finally:
-            del self.inside[-2:]
 
 
 class Mlp(nn.Module):
@@ -79,18 +60,26 @@ class Net(nn.Module):
         return nn.Dense(32, name="head")(x)
 
 
-def scope(replace, of=Interceptor):
-    return nn.intercept_methods(of(replace)) if of is Interceptor else of(replace)
+class Small(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, name="head")(nn.Dense(32, name="mlp")(x))
+
+
+class Jitted(Small):
+    """Whole models of gemma are so."""
+
+    __call__ = nn.jit(Small.__call__)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_trains(name):
-    replace = replace_module_fn(fp8.recipes.get(name))
+    recipe = fp8.recipes.get(name)
     x = jax.random.normal(jax.random.key(1), (2, 16, 128))
 
     @jax.jit
     def init(key, x):
-        with scope(replace):
+        with interceptor(recipe):
             replaced = Net().init(key, x)
         return replaced, Net().init(key, x)
 
@@ -99,7 +88,7 @@ def test_trains(name):
     params, state = variables["params"], variables.get(COLLECTION, {})
 
     def loss_fn(params, state):
-        with scope(replace):
+        with interceptor(recipe):
             return jnp.mean(Net().apply({"params": params, COLLECTION: state}, x) ** 2)
 
     @jax.jit
@@ -121,7 +110,7 @@ def test_has_the_bits_of_the_op(name):
     x = jax.random.normal(jax.random.key(1), (16, 128))
     scale = 0.3 if name == "current" else None
     layer = Einsum((128, 64), w_scale=scale)
-    with scope(replace_module_fn(recipe)):
+    with interceptor(recipe):
         y, variables = layer.init_with_output(jax.random.key(0), "bf,fh->bh", x)
     w, state = variables["params"]["w"], fp8.init_state(recipe)
     w = w * scale if scale else w
@@ -130,7 +119,7 @@ def test_has_the_bits_of_the_op(name):
 
 def test_paths():
     x = jnp.ones((4, 128))
-    with scope(replace_module_fn(fp8.recipes.delayed(), paths="head")):
+    with interceptor(fp8.recipes.delayed(), paths="head"):
         variables = jax.eval_shape(Net().init, jax.random.key(0), x)
     assert list(variables[COLLECTION]) == ["head"]
 
@@ -138,31 +127,59 @@ def test_paths():
 def test_subclasses_stay():
     assert is_gemma_einsum(Einsum((4, 4)))
     assert not is_gemma_einsum(nn.Einsum((4, 4), "ab,bc->ac"))
-    replace = replace_module_fn(fp8.recipes.current())
-    assert type(replace(FP8Dense(4).bind({}))) is FP8Dense
+    with interceptor(fp8.recipes.delayed()):  # no state: the layer keeps its recipe
+        variables = jax.eval_shape(
+            FP8Dense(4, recipe=fp8.recipes.current()).init, jax.random.key(0), jnp.ones((4, 8))
+        )
+    assert COLLECTION not in variables
+
+
+def test_the_cache_of_nn_jit_knows_what_is_exchanged():
+    x = jax.random.normal(jax.random.key(1), (16, 64))
+    params = jax.jit(Small().init)(jax.random.key(0), x)
+    mlp, every = (fp8.recipes.current(), "mlp"), (fp8.recipes.mxfp8(), ".*")
+
+    def run(model, *entered):
+        with contextlib.ExitStack() as stack:
+            for recipe, paths in entered:
+                stack.enter_context(interceptor(recipe, paths))
+            return jax.jit(lambda params, x: model.apply(params, x))(params, x)
+
+    runs = [(), (mlp,), (every,), (mlp, every), ()]
+    found = [run(Jitted(), *entered) for entered in runs]
+    assert_same_bits(found, [run(Small(), *entered) for entered in runs])
+    assert len({each.tobytes() for each in jax.device_get(found)}) == 4
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("standard_promotion")
 def test_in_gemma_itself():
-    peft = pytest.importorskip("gemma.peft")
     modules = pytest.importorskip("gemma.gm.nn._modules")
     layer = modules.FeedForward(features=128, hidden_dim=64, transpose_gating_einsum=False)
     x = jax.random.normal(jax.random.key(1), (2, 16, 128))
-    with scope(replace_module_fn(fp8.recipes.delayed()), peft.ModuleInterceptor):
+    with interceptor(fp8.recipes.delayed()):
         variables = layer.init(jax.random.key(0), x)
     assert sorted(variables[COLLECTION]) == ["fp8_gating_einsum", "fp8_linear"]
     assert_same_bits(variables["params"], layer.init(jax.random.key(0), x)["params"])
 
 
+def enter(recipe, **options):
+    with interceptor(recipe, **options):
+        pass
+
+
 MESSAGES = {
     "a recipe": Message(
-        TypeError, lambda: replace_module_fn("current"), "'current'", "Recipe",
+        TypeError, lambda: enter("current"), "'current'", "Recipe",
         "fp8.recipes.current()",
     ),
     "an option": Message(
-        TypeError, lambda: replace_module_fn(fp8.recipes.current(), kernel=1), "kernel=1",
+        TypeError, lambda: enter(fp8.recipes.current(), kernel=1), "kernel=1",
         "no option", "kernels",
+    ),
+    "gemma's interceptor": Message(
+        NotImplementedError, lambda: replace_module_fn(fp8.recipes.current(), paths="layer_.*"),
+        "replace_module_fn", "nn.jit", "jaxfp8.plugs.gemma.interceptor",
     ),
 }  # fmt: skip
 
