@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 
+from jaxfp8._errors import UncollectedStateError
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._dot import dot
 from jaxfp8.plugs._policy import Policy
@@ -28,6 +29,9 @@ def per_example_dot(policy: Policy, x: Array, w: Array, state: PyTree) -> Array:
 
     Returns:
       [..., N].
+
+    Raises:
+      UncollectedStateError: in the backward pass, if the state is not collected.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -61,7 +65,17 @@ def _matmul(policy: Policy, x: Array, w: Array, state: PyTree) -> Array:
 
 
 def _gradients(policy: Policy, x: Array, w: Array, state: PyTree, g: Array) -> Any:
-    return jax.vjp(functools.partial(_matmul, policy), x, w, state)[1](g)
+    try:
+        return jax.vjp(functools.partial(_matmul, policy), x, w, state)[1](g)
+    except UncollectedStateError as error:  # its message names functions for other models
+        raise UncollectedStateError(
+            f"a layer [{w.shape[0]}, {w.shape[1]}] of a model by jaxfp8.plugs.equinox.convert is "
+            "being differentiated, but its quantizer state is not collected. Write "
+            "jaxfp8.plugs.equinox.value_and_grad(loss)(model, ...) in place of jax.grad, "
+            "eqx.filter_grad or eqx.filter_value_and_grad. It returns the loss, the gradients and "
+            "the model with its next state. If this loss does not train the layer, pass its state "
+            "through fp8.freeze."
+        ) from error
 
 
 @functools.cache

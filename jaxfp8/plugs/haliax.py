@@ -5,19 +5,24 @@ model, so it is differentiated with it. haliax's `partition_for_grad_overwrite` 
 `OverwriteWithGradient`, and `apply_updates` overwrites it with its gradient.
 """
 
+import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from jaxfp8._call_options import check_options
+from jaxfp8._errors import FP8StateError
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
+from jaxfp8.plugs._bytes import from_bytes, to_bytes
 from jaxfp8.plugs._guest import guest
 from jaxfp8.plugs._policy import Policy
 from jaxfp8.state._unset import init_state, unset_state
@@ -38,10 +43,12 @@ def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
         state.
 
     Returns:
-      An `equinox.Module` with the state of one matmul. It is an `OverwriteWithGradient`, also if
-      the recipe has no state.
+      An `equinox.Module` with the state of one matmul, its attribute `state`. It is an
+      `OverwriteWithGradient`, also if the recipe has no state. A cast of the model to bfloat16 or
+      float16, as by levanter's policy, does not change the state.
 
     Raises:
+      FP8StateError: when it is called in levanter's microbatches, if the recipe has state.
       ImportError: if haliax is not installed.
       TypeError: if `recipe` is not a Recipe, or if an option is unknown.
       ValueError: if the recipe needs keys.
@@ -54,7 +61,7 @@ def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
     """
     options.setdefault("state_channel", "gradient")
     policy = Policy.of("jaxfp8.plugs.haliax.dot_general_op", recipe, options)
-    return _operation()(init_state(policy.recipe), policy)
+    return _operation()(_held(init_state(policy.recipe), policy), policy)
 
 
 def ragged_dot_op(
@@ -91,7 +98,7 @@ def ragged_dot_op(
     policy = Policy.of(name, recipe, LayerOptions(**options))
     stacked = () if groups is None else (check_groups(groups),)
     state = unset_state(policy.recipe.rows, stacked) if policy.recipe.rows else ()
-    return _ragged_operation()(state, policy)
+    return _ragged_operation()(_held(state, policy), policy)
 
 
 def quantize_linear_layers(
@@ -181,16 +188,69 @@ def _matches(name: str, targets: str | Sequence[str] | None) -> bool:
     return name.rsplit(".", 1)[-1] in targets
 
 
-@functools.cache
-def _operation() -> type:
-    """The class of operations. haliax defines its base, so it is made by its first use."""
-    eqx = guest("equinox", "equinox")
-    base = guest("haliax.quantization", "haliax").OverwriteWithGradient
+def _held(state: Any, policy: Policy) -> Any:
+    """The state as an operation holds it.
 
-    class FP8DotGeneralOp(base):  # type: ignore[misc, valid-type]
-        state: Any
+    levanter casts the whole model to its compute dtype, so the state is kept as bytes.
+    `fp8.value_and_grad` collects only a `MatmulState`.
+    """
+    return to_bytes(state) if policy.options["state_channel"] == "gradient" else state
+
+
+def _check_one_backward_pass(policy: Policy) -> None:
+    """Raise FP8StateError inside of levanter's loop over microbatches, if the recipe has state.
+
+    That loop keeps the state of the last microbatch only, and divides it by their number. Its
+    name is on Python's stack while the loss is traced; nothing else tells.
+    """
+    if not (policy.recipe.rows and policy.options["state_channel"] == "gradient"):
+        return
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "levanter.grad_accum":
+            raise FP8StateError(
+                f"levanter splits the batch into microbatches, but recipe {policy.recipe.name!r} "
+                "has quantizer state, and levanter would divide the state of the last microbatch "
+                "by their number. Set per_device_parallelism to -1 in TrainerConfig, or take a "
+                "recipe without state, such as fp8.recipes.current()."
+            )
+        frame = frame.f_back
+
+
+@functools.cache
+def _base() -> type:
+    """What both operations share. haliax defines the base, so it is made by its first use."""
+    eqx = guest("equinox", "equinox")
+    overwrite = guest("haliax.quantization", "haliax").OverwriteWithGradient
+
+    class FP8Op(overwrite):  # type: ignore[misc, valid-type]
+        held: Any
         policy: Policy = eqx.field(static=True)
 
+        @property
+        def state(self) -> Any:
+            """The `MatmulState` of the matmul; () if the recipe has none."""
+            return from_bytes(self.held)
+
+        def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
+            """Nothing: files of weights (torch, Hugging Face) have no quantizer state."""
+            del prefix
+            return {}
+
+        def from_state_dict(self, state_dict: dict[str, Any], prefix: str | None = None) -> Any:
+            """The operation with an unset state, because the old one is of other weights."""
+            del state_dict, prefix
+            unset = jax.tree.map(jnp.zeros_like, self.held)
+            return dataclasses.replace(self, held=unset)
+
+    return FP8Op
+
+
+@functools.cache
+def _operation() -> type:
+    """The class of operations for `Linear`."""
+
+    class FP8DotGeneralOp(_base()):  # type: ignore[misc]
         def __call__(
             self,
             lhs: Array,
@@ -200,6 +260,7 @@ def _operation() -> type:
             preferred_element_type: DType | None = None,
             **_: Any,
         ) -> Array:
+            _check_one_backward_pass(self.policy)
             return dot_general(
                 lhs.astype(rhs.dtype), rhs, dimension_numbers, precision, preferred_element_type,
                 recipe=self.policy.recipe, state=self.state, **self.policy.options,
@@ -210,15 +271,11 @@ def _operation() -> type:
 
 @functools.cache
 def _ragged_operation() -> type:
-    """The class of grouped matmuls; see `_operation`."""
-    eqx = guest("equinox", "equinox")
-    base = guest("haliax.quantization", "haliax").OverwriteWithGradient
+    """The class of operations for experts."""
 
-    class FP8RaggedDotOp(base):  # type: ignore[misc, valid-type]
-        state: Any
-        policy: Policy = eqx.field(static=True)
-
+    class FP8RaggedDotOp(_base()):  # type: ignore[misc]
         def __call__(self, lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+            _check_one_backward_pass(self.policy)
             return ragged_dot(
                 lhs.astype(rhs.dtype), rhs, group_sizes, recipe=self.policy.recipe,
                 state=self.state, **self.policy.options,

@@ -152,7 +152,7 @@ MESSAGES = {
     ),
     "no experts": Message(
         ValueError, lambda: plug.ragged_dot_op(fp8.recipes.delayed(), groups=0), "groups=0",
-        "positive integer",
+        "positive integer", "the number of experts",
     ),
 }  # fmt: skip
 

@@ -4,13 +4,20 @@ The first tests repeat what both do: each array of a state is a variable that be
 is overwritten with its gradient.
 """
 
+import dataclasses
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from messages import Message, check
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.plugs import axlearn, equinox, haliax, praxis
+from jaxfp8.plugs._bytes import from_bytes, to_bytes
 from jaxfp8.plugs._guest import guest
 from jaxfp8.plugs._leaves import leaf_shapes, state_of
 
@@ -104,6 +111,93 @@ def test_in_praxis_itself(name):
     assert_same_bits((loss, grads["params"]["w"]), (same, grad))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bytes_of_a_state_survive_a_cast(dtype):
+    state = fp8.init_state(fp8.recipes.delayed())
+    values = np.float32([0, 2.0**-149, 1e-36, 1 / 3, 3.4e38, np.inf, np.nan, 1 + 2.0**-23])
+    history = np.resize(values, state.amax_history.shape)
+    held = to_bytes(dataclasses.replace(state, amax_history=history))
+    found = from_bytes(jax.tree.map(lambda leaf: leaf.astype(dtype), held))
+    assert_same_bits(found.amax_history, history)
+    assert_same_bits(found.fingerprint, state.fingerprint)
+    mean = jax.tree.map(
+        lambda old, new: (0.9 * old + 0.1 * new).astype(dtype), to_bytes(state), held
+    )
+    assert not np.any(from_bytes(mean).fingerprint)  # unset
+
+
+@pytest.fixture
+def haliax_op(monkeypatch):
+    """The operation of the plug, with a base class as haliax's, which need not be installed."""
+    eqx = pytest.importorskip("equinox")
+    classes = types.SimpleNamespace(OverwriteWithGradient=type("Base", (eqx.Module,), {}))
+    packages = {"equinox": eqx, "haliax.quantization": classes}
+    monkeypatch.setattr("jaxfp8.plugs.haliax.guest", lambda module, package: packages[module])
+    caches = haliax._base, haliax._operation
+    for cache in caches:
+        cache.cache_clear()
+    yield haliax.dot_general_op(fp8.recipes.delayed())
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_haliax_s_state_survives_levanter_s_cast(haliax_op):
+    recipe, x = fp8.recipes.delayed(), jax.random.normal(jax.random.key(0), (32, 128), "bfloat16")
+    w = jax.random.normal(jax.random.key(1), (128, 128))
+
+    def loss_fn(params, state):
+        w = params.astype(jnp.bfloat16)
+        y = fp8.dot(x, w, recipe=recipe, state=state).astype(jnp.float32)
+        return jnp.mean(y**2)
+
+    def of_model(model):
+        w, op = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)  # jmp's policy
+        return jnp.mean(op(x, w, (((1,), (0,)), ((), ()))).astype(jnp.float32) ** 2)
+
+    step, expected = jax.jit(jax.value_and_grad(of_model)), jax.jit(fp8.value_and_grad(loss_fn))
+    state, op = fp8.init_state(recipe), haliax_op
+    for _ in range(3):
+        loss, (dw, op) = step((w, op))
+        same, grad, state = expected(w, state)
+        assert_same_bits((loss, dw), (same, grad))
+        w = w - 0.1 * grad
+        assert_same_bits(op.state.amax_history, state.amax_history)
+        assert_same_bits(op.state.scale, state.scale)
+
+
+def test_haliax_s_files_of_weights_have_no_state(haliax_op):
+    used = jax.tree.map(jnp.ones_like, haliax_op)
+    assert used.to_state_dict("mlp.dot_general") == {}
+    assert not np.any(used.from_state_dict({}, "mlp.dot_general").state.scale)
+
+
+def twice(op, x):
+    return jnp.sum(op(op(x, x, (((1,), (0,)), ((), ()))), x, (((1,), (0,)), ((), ()))))
+
+
+HALIAX = {
+    "microbatches": Message(
+        fp8.FP8StateError, lambda op: _called_by("levanter.grad_accum", twice, op),
+        "'delayed'", "microbatches", "per_device_parallelism to -1",
+    ),
+    "a second use": Message(
+        fp8.FP8StateError, lambda op: jax.eval_shape(jax.grad(twice), op, jnp.ones((8, 8))),
+        "used twice", "JAX would add", "fp8.fork",
+    ),
+}  # fmt: skip
+
+
+def _called_by(module, function, op):
+    scope = {"__name__": module}
+    exec("def microbatched(function, *args): return function(*args)", scope)
+    return scope["microbatched"](function, op, jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize("message", HALIAX.values(), ids=HALIAX)
+def test_haliax_s_messages(message, haliax_op):
+    check(message._replace(call=functools.partial(message.call, haliax_op)))
+
+
 def test_a_missing_framework_names_its_package():
     with pytest.raises(ImportError, match="pip install nothing-here") as raised:
         guest("nothing_here.inner", "nothing-here")
@@ -121,7 +215,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plug_without_its_framework(name, monkeypatch):
     monkeypatch.setattr(f"jaxfp8.plugs.{name}.guest", lambda module, package: guest("absent", name))
-    for cached in ("_layer", "_operation"):
+    for cached in ("_layer", "_base", "_operation"):
         if function := getattr(__import__(f"jaxfp8.plugs.{name}", fromlist=[name]), cached, None):
             function.cache_clear()
     with pytest.raises(ImportError, match=f"pip install {name}"):
