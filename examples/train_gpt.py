@@ -1,6 +1,6 @@
 r"""Train a small GPT in FP8 and in bf16, and compare the two loss curves.
 
-    pip install "jaxfp8[examples]"
+    pip install -e ".[examples]"                            # in a checkout; ".[examples,cuda13]"
     python examples/train_gpt.py                            # delayed; about a minute on two cores
     python examples/train_gpt.py --data FILE --sample       # any text; then text of the FP8 model
     python examples/train_gpt.py --width 384 --layers 4 --steps 1000 --learning-rate 1e-3
