@@ -80,6 +80,11 @@ class Checkpoints:
             ) from None
         return sorted(int(name) for name in folders if name.isdecimal() and name == str(int(name)))
 
+    def description(self) -> dict[str, Any]:
+        """How the newest checkpoint describes its run. There must be one."""
+        run: dict[str, Any] = self._description(self.steps()[-1])["run"]
+        return run
+
     def save(self, step: int, arrays: dict[str, Any]) -> None:
         """Save a tree of arrays. On return they are on disk, so the next step may donate them."""
         folder = self.directory / str(step)

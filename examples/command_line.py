@@ -7,7 +7,10 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +33,35 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {' '.join(str(message).split())}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script. Ctrl-C and SIGTERM end it at once, even if it compiles or waits for something.
+
+    Ctrl-C prints one line. The exit code is 128 + the number of the signal, as in shells.
+    """
+    # A Python handler runs in the main thread, which compiles or waits for collectives most of the
+    # time. So Python writes the signal's number to a pipe, and another thread reads the pipe. An
+    # empty handler is needed too: without one, Ctrl-C raises KeyboardInterrupt, which JAX's garbage
+    # collection can swallow, and the first process of a container never gets SIGTERM.
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as for `&` in a shell script
+            signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writes)
+
+    def wait() -> None:
+        while (number := os.read(reads, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+            pass
+        if number == signal.SIGINT:
+            print(f"\n{Path(sys.argv[0]).name}: stopped by Ctrl-C.", file=sys.stderr, flush=True)
+        # os._exit skips exit handlers: JAX's waits for the other processes, and jaxlib 0.10.2 often
+        # crashed there after a trace that was interrupted.
+        os._exit(128 + number)
+
+    threading.Thread(target=wait, daemon=True).start()
+    main()
 
 
 def at_least_one(option: str, value: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from gpt_text import Text
-from gpt_training import Run
+from gpt_training import Run, Settings
 from matplotlib.figure import Figure
 from rich.table import Table
 
@@ -61,6 +61,7 @@ def plot(runs: dict[str, Run], title: str, file: str) -> None:
 def write_json(
     file: str,
     given: argparse.Namespace,
+    settings: Settings,
     runs: dict[str, Run],
     text: Text,
     parameters: int,
@@ -73,7 +74,8 @@ def write_json(
     }
     result |= {
         "recipe_fields": dict(given.set),
-        "learning_rate": given.learning_rate,
+        "learning_rate": settings.learning_rate,
+        "schedule_steps": settings.schedule_steps,
         "context": text.context,
         "in_fp8": runs["FP8"].in_fp8,
     }

@@ -28,9 +28,11 @@ class Settings:
     warmup_steps: int = 30
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    schedule_steps: int | None = None  # of warm-up and decay; all steps of the run if None
 
     def optimizer(self, params: Any, steps: int) -> optax.GradientTransformation:
-        """AdamW with warm-up and cosine decay."""
+        """AdamW with warm-up and cosine decay. After the decay the learning rate stays."""
+        steps = self.schedule_steps or steps
         warmup, peak = min(self.warmup_steps, steps // 4), self.learning_rate
         schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, peak / 20)
         matrices = jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # norms are not decayed
@@ -87,14 +89,15 @@ def train(
     losses, seconds = [], 0.0  # of the finished steps
 
     def everything():  # the arguments of the next step, and the measurements so far
-        all_losses = np.array(losses + [np.nan] * (steps - len(losses)), np.float32)
-        measured = {"losses": all_losses, "seconds": np.array(seconds)}
+        measured = {"losses": np.array(losses, np.float32), "seconds": np.array(seconds)}
         return {"params": params, "state": state, "opt_state": opt_state} | measured
 
     if checkpoints and checkpoints.steps():
-        done, saved = checkpoints.steps()[-1], checkpoints.restore(everything())
+        done = checkpoints.steps()[-1]
+        losses = [0.0] * done  # of the shape of those that are restored
+        saved = checkpoints.restore(everything())
         params, state, opt_state = saved["params"], saved["state"], saved["opt_state"]
-        losses, seconds = list(saved["losses"][:done]), float(saved["seconds"])
+        losses, seconds = list(saved["losses"]), float(saved["seconds"])
         print(f"{name:>4} continues after step {done} of {checkpoints.directory}")
     # Positions of all batches are drawn here, so a resumed run reads the batches that come next.
     places = np.random.default_rng(seed).integers(0, len(text.train) - context, (steps, BATCH, 1))

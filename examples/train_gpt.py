@@ -1,6 +1,6 @@
 r"""Train a small GPT in FP8 and in bf16, and compare the two loss curves.
 
-    pip install "jaxfp8[examples]"
+    pip install -e ".[examples]"                            # in a checkout; ".[examples,cuda13]"
     python examples/train_gpt.py                            # delayed; about a minute on two cores
     python examples/train_gpt.py --data FILE --sample       # any text; then text of the FP8 model
     python examples/train_gpt.py --width 384 --layers 4 --steps 1000 --learning-rate 1e-3
@@ -12,11 +12,16 @@ r"""Train a small GPT in FP8 and in bf16, and compare the two loss curves.
         --set x_scale=0.015 --set w_scale=0.001 --set g_scale=5e-8
     python examples/train_gpt.py --checkpoint DIR           # saves every 50 steps, and at the end
     python examples/train_gpt.py --checkpoint DIR --resume  # continues DIR, bit for bit
+    python examples/train_gpt.py --checkpoint DIR --resume --steps 600  # also a finished run
 
 The text is Python's own standard library, which every machine has. A token is a byte. Both models
 start from the same parameters and see the same batches. They differ in the matmuls qkv, out, fc1
 and fc2 of every block. In the FP8 model these run in FP8, forward and backward. Embedding,
 attention, norms and head are in bf16. Parameters and optimizer state are in float32.
+
+The learning rate falls over the steps with which a run was started. A run that is continued for
+more steps keeps the last learning rate, 1/20 of the peak. So its losses do not depend on where it
+was interrupted.
 
 The models are in gpt_models.py, the training loop in gpt_training.py, the text in gpt_text.py.
 """
@@ -30,7 +35,15 @@ from pathlib import Path
 import jax
 from checkpoints import CheckpointError, Checkpoints, open_directory
 from chips import add_chip, describe, kernels_of, print_matmuls
-from command_line import Parser, add_recipe, at_least_one, check_file, positive, recipe_of
+from command_line import (
+    Parser,
+    add_recipe,
+    at_least_one,
+    check_file,
+    positive,
+    recipe_of,
+    run_script,
+)
 from gpt_models import FRAMEWORKS, HEAD_WIDTH, Model, Size
 from gpt_results import plot, table, write_json
 from gpt_text import BATCH, VALIDATION_WINDOWS, Text, load_text, printable
@@ -41,6 +54,7 @@ from rich.console import Console
 import jaxfp8 as fp8
 
 PLOT = "runs/train_gpt.png"  # git ignores runs/
+RUNS = ("bf16", "FP8")  # in the order in which they train
 
 
 # ------------------------------------------------------------------------------------- command line
@@ -165,6 +179,16 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, fp8.Recipe, 
         parser.error(str(error))
 
 
+def schedule_steps_of(given: argparse.Namespace) -> int:
+    """The steps over which the learning rate falls: those that the run was started with."""
+    for name in RUNS if given.resume else ():
+        saved = Checkpoints(Path(given.checkpoint) / name, {}, given.save_every)
+        if saved.steps():
+            steps = saved.description().get("schedule_steps")
+            return steps if isinstance(steps, int) and steps > 0 else given.steps
+    return given.steps
+
+
 def checkpoints_of(
     given: argparse.Namespace, text: Text, settings: Settings
 ) -> dict[str, Checkpoints]:
@@ -177,14 +201,20 @@ def checkpoints_of(
     described = {
         **{
             key: getattr(given, key)
-            for key in ("framework", "recipe", "width", "layers", "steps", "seed", "chip")
+            for key in ("framework", "recipe", "width", "layers", "seed", "chip")
         },
         **{"set": dict(given.set), "data": text.sha256, "batch": BATCH, "context": text.context},
         **dataclasses.asdict(settings),
     }
     parent, every = Path(given.checkpoint), given.save_every
-    found = {name: Checkpoints(parent / name, described, every) for name in ("bf16", "FP8")}
+    found = {name: Checkpoints(parent / name, described, every) for name in RUNS}
     open_directory(given.checkpoint, list(found.values()), given.resume)
+    done = max((run.steps()[-1] for run in found.values() if run.steps()), default=0)
+    if done > given.steps:
+        raise CheckpointError(
+            f"--steps {given.steps}: the run in {given.checkpoint} has done {done} steps; give "
+            f"--steps {done} or more."
+        )
     return found
 
 
@@ -231,7 +261,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{given.data or 'the standard library'}: {text}")
     print(describe(kernels_of(given.chip)))
     try:
-        runs, models = train_all(given, recipe, text, Settings(learning_rate=given.learning_rate))
+        settings = Settings(
+            learning_rate=given.learning_rate, schedule_steps=schedule_steps_of(given)
+        )
+        if settings.schedule_steps != given.steps:
+            print(f"learning rate: it falls for {settings.schedule_steps} steps, and then stays")
+        runs, models = train_all(given, recipe, text, settings)
     except CheckpointError as error:
         Parser(__file__, None).error(str(error))
 
@@ -245,16 +280,20 @@ def main(arguments: list[str] | None = None) -> None:
     if given.sample is not None:
         ends = given.sample, given.seed, given.temperature
         options = kernels_of(given.chip).compiler_options(recipe)
-        written = sample(models["FP8"], runs["FP8"], text.context, *ends, options)
-        sampled = printable(written, sys.stdout.encoding)
+        drawn = sample(models["FP8"], runs["FP8"], text.context, *ends, options)
+        sampled = printable(drawn, sys.stdout.encoding)
         print(
             f"\nThe FP8 model writes (temperature {given.temperature}, seed "
             f"{given.seed}):\n{sampled}"
         )
     plot(runs, title, given.plot)
     if given.json is not None:
-        write_json(given.json, given, runs, text, parameters, sampled)
+        write_json(given.json, given, settings, runs, text, parameters, sampled)
+    written = {"picture": given.plot, "results": given.json, "checkpoints": given.checkpoint}
+    for what, path in written.items():
+        if path is not None:
+            print(f"{what}: {Path(path).absolute()}")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,7 +28,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import Parser, add_recipe, at_least_one, check_file, positive, recipe_of
+from command_line import (
+    Parser,
+    add_recipe,
+    at_least_one,
+    check_file,
+    positive,
+    recipe_of,
+    run_script,
+)
 from devices import force_cpu_devices, make_mesh, one_device
 from gpt_models import BF16, VOCABULARY, attention
 from gpt_text import CONTEXT, VALIDATION_WINDOWS, Text, load_text
@@ -345,4 +353,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,8 +14,8 @@ program, and JAX does the communication. Two things are new. The processes find 
 (`jax.distributed.initialize`). Each process reads only its rows of the batch
 (`jax.make_array_from_process_local_data`). The losses are those of train_sharded.py.
 
-SIGTERM ends a process at once, with exit code 143. If only one process gets it, JAX ends the others
-with an error. This takes up to 10 s if process 0 got it, else up to 60 s
+SIGTERM ends a process at once, with exit code 143, and Ctrl-C with 130. If only one process gets
+it, JAX ends the others with an error. This takes up to 10 s if process 0 got it, else up to 60 s
 (tests/examples/test_distributed_examples.py).
 """
 
@@ -23,16 +23,14 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
-from command_line import Parser, at_least_one, check_file, recipe_of
+from command_line import Parser, at_least_one, check_file, recipe_of, run_script
 from devices import force_cpu_devices
 from gpt_text import load_text
 from jax.sharding import Mesh, NamedSharding
@@ -53,28 +51,6 @@ def batches(mesh: Mesh, text: np.ndarray, batch: int, steps: int) -> Iterator[ja
 
 
 # ------------------------------------------------------------------------------------ start and end
-def end_at_sigterm() -> None:
-    """End this process at once when SIGTERM comes, even if its threads wait for something.
-
-    A Python handler runs in the main thread, which waits for collectives most of the time. So
-    Python writes the signal's number to a pipe, and another thread reads the pipe. An empty handler
-    is needed too, because without a handler the first process of a container never gets SIGTERM.
-    """
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(writes)
-
-    def wait() -> None:
-        while os.read(reads, 1)[0] != signal.SIGTERM:
-            pass
-        # 128 + the signal is the exit code that shells use. os._exit skips exit handlers, because
-        # JAX's exit handler waits for the other processes.
-        os._exit(128 + signal.SIGTERM)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def initialize(given: argparse.Namespace) -> None:
     """Join the other processes. JAX reads missing arguments from the cluster.
 
@@ -146,7 +122,6 @@ def parse(arguments: Sequence[str] | None) -> tuple[Parser, argparse.Namespace]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    end_at_sigterm()
     parser, given = parse(arguments)
     try:
         recipe_of(given)  # reports a bad recipe before the processes connect
@@ -177,4 +152,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

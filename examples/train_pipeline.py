@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from command_line import Parser, add_recipe, at_least_one, check_file, recipe_of
+from command_line import Parser, add_recipe, at_least_one, check_file, recipe_of, run_script
 from devices import force_cpu_devices, make_mesh, one_device
 from gpt_models import BF16, VOCABULARY, Size, attention
 from gpt_text import CONTEXT, load_text
@@ -292,4 +292,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from chips import add_chip, describe, kernels_of, print_matmuls
-from command_line import Parser
+from command_line import Parser, run_script
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense, TrainState
@@ -78,4 +78,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,13 +20,14 @@ from jaxfp8.numerics._amax import amax
 from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, sizes_of
 from jaxfp8.plan._cast_costs import MATRICES
 from jaxfp8.plan._costs import Route
-from jaxfp8.plan._report import MATMULS, Shape
+from jaxfp8.plan._report import MATMULS, Footnotes, Shape
 from jaxfp8.plan._routes import route_of, sides_of
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
 from jaxfp8.recipes._recipe import Recipe
 
 TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
+_ALONE = "no other kernel is considered"
 Evidence: TypeAlias = Literal["measured", "estimated", "compiled"]
 
 
@@ -41,6 +42,7 @@ class Choice:
         backend, or there was nothing to compare. The table calls this column "known by".
       why: the reason. An estimate has its time and the times of the alternatives. If a kernel
         cannot do the case, its reason follows.
+      notes: parts of `why` that other rows may have, too. The table says them once.
 
     Example:
       >>> import jaxfp8 as fp8
@@ -51,6 +53,7 @@ class Choice:
     backend: str
     evidence: Evidence
     why: str
+    notes: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,21 +87,26 @@ class Choices:
     def __str__(self) -> str:
         parts = {f"cast {name}": getattr(self, name) for name in TENSORS}
         parts |= {name: getattr(self, name) for name in MATMULS}
-        rows = [("part", "backend", "known by", "why")]
-        rows += [(name, c.backend, c.evidence, c.why) for name, c in parts.items()]
+        rows, notes = [("part", "backend", "known by", "why")], Footnotes()
+        for name, c in parts.items():
+            rows.append((name, c.backend, c.evidence, notes.shorten(c.why, c.notes)))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
             "  ".join(f"{word:{width}}" for word, width in zip(row, [*widths, 0], strict=True))
             for row in rows
         ]
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, *lines, *notes.lines()])
 
 
 class _Refusals(dict[str, str]):
     """Names of backends that cannot do a case, each with its reason."""
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(f"{name} cannot: {reason}" for name, reason in self.items())
+
     def __str__(self) -> str:
-        return "".join(f"; {name} cannot: {reason}" for name, reason in self.items())
+        return "".join(f"; {note}" for note in self.notes)
 
 
 class _Tried(NamedTuple):
@@ -214,11 +222,13 @@ def _matmul(
     route = route_of(sides, tried.backend, chip, size)
     if not isinstance(by_name[tried.backend], str):
         why = f"the fastest of its timings{tried.refusals}"
-        return Choice(backend=tried.backend, evidence="measured", why=why), route
+        return Choice(
+            backend=tried.backend, evidence="measured", why=why, notes=tried.refusals.notes
+        ), route
     seconds = {}
     if kernels.chip is not None:
         seconds = matmul_seconds(sides, kernels.chip, size, recipe.tile)
-    return _choice(kernels, kernels.matmuls, tried, seconds, f", {route.value}"), route
+    return _choice(kernels, kernels.matmuls, tried, seconds, route.value), route
 
 
 def _choice(
@@ -227,6 +237,7 @@ def _choice(
     """The choice of a backend by its name, by an estimate, or because there is no other."""
     backend, refusals = tried
     evidence: Evidence = "compiled"
+    notes: list[str] = []
     if named is not None:
         why = "asked for by name"
     elif kernels.chip is None:
@@ -235,8 +246,14 @@ def _choice(
         why = "nothing is known to estimate from"
     else:
         evidence = "estimated"
-        why = f"{1e6 * seconds[backend]:.1f} us{how}"
+        why = f"{1e6 * seconds[backend]:.1f} us"
+        if how:
+            why += f", {how}"
+            notes += filter(None, [how.partition(", ")[2]])
         others = [name for name in seconds if name != backend and name not in refusals]
         why += "".join(f"; {name} {1e6 * seconds[name]:.1f} us" for name in others)
-        why += "; no other kernel is considered" if len(seconds) == 1 else ""
-    return Choice(backend=backend, evidence=evidence, why=f"{why}{refusals}")
+        if len(seconds) == 1:
+            why += f"; {_ALONE}"
+            notes.append(_ALONE)
+    notes += refusals.notes
+    return Choice(backend=backend, evidence=evidence, why=f"{why}{refusals}", notes=tuple(notes))

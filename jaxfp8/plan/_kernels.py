@@ -157,12 +157,13 @@ class Kernels:
           >>> print(fp8.Kernels("l4").choices(fp8.recipes.delayed(), (8192, 4096, 4096)))
           delayed, [8192, 4096] @ [4096, 4096], Kernels('l4')
           part    backend  known by   why
-          cast x  xla      estimated  611.9 us; no other kernel is considered
-          cast w  xla      estimated  307.9 us; no other kernel is considered
-          cast g  xla      estimated  611.9 us; no other kernel is considered
-          fprop   xla      estimated  1455.2 us, FP8; no other kernel is considered
-          dgrad   xla      estimated  1455.2 us, FP8; no other kernel is considered
-          wgrad   xla      estimated  1455.2 us, FP8; no other kernel is considered
+          cast x  xla      estimated  611.9 us [1]
+          cast w  xla      estimated  307.9 us [1]
+          cast g  xla      estimated  611.9 us [1]
+          fprop   xla      estimated  1455.2 us, FP8 [1]
+          dgrad   xla      estimated  1455.2 us, FP8 [1]
+          wgrad   xla      estimated  1455.2 us, FP8 [1]
+          [1] no other kernel is considered
         """
         check_recipe(recipe)
         if jnp.dtype(dtype).name not in FLOAT_DTYPES:

@@ -1,6 +1,7 @@
 """The result of `roofline`: the cost of each matmul and of all casts, and a table of them."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TypeAlias
 
 from jaxfp8._typing import Matmul
@@ -28,6 +29,33 @@ def check_shape(shape: object) -> Shape:
             "features out on one device. Write for instance shape=(8192, 4096, 4096)."
         )
     return shape
+
+
+class Footnotes:
+    """Texts that many rows of a table have. The table says each of them once, below its rows.
+
+    Example:
+      >>> notes = Footnotes()
+      >>> [notes.shorten(f"{us} us, FP8, block-scaled", ["block-scaled"]) for us in (3, 4)]
+      ['3 us, FP8 [1]', '4 us, FP8 [1]']
+      >>> notes.lines()
+      ['[1] block-scaled']
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def shorten(self, text: str, notes: Iterable[str]) -> str:
+        """The text with a number in the place of each note."""
+        for note in notes:
+            number = self._numbers.setdefault(note, len(self._numbers) + 1)
+            for separator in ",;":
+                text = text.replace(f"{separator} {note}", f" [{number}]")
+        return text
+
+    def lines(self) -> list[str]:
+        """The notes, each with its number."""
+        return [f"[{number}] {note}" for note, number in self._numbers.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +126,12 @@ class Roofline:
             f"{self.speedup:.2f}x of bf16's speed, estimated",
             f"{'':6}{'GFLOP':>8}{'bf16 MB':>10}{'bf16 us':>10}{'MB':>10}{'us':>10}  how",
         ]
+        notes = Footnotes()
         for name in (*MATMULS, "casts", "total"):
             part = getattr(self, name)
+            how = part.how
+            if name in MATMULS and (detail := how.partition(", ")[2]):
+                how = notes.shorten(how, [detail])
             numbers = (
                 part.recipe.flops / 1e9, part.bf16.bytes / 1e6, part.bf16.seconds * 1e6,
                 part.recipe.bytes / 1e6, part.recipe.seconds * 1e6,
@@ -107,6 +139,6 @@ class Roofline:
             lines.append(
                 f"{name:6}{numbers[0]:8.0f}"
                 + "".join(f"{x:10.1f}" for x in numbers[1:])
-                + f"  {part.how}"
+                + f"  {how}"
             )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in [*lines, *notes.lines()])

@@ -44,6 +44,7 @@ FIELDS = [
     "recipe",
     "recipe_fields",
     "sample",
+    "schedule_steps",
     "seconds",
     "seed",
     "sha256",
@@ -96,7 +97,9 @@ def test_readme_s_command_compares_with_bf16(train_gpt, tmp_path):
     # by rounding.
     assert 0 < abs(result["val_loss"] - result["bf16_val_loss"]) < 0.2
     assert min(result["seconds"], result["bf16_seconds"]) > 0
-    assert (tmp_path / "runs" / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
+    picture = tmp_path / "runs" / "train_gpt.png"
+    assert output.endswith(f"\npicture: {picture}\nresults: {tmp_path / 'result.json'}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     # Losses come as they are known, also where standard output is no terminal.
     for prefix, name in {"": "FP8", "bf16_": "bf16"}.items():
         shown = re.findall(
@@ -124,9 +127,7 @@ def assert_of_a_poem(output, result):
     )
     assert " FP8: warning: expected every matmul of a recipe in FP8, found 0 in FP8 and " in output
     assert (result["chip"], result["in_fp8"]) == ("cpu", False)
-    assert output.endswith(
-        f"\nThe FP8 model writes (temperature 0.8, seed 0):\n{result['sample']}\n"
-    )
+    assert f"\nThe FP8 model writes (temperature 0.8, seed 0):\n{result['sample']}\n" in output
     assert len(result["sample"]) >= 40 / 2
 
 
@@ -415,7 +416,7 @@ def test_train_step_learns_on_one_page(capsys):
     assert output.count("warning: ") == 1  # CPUs have no FP8 matmuls
     assert_learned(output)
     assert "scales of x, w and g:" in output  # delayed() has a state
-    assert len((EXAMPLES / "train_step.py").read_text().splitlines()) <= 80
+    assert len((EXAMPLES / "train_step.py").read_text().splitlines()) <= 85
 
 
 @pytest.mark.slow

@@ -281,9 +281,12 @@ ALONE = {
 
 @pytest.fixture(scope="module")
 def alone():
-    """Exit code and standard error of each command line: one process, as most of it is imports."""
+    """Exit code and standard error of each command line, and of Ctrl-C while a script sleeps.
+
+    One process, as most of it is imports.
+    """
     script = f"""
-import contextlib, io, json, sys
+import contextlib, io, json, os, signal, sys, time
 sys.path.insert(0, {str(EXAMPLES)!r})
 import train_multihost
 ended = {{}}
@@ -295,7 +298,9 @@ for arguments in {[*ALONE]!r}:
         except SystemExit as end:
             code = end.code
     ended[arguments] = code, written.getvalue()
-print(json.dumps(ended))
+print(json.dumps(ended), flush=True)
+sys.argv = ["examples/train_multihost.py"]
+train_multihost.run_script(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
 """
     finished = subprocess.run(
         [sys.executable, "-c", script],
@@ -304,8 +309,9 @@ print(json.dumps(ended))
         text=True,
         check=False,
     )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    ended = json.loads(finished.stdout)
+    ended["Ctrl-C"] = finished.returncode, finished.stderr
+    return ended
 
 
 @pytest.mark.parametrize("arguments", ALONE)
@@ -314,6 +320,10 @@ def test_a_process_alone_says_what_is_wrong(alone, arguments):
     assert code == 2
     assert written.count("\n") == 1, written
     assert ALONE[arguments] in written
+
+
+def test_ctrl_c_is_one_line(alone):
+    assert alone["Ctrl-C"] == (130, "\ntrain_multihost.py: stopped by Ctrl-C.\n")
 
 
 def test_every_recipe_has_a_command_line(monkeypatch):

@@ -111,11 +111,11 @@ def assert_same_bits(a, b):
         assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
 
 
-def assert_same_run(a, b):
+def assert_same_run(a, b, steps=STEPS):
     measured = ("seconds", "compile_seconds", "bf16_seconds", "bf16_compile_seconds")
     a, b = ({k: v for k, v in result.items() if k not in measured} for result in (a, b))
     for result in (a, b):
-        assert len(result["losses"]) == STEPS
+        assert len(result["losses"]) == steps
         assert np.isfinite(result["losses"]).all()
     assert a == b
 
@@ -218,6 +218,27 @@ train_gpt.main(sys.argv[1:])
     assert len(got["losses"]) == STEPS
 
 
+def test_a_finished_run_continues_with_more_steps(example, uninterrupted, tmp_path, capsys):
+    """As the same run would that was interrupted before: the schedule is that of its start."""
+    saved, _ = uninterrupted("delayed", "linen")
+    of_run, results = [*of("delayed", "linen"), "--resume", "--steps", STEPS + 2], []
+    for last in (STEPS, HALF):
+        cut = shutil.copytree(saved, tmp_path / str(last))
+        if last == HALF:
+            shutil.rmtree(cut / "FP8" / str(STEPS))
+        results.append(finished(example, tmp_path, *of_run, "--checkpoint", cut))
+        output = capsys.readouterr().out
+        assert f"learning rate: it falls for {STEPS} steps, and then stays\n" in output
+        assert output.endswith(
+            f"picture: {tmp_path / 'curve.png'}\nresults: {tmp_path / 'result.json'}\n"
+            f"checkpoints: {cut}\n"
+        )
+    assert results[0]["schedule_steps"] == STEPS
+    assert_same_run(*results, STEPS + 2)
+    ends = [arrays(tmp_path / str(last) / "FP8" / str(STEPS + 2)) for last in (STEPS, HALF)]
+    assert_same_bits(*ends)
+
+
 # ----------------------------------------------------------------------------------------- refusals
 @pytest.fixture(scope="module")
 def saved(uninterrupted):
@@ -316,7 +337,6 @@ def test_harm_to_any_file_is_found(example, saved, opened, tmp_path, harm):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", 7], "steps 6, not 7;"),
         (["--recipe", "current"], "recipe 'delayed', not 'current';"),
         (["--set", "margin=1"], r"set {}, not {'margin': 1};"),
         (["--framework", "nnx"], "framework 'linen', not 'nnx';"),
@@ -325,13 +345,18 @@ def test_harm_to_any_file_is_found(example, saved, opened, tmp_path, harm):
         (["--width", 64], "width 32, not 64;"),
         (["--layers", 2], "layers 1, not 2;"),
         (["--learning-rate", 1e-3], "learning_rate 0.002, not 0.001;"),
-        (["--steps", 7, "--seed", 2], "steps 6, not 7, seed 0, not 2;"),
+        (["--layers", 2, "--seed", 2], "layers 1, not 2, seed 0, not 2;"),
     ],
 )
 def test_another_run_is_refused(example, run, capsys, monkeypatch, arguments, message):
     line = refused(example, capsys, monkeypatch, run, "--resume", *arguments)
     assert f"FP8/6: it was saved with {message}" in line
     assert line.endswith("Repeat them with --resume, or give another --checkpoint.")
+
+
+def test_fewer_steps_than_are_done_are_refused(example, run, capsys, monkeypatch):
+    line = refused(example, capsys, monkeypatch, run, "--resume", "--steps", 5)
+    assert line.endswith(f"--steps 5: the run in {run} has done 6 steps; give --steps 6 or more.")
 
 
 def test_other_data_is_refused(example, run, text, tmp_path, capsys, monkeypatch):
