@@ -139,8 +139,16 @@ def _run_apart(
         _running.reset(token)
 
 
-def _mark(scope: Any) -> None:
+def _mark(module: nn.Module) -> None:
+    """Mark the scopes of a module, and of modules in its fields, which flax has bound already."""
+    scope: Any = module.scope  # flax's annotation leaves scopes out
+    if scope is None:
+        return
     scope.flags = freeze({**scope.flags, _OURS: True})
+    values = [vars(module).get(field.name) for field in dataclasses.fields(module)]
+    for child in jax.tree.leaves(values, is_leaf=lambda value: isinstance(value, nn.Module)):
+        if isinstance(child, nn.Module) and child is not module.parent:
+            _mark(child)
 
 
 def _call(
@@ -199,7 +207,7 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     variables = _variables(model, keys, example)
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-        _mark(module.scope)
+        _mark(module)
         return module(*args, **kwargs)
 
     with _run(plan, 0, seen):
@@ -299,8 +307,7 @@ class Converted:
 
     def __post_init__(self: Any) -> None:
         super().__post_init__()  # type: ignore[misc]
-        if self.scope is not None:
-            _mark(self.scope)
+        _mark(self)
 
     def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():
