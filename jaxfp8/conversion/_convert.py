@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, Unpack
 
 import flax.linen as nn
+import jax
 from flax import nnx
 
 from jaxfp8._call_options import check_options
@@ -79,7 +80,7 @@ def convert(
         `einsum(equation, x, w)` for its matmul.
       rngs: for nnx, the `nnx.Rngs` from which stochastic rounding takes its keys.
       **options: `kernels`, `reduce_axes`, `x_shard`, `w_shard`, `y_shard`: see `fp8.dot_general`.
-        They are for all matmuls.
+        They are for all matmuls. The mesh of the shards may be set later.
 
     Returns:
       The converted model, and its `fp8.conversion.Coverage`. The linen model is an instance of a
@@ -177,7 +178,15 @@ def convert(
         )
     decided = tuple((layer.path, decision) for layer, decision in decisions.items())
     plan = dataclasses.replace(plan, decided=decided)
-    return room.converted(model, plan, example, rngs), coverage
+    try:
+        return room.converted(model, plan, example, rngs), coverage
+    except ValueError as error:
+        if jax.sharding.get_abstract_mesh().explicit_axes:
+            error.add_note(
+                "fp8.convert traced the model in an Explicit mesh, with arrays that are not split. "
+                "Convert the model before jax.set_mesh(mesh)."
+            )
+        raise
 
 
 def _example(inputs: Any, arguments: Any) -> Example | None:

@@ -73,8 +73,8 @@ def dot_general(
         two devices.
       x_shard: `Shard(axis, mesh axis)` says how lhs is split over the mesh (sequence parallelism).
         Inside `jax.shard_map` lhs is then this device's shard. Each device quantizes its shard with
-        global scales. The FP8 shards are gathered. The gradient is reduce-scattered. In Auto and
-        Explicit meshes it needs `jax.set_mesh`.
+        global scales. The FP8 shards are gathered. The gradient is reduce-scattered. If no mesh is
+        set, the mesh is that of lhs. If lhs is on no mesh, it is whole; see `Shard`.
       w_shard: the same for rhs (fully sharded data parallelism).
       y_shard: `Shard(axis, mesh axis)` says how the result is split (sequence parallelism, when the
         mesh axis splits what the matmul contracts). The result is reduce-scattered. Its gradient is

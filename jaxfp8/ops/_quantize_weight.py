@@ -117,8 +117,7 @@ def _cast(
             "precision."
         )
     own = matched(state, recipe)
-    # Without a mesh the weight is whole, as it is where a checkpoint is read.
-    where = place("w", w, None if jax.sharding.get_abstract_mesh().empty else axes.shard)
+    where = place("w", w, axes.shard)
     view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
     casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
     across = amax_axes(recipe, axes.reduce_axes, None)

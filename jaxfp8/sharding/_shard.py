@@ -1,6 +1,8 @@
 """Shard: how an operand is split over mesh axes, so that its matmul gathers it in FP8.
 
-A `Shard` means the same in every kind of mesh. `_place.py` has the collectives for each kind.
+A `Shard` means the same in every kind of mesh. `_place.py` has the collectives for each kind. The
+mesh is the one that is set, or else the one in the types of the operands. If there is none, the
+operand is whole.
 """
 
 import dataclasses
@@ -23,6 +25,11 @@ class Shard:
 
     The `Shard` of a result does the reverse: the result is reduce-scattered, and its gradient is
     quantized and gathered in FP8.
+
+    The mesh is that of `jax.set_mesh` or `jax.shard_map`. If none is set, it is the mesh on which
+    the operand is placed, which jax keeps in the type of the array. If the operand is on no mesh,
+    it is whole, and the `Shard` does nothing. So models can be made and traced before there is a
+    mesh. `fp8.programs.assert_wire_dtype` finds a gather that was meant to be in FP8.
 
     Attributes:
       axis: the axis of the array that is split.
@@ -57,7 +64,7 @@ class Shard:
 
 
 def place(name: str, x: Array, shard: Shard | None) -> Place:
-    """How x is placed in the mesh that is set: whole, or split as `shard` says.
+    """How x is placed in its mesh: whole, or split as `shard` says. Without a mesh x is whole.
 
     Args:
       name: the name of the operand, for errors.
@@ -66,12 +73,11 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
 
     Raises:
       TypeError: if `shard` is no `Shard`.
-      ValueError: if the array or the mesh lacks the axis, or if no mesh is set. Also if shards
-        would have unequal sizes, or if the type of x says another split.
+      ValueError: if the array or the mesh lacks the axis. Also if shards would have unequal sizes,
+        or if the type of x says another split.
     """
-    if shard is None:
+    if shard is None or (placed := _placed(name, x.shape, (x,), shard)) is None:
         return Whole()
-    placed = _placed(name, x.shape, shard)
     given = f"{name}_shard={shard!r}"
     if placed.kind == AxisType.Manual:
         if same := _same(placed, varying(x)):
@@ -101,9 +107,8 @@ def place_of_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | N
     Raises:
       TypeError, ValueError: see `place`.
     """
-    if shard is None:
+    if shard is None or (placed := _placed("y", shape, operands, shard)) is None:
         return Whole()
-    placed = _placed("y", shape, shard)
     _check_equal("y", shape, placed)
     if placed.kind == AxisType.Manual and (
         same := _same(placed, frozenset().union(*map(varying, operands)))
@@ -116,19 +121,19 @@ def place_of_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | N
     return placed
 
 
-def _placed(name: str, shape: Axes, shard: Shard) -> PlacedShard:
-    """A shard of an array of this shape, in the mesh that is set."""
+def _placed(
+    name: str, shape: Axes, operands: tuple[Array, ...], shard: Shard
+) -> PlacedShard | None:
+    """A shard of an array of this shape, in the mesh of the operands. None if there is no mesh."""
     given = f"{name}_shard={shard!r}"
     if not isinstance(shard, Shard):
         raise TypeError(f'{given} is no Shard; use fp8.sharding.Shard(0, "fsdp").')
     if not -len(shape) <= shard.axis < len(shape):
         raise ValueError(f"{given} is out of range for {name} of shape {list(shape)}.")
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError(
-            f"{given} needs a mesh, and none is set. Make the call under jax.set_mesh(mesh), or "
-            "inside jax.shard_map."
-        )
+    meshes = jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    if mesh is None:
+        return None  # a model that is initialized or traced before there is a mesh
     kinds = kinds_of(mesh)
     if not set(shard.axis_names) <= set(kinds):
         raise ValueError(

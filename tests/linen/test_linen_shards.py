@@ -134,6 +134,46 @@ def test_a_layer_is_initialized_without_a_mesh_and_in_any():
             np.testing.assert_array_equal(kernel(model), want)
 
 
+TRACED = {
+    "linen": lambda **how: (
+        lambda w, x: FP8Dense(N, use_bias=False, **how).apply({"params": {"kernel": w}}, x)
+    ),
+    "nnx": lambda **how: (
+        lambda w, x: fp8.nnx.FP8Linear(K, N, use_bias=False, rngs=nnx.Rngs(0), **how)(x)
+    ),
+    "op": lambda **how: lambda w, x: fp8.dot(x, w, y_shard=how.get("w_shard"), **how),
+}
+
+
+@pytest.mark.parametrize("traced", TRACED)
+def test_without_a_mesh_operands_are_whole(traced):
+    """Frameworks make and trace their models before there is a mesh."""
+    traces = [
+        jax.make_jaxpr(TRACED[traced](recipe=RECIPES["mxfp8"], **how))(np.ones((K, N)), X)
+        for how in ({}, {"w_shard": FSDP})
+    ]
+    assert str(traces[0]) == str(traces[1])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_is_that_of_the_arrays_if_none_is_set(kind):
+    """Who forgets `jax.set_mesh` does not lose the gathers in FP8."""
+    on = NamedSharding(mesh(kind), P("fsdp"))
+    x, w, g = jax.device_put((X, np.ones((K, N), np.float32), np.ones((256, N), np.float32)), on)
+
+    def gathers(**shards):
+        dot = lambda x, w: fp8.dot(x, w, recipe=RECIPES["mxfp8"], **shards)
+        program = str(jax.make_jaxpr(lambda x, w, g: jax.vjp(dot, x, w)[1](g))(x, w, g))
+        return program.count("sharding_constraint[" if kind == AxisType.Auto else "reshard")
+
+    found = gathers(w_shard=FSDP)
+    assert found > gathers()
+    with jax.set_mesh(mesh(kind)):
+        assert gathers(w_shard=FSDP) == found
+    with pytest.raises(ValueError, match=r"w_shard=.* names no axis of the mesh .*\['fsdp'\]"):
+        gathers(w_shard=Shard(0, "fspd"))
+
+
 def test_a_kernel_that_has_no_equal_parts():
     model = FP8Dense(7, recipe=RECIPES["mxfp8"], w_shard=Shard(1, "fsdp"))
     init = lambda x: model.init(jax.random.key(1), x)["params"]["kernel"]

@@ -172,17 +172,6 @@ def test_what_types_of_an_explicit_mesh_tell(case):
         call()
 
 
-@pytest.mark.parametrize("side", ["x", "w", "y"])
-@pytest.mark.parametrize("function", [jax.jit, lambda function: function], ids=["jit", "eager"])
-def test_a_missing_mesh(function, side):
-    call = function(functools.partial(dot, **{f"{side}_shard": FSDP}))
-    with pytest.raises(
-        ValueError,
-        match=mentions(f"{side}_shard=Shard(", "none is set", "jax.set_mesh(mesh)", "shard_map"),
-    ):
-        call(X, W)
-
-
 # Arguments of `dot`, specs of x and w, the error.
 INSIDE = {
     "a shard that cuts a tile": (
