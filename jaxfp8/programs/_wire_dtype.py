@@ -11,6 +11,7 @@ from jaxfp8.programs._traffic import Traffic
 from jaxfp8.programs._transfer import CollectiveKind, Transfer
 from jaxfp8.programs._wire_report import WireReport, name_of
 
+
 def assert_wire_dtype(
     compiled: Any,
     kind: CollectiveKind,

@@ -293,5 +293,7 @@ def test_what_is_kept_in_high_precision_may_travel():
     assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": x})
     with pytest.raises(AssertionError, match=r"(?s)float32\[32,16\], 2,048 .* by kept="):
         assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": other})
-    with pytest.raises(TypeError, match=r"kept\['head'\] is a ndarray, which has no sharding. Pass"):
+    with pytest.raises(
+        TypeError, match=r"kept\['head'\] is a ndarray, which has no sharding. Pass"
+    ):
         assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": np.ones((M, K))})
