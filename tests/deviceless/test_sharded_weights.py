@@ -1,7 +1,9 @@
 """Fully sharded weights on eight H200: what travels is FP8, and the gradient is scattered."""
 
+import functools
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -235,3 +237,44 @@ def test_what_an_auto_mesh_gathers(name):
     dot = lambda x, w, state: fp8.dot(x, w, recipe=recipe, state=state, kernels=kernels)
     compiled = compile_in(mesh, chip, recipe, dot, (P("fsdp"),) * 3)
     assert_wire_dtype(compiled, "all-gather", dtype, at_least=K * N // DEVICES)
+
+
+class Converted(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(1536, K, dtype=jnp.bfloat16, name="embed")(tokens)
+        return nn.Dense(1536, dtype=jnp.bfloat16, name="head")(
+            nn.gelu(nn.Dense(N, dtype=jnp.bfloat16, name="up")(x))
+        )
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_converted_model_passes_the_check_if_it_is_marked(marked):
+    """docs/fsdp.md: the embedding and the head travel in bfloat16, in one gather with FP8.
+
+    There are more tokens than rows of the embedding. For fewer XLA would gather tokens.
+    """
+    mesh = Mesh(np.array(topology("h200", "1x1x8").devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    how = {"w_shard": Shard(0, "fsdp")} if marked else {}
+    tokens = jax.ShapeDtypeStruct((B, M // B), jnp.int32)
+    model, _ = fp8.convert(Converted(), RECIPES["blockwise"], inputs=(tokens,), **how)
+
+    def loss(params, tokens):
+        return jnp.mean(model.apply({"params": params}, tokens).astype(jnp.float32) ** 2)
+
+    def split(array):
+        spec = P("fsdp") if array.ndim > 1 else P()
+        return array.update(sharding=NamedSharding(mesh, spec))
+
+    params, tokens = jax.tree.map(
+        split, (jax.eval_shape(model.init, jax.random.key(0), tokens)["params"], tokens)
+    )
+    shardings = jax.tree.map(lambda array: array.sharding, params)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, tokens).compile()
+    check = functools.partial(assert_wire_dtype, compiled, "all-gather", jnp.uint8)
+    kept = params["embed"], params["head"]
+    if marked:
+        check(at_least=K * N // DEVICES, kept=kept)
+    with pytest.raises(AssertionError, match=r"(?s)dtype than uint8:\n  bfloat16\[.*by kept=\.$"):
+        check(at_least=K * N // DEVICES, kept=() if marked else kept)

@@ -282,3 +282,18 @@ def test_assert_wire_dtype_on_a_compiled_program():
     with pytest.raises(AssertionError, match="no all-reduce of at least 5 bytes carries float32"):
         assert_wire_dtype(program, "all-reduce", jnp.float32, at_least=5)
     assert_wire_dtype(compiled(unknown_length, (M, K)), "all-reduce", jnp.float32)
+
+
+def test_what_is_kept_in_high_precision_may_travel():
+    """Also in another order of axes, as XLA for GPUs transposes a weight before it sends it."""
+    both = lambda x: (gather(x.T), gather(x[:8].astype(jnp.uint8)))
+    program = compiled(both, (M, K), out=(WHOLE, WHOLE))
+    x = jax.ShapeDtypeStruct((M, K), jnp.float32, sharding=NamedSharding(mesh(), ROWS))
+    other = x.update(shape=(M, 2 * K))
+    assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": x})
+    with pytest.raises(AssertionError, match=r"(?s)float32\[32,16\], 2,048 .* by kept="):
+        assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": other})
+    with pytest.raises(
+        TypeError, match=r"kept\['head'\] is a ndarray, which has no sharding. Pass"
+    ):
+        assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": np.ones((M, K))})
