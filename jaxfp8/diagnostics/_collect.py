@@ -83,6 +83,7 @@ def collect(model: Any = None) -> Iterator[Records]:
       up     x       1     0.00223             0          0            0          16      1
       up     w       1     0.00223             0          0            0          32      1
       up     g       1     1.74e-05            0          0            0          8       1
+      act above 0.1 % saturated, 2 % underflowed (marked !)
     """
     records = Records()
     with named_matmuls(model), watching(records.receive):

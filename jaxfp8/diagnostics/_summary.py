@@ -14,10 +14,19 @@ from jaxfp8.nnx._state import states_of
 
 _NAMES = ("layer", "tensor", "matmuls", "key")
 
+# A share above its limit is marked in the table. Sources: NVIDIA's limit of underflow in gradients
+# (BioNeMo, FP8 Training Analyzer), and the losses of benchmarks/cast_losses.py. See
+# docs/diagnostics.md.
+ACT_ABOVE = {"saturated": 0.001, "underflowed": 0.02}
+_LIMITS = ", ".join(f"{100 * limit:g} % {name}" for name, limit in ACT_ABOVE.items())
+_NOTE = f"act above {_LIMITS} (marked !)"
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
     """Rows of diagnostics. `print(summary)` shows a table, and so does `rich.print(summary)`.
+
+    The table of casts marks shares of lost values that are above what is normal.
 
     Attributes:
       rows: `CastRow`s or `StateRow`s.
@@ -54,15 +63,21 @@ class Summary:
     def __str__(self) -> str:
         lines = _cells(self.rows)
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
+        table = [
             "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
             for line in lines
-        )
+        ]
+        return "\n".join([*table, *self._notes])
+
+    @property
+    def _notes(self) -> list[str]:
+        """What is normal, below a table of casts."""
+        return [_NOTE] if any(isinstance(row, CastRow) for row in self.rows) else []
 
     def __rich__(self) -> Table:
         """The table for rich, which calls this method."""
         titles, *lines = _cells(self.rows)
-        table = Table(*titles)
+        table = Table(*titles, caption="\n".join(self._notes) or None)
         for line in lines:
             table.add_row(*line)
         return table
@@ -117,7 +132,8 @@ def _cell(row: CastRow | StateRow, title: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if title in ("saturated", "underflowed"):
-        return f"{100 * value:.3g} %" if value else "0"
+        mark = " !" if value > ACT_ABOVE[title] else ""
+        return f"{100 * value:.3g} %{mark}" if value else "0"
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 

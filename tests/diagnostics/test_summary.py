@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from hard_inputs import mentions
+from pages import ROOT
 from rich.console import Console
 
 import jaxfp8 as fp8
@@ -137,9 +138,10 @@ def test_rows_and_dict_of_casts():
 
 
 def test_tables():
-    for found in (records(), summary({"up": trained()})):
+    for found, notes in ((records(), 1), (summary({"up": trained()}), 0)):
         lines = str(found).splitlines()
-        assert len(lines) == 1 + len(found.rows)
+        assert len(lines) == 1 + len(found.rows) + notes
+        lines = lines[: 1 + len(found.rows)]
         assert lines[0].startswith("layer")
         assert {line.index(row.key[0]) for line, row in zip(lines[1:], found.rows, strict=True)}
         assert all(line.startswith(r.layer) for line, r in zip(lines[1:], found.rows, strict=True))
@@ -154,3 +156,25 @@ def test_tables():
         "up     w       0.00223   1     0 to 1   0                no\n"
         "up     g       1.74e-05  1     0 to 1   0                no"
     )
+
+
+def test_marks_of_what_is_not_normal():
+    """The limits of docs/diagnostics.md: more than 0.1 % saturated, more than 2 % underflowed."""
+    shares = {"normal": (0.001, 0.02), "clipped": (0.00101, 0.0), "lost": (0.0, 0.0201)}
+    found = fp8.diagnostics.Summary(
+        tuple(
+            dataclasses.replace(
+                records().rows[0], layer=name, saturated=saturated, underflowed=underflowed
+            )
+            for name, (saturated, underflowed) in shares.items()
+        )
+    )
+    *table, note = str(found).splitlines()
+    assert [line.split()[0] for line in table if "!" in line] == ["clipped", "lost"]
+    assert "0.101 % !" in table[2]
+    assert "2.01 % !" in table[3]
+    assert note == "act above 0.1 % saturated, 2 % underflowed (marked !)"
+    out = io.StringIO()
+    Console(file=out, width=200).print(found)
+    assert note in out.getvalue()
+    assert note in (ROOT / "docs" / "diagnostics.md").read_text()

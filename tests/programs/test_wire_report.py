@@ -3,6 +3,8 @@
 The mesh is 4 x 2, over "fsdp" and "tensor".
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,14 +288,13 @@ def test_assert_wire_dtype_on_a_compiled_program():
 
 def test_what_is_kept_in_high_precision_may_travel():
     """Also in another order of axes, as XLA for GPUs transposes a weight before it sends it."""
-    both = lambda x: (gather(x.T), gather(x[:8].astype(jnp.uint8)))
-    program = compiled(both, (M, K), out=(WHOLE, WHOLE))
-    x = jax.ShapeDtypeStruct((M, K), jnp.float32, sharding=NamedSharding(mesh(), ROWS))
-    other = x.update(shape=(M, 2 * K))
-    assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": x})
-    with pytest.raises(AssertionError, match=r"(?s)float32\[32,16\], 2,048 .* by kept="):
-        assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": other})
-    with pytest.raises(
-        TypeError, match=r"kept\['head'\] is a ndarray, which has no sharding. Pass"
-    ):
-        assert_wire_dtype(program, "all-gather", jnp.uint8, kept={"head": np.ones((M, K))})
+    gathers = lambda x: (gather(x.T), gather(x[:, :8].T), gather(x[:8].astype(jnp.uint8)))
+    program = compiled(gathers, (M, K), out=(WHOLE,) * 3)
+    check = functools.partial(assert_wire_dtype, program, "all-gather", jnp.uint8)
+    rows = NamedSharding(mesh(), ROWS)
+    head, embed = (jax.ShapeDtypeStruct((M, n), jnp.float32, sharding=rows) for n in (K, 8))
+    check(kept={"head": head, "embed": embed})
+    with pytest.raises(AssertionError, match=r"(?s)float32\[32,16\], 2,048 .* by kept=\.$"):
+        check(kept={"embed": embed})
+    with pytest.raises(TypeError, match=r"kept\['head'\] is a ndarray, which has no sharding."):
+        check(kept={"head": np.ones((M, K))})
