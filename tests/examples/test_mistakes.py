@@ -300,6 +300,7 @@ for arguments in {[*ALONE]!r}:
     ended[arguments] = code, written.getvalue()
 print(json.dumps(ended), flush=True)
 sys.argv = ["examples/train_multihost.py"]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` makes children ignore it
 train_multihost.run_script(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
 """
     finished = subprocess.run(
