@@ -45,9 +45,9 @@ def see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
     own: defaultdict[str, set[int]] = defaultdict(set)
     for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(variables)):
         collection, *parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        numbers[i] = i
         if collection != "params":
             continue
-        numbers[i] = i
         for depth, name in enumerate(parts):
             module = "/".join(parts[:depth])
             if name in seen.kernels.get(module, ()):

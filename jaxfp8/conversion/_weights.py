@@ -15,8 +15,9 @@ from jaxfp8.optim._data_flow import labels_of, reads_into, union
 _ACTIVATION = 0b1
 """The label of what is no weight: inputs, results of matmuls and layers, what they are mixed with.
 
-A parameter stays a weight while it is cast, cut, reshaped or combined with other parameters. What
-the program makes of nothing has no label. Such is the matrix that resizes a table of positions, so
+A parameter stays a weight while it is cast, cut, reshaped or combined with other parameters, with
+other variables of the model, or with constants: masks and keys of random numbers. What the program
+makes of nothing has no label. Such is the matrix that resizes a table of positions, so
 a table stays a weight there, and nothing is multiplied by it.
 """
 
@@ -48,7 +49,7 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
 
     Args:
       jaxpr: from `jax.make_jaxpr`.
-      numbers: the number of each input. None for an input that is no parameter.
+      numbers: the number of each input. None for an input that is no variable of the model.
     """
     multiplied = convolved = used = 0
     order: list[int] = []
@@ -77,11 +78,13 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
         return None if read is None or eqn is None else [_ACTIVATION] * len(eqn.outvars)
 
     labels = [_ACTIVATION if n is None else 0b10 << n for n in numbers]
-    # A constant may be the data of a model that takes none.
-    inputs, constants = [*jaxpr.constvars, *jaxpr.invars], [_ACTIVATION] * len(jaxpr.constvars)
+    # A constant has a label, because it may be the data of a model that takes none.
+    constant = 0b10 << len(numbers)
+    inputs, constants = [*jaxpr.constvars, *jaxpr.invars], [constant] * len(jaxpr.constvars)
     program = types.SimpleNamespace(invars=inputs, eqns=jaxpr.eqns, outvars=jaxpr.outvars)
     labels_of(program, [*constants, *labels], rule)
-    return Uses(frozenset(_numbers(multiplied)), frozenset(_numbers(convolved)), tuple(order))
+    read, kernels = (frozenset(_numbers(x & (constant - 1))) for x in (multiplied, convolved))
+    return Uses(read, kernels, tuple(number for number in order if number < len(numbers)))
 
 
 def known_by_use(

@@ -136,7 +136,7 @@ def test_rows_are_in_the_order_of_calls(kind):
 
 
 class Raw(nn.Module):
-    """Parameters that are added, that are queries, and one that is multiplied by."""
+    """Parameters that are added, that are queries, and one that is masked and multiplied by."""
 
     multiplies: bool = True
 
@@ -148,6 +148,8 @@ class Raw(nn.Module):
         x = x + jax.image.resize(position, (4, 8), "bilinear") * scores.T  # by a matmul
         if self.multiplies:
             w = self.param("w", nn.initializers.normal(), (8, 4, 2))
+            w *= self.variable("masks", "w", jnp.ones, (8, 4, 2)).value
+            w += jax.random.normal(self.make_rng("params"), w.shape)
             x = jax.jit(lambda w: x @ w.astype(jnp.float32).reshape(8, 8))(w)
         return x
 
