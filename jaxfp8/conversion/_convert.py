@@ -16,7 +16,7 @@ from jaxfp8.conversion._blocks import ends_of, stacks_of
 from jaxfp8.conversion._coverage import Coverage, coverage_of
 from jaxfp8.conversion._flops import OTHER
 from jaxfp8.conversion._foreign import Compute, read_layers
-from jaxfp8.conversion._layer import UNKNOWN, UNSEEN, Layer
+from jaxfp8.conversion._layer import APPLIED, UNKNOWN, UNSEEN, Layer
 from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep
 from jaxfp8.conversion._returned import Returned
 from jaxfp8.conversion._rule import Matcher, Rule, check_used, read_rules
@@ -202,9 +202,17 @@ def _no_model(model: Any) -> str:
 
 def _cure(layers: Iterable[Layer]) -> str:
     """What to write if nothing would be converted."""
-    unknown = sorted({x.type.__name__ for x in layers if x.obstacle in (UNKNOWN, UNSEEN)})
-    if not unknown:
+    found = list(layers)
+    unknown = sorted({x.type.__name__ for x in found if x.obstacle in (UNKNOWN, UNSEEN)})
+    if any(layer.can_be_fp8 for layer in found) and not unknown:
         return "Write keep=() or rules= for the layers that should."
+    if any(layer.obstacle == APPLIED for layer in found):
+        return "Call modules as submodules of the model. Or convert those that it applies."
+    if not unknown:
+        return (
+            "It has no layer that rules= could convert. If modules of its own multiply, say what "
+            "they compute by layers=."
+        )
     return (
         f"Code that fp8.convert does not know multiplies the parameters of {', '.join(unknown)}. "
         "Say what such a class computes, with the einsum that you are given: "

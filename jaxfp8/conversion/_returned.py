@@ -23,8 +23,9 @@ class Returned(NamedTuple):
     coverage: Coverage
 
     def __getattr__(self, name: str) -> NoReturn:
+        owner = "coverage" if hasattr(self.coverage, name) else "model"
         raise AttributeError(
-            f"{self._called}, which has no attribute {name!r}. {_UNPACK}model.{name}.", name=name
+            f"{self._called}, which has no attribute {name!r}. {_UNPACK}{owner}.{name}.", name=name
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

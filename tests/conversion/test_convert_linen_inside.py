@@ -206,6 +206,27 @@ class Applies(nn.Module):
 SHAPES = {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,)}
 
 
+class Indexed(nn.Module):
+    """A parameter that the inputs choose is an activation, like the result of a lookup."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (2, WIDTH, WIDTH))
+        return jnp.einsum("bd,bde->be", x, w[x[:, 0].astype(int)])
+
+
+@pytest.mark.parametrize(
+    ("model", "cure"),
+    [
+        (nn.Sequential([lambda x: Part().apply(Part().init(KEY, x), x)]), "Call modules as submod"),
+        (Indexed(), "It has no layer that rules= could convert"),
+    ],
+)
+def test_the_cure_if_rules_could_convert_nothing(model, cure):
+    with pytest.raises(ValueError, match=rf"\n{cure}"):
+        fp8.convert(model, RECIPES["current"], inputs=(jnp.ones((4, WIDTH)),))
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_what_a_model_applies_by_itself_stays_as_it_is(stored):
     """It has no path, no place for a state, and the cure of the table works."""

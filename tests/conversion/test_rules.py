@@ -258,6 +258,8 @@ def test_the_pair_is_not_the_model():
     )
     with pytest.raises(AttributeError, match=what + r".* model\.kernel\."):
         pair.kernel  # noqa: B018
+    with pytest.raises(AttributeError, match=what + r".* coverage\.table\."):
+        pair.table()
     with pytest.raises(TypeError, match=what):
         pair(jnp.ones((2, 8)))
 
