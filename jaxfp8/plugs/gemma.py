@@ -63,7 +63,7 @@ def interceptor(
       A context manager. It needs no import of gemma.
 
     Raises:
-      TypeError: if `recipe` is not a Recipe, or if an option is unknown.
+      TypeError: if `recipe` is not a Recipe, if `paths` is no string, or if an option is unknown.
       ValueError: if the recipe needs keys.
 
     Example:
@@ -76,6 +76,8 @@ def interceptor(
       ['_overwrite_with_gradient', 'params']
     """
     policy = Policy.of("jaxfp8.plugs.gemma.interceptor", recipe, options)
+    if not isinstance(paths, str):
+        raise TypeError(f"paths={paths!r} must be a regular expression, for instance 'layer_.*'.")
     known: dict[int, tuple[nn.Module, nn.Module]] = {}
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:

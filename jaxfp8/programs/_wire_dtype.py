@@ -39,7 +39,8 @@ def assert_wire_dtype(
       kept: a tree of the arrays that stay in high precision, as the step gets them, for instance
         the embeddings and the head. They need their shardings, and may be
         `jax.ShapeDtypeStruct`s. Another dtype is ignored if the operand has the shape of one of
-        their shards, in any order of axes. So is a weight with an equal shard.
+        their shards, in any order of axes. So is a weight with an equal shard. A loop gathers one
+        layer of a stack: give the `jax.ShapeDtypeStruct` of one.
 
     Raises:
       AssertionError: with every tensor that is sent in another dtype, or with the dtypes in which
