@@ -181,6 +181,10 @@ MESSAGES = {
         NotImplementedError, lambda: replace_module_fn(fp8.recipes.current(), paths="layer_.*"),
         "replace_module_fn", "nn.jit", "jaxfp8.plugs.gemma.interceptor",
     ),
+    "paths": Message(
+        TypeError, lambda: enter(fp8.recipes.current(), paths=["a"]),
+        "paths=['a']", "regular expression", "'layer_.*'",
+    ),
 }  # fmt: skip
 
 
