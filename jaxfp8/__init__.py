@@ -15,7 +15,8 @@ from jaxfp8 import recipes as recipes
 from jaxfp8 import sharding as sharding
 from jaxfp8 import state as state
 from jaxfp8 import weights as weights
-from jaxfp8._errors import FP8StateError as FP8StateError
+from jaxfp8._quantized_tensor import QuantizedTensor as QuantizedTensor
+from jaxfp8._typing import FP8StateError as FP8StateError
 from jaxfp8._version import __version__ as __version__
 from jaxfp8.conversion._convert import convert as convert
 from jaxfp8.diagnostics._memory_report import memory_report as memory_report
@@ -25,7 +26,7 @@ from jaxfp8.numerics._formats import E8M0 as E8M0
 from jaxfp8.numerics._granularity import PerAxis as PerAxis
 from jaxfp8.numerics._granularity import PerTensor as PerTensor
 from jaxfp8.numerics._per_block import PerBlock as PerBlock
-from jaxfp8.numerics._scale_rule import ScaleRule as ScaleRule
+from jaxfp8.numerics._scale import ScaleRule as ScaleRule
 from jaxfp8.ops._checkpoint_policies import save_fp8_residuals as save_fp8_residuals
 from jaxfp8.ops._dot import dot as dot
 from jaxfp8.ops._dot_general import dot_general as dot_general
@@ -48,7 +49,6 @@ from jaxfp8.state._state_specs import state_specs as state_specs
 from jaxfp8.state._trees import freeze as freeze
 from jaxfp8.state._unset import init_state as init_state
 from jaxfp8.state._value_and_grad import value_and_grad as value_and_grad
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor as QuantizedTensor
 
 
 def __dir__() -> list[str]:

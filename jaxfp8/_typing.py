@@ -1,9 +1,11 @@
-"""Types that every folder may use."""
+"""Types that every folder may use, and the errors of quantizer state."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
+
+# Types that every folder may use.
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = Any  # what `jnp.asarray` takes; jax's own ArrayLike leaves out lists
@@ -20,3 +22,17 @@ Matmul: TypeAlias = Literal["fprop", "dgrad", "wgrad"]
 Tensor: TypeAlias = Literal["x", "w", "g"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 ScaleRounding: TypeAlias = Literal["rceil", "floor"]
+
+
+# The error of quantizer state.
+
+
+class FP8StateError(ValueError):
+    """Quantizer state is missing, belongs to another recipe, or would be lost.
+
+    The message says what is wrong and what to write instead.
+    """
+
+
+class UncollectedStateError(FP8StateError):
+    """A matmul with quantizer state is differentiated outside of `fp8.value_and_grad`."""

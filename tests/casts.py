@@ -5,9 +5,9 @@ import functools
 import jax
 
 import jaxfp8 as fp8
+from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._scale import inverse
-from jaxfp8.tensors._cast import Cast, Direction
 
 
 def cast_in(format, *granularities, transposed=None, **fields):

@@ -15,14 +15,19 @@ import oracle
 from jax import lax
 
 from jaxfp8.numerics._amax import amax, magnitude
-from jaxfp8.numerics._division import divide, divide_in_integers
-from jaxfp8.numerics._float32 import is_finite, to_float32
+from jaxfp8.numerics._exact import (
+    converted_factors_of,
+    divide,
+    divide_in_integers,
+    factors_of,
+    is_finite,
+    times,
+    to_float32,
+)
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0
 from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.numerics._powers_of_two import converted_factors_of, factors_of, times
 from jaxfp8.numerics._rounding import _built, _converted, kernel_cast
-from jaxfp8.numerics._scale import encoding_multiplier, inverse, is_usable
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule, encoding_multiplier, inverse, is_usable
 
 RULES = {
     "float32": ScaleRule(),

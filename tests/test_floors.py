@@ -15,9 +15,9 @@ import pytest
 # From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house
 # stands on the roof.
 FLOORS = (
-    ("_typing", "_compat", "_errors", "_call_options", "_version"),
-    ("numerics", "_geometry", "_example"),
-    ("tensors", "programs", "prologues"),
+    ("_typing", "_compat", "_version"),
+    ("numerics", "_geometry", "_call"),
+    ("_quantized_tensor", "programs", "prologues"),
     ("sharding",),
     ("kernels",),
     ("quantizers",),

@@ -18,11 +18,11 @@ from case import Case, nbytes
 from target import Target
 
 import jaxfp8 as fp8
+from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.numerics import amax
-from jaxfp8.numerics._scale_rule import ScaleRule
-from jaxfp8.tensors._cast import Cast, Direction
+from jaxfp8.numerics._scale import ScaleRule
 
 SECTION = "casts"
 # The first shape is the simplest. The largest is far larger than every cache.

@@ -1,22 +1,213 @@
-"""`AutoScaledFP8` for one gradient."""
+"""`AutoScaledFP8`: the sum of one gradient, and the state of all."""
 
+import fractions
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array
-from jaxfp8.comms._exchange import Slices, exchange, gather, sum_in_order
-from jaxfp8.comms._sum_methods import AutoScaledFP8
-from jaxfp8.comms._sum_state import GradientSumState, Sums, next_row
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
+from jaxfp8.comms._sum_methods import AutoScaledFP8, SumMethod, check_method
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._float32 import LARGEST, TINY, widened
+from jaxfp8.numerics._exact import LARGEST, TINY, widened
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.numerics._scale import encoding_multiplier, inverse
 from jaxfp8.sharding._amax import pmax
+
+# The state of `AutoScaledFP8`: mu of each gradient, and what its last steps lost.
+
+_LARGEST_MU = 2.0**20
+_SMALLEST_MU = 2.0**-20
+
+
+class GradientSumState(NamedTuple):
+    """What `AutoScaledFP8` remembers between steps. Each field is a tree like the gradients.
+
+    Each leaf of these trees is one number. The state is the same on all devices that are summed.
+
+    Attributes:
+      mu: float32, the factor of the next step.
+      quiet_steps: int32, how many steps did not halve mu since the last one that did.
+      halved_steps: int32, how many steps halved mu.
+      nonfinite_steps: int32, how many steps had an inf or NaN. Their gradients are NaN.
+      saturated: float32, the share of values that the last finite step clipped. A value that
+        several devices clip counts several times.
+      underflowed: float32, the share of values that were not zero and became zero, in the last
+        finite step. It is a mean over the devices. A value below 2^-126 becomes zero. A result
+        below 2^-126 counts as a value of each device.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = init_gradient_sums({"w": jnp.ones((64, 64))}, AutoScaledFP8())
+      >>> state.mu
+      {'w': Array(1., dtype=float32)}
+    """
+
+    mu: PyTree
+    quiet_steps: PyTree
+    halved_steps: PyTree
+    nonfinite_steps: PyTree
+    saturated: PyTree
+    underflowed: PyTree
+
+
+class Sums(NamedTuple):
+    """What a step tells about one gradient, the same on all devices.
+
+    Attributes:
+      amax: float32, the largest amax of all devices; inf if one has an inf or NaN.
+      saturated: float32, how many values were clipped to the range of the format.
+      beyond: float32, how many sums were clipped to the range of float32. mu cannot change that.
+      underflowed: float32, how many values became zero, on all devices together.
+      size: how many values the gradient has.
+      devices: how many devices were summed.
+    """
+
+    amax: Array
+    saturated: Array
+    beyond: Array
+    underflowed: Array
+    size: int
+    devices: int
+
+
+def init_gradient_sums(grads_or_params: PyTree, method: SumMethod) -> GradientSumState | None:
+    """The state of a method before the first step. mu is 1, and all counts are 0.
+
+    Args:
+      grads_or_params: a tree like the gradients, of arrays or `jax.ShapeDtypeStruct`s [...].
+      method: how gradients will be summed.
+
+    Returns:
+      A `GradientSumState` for `AutoScaledFP8`. None for methods without state.
+
+    Raises:
+      TypeError: if `method` is not a method.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> init_gradient_sums({"w": jnp.ones(3)}, AutoScaledFP8()).nonfinite_steps
+      {'w': Array(0, dtype=int32)}
+    """
+    check_method(method)
+    if not isinstance(method, AutoScaledFP8):
+        return None
+
+    def tree_of(value: float, dtype: type) -> PyTree:
+        return jax.tree.map(lambda _: jnp.full((), value, dtype), grads_or_params)
+
+    return GradientSumState(
+        mu=tree_of(1, jnp.float32),
+        quiet_steps=tree_of(0, jnp.int32),
+        halved_steps=tree_of(0, jnp.int32),
+        nonfinite_steps=tree_of(0, jnp.int32),
+        saturated=tree_of(0, jnp.float32),
+        underflowed=tree_of(0, jnp.float32),
+    )
+
+
+def rows_of(
+    state: GradientSumState | None, structure: Any, method: SumMethod
+) -> list[GradientSumState | None]:
+    """The state of each gradient, in the order of the leaves, after a check of the whole state.
+
+    Args:
+      state: the state of all gradients, or None.
+      structure: the tree structure of the gradients.
+      method: how they will be summed.
+
+    Raises:
+      TypeError, ValueError: if the state is missing, or belongs to another method or tree.
+    """
+    name = type(method).__name__
+    if not isinstance(method, AutoScaledFP8):
+        if state is not None:
+            raise TypeError(
+                f"state is a {type(state).__name__}, but {name} has no state. Leave state= out, or "
+                "pass the method that the state was made for."
+            )
+        return [None] * structure.num_leaves
+    if not isinstance(state, GradientSumState):
+        raise TypeError(
+            f"state is {'missing' if state is None else f'a {type(state).__name__}'}, and {name} "
+            "needs a GradientSumState. Pass state=fp8.comms.init_gradient_sums(params, method) in "
+            "the first step, and the returned state afterwards."
+        )
+    columns = []
+    for field, tree in zip(state._fields, state, strict=True):
+        if (found := jax.tree.structure(tree)) != structure:
+            raise ValueError(
+                f"state.{field} has the structure {found}, and the gradients have {structure}. "
+                "Make the state from the parameters that are differentiated: "
+                "fp8.comms.init_gradient_sums(params, method)."
+            )
+        columns.append(jax.tree.leaves(tree))
+    if wrong := {np.shape(leaf) for column in columns for leaf in column} - {()}:
+        raise ValueError(
+            f"state has leaves of the shapes {sorted(wrong)}, and each must be one number. Pass "
+            "the state unchanged, with in_specs=jax.P()."
+        )
+    return [GradientSumState(*row) for row in zip(*columns, strict=True)]
+
+
+def state_from(
+    rows: list[GradientSumState | None], structure: Any, method: SumMethod
+) -> GradientSumState | None:
+    """The state of all gradients, from that of each; None for a method without state."""
+    if not isinstance(method, AutoScaledFP8):
+        return None
+    columns = zip(*(row for row in rows if row is not None), strict=True)
+    fields = [structure.unflatten(column) for column in columns]
+    return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
+
+
+def next_row(row: GradientSumState, sums: Sums, method: AutoScaledFP8) -> GradientSumState:
+    """The state of one gradient after a step.
+
+    Args:
+      row: the state of the gradient before it.
+      sums: what the step told.
+      method: the rule.
+
+    References:
+      Peng et al., FP8-LM, arXiv:2310.18313, section 2.1: mu is halved if more than 0.001 % of the
+      values are at the maximum. Otherwise it grows exponentially, twofold in 1000 steps.
+    """
+    finite = sums.amax < jnp.inf
+    # Zeros say nothing about mu. They would let it grow until the first other gradient is clipped.
+    tells = finite & (sums.amax >= TINY)
+    # Counts are compared, not shares: XLA:CPU divides by a constant with an error of one ulp.
+    limit = math.floor(fractions.Fraction(repr(method.max_saturated)) * sums.size)
+    halve = tells & (sums.saturated > limit)
+    mu, quiet = row.mu, row.quiet_steps
+    if method.scaling == "auto":
+        growth = np.float32(2.0 ** (1 / method.growth_steps))
+        quiet = jnp.where(tells, jnp.where(halve, 0, quiet + 1), quiet)
+        grown = jnp.where(quiet > method.patience, jnp.minimum(mu * growth, _LARGEST_MU), mu)
+        # The multiplier has a least value. At that, halving would go on until mu is 0 for ever.
+        moved = jnp.where(halve, jnp.maximum(mu * 0.5, _SMALLEST_MU), grown)
+        mu = jnp.where(tells, moved, mu)
+    else:
+        halve = jnp.zeros_like(halve)
+    share = jnp.minimum((sums.saturated + sums.beyond) / sums.size, 1.0)
+    lost = jnp.minimum(sums.underflowed / (float(sums.size) * sums.devices), 1.0)
+    return GradientSumState(
+        mu=mu,
+        quiet_steps=quiet,
+        halved_steps=row.halved_steps + halve.astype(jnp.int32),
+        nonfinite_steps=row.nonfinite_steps + (~finite).astype(jnp.int32),
+        saturated=jnp.where(finite, share, row.saturated),
+        underflowed=jnp.where(finite, lost, row.underflowed),
+    )
+
+
+# `AutoScaledFP8` for one gradient.
 
 
 def whole_sum(

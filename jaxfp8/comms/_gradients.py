@@ -1,24 +1,155 @@
-"""`all_reduce_gradients`: sums of gradients over devices, inside `jax.shard_map`."""
+"""Sums of gradients over devices, inside `jax.shard_map`."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.comms import _auto_scaled, _two_phase
-from jaxfp8.comms._exchange import Slices
-from jaxfp8.comms._plain_sums import ALIGNED, in_bfloat16, in_high_precision, is_small
-from jaxfp8.comms._sum_leaves import (
-    check_state_varies_not,
-    has_no_values,
-    local_gradients,
-    names_of,
-    not_differentiated,
+from jaxfp8.comms import _auto_scaled, _sum_methods
+from jaxfp8.comms._auto_scaled import GradientSumState, rows_of, state_from
+from jaxfp8.comms._collectives import Slices
+from jaxfp8.comms._sum_methods import (
+    ALIGNED,
+    AutoScaledFP8,
+    BFloat16Sum,
+    SumMethod,
+    TwoPhaseFP8,
+    check_method,
+    in_bfloat16,
+    in_high_precision,
+    is_small,
 )
-from jaxfp8.comms._sum_methods import BFloat16Sum, SumMethod, TwoPhaseFP8, check_method
-from jaxfp8.comms._sum_state import GradientSumState, rows_of, state_from
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+
+# Which gradients can be summed over which mesh axes: the checks of `all_reduce_gradients`.
+
+
+def leaves_of(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a tree and its structure. A QuantizedTensor is one leaf.
+
+    Example:
+      >>> leaves_of({"w": 1.0})[0]
+      [1.0]
+    """
+    return jax.tree.flatten(tree, is_leaf=_is_quantized)
+
+
+def names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
+    """The names of mesh axes as a tuple, after a check that all of them are manual here.
+
+    Raises:
+      ValueError: if there is none, if one is named twice, or if one is no manual axis.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if len(set(names)) != len(names) or (not names and argument == "axis_name"):
+        raise ValueError(
+            f"{argument}={axis_name!r} must name each mesh axis once, and at least one. Write "
+            '"data", or ("data", "fsdp").'
+        )
+    if unknown := [name for name in names if name not in manual_axes()]:
+        raise ValueError(
+            f"{argument}={axis_name!r}: {unknown} are no manual mesh axes here. The manual axes "
+            f"are {list(manual_axes())}. Call this inside jax.shard_map, over some of its axes."
+        )
+    return names
+
+
+def local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
+    """The paths of the leaves, the leaves, and their structure, after a check of all leaves.
+
+    Args:
+      grads: a tree of gradients [...] of this device.
+      names: the mesh axes over which they will be summed.
+
+    Raises:
+      TypeError, ValueError: for a leaf that is no local gradient. Leaves of dtype float0 pass.
+    """
+    leaves, structure = leaves_of(grads)
+    numbered = structure.unflatten(range(len(leaves)))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(numbered)]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not has_no_values(leaf):
+            check_leaf(path, leaf, names)
+    return paths, leaves, structure
+
+
+@jax.custom_jvp
+def not_differentiated(x: Array) -> Array:
+    """x, which cannot be differentiated. A cast to FP8 would have the derivative 0.
+
+    Example:
+      >>> not_differentiated(jax.numpy.float32(1.0))
+      Array(1., dtype=float32)
+    """
+    return x
+
+
+@not_differentiated.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "sums of gradients in FP8 have no derivative. Use method=BFloat16Sum(), or "
+        "jax.lax.stop_gradient around the gradients."
+    )
+
+
+def has_no_values(leaf: Any) -> bool:
+    """Whether a leaf is the gradient of an integer parameter, which has no values (float0)."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
+    """Raise TypeError or ValueError if a leaf is no local gradient.
+
+    Args:
+      path: where the leaf is in its tree.
+      leaf: the gradient, [...].
+      names: the mesh axes over which it will be summed.
+    """
+    where = f"the gradient {path or 'grads'}"
+    if _is_quantized(leaf):
+        raise TypeError(
+            f"{where} is a QuantizedTensor. Its values have scales of their own, so they cannot be "
+            "added. Pass the gradient that leaf.dequantize() returns."
+        )
+    if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        found = getattr(leaf, "dtype", type(leaf).__name__)
+        raise TypeError(
+            f"{where} has the dtype {found}, and a gradient must be real floating point. Take "
+            "other leaves out, for instance with jax.tree.map or eqx.partition."
+        )
+    if jnp.dtype(leaf.dtype).itemsize == 1:
+        raise TypeError(
+            f"{where} has the dtype {leaf.dtype}, which has no scale. Pass the gradient in "
+            "bfloat16 or float32. The method casts it to FP8."
+        )
+    if types_tell() and (missing := [name for name in names if name not in varying(leaf)]):
+        raise ValueError(
+            f"{where} does not vary over {missing}. JAX has already summed it, because the "
+            "parameters do not vary over these axes. Differentiate with respect to "
+            f'jax.lax.pcast(params, {tuple(missing)}, to="varying").'
+        )
+
+
+def check_state_varies_not(path: str, state: Sequence[Array], names: tuple[str, ...]) -> None:
+    """Raise ValueError if the state of a gradient differs between the devices that are summed."""
+    found = sorted({name for leaf in state for name in varying(leaf)} & set(names))
+    if found:
+        raise ValueError(
+            f"the state of the gradient {path or 'grads'} varies over {found}, over which the "
+            "gradient is summed. All devices of a sum need the same mu. Pass the state with "
+            "in_specs=jax.P() and out_specs=jax.P()."
+        )
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedTensor)
+
+
+# `all_reduce_gradients`: sums of gradients over devices, inside `jax.shard_map`.
 
 
 def all_reduce_gradients(
@@ -96,7 +227,7 @@ def all_reduce_gradients(
             return in_bfloat16(x, devices, factor, psum), row
         slices = Slices(x.shape, devices, getattr(method, "group", ALIGNED))
         if isinstance(method, TwoPhaseFP8):
-            return _two_phase.whole_sum(x, slices, names, method, factor), row
+            return _sum_methods.whole_sum(x, slices, names, method, factor), row
         assert row is not None
         check_state_varies_not(path, row, names)
         also = _also_split_over(x, row, names, also_split_over)
@@ -123,3 +254,93 @@ def _also_split_over(
             f"also_split_over={tuple(others)} if they are split, and () if they are not."
         )
     return ()
+
+
+# `reduce_scatter_gradients`: sums of gradients of which each device keeps its shard.
+
+
+def reduce_scatter_gradients(
+    grads: PyTree,
+    axis_name: str | Sequence[str],
+    *,
+    axis: PyTree = 0,
+    method: BFloat16Sum | TwoPhaseFP8 = BFloat16Sum(),  # noqa: B008  # frozen
+    mean: bool = True,
+) -> PyTree:
+    """The mean or sum of gradients over mesh axes, of which each device keeps its shard.
+
+    For loops in which each device updates a shard of the parameters (ZeRO, FSDP). Device i gets
+    shard i, as with `jax.P(axis_name)`. `TwoPhaseFP8` stops after its float32 sum, so gradients are
+    rounded once.
+
+    Args:
+      grads: a tree of [..., n, ...] floating point, one gradient of each device.
+      axis_name: the name of the mesh axis, or the names of several.
+      axis: the array axis that is split: one number, or a tree of numbers, a prefix of `grads`.
+      method: how the gradients are sent and added.
+      mean: True divides the sum by the number of devices.
+
+    Returns:
+      A tree of [..., n / devices, ...]. `BFloat16Sum` keeps the dtype of the gradients.
+      `TwoPhaseFP8` returns float32.
+
+    Raises:
+      ValueError, TypeError: as in `all_reduce_gradients`. Also if devices do not split the axis
+        evenly, and for `AutoScaledFP8`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxfp8 as fp8
+      >>> mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def shard(g):  # [1, n, ...], the gradient of this device
+      ...     return reduce_scatter_gradients(g[0], "fsdp", method=fp8.comms.TwoPhaseFP8())
+      >>> specs = dict(in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))
+      >>> jax.shard_map(shard, mesh=mesh, **specs)(jnp.ones((1, 4, 2))).shape
+      (4, 2)
+    """
+    check_method(method)
+    if isinstance(method, AutoScaledFP8):
+        raise ValueError(
+            f"method={method!r} has no reduce-scatter: its mu limits how many values of an FP8 sum "
+            "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
+        )
+    names = names_of(axis_name)
+    paths, leaves, structure = local_gradients(grads, names)
+    devices = lax.axis_size(names)
+    factor = 1 / devices if mean else 1.0
+    numbered = structure.unflatten(range(len(leaves)))
+    axes = jax.tree.leaves(jax.tree.broadcast(axis, numbered))
+
+    def scattered(path: str, x: Array, axis: Any) -> Array:
+        if has_no_values(x):
+            return x
+        x = jnp.asarray(x)
+        axis = _checked_axis(path, x, axis, devices)
+
+        def scatter(x: Array) -> Array:
+            return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+
+        if devices == 1 or is_small(x, devices, method):
+            return in_high_precision(x, method, devices, factor, scatter)
+        if isinstance(method, BFloat16Sum):
+            return in_bfloat16(x, devices, factor, scatter)
+        x = not_differentiated(x)
+        slices = Slices(x.shape, devices, method.group, axis)
+        return slices.shard(_sum_methods.slice_sum(x, slices, names, method, factor))
+
+    results = [scattered(*each) for each in zip(paths, leaves, axes, strict=True)]
+    return structure.unflatten(results)
+
+
+def _checked_axis(path: str, x: Array, axis: Any, devices: int) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, int) or not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"axis={axis!r} is no axis of the gradient {path or 'grads'} {list(x.shape)}. Name "
+            "the axis along which each device has a shard. Sum gradients that are not split with "
+            "all_reduce_gradients."
+        )
+    if x.shape[axis] % devices:
+        raise ValueError(
+            f"axis={axis} of the gradient {path or 'grads'} {list(x.shape)} cannot be split evenly "
+            f"among {devices} devices. Choose another axis, or use all_reduce_gradients."
+        )
+    return axis % x.ndim

@@ -1,10 +1,25 @@
 """How gradients are summed over devices: the methods of `all_reduce_gradients`."""
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array
+from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
+from jaxfp8.numerics._amax import amax
+from jaxfp8.numerics._exact import LARGEST, factors_of, is_finite, widened
 from jaxfp8.numerics._formats import E4M3, VALUE_FORMATS, Format
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._granularity import PerAxis
+from jaxfp8.numerics._rounding import saturating_cast
+from jaxfp8.numerics._scale import ScaleRule
+
+# How gradients are summed over devices: the methods of `all_reduce_gradients`.
 
 Scaling: TypeAlias = Literal["auto", "pre", "post"]
 Reduction: TypeAlias = Literal["exchange", "all_reduce"]
@@ -177,3 +192,122 @@ def _check_count(method: Any, field: str, *, least: int) -> None:
             f"{type(method).__name__}({field}={value!r}) must be an integer of at least {least}. "
             f"The default is {type(method).__dataclass_fields__[field].default}."
         )
+
+
+# Sums of gradients without FP8: which gradients they are for, and how finite ones stay finite.
+
+ALIGNED = 128
+"""Values of a group, where the method has no groups. A slice is a number of whole groups."""
+
+
+def is_small(x: Array, devices: int, method: SumMethod) -> bool:
+    """Whether a gradient is summed in float32, because it is small.
+
+    In FP8 each device needs a whole group. With at least one group for each device, the padding is
+    at most as long as the gradient.
+    """
+    group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", ALIGNED)
+    return x.size < max(method.min_size, devices * group)
+
+
+def shrinking(devices: int) -> float:
+    """The largest power of two of at most 1 / devices.
+
+    A sum over devices of finite values, each times this number, is finite.
+
+    Example:
+      >>> shrinking(8), shrinking(5)
+      (0.125, 0.125)
+    """
+    return 2.0 ** -(devices - 1).bit_length()
+
+
+def in_high_precision(
+    x: Array, method: SumMethod, devices: int, factor: float, collective: Callable[[Array], Array]
+) -> Array:
+    """The sum in float32, times `factor`, in the dtype in which the method returns gradients."""
+    dtype = x.dtype if isinstance(method, BFloat16Sum) else jnp.dtype(jnp.float32)
+    x = widened(x)
+    if devices == 1:
+        return _scaled(collective(x), factor, dtype)
+    # The first sum may overflow, even if the mean does not. The second may lose values near 2^-126.
+    # Both are one collective.
+    shrink = shrinking(devices)
+    both = collective(jnp.stack([x, x * np.float32(shrink)], axis=-1))
+    total = both[..., 0]
+    shrunk = _scaled(both[..., 1], factor / shrink, dtype)
+    return jnp.where(is_finite(total), _scaled(total, factor, dtype), shrunk)
+
+
+def in_bfloat16(
+    x: Array, devices: int, factor: float, collective: Callable[[Array], Array]
+) -> Array:
+    """The sum in bfloat16, times `factor`, in the dtype of x.
+
+    Values are shrunk before they are sent. So the sum of finite values does not overflow.
+    """
+    shrink = shrinking(devices)
+    # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
+    clipped = _scaled(widened(x), 1.0, jnp.bfloat16).astype(jnp.float32)
+    shrunk = (clipped * np.float32(shrink)).astype(jnp.bfloat16)
+    return _scaled(collective(shrunk), factor / shrink, x.dtype)
+
+
+def _scaled(x: Array, factor: float, dtype: Any) -> Array:
+    """`x * factor` in a dtype. What is finite is clipped to the range of the dtype."""
+    x = x.astype(jnp.float32)
+    limit = min(float(jnp.finfo(dtype).max), LARGEST)
+    product = x * np.float32(factor)
+    return jnp.where(is_finite(x), jnp.clip(product, -limit, limit), product).astype(dtype)
+
+
+# `TwoPhaseFP8` for one gradient.
+
+
+def slice_sum(
+    x: Array, slices: Slices, names: tuple[str, ...], method: TwoPhaseFP8, factor: float
+) -> Array:
+    """The sum of this device's slice over all devices, times `factor`: [groups, group] float32.
+
+    It is finite for finite gradients. A sum above the largest float32 is clipped to it.
+    """
+    values, scale = (exchange(each, names) for each in quantized(slices.cut(x), method))
+    # Where the sum of a group could overflow, even if its mean could not, all values are shrunk by
+    # a power of two. Elsewhere the power is 1, so that no small value is lost.
+    largest = jnp.max(functools.reduce(operator.mul, factors_of(scale)), axis=0)
+    large = largest > LARGEST / (method.format.max * slices.devices)
+    shrink = np.float32(shrinking(slices.devices))
+    power = jnp.where(large, shrink, np.float32(1))
+    total = sum_in_order(
+        (values, scale), lambda values, scale: dequantized(values, scale, method) * power
+    )
+    result = total * jnp.where(large, np.float32(factor) / shrink, np.float32(factor))
+    return jnp.clip(result, -LARGEST, LARGEST)  # NaN stays
+
+
+def whole_sum(
+    x: Array, slices: Slices, names: tuple[str, ...], method: TwoPhaseFP8, factor: float
+) -> Array:
+    """The sum over all devices, times `factor`: [slices.shape] float32, the same everywhere."""
+    values, scale = quantized(slice_sum(x, slices, names, method, factor), method)
+    return slices.join(dequantized(gather(values, names), gather(scale, names), method))
+
+
+def quantized(x: Array, method: TwoPhaseFP8) -> tuple[Array, Array]:
+    """The values [..., group] and scales [..., 1] of groups.
+
+    The scale of a group with an inf or NaN is NaN. The rule gives it the multiplier 1, with which
+    its finite values could be far off.
+    """
+    largest = amax(x, PerAxis(*range(x.ndim - 1)))
+    multiplier, scale = method.scale.apply(largest, method.format)
+    if method.scale.scale_format is None:  # the byte of an E8M0 scale is that of NaN already
+        scale = jnp.where(largest < jnp.inf, scale, jnp.nan)
+    return saturating_cast(x, multiplier, method.format), scale
+
+
+def dequantized(values: Array, scale: Array, method: TwoPhaseFP8) -> Array:
+    """The float32 values [..., group] of groups."""
+    cells = PerAxis(*range(values.ndim - 1))
+    dtype = jnp.dtype(jnp.float32)
+    return QuantizedTensor(values, scale, cells, dtype, method.scale.exact).dequantize()

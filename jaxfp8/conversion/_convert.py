@@ -9,8 +9,7 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jaxfp8._call_options import check_options
-from jaxfp8._example import Example
+from jaxfp8._call import Example, check_options
 from jaxfp8.conversion import _linen, _nnx
 from jaxfp8.conversion._blocks import ends_of, stacks_of
 from jaxfp8.conversion._coverage import Coverage, coverage_of

@@ -34,9 +34,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import freeze
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._example import Example
-from jaxfp8._typing import PyTree
+from jaxfp8._call import Example
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.conversion._flops import flops_of, in_loops, layer_scope
 from jaxfp8.conversion._foreign import Once, compute_of
 from jaxfp8.conversion._layer import APPLIED, Layer

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxfp8._example import Example
+from jaxfp8._call import Example
 from jaxfp8.conversion._flops import flops_of, in_loops
 from jaxfp8.conversion._layer import CONVOLUTION, FP8, LOOKUP, UNCALLED, UNKNOWN, UNSEEN, Layer
 from jaxfp8.conversion._nnx_layers import Watch, give_matmul, known_of, obstacle_of

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from jaxfp8._call_options import check_options
+from jaxfp8._call import check_options
 from jaxfp8.conversion._layer import Layer
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.recipes._presets import check_recipe

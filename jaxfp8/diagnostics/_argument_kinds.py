@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._packed_modules import ArgumentKind, Kinds, Packed, with_kinds_of_modules
 from jaxfp8.optim._master_weights import MasterWeightsState
 from jaxfp8.optim._released import Released
 from jaxfp8.state._state import is_node
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Tensor
+from jaxfp8._typing import FP8StateError, Tensor
 from jaxfp8.diagnostics._names import layer_name
 from jaxfp8.state._state import MatmulState, is_state
 

@@ -8,9 +8,8 @@ import flax.linen as nn
 import jax
 from flax.core import meta, unfreeze
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._example import Example
-from jaxfp8._typing import PyTree
+from jaxfp8._call import Example
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.linen._state import COLLECTION
 from jaxfp8.state._fresh_state import concrete
 from jaxfp8.state._saved_params import matched, saved_leaves

@@ -4,8 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DType
+from jaxfp8._typing import Array, DType, FP8StateError
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import matmul_state, stored_state
 from jaxfp8.ops._dot_general import dot_general

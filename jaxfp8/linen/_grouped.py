@@ -20,8 +20,7 @@ from jaxfp8.ops._options import (
 )
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._kernels import Kernels
-from jaxfp8.recipes._per_tensor import delayed
-from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 
 

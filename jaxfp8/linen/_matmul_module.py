@@ -19,8 +19,7 @@ from jaxfp8.ops._options import (
 )
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
-from jaxfp8.recipes._per_tensor import delayed
-from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.sharding._shard import Shard

@@ -33,9 +33,8 @@ from jaxfp8.ops._options import (
     check_state_channel,
 )
 from jaxfp8.plan._kernels import Kernels
-from jaxfp8.prologues._swiglu import SwiGLU
-from jaxfp8.recipes._per_tensor import delayed
-from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.prologues._prologue import SwiGLU
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard
 from jaxfp8.state._state import MatmulState

@@ -5,11 +5,10 @@ from typing import Any
 
 import flax.serialization
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.state._check_state import check_state
 from jaxfp8.state._state import LEAVES, MatmulState
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 _ARRAYS = ("values", "scales", "amaxes", "original")

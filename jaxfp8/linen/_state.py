@@ -17,7 +17,8 @@ import flax.serialization
 from flax.core import meta
 from flax.core.scope import in_filter
 
-from jaxfp8._errors import FP8StateError
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import FP8StateError
 from jaxfp8.linen._serialization import (
     dict_of_state,
     dict_of_tensor,
@@ -31,7 +32,6 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._fresh_state import concrete
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._unset import unset_state
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 COLLECTION = "_overwrite_with_gradient"

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.linen._state import COLLECTION
 from jaxfp8.state._state import is_state
 from jaxfp8.state._state_specs import state_specs as specs_of_states

@@ -9,8 +9,7 @@ import jax
 import optax
 from flax import struct
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.linen._state import COLLECTION
 from jaxfp8.state._trees import check_tree
 from jaxfp8.weights._quantized_weight import is_weight

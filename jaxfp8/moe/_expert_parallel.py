@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.ops._route_tokens import check_capacity_factor
 from jaxfp8.sharding._specs import mesh_axes
 

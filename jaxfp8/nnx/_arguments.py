@@ -6,7 +6,7 @@ from typing import Any, Required, TypeVar
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
-from jaxfp8._call_options import option_names
+from jaxfp8._call import option_names
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.recipes._recipe import Recipe

@@ -9,9 +9,8 @@ from typing import Any, ClassVar, Unpack
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxfp8._call_options import option_names
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._call import option_names
+from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.nnx._state import in_a_loss, new_state
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
@@ -19,8 +18,7 @@ from jaxfp8.ops._options import LayerOptions, MatmulOptions, options_of, read_op
 from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
-from jaxfp8.recipes._per_tensor import delayed
-from jaxfp8.recipes._presets import check_recipe
+from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._fresh_state import concrete
 from jaxfp8.state._state import MatmulState

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jaxfp8._call_options import option_names
+from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._state import FP8State

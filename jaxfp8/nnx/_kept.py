@@ -17,8 +17,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.state._state import is_state
 
 _kept_p = Primitive("fp8_kept")  # the identity

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from jaxfp8._call_options import option_names
+from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.moe._expert_parallel import ExpertParallel
 from jaxfp8.moe._experts import check_clamp
@@ -19,7 +19,7 @@ from jaxfp8.ops._arguments import check_high_precision
 from jaxfp8.ops._dispatch_matmul import CombineOptions
 from jaxfp8.ops._options import LayerOptions, StateChannel
 from jaxfp8.plan._kernels import Kernels
-from jaxfp8.prologues._swiglu import SwiGLU
+from jaxfp8.prologues._prologue import SwiGLU
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._unset import unset_state
 

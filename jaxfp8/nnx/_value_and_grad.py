@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxfp8._errors import UncollectedStateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import PyTree, UncollectedStateError
 from jaxfp8.nnx._kept import kept
 from jaxfp8.nnx._state import differentiating, holds_state, states_of
 from jaxfp8.state._commit import commit as commit_seen

@@ -1,6 +1,7 @@
-"""The largest magnitude of each scale cell, that is of the values that share one scale."""
+"""Amaxes: of one granularity, or of several in one read."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,10 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._constant import constant_like
-from jaxfp8.numerics._float32 import widened
+from jaxfp8.numerics._exact import constant_like, widened
 from jaxfp8.numerics._granularity import AbstractGranularity
+
+# The largest magnitude of each scale cell, that is of the values that share one scale.
 
 
 def magnitude(x: Array, *, kernel_language: bool = False) -> Array:
@@ -71,3 +73,118 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
         return widened(granularity.maximum(magnitude(x)))
 
     return lax.platform_dependent(x, cpu=of_bits, default=of_floats)
+
+
+# The amaxes of several granularities of one array.
+
+# The number of groups of rows is a multiple of this power of two. So a mesh axis of up to that many
+# devices that splits the rows splits the groups, too.
+_GROUPS = 512
+# Rows of a group. With fewer, much is written for the second reduction. Each one is a value that a
+# thread holds.
+_LEAST_ROWS, _MOST_ROWS = 4, 16
+_LEAST_PART = 128  # of a row, for a warp to reduce at once
+
+
+def amaxes(
+    x: Array, granularities: Sequence[AbstractGranularity]
+) -> dict[AbstractGranularity, Array]:
+    """`amax` of each granularity.
+
+    XLA reduces rows and columns in two kernels, and each of them reads x. On CUDA a large x is read
+    once for both.
+
+    Args:
+      x: [...] floating point.
+      granularities: which values share a scale.
+
+    Returns:
+      For each granularity an array of shape `granularity.scale_shape(x.shape)`, float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> x = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> amaxes(x, [fp8.PerAxis(0), fp8.PerAxis(1)])[fp8.PerAxis(1)]
+      Array([[2., 3.]], dtype=float32)
+    """
+    granularities = tuple(dict.fromkeys(granularities))
+    ordered = sorted(granularities, key=lambda each: each.has_cells_along(-1, x.ndim))
+    if not _are_rows_and_columns(x, ordered) or not (rows := rows_read_together(x.shape[-2])):
+        return {each: amax(x, each) for each in granularities}
+
+    def in_one_read(x: Array) -> list[Array]:
+        return _rows_and_columns(x, ordered[1], rows)
+
+    def apart(x: Array) -> list[Array]:
+        return [amax(x, each) for each in ordered]
+
+    return dict(
+        zip(ordered, lax.platform_dependent(x, cuda=in_one_read, default=apart), strict=True)
+    )
+
+
+def rows_read_together(rows: int) -> int:
+    """The size of a group of rows of which one kernel finds all amaxes; 0 for few rows.
+
+    Example:
+      >>> rows_read_together(8192), rows_read_together(5120), rows_read_together(1024)
+      (16, 10, 0)
+    """
+    sizes = range(_LEAST_ROWS, _MOST_ROWS + 1)
+    return max((size for size in sizes if rows and rows % (_GROUPS * size) == 0), default=0)
+
+
+def _are_rows_and_columns(x: Array, ordered: list[AbstractGranularity]) -> bool:
+    """Whether the first granularity is all rows of x, and the second is columns."""
+    if len(ordered) != 2 or x.ndim < 2:
+        return False
+    if not all(type(size) is int and size for size in x.shape):  # symbolic, or empty
+        return False
+    # An Explicit mesh refuses some reshapes of split axes.
+    if jax.sharding.AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+        return False
+    rows, columns = (
+        [each.in_rows and each.has_cells_along(axis, x.ndim) for axis in range(x.ndim)]
+        for each in ordered
+    )
+    return rows == [True] * (x.ndim - 1) + [False] and columns[-2:] == [False, True]
+
+
+def _rows_and_columns(x: Array, columns: AbstractGranularity, rows: int) -> list[Array]:
+    """The amaxes of rows [..., M, 1] and those of columns, of x [..., M, N]."""
+    *leading, m, n = x.shape
+    parts = _parts(n)
+    # each [..., M / rows, parts, N / parts]: one row of each group
+    members = [
+        each.squeeze(-3)
+        for each in lax.split(
+            magnitude(x).reshape(*leading, m // rows, rows, parts, n // parts),
+            (1,) * rows,
+            axis=len(leading) + 1,
+        )
+    ]
+
+    def larger(a: list[Array], b: list[Array]) -> list[Array]:
+        return [*map(jnp.maximum, a, b)]
+
+    zero = jnp.zeros((), members[0].dtype)
+    # One reduction of all members is one kernel. It can write an elementwise result as well, that
+    # is the largest member of each group. The barrier keeps XLA from reducing x for it again.
+    found = lax.reduce(members, [zero] * rows, larger, (members[0].ndim - 1,))
+    largest = lax.optimization_barrier(functools.reduce(jnp.maximum, members))
+    of_rows = jnp.max(jnp.stack(found, axis=-2), axis=-1).reshape(*leading, m, 1)
+    of_columns = columns.maximum(largest.reshape(*leading, m // rows, n))
+    return [widened(of_rows), widened(of_columns)]
+
+
+def _parts(columns: int) -> int:
+    """In how many parts a row is reduced.
+
+    A mesh axis of up to that many devices that splits the columns splits the parts, too. Along a
+    split axis, XLA would gather results of all members.
+    """
+    parts = 1
+    while columns % (2 * parts) == 0 and columns // (2 * parts) >= _LEAST_PART:
+        parts *= 2
+    return parts

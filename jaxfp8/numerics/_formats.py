@@ -1,4 +1,4 @@
-"""The 8-bit formats and the values that they can hold.
+"""The FP8 formats, and the dtypes of what is cast to them.
 
 References:
   Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433 (E4M3, E5M2).
@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from jaxfp8._typing import DType
+
+# The 8-bit formats and the values that they can hold.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,3 +94,55 @@ def format_of(dtype: DType) -> Format:
         f"dtype {jnp.dtype(dtype).name} is no FP8 format; use one of "
         f"{[f.dtype.name for f in VALUE_FORMATS]}."
     )
+
+
+# The dtypes that go into a cast and come out of a matmul.
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def sum_dtype(dtype: DType) -> DType:
+    """The dtype in which values of a dtype are summed: float64 for float64, else float32.
+
+    Example:
+      >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.float64)
+      (dtype('float32'), dtype('float64'))
+    """
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def product_dtype(lhs: DType, rhs: DType) -> DType:
+    """The dtype that `jax.lax.dot_general` gives to the product of two float dtypes.
+
+    It is the one with the larger range, and of two with the same range the more precise one.
+    (`jnp.dot` promotes, which makes float32 of bfloat16 and float16.)
+
+    Example:
+      >>> product_dtype(jnp.bfloat16, jnp.float16), product_dtype(jnp.bfloat16, jnp.float32)
+      (dtype(bfloat16), dtype('float32'))
+    """
+    infos = jnp.finfo(lhs), jnp.finfo(rhs)
+    return jnp.dtype(max(infos, key=lambda info: (info.maxexp, info.nmant)).dtype)
+
+
+def check_out_dtype(preferred_element_type: DType) -> DType:
+    """The dtype of a matmul's result, after a check.
+
+    Raises:
+      TypeError: if no matmul can return this dtype.
+
+    Example:
+      >>> check_out_dtype(jnp.bfloat16)
+      dtype(bfloat16)
+    """
+    try:
+        dtype = jnp.dtype(preferred_element_type)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.name not in FLOAT_DTYPES:
+        given = repr(preferred_element_type) if dtype is None else dtype.name
+        raise TypeError(
+            f"preferred_element_type={given} is no dtype that a matmul can return; use one of "
+            f"{list(FLOAT_DTYPES)}."
+        )
+    return dtype

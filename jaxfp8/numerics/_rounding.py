@@ -18,10 +18,8 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.numerics._constant import constant_like
-from jaxfp8.numerics._float32 import TINY, is_finite, to_float32, widened
+from jaxfp8.numerics._exact import TINY, constant_like, is_finite, power_of_two, to_float32, widened
 from jaxfp8.numerics._formats import Format
-from jaxfp8.numerics._powers_of_two import power_of_two
 
 _FLOAT32_MANTISSA = 23  # stored bits
 _EXPONENT = 0x7F800000  # the exponent field of a float32

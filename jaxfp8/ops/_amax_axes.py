@@ -6,8 +6,7 @@ cannot decide, the caller names the axes with `reduce_axes=`.
 
 import dataclasses
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Matmul, Tensor
+from jaxfp8._typing import FP8StateError, Matmul, Tensor
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, ArrayLike
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import is_weight
 
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES, product_dtype, sum_dtype
+from jaxfp8.numerics._formats import FLOAT_DTYPES, product_dtype, sum_dtype
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.sharding._amax import varying, varying_type
 

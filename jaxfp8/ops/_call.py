@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._geometry import OPERANDS, Geometry, TrainingGeometry
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
@@ -18,7 +19,7 @@ from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.grouped_matmul._over_tiles import groups_product, rows_product
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._dtypes import sum_dtype
+from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.ops._amax_axes import AmaxAxes
 from jaxfp8.plan._backends import Backends
 from jaxfp8.plan._kernels import Kernels
@@ -26,7 +27,6 @@ from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 class Places(NamedTuple):

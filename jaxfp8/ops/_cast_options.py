@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from jaxfp8._call_options import check_options
+from jaxfp8._call import check_options
 from jaxfp8._typing import Rounding, ScaleRounding
 from jaxfp8.numerics._formats import Format
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule
 
 
 class CastOptions(TypedDict, total=False):

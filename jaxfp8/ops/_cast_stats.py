@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.numerics._amax import magnitude
-from jaxfp8.numerics._float32 import TINY, widened
+from jaxfp8.numerics._exact import TINY, factors_of, times, widened
 from jaxfp8.numerics._formats import Format
-from jaxfp8.numerics._powers_of_two import factors_of, times
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _EXACT = 2**31 - 1  # an int32 counts so far
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxfp8._errors import FP8StateError, UncollectedStateError
+from jaxfp8._typing import FP8StateError, UncollectedStateError
 from jaxfp8.ops._call import Call
 
 

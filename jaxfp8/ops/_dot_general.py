@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
-from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._formats import check_out_dtype
 from jaxfp8.ops._amax_axes import amax_axes
 from jaxfp8.ops._arguments import fp8_precision
 from jaxfp8.ops._arrays import QuantizerArrays

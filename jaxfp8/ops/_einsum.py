@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.numerics._dtypes import sum_dtype
+from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.ops._arguments import check_operands
 from jaxfp8.ops._dot_general import check_result_dtype, dot_general
 from jaxfp8.ops._equation import Equation, parse
@@ -20,8 +20,7 @@ from jaxfp8.sharding._shard import Shard, place, place_of_result
 from jaxfp8.state._high_precision import as_traced
 from jaxfp8.state._matched import matched
 from jaxfp8.state._state import MatmulState
-from jaxfp8.weights._handles import handle
-from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+from jaxfp8.weights._quantized_weight import QuantizedWeight, handle, is_weight
 
 
 def einsum(

@@ -7,7 +7,7 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry, check
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
-from jaxfp8.numerics._dtypes import check_out_dtype, product_dtype
+from jaxfp8.numerics._formats import check_out_dtype, product_dtype
 from jaxfp8.ops._arguments import check_key, check_operands
 from jaxfp8.ops._bias import check_bias
 from jaxfp8.ops._call import Places

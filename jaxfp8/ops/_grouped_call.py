@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.grouped_matmul._groups import group_ends
-from jaxfp8.numerics._dtypes import check_out_dtype, product_dtype, sum_dtype
+from jaxfp8.numerics._formats import check_out_dtype, product_dtype, sum_dtype
 from jaxfp8.ops._amax_axes import AmaxAxes, amax_axes
 from jaxfp8.ops._arguments import fp8_precision
 from jaxfp8.ops._arrays import QuantizerArrays

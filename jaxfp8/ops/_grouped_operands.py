@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
@@ -28,13 +29,11 @@ from jaxfp8.ops._cast_stats import CastStats, cast_stats, joined_stats
 from jaxfp8.ops._operands import Quantized, Seen
 from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
-from jaxfp8.prologues._gathered import Gathered
-from jaxfp8.prologues._prologue import Source
+from jaxfp8.prologues._prologue import Gathered, Source
 from jaxfp8.quantizers._base import ScaleInputs
-from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
+from jaxfp8.recipes._recipe import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, varying
 from jaxfp8.state._ledger import observe
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def quantize_groups(

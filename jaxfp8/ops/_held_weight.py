@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxfp8._quantized_tensor import QuantizedTensor, check_scale, validate_types
 from jaxfp8._typing import Axes, DotDimensionNumbers
 from jaxfp8.numerics._formats import VALUE_FORMATS
 from jaxfp8.ops._arrays import HeldCopies
@@ -9,9 +10,7 @@ from jaxfp8.ops._given import Given
 from jaxfp8.ops._residuals import Copy
 from jaxfp8.ops._tile_view import TileView, View, view_for
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor, check_scale, validate_types
-from jaxfp8.weights._handles import handle
-from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of, handle
 
 
 def array_of(

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import jax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 
 T = TypeVar("T")
 

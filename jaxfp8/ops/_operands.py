@@ -9,11 +9,11 @@ from typing import NamedTuple, TypeAlias
 
 from jax import lax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, Matmul, Tensor
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.numerics._amaxes import amaxes
+from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.ops._amax_axes import Variation
 from jaxfp8.ops._arrays import HeldCopies, KnownAmaxes, QuantizerArrays
@@ -24,11 +24,10 @@ from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
-from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
+from jaxfp8.recipes._recipe import PlannedCast, planned_casts
 from jaxfp8.sharding._amax import pmax, varying
 from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.state._ledger import observe
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""

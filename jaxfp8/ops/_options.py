@@ -7,7 +7,7 @@ option in `LayerOptions` is also a field of `linen.MatmulModule`.
 import dataclasses
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from jaxfp8._call_options import check_options, option_names
+from jaxfp8._call import check_options, option_names
 from jaxfp8._typing import Array, Tensor
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue

@@ -7,22 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.numerics._scale import inverse
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.ops._arguments import check_arrays, check_float
 from jaxfp8.ops._cast_options import CastOptions, split_options
 from jaxfp8.ops._once import constant
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue, produce
 from jaxfp8.quantizers._base import check_value_format
-from jaxfp8.tensors._cast import Cast, Direction
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 @overload

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jaxfp8._typing import DType, PyTree
-from jaxfp8.numerics._dtypes import check_out_dtype
+from jaxfp8.numerics._formats import check_out_dtype
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._quantize_weight import quantize_weight
 from jaxfp8.ops._weight_states import path_name, state_at, states_by_path

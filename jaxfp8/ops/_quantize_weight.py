@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.ops._amax_axes import NO_VARIATION, AmaxAxes, Variation, amax_axes
 from jaxfp8.ops._arguments import check_float
 from jaxfp8.ops._arrays import QuantizerArrays
@@ -29,7 +29,6 @@ from jaxfp8.state._identity import known_scales
 from jaxfp8.state._matched import matched
 from jaxfp8.state._probes import zero_ledgers
 from jaxfp8.state._state import MatmulState
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.ops._arguments import check_high_precision, check_key, check_operands
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._bias import check_bias

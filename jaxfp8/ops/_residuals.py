@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.ops._checkpoint_policies import named_copy
 from jaxfp8.quantizers._base import Operand
-from jaxfp8.recipes._planned_casts import PlannedCast
+from jaxfp8.recipes._recipe import PlannedCast
 from jaxfp8.sharding._amax import manual_axes
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 @functools.partial(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, ArrayLike
-from jaxfp8.numerics._reshape import is_explicit
+from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.ops._arguments import as_array
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.sharding._route import Route

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
@@ -36,11 +37,9 @@ from jaxfp8.ops._residuals import Copy, named
 from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.ops._rows import Rows
 from jaxfp8.quantizers._base import Operand, ScaleInputs
-from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._gather import take_rows
+from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
+from jaxfp8.sharding._place import take_rows
 from jaxfp8.sharding._route import Route
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _NO_SCALE = 1.0  # the scale of empty slots, whose values are 0
 _FIRST: dict[Tensor, Matmul] = {"x": "fprop", "g": "dgrad"}

@@ -23,7 +23,7 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._typing import Array, Axes
-from jaxfp8.numerics._reshape import is_explicit, merge_axes
+from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.ops._arrays import Arrays, QuantizerArrays
 from jaxfp8.ops._call import Places
 from jaxfp8.ops._given import Given

@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.optim._masters import BFloat16PlusState, Float32State, FP8State
@@ -19,7 +20,6 @@ from jaxfp8.optim._released import Released
 from jaxfp8.optim._stored_moments import is_stored, with_nodes
 from jaxfp8.state._hosts import on_host
 from jaxfp8.state._saved_tree import names_of
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _SHOWN = 10  # faults that a message lists
 _NAMES = ("codes", "roots", "largest", "power", "values", "scale", "high", "low")

@@ -5,13 +5,14 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor
 from jaxfp8._typing import Array, DType, Rounding
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E4M3, Format
 from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule
 from jaxfp8.optim._dither import as_float, settled_float, thresholds
 from jaxfp8.optim._masters import AbstractMaster, FP8State, MasterState
 from jaxfp8.optim._moment_formats import (
@@ -23,8 +24,6 @@ from jaxfp8.optim._moment_formats import (
 )
 from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
-from jaxfp8.tensors._cast import Cast, Direction
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,7 @@ import numpy as np
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._division import divide
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._exact import TINY, divide
 from jaxfp8.numerics._formats import E4M3
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.optim._dither import as_float, float_below, float_of, settled, thresholds

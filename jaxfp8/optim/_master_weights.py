@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
 from jaxfp8.optim._masters import AbstractMaster, MasterState
 from jaxfp8.optim._overwrite import Overwrite
 from jaxfp8.optim._stored import is_empty, loaded, nothing, states_of, trees_of
 from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, start_of
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 class MasterWeightsState(NamedTuple):

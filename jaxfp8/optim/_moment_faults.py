@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8.numerics._float32 import LARGEST, TINY
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8.numerics._exact import LARGEST, TINY
 from jaxfp8.numerics._formats import format_of
 from jaxfp8.optim._grouped_formats import (
     LEAST_ROOT,
@@ -19,7 +20,6 @@ from jaxfp8.optim._grouped_formats import (
 )
 from jaxfp8.optim._masters import BFloat16PlusState, Float16State, FP8State
 from jaxfp8.optim._moments import FIRST, SECOND
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _DIVERGED = "it must be finite: training had diverged before the save, or the file is damaged"
 _LEAST_FLOAT16 = 0x77FF  # the bits of 32752, half of the largest float16

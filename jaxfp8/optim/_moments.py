@@ -10,13 +10,13 @@ import optax
 import optax.contrib
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._weight_states import path_name
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter, global_size
 from jaxfp8.optim._stored_moments import is_stored, with_nodes
 from jaxfp8.optim._weights import check_without_weights
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 FIRST = {"mu", "trace"}  # optax's names of moments that can be negative
 SECOND = {"nu", "nu_max", "sum_of_squares"}  # and of those that cannot

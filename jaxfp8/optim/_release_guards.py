@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.optim._operands import has_float
 from jaxfp8.optim._released import is_sealed
 from jaxfp8.state._uses import Use

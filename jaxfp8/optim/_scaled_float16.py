@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._powers_of_two import BIAS, power_of_two
+from jaxfp8.numerics._exact import BIAS, power_of_two
 from jaxfp8.optim._dither import as_float, settled_float
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 

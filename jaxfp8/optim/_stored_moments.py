@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.optim._grouped_formats import ExpandedFP8State, Int8State, LinearInt8State
 from jaxfp8.optim._masters import Float16State
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _STORED = (QuantizedTensor, Float16State, Int8State, LinearInt8State, ExpandedFP8State)
 _CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8._version import __version__
 from jaxfp8.kernels._platform import chip_named
@@ -16,7 +17,6 @@ from jaxfp8.kernels.tuning._measure import Operands, measure
 from jaxfp8.kernels.tuning._timings import Timings, describe
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._routes import kernels_of
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _PACKAGES = ("jax", "jaxlib")
 

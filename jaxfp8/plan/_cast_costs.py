@@ -10,17 +10,13 @@ from typing import NamedTuple
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._platform import Chip
-from jaxfp8.numerics._amaxes import rows_read_together
+from jaxfp8.numerics._amax import rows_read_together
 from jaxfp8.plan._costs import WHOLE_TILE, Cost, Route, padded, stream, turns
 from jaxfp8.plan._padding import padding, padding_for_pallas
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
-from jaxfp8.quantizers._current import Current
-from jaxfp8.quantizers._delayed import Delayed
-from jaxfp8.quantizers._identity import Identity
-from jaxfp8.quantizers._static import Static
-from jaxfp8.recipes._planned_casts import planned_casts
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
+from jaxfp8.recipes._recipe import Recipe, planned_casts
 
 MATRICES = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
 """The axes of y [M, N] = x [M, K] @ w [K, N]."""

@@ -23,8 +23,7 @@ from jaxfp8.plan._costs import Route
 from jaxfp8.plan._report import MATMULS, Footnotes, Shape
 from jaxfp8.plan._routes import route_of, sides_of
 from jaxfp8.quantizers._base import ScaleInputs
-from jaxfp8.recipes._planned_casts import PlannedCast, planned_casts
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
 
 TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
 _ALONE = "no other kernel is considered"

@@ -1,8 +1,7 @@
 """The options with which XLA compiles a recipe to the intended kernels and numbers."""
 
 from jaxfp8.kernels._platform import chip_named
-from jaxfp8.recipes._operands import Operands
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.recipes._recipe import Operands, Recipe
 
 
 def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:

@@ -9,11 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._dispatch import Attempt
 from jaxfp8.kernels._platform import chip_named
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES
+from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._backends import (
     XLA,
@@ -30,7 +31,6 @@ from jaxfp8.plan._report import Shape, check_shape
 from jaxfp8.plan._routes import Side
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 @runtime_checkable

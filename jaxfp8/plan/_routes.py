@@ -5,14 +5,14 @@ The route depends on operands, chip and backend.
 
 from typing import NamedTuple
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8.kernels._platform import Chip
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._costs import Cost, Route, matmul
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
-from jaxfp8.recipes._operands import Operands
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.recipes._recipe import Operands
 
 _TILE = 32
 """Values along the contracted axis that share a scale on Blackwell."""

@@ -10,7 +10,7 @@ import dataclasses
 
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.plan._roofline import check_estimable, roofline
-from jaxfp8.recipes._per_tensor import identity
+from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 
 # The least speedup with which FP8 is kept: no loss, by an estimate that leaves out the operations

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 
-from jaxfp8._errors import UncollectedStateError
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, PyTree, UncollectedStateError
 from jaxfp8.ops._dot import dot
 from jaxfp8.plugs._policy import Policy
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxfp8._call_options import check_options
+from jaxfp8._call import check_options
 from jaxfp8.ops._options import LayerOptions, check_save_original, check_state_channel
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe

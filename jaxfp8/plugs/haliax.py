@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._call_options import check_options
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._call import check_options
+from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._ragged_dot import ragged_dot

@@ -15,11 +15,56 @@ from typing import ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES
-from jaxfp8.prologues._gathered import Gathered
+from jaxfp8.numerics._formats import FLOAT_DTYPES
+
+# Rows of an array, gathered into tiles: what a quantizer of grouped matmuls reads.
+#
+# XLA fuses the gather into its own casts, but not into a kernel: the tiles would be written to
+# memory and read again. So kernels in Pallas read the rows where they are.
+#
+# Letters: T rows, R tiles of P rows, K values of a row.
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "rows", "first_row", "count"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Tiles of adjacent rows, and the array that has the rows.
+
+    Attributes:
+      value: [R, P, K], the tiles. If nothing reads it, XLA does not compute it.
+      rows: [T, K], the array.
+      first_row: i32[R], the first row of each tile.
+      count: i32[R], how many rows a tile has. Its other rows are 0.
+    """
+
+    value: Array
+    rows: Array
+    first_row: Array
+    count: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.value.ndim
+
+    @property
+    def dtype(self) -> DType:
+        return self.value.dtype
+
+
+# Prologues: operations on an activation between reading and quantizing it.
 
 STATISTIC = "jaxfp8.statistic"
 """The name under which a statistic of rows is saved for the backward pass."""
@@ -204,3 +249,98 @@ def wide_operands(x: Source) -> int:
     if not isinstance(x, Produced):
         return 1
     return sum(math.prod(each.shape) == math.prod(x.shape) for each in x.operands)
+
+
+# RMSNorm, which comes before the first matmul of a transformer block.
+#
+# Letters: M, K are the last two axes of x.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSNorm(AbstractPrologue):
+    """`h = x * (rstd * gain)`, `rstd = 1 / sqrt(mean(x^2, axis=-1) + epsilon)`.
+
+    It takes x [..., M, K] and gain [K], and returns h [..., M, K].
+
+    The order of the multiplications is that of `flax.linen.RMSNorm`. XLA computes rstd, [..., M,
+    1], and fuses it into the operation that wrote x. Inside `jax.shard_map` each device must have
+    all of the last axis.
+
+    Attributes:
+      epsilon: positive, finite and at least 2^-126, the smallest normal float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> norm = fp8.prologues.RMSNorm(epsilon=1e-6)
+      >>> norm(jnp.array([[3.0, -3.0]]), jnp.array([1.0, 2.0])).round()
+      Array([[ 1., -2.]], dtype=float32)
+
+    References:
+      Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467, section 3.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("x", "gain")
+    parameters: ClassVar[tuple[str, ...]] = ("gain",)
+    whole: ClassVar[Axes] = (-1,)
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        given: object = self.epsilon
+        real = isinstance(given, int | float | np.floating) and not isinstance(given, bool)
+        if not real or not np.finfo(np.float32).tiny <= self.epsilon < math.inf:
+            raise ValueError(
+                f"epsilon={given!r} must be a positive number, finite and normal in float32, for "
+                "instance 1e-6."
+            )
+        object.__setattr__(self, "epsilon", float(self.epsilon))
+
+    def _operands(self, *arrays: Array) -> tuple[Array, ...]:
+        x, gain = arrays
+        if not x.ndim or gain.shape != x.shape[-1:]:
+            raise ValueError(
+                f"gain has shape {list(gain.shape)}, x {list(x.shape)}. The gain must have one "
+                "axis, as long as the last axis of x."
+            )
+        mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+        rstd = checkpoint_name(lax.rsqrt(mean_square + self.epsilon), STATISTIC)
+        return x, rstd, gain.astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), x.shape[-1])
+
+    def elementwise(self, *operands: Array) -> Array:
+        x, rstd, gain = operands
+        return x * (rstd * gain)
+
+
+# SwiGLU, which comes before the second matmul of a gated MLP.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwiGLU(AbstractPrologue):
+    """`h = silu(gate) * up`, `silu(v) = v / (1 + exp(-v))`.
+
+    It takes gate [..., M, K] and up [..., M, K], and returns h [..., M, K].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> fp8.prologues.SwiGLU()(jnp.array([0.0, 20.0]), jnp.array([3.0, 0.5]))
+      Array([ 0., 10.], dtype=float32)
+
+    References:
+      Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, section 2.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("gate", "up")
+
+    def _operands(self, *arrays: Array) -> tuple[Array, ...]:
+        gate, up = arrays
+        if (gate.shape, gate.dtype) != (up.shape, up.dtype):
+            raise ValueError(
+                f"gate {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)} "
+                "differ; give both one shape and dtype."
+            )
+        return gate, up
+
+    def elementwise(self, *operands: Array) -> Array:
+        gate, up = operands
+        return gate * jax.nn.sigmoid(gate) * up

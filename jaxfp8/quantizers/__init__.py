@@ -6,7 +6,7 @@ from jaxfp8.numerics._granularity import PerRow as PerRow
 from jaxfp8.quantizers._base import AbstractQuantizer as AbstractQuantizer
 from jaxfp8.quantizers._base import RowState as RowState
 from jaxfp8.quantizers._base import ScaleInputs as ScaleInputs
-from jaxfp8.quantizers._current import Current as Current
-from jaxfp8.quantizers._delayed import Delayed as Delayed
-from jaxfp8.quantizers._identity import Identity as Identity
-from jaxfp8.quantizers._static import Static as Static
+from jaxfp8.quantizers._kinds import Current as Current
+from jaxfp8.quantizers._kinds import Delayed as Delayed
+from jaxfp8.quantizers._kinds import Identity as Identity
+from jaxfp8.quantizers._kinds import Static as Static

@@ -1,4 +1,4 @@
-"""Recipe: the quantizers of the operands of the three matmuls of a training step.
+"""`Recipe`: the quantizers of the operands of the three matmuls of a training step.
 
 Here x is [M, K], w is [K, N], and g [M, N] is the gradient of y:
 
@@ -13,9 +13,121 @@ import math
 import zlib
 from typing import Any, Literal, NamedTuple
 
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8._typing import Matmul, Tensor
+from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
+from jaxfp8.numerics._formats import E5M2
 from jaxfp8.quantizers._base import AbstractQuantizer
-from jaxfp8.recipes._operands import Operands
+
+# Operands: the two quantizers of one matmul. A recipe has three such pairs.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The quantizers of the two operands of one matmul.
+
+    Attributes:
+      lhs: the quantizer of the left operand (x or g).
+      rhs: the quantizer of the right operand (w or g).
+
+    Raises:
+      TypeError: if one of them is no quantizer, or is not frozen, hashable and comparable.
+      ValueError: if both have 2D tiles, tiles of different lengths, or the format E5M2.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8.quantizers import Current, Identity
+      >>> fp8.recipes.Operands(lhs=Current(format=fp8.E4M3), rhs=Identity()).in_fp8
+      False
+    """
+
+    lhs: AbstractQuantizer
+    rhs: AbstractQuantizer
+
+    def __post_init__(self) -> None:
+        for side in ("lhs", "rhs"):
+            _check_quantizer(side, getattr(self, side))
+        tiles = [q.granularity.along(2) for q in (self.lhs, self.rhs) if q.granularity.in_tiles]
+        if len(tiles) == 2:
+            if all(kept > 1 for kept, _ in tiles):
+                raise ValueError(
+                    f"lhs and rhs are both in 2D tiles ({tiles[0]}, {tiles[1]}). No kernel "
+                    f"multiplies these; give one of them 1D tiles, PerBlock((1, {tiles[0][1]}))."
+                )
+            if tiles[0][1] != tiles[1][1]:
+                raise ValueError(
+                    f"lhs has tiles of {tiles[0][1]} along the contracted axis, rhs of "
+                    f"{tiles[1][1]}; both sides need the same length. Change one PerBlock."
+                )
+        if self.lhs.value_format == self.rhs.value_format == E5M2:
+            raise ValueError(
+                "lhs and rhs are both E5M2. No hardware multiplies these; give one of them E4M3 "
+                "(forward= or gradient= of a preset)."
+            )
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether an operand has one scale for each tile."""
+        return self.lhs.granularity.in_tiles or self.rhs.granularity.in_tiles
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the matmul runs in FP8. If one operand is in high precision, it does not."""
+        return self.lhs.value_format is not None and self.rhs.value_format is not None
+
+
+def _check_quantizer(side: str, quantizer: Any) -> None:
+    """Raise TypeError or ValueError unless a recipe can hold the quantizer."""
+    if not isinstance(quantizer, AbstractQuantizer):
+        raise TypeError(
+            f"{side}={quantizer!r} is no quantizer; use one of fp8.quantizers, Identity() for none."
+        )
+    kind = type(quantizer).__name__
+    if not _is_frozen(quantizer):
+        raise TypeError(
+            f"{side} is a {kind}, which is no frozen dataclass. Recipes and states have to compare "
+            f"it; decorate {kind} with @dataclasses.dataclass(frozen=True)."
+        )
+    try:
+        hash(quantizer)
+    except TypeError as error:
+        raise TypeError(
+            f"{side}={quantizer!r} cannot be hashed ({error}). A recipe must be hashable. Give "
+            "each field a hashable value, for instance a tuple in place of a list or an array."
+        ) from None
+    fields: Any = dataclasses.fields(quantizer)  # type: ignore[arg-type]
+    if ignored := [f.name for f in fields if not f.compare]:
+        raise TypeError(
+            f"{side} is a {kind} whose fields {ignored} have compare=False. Two quantizers that "
+            "differ in these fields would count as equal; leave compare=False out."
+        )
+    if not quantizer.stateful:
+        return
+    length = quantizer.history_length
+    if type(length) is not int or length < 1:
+        raise ValueError(
+            f"{side} is a {kind} with history_length={length!r}; it must be an integer of at least "
+            "1."
+        )
+    if not quantizer.granularity.in_one:
+        raise ValueError(
+            f"{side}={quantizer!r} has state. A row of state has one scale, but its granularity is "
+            f"{quantizer.granularity!r}; use PerTensor()."
+        )
+    if type(quantizer).update is AbstractQuantizer.update:
+        raise TypeError(
+            f"{side} is a {kind} with stateful=True, but it has no update(row, amax). This method "
+            "computes the next row of state; define it, or set stateful=False."
+        )
+
+
+def _is_frozen(quantizer: object) -> bool:
+    parameters = getattr(quantizer, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen
+
+
+# Recipe: the quantizers of the operands of the three matmuls of a training step.
 
 # The matmuls that read each tensor, and as which operand.
 _USES: dict[Tensor, tuple[tuple[Matmul, Literal["lhs", "rhs"]], ...]] = {
@@ -206,3 +318,84 @@ def by_tensor(
     """
     fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
     return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+
+
+# The copies of a tensor that the matmuls of a training step read, and how each is cast.
+#
+# All of this is static. It is computed once for a recipe and a geometry, and not for each layer.
+
+
+class PlannedCast(NamedTuple):
+    """The copies of one tensor by one quantizer.
+
+    Attributes:
+      quantizer: the quantizer, which chooses the scales and casts.
+      cast: the copies to make; None if the tensor stays in high precision.
+      readers: for each copy, the matmuls that read it.
+      row: the index of the quantizer's row of state; None if the quantizer has no state.
+    """
+
+    quantizer: AbstractQuantizer
+    cast: Cast | None
+    readers: tuple[tuple[Matmul, ...], ...]
+    row: int | None
+
+
+@functools.lru_cache(maxsize=4096)
+def planned_casts(
+    recipe: Recipe,
+    geometry: TrainingGeometry,
+    tensor: Tensor,
+    backends: tuple[str, ...],
+    column_sums: bool = False,
+    gathered: bool = False,
+    by_xla: frozenset[Matmul] = frozenset(),
+    only: Matmul | None = None,
+) -> tuple[PlannedCast, ...]:
+    """The casts of a tensor: one for each quantizer that the recipe gives it.
+
+    Args:
+      recipe: the quantizers of all operands.
+      geometry: the axes of the three matmuls.
+      tensor: "x", "w" or "g".
+      backends: names of cast backends, in the order in which they are tried.
+      column_sums: whether the first cast also sums columns.
+      gathered: whether the copies of this pass are gathered over a mesh. Matmuls with one scale
+        then share a copy, because a second one would double the bytes.
+      by_xla: the matmuls that XLA computes. It multiplies tiles in bfloat16, in any layout.
+      only: the only matmul that reads the copies of this pass; None for all.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> geometry = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
+      >>> (planned,) = planned_casts(fp8.recipes.blockwise(), geometry, "x", ("xla",))
+      >>> planned.cast.granularities, planned.readers
+      ((PerBlock(tile=(1, 128)), PerBlock(tile=(128, 1))), (('fprop',), ('wgrad',)))
+    """
+    # Matmuls with equal quantizers share a cast. With equal directions as well, they share a copy.
+    found: dict[AbstractQuantizer, dict[Direction, tuple[Matmul, ...]]] = {}
+    for matmul, quantizer in recipe.uses(tensor):
+        if only not in (None, matmul):
+            continue
+        axes = geometry.axes(matmul, tensor)
+        granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
+        # Hopper's matmuls read operands with the contracted axis last. So a backend that can write
+        # a copy transposed does it here, and nobody has to transpose it later.
+        transposed = axes.is_transposed and backends[0] in WRITE_TRANSPOSED
+        if (gathered and granularity.in_one) or (matmul in by_xla and granularity.in_tiles):
+            transposed = False
+        direction = Direction(granularity, transposed)
+        copies = found.setdefault(quantizer, {})
+        copies[direction] = (*copies.get(direction, ()), matmul)
+    planned = []
+    for quantizer, copies in found.items():
+        cast = None
+        if quantizer.value_format is not None:
+            cast = Cast(
+                format=quantizer.value_format, directions=tuple(copies), rule=quantizer.rule,
+                rounding=quantizer.rounding, column_sums=column_sums, backends=backends,
+            )  # fmt: skip
+            column_sums = False  # one sum is enough, also if other quantizers cast the tensor
+        readers, row = tuple(copies.values()), recipe.row_of(tensor, quantizer)
+        planned.append(PlannedCast(quantizer, cast, readers, row))
+    return tuple(planned)

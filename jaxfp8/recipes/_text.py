@@ -1,12 +1,104 @@
-"""Recipes as text, for command lines: `parse` reads it, and `to_string` writes it."""
+"""Recipes as text and as plain dicts."""
 
 import ast
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0, Format
-from jaxfp8.recipes._preset_fields import preset_fields
+from jaxfp8.numerics._granularity import PerRow, PerTensor
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.quantizers._base import AbstractQuantizer
+from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
 from jaxfp8.recipes._presets import PRESETS, check_recipe, make, nearest, parameters_of
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.recipes._recipe import Operands, Recipe
+
+# The fields that a preset needs to make a recipe: the inverse of the presets.
+
+
+def _of(matmul: str, side: str, field: str) -> Callable[[Recipe], Any]:
+    """A function that reads a field of one quantizer of a recipe."""
+    return lambda recipe: getattr(getattr(getattr(recipe, matmul), side), field)
+
+
+def _scale(matmul: str, side: str) -> Callable[[Recipe], Any]:
+    read = _of(matmul, side, "scale")
+    return lambda recipe: as_number(read(recipe))
+
+
+def _tile_dim(matmul: str, side: str) -> Callable[[Recipe], Any]:
+    read = _of(matmul, side, "granularity")
+    return lambda recipe: 1 if read(recipe).tile[0] == 1 else 2
+
+
+# Where a recipe has the value of each field of a preset.
+READERS: dict[str, Callable[[Recipe], Any]] = {
+    "forward": _of("fprop", "lhs", "format"),
+    "gradient": _of("dgrad", "lhs", "format"),
+    "history_length": _of("fprop", "lhs", "history_length"),
+    "algorithm": _of("fprop", "lhs", "algorithm"),
+    "margin": _of("fprop", "lhs", "margin"),
+    "power_of_two": _of("fprop", "lhs", "power_of_two"),
+    "scale_rounding": _of("fprop", "lhs", "scale_rounding"),
+    "gradient_rounding": _of("dgrad", "lhs", "rounding"),
+    "high_precision_wgrad": lambda recipe: isinstance(recipe.wgrad.lhs, Identity),
+    "x_tile_dim": _tile_dim("fprop", "lhs"),
+    "w_tile_dim": _tile_dim("fprop", "rhs"),
+    "g_tile_dim": _tile_dim("dgrad", "lhs"),
+    "x_scale": _scale("fprop", "lhs"),
+    "w_scale": _scale("fprop", "rhs"),
+    "g_scale": _scale("dgrad", "lhs"),
+}
+
+
+def preset_fields(recipe: Recipe) -> dict[str, Any] | None:
+    """All fields with which the preset `recipe.name` makes this recipe; None if none do.
+
+    A recipe does not remember the preset that made it. So its fields are read from its quantizers,
+    and the preset is called with them. Only an equal result counts.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> preset_fields(fp8.recipes.mxfp8(w_tile_dim=2))
+      {'scale_rounding': 'rceil', 'w_tile_dim': 2, 'gradient_rounding': 'nearest'}
+    """
+    if recipe.name not in PRESETS:
+        return None
+    try:
+        fields = {name: READERS[name](recipe) for name in parameters_of(recipe.name)}
+        made = PRESETS[recipe.name](**fields)
+    except (AttributeError, TypeError, ValueError):  # another quantizer than that of the preset
+        return None
+    return fields if made == recipe else None
+
+
+def foreign_quantizers(recipe: Recipe, known: set[type]) -> list[type[AbstractQuantizer]]:
+    """The classes of quantizers in a recipe that are not in `known`.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> foreign_quantizers(fp8.recipes.current(), {fp8.quantizers.Current})
+      []
+    """
+    pairs = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    kinds = (type(quantizer) for pair in pairs for quantizer in (pair.lhs, pair.rhs))
+    return [kind for kind in dict.fromkeys(kinds) if kind not in known]
+
+
+def as_number(value: Any) -> Any:
+    """A number of NumPy as a float of Python that is equal to it. Other values are unchanged.
+
+    Example:
+      >>> import numpy as np
+      >>> as_number(np.float32(0.5)), as_number(3)
+      (0.5, 3)
+    """
+    if isinstance(value, bool | int | str) or type(value) is float:
+        return value
+    return float(value)
+
+
+# Recipes as text, for command lines: `parse` reads it, and `to_string` writes it.
 
 FORMATS = {format.name: format for format in (E4M3, E5M2, E8M0)}
 
@@ -160,4 +252,215 @@ def _unreadable(text: str, why: str) -> ValueError:
     return ValueError(
         f"recipe text {text!r}: {why}{end} Write a preset with keyword arguments, for instance "
         f"'blockwise(x_tile_dim=1)'. Presets are {sorted(PRESETS)}."
+    )
+
+
+# Recipes as plain dicts, which JSON and TOML can hold.
+#
+# A recipe that a preset makes is the preset with its fields. Any other recipe is the table of its
+# quantizers. An object is a dict with the name of its class under "class", and its fields.
+
+Classes = dict[str, type]
+
+_QUANTIZERS: Classes = {kind.__name__: kind for kind in (Current, Delayed, Identity, Static)}
+_GRANULARITIES: Classes = {kind.__name__: kind for kind in (PerTensor, PerRow, PerBlock)}
+_MATMULS, _SIDES = ("fprop", "dgrad", "wgrad"), ("lhs", "rhs")
+
+
+def to_dict(
+    recipe: Recipe, *, quantizers: Mapping[str, type[AbstractQuantizer]] | None = None
+) -> dict[str, Any]:
+    """A recipe as a plain dict, from which `from_dict` makes an equal recipe.
+
+    The dict holds strings, numbers, bools, lists and dicts only. All fields are written, also those
+    with their defaults. So the dict keeps its meaning if a later version has other defaults.
+
+    Args:
+      recipe: the recipe.
+      quantizers: your own classes of quantizers, by the names that the dict shall have.
+
+    Raises:
+      TypeError: if it is no recipe, or has a quantizer of another class.
+      ValueError: if a field of a quantizer has no plain form.
+
+    Example:
+      >>> import dataclasses
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.mxfp8()
+      >>> fp8.recipes.to_dict(recipe)["preset"], fp8.recipes.to_dict(recipe)["w_tile_dim"]
+      ('mxfp8', 1)
+      >>> mixed = dataclasses.replace(recipe, wgrad=fp8.recipes.identity().wgrad)
+      >>> fp8.recipes.to_dict(mixed)["wgrad"]["lhs"]
+      {'class': 'Identity', 'granularity': {'class': 'PerTensor'}}
+    """
+    check_recipe(recipe)
+    own = _own_classes(quantizers)
+    fields = preset_fields(recipe)
+    if fields is not None:
+        named = {n: v.name if isinstance(v, Format) else v for n, v in fields.items()}
+        return {"preset": recipe.name, **named}
+    if foreign := foreign_quantizers(recipe, {*_QUANTIZERS.values(), *own.values()}):
+        raise TypeError(
+            f"recipe {recipe.name!r} has quantizers of {foreign[0].__name__}, which is no class of "
+            "fp8.quantizers. Pass your classes by name to to_dict and to from_dict: "
+            f"quantizers={{{foreign[0].__name__!r}: {foreign[0].__name__}}}."
+        )
+    names = {kind: name for name, kind in (own | _QUANTIZERS | _GRANULARITIES).items()}
+    plain: dict[str, Any] = {"name": recipe.name}
+    for matmul in _MATMULS:
+        pair = getattr(recipe, matmul)
+        plain[matmul] = {side: _plain(getattr(pair, side), side, names) for side in _SIDES}
+    again = from_dict(plain, quantizers=quantizers)
+    if again != recipe or [r.description for r in again.rows] != [
+        r.description for r in recipe.rows
+    ]:
+        raise ValueError(
+            f"recipe {recipe.name!r} has no plain form: from_dict would make {again!r}. Give the "
+            "fields of your quantizers plain values: str, int, float, bool, or tuples of these."
+        )
+    return plain
+
+
+def from_dict(
+    plain: Mapping[str, Any],
+    *,
+    quantizers: Mapping[str, type[AbstractQuantizer]] | None = None,
+) -> Recipe:
+    """The recipe that a plain dict describes, for instance a table of `tomllib.load`.
+
+    Args:
+      plain: `{"preset": name, field: value, ...}`, or what `to_dict` returns. A format is its name.
+        Fields with a default may be missing.
+      quantizers: your own classes of quantizers, by their names in the dict.
+
+    Raises:
+      TypeError: if `plain` is no dict.
+      ValueError: for an unknown name, a missing or an unknown field, or a wrong value.
+
+    Example:
+      >>> import tomllib
+      >>> import jaxfp8 as fp8
+      >>> config = tomllib.loads('''
+      ... [recipe]
+      ... preset = "delayed"
+      ... history_length = 1024
+      ... gradient = "E4M3"
+      ... ''')
+      >>> recipe = fp8.recipes.from_dict(config["recipe"])
+      >>> recipe == fp8.recipes.delayed(history_length=1024, gradient=fp8.E4M3)
+      True
+    """
+    if not isinstance(plain, Mapping):
+        raise TypeError(
+            f"{plain!r} is of type {type(plain).__name__}. from_dict reads a dict, for instance "
+            "{'preset': 'current'}. For a string use fp8.recipes.parse."
+        )
+    classes = _own_classes(quantizers) | _QUANTIZERS
+    if "preset" in plain:
+        fields = {str(name): value for name, value in plain.items() if name != "preset"}
+        name = plain["preset"]
+        if not isinstance(name, str):
+            raise ValueError(f"preset={name!r} must be a string, for instance 'current'.")
+        try:
+            return with_formats(name, fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{dict(plain)!r}: {error}") from error
+    _check_keys("the recipe", plain, ("name", *_MATMULS), "Or write preset= and its fields.")
+    pairs = {}
+    for matmul in _MATMULS:
+        _check_keys(matmul, plain[matmul], _SIDES)
+        pairs[matmul] = {
+            side: _object(f"{matmul}.{side}", plain[matmul][side], classes) for side in _SIDES
+        }
+    try:
+        return Recipe(
+            name=plain["name"], **{matmul: Operands(**pair) for matmul, pair in pairs.items()}
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"recipe {plain['name']!r}: {error}") from error
+
+
+def _own_classes(quantizers: Mapping[str, type[AbstractQuantizer]] | None) -> Classes:
+    own: Classes = dict(quantizers or {})
+    for name, kind in own.items():
+        if name in _QUANTIZERS or not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            raise ValueError(
+                f"quantizers={{{name!r}: {kind!r}}} must map a new name to a dataclass on "
+                f"fp8.quantizers.AbstractQuantizer. Names of jaxfp8 are {sorted(_QUANTIZERS)}."
+            )
+    return own
+
+
+def _plain(value: Any, where: str, names: dict[type, str]) -> Any:
+    """A value of a field in its plain form."""
+    if isinstance(value, Format):
+        return value.name
+    if isinstance(value, tuple):
+        return [_plain(each, where, names) for each in value]
+    if type(value) in names:
+        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
+        # TOML has no null. A missing field gets its default, which is None for `scale_format`.
+        given = {n: _plain(v, f"{where}.{n}", names) for n, v in fields if v is not None}
+        return {"class": names[type(value)], **given}
+    try:
+        return as_number(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{where}={value!r} of type {type(value).__name__} has no plain form. Use str, int, "
+            "float, bool, a format, or a tuple of these."
+        ) from None
+
+
+def _object(where: str, plain: Any, classes: Classes) -> Any:
+    """The object that a dict with a "class" describes."""
+    if not isinstance(plain, Mapping) or "class" not in plain:
+        raise ValueError(
+            f"{where}={plain!r} must be a dict with a class, for instance "
+            f"{{'class': {next(iter(classes))!r}, ...}}. Classes are {sorted(classes)}."
+        )
+    name = plain["class"]
+    if not isinstance(name, str) or name not in classes:
+        cure = "" if _GRANULARITIES.items() <= classes.items() else " Pass your own in quantizers=."
+        raise ValueError(
+            f"{where} has the unknown class {name!r}; use one of {sorted(classes)}.{cure}"
+            f"{nearest(name, classes)}"
+        )
+    kind: Any = classes[name]
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
+    read = {}
+    for field, value in plain.items():
+        if field == "class":
+            continue
+        if field not in fields:
+            raise ValueError(
+                f"{where} is a {name}, which has no field {field!r}; it has {list(fields)}."
+                f"{nearest(field, fields)}"
+            )
+        read[field] = _plain_value(f"{where}.{field}", value)
+    try:
+        return kind(**read)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _plain_value(where: str, plain: Any) -> Any:
+    """The value of a field from its plain form."""
+    if isinstance(plain, Mapping):
+        return _object(where, plain, _GRANULARITIES)
+    if isinstance(plain, list | tuple):
+        return tuple(_plain_value(where, each) for each in plain)
+    return FORMATS.get(plain, plain) if isinstance(plain, str) else plain
+
+
+def _check_keys(what: str, plain: Any, keys: tuple[str, ...], more: str = "") -> None:
+    """Raise ValueError unless the dict has exactly these keys."""
+    if isinstance(plain, Mapping) and set(plain) == set(keys):
+        return
+    if not isinstance(plain, Mapping):
+        raise ValueError(f"{what} is {plain!r}, but it must be a dict with the keys {list(keys)}.")
+    missing, unknown = [k for k in keys if k not in plain], [k for k in plain if k not in keys]
+    hint = nearest(unknown[0], ("preset", *keys)) if unknown else ""
+    raise ValueError(
+        f"{what} has the keys {list(plain)}. Missing are {missing}, and unknown are {unknown}. "
+        f"Write exactly {list(keys)}. {more}{hint}".rstrip()
     )

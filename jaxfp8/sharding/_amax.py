@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, FP8StateError
 
 
 def varying(x: Array) -> frozenset[str]:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
-from jaxfp8.numerics._dtypes import sum_dtype
+from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.sharding._gather import in_bytes, take_rows
+from jaxfp8.sharding._place import in_bytes, take_rows
 
 
 @functools.partial(

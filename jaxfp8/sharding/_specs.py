@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:

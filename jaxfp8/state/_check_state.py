@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
-from jaxfp8.quantizers._base import RowState
-from jaxfp8.quantizers._faults import Fault
+from jaxfp8._typing import FP8StateError, PyTree
+from jaxfp8.quantizers._base import Fault, RowState
 from jaxfp8.state._check_weights import Place, check_readable, check_weights
 from jaxfp8.state._hosts import on_host
 from jaxfp8.state._identity import layout
@@ -91,7 +89,7 @@ def check_state(
       >>> fp8.check_state(saved, like)
       Traceback (most recent call last):
       ...
-      jaxfp8._errors.FP8StateError: 1 fault in the quantizer state: ...
+      jaxfp8._typing.FP8StateError: 1 fault in the quantizer state: ...
 
       >>> w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
       >>> recipe = fp8.recipes.delayed()
@@ -101,7 +99,7 @@ def check_state(
       >>> fp8.check_state(state, like, params=1000 * w)
       Traceback (most recent call last):
       ...
-      jaxfp8._errors.FP8StateError: the quantizer state does not fit the weights of params ...
+      jaxfp8._typing.FP8StateError: the quantizer state does not fit the weights of params ...
     """
     check_readable(params)
     checked, found, places = [], [], []

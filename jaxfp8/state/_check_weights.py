@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.numerics._amax import magnitude
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._exact import TINY
 from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._hosts import on_host
 from jaxfp8.state._saved_tree import names_of

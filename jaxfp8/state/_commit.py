@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.quantizers._base import RowState
 from jaxfp8.state._identity import check_layout, known
 from jaxfp8.state._state import MatmulState, SeenAmax, is_node

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array, PyTree
+from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one
 from jaxfp8.state._identity import checked, identified, known_scales

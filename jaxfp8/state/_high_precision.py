@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxfp8.recipes._per_tensor import identity
+from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._state import MatmulState
 

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import Array
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8._typing import Array, FP8StateError
+from jaxfp8.numerics._exact import TINY
 from jaxfp8.quantizers._base import stored_multiplier
 from jaxfp8.state._ledger import BINS
 from jaxfp8.state._state import LEAVES, MatmulState

@@ -28,7 +28,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._typing import Array
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._float32 import TINY
+from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 from jaxfp8.sharding._amax import vary_as
 

@@ -1,6 +1,6 @@
 """The check of a state at each use: it must be the state of this matmul's recipe."""
 
-from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import FP8StateError
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._identity import STACKING, check_layout, known
 from jaxfp8.state._ledger import BINS

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.state._saved_tree import names_of
 from jaxfp8.state._state import LEAVES, is_state
 from jaxfp8.state._trees import shown

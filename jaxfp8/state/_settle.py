@@ -13,8 +13,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.state._hosts import on_host
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._trees import map_states

@@ -6,8 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.state._state import MatmulState, SeenAmax, is_node
 
 

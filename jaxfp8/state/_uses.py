@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core
 
-from jaxfp8._errors import FP8StateError
+from jaxfp8._typing import FP8StateError
 
 
 @dataclasses.dataclass(eq=False)

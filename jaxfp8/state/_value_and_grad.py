@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxfp8._errors import FP8StateError
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one, nothing_seen
 from jaxfp8.state._high_precision import in_high_precision
@@ -27,7 +26,7 @@ from jaxfp8.state._probes import with_probes, without_probes, zero_ledgers
 from jaxfp8.state._stacks import Stacks
 from jaxfp8.state._state import SeenAmax, is_state
 from jaxfp8.state._trees import map_states
-from jaxfp8.weights._handles import handles_of, with_handles
+from jaxfp8.weights._quantized_weight import handles_of, with_handles
 
 
 def value_and_grad(

@@ -16,7 +16,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.comms import AutoScaledFP8, BFloat16Sum, TwoPhaseFP8
-from jaxfp8.comms._sum_state import Sums, next_row
+from jaxfp8.comms._auto_scaled import Sums, next_row
 
 D, GROUP = 4, 128
 MESH = functools.partial(sums.mesh_of, d=D)

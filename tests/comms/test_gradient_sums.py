@@ -282,7 +282,7 @@ _both = sums.on_devices(_local, MESH(), "d")
 
 
 def test_more_devices_than_are_added_in_one_kernel(monkeypatch):
-    monkeypatch.setattr("jaxfp8.comms._exchange._UNROLLED", 3)
+    monkeypatch.setattr("jaxfp8.comms._collectives._UNROLLED", 3)
     grads = sums.heavy_tailed(8, 4096)
     found, _ = sums.reduced(grads, sums.mesh_of(d=8), "d", method=TwoPhaseFP8())
     assert_same_bits(found, sums.two_phase(grads)[1])

@@ -17,7 +17,7 @@ from hard_tiles import TILES, assert_dequantizes, assert_equals_oracle, hard_til
 
 import jaxfp8 as fp8
 from jaxfp8.kernels.quantize._api import BACKENDS, quantize
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule
 
 RULES = {
     "float32": ScaleRule(),

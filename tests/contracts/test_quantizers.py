@@ -13,6 +13,7 @@ from hard_inputs import SHAPE, hard_arrays
 from hard_tiles import assert_equals_oracle, scale_of
 
 import jaxfp8 as fp8
+from jaxfp8._quantized_tensor import Cast, Direction, validate
 from jaxfp8.numerics._amax import amax as amax_of
 from jaxfp8.quantizers import (
     AbstractQuantizer,
@@ -22,8 +23,6 @@ from jaxfp8.quantizers import (
     ScaleInputs,
     Static,
 )
-from jaxfp8.tensors._cast import Cast, Direction
-from jaxfp8.tensors._quantized_tensor import validate
 
 MX = {"format": fp8.E4M3, "power_of_two": True, "scale_format": fp8.E8M0}
 

@@ -16,8 +16,8 @@ from contracts.test_scaled_matmul_backends import CLOSE, dequantized, distance, 
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 # Mosaic's has to be interpreted, with tiles of 128: kernels/scaled_matmul/test_mosaic_matmul.py.
 HERE = [name for name in BACKENDS if name != "mosaic"]

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from targets import program_for, topology
 
 import jaxfp8 as fp8
-from jaxfp8.numerics._amaxes import amaxes
+from jaxfp8.numerics._amax import amaxes
 from jaxfp8.programs import wire_report
 
 pytestmark = pytest.mark.deviceless

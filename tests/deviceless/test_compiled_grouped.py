@@ -18,11 +18,11 @@ from targets import array, compile_for
 from work import host_transfers
 
 import jaxfp8 as fp8
+from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
-from jaxfp8.prologues._gathered import Gathered
-from jaxfp8.tensors._cast import Cast, Direction
+from jaxfp8.prologues._prologue import Gathered
 
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 

@@ -119,9 +119,9 @@ def test_a_line_of_scales_ends_inside_of_its_row():
 
     So there are whole tiles.
     """
+    from jaxfp8._quantized_tensor import Direction
     from jaxfp8.kernels.quantize._mosaic_tiling import tiling_of
-    from jaxfp8.numerics._scale_rule import ScaleRule
-    from jaxfp8.tensors._cast import Direction
+    from jaxfp8.numerics._scale import ScaleRule
 
     for granularity in (*BOTH, SQUARES, *MX_BOTH, MX_SQUARES):
         tiling = tiling_of(Direction(granularity), 2)

@@ -11,7 +11,7 @@ from test_roofline_traffic import IN_TILES, RECIPES, K, M, N, by_xla
 import jaxfp8 as fp8
 from jaxfp8.ops._quantize_weight import quantize_weight
 from jaxfp8.weights import WeightAxes
-from jaxfp8.weights._handles import handle
+from jaxfp8.weights._quantized_weight import handle
 
 pytestmark = pytest.mark.deviceless
 

@@ -15,8 +15,8 @@ import jaxfp8 as fp8
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.quantize import _api as quantize
-from jaxfp8.numerics._scale_rule import ScaleRule
-from jaxfp8.prologues._gathered import Gathered
+from jaxfp8.numerics._scale import ScaleRule
+from jaxfp8.prologues._prologue import Gathered
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 

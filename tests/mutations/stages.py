@@ -10,9 +10,9 @@ from fault_table import Sources, room_of
 
 # Where the tests of a room are, below tests/. A room that is not here has a folder of its name.
 TESTS = {
-    "_call_options": ("ops/test_unknown_options.py",),
-    "_example": ("conversion",),
+    "_call": ("ops/test_unknown_options.py", "conversion"),
     "_geometry": ("test_geometry.py",),
+    "_quantized_tensor": ("tensors",),
     "prologues": ("kernels/test_prologues.py", "ops/test_prologue.py"),
 }
 CONTRACTS = ("golden", "contracts")

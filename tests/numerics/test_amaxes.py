@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8.numerics import _amaxes
+from jaxfp8.numerics import _amax
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 
@@ -37,13 +37,13 @@ def hard(shape, dtype):
 )
 def test_one_read_finds_the_same_bits(name, dtype):
     shape, rows, columns = PAIRS[name]
-    x, together = hard(shape, dtype), _amaxes.rows_read_together(shape[-2])
+    x, together = hard(shape, dtype), _amax.rows_read_together(shape[-2])
     assert together >= 4
 
     @jax.jit
     def run(x):
         apart = [amax(x, granularity) for granularity in (rows, columns)]
-        return _amaxes._rows_and_columns(x, columns, together), apart
+        return _amax._rows_and_columns(x, columns, together), apart
 
     for each, alone in zip(*run(x), strict=True):
         np.testing.assert_array_equal(each, alone, strict=True)
@@ -54,7 +54,7 @@ def test_it_is_chosen_for_cuda(name):
     shape, *both = PAIRS[name]
     for granularities in (both, both[::-1]):
         text = jax.export.export(
-            jax.jit(lambda x, g=granularities: list(_amaxes.amaxes(x, g).values())),
+            jax.jit(lambda x, g=granularities: list(_amax.amaxes(x, g).values())),
             platforms=["cuda"],
         )(jax.ShapeDtypeStruct(shape, jnp.bfloat16)).mlir_module()
         assert "optimization_barrier" in text
@@ -72,7 +72,7 @@ def test_it_is_chosen_for_cuda(name):
     ],
 )
 def test_others_are_found_apart(shape, granularities):
-    function = lambda x: list(_amaxes.amaxes(x, granularities).values())
+    function = lambda x: list(_amax.amaxes(x, granularities).values())
     exported = jax.export.export(jax.jit(function), platforms=["cuda"])
     text = exported(jax.ShapeDtypeStruct(shape, jnp.bfloat16)).mlir_module()
     assert "optimization_barrier" not in text
@@ -84,7 +84,7 @@ def test_shards_of_a_manual_mesh():
     both = (PerAxis(0), PerAxis(1))
 
     def local(x):
-        found = _amaxes._rows_and_columns(x, both[1], 16)
+        found = _amax._rows_and_columns(x, both[1], 16)
         return found[0], jax.lax.pmax(found[1], "data")
 
     specs = jax.P("data"), jax.P()

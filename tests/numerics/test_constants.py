@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.numerics._constant import constant_like
+from jaxfp8.numerics._exact import constant_like
 
 LAYERS, M, K = 3, 256, 384
 RECIPES = {

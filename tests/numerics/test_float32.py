@@ -5,7 +5,7 @@ import oracle
 import pytest
 from hard_inputs import DTYPES
 
-from jaxfp8.numerics._float32 import to_float32
+from jaxfp8.numerics._exact import to_float32
 
 SIXTEEN_BITS = np.arange(2**16, dtype=np.uint16)
 

@@ -9,8 +9,8 @@ import pytest
 from hard_tiles import hard_amaxes
 from ml_dtypes import float8_e8m0fnu
 
+from jaxfp8.numerics._exact import factors_of, power_of_two, scale_exponent, to_e8m0
 from jaxfp8.numerics._formats import E4M3, E5M2
-from jaxfp8.numerics._powers_of_two import factors_of, power_of_two, scale_exponent, to_e8m0
 
 AMAXES = hard_amaxes(np.float32)
 AMAXES = AMAXES[AMAXES >= oracle.TINY].astype(np.float32)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.numerics._reshape import merge_axes, split_axis
+from jaxfp8.numerics._per_block import merge_axes, split_axis
 
 NAMES = ("data", "fsdp", "tensor")
 

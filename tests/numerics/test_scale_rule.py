@@ -7,7 +7,7 @@ from hard_inputs import mentions
 from hard_tiles import hard_amaxes
 
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule
 
 AMAXES = np.concatenate([hard_amaxes(np.float32), [0.0, np.inf, np.nan]]).astype(np.float32)
 MX = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxfp8 as fp8
-from jaxfp8.tensors._quantized_tensor import validate
+from jaxfp8._quantized_tensor import validate
 
 FORMATS = pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2], ids=repr)
 POWER_OF_TWO = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.quantizers import Delayed, RowState
-from jaxfp8.quantizers._faults import faults_of_delayed
+from jaxfp8.quantizers._base import faults_of_delayed
 
 STEPS = 40
 

@@ -12,8 +12,8 @@ from hard_inputs import mentions
 
 import jaxfp8 as fp8
 from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity, Static
-from jaxfp8.recipes._preset_fields import READERS
 from jaxfp8.recipes._presets import PRESETS, parameters_of
+from jaxfp8.recipes._text import READERS
 
 STATIC = {"x_scale": 0.1, "w_scale": 0.2, "g_scale": 0.3}
 DEFAULTS = [fp8.recipes.get(name, **(STATIC if name == "static" else {})) for name in PRESETS]

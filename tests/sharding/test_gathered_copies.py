@@ -4,7 +4,7 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8.recipes._planned_casts import planned_casts
+from jaxfp8.recipes._recipe import planned_casts
 
 MATMUL = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
 

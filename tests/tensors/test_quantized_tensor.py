@@ -10,7 +10,7 @@ from hard_inputs import DTYPES, hard_arrays, mentions
 from hard_tiles import scale_of
 
 import jaxfp8 as fp8
-from jaxfp8.tensors._quantized_tensor import validate
+from jaxfp8._quantized_tensor import validate
 
 # As one program: eager code is a dozen for each shape.
 quantize = jax.jit(

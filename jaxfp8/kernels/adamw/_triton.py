@@ -18,7 +18,7 @@ from jaxfp8.kernels._platform import compute_capability_of
 from jaxfp8.kernels.adamw import _triton_kernels as kernels
 from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
 from jaxfp8.kernels.triton._call import triton_call
-from jaxfp8.numerics._reshape import merge_axes, split_axis
+from jaxfp8.numerics._per_block import merge_axes, split_axis
 
 BLOCK, WARPS = 32, 8  # groups and warps of a program: 16 values a thread
 _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ada (PTX ISA, cvt)

@@ -4,13 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast import _xla
 from jaxfp8.prologues._prologue import Source, value_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 class KnownScale(NamedTuple):

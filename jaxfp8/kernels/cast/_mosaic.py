@@ -8,6 +8,7 @@ Letters: L the leading axes as one, M, K the last two; T = 128.
 
 from collections.abc import Sequence
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import on_mesh
@@ -16,8 +17,6 @@ from jaxfp8.kernels.mosaic._source import lined, operands_of, reader
 from jaxfp8.kernels.mosaic._sums import ColumnSums
 from jaxfp8.kernels.mosaic._tiles import T, tiles_of
 from jaxfp8.prologues._prologue import Source, prologue_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast_copies(

@@ -9,13 +9,12 @@ import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._in_order import in_order_on_mesh
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def cast_copies(

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels.grouped_matmul import _reference, _xla
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def _elsewhere(

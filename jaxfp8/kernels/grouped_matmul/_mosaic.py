@@ -21,6 +21,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import Geometry
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.grouped_matmul._groups import Groups
@@ -41,7 +42,6 @@ from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, Tiling
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _BOX = 8  # rows of a box in shared memory
 _ENOUGH = 132  # tiles for all multiprocessors of an H100 or H200

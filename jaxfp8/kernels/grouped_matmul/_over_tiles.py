@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.numerics._dtypes import sum_dtype
+from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.sharding._amax import vary_as
 
 Product = Callable[[Any, Any], Array]

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def grouped_matmul(

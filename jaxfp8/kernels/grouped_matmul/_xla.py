@@ -6,12 +6,12 @@ work of E groups for each row.
 
 import functools
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.grouped_matmul._over_tiles import groups_product, rows_product
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def grouped_matmul(

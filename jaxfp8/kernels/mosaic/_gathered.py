@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfp8._typing import Array
 from jaxfp8.kernels.mosaic._source import Reader, Staged
 from jaxfp8.kernels.mosaic._tiles import PART, T, check_jax, place, shared_tile
-from jaxfp8.prologues._gathered import Gathered
+from jaxfp8.prologues._prologue import Gathered
 
 _COLUMNS = 64
 """Columns that are copied and moved at once.

@@ -13,12 +13,10 @@ import math
 import jax
 from jax import lax
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array, Axes
-from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.numerics._reshape import devices_of, is_explicit, merge_axes
+from jaxfp8.numerics._per_block import PerBlock, devices_of, is_explicit, merge_axes
 from jaxfp8.prologues._prologue import Produced, Source, value_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Merged:
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> from jaxfp8.tensors._cast import Direction
+      >>> from jaxfp8._quantized_tensor import Direction
       >>> tiles = Direction(fp8.PerBlock((1, 128))), Direction(fp8.PerBlock((128, 1, 1)))
       >>> Merged.of((2, 512, 16, 128), Cast(format=fp8.E4M3, directions=tiles)).counts
       (1, 1, 2)

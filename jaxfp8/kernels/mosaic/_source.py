@@ -19,8 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.mosaic._tiles import PART, T, as_matrices, check_array, place, shared_tile
-from jaxfp8.prologues._gathered import Gathered
-from jaxfp8.prologues._prologue import AbstractPrologue, Produced, Source
+from jaxfp8.prologues._prologue import AbstractPrologue, Gathered, Produced, Source
 
 Kind: TypeAlias = Literal["tile", "rows", "columns"]
 """An operand [L, M, K], or a value for each row [L, M] or column [L, K] in float32."""

@@ -8,13 +8,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.quantize import _xla
 from jaxfp8.prologues._prologue import Source, value_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def _elsewhere(

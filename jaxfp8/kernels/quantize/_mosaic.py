@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
@@ -27,11 +28,8 @@ from jaxfp8.kernels.mosaic._tiles import RAGGED
 from jaxfp8.kernels.quantize import _mosaic_axes
 from jaxfp8.kernels.quantize._mosaic_kernel import TilesKernel
 from jaxfp8.kernels.quantize._mosaic_tiling import Tiling, check_sides, tiling_of
-from jaxfp8.prologues._gathered import Gathered
-from jaxfp8.prologues._prologue import Source, prologue_of
+from jaxfp8.prologues._prologue import Gathered, Source, prologue_of
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def quantize(

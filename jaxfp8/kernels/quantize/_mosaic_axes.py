@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array, Axes
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import on_mesh
@@ -22,11 +23,9 @@ from jaxfp8.kernels.cast._mosaic import copies
 from jaxfp8.kernels.mosaic._source import Reader, Staged, operands_of, reader
 from jaxfp8.kernels.mosaic._tiles import T, grid, parts, place, tiles_of
 from jaxfp8.numerics._amax import magnitude
-from jaxfp8.numerics._float32 import to_float32
+from jaxfp8.numerics._exact import to_float32
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.prologues._prologue import Source, prologue_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Along: TypeAlias = Literal["tensor", "rows", "columns"]
 CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}

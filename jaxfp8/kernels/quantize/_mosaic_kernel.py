@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxfp8._quantized_tensor import Cast
 from jaxfp8._typing import Array
 from jaxfp8.kernels.mosaic._source import Reader, Staged
 from jaxfp8.kernels.mosaic._sums import ColumnSums
@@ -21,7 +22,6 @@ from jaxfp8.kernels.mosaic._tiles import PART, T, grid, parts, place
 from jaxfp8.kernels.quantize._mosaic_tiling import Copy, Tiling
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._rounding import kernel_cast
-from jaxfp8.tensors._cast import Cast
 
 
 class Written(NamedTuple):

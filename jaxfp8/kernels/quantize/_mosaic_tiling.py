@@ -16,12 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxfp8._quantized_tensor import Direction
 from jaxfp8._typing import Axes, DType
 from jaxfp8.kernels.mosaic._tiles import T, shared_tile
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.numerics._scale_rule import ScaleRule
-from jaxfp8.tensors._cast import Direction
+from jaxfp8.numerics._scale import ScaleRule
 
 _SIDES = (128, 32)
 

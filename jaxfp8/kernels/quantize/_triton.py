@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
@@ -31,8 +32,6 @@ from jaxfp8.kernels.quantize import _triton_kernels as kernels
 from jaxfp8.kernels.triton._call import triton_call
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.prologues._prologue import Produced, Source, value_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Cell: TypeAlias = tuple[int, int]
 """How many values share a scale, along M and along K."""

@@ -6,13 +6,12 @@ the reference: a barrier separates each step from the next, so XLA cannot fuse o
 
 import jax
 
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._xla import cast_copies
 from jaxfp8.numerics._amax import amax
 from jaxfp8.prologues._prologue import Source, value_of
-from jaxfp8.tensors._cast import Cast
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def quantize(

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._dtypes import FLOAT_DTYPES
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.numerics._formats import FLOAT_DTYPES
 
 
 def check_add_to(add_to: Array, shape: Axes) -> None:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import OperandAxes
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
@@ -28,7 +29,6 @@ from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, left_to_xla, repeated_scale
 from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, takes_mesh
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:

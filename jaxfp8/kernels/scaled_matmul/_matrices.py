@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from jaxfp8._geometry import OperandAxes
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._in_order import in_order
 from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:

@@ -22,10 +22,10 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.sharding._specs import whole_mesh_axes
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Dot: TypeAlias = Callable[..., Array]
 """(values [B, M, K], values [B, N, K], scales of lhs, scales of rhs) -> [B, M, N]"""

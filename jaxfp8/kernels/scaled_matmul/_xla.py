@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul import _xla_blocks
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import cpu_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 
 def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:

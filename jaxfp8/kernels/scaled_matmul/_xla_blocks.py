@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.scaled_matmul._along_output import along_output, scaled
 from jaxfp8.kernels.scaled_matmul._bfloat16_dot import bfloat16_dot
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._powers_of_two import converted_factors_of, factors_of, times
-from jaxfp8.numerics._reshape import devices_of, is_explicit
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
+from jaxfp8.numerics._exact import converted_factors_of, factors_of, times
+from jaxfp8.numerics._per_block import devices_of, is_explicit
 
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 

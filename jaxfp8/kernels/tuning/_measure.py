@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError, search_space
 from jaxfp8.kernels.tuning import _timer
 from jaxfp8.kernels.tuning._timings import Time, Way
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 Operands: TypeAlias = tuple[QuantizedTensor, QuantizedTensor]
 

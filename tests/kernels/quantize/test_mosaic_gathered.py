@@ -7,10 +7,10 @@ import pytest
 from interpreter import interpreted, needs_mosaic
 
 import jaxfp8 as fp8
+from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.kernels.quantize import _xla
-from jaxfp8.prologues._gathered import Gathered
-from jaxfp8.tensors._cast import Cast, Direction
+from jaxfp8.prologues._prologue import Gathered
 
 pytestmark = needs_mosaic
 CASTS = {

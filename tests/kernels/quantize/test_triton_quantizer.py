@@ -19,7 +19,7 @@ from triton_interpreter import interpreted, needs_triton
 
 import jaxfp8 as fp8
 from jaxfp8.kernels.quantize import _api
-from jaxfp8.numerics._scale_rule import ScaleRule
+from jaxfp8.numerics._scale import ScaleRule
 
 RULES = {
     "float32": ScaleRule(),

@@ -24,6 +24,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import AxisType
 
 from jaxfp8._geometry import Geometry
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.mosaic._tiles import check_jax
@@ -44,7 +45,6 @@ from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling, choose
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _WRITTEN = (jnp.bfloat16, jnp.float16, jnp.float32)
 _FEW = 128

@@ -9,11 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxfp8._geometry import Geometry, OperandAxes
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, repeated_scale
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, of_bytes
 from jaxfp8.numerics._formats import E8M0
-from jaxfp8.tensors._quantized_tensor import QuantizedTensor
 
 _LEAST = 32
 """Values along K that one `wgmma` multiplies."""

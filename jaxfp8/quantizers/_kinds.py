@@ -1,0 +1,313 @@
+"""The quantizers: `Current`, `Delayed`, `Static` and `Identity`.
+
+So the scale is known before the cast. The cast reads its tensor once and finds the new amax in the
+same read.
+
+References:
+  TransformerEngine user guide, FP8 delayed scaling.
+  Peng et al., FP8-LM, arXiv:2310.18313, section 2 (non-finite amaxes stay out of the history).
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+from jaxfp8._typing import Array, Rounding, ScaleRounding
+from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels.cast._api import KnownScale
+from jaxfp8.kernels.quantize._api import quantize
+from jaxfp8.numerics._formats import E8M0, Format
+from jaxfp8.numerics._granularity import AbstractGranularity, PerRow, PerTensor
+from jaxfp8.numerics._per_block import PerBlock
+from jaxfp8.numerics._scale import ScaleRule, encoding_multiplier, inverse, is_usable
+from jaxfp8.prologues._prologue import Produced, Source, wide_operands
+from jaxfp8.quantizers._base import (
+    AbstractQuantizer,
+    Fault,
+    RowState,
+    ScaleInputs,
+    check_bool,
+    check_rounding,
+    check_value_format,
+    faults_of_delayed,
+)
+
+# Delayed scaling: the scale of this step comes from the amaxes of the last steps.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delayed(AbstractQuantizer):
+    """`multiplier = format.max / max(amax_history) / 2**margin`, known when the step begins.
+
+    Attributes:
+      format: the FP8 format of the values.
+      history_length: H, how many steps are remembered (TransformerEngine's default is 1024).
+      algorithm: which amax gives the scale, the "max" of the history or the "most_recent".
+      margin: how many powers of two to stay below the format's largest value, 0 to 64.
+      power_of_two: round the multiplier down to a power of two.
+      rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
+      granularity: PerTensor(). No other one is possible, because a row of state has one scale.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> Delayed(format=fp8.E5M2).history_length
+      16
+    """
+
+    stateful: ClassVar[bool] = True
+    format: Format
+    history_length: int = 16
+    algorithm: Literal["max", "most_recent"] = "max"
+    margin: int = 0
+    power_of_two: bool = False
+    rounding: Rounding = "nearest"
+    granularity: AbstractGranularity = PerTensor()
+
+    def __post_init__(self) -> None:
+        check_value_format(self.format)
+        check_bool("power_of_two", self.power_of_two)
+        check_rounding("rounding", self.rounding)
+        if type(self.history_length) is not int or self.history_length < 1:
+            raise ValueError(
+                f"history_length={self.history_length!r} must be an integer of at least 1."
+            )
+        if self.algorithm not in ("max", "most_recent"):
+            raise ValueError(
+                f"algorithm={self.algorithm!r} is unknown; use 'max' or 'most_recent'."
+            )
+        if type(self.margin) is not int or not 0 <= self.margin <= 64:
+            raise ValueError(
+                f"margin={self.margin!r} must be an integer between 0 and 64 (powers of two)."
+            )
+        if self.granularity != PerTensor():
+            raise ValueError(
+                f"granularity={self.granularity!r} needs more than one scale, but a row of state "
+                "has one; use PerTensor()."
+            )
+
+    @property
+    def value_format(self) -> Format:
+        return self.format
+
+    @property
+    def has_exact_scales(self) -> bool:
+        return self.power_of_two
+
+    def multiplier(self, amax: Array) -> Array:
+        """The encoding multiplier for an amax, [...] float32."""
+        return encoding_multiplier(
+            amax, self.format, margin=self.margin, power_of_two=self.power_of_two
+        )
+
+    def scale_of_amax(self, amax: Array) -> KnownScale:
+        multiplier = self.multiplier(amax)
+        return KnownScale(multiplier, inverse(multiplier))
+
+    def update(self, row: RowState, amax: Array) -> RowState:
+        """The row after an optimizer step whose largest amax was `amax` [...].
+
+        1. Write the amax to slot 0, the staging slot.
+        2. Take the maximum of all H entries, or with "most_recent" the amax itself.
+        3. Compute the scale from it.
+        4. Rotate by one, so that the new entry becomes the newest, and zero slot 0.
+
+        An amax of zero changes nothing. An amax that is not finite never enters the history. It is
+        counted in `nonfinite_steps`, and changes nothing else.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> row = RowState(jnp.zeros(()), jnp.zeros(3), jnp.zeros(()))
+          >>> quantizer = Delayed(format=fp8.E4M3, history_length=3)
+          >>> quantizer.update(row, jnp.float32(7.0)).amax_history
+          Array([0., 0., 7.], dtype=float32)
+        """
+        usable = is_usable(amax)
+        history, newest = row.amax_history, amax[..., None]
+        reference = amax
+        if self.algorithm == "max":
+            reference = jnp.max(jnp.concatenate([history[..., 1:], newest], axis=-1), axis=-1)
+        # Without the oldest entry: slot 0 becomes the newest one, and the staging slot is 0 again.
+        entries = [history[..., 2:], newest] if self.history_length > 1 else []
+        rotated = jnp.concatenate([jnp.zeros_like(newest), *entries], axis=-1)
+        return RowState(
+            scale=jnp.where(usable, inverse(self.multiplier(reference)), row.scale),
+            amax_history=jnp.where(usable[..., None], rotated, row.amax_history),
+            nonfinite_steps=row.nonfinite_steps + jnp.where(jnp.isfinite(amax), 0.0, 1.0),
+        )
+
+    def faults(self, row: RowState) -> list[Fault]:
+        return faults_of_delayed(self, *map(np.asarray, row))
+
+
+# Current scaling: a tensor, row or tile is scaled by its own amax.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Current(AbstractQuantizer):
+    """`multiplier = format.max / amax(x)`, from the amax of this step. It has no state.
+
+    The amax takes one more read of x than a scale that is known.
+
+    Attributes:
+      format: the FP8 format of the values.
+      granularity: which values share a scale. PerTensor() gives one scale. PerRow() gives one scale
+        for each row that the matmul contracts. PerBlock((1, T)) gives tiles along the contracted
+        axis. PerBlock((T, T)) gives square tiles, of which one copy serves both directions.
+      power_of_two: round the multiplier down to a power of two.
+      scale_format: None for float32 scales, E8M0 for the scales of MXFP8 (tiles only).
+      scale_rounding: how E8M0 scales are rounded, "rceil" (up) or "floor". See `fp8.ScaleRule`.
+      rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> Current(format=fp8.E4M3).stateful
+      False
+    """
+
+    format: Format
+    granularity: AbstractGranularity = PerTensor()
+    power_of_two: bool = False
+    scale_format: Format | None = None
+    scale_rounding: ScaleRounding = "rceil"
+    rounding: Rounding = "nearest"
+
+    def __post_init__(self) -> None:
+        check_value_format(self.format)
+        check_bool("power_of_two", self.power_of_two)
+        check_rounding("rounding", self.rounding)
+        if not isinstance(self.granularity, PerTensor | PerRow | PerBlock):
+            raise ValueError(
+                f"granularity={self.granularity!r} does not fit a recipe; use PerTensor(), "
+                "PerRow() or PerBlock((1, T))."
+            )
+        if isinstance(self.granularity, PerBlock):
+            tile = self.granularity.tile
+            if len(tile) != 2 or tile[0] not in (1, tile[1]):
+                raise ValueError(
+                    f"granularity={self.granularity!r} does not fit a recipe. Its sides are along "
+                    "the kept axis and along the contracted axis. Use PerBlock((1, T)), or "
+                    "PerBlock((T, T)) for square tiles."
+                )
+        elif self.scale_format is not None:
+            raise ValueError(
+                f"scale_format={self.scale_format!r} needs tiles, got "
+                f"granularity={self.granularity!r}; use PerBlock((1, 32))."
+            )
+        _ = self.rule  # computed once here, to check its fields
+
+    @property
+    def value_format(self) -> Format:
+        return self.format
+
+    @functools.cached_property
+    def rule(self) -> ScaleRule:
+        """How an amax becomes a scale."""
+        power_of_two = self.power_of_two or self.scale_format == E8M0
+        return ScaleRule(
+            power_of_two=power_of_two,
+            scale_format=self.scale_format,
+            scale_rounding=self.scale_rounding,
+        )
+
+    def quantize(
+        self, x: Source, cast: Cast, inputs: ScaleInputs, *, key: Array | None = None
+    ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+        if self.granularity.in_tiles:  # a tile is on one device, so a kernel can find its amax
+            return quantize(x, cast, key=key)
+        if isinstance(x, Produced) and wide_operands(x) > 1:
+            # The amax was taken before, in another read. To write x there and read it here costs no
+            # more than to read the two arrays of the prologue again.
+            x = x.value
+        return super().quantize(x, cast, inputs, key=key)
+
+
+# Static scaling: the scale is a constant that was calibrated before.
+
+
+def check_scale(name: str, scale: object) -> None:
+    """Raise ValueError unless the scale and its inverse are normal float32 numbers.
+
+    Example:
+      >>> check_scale("scale", 0.125)
+    """
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, int | float | np.floating)
+        or not 2.0**-126 <= scale <= 2.0**126
+    ):
+        raise ValueError(f"{name}={scale!r} must be a positive number between 2**-126 and 2**126.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Static(AbstractQuantizer):
+    """A constant scale that was calibrated before. It needs no amax and has no state.
+
+    Values beyond `scale * format.max` saturate.
+
+    Attributes:
+      format: the FP8 format of the values.
+      scale: multiplies stored values back to real ones; in [2^-126, 2^126].
+      rounding: how values are rounded, "nearest" or "stochastic" (needs a key at each call).
+      granularity: PerTensor(). No other one is possible, because there is one scale.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> Static(format=fp8.E4M3, scale=0.125).scale
+      0.125
+    """
+
+    uses_amax: ClassVar[bool] = False
+    format: Format
+    scale: float
+    rounding: Rounding = "nearest"
+    granularity: AbstractGranularity = PerTensor()
+
+    def __post_init__(self) -> None:
+        check_value_format(self.format)
+        check_scale("scale", self.scale)
+        check_rounding("rounding", self.rounding)
+        if self.granularity != PerTensor():
+            raise ValueError(
+                f"granularity={self.granularity!r} needs more than one scale; Static has one: use "
+                "PerTensor()."
+            )
+
+    @property
+    def value_format(self) -> Format:
+        return self.format
+
+    def choose_scale(self, inputs: ScaleInputs, granularity: AbstractGranularity) -> KnownScale:
+        constant = np.float32(self.scale)
+        return KnownScale(jnp.asarray(np.float32(1) / constant), jnp.asarray(constant))
+
+
+# Identity: the operand stays in high precision.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity(AbstractQuantizer):
+    """Leaves an operand in high precision. A matmul with such an operand is not in FP8.
+
+    Example:
+      >>> Identity().value_format is None
+      True
+    """
+
+    uses_amax: ClassVar[bool] = False
+    granularity: AbstractGranularity = PerTensor()
+
+    def __post_init__(self) -> None:
+        if self.granularity != PerTensor():
+            raise ValueError(
+                f"granularity={self.granularity!r} is not used, because Identity has no scale; "
+                "leave it out."
+            )
+
+    @property
+    def value_format(self) -> None:
+        return None

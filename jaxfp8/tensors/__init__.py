@@ -1,1 +1,0 @@
-"""QuantizedTensor: FP8 values together with their scale."""
