@@ -53,5 +53,5 @@ from jaxfp8.state._value_and_grad import value_and_grad as value_and_grad
 
 def __dir__() -> list[str]:
     """The public names. Importing also binds internal folders, and `plugs`. They are left out."""
-    inner = {"kernels", "numerics", "ops", "plugs", "tensors"}
+    inner = {"jaxprs", "kernels", "numerics", "ops", "plugs"}
     return sorted(name for name in globals() if not name.startswith("_") and name not in inner)

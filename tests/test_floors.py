@@ -17,7 +17,7 @@ import pytest
 FLOORS = (
     ("_typing", "_compat", "_version"),
     ("numerics", "_geometry", "_call"),
-    ("_quantized_tensor", "programs", "prologues"),
+    ("_quantized_tensor", "jaxprs", "programs", "prologues"),
     ("sharding",),
     ("kernels",),
     ("quantizers",),

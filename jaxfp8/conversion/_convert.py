@@ -11,15 +11,21 @@ from flax import nnx
 
 from jaxfp8._call import Example, check_options
 from jaxfp8.conversion import _linen, _nnx
-from jaxfp8.conversion._blocks import ends_of, stacks_of
-from jaxfp8.conversion._coverage import Coverage, coverage_of
-from jaxfp8.conversion._flops import OTHER
+from jaxfp8.conversion._coverage import Coverage, Returned, coverage_of
 from jaxfp8.conversion._foreign import Compute, read_layers
-from jaxfp8.conversion._layer import APPLIED, UNKNOWN, UNSEEN, Layer
-from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep
-from jaxfp8.conversion._returned import Returned
-from jaxfp8.conversion._rule import Matcher, Rule, check_used, read_rules
-from jaxfp8.conversion._seen import Seen
+from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep, ends_of, stacks_of
+from jaxfp8.conversion._rule import (
+    APPLIED,
+    UNKNOWN,
+    UNSEEN,
+    Layer,
+    Matcher,
+    Rule,
+    Seen,
+    check_used,
+    read_rules,
+)
+from jaxfp8.jaxprs._flops import OTHER
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe

@@ -1,4 +1,4 @@
-"""Converted linen models: flax's own interception of methods, and states that follow parameters.
+"""Converted linen models: interception of methods, and states that follow parameters.
 
 A converted model is an instance of a subclass of the model's class, with equal fields, name and
 methods. Its methods run under an interceptor (`flax.linen.intercept_methods`). The interceptor sees
@@ -25,30 +25,119 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import freeze
+from flax.core import freeze, unfreeze
 
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.conversion._flops import flops_of, in_loops, layer_scope
 from jaxfp8.conversion._foreign import Once, compute_of
-from jaxfp8.conversion._layer import APPLIED, Layer
-from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of
-from jaxfp8.conversion._linen_seen import layer_of, see_kernel, see_module, see_uses
-from jaxfp8.conversion._linen_variables import apart, together
+from jaxfp8.conversion._linen_layers import (
+    KNOWN,
+    Known,
+    layer_of,
+    matmul_of,
+    see_kernel,
+    see_module,
+    see_uses,
+)
 from jaxfp8.conversion._plan import Plan
-from jaxfp8.conversion._seen import Seen
-from jaxfp8.conversion._size import size_of_einsum
+from jaxfp8.conversion._rule import APPLIED, Layer, Seen, size_of_einsum
+from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
 from jaxfp8.linen._state import COLLECTION, NAME, home
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.state._identity import check_layout
 from jaxfp8.state._state import is_state
+
+# Variables of a converted linen model: states beside parameters, and apart from them.
+#
+# Many models contain `nn.scan` or `nn.vmap`, which name the collections that they stack. They do
+# not name that of quantizer state. So while a converted model runs, each state is a variable in
+# "params", beside the parameters of its layer. A transformation treats it as it treats them. Before
+# and after, states are in a collection of their own, and "params" is the tree of the unconverted
+# model.
+
+
+def together(variables: PyTree) -> dict[str, Any]:
+    """The variables while a converted model runs: states are in "params".
+
+    Raises:
+      FP8StateError: if a parameter has the path of a state.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> state = fp8.init_state(fp8.recipes.delayed())
+      >>> variables = {"params": {"w": 1.0}, COLLECTION: {"op": {"fp8": state}}}
+      >>> sorted(together(variables)["params"])
+      ['op', 'w']
+    """
+    plain: dict[str, Any] = unfreeze(variables)
+    states, others = _split(plain.get(COLLECTION, {}))
+    params = _merged(plain.get("params", {}), states, ())
+    rest = {name: tree for name, tree in plain.items() if name not in ("params", COLLECTION)}
+    return rest | {"params": params} | ({COLLECTION: others} if others else {})
+
+
+def apart(variables: PyTree) -> dict[str, Any]:
+    """The variables after a converted model ran: states are in their own collection.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> variables = {"params": {"w": 1.0, "fp8": fp8.init_state(fp8.recipes.delayed())}}
+      >>> sorted(apart(variables))
+      ['_overwrite_with_gradient', 'params']
+    """
+    plain: dict[str, Any] = dict(unfreeze(variables))
+    if "params" not in plain:
+        return plain
+    states, params = _split(plain["params"])
+    if params or not states:
+        plain["params"] = params or {}
+    else:
+        del plain["params"]
+    if states:
+        plain[COLLECTION] = _merged(plain.get(COLLECTION, {}), states, ())
+    return plain
+
+
+def _split(tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of a tree of dicts, and the rest. Neither has a dict for the other alone."""
+    states: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, node in tree.items():
+        if isinstance(node, Mapping):
+            for part, inner in zip((states, rest), _split(node), strict=True):
+                if inner or (part is rest and not node):
+                    part[name] = inner
+        elif is_state(node):
+            states[name] = node
+        else:
+            rest[name] = node
+    return states, rest
+
+
+def _merged(first: PyTree, second: PyTree, path: tuple[str, ...]) -> dict[str, Any]:
+    merged = dict(first)
+    for name, node in second.items():
+        here = (*path, name)
+        if name not in merged:
+            merged[name] = node
+        elif isinstance(node, Mapping) and isinstance(merged[name], Mapping):
+            merged[name] = _merged(merged[name], node, here)
+        else:
+            raise FP8StateError(
+                f"{'/'.join(here)} is both in 'params' and in {COLLECTION!r}. Pass the parameters "
+                "of the model and the quantizer states apart, as model.init returns them."
+            )
+    return merged
+
+
+# Converted linen models: flax's own interception of methods, and states that follow parameters.
 
 
 class _Running(NamedTuple):

@@ -1,4 +1,4 @@
-"""flax.linen's layers with a kernel: the shape of their matmul, and their call in FP8.
+"""flax.linen's layers with a kernel, and what a linen model is made of.
 
 An interceptor runs in place of a method, inside the same module. So these functions create the
 parameters that flax's method would create, under the same names.
@@ -6,24 +6,40 @@ parameters that flax's method would create, under the same names.
 
 import functools
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, PyTree
+from jaxfp8.conversion._foreign import known_by_use, uses_of
 from jaxfp8.conversion._plan import Decision
-from jaxfp8.conversion._size import Size, size_of_einsum
+from jaxfp8.conversion._rule import (
+    CONVOLUTION,
+    FP8,
+    LOOKUP,
+    UNKNOWN,
+    Layer,
+    Seen,
+    Size,
+    own_matmul,
+    size_of_einsum,
+)
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._layers import apply_einsum, dense
-from jaxfp8.linen._matmul_module import matmul_options
+from jaxfp8.linen._matmul_module import MatmulModule, matmul_options
+from jaxfp8.linen._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.linen._state import NAME, matmul_state
 from jaxfp8.ops._arguments import as_array
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._layer_input import LayerInput
 from jaxfp8.ops._promotion import KeepsFP8
+
+# flax.linen's layers with a kernel: the shape of their matmul, and their call in FP8.
 
 
 class Known(NamedTuple):
@@ -138,3 +154,71 @@ KNOWN: dict[Callable[..., Any], Known] = {
     _raw(nn.Embed.attend): Known(_attend_size, _run_attend),
 }
 """What is intercepted. A subclass that calls its parent's method runs that method, too."""
+
+
+# What a linen model is made of, as one traced call shows it.
+
+
+def see_module(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note a module whose call begins."""
+    seen.modules.setdefault(path, type(module))
+    if isinstance(module, nn.Embed):
+        seen.vocabularies.add(module.num_embeddings)
+
+
+def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note a module whose call ended, if it has a kernel that no known method multiplied."""
+    if path in seen.layers or path in seen.shared_scopes or module.scope is None:
+        return
+    own = module.scope.variables().get("params", {})
+    kernels = frozenset(
+        name
+        for name, value in own.items()
+        if not isinstance(value, Mapping) and len(getattr(value, "shape", ())) > 1
+    )
+    if kernels:
+        seen.add(Layer(path=path, type=type(module), obstacle=_obstacle(module)))
+        seen.kernels[path] = kernels
+
+
+def see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
+    """Note what a program does with parameters. Its inputs begin with the variables."""
+    numbers: list[int | None] = [None] * len(program.invars)
+    own: defaultdict[str, set[int]] = defaultdict(set)
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(variables)):
+        collection, *parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        numbers[i] = i
+        if collection != "params":
+            continue
+        for depth, name in enumerate(parts):
+            module = "/".join(parts[:depth])
+            if name in seen.kernels.get(module, ()):
+                own[module].add(i)
+    seen.layers = known_by_use(seen.layers, own, uses_of(program, numbers))
+
+
+def _obstacle(module: nn.Module) -> str:
+    if isinstance(module, nn.Embed):
+        return LOOKUP
+    if isinstance(module, nn.Conv | nn.ConvLocal | nn.ConvTranspose):
+        return CONVOLUTION
+    ours = MatmulModule | FP8GroupedLinear | FP8MoE | ExpertKernels
+    return FP8 if isinstance(module, ours) else UNKNOWN
+
+
+def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
+    """The layer whose known method is called.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxfp8.conversion._linen_layers import KNOWN
+      >>> dense = KNOWN[nn.Dense.__call__.__wrapped__]
+      >>> layer_of("up", nn.Dense(4), dense, (jnp.ones((2, 8)),), {}).shape
+      (2, 8, 4)
+    """
+    size = known.size(module, *args, **kwargs)
+    own = own_matmul(module, ("dot_general", "dot_general_cls"), jax.lax.dot_general)
+    obstacle = FP8 if isinstance(module, MatmulModule) else own
+    return Layer(
+        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=obstacle
+    )

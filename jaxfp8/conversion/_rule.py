@@ -1,16 +1,102 @@
-"""`Rule`: which layers get which recipe, and the errors for rules that match nothing."""
+"""`Rule`: which layers get which recipe, and what a rule sees of a model."""
 
 import dataclasses
 import difflib
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jaxfp8._call import check_options
-from jaxfp8.conversion._layer import Layer
+from jaxfp8._typing import DotDimensionNumbers
+from jaxfp8.ops._equation import parse
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
+
+# `Layer`: what rules and the coverage table see of a layer.
+
+LOOKUP = "an embedding, a lookup"
+TIED = "an embedding, multiplied by other code"
+CONVOLUTION = "a convolution, which has no FP8 kernel"
+UNKNOWN = "a layer that fp8.convert does not know"
+UNSEEN = "fp8.convert does not know it; inputs= shows whether it multiplies"
+UNCALLED = "not called with inputs="
+FP8 = "an FP8 layer already"
+APPLIED = "run by an .apply of its own: call it as a submodule, or convert it alone"
+"""Obstacles: why layers cannot run in FP8, or need not be converted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A layer of a model, as rules and the coverage table see it.
+
+    Letters: M tokens, K features in, N features out, B batch axes of the kernel.
+
+    Attributes:
+      path: names of modules from the model to the layer, joined by "/".
+      type: class of the layer.
+      shape: (M, K, N) of its matmul, () if it has none.
+      repeated: whether one call runs it for several layers of a stack, as in `nn.scan`.
+      counted: whether example inputs gave M and `calls`. Otherwise both are 1.
+      batch: B, the product of the axes that kernel and input share.
+      calls: how often one pass calls the layer.
+      obstacle: why the layer cannot run in FP8. "" if it can.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> Layer(path="block_0/mlp", type=nn.Dense, shape=(8, 4, 16)).flops
+      1024
+    """
+
+    path: str
+    type: type
+    shape: tuple[int, ...] = ()
+    batch: int = 1
+    calls: int = 1
+    repeated: bool = False
+    counted: bool = True
+    obstacle: str = ""
+
+    @property
+    def can_be_fp8(self) -> bool:
+        """Whether the matmul of the layer can run in FP8."""
+        return not self.obstacle
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def flops(self) -> int:
+        """Operations of the layer in one forward pass, 2 B M K N for each call."""
+        return 2 * self.batch * math.prod(self.shape) * self.calls if self.shape else 0
+
+
+def own_matmul(layer: Any, attributes: Iterable[str], default: Any) -> str:
+    """The obstacle of a layer to which a user gave a matmul. "" if it has none.
+
+    Args:
+      layer: a layer of flax.
+      attributes: where flax keeps such a matmul.
+      default: what flax multiplies with, and what it may name there itself.
+
+    Example:
+      >>> import flax.linen as nn, jax
+      >>> own_matmul(nn.Dense(4), ["dot_general"], jax.lax.dot_general)
+      ''
+    """
+    for name in attributes:
+        given = getattr(layer, name, None)
+        if given is not None and given is not default:
+            called = getattr(given, "__name__", type(given).__name__)
+            return f"has a matmul of its own, {name}={called}"
+    return ""
+
+
+# `Rule`: which layers get which recipe, and the errors for rules that match nothing.
 
 Matcher: TypeAlias = str | type | Callable[[str, tuple[int, ...]], bool]
 
@@ -164,3 +250,91 @@ def _nearest(rule: Rule, layers: Sequence[Layer]) -> str:
     if isinstance(rule.match, type):
         return f"The types are {sorted({layer.type.__name__ for layer in layers})}."
     return f"The paths are {paths[:8]}."
+
+
+# `Seen`: what a model is made of.
+
+
+class Seen:
+    """The modules and layers of a model, in the order in which they were seen.
+
+    Attributes:
+      modules: the type of each module, by path.
+      layers: the layers, by path.
+      caller: the path of the module whose call runs now.
+      kernels: by path, the names of parameters that no known method multiplied.
+      vocabularies: the numbers of rows of its embeddings.
+      flops: operations by path of a layer; see `flops_of`.
+      in_loops: paths of layers that a loop runs more than once.
+      shared_scopes: paths whose kernels belong to layers with longer paths (`nn.share_scope`).
+
+    Example:
+      >>> seen = Seen()
+      >>> seen.add(Layer(path="up", type=dict))
+      >>> seen.add(Layer(path="up", type=dict))
+      >>> seen.layers["up"].calls
+      2
+    """
+
+    def __init__(self) -> None:
+        self.modules: dict[str, type] = {}
+        self.layers: dict[str, Layer] = {}
+        self.caller = ""
+        self.kernels: dict[str, frozenset[str]] = {}
+        self.vocabularies: set[int] = set()
+        self.flops: Counter[str] = Counter()
+        self.in_loops: frozenset[str] = frozenset()
+        self.shared_scopes: set[str] = set()
+
+    def add(self, layer: Layer) -> None:
+        """Note a call of a layer."""
+        known = self.layers.get(layer.path)
+        if known is None:
+            self.layers[layer.path] = layer
+        else:
+            # An embedding that is looked up, and then used as a head, counts as the head.
+            kept = layer if layer.shape else known
+            self.layers[layer.path] = dataclasses.replace(kept, calls=known.calls + 1)
+
+
+# The size of a matmul, from its dimension numbers or its equation.
+
+
+class Size(NamedTuple):
+    """(M, K, N): tokens, features in, features out. B: axes that input and kernel share."""
+
+    shape: tuple[int, int, int]
+    batch: int = 1
+
+
+def size_of_dot(
+    lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
+) -> Size:
+    """The size of `lax.dot_general` of an input and a kernel of these shapes.
+
+    Example:
+      >>> size_of_dot((2, 3, 8), (8, 4, 5), (((2,), (0,)), ((), ())))
+      Size(shape=(6, 8, 20), batch=1)
+    """
+    (contracted, _), (shared, _) = dimension_numbers
+    k = math.prod(lhs[axis] for axis in contracted)
+    batch = math.prod(lhs[axis] for axis in shared)
+    inner = max(k * batch, 1)  # an axis may have size 0
+    return Size((math.prod(lhs) // inner, k, math.prod(rhs) // inner), batch)
+
+
+def size_of_einsum(equation: str, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Size:
+    """The size of the matmul of an einsum of an input and a kernel of these shapes.
+
+    Example:
+      >>> size_of_einsum("btd,dhk->bthk", (2, 3, 8), (8, 4, 5))
+      Size(shape=(6, 8, 20), batch=1)
+    """
+    parsed = parse(equation.replace(" ", ""), lhs, rhs)
+    sizes = dict(zip(parsed.lhs + parsed.rhs, (*lhs, *rhs), strict=True))
+    x, w = set(parsed.lhs_kept), set(parsed.rhs_kept)
+    batch = x & w & set(parsed.output)
+    k = (x & w) - batch
+    m, n = x - k - batch, w - k - batch
+    sides = [math.prod(sizes[name] for name in names) for names in (m, k, n, batch)]
+    return Size((sides[0], sides[1], sides[2]), sides[3])

@@ -1,15 +1,185 @@
 """`collect`: watch the casts of the steps that run inside a context."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from flax import nnx
 
-from jaxfp8.diagnostics._cast_rows import CastRow, cast_rows
-from jaxfp8.diagnostics._names import named_matmuls
+from jaxfp8._typing import Matmul, Tensor
+from jaxfp8.nnx._dot_general import AbstractFP8Matmul
 from jaxfp8.ops._cast_stats import CastStats
 from jaxfp8.ops._watch import watching
+
+# Names of layers: the path of a matmul or of its state, without the parts that say nothing.
+
+# The plugs of layers, as linen numbers them and as nnx names their attributes.
+_PLUGS = ("FP8DotGeneral_0", "FP8EinsumOp_0", "dot_general", "einsum_op")
+_TOP = "matmul"
+
+
+def layer_name(path: Iterable[Any]) -> str:
+    """The name of a layer from the path of its matmul.
+
+    Example:
+      >>> layer_name(("mlp", "up", "FP8DotGeneral_0"))
+      'mlp/up'
+    """
+    parts = [str(part) for part in path]
+    if parts and parts[-1] in _PLUGS:
+        parts.pop()
+    return "/".join(parts) or _TOP
+
+
+@contextlib.contextmanager
+def named_matmuls(model: Any) -> Iterator[None]:
+    """Give each FP8 matmul of an nnx model its path as a name, until the context ends.
+
+    Args:
+      model: an nnx module; None for other models, which need no names.
+
+    Raises:
+      TypeError: if it is no nnx module.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
+      >>> with named_matmuls(layer):
+      ...     layer.dot_general.name
+      'dot_general'
+    """
+    if model is not None and not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model is of type {type(model).__name__}, but collect(model) takes an nnx module. "
+            "Layers of linen know their names. Write collect()."
+        )
+    nodes = () if model is None else nnx.iter_graph(model)
+    matmuls = [(path, node) for path, node in nodes if isinstance(node, AbstractFP8Matmul)]
+    before = [matmul.name for _, matmul in matmuls]
+    for path, matmul in matmuls:
+        matmul.name = "/".join(map(str, path))
+    try:
+        yield
+    finally:
+        for (_, matmul), name in zip(matmuls, before, strict=True):
+            matmul.name = name
+
+
+# Rows of cast statistics: all records of one copy of a tensor as one row.
+
+_SMALLEST_E8M0 = 2.0**-127  # subnormal in float32, so XLA may send 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CastRow:
+    """What the casts of one copy of a tensor lost, over all records of it.
+
+    Here x is the tensor before a cast, s its scale, and `x ~ stored * s`.
+
+    Attributes:
+      layer: the name of the layer.
+      tensor: "x", "w" or "g", the gradient of the layer's result.
+      matmuls: the matmuls that read the copy: "fprop", "dgrad", "wgrad".
+      amax: `max |x|`; inf if a value is not finite.
+      scale_min: the smallest s; NaN if no s counts. An s does not count if all its values are zero,
+        or if it is NaN. (With inf or NaN in its values, an E8M0 scale is NaN, and a float32 scale
+        that is not stored is 1.)
+      scale_max: the largest s.
+      saturated: `count(|x| > L * s) / values`. L is the largest value of the format plus half of
+        the spacing there: 464 for E4M3, 61440 for E5M2. Below L the clip loses no more than
+        rounding does.
+      underflowed: `count(x != 0 and stored == 0) / count(x != 0)`. A magnitude below 2^-126 counts
+        as 0.
+      nonfinite: the number of values that are inf or NaN.
+      values: the number of values, summed over all records.
+      calls: the number of records. Each call gives one on each device of a `jax.shard_map`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> x, recipe = jnp.array([[1e6, 1.0, 0.0]]), fp8.recipes.current()
+      >>> with fp8.diagnostics.collect() as records:
+      ...     _ = fp8.dot(x, jnp.ones((3, 2)), recipe=recipe, name="up")
+      >>> row = fp8.diagnostics.summary(records).rows[0]
+      >>> row.layer, row.tensor, row.amax, row.saturated, row.underflowed
+      ('up', 'x', 1000000.0, 0.0, 0.5)
+    """
+
+    layer: str
+    tensor: Tensor
+    matmuls: tuple[Matmul, ...]
+    key: str = dataclasses.field(repr=False)
+    amax: float
+    scale_min: float
+    scale_max: float
+    saturated: float
+    underflowed: float
+    nonfinite: int
+    values: int
+    calls: int
+
+
+def cast_rows(records: Iterable[tuple[str, tuple[CastStats, ...]]]) -> list[CastRow]:
+    """One row for each layer, tensor and copy, sorted by them.
+
+    Example:
+      >>> cast_rows([])
+      []
+    """
+    found: dict[tuple[str, Tensor, tuple[Matmul, ...]], list[CastStats]] = {}
+    for path, statistics in records:
+        for each in statistics:
+            key = layer_name(path.split("/")), each.tensor, each.matmuls
+            found.setdefault(key, []).append(each)
+    order = sorted(found, key=lambda key: (natural(key[0]), "xwg".index(key[1]), key[2]))
+    return [_row(*key, found[key]) for key in order]
+
+
+def _row(
+    layer: str, tensor: Tensor, matmuls: tuple[Matmul, ...], records: list[CastStats]
+) -> CastRow:
+    def all_of(field: str) -> np.ndarray:
+        return np.array([np.asarray(getattr(each, field), np.float64) for each in records])
+
+    def total(field: str) -> int:
+        return int(all_of(field).sum())
+
+    values, nonzero = total("values"), total("nonzero")
+    smallest, largest = float(all_of("scale_min").min()), float(all_of("scale_max").max())
+    has_scale = largest >= 0
+    return CastRow(
+        layer=layer,
+        tensor=tensor,
+        matmuls=matmuls,
+        # Two matmuls read each tensor.
+        key=tensor if len(matmuls) == 2 else f"{tensor}/{matmuls[0]}",
+        amax=float(all_of("amax").max()),
+        scale_min=(smallest or _SMALLEST_E8M0) if has_scale else np.nan,
+        scale_max=(largest or _SMALLEST_E8M0) if has_scale else np.nan,
+        saturated=total("saturated") / max(values, 1),
+        underflowed=total("underflowed") / max(nonzero, 1),
+        nonfinite=total("nonfinite"),
+        values=values,
+        calls=len(records),
+    )
+
+
+def natural(name: str) -> list[Any]:
+    """A key for sorting in which numbers are ordered by value: layer 2 before layer 10.
+
+    Example:
+      >>> sorted(["layers/10", "layers/2"], key=natural)
+      ['layers/2', 'layers/10']
+    """
+    digits = "".join(c if c.isdigit() else f" {c} " for c in name).split()
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in digits]
+
+
+# `collect`: watch the casts of the steps that run inside a context.
 
 
 class Records:

@@ -1,23 +1,28 @@
-"""`FP8DotGeneral`: the module that flax's layers call for their matmul.
+"""`FP8DotGeneral` and `FP8EinsumOp`: what flax.linen's layers take as their matmul.
 
 A plug is an object that is passed to flax as `dot_general_cls=` (`einsum_op=` in nnx).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Unpack
 
 import flax.linen as nn
 
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.linen._matmul_module import MatmulModule
-from jaxfp8.linen._state import matmul_state
+from jaxfp8.linen._state import matmul_state, stored_state
 from jaxfp8.ops._dot_general import dot_general
+from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._options import LayerOptions, read_options
 from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._state import MatmulState
+
+# `FP8DotGeneral`: the module that flax's layers call for their matmul.
 
 
 class FP8DotGeneral(MatmulModule):
@@ -133,3 +138,104 @@ class Plug:
                 "like lax.dot_general. Write dot_general_cls=FP8DotGeneral.using(recipe)."
             )
         return FP8DotGeneral(recipe=self.recipe, **dict(self.options), **fields)
+
+
+# `FP8EinsumOp`: an einsum with quantizer state, for linen modules that call einsum themselves.
+
+
+class FP8EinsumOp(MatmulModule):
+    """A module that is called like `jnp.einsum` of two operands, with the state of one matmul.
+
+    `fp8.dot_general` explains the arguments after `recipe`.
+
+    Attributes:
+      recipe: which quantizer for which operand. Default: delayed scaling.
+      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
+      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
+      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
+      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
+      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
+      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
+        Default: None, for `fp8.value_and_grad`.
+      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
+        `fp8.dot_general`. Default: None, FP8 copies are saved.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import FP8EinsumOp
+      >>> class Heads(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         w = self.param("w", nn.initializers.lecun_normal(), (8, 2, 4))
+      ...         return FP8EinsumOp()("bd,dhk->bhk", x, w)
+      >>> Heads().init_with_output(jax.random.key(0), jnp.ones((3, 8)))[0].shape
+      (3, 2, 4)
+    """
+
+    def __new__(cls, *arguments: Any, **fields: Any) -> "FP8EinsumOp":
+        refuse_class(cls, arguments, "FP8EinsumOp(recipe)")
+        return super().__new__(cls)
+
+    def setup(self) -> None:
+        # This call creates the state, and its result is dropped. If an attribute held the state,
+        # flax would serialize it with the module.
+        matmul_state(self, self.recipe, self.state_channel)
+
+    def _stored(self) -> MatmulState | tuple[()]:
+        if self.scope is None:
+            raise FP8StateError(
+                "an FP8EinsumOp is used outside of a module, where it has no state. Use it in the "
+                "__call__ or setup of a flax.linen.Module. Or call fp8.einsum(equation, lhs, rhs, "
+                "recipe=recipe, state=state)."
+            )
+        return stored_state(self, self.recipe)
+
+    @needs_operands("FP8EinsumOp(recipe)(equation, lhs, rhs)", equation=True)
+    def __call__(
+        self,
+        equation: str,
+        lhs: Array | tuple[Array, ...],
+        rhs: Array,
+        precision: Any = None,
+        preferred_element_type: DType | None = None,
+        out_sharding: Any = None,
+        prologue: AbstractPrologue | None = None,
+    ) -> Array:
+        """Compute the einsum. For the arguments, see `fp8.einsum`.
+
+        The prologue depends on the operands, so it is an argument of each call.
+
+        Example:
+          >>> import flax.linen as nn, jax, jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> class Gated(nn.Module):
+          ...     @nn.compact
+          ...     def __call__(self, gate, up):
+          ...         w = self.param("w", nn.initializers.lecun_normal(), (8, 4))
+          ...         swiglu = fp8.prologues.SwiGLU()
+          ...         return fp8.linen.FP8EinsumOp()("bd,dk->bk", (gate, up), w, prologue=swiglu)
+          >>> x = jnp.ones((3, 8))
+          >>> Gated().init_with_output(jax.random.key(0), x, x)[0].shape
+          (3, 4)
+        """
+        state, options = self._stored(), self.matmul_options()
+        options["out_sharding"] = out_sharding
+        options["prologue"] = prologue
+        return einsum(
+            equation, lhs, rhs, recipe=self.recipe, state=state, precision=precision,
+            preferred_element_type=preferred_element_type,
+            **options,
+        )  # fmt: skip
+
+    @property
+    def dot_general(self) -> Callable[..., Array]:
+        """The matmul alone, for code that calls `jnp.einsum(..., _dot_general=op.dot_general)`.
+
+        Prefer a call of the op itself, for two reasons. JAX's cache keeps every function that this
+        property returns, together with its state. So read the property again for each call. And
+        `jnp.einsum` can exchange the operands ("bd,dk->kb"). Then rhs is quantized as x, and lhs as
+        w. `op(equation, lhs, rhs)` never exchanges them.
+        """
+        return functools.partial(
+            dot_general, recipe=self.recipe, state=self._stored(), **self.matmul_options()
+        )

@@ -1,4 +1,4 @@
-"""The collection in which linen layers keep their quantizer state.
+"""Quantizer state in flax.linen: the collection, its files and its partition specs.
 
 `fp8.linen.TrainState` has a field for this collection. flax's own TrainState treats a collection of
 this name as values that replace the old ones, not as gradients:
@@ -6,33 +6,129 @@ this name as values that replace the old ones, not as gradients:
 """
 
 import contextvars
+import dataclasses
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.core.lift
 import flax.linen as nn
 import flax.serialization
+import jax
 from flax.core import meta
 from flax.core.scope import in_filter
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import FP8StateError
-from jaxfp8.linen._serialization import (
-    dict_of_state,
-    dict_of_tensor,
-    dict_of_weight,
-    state_from_dict,
-    tensor_from_dict,
-    weight_from_dict,
-)
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.ops._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._check_state import check_state
 from jaxfp8.state._fresh_state import concrete
-from jaxfp8.state._state import MatmulState
+from jaxfp8.state._state import LEAVES, MatmulState, is_state
+from jaxfp8.state._state_specs import state_specs as specs_of_states
+from jaxfp8.state._trees import check_tree, shown
 from jaxfp8.state._unset import unset_state
 from jaxfp8.weights._quantized_weight import QuantizedWeight
+
+# Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.
+
+_ARRAYS = ("values", "scales", "amaxes", "original")
+
+
+def dict_of_weight(weight: QuantizedWeight) -> dict[str, Any]:
+    """The arrays of a weight in FP8 by name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> w = fp8.quantize_params({"kernel": jnp.ones((4, 4))}, fp8.recipes.current())["kernel"]
+      >>> list(dict_of_weight(w))
+      ['values', 'scales', 'amaxes', 'original']
+    """
+    return {name: flax.serialization.to_state_dict(getattr(weight, name)) for name in _ARRAYS}
+
+
+def weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight:
+    """A weight in FP8 with the arrays of `dict_of_weight`, checked against those of `weight`."""
+    path = flax.serialization.current_path()
+    if not isinstance(values, dict) or set(values) != set(_ARRAYS):
+        raise ValueError(
+            f"{path}: the target is {weight}, but the saved tree has no weight in FP8 there. "
+            "Restore the weights in high precision, then call fp8.quantize_params."
+        )
+    restored = {
+        name: flax.serialization.from_state_dict(getattr(weight, name), values[name], name)
+        for name in _ARRAYS
+    }
+    arrays = weight.values + weight.scales, restored["values"] + restored["scales"]
+    for mine, theirs in zip(*arrays, strict=True):
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            raise ValueError(
+                f"{path}: the target is {weight}, with an array {mine.dtype}{list(mine.shape)}. "
+                f"The saved one is {theirs.dtype}{list(theirs.shape)}. Quantize the target with "
+                "the recipe and the axes of the saved weight."
+            )
+    return dataclasses.replace(weight, **restored)
+
+
+def dict_of_tensor(tensor: QuantizedTensor) -> dict[str, Any]:
+    """The arrays of an FP8 tensor by name.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxfp8 as fp8
+      >>> list(dict_of_tensor(fp8.quantize(jnp.ones(4), fp8.E4M3)))
+      ['values', 'scale']
+    """
+    return {"values": tensor.values, "scale": tensor.scale}
+
+
+def tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor:
+    """An FP8 tensor with the arrays of `dict_of_tensor`, checked against those of `tensor`."""
+    path = flax.serialization.current_path()
+    mine = dict_of_tensor(tensor)
+    if not isinstance(values, dict) or set(values) != set(mine):
+        raise ValueError(
+            f"{path}: the target is an FP8 tensor {list(tensor.shape)}, but the saved tree has "
+            "none there. Restore into a target that was made as the saved tree was."
+        )
+    for name, array in mine.items():
+        found = values[name]
+        if (found.shape, found.dtype) != (array.shape, array.dtype):
+            raise ValueError(
+                f"{path}: the target has {name} {array.dtype}{list(array.shape)}, and the saved "
+                f"tree {found.dtype}{list(found.shape)}. Restore into a target that was made as "
+                "the saved tree was."
+            )
+    return dataclasses.replace(tensor, **values)
+
+
+def dict_of_state(state: MatmulState) -> dict[str, Any]:
+    """The arrays of a state by name.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> list(dict_of_state(fp8.init_state(fp8.recipes.delayed())))[0]
+      'scale'
+    """
+    return {name: getattr(state, name) for name in LEAVES}
+
+
+def state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
+    """A state with the arrays of `dict_of_state`, checked by `fp8.check_state`."""
+    if set(values) == set(LEAVES) and all(values[name] is getattr(state, name) for name in LEAVES):
+        # flax restores attributes of modules from their own leaves, also while it traces. A check
+        # of values would fail on tracers.
+        return state
+    try:
+        restored: MatmulState = check_state(values, state)
+    except FP8StateError as error:
+        path = flax.serialization.current_path()
+        raise FP8StateError(f"{path}: {error}") from None
+    return restored
+
+
+# The collection in which linen layers keep their quantizer state.
 
 COLLECTION = "_overwrite_with_gradient"
 NAME = "fp8"
@@ -146,3 +242,60 @@ _pack_code = next(_codes, None)
 flax.serialization.register_serialization_state(MatmulState, dict_of_state, state_from_dict)
 flax.serialization.register_serialization_state(QuantizedTensor, dict_of_tensor, tensor_from_dict)
 flax.serialization.register_serialization_state(QuantizedWeight, dict_of_weight, weight_from_dict)
+
+
+# The partition specs of a linen model's quantizer state.
+
+
+def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
+    """`fp8.state_specs` of a linen model.
+
+    A stack of layers, from `nn.scan` or `nn.vmap`, has a stack of states. The mesh splits that
+    stack as it splits the leading axes of the layer's `kernel`.
+
+    Args:
+      state: the collection `fp8.linen.COLLECTION`, or its types.
+      param_specs: a `jax.P` for each parameter, for instance
+        `flax.linen.get_partition_spec(variables)["params"]`.
+
+    Returns:
+      A tree like `state`, with a `jax.P` for each array.
+
+    Raises:
+      FP8StateError: if `state` holds anything but states.
+      ValueError: if `param_specs` has no `kernel` for a layer with state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxfp8.linen import COLLECTION, FP8Dense
+      >>> variables = FP8Dense(4).init(jax.random.key(0), jnp.ones((2, 8)))
+      >>> specs = state_specs(variables[COLLECTION], {"kernel": jax.P("fsdp"), "bias": jax.P()})
+      >>> set(jax.tree.leaves(specs))
+      {P()}
+    """
+    if isinstance(state, Mapping) and COLLECTION in state:
+        raise FP8StateError(
+            f"state holds the whole variables {list(state)}, but only the states are needed. Pass "
+            f"variables[{COLLECTION!r}]."
+        )
+    check_tree(state)
+
+    def kernel_spec(path: tuple[Any, ...]) -> jax.P:
+        node = param_specs
+        for key in path:
+            if not (isinstance(node, Mapping) and key.key in node):
+                break  # the path goes on to the module of the matmul, which has no parameters
+            node = node[key.key]
+        if not (isinstance(node, Mapping) and "kernel" in node):
+            raise ValueError(
+                f"param_specs is {shown(param_specs)}, which has no kernel for the state at "
+                f"{jax.tree_util.keystr(path)}. Give a jax.P for each parameter, for instance "
+                'flax.linen.get_partition_spec(variables)["params"]. '
+                "For matmuls without a kernel of their own (FP8EinsumOp) use fp8.state_specs."
+            )
+        return node["kernel"]
+
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, _: kernel_spec(path), state, is_leaf=is_state
+    )
+    return specs_of_states(state, specs)

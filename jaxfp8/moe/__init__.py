@@ -1,6 +1,6 @@
 """Mixtures of experts: routers, the way of tokens to experts over a mesh, and their matmuls."""
 
-from jaxfp8.moe._expert_parallel import ExpertParallel as ExpertParallel
+from jaxfp8.moe._experts import ExpertParallel as ExpertParallel
 from jaxfp8.moe._experts import ExpertsOutput as ExpertsOutput
 from jaxfp8.moe._experts import swiglu_experts as swiglu_experts
 from jaxfp8.moe._mixture import MoEStats as MoEStats

@@ -1,22 +1,34 @@
-"""The Variables in which nnx layers keep their quantizer state.
+"""Quantizer state in flax.nnx: the variable, what a step keeps of it, and `add_state`.
 
 Their type is not `nnx.Param`, so an optimizer of parameters does not change them.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, partial_eval
 
-from jaxfp8._typing import PyTree
+from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._fresh_state import concrete, fresh_like, placement
+from jaxfp8.state._saved_params import Path, matched, saved_leaves
+from jaxfp8.state._saved_tree import names_of
 from jaxfp8.state._settle import settle as settle_states
-from jaxfp8.state._state import MatmulState
+from jaxfp8.state._state import MatmulState, is_state
 from jaxfp8.state._trees import freeze as freeze_states
+from jaxfp8.state._trees import shown
 from jaxfp8.state._unset import init_state
+
+# The Variables in which nnx layers keep their quantizer state.
 
 M = TypeVar("M")
 
@@ -136,3 +148,171 @@ def differentiating() -> Iterator[None]:
 def in_a_loss() -> bool:
     """Whether `fp8.nnx.value_and_grad` is running a loss now."""
     return _differentiating.get()
+
+
+# An error for quantizer state that a compiled function computes and then drops.
+#
+# Modules of nnx are pytrees, so `jax.jit` takes a model and gives its function a copy. An update of
+# the copy is lost, unless the function returns it. While jax traces the function, it does not know
+# yet what the function will return. The finished program shows it:
+#
+# - `kept` marks an update with an operation of its own.
+# - jax removes each operation of the finished program whose results are not used.
+# - A mark that jax would remove becomes an operation that cannot be compiled.
+
+_kept_p = Primitive("fp8_kept")  # the identity
+_kept_p.multiple_results = True
+_lost_p = Primitive("fp8_lost")  # replaces a mark whose results are not used
+_lost_p.multiple_results = True
+
+
+def kept(states: PyTree, call: str) -> PyTree:
+    """Return the same states, marked. A compiled function that drops all their histories raises.
+
+    Only histories count, because an evaluation after the step reads scales. Frozen states do not
+    count, because no update changes them.
+
+    Args:
+      states: the states that a commit returned.
+      call: name of the function that committed, for the message.
+
+    Raises:
+      FP8StateError: when jax compiles the function, not when this function is called.
+    """
+    nodes, structure = jax.tree.flatten(states, is_leaf=is_state)
+    learning = [i for i, node in enumerate(nodes) if is_state(node) and not node.frozen]
+    histories = [nodes[i].amax_history for i in learning]
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in histories):
+        return states  # nothing is traced, so nothing can be dropped by a compiled function
+    for i, history in zip(learning, _kept_p.bind(*histories, call=call), strict=True):
+        nodes[i] = dataclasses.replace(nodes[i], amax_history=history)
+    return jax.tree.unflatten(structure, nodes)
+
+
+def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    eqn = arguments[-1]  # newer jax passes one more argument before the equation
+    if any(used):
+        return [True] * len(eqn.invars), eqn
+    return [False] * len(eqn.invars), eqn.replace(primitive=_lost_p, invars=[], outvars=[])
+
+
+def _refuse(*_: Any, call: str) -> Sequence[Any]:
+    raise FP8StateError(
+        f"{call} updated the quantizer state of a model inside a function that jax compiles. The "
+        "function does not return the update, so it would be lost. jax.jit and other "
+        "transformations of jax give the function a copy of the model. Use the transformations of "
+        "nnx (nnx.jit), or return the model or nnx.state(model). Or use "
+        "value_and_grad(..., commit=False), return the amaxes that were seen, and call "
+        "fp8.nnx.commit(model, seen) outside."
+    )
+
+
+_kept_p.def_impl(lambda *leaves, call: list(leaves))
+_kept_p.def_abstract_eval(lambda *leaves, call: list(leaves))
+mlir.register_lowering(_kept_p, lambda ctx, *leaves, call: list(leaves))
+batching.primitive_batchers[_kept_p] = lambda leaves, axes, call: (
+    _kept_p.bind(*leaves, call=call),
+    axes,
+)
+partial_eval.dce_rules[_kept_p] = _keep_or_mark_as_lost
+
+_lost_p.def_impl(_refuse)
+_lost_p.def_abstract_eval(lambda *, call: [])
+mlir.register_lowering(_lost_p, _refuse)
+# It has no results. Without this rule a later dead-code pass would remove it, and the error too.
+partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])
+
+
+# `add_state`: an nnx model's Variables from a checkpoint without quantizer state.
+
+# Checkpoints of parameters leave these out. A model that was not made by nnx.eval_shape has values.
+_OPTIONAL = (nnx.RngState, nnx.Cache, nnx.Intermediate)
+
+
+def add_state(
+    model: nnx.Module, saved: PyTree, *, rename: Mapping[str, str] = types.MappingProxyType({})
+) -> None:
+    r"""Give an FP8 model the Variables of a checkpoint without quantizer state, in place.
+
+    `nnx.update(model, saved)` does the same without a check, and needs integer keys for lists. A
+    model that `fp8.convert` made shares its Variables with the model that it was made from, which
+    changes, too. The quantizer states of the model become fresh, also if it has trained before.
+
+    An array of a narrower dtype is converted to that of the model, for instance from bfloat16 to
+    float32. A conversion that would round is an error. If an error is raised, the model has not
+    changed.
+
+    Args:
+      model: an nnx module with FP8 layers, or from `fp8.convert`. It may be abstract, from
+        `nnx.eval_shape`.
+      saved: the `nnx.State` or the pure dict of a model without quantizer state, for instance
+        `nnx.state(old)`. It may be restored without a target, where lists have keys "0", "1". All
+        Variables are needed, except for caches, intermediates and keys of random numbers, if the
+        model is not abstract. NumPy arrays become jax arrays, sharded like those of the model.
+      rename: regular expressions of names, and what replaces them. A name is one part of a path.
+        The whole name must match, and the first pattern that matches decides.
+
+    Raises:
+      TypeError: if `model` is no nnx module, or `rename` is no dict of strings.
+      FP8StateError: if `saved` holds quantizer state.
+      ValueError: if `saved` lacks an array of the model, holds another one, or holds one of another
+        shape or a wider dtype. Also if a pattern of `rename` matches no name, or makes one name of
+        two.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jaxfp8 as fp8
+      >>> old = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+      >>> layer = nnx.eval_shape(lambda: fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(1)))
+      >>> fp8.nnx.add_state(layer, nnx.state(old))
+      >>> bool((layer.kernel == old.kernel).all())
+      True
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"model is {shown(model)}, but a flax.nnx.Module is needed. Write "
+            "add_state(model, saved). For linen see fp8.linen.add_state."
+        )
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"saved is {shown(saved)}, but an nnx.State or a dict is needed. Write "
+            "nnx.state(old_model)."
+        )
+    rest = nnx.to_flat_state(nnx.state(model, nnx.Not(holds_state)))
+    wanted: dict[Path, Any] = {}
+    optional: set[Path] = set()
+    for path, variable in rest:
+        for below, leaf in jax.tree_util.tree_leaves_with_path(_raw(variable)):
+            names = _names(path, below)
+            wanted[names] = leaf
+            if isinstance(variable, _OPTIONAL) and not isinstance(leaf, jax.ShapeDtypeStruct):
+                optional.add(names)
+    given = saved_leaves(saved, rename, called="saved", read=_raw)
+    found = matched(wanted, given, called="saved", optional=optional)
+
+    def joined(path: tuple[Any, ...], variable: Any) -> Any:
+        def one(below: tuple[Any, ...], like: Any) -> Any:
+            return _placed(found.get(_names(path, below), like), like)
+
+        value = jax.tree_util.tree_map_with_path(one, _raw(variable))
+        return variable.replace(value) if isinstance(variable, nnx.Variable) else value
+
+    new = nnx.from_flat_state([(path, joined(path, variable)) for path, variable in rest])
+    states = nnx.state(model, holds_state)
+    nnx.update(model, new, jax.tree.map(fresh_like, states, is_leaf=is_state))
+
+
+def _names(path: tuple[Any, ...], below: tuple[Any, ...]) -> Path:
+    return tuple(map(str, path)) + names_of(below)
+
+
+def _raw(node: Any) -> Any:
+    return node.get_raw_value() if isinstance(node, nnx.Variable) else node
+
+
+def _placed(array: Any, like: Any) -> Any:
+    """A NumPy array as a jax array. Layers of nnx update parts of arrays in place."""
+    if not isinstance(array, np.ndarray | np.generic):
+        return array
+    sharding = placement(like)
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from jaxfp8._typing import PyTree
-from jaxfp8.optim._data_flow import labels_of, union
+from jaxfp8.jaxprs._data_flow import labels_of, union
 
 _CURE = (
     "Each layer is updated before the gradients of other layers exist, so nothing can be computed "

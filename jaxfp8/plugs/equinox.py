@@ -9,9 +9,7 @@ import jax
 
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._options import LayerOptions
-from jaxfp8.plugs._guest import guest
-from jaxfp8.plugs._per_example import per_example_dot
-from jaxfp8.plugs._policy import Policy
+from jaxfp8.plugs._policy import Policy, guest, per_example_dot
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._unset import init_state

@@ -22,8 +22,7 @@ from jaxfp8.ops._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._bytes import from_bytes, to_bytes
-from jaxfp8.plugs._guest import guest
-from jaxfp8.plugs._policy import Policy
+from jaxfp8.plugs._policy import Policy, guest
 from jaxfp8.state._unset import init_state, unset_state
 
 if TYPE_CHECKING:

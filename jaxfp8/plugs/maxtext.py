@@ -12,8 +12,7 @@ from typing import Any, NoReturn, Protocol
 from flax.linen.spmd import logical_to_mesh_axes
 
 from jaxfp8._typing import Array
-from jaxfp8.linen._dot_general import FP8DotGeneral
-from jaxfp8.linen._einsum_op import FP8EinsumOp
+from jaxfp8.linen._dot_general import FP8DotGeneral, FP8EinsumOp
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.plan._kernels import Kernels

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.ops._options import LayerOptions
-from jaxfp8.plugs._guest import guest
-from jaxfp8.plugs._leaves import leaf_shapes, state_of
-from jaxfp8.plugs._policy import Policy
+from jaxfp8.plugs._policy import Policy, guest, leaf_shapes, state_of
 from jaxfp8.recipes._recipe import Recipe
 
 

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program (HLO): its computations, their instructions and calls.
+"""Reads the text of a compiled program (HLO), its types, its arguments and its results.
 
 A program is a list of computations, which call each other. Examples are fusions, loop bodies,
 branches and async wrappers. A function that counts instructions must begin at the entry and follow
@@ -11,9 +11,15 @@ References:
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxlib import _hlo  # type: ignore[attr-defined]
+
+# Reads the text of a compiled program (HLO): its computations, their instructions and calls.
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
@@ -224,3 +230,185 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return position + 1
     return len(text)
+
+
+# The types of a program's arrays: element type, logical shape, order of dimensions in memory.
+
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^{}]*)\})?$")
+_LAYOUT = re.compile(r"(\])\{[^{}]*\}")
+_WIDTH = re.compile(r"[a-z]+(\d+)")
+
+
+class Array(NamedTuple):
+    """The type of one array.
+
+    Attributes:
+      dtype: as the program prints it, `bf16`.
+      shape: the logical shape.
+      order: the dimensions in the order of memory, the slowest first.
+
+    Example:
+      >>> array_type("bf16[8,128]{0,1}")
+      Array(dtype='bf16', shape=(8, 128), order=(1, 0))
+      >>> array_type("bf16[8,128]{0,1}").physical_shape
+      (128, 8)
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def physical_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[d] for d in self.order)
+
+    @property
+    def bits(self) -> int:
+        """The bits of one element. A boolean has 8."""
+        found = _WIDTH.match(self.dtype)
+        return int(found[1]) if found else 8
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def text(self) -> str:
+        return spelled(self.dtype, self.shape)
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("f", "bf"))
+
+
+def array_type(text: str) -> Array:
+    """Reads the type of one array.
+
+    Raises:
+      ValueError: for tuples, tokens, unknown sizes, and layouts in tiles.
+    """
+    found = _ARRAY.match(text.strip())
+    layout, _, memory = (found[3] or "").partition(":") if found else ("", "", "")
+    if not found or "<" in found[2] or "?" in found[2] or "T(" in memory:
+        raise ValueError(
+            f"cannot run on a CPU: the type {text} is not an array of known size in a plain "
+            "layout. Compile for a GPU, without dynamic shapes."
+        )
+    shape = tuple(int(size) for size in found[2].split(",") if size)
+    order = tuple(int(d) for d in reversed(layout.split(",")) if d) or tuple(range(len(shape)))
+    return Array(found[1], shape, order)
+
+
+def spelled(dtype: str, shape: tuple[int, ...]) -> str:
+    """The type in the syntax of a program's text, without a layout."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def without_layouts(type: str) -> str:
+    """A type, or a tuple of types, with the default layout everywhere."""
+    return _LAYOUT.sub(r"\1", type)
+
+
+def parts_of(type: str) -> list[str]:
+    """The types in a tuple, one level deep. For another type, the type itself.
+
+    Example:
+      >>> parts_of("(f32[2,3]{1,0}, (s8[4]{0}, token[]))")
+      ['f32[2,3]{1,0}', '(s8[4]{0}, token[])']
+    """
+    return split(type.strip()[1:-1]) if type.strip().startswith("(") else [type.strip()]
+
+
+def split(text: str) -> list[str]:
+    """`text` split at the commas that no bracket and no string encloses."""
+    found, depth, start, quoted, position = [], 0, 0, False, 0
+    while position < len(text):
+        char = text[position]
+        if quoted:
+            position += char == "\\"  # the next character is escaped: skip it
+            quoted = char != '"'
+        elif char == '"':
+            quoted = True
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            found.append(text[start:position].strip())
+            start = position + 1
+        position += 1
+    return [part for part in (*found, text[start:].strip()) if part]
+
+
+# The arguments and results of a jax.stages.Compiled, as the flat arrays of its program.
+#
+# The first parameters of a program are constants that jit moved out of the function. The leaves of
+# the arguments follow. Leaves that the function does not use are left out. PRNG keys are integers.
+#
+# References:
+#     jax, jax/_src/stages.py (Compiled.call) and jax/_src/interpreters/pxla.py (MeshExecutable).
+
+
+def full_text(compiled: jax.stages.Compiled) -> str:
+    """The text of the program, with the constants that `as_text()` leaves out.
+
+    Raises:
+      ValueError: if `compiled` holds other than one program.
+    """
+    modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
+    if len(modules) != 1:
+        raise ValueError(
+            f"compiled holds {len(modules)} programs, not one. Compile a function for one device."
+        )
+    options = _hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return modules[0].to_string(options)
+
+
+def flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> list[Any]:
+    """The arrays that the program takes.
+
+    Raises:
+      ValueError: if the function was compiled for another tree, shape or dtype.
+    """
+    leaves, tree = jax.tree.flatten((tuple(arguments), {}))
+    if tree != compiled.in_tree:  # type: ignore[operator]
+        raise ValueError(
+            f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}. "
+            "Pass that tree, by position, and compile the function without keyword arguments."
+        )
+    infos = jax.tree.leaves(compiled.args_info)
+    pairs = enumerate(zip(leaves, infos, strict=True))
+    given = [_argument(position, x, info) for position, (x, info) in pairs]
+    kept = compiled._executable._kept_var_idx  # type: ignore[attr-defined]
+    return [x for n, x in enumerate([*compiled._params.const_args, *given]) if n in kept]
+
+
+def results_tree(compiled: jax.stages.Compiled, results: Sequence[jax.Array]) -> Any:
+    """The results, in the tree that the function returns."""
+    wanted = jax.tree.leaves(compiled.out_info)
+    leaves = [_result(x, info.dtype) for x, info in zip(results, wanted, strict=True)]
+    return jax.tree.unflatten(compiled.out_tree, leaves)
+
+
+def _argument(position: int, x: Any, info: Any) -> Any:
+    # A Python number has no dtype, so it gets that of the parameter. All others must have it.
+    array = np.asarray(x, info.dtype) if isinstance(x, bool | int | float | complex) else x
+    if not isinstance(array, jax.Array):
+        array = np.asarray(array)
+        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if array.dtype != info.dtype or array.shape != info.shape:
+        raise ValueError(
+            f"leaf {position} of the arguments is {array.dtype}{list(array.shape)}, but the "
+            f"function was compiled for {info.dtype}{list(info.shape)}. Pass such an array, or "
+            "compile the function for this one."
+        )
+    return jax.random.key_data(array) if _is_key(info.dtype) else array
+
+
+def _result(x: jax.Array, dtype: Any) -> jax.Array:
+    return jax.random.wrap_key_data(x, impl=dtype._impl) if _is_key(dtype) else x
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

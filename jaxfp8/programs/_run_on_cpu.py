@@ -1,13 +1,272 @@
 """`run_on_cpu`: runs a program that was compiled for a GPU on a CPU, to check its numbers."""
 
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src.interpreters.mlir import make_ir_context
+from jaxlib import _hlo, _jax, xla_client  # type: ignore[attr-defined]
+from jaxlib.mlir import ir
 
-from jaxfp8.programs._compiled import flat_arguments, full_text, results_tree
-from jaxfp8.programs._execute import execute
-from jaxfp8.programs._portable_text import portable_text
-from jaxfp8.programs._taps import Seen, Taps
+from jaxfp8.programs._hlo import (
+    BRANCHES,
+    CALLS,
+    Instruction,
+    Program,
+    array_type,
+    flat_arguments,
+    full_text,
+    read_program,
+    results_tree,
+    split,
+    without_layouts,
+)
+from jaxfp8.programs._library_calls import block_scaled_dot, cublas_matmul, dot
+from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Seen, Taps, Writer, bitcast
+
+# Compiles and runs the text of a portable program on this machine's CPU.
+#
+# References:
+#     jax, jax/_src/compiler.py (backend_compile_and_load) and jax/_src/interpreters/pxla.py
+#     (ExecuteReplicated).
+
+# The compiler for CPUs must not drop roundings either. At level 0, LLVM fuses no multiply with an
+# add, and compiles faster.
+_OPTIONS = [("xla_allow_excess_precision", False), ("xla_backend_optimization_level", 0)]
+
+
+def execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
+    """Compiles and runs the text. Arguments and results are flat lists of arrays.
+
+    Raises:
+      ValueError: if the shapes or dtypes of the arguments are not those of the parameters.
+    """
+    device = jax.local_devices(backend="cpu")[0]
+    module = _hlo.hlo_module_from_text(text)
+    computation = _hlo.XlaComputation(module.as_serialized_hlo_module_proto())
+    _check(computation.program_shape().parameter_shapes(), arguments)
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    options.env_option_overrides = _OPTIONS
+    with make_ir_context():  # `compile_and_load` takes callbacks only with a parsed module
+        mlir = ir.Module.parse(_jax.mlir.xla_computation_to_mlir_module(computation))
+        executable = device.client.compile_and_load(
+            mlir, xla_client.DeviceList((device,)), options, host_callbacks=taps.callbacks
+        )
+    try:
+        results = executable.execute_sharded([jax.device_put(x, device) for x in arguments])
+        arrays = [shards[0] for shards in results.disassemble_into_single_device_arrays()]
+        return jax.block_until_ready(arrays)
+    finally:
+        # The error of the user's `seen` replaces the one that XLA raises for a failed callback.
+        if taps.error is not None:
+            raise taps.error
+
+
+def _check(parameters: Sequence[Any], arguments: Sequence[Any]) -> None:
+    wanted = [f"{np.dtype(p.numpy_dtype()).name}{list(p.dimensions())}" for p in parameters]
+    given = [f"{np.asarray(x).dtype.name}{list(np.shape(x))}" for x in arguments]
+    if given != wanted:
+        raise ValueError(
+            f"the program takes {len(wanted)} arrays, {', '.join(wanted)}; given are {len(given)}, "
+            f"{', '.join(given)}. Pass the arrays of the program's parameters, in their order."
+        )
+
+
+# The text of an optimized GPU program, rewritten into HLO that every backend of XLA accepts.
+#
+# Layouts are removed. Without them HLO means the same, except for `bitcast`, which becomes other
+# operations. Fusions become calls. Calls of NVIDIA's libraries become HLO. Matmuls sum in float32.
+# Every other operation and conversion does not change.
+#
+# References:
+#     XLA, xla/hlo/ir/hlo_opcode.h (all opcodes) and xla/hlo/parser/hlo_parser.cc (what the text
+#     says).
+
+# The opcodes that mean the same on every backend. These instructions are copied.
+_PORTABLE = re.compile(
+    "abs|acos|acosh|add|after-all|and|asin|asinh|atan2|atanh|bitcast-convert|broadcast|call|cbrt|"
+    "ceil|clamp|compare|complex|concatenate|conditional|constant|convert|copy|cosh|cosine|"
+    "count-leading-zeros|divide|dynamic-slice|dynamic-update-slice|erf|exponential|"
+    "exponential-minus-one|fft|floor|gather|get-dimension-size|get-tuple-element|imag|iota|"
+    "is-finite|log|log-plus-one|logistic|map|maximum|minimum|multiply|negate|not|opt-barrier|or|"
+    "pad|parameter|popcnt|power|real|reduce|reduce-precision|reduce-window|remainder|reshape|"
+    "reverse|rng-bit-generator|round-nearest-afz|round-nearest-even|rsqrt|scatter|select|"
+    "select-and-scatter|shift-left|shift-right-arithmetic|shift-right-logical|sign|sine|sinh|"
+    "slice|sort|sqrt|stochastic-convert|subtract|tan|tanh|transpose|tuple|while|xor"
+)
+
+_COLLECTIVE = re.compile(
+    "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|partition-id|"
+    "ragged-all-to-all|reduce-scatter|replica-id|send|recv"
+)
+
+# Attributes that do not change the result.
+_DROPPED = re.compile(
+    "metadata|backend_config|frontend_attributes|sharding|control-predecessors|origin|"
+    "original_value|statistics|async_execution_thread|result_accuracy|parameter_replication"
+)
+
+_CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+
+
+def portable_text(text: str, taps: Taps) -> str:
+    """Rewrites the text of a program for one GPU.
+
+    Raises:
+      ValueError: if one CPU cannot run the program. Causes are several devices, kernels, unknown
+        library calls or opcodes, and constants without their values.
+    """
+    program = read_program(text)
+    _check_one_device(program)
+    _check_parameters(program)
+    written = {name: _computation(program, name, taps) for name in _reachable(program)}
+    # In the order of the text, in which a computation comes before its callers.
+    bodies = [written[name] for name in program.computations if name in written]
+    if any(f"%{MAXIMUM}" in body for body in bodies):
+        bodies.insert(0, MAXIMUM_TEXT)
+    return "\n\n".join(["HloModule rewritten", *bodies]) + "\n"
+
+
+def _check_one_device(program: Program) -> None:
+    if program.replicas * program.partitions != 1:
+        raise ValueError(
+            f"cannot run on a CPU: the program has {program.partitions} partitions and "
+            f"{program.replicas} replicas, but only programs for one device can run. Compile the "
+            "function for one device."
+        )
+
+
+def _check_parameters(program: Program) -> None:
+    for instruction in program.computations[program.entry].values():
+        if instruction.opcode == "parameter" and instruction.type.startswith("("):
+            raise ValueError(
+                f"cannot run on a CPU: the parameter {instruction.name} is a tuple, "
+                f"{instruction.type}. Pass a program whose parameters are arrays, as in jax's."
+            )
+
+
+def _reachable(program: Program) -> set[str]:
+    found, waiting = set(), [program.entry]
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        found.add(name)
+        for instruction in program.computations[name].values():
+            waiting += instruction.computations("condition", "body", *BRANCHES, *CALLS)
+    return found
+
+
+def _computation(program: Program, name: str, taps: Taps) -> str:
+    source = program.computations[name]
+    writer = Writer(name, name == program.entry, source)
+    for instruction in source.values():
+        # An asynchronous operation is written in the place of its `-done`, where its result exists.
+        if not instruction.opcode.endswith(("-start", "-update")):
+            _write(writer, taps, _started(source, instruction))
+    # If no instruction is marked ROOT, the last one is the result.
+    marked = (i.name for i in source.values() if i.is_root)
+    writer.root(next(marked, list(source)[-1]))
+    return writer.text
+
+
+def _started(source: dict[str, Instruction], instruction: Instruction) -> Instruction:
+    """The complete operation that a `-done` instruction ends."""
+    if not instruction.opcode.endswith("-done"):
+        return instruction
+    start = instruction
+    while not start.opcode.endswith("-start"):
+        start = source[start.operands[0]]
+    opcode = start.opcode.removesuffix("-start")
+    return start._replace(
+        name=instruction.name,
+        type=instruction.type,
+        opcode="fusion" if opcode == "async" else opcode,
+        is_root=instruction.is_root,
+    )
+
+
+def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
+    """Writes instructions that compute the same as `instruction`. The last one has its name."""
+    name, opcode = instruction.name, instruction.opcode
+    if opcode == "dot":
+        dot(writer, taps, instruction)
+    elif opcode == "bitcast":
+        source, result = writer.source_type(instruction.operands[0]), array_type(instruction.type)
+        x = bitcast(writer, instruction.operands[0], source, result)
+        writer.emit(result.text, "copy", x, name=name)
+    elif opcode == "fusion":
+        called = instruction.computations("calls")[0]
+        writer.emit(
+            without_layouts(instruction.type),
+            "call",
+            *instruction.operands,
+            name=name,
+            also=[f"to_apply=%{called}"],
+        )
+    elif opcode == "custom-call":
+        _custom_call(writer, taps, instruction)
+    elif _PORTABLE.fullmatch(opcode):
+        _copied(writer, instruction)
+    else:
+        raise ValueError(_unknown(instruction))
+
+
+def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
+    target = instruction.call_target
+    if target in _CUBLAS:
+        cublas_matmul(writer, taps, instruction)
+    elif target == "__cudnn$blockScaledDot":
+        block_scaled_dot(writer, taps, instruction)
+    else:
+        raise ValueError(
+            f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU. "
+            f"Only the matmuls {', '.join(_CUBLAS)} and __cudnn$blockScaledDot can run. Compile "
+            "the function without it, for instance with XLA's kernels in place of Pallas's or "
+            "Triton's."
+        )
+
+
+def _copied(writer: Writer, instruction: Instruction) -> None:
+    inside = instruction.inside if instruction.opcode in ("constant", "parameter") else None
+    if instruction.opcode == "constant" and "{...}" in instruction.inside:
+        raise ValueError(
+            "cannot run on a CPU: the text leaves out the value of the constant "
+            f"{instruction.name}. Pass the compiled program itself, or a text with "
+            "print_large_constants."
+        )
+    writer.emit(
+        without_layouts(instruction.type),
+        instruction.opcode,
+        *instruction.operands,
+        inside=inside,
+        name=instruction.name,
+        also=_attributes(instruction),
+    )
+
+
+def _attributes(instruction: Instruction) -> Iterator[str]:
+    for attribute in split(instruction.attributes.lstrip(", ")):
+        if not _DROPPED.fullmatch(attribute.partition("=")[0]):
+            yield attribute
+
+
+def _unknown(instruction: Instruction) -> str:
+    name, opcode = instruction.name, instruction.opcode
+    if _COLLECTIVE.match(opcode):
+        return (
+            f"cannot run on a CPU: {name} is {opcode}, but only programs for one device can run. "
+            "Compile the function for one device, without a mesh."
+        )
+    return (
+        f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here. Compile the "
+        "function without the operation that it comes from."
+    )
+
+
+# `run_on_cpu`: runs a program that was compiled for a GPU on a CPU, to check its numbers.
 
 
 def run_on_cpu(

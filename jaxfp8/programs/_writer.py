@@ -1,9 +1,14 @@
-"""The text of one computation of the rewritten program, written line by line."""
+"""Writes the computations of the program that `run_on_cpu` runs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from jaxfp8.programs._hlo import Instruction
-from jaxfp8.programs._types import Array, array_type, spelled
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfp8.programs._hlo import Array, Instruction, array_type, spelled, tensors_of
+
+# The text of one computation of the rewritten program, written line by line.
 
 # The only computation that is added to a program. `Writer.largest` calls it.
 MAXIMUM = "rewritten.maximum"
@@ -112,3 +117,155 @@ class Writer:
 
 def _dimensions(dimensions: tuple[int, ...]) -> str:
     return f"dimensions={{{','.join(map(str, dimensions))}}}"
+
+
+# Taps, which pass the operands of a matmul to a function of the user each time that it runs.
+#
+# A tap is a call of jax's own callback target. It returns nothing and is marked as having a side
+# effect. Without the mark, the compiler would remove it.
+#
+# References:
+#     jax, jax/_src/callback.py (emit_python_callback) and XLA, xla/python/ifrt/host_callback.h.
+
+TARGET = "xla_ffi_python_cpu_callback"
+
+# label, lhs, rhs, lhs_scale, rhs_scale
+Seen = Callable[[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], Any]
+
+
+class Taps:
+    """The taps of one program.
+
+    Attributes:
+      callbacks: the functions that XLA calls. The program holds the index of each.
+      error: the first error that `seen` raised. XLA would report only its text.
+    """
+
+    def __init__(self, seen: Seen | None) -> None:
+        self._seen = seen
+        self.callbacks: list[Callable[..., tuple[()]]] = []
+        self.error: BaseException | None = None
+
+    def show(
+        self,
+        writer: Writer,
+        label: str,
+        lhs: str,
+        rhs: str,
+        lhs_scale: str | None = None,
+        rhs_scale: str | None = None,
+    ) -> None:
+        """Writes a call that passes these operands to `seen`."""
+        if self._seen is None:
+            return
+        given = [lhs, rhs, lhs_scale, rhs_scale]
+        dtypes = [None if x is None else writer.type_of(x).dtype for x in given]
+        sent = [_as_bytes(writer, x) for x in given if x is not None]
+        writer.emit(
+            "()",
+            "custom-call",
+            *sent,
+            also=[
+                f'custom_call_target="{TARGET}"',
+                "custom_call_has_side_effect=true",
+                "api_version=API_VERSION_TYPED_FFI",
+                f"backend_config={{index = {len(self.callbacks)} : ui64}}",
+            ],
+        )
+        self.callbacks.append(self._callback(label, dtypes))
+
+    def _callback(self, label: str, dtypes: list[str | None]) -> Callable[..., tuple[()]]:
+        def called(*arrays: Any) -> tuple[()]:
+            given = iter(arrays)
+            shown = [None if dtype is None else _as_array(next(given), dtype) for dtype in dtypes]
+            try:
+                if self.error is None and self._seen is not None:
+                    self._seen(label, *shown)  # type: ignore[arg-type]
+            except BaseException as error:  # `execute` raises it again in the caller
+                self.error = error
+            return ()
+
+        return called
+
+
+def _as_bytes(writer: Writer, x: str) -> str:
+    """`x` in a type that callbacks accept. They accept neither FP8 nor 4-bit types."""
+    type = writer.type_of(x)
+    if type.bits < 8:
+        return writer.convert(x, "f32")
+    if not type.is_float or type.bits > 16:
+        return x
+    return writer.emit(spelled(f"u{type.bits}", type.shape), "bitcast-convert", x)
+
+
+def _as_array(x: Any, dtype: str) -> np.ndarray:
+    """A copy of `x` in its own dtype. XLA reuses the memory of `x` after the callback."""
+    named = jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype)
+    array = np.array(x)
+    return array.astype(named) if array_type(f"{dtype}[]").bits < 8 else array.view(named)
+
+
+# A bitcast without layouts: the same bytes in memory, read as another type.
+#
+# `bitcast` is the only instruction whose meaning depends on layouts. The rewritten program has no
+# layouts. So an array is transposed to its order in memory, reinterpreted, and transposed to the
+# order of the result.
+#
+# References:
+#     XLA, xla/hlo/ir/hlo_opcode.h (kBitcast) and xla/shape_util.cc (ShapeUtil::DecomposeBitcast).
+
+
+def bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
+    """`x` of type `source`, read as `result`.
+
+    Raises:
+      ValueError: if the sizes differ. Also if elements change their type and are not whole bytes.
+    """
+    if source.size * source.bits != result.size * result.bits:
+        raise ValueError(
+            f"cannot run on a CPU: a bitcast of {source} to {result} changes the number of bytes. "
+            "Pass the text as XLA prints it."
+        )
+    if source.dtype != result.dtype and (source.bits % 8 or result.bits % 8):
+        raise ValueError(
+            f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements "
+            "that are no whole bytes. Compile a program without packed elements."
+        )
+    x = writer.transpose(x, source.order)
+    if source.bits == result.bits:
+        x = _same_width(writer, x, result.dtype)
+    else:
+        x = _other_width(writer, writer.reshape(x, (source.size,)), source, result)
+    x = writer.reshape(x, result.physical_shape)
+    return writer.transpose(x, _inverse(result.order))
+
+
+def _same_width(writer: Writer, x: str, dtype: str) -> str:
+    type = writer.type_of(x)
+    if type.dtype == dtype:
+        return x
+    # `bitcast-convert` does not accept booleans. A boolean is a byte of 0 or 1, so `convert` does
+    # the same.
+    if type.dtype == "pred":
+        x = writer.convert(x, "u8")
+    if dtype == "pred":
+        return writer.convert(_same_width(writer, x, "u8"), "pred")
+    if writer.type_of(x).dtype == dtype:
+        return x
+    return writer.emit(spelled(dtype, type.shape), "bitcast-convert", x)
+
+
+def _other_width(writer: Writer, x: str, source: Array, result: Array) -> str:
+    x = _same_width(writer, x, f"u{source.bits}")
+    if source.bits > result.bits:
+        shape: tuple[int, ...] = (source.size, source.bits // result.bits)
+    else:
+        # The elements that become one wider element must be the last dimension.
+        x = writer.reshape(x, (result.size, result.bits // source.bits))
+        shape = (result.size,)
+    x = writer.emit(spelled(f"u{result.bits}", shape), "bitcast-convert", x)
+    return _same_width(writer, x, result.dtype)
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(permutation.index(d) for d in range(len(permutation)))

@@ -12,7 +12,7 @@ from flax import nnx
 from zoo import LM, NNXLM, TOKENS, VOCABULARY, WIDTH
 
 import jaxfp8 as fp8
-from jaxfp8.conversion._flops import OTHER, flops_of, layer_scope
+from jaxfp8.jaxprs._flops import OTHER, flops_of, layer_scope
 
 CURRENT = fp8.recipes.current()
 

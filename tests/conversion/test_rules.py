@@ -11,8 +11,8 @@ from zoo import LM, NNXLM, TOKENS, WIDTH
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import Rule
-from jaxfp8.conversion._blocks import ends_of
-from jaxfp8.conversion._layer import Layer
+from jaxfp8.conversion._plan import ends_of
+from jaxfp8.conversion._rule import Layer
 
 CURRENT, BLOCKWISE = fp8.recipes.current(), fp8.recipes.blockwise()
 LINEN = LM(attention=False)

@@ -15,9 +15,8 @@ from memory_cases import IDENTITY, STATE, B, D, L, W, arguments, check_sums, sta
 from rich.console import Console
 
 import jaxfp8 as fp8
-from jaxfp8.diagnostics._argument_kinds import kinds_of
-from jaxfp8.diagnostics._memory_report import memory_report
-from jaxfp8.diagnostics._memory_table import MemoryReport
+from jaxfp8.diagnostics._arguments import kinds_of
+from jaxfp8.diagnostics._memory_report import MemoryReport, memory_report
 from jaxfp8.state._high_precision import high_precision
 
 IN_FP8 = fp8.quantize_params({"kernel": jnp.ones((4, 4))}, fp8.recipes.current(), primary=True)[

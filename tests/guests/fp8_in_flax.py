@@ -20,7 +20,7 @@ from flax.core import Scope
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import _linen
-from jaxfp8.conversion._nnx_layers import give_matmul, known_of, obstacle_of
+from jaxfp8.conversion._nnx import give_matmul, known_of, obstacle_of
 from jaxfp8.conversion._plan import Plan
 
 RECIPE = fp8.recipes.identity()

@@ -15,7 +15,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 import jaxfp8 as fp8
-from jaxfp8.nnx._kept import kept
+from jaxfp8.nnx._state import kept
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 X = jax.random.normal(jax.random.key(0), (4, 8))

@@ -18,8 +18,7 @@ from same_bits import assert_same_bits
 import jaxfp8 as fp8
 from jaxfp8.plugs import axlearn, equinox, haliax, praxis
 from jaxfp8.plugs._bytes import from_bytes, to_bytes
-from jaxfp8.plugs._guest import guest
-from jaxfp8.plugs._leaves import leaf_shapes, state_of
+from jaxfp8.plugs._policy import guest, leaf_shapes, state_of
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
 # A plug hands its recipe on: one with state, and one whose tiles span tokens, show that it does.

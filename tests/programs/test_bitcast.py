@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxfp8.programs._hlo import tensors_of
+from jaxfp8.programs._hlo import array_type, parts_of, split, tensors_of
 from jaxfp8.programs._run_on_cpu import run_on_cpu
-from jaxfp8.programs._types import array_type, parts_of, split
 
 
 def program(source, result):

@@ -8,8 +8,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.programs._buffers import buffers_of
-from jaxfp8.programs._step_memory import step_memory
+from jaxfp8.programs._memory import buffers_of, step_memory
 
 HEAD = "HloModule m, is_scheduled=true{shared}\n\n"
 FORWARD = 'metadata={op_name="jit(f)/jvp()/sin"}'

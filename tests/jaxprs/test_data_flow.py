@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.optim._data_flow import labels_of
+from jaxfp8.jaxprs._data_flow import labels_of
 
 A, B, C = 0b001, 0b010, 0b100
 

@@ -1,19 +1,96 @@
-"""What each array that a train step takes is: a weight, a moment, quantizer state, or another."""
+"""The arguments of a train step: what each array is, and those of the high-precision twin."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from flax.nnx.extract import NodeStates
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
-from jaxfp8.diagnostics._packed_modules import ArgumentKind, Kinds, Packed, with_kinds_of_modules
+from jaxfp8.ops._weight_states import path_name
 from jaxfp8.optim._master_weights import MasterWeightsState
+from jaxfp8.optim._masters import BFloat16PlusState
 from jaxfp8.optim._released import Released
 from jaxfp8.state._state import is_node
-from jaxfp8.weights._quantized_weight import QuantizedWeight
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+
+# The arrays of nnx modules. `nnx.jit` passes them as a list in the order of a graph.
+
+ArgumentKind = Literal[
+    "weights", "master weights", "moments", "gradients", "quantizer state", "other arguments"
+]
+Kinds = list[ArgumentKind | None]
+"""The kind of each array of a tree; None if the tree does not say it."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["kinds"])
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """The types of the arrays of a module, and their kinds (static)."""
+
+    arrays: tuple[Any, ...]
+    kinds: tuple[ArgumentKind | None, ...]
+
+
+def with_kinds_of_modules(
+    given: Sequence[PyTree], types: Sequence[PyTree], kinds: Callable[[Any], Kinds]
+) -> list[PyTree]:
+    """The types of arguments, with a `Packed` for each list of arrays that stands for a module.
+
+    Args:
+      given: the arguments, with modules.
+      types: the arguments that the program takes.
+      kinds: gives the kind of each leaf of a module.
+
+    Raises:
+      ValueError: if a list does not fit to its module.
+
+    Example:
+      >>> with_kinds_of_modules([1.0], [1.0], lambda module: [])
+      [1.0]
+    """
+    found = jax.tree.leaves(given, is_leaf=_is_module)
+    modules = iter([module for module in found if _is_module(module)])
+    return [
+        jax.tree.map(lambda node: _packed(node, modules, kinds), tree, is_leaf=_is_packed)
+        for tree in types
+    ]
+
+
+def _is_module(node: object) -> bool:
+    return isinstance(node, nnx.Pytree)
+
+
+def _is_packed(node: object) -> bool:
+    return isinstance(node, NodeStates)
+
+
+def _packed(node: Any, modules: Iterator[Any], kinds: Callable[[Any], Kinds]) -> Any:
+    if not _is_packed(node):
+        return node
+    module, arrays = next(modules, None), jax.tree.leaves(node)
+    leaves, flat = jax.tree.flatten(module)
+    structure: Any = flat  # jax gives it no type
+    # A module of numbers tells the order in which a graph has the leaves of the tree.
+    numbers = structure.unflatten([np.array(n) for n in range(len(leaves))])
+    order = [int(n) for n in jax.tree.leaves(nnx.state(numbers))]
+    if [leaves[n].shape for n in order] != [array.shape for array in arrays]:
+        raise ValueError(
+            f"the step gets {len(arrays)} arrays for a {type(module).__name__} with {len(leaves)}. "
+            "Two arguments may share Variables. Pass the states of the modules, from nnx.split, to "
+            "a jax.jit of the step."
+        )
+    known = kinds(module)
+    return Packed(tuple(arrays), tuple(known[n] for n in order))
+
+
+# What each array that a train step takes is: a weight, a moment, quantizer state, or another.
 
 KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
 
@@ -279,3 +356,56 @@ def _signatures(tree: PyTree) -> Iterable[tuple[Any, ...]]:
     yield _signature(tree)
     for _, child in _children(tree):
         yield from _signatures(child)
+
+
+# The arguments of the high-precision twin of a step: weights in FP8 become arrays.
+
+
+def arguments_of_twin(args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments, with FP8 weights as types of arrays of their own dtype.
+
+    A bfloat16 weight is a part of its `BFloat16Plus` master weight. So the optimizer of the twin
+    does not store that part.
+
+    Example:
+      >>> arguments_of_twin([1.0])
+      (1.0,)
+    """
+    flat = jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_whole)
+    weights = [path_name(path) for path, node in flat if is_quantized_weight(node)]
+    if not weights:
+        return tuple(args)
+    return tuple(jax.tree.map(lambda node: _of_twin(node, weights), args, is_leaf=_is_whole))
+
+
+def _is_whole(node: Any) -> bool:
+    return (
+        is_optimizer_state(node)
+        or is_master_weights_state(node)
+        or is_node(node)
+        or is_quantized_weight(node)
+    )
+
+
+def _of_twin(node: Any, weights: list[str]) -> Any:
+    if is_quantized_weight(node):
+        values = node.values[0] if is_weight(node) else node.values
+        sharding = getattr(values, "sharding", None)
+        return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding)
+    if is_master_weights_state(node) or is_optimizer_state(node):
+        return jax.tree.map(
+            lambda n: _without_high(n, weights) if isinstance(n, BFloat16PlusState) else n,
+            node, is_leaf=lambda n: isinstance(n, BFloat16PlusState),
+        )  # fmt: skip
+    return node
+
+
+def _without_high(masters: BFloat16PlusState, weights: list[str]) -> PyTree:
+    """The master weights without the high parts that the twin has as its weights."""
+
+    def one(path: Any, high: Any) -> Any:
+        name = path_name(path)
+        in_twin = any(weight == name or weight.endswith(f"/{name}") for weight in weights)
+        return None if in_twin else high
+
+    return masters._replace(high=jax.tree_util.tree_map_with_path(one, masters.high))

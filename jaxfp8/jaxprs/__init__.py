@@ -1,0 +1,1 @@
+"""What JAX traced: readers of jaxprs."""
