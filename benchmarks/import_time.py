@@ -24,7 +24,7 @@ import numpy as np
 STEPS = {
     "flax.linen, flax.nnx, optax": "import flax.linen, flax.nnx, optax",
     "jaxfp8": "import jaxfp8",
-    "a Pallas kernel": "import jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul",
+    "a Pallas kernel": "import jaxfp8.kernels.scaled_matmul.hopper._door",
 }
 """The imports, which one interpreter runs one after the other."""
 PROGRAM = """\

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from jaxfp8.kernels import _on_cuda, _on_mesh
+from jaxfp8.kernels import _dispatch, _on_mesh
 from jaxfp8.kernels.scaled_matmul import _partitioned
 
 LOADS_TRANSPOSED = jax.__version_info__ >= (0, 11)
@@ -54,7 +54,7 @@ def interpreted(function, *arguments):
     with (
         use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
         plgpu.force_gpu_interpret_mode(parameters),
-        mock.patch.object(_on_cuda, "platform_dependent", _as_on_cuda),
+        mock.patch.object(_dispatch, "platform_dependent", _as_on_cuda),
         mock.patch.object(_on_mesh, "custom_partitioning", _OnOneDevice),
         mock.patch.object(_partitioned, "custom_partitioning", _OnOneDevice),
     ):

@@ -80,18 +80,18 @@ def _convert(otherwise, x, source, target, rounding):
 def _run(function, *arguments):
     import jax
 
-    from jaxfp8.kernels import _on_cuda
+    from jaxfp8.kernels import _dispatch
     from jaxfp8.kernels.adamw import _triton as _adamw
     from jaxfp8.kernels.quantize import _triton
 
     _triton.triton_call = _adamw.triton_call = _call
-    _on_cuda.platform_dependent = lambda *arrays, cuda, default: cuda(*arrays)
+    _dispatch.platform_dependent = lambda *arrays, cuda, default: cuda(*arrays)
     leaves = jax.tree.leaves(function(*arguments))
     return [np.atleast_1d(np.asarray(leaf)).view(np.uint8) for leaf in leaves]
 
 
 def _call(*arrays, kernel, results, grid, warps, compute_capability, overwrites=(), **constants):
-    """In place of `jaxfp8.kernels.triton._call.triton_call`."""
+    """In place of `jaxfp8.kernels._triton_call.triton_call`."""
     import jax
 
     del warps, compute_capability

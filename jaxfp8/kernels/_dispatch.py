@@ -1,4 +1,4 @@
-"""The dispatch loop: the one place that calls a backend of an operation.
+"""The dispatch loop, what runs on other platforms, and the chips that FP8 code is written for.
 
 `plan/` decides which backends are tried, and in which order. Here they are only names.
 """
@@ -7,10 +7,89 @@ import dataclasses
 import functools
 import importlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from jaxfp8.kernels._on_cuda import on_cuda
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.lax import platform_dependent
+from jax.sharding import AbstractMesh
+
+from jaxfp8.sharding._amax import varying, varying_type
+
+# A kernel for CUDA and its replacement on other platforms, in one program.
+#
+# A program that is written for a GPU can be debugged on a CPU without a change. XLA compiles only
+# the branch of the platform. The kernel is traced on every platform, so what it needs must be
+# installed.
+
+
+def on_cuda(
+    kernel: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`kernel(*args, **kwargs)` on CUDA, and `elsewhere(like, *args, **kwargs)` on other platforms.
+
+    Args:
+      kernel: returns a tree of arrays.
+      elsewhere: returns a tree of the same structure, shapes and dtypes. `like` is that tree, with
+        `jax.ShapeDtypeStruct`s as leaves.
+      *args: trees. Leaves that are no arrays are static.
+      **kwargs: trees, too.
+
+    Raises:
+      NotImplementedError: if the kernel raises it when it is traced.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> on_cuda(lambda x: x, lambda like, x: 2 * x, jnp.ones(2))  # on a CPU
+      Array([2., 2.], dtype=float32)
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    dynamic = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+    def of_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arrays: Any) -> Any:
+            given = iter(arrays)
+            args, kwargs = jax.tree.unflatten(
+                structure, [next(given) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+            )
+            return function(*args, **kwargs)
+
+        return run
+
+    # The kernel is traced before the choice of a platform, because `elsewhere` needs the types of
+    # its results. The branch for CUDA runs this trace.
+    traced, like = jax.make_jaxpr(of_arrays(kernel), return_shape=True)(*dynamic)
+    of_results: Any = jax.tree.structure(like)
+
+    def cuda(*arrays: Any) -> list[Any]:
+        return list(jaxpr_as_fun(traced)(*arrays))
+
+    def other(*arrays: Any) -> list[Any]:
+        results = of_arrays(lambda *a, **k: elsewhere(like, *a, **k))(*arrays)
+        assert of_results == jax.tree.structure(results), (results, like)
+        leaves = jax.tree.leaves(results)
+        return [_as(x, aval) for x, aval in zip(leaves, traced.out_avals, strict=True)]
+
+    return jax.tree.unflatten(of_results, platform_dependent(*dynamic, cuda=cuda, default=other))
+
+
+def _as(x: jax.Array, aval: Any) -> jax.Array:
+    """x with the mesh axes of a type: those over which it varies, and those that split it.
+
+    The branches of `platform_dependent` must return equal types.
+    """
+    if missing := varying_type(aval) - varying(x):
+        x = lax.pcast(x, tuple(sorted(missing)), to="varying")
+    mesh = aval.sharding.mesh
+    if not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types:
+        x = jax.sharding.reshard(x, aval.sharding)
+    return x
+
+
+# The dispatch loop: the one place that calls a backend of an operation.
 
 Attempt: TypeAlias = tuple[str, Mapping[str, Any]]
 """The name of a backend, and the extra arguments that it gets."""
@@ -121,3 +200,90 @@ class Backend:
                 raise
             raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error
         return on_cuda(getattr(module, self.function), self.elsewhere, *args, **kwargs)
+
+
+# The chips that FP8 code is written for. The user names a chip; nothing detects it.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A chip and what it can do.
+
+    Attributes:
+      name: the name that users write.
+      platform: jax's platform name.
+      compute_capability: (major, minor) of an NVIDIA GPU; None for other chips.
+      fp8_matmul: whether XLA can multiply FP8 in the hardware of this chip.
+      block_scaled_matmul: whether its tensor cores apply the scales of tiles (MXFP8).
+    """
+
+    name: str
+    platform: Literal["cpu", "cuda", "rocm", "tpu"]
+    compute_capability: tuple[int, int] | None = None
+    fp8_matmul: bool = False
+    block_scaled_matmul: bool = False
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is an NVIDIA Hopper, for which some kernels are written."""
+        return (self.compute_capability or (0, 0))[0] == 9
+
+
+# cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
+# point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run for them, so they
+# take the portable path.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(name="cpu", platform="cpu"),
+        Chip(name="a100", platform="cuda", compute_capability=(8, 0)),
+        Chip(name="l4", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
+        Chip(name="l40s", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
+        Chip(name="h100", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
+        Chip(name="h200", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
+        Chip(
+            name="b200",
+            platform="cuda",
+            compute_capability=(10, 0),
+            fp8_matmul=True,
+            block_scaled_matmul=True,
+        ),
+        Chip(name="mi300x", platform="rocm"),
+        Chip(name="tpu", platform="tpu"),
+    )
+}
+
+
+def chip_named(name: str) -> Chip:
+    """The chip with this name.
+
+    Raises:
+      ValueError: for a name that is not in `CHIPS`.
+
+    Example:
+      >>> chip_named("h200").compute_capability
+      (9, 0)
+    """
+    if not isinstance(name, str) or name not in CHIPS:
+        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
+    return CHIPS[name]
+
+
+def compute_capability_of(mesh: AbstractMesh) -> int | None:
+    """The compute capability of a mesh's GPUs, as one number: 90 for an H200.
+
+    A program can be compiled for a mesh of GPUs that this machine does not have. So the mesh is
+    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `CHIPS`. Then
+    jax-triton asks the GPU.
+
+    Example:
+      >>> from jax.sharding import AbstractDevice
+      >>> h100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+      >>> compute_capability_of(AbstractMesh((), (), abstract_device=h100))
+      90
+    """
+    kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else ""
+    for word in re.split(r"[ -]", kind.lower()):
+        if word in CHIPS and (version := CHIPS[word].compute_capability):
+            return 10 * version[0] + version[1]
+    return None

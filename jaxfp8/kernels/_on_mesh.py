@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -20,6 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jaxfp8._typing import Array, Axes
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes, whole_mesh_axes
+
+# A kernel on the devices of a mesh: each device runs it on its own shard.
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
@@ -201,3 +204,23 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
     # Shardy takes these factors only in the order in which the rule names them.
     in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
     return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}
+
+
+# FP8 values that XLA writes in the order of their axes, before a kernel reads them transposed.
+
+
+def in_order(x: Array) -> Array:
+    """x [...], written to memory in the order of its axes, on one device.
+
+    A kernel may read x transposed. Without the barrier XLA moves the transposition in front of the
+    cast that made x. Then XLA also writes masks, magnitudes and the copy of the other direction in
+    the transposed order, in wider dtypes. Layers for Hopper move three times the bytes, and layers
+    for Blackwell a third more. The barrier holds a flat array, because no transposition passes a
+    reshape to one axis.
+    """
+    return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
+
+
+def in_order_on_mesh(x: Array) -> Array:
+    """`in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
+    return on_mesh(lambda x: (in_order(x),), (1,), ((1,),))(x)[0]

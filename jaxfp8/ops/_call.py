@@ -15,8 +15,8 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, Matmul, Tensor
 from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
+from jaxfp8.kernels.grouped_matmul._api import groups_product, rows_product
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.grouped_matmul._over_tiles import groups_product, rows_product
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import sum_dtype

@@ -9,9 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 from jax import lax
 
-from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
-from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity

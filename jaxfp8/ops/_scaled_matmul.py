@@ -8,8 +8,7 @@ from jaxfp8._call import check_options
 from jaxfp8._geometry import Geometry, OperandAxes, check
 from jaxfp8._quantized_tensor import QuantizedTensor, validate
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
-from jaxfp8.kernels.scaled_matmul._add_to import check_add_to
-from jaxfp8.kernels.scaled_matmul._api import multiply
+from jaxfp8.kernels.scaled_matmul._api import check_add_to, multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import E5M2, check_out_dtype, product_dtype
 from jaxfp8.plan._kernels import Kernels, check_kernels

@@ -11,10 +11,10 @@ import jax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8._version import __version__
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels._measure import Operands, measure
+from jaxfp8.kernels._timings import Timings, describe
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.tuning._measure import Operands, measure
-from jaxfp8.kernels.tuning._timings import Timings, describe
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._routes import kernels_of
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._platform import Chip, chip_named
+from jaxfp8.kernels._dispatch import Chip, chip_named
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
 from jaxfp8.plan._costs import Route, stream

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._platform import Chip
+from jaxfp8.kernels._dispatch import Chip
 from jaxfp8.numerics._amax import rows_read_together
 from jaxfp8.plan._costs import WHOLE_TILE, Cost, Route, padded, stream, turns
 from jaxfp8.plan._padding import padding, padding_for_pallas
@@ -228,7 +228,7 @@ def wants_contracted_last(route: Route, chip: Chip) -> bool:
     """Whether the route wants the contracted axis last.
 
     Example:
-      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.kernels._dispatch import chip_named
       >>> wants_contracted_last(Route.FP8, chip_named("h200"))
       True
     """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxfp8._geometry import OPERANDS
 from jaxfp8._typing import Array, DType, Matmul, Tensor
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import chip_named
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax

@@ -1,6 +1,6 @@
 """The options with which XLA compiles a recipe to the intended kernels and numbers."""
 
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import chip_named
 from jaxfp8.recipes._recipe import Operands, Recipe
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import math
 
-from jaxfp8.kernels._platform import Chip
+from jaxfp8.kernels._dispatch import Chip
 from jaxfp8.plan._peaks import Peak
 
 # The share of the peak that a matmul attains. torchao found it for large matmuls on an H100
@@ -60,7 +60,7 @@ def turns(chip: Chip) -> bool:
     documentation, `cublasLtMatmul`).
 
     Example:
-      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.kernels._dispatch import chip_named
       >>> turns(chip_named("h200")), turns(chip_named("b200"))
       (True, False)
     """

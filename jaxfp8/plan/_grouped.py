@@ -7,7 +7,7 @@ import functools
 import math
 
 from jaxfp8._typing import Matmul
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import chip_named
 from jaxfp8.plan._backends import XLA, Backends, backends_for, best, matmul_seconds, sizes_of
 from jaxfp8.plan._costs import LAUNCH, Cost, stream
 from jaxfp8.plan._peaks import PEAKS, Peak

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels._dispatch import Attempt
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import Attempt, chip_named
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity

@@ -1,6 +1,6 @@
 """The backends that a user can name, and the chips that each backend is made for."""
 
-from jaxfp8.kernels._platform import Chip
+from jaxfp8.kernels._dispatch import Chip
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul

@@ -8,7 +8,7 @@ transposes.
 Hopper's Pallas matmul reads whole tiles of 128 along the contracted axis, and rows in boxes of 8.
 """
 
-from jaxfp8.kernels._platform import Chip
+from jaxfp8.kernels._dispatch import Chip
 from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded, stream, turns
 from jaxfp8.plan._peaks import Peak
 
@@ -26,7 +26,7 @@ def padding(
       first: whether XLA writes FP8 to memory before another kernel transposes it.
 
     Example:
-      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.kernels._dispatch import chip_named
       >>> from jaxfp8.plan._peaks import PEAKS
       >>> h200, both = (PEAKS["h200"], chip_named("h200")), {False, True}
       >>> padding(*h200, (333, 1024), both, first=False).bytes

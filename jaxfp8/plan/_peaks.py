@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxfp8.kernels._platform import Chip, chip_named
+from jaxfp8.kernels._dispatch import Chip, chip_named
 from jaxfp8.plan._split_k import AMPERE, BLACKWELL, HOPPER, SplitK
 
 

@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from jaxfp8._typing import Matmul
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import chip_named
 from jaxfp8.plan._backends import rows_of, sizes_of, values_of
 from jaxfp8.plan._cast_costs import Casts, cast_cost
 from jaxfp8.plan._costs import Cost, Route, gemm

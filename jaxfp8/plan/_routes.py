@@ -6,7 +6,7 @@ The route depends on operands, chip and backend.
 from typing import NamedTuple
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8.kernels._platform import Chip
+from jaxfp8.kernels._dispatch import Chip
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._costs import Cost, Route, matmul
@@ -67,7 +67,7 @@ def kernels_of(chip: Chip) -> tuple[str, ...]:
     """The backends of matmuls that are written for a chip, besides XLA's.
 
     Example:
-      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.kernels._dispatch import chip_named
       >>> [kernels_of(chip_named(name)) for name in ("l4", "h200", "b200")]
       [(), ('mosaic',), ('cudnn',)]
     """
@@ -84,7 +84,7 @@ def kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.kernels._dispatch import chip_named
       >>> recipes, h200 = (fp8.recipes.blockwise(), fp8.recipes.rowwise()), chip_named("h200")
       >>> [kernels_for(sides_of(recipe.fprop), h200) for recipe in recipes]
       [('mosaic',), ()]
@@ -107,7 +107,7 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int])
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> from jaxfp8.kernels._platform import chip_named
+      >>> from jaxfp8.kernels._dispatch import chip_named
       >>> sides, h200 = sides_of(fp8.recipes.blockwise().fprop), chip_named("h200")
       >>> [route_of(sides, name, h200, (512, 512, 512)).in_fp8 for name in ("xla", "mosaic")]
       [False, True]

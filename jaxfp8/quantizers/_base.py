@@ -7,9 +7,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E8M0, VALUE_FORMATS, Format

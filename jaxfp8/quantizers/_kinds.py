@@ -15,9 +15,8 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding, ScaleRounding
-from jaxfp8.kernels._extras import CastExtras
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.quantize._api import quantize
 from jaxfp8.numerics._formats import E8M0, Format

@@ -103,7 +103,7 @@ def test_in_the_kernel(kind, fast, dtypes):
 @needs_mosaic
 def test_in_the_kernel_with_several_tiles_and_experts():
     """Ragged and in place; each warpgroup brings several parts of C for each of several tiles."""
-    from jaxfp8.kernels.scaled_matmul.hopper import _scaled_matmul as _mosaic
+    from jaxfp8.kernels.scaled_matmul.hopper import _door as _mosaic
     from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling
 
     shapes, numbers = ((2, 136, 130), (2, 130, 136)), (((2,), (1,)), ((0,), (0,)))

@@ -50,9 +50,9 @@ def compiled_code(folder, grouping, tiling, scaling, out_dtype, steps):
     """What ptxas said of the kernel, and its PTX. A kernel that was compiled is not dumped again:
     `steps` are its own.
     """
-    from jaxfp8.kernels.scaled_matmul.hopper._grouping import GroupSteps, RowTiles
     from jaxfp8.kernels.scaled_matmul.hopper._kernel import grouped_kernel
     from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
+    from jaxfp8.kernels.scaled_matmul.hopper._tiling import GroupSteps, RowTiles
 
     k, n, rows = T * steps, 512, grouping == "rows"
     m = T * TILES if rows else 384

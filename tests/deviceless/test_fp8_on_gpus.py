@@ -148,7 +148,7 @@ def a_conversion_in_casts(monkeypatch):
     """Casts as they were: they end in a conversion, which XLA folds."""
     jax.clear_caches()
     old = lambda x, multiplier, format, *, rounding, key: kernel_cast(x, multiplier, format)
-    monkeypatch.setattr("jaxfp8.kernels.cast._xla.saturating_cast", old)
+    monkeypatch.setattr("jaxfp8.kernels.cast._api.saturating_cast", old)
     yield
     jax.clear_caches()
 

@@ -19,11 +19,11 @@ def call_of(monkeypatch, module, function, *arguments):
 
     jax.clear_caches()  # or it would not be traced again, and afterwards not with the kernel
     with monkeypatch.context() as patched:
-        from jaxfp8.kernels import _on_cuda
+        from jaxfp8.kernels import _dispatch
 
         patched.setattr(importlib.import_module(module), "triton_call", record)
         patched.setattr(
-            _on_cuda, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays)
+            _dispatch, "platform_dependent", lambda *arrays, cuda, default: cuda(*arrays)
         )
         jax.eval_shape(function, *arguments)
     jax.clear_caches()

@@ -6,9 +6,8 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels import _on_cuda
-from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels._platform import CHIPS, chip_named
+from jaxfp8.kernels import _dispatch
+from jaxfp8.kernels._dispatch import CHIPS, Backend, chip_named, dispatch
 
 
 def cannot(*args, **kwargs):
@@ -74,7 +73,7 @@ def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
     backend = Backend("waiting_backend", "double", needs="a file", elsewhere=elsewhere)
     assert "waiting_backend" not in sys.modules
     assert dispatch("op", {"a": backend}, ("a",), jnp.int32(3), plus=1) == -7  # on a CPU
-    monkeypatch.setattr(_on_cuda, "platform_dependent", cuda)
+    monkeypatch.setattr(_dispatch, "platform_dependent", cuda)
     assert dispatch("op", {"a": backend}, ("a",), jnp.int32(3), plus=1) == 7
     del sys.modules["waiting_backend"]
 

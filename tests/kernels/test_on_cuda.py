@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from platforms import mesh_of, text_for, types
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels._on_cuda import on_cuda
+from jaxfp8._quantized_tensor import CastExtras
+from jaxfp8.kernels._dispatch import on_cuda
 from jaxfp8.prologues._prologue import Produced, produce, value_of
 
 X = jnp.arange(1.0, 9.0)

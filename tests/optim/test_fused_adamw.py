@@ -133,7 +133,7 @@ def test_what_the_kernel_cannot_do_is_refused(options, mentions):
 def test_without_the_package_it_names_the_extra(monkeypatch):
     import sys
 
-    for module in ("jaxfp8.kernels.triton._call", "jaxfp8.kernels.adamw._triton"):
+    for module in ("jaxfp8.kernels._triton_call", "jaxfp8.kernels.adamw._triton"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     start = params(jnp.float32)

@@ -4,7 +4,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._platform import CHIPS, chip_named
+from jaxfp8.kernels._dispatch import CHIPS, chip_named
 from jaxfp8.plan._backends import Backends, best, casting_kernels
 from jaxfp8.plan._routes import kernels_for, kernels_of, sides_of
 

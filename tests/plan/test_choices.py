@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from interpreter import LOADS_TRANSPOSED, needs_mosaic
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.tuning._timings import Time, Way
+from jaxfp8.kernels._timings import Time, Way
 from jaxfp8.plan._autotune import Recorder
 from jaxfp8.plan._backends import best
 

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._platform import CHIPS
+from jaxfp8.kernels._dispatch import CHIPS
 
 STATIC = {"x_scale": 0.1, "w_scale": 0.1, "g_scale": 0.1}
 BY_CUBLASLT = {"xla_gpu_enable_triton_gemm": False}

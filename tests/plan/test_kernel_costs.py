@@ -7,7 +7,7 @@ from hard_inputs import mentions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.kernels._platform import CHIPS
+from jaxfp8.kernels._dispatch import CHIPS
 from jaxfp8.plan._costs import (
     ATTAINED_BANDWIDTH,
     ATTAINED_PEAK,

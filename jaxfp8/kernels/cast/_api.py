@@ -1,15 +1,62 @@
 """The entry to the cast with known scales: high precision in, QuantizedTensors out."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels.cast import _xla
+from jaxfp8.kernels._on_mesh import in_order_on_mesh
+from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
+
+# The cast for XLA. It is elementwise, so XLA fuses it with the producer of x and an amax of x.
+#
+# With barriers it is the reference: XLA cannot fuse or rewrite anything across them.
+
+
+def cast_by_xla(
+    x: Source,
+    cast: Cast,
+    scales: Sequence[tuple[Array, Array]],
+    *,
+    key: Array | None,
+    barriers: bool,
+) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+    """See `kernels.cast._api.cast_copies`."""
+    array = value_of(x)
+    if not barriers and any(each.in_rows for each in cast.granularities):
+        array = _in_its_layout(array)
+    values, known = [], []
+    for direction, (multiplier, scale) in zip(cast.directions, scales, strict=True):
+        if barriers:
+            multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
+        spread = direction.granularity.expand(multiplier, array.shape)
+        value = saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key)
+        values.append(in_order_on_mesh(value) if direction.transposed else value)
+        known.append(scale)
+    return cast.copies(tuple(values), tuple(known), array.dtype), CastExtras()
+
+
+def _in_its_layout(x: Array) -> Array:
+    """x, laid out in memory in the order of its axes.
+
+    Otherwise XLA may give all of the cast the layout of the copy that cuBLASLt reads transposed.
+    Parts of the cast that both copies share are then written to memory, for instance the masks of
+    values that are finite.
+    """
+    layout = Layout(tuple(range(x.ndim)))
+    return lax.platform_dependent(
+        x, cuda=lambda x: with_layout_constraint(x, layout), default=lambda x: x
+    )
+
+
+# The entry to the cast with known scales: high precision in, QuantizedTensors out.
 
 
 class KnownScale(NamedTuple):
@@ -42,19 +89,19 @@ def _elsewhere(
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """The cast that other platforms than CUDA run instead of a kernel."""
-    copies, _ = _xla.cast_copies(x, cast, scales, key=key, barriers=False)
+    copies, _ = cast_by_xla(x, cast, scales, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
-    "xla": functools.partial(_xla.cast_copies, barriers=False),
+    "xla": functools.partial(cast_by_xla, barriers=False),
     "mosaic": Backend(
         "jaxfp8.kernels.cast._mosaic",
         "cast_copies",
         needs="Pallas Mosaic GPU",
         elsewhere=_elsewhere,
     ),
-    "reference": functools.partial(_xla.cast_copies, barriers=True),
+    "reference": functools.partial(cast_by_xla, barriers=True),
 }
 
 

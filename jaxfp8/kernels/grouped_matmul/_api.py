@@ -10,13 +10,174 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels.grouped_matmul import _reference, _xla
 from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.numerics._formats import sum_dtype
+from jaxfp8.sharding._amax import vary_as
+
+# The grouped matmul by its definition: dequantize, multiply all tiles, and sum them by group.
+#
+# It repeats the matrix of each tile in memory. It is for tests.
+
+
+def grouped_by_definition(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall
+) -> Array:
+    """See `kernels.grouped_matmul._api.multiply`; float32 throughout, on every chip."""
+    a, b = (jax.vmap(lambda each: each.dequantize(jnp.float32))(operand) for operand in (lhs, rhs))
+
+    def product(a: Array, b: Array) -> Array:
+        return lax.dot_general(
+            a, b, call.geometry.dimension_numbers, precision=lax.Precision.HIGHEST
+        )
+
+    if call.sums_rows:
+        summed = jax.ops.segment_sum(jax.vmap(product)(a, b), groups.group, groups.experts)
+        return summed.astype(call.out_dtype)
+    products = jax.vmap(product)(a, groups.of_tiles(b))
+    y = jnp.zeros((groups.tokens, products.shape[-1]), jnp.float32)
+    return y.at[groups.row].set(products, mode="drop").astype(call.out_dtype)
+
+
+# A loop over tiles of rows: each is multiplied by the matrix of its group.
+#
+# The work is that of the rows, rounded up to tiles. The loop reads one matrix at a time where it
+# is, so no copy of a matrix is made for each tile or row. Its number of steps is known to the
+# compiler: R tiles. A GPU would otherwise ask the host after each step whether to go on. A CPU
+# stops after the last tile that a group needs.
+#
+# Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of a matrix.
+
+Product = Callable[[Any, Any], Array]
+
+
+def rows_product(
+    product: Product, lhs: PyTree, rhs: PyTree, groups: Groups, columns: int, out_dtype: DType
+) -> Array:
+    """[T, N]: each row of a group times the group's matrix. Rows of the tail are 0.
+
+    Args:
+      product: multiplies [P, K] and [K, N], or the axes that it takes.
+      lhs: tiles of rows. Each leaf is [R, ...].
+      rhs: matrices. Each leaf is [E, ...].
+      groups: which rows belong to which group.
+      columns: N.
+      out_dtype: the dtype of the result.
+    """
+    matrix, rows = groups.matrix, groups.live_rows
+    place = jnp.arange(groups.tile, dtype=jnp.int32)[:, None]
+
+    def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
+        lhs, rhs, groups, matrix, rows = arrays
+
+        def step(tile: Array, y: Array) -> Array:
+            found = product(_at(lhs, tile), _at(rhs, matrix[tile])).astype(out_dtype)
+            # Rows behind a ragged tile are those of the next tile, which writes them later, or of
+            # the tail.
+            found = jnp.where(place < rows[tile], found, jnp.zeros((), out_dtype))
+            return lax.dynamic_update_slice(y, found, (groups.first_row[tile], jnp.int32(0)))
+
+        y = jnp.zeros((groups.tokens + groups.tile, columns), out_dtype)
+        y = _varying_as(y, arrays)
+        steps = groups.used if steps is None else steps
+        return lax.fori_loop(0, steps, step, y)[: groups.tokens]
+
+    return _looped(loop, (lhs, rhs, groups, matrix, rows), groups.count)
+
+
+def groups_product(
+    product: Product, lhs: PyTree, rhs: PyTree, groups: Groups, shape: tuple[int, int],
+    out_dtype: DType,
+) -> Array:  # fmt: skip
+    """[E, K, N]: for each group the sum of the products of its tiles. 0 for a group without rows.
+
+    Args:
+      product: multiplies [P, K] and [P, N] over the rows, with a result that is not rounded yet.
+      lhs: tiles of rows. Each leaf is [R, ...].
+      rhs: tiles of rows. Each leaf is [R, ...].
+      groups: which rows belong to which group.
+      shape: (K, N).
+      out_dtype: the dtype of the result.
+    """
+    wide = sum_dtype(out_dtype)
+
+    def loop(arrays: PyTree, *, steps: Array | int | None) -> Array:
+        lhs, rhs, groups, matrices, rows = arrays
+
+        def step(tile: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            summed, result = carry
+            matrix = matrices[tile]
+            found = product(_at(lhs, tile), _at(rhs, tile)).astype(wide)
+            # A tile of no group adds nothing to the last group.
+            found = jnp.where(rows[tile] > 0, found, jnp.zeros((), wide))
+            summed = jnp.where(tile == groups.first_tile[matrix], found, summed + found)
+            # Each tile writes the sum until then, and the last one stays.
+            start = (matrix, jnp.int32(0), jnp.int32(0))
+            return summed, lax.dynamic_update_slice(result, summed[None].astype(out_dtype), start)
+
+        zeros = jnp.zeros(shape, wide), jnp.zeros((groups.experts, *shape), out_dtype)
+        carry = tuple(_varying_as(each, arrays) for each in zeros)
+        steps = groups.used if steps is None else steps
+        return lax.fori_loop(0, steps, step, carry)[1]
+
+    return _looped(loop, (lhs, rhs, groups, groups.matrix, groups.live_rows), groups.count)
+
+
+def _looped(loop: Callable[..., Array], arrays: PyTree, tiles: int) -> Array:
+    """The loop over the tiles of all groups on a CPU, and over all tiles elsewhere."""
+    result: Array = lax.platform_dependent(
+        arrays,
+        cpu=functools.partial(loop, steps=None),
+        default=functools.partial(loop, steps=tiles),
+    )
+    return result
+
+
+def _at(stack: PyTree, index: Array) -> PyTree:
+    """Entry number `index` of a stack: of each of its leaves."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stack)
+
+
+def _varying_as(x: Array, arrays: PyTree) -> Array:
+    """x, with a type that varies over every mesh axis over which an array varies."""
+    return functools.reduce(vary_as, jax.tree.leaves(arrays), x)
+
+
+# The grouped matmul for XLA: a loop over tiles, with the scaled matmul of one tile inside.
+#
+# `jax.lax.ragged_dot` is not used: for GPUs and CPUs XLA compiles it to a dense product, with the
+# work of E groups for each row.
+
+
+def grouped_by_xla(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall, *, backend: str
+) -> Array:
+    """See `kernels.grouped_matmul._api.multiply`.
+
+    Args:
+      lhs: tiles of rows.
+      rhs: matrices, or tiles of rows.
+      groups: which rows belong to which group.
+      call: axes and options of the matmul of one group.
+      backend: the scaled matmul that multiplies a tile, "xla" or "cudnn".
+    """
+    multiply = functools.partial(scaled_matmul.multiply, attempts=(backend,))
+    rows, columns = call.geometry.out_shape(lhs.shape[1:], rhs.shape[1:])
+    if call.sums_rows:
+        product = functools.partial(multiply, call=call.in_float32)
+        return groups_product(product, lhs, rhs, groups, (rows, columns), call.out_dtype)
+    product = functools.partial(multiply, call=call)
+    return rows_product(product, lhs, rhs, groups, columns, call.out_dtype)
+
+
+# The entry to the grouped matmul: two stacks of QuantizedTensors in, high precision out.
 
 
 def _elsewhere(
@@ -30,19 +191,19 @@ def _elsewhere(
 ) -> Array:
     """The grouped matmul that other platforms than CUDA run instead of a kernel."""
     del like, tiling
-    return _xla.grouped_matmul(lhs, rhs, groups, call, backend="xla")
+    return grouped_by_xla(lhs, rhs, groups, call, backend="xla")
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
-    "cudnn": functools.partial(_xla.grouped_matmul, backend="cudnn"),
-    "xla": functools.partial(_xla.grouped_matmul, backend="xla"),
+    "cudnn": functools.partial(grouped_by_xla, backend="cudnn"),
+    "xla": functools.partial(grouped_by_xla, backend="xla"),
     "mosaic": Backend(
         "jaxfp8.kernels.grouped_matmul._mosaic",
         "grouped_matmul",
         needs="Pallas Mosaic GPU",
         elsewhere=_elsewhere,
     ),
-    "reference": _reference.grouped_matmul,
+    "reference": grouped_by_definition,
 }
 
 

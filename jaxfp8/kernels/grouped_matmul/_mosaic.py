@@ -25,13 +25,11 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, left_to_xla, transposed_last
-from jaxfp8.kernels.scaled_matmul.hopper._grouping import GroupSteps, RowTiles
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, left_to_xla, transposed_last
+from jaxfp8.kernels.scaled_matmul.hopper._door import check_operands
 from jaxfp8.kernels.scaled_matmul.hopper._kernel import grouped_kernel
-from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
-from jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul import check_operands
-from jaxfp8.kernels.scaled_matmul.hopper._scales import (
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
+    Matmul,
     inner_tile,
     laid,
     padded,
@@ -39,7 +37,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._scales import (
     shares_columns,
 )
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, Tiling
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, GroupSteps, RowTiles, Tiling
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
 

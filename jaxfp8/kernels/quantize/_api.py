@@ -8,12 +8,32 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+import jax
+
+from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels._extras import CastExtras
-from jaxfp8.kernels.quantize import _xla
+from jaxfp8.kernels.cast._api import cast_by_xla
+from jaxfp8.numerics._amax import amax
 from jaxfp8.prologues._prologue import Source, value_of
+
+# The quantizer for XLA: for each direction a reduction and an elementwise cast, fused by XLA.
+#
+# On a GPU x is read once for the amax and once for the cast, in each direction. With barriers this
+# is the reference: a barrier separates each step from the next, so XLA cannot fuse or rewrite them.
+
+
+def quantize_by_xla(
+    x: Source, cast: Cast, *, key: Array | None, barriers: bool
+) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
+    """See `kernels.quantize._api.quantize`."""
+    array = value_of(x)
+    cut = jax.lax.optimization_barrier if barriers else lambda arrays: arrays
+    scales = [cast.rule.apply(cut(amax(array, each)), cast.format) for each in cast.granularities]
+    return cast_by_xla(array, cast, scales, key=key, barriers=barriers)
+
+
+# The entry to the quantizer: amax, scale and cast in one call, for every direction.
 
 
 def _elsewhere(
@@ -24,12 +44,12 @@ def _elsewhere(
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """The quantizer that other platforms than CUDA run instead of a kernel."""
-    copies, _ = _xla.quantize(x, cast, key=key, barriers=False)
+    copies, _ = quantize_by_xla(x, cast, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
-    "xla": functools.partial(_xla.quantize, barriers=False),
+    "xla": functools.partial(quantize_by_xla, barriers=False),
     "mosaic": Backend(
         "jaxfp8.kernels.quantize._mosaic",
         "quantize",
@@ -43,7 +63,7 @@ BACKENDS: dict[str, Callable[..., Any]] = {
         needs="Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)",
         elsewhere=_elsewhere,
     ),
-    "reference": functools.partial(_xla.quantize, barriers=True),
+    "reference": functools.partial(quantize_by_xla, barriers=True),
 }
 
 

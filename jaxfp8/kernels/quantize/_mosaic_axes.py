@@ -15,13 +15,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels._mosaic_source import Reader, Staged, operands_of, reader
+from jaxfp8.kernels._mosaic_tiles import T, grid, parts, place, tiles_of
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.kernels.cast._mosaic import copies
-from jaxfp8.kernels.mosaic._source import Reader, Staged, operands_of, reader
-from jaxfp8.kernels.mosaic._tiles import T, grid, parts, place, tiles_of
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._exact import to_float32
 from jaxfp8.numerics._granularity import AbstractGranularity

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._quantized_tensor import Direction
 from jaxfp8._typing import Axes, DType
-from jaxfp8.kernels.mosaic._tiles import T, shared_tile
+from jaxfp8.kernels._mosaic_tiles import T, shared_tile
 from jaxfp8.numerics._formats import Format
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.numerics._scale import ScaleRule

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
+from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels._extras import CastExtras
+from jaxfp8.kernels._dispatch import compute_capability_of
 from jaxfp8.kernels._on_mesh import mesh_of, on_mesh
-from jaxfp8.kernels._platform import compute_capability_of
+from jaxfp8.kernels._triton_call import triton_call
 from jaxfp8.kernels.quantize import _triton_kernels as kernels
-from jaxfp8.kernels.triton._call import triton_call
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.prologues._prologue import Produced, Source, value_of
 

@@ -1,16 +1,94 @@
 """The entry to the scaled matmul: two QuantizedTensors in, high precision out."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, Axes
 from jaxfp8.kernels._dispatch import Attempt, Backend, dispatch
-from jaxfp8.kernels.scaled_matmul import _cudnn, _reference, _xla
-from jaxfp8.kernels.scaled_matmul._add_to import adding
+from jaxfp8.kernels.scaled_matmul import _cudnn, _xla
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.numerics._formats import FLOAT_DTYPES
+
+# C + product: a matmul that adds its product to an array C, like cuBLAS with beta = 1.
+#
+# Letters: M N the axes of the product.
+
+
+def check_add_to(add_to: Array, shape: Axes) -> None:
+    """Raise unless `add_to` is an array with a float dtype and the shape of the product.
+
+    Args:
+      add_to: C.
+      shape: the shape of the product, [..., M, N].
+
+    Raises:
+      ValueError: for another shape.
+      TypeError: for another dtype, and for anything that is no array.
+
+    Example:
+      >>> check_add_to(jnp.zeros((2, 3)), (2, 3))
+    """
+    if not isinstance(add_to, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}."
+        )
+    if add_to.shape != shape:
+        raise ValueError(
+            f"add_to has shape {list(add_to.shape)}, but the product that is added to it has "
+            f"{list(shape)}: give it that shape."
+        )
+    if add_to.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"add_to is of dtype {add_to.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
+        )
+
+
+def adding(backend: Callable[..., Array]) -> Callable[..., Array]:
+    """The backend of a scaled matmul, with an argument `add_to` for C.
+
+    The backend writes its product in float32, and C is added to that. So the sum is rounded once.
+    """
+
+    @functools.wraps(backend)
+    def scaled_matmul(
+        lhs: QuantizedTensor,
+        rhs: QuantizedTensor,
+        call: MatmulCall,
+        *,
+        add_to: Array | None = None,
+    ) -> Array:
+        if add_to is None:
+            return backend(lhs, rhs, call)
+        product = backend(lhs, rhs, call.in_float32)
+        return (add_to.astype(jnp.float32) + product).astype(call.out_dtype)
+
+    return scaled_matmul
+
+
+# The scaled matmul by its definition: dequantize in float32, then multiply in float32.
+
+
+def multiply_by_definition(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
+    """See `fp8.scaled_matmul`; float32 throughout, on every chip."""
+    product = lax.dot_general(
+        lhs.dequantize(jnp.float32),
+        rhs.dequantize(jnp.float32),
+        call.geometry.dimension_numbers,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+        out_sharding=call.out_sharding,
+    )
+    return product.astype(call.out_dtype)
+
+
+# The entry to the scaled matmul: two QuantizedTensors in, high precision out.
 
 
 def _elsewhere(
@@ -31,12 +109,12 @@ BACKENDS: dict[str, Callable[..., Any]] = {
     "cudnn": _cudnn.scaled_matmul,
     "xla": _xla.scaled_matmul,
     "mosaic": Backend(
-        "jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul",
+        "jaxfp8.kernels.scaled_matmul.hopper._door",
         "scaled_matmul",
         needs="Pallas Mosaic GPU",
         elsewhere=_elsewhere,
     ),
-    "reference": _reference.scaled_matmul,
+    "reference": multiply_by_definition,
 }
 
 

@@ -1,12 +1,19 @@
-"""MatmulCall: the arguments of a backend of the scaled matmul, besides its operands."""
+"""The arguments of a backend of the scaled matmul, and its operands as matrices."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from jaxfp8._geometry import Geometry
-from jaxfp8._typing import DType
+from jaxfp8._geometry import Geometry, OperandAxes
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array, DType
+from jaxfp8.kernels._on_mesh import in_order
+from jaxfp8.numerics._per_block import PerBlock
+
+# MatmulCall: the arguments of a backend of the scaled matmul, besides its operands.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,3 +61,97 @@ class MatmulCall:
     def in_auto_mesh(self) -> "MatmulCall":
         """The same call inside an Auto mesh, where no type says how the result is split."""
         return dataclasses.replace(self, out_sharding=None)
+
+
+# Operands of any rank, and their scales, as the matrices that kernels multiply.
+#
+# Letters: B batch, M N K the axes of a matmul, S values along K that share a scale.
+
+
+def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:
+    """x [...] as [B, M, K]; an array of rhs as [B, N, K].
+
+    The innermost contracted axis is padded with zeros to whole tiles.
+    """
+    pads = [(0, -x.shape[a] % tile if a == axes.contracted[-1] else 0) for a in range(x.ndim)]
+    x = jnp.pad(x, pads) if any(after for _, after in pads) else x
+    return x.transpose(axes.order).reshape(axes.matrix_shape(x.shape))
+
+
+def left_to_xla(sides: Iterable[OperandAxes], written: Iterable[bool]) -> tuple[bool, ...]:
+    """For each operand, whether XLA has to transpose it for a kernel that reads K last.
+
+    Args:
+      sides: the axes of each operand.
+      written: see `MatmulCall.written_transposed`.
+    """
+    return tuple(
+        axes.contracted[-1] < max(axes.kept, default=-1) and not done
+        for axes, done in zip(sides, written, strict=True)
+    )
+
+
+def transposed_last(values: Iterable[Array], transposed: Iterable[bool]) -> list[Array]:
+    """Values [B, M, K]. XLA casts those that it transposes in the order of their axes."""
+    pairs = zip(values, transposed, strict=True)
+    return [in_order(x.mT).mT if was else x for x, was in pairs]
+
+
+def repeated_scale(operand: QuantizedTensor, scale: Array, inner: int, values: int) -> Array:
+    """A scale for each S values along the axis `inner`, and for each value along other axes.
+
+    Args:
+      operand: [...] in tiles. Their side along `inner` is a multiple of S.
+      scale: the operand's scale, or another array of that shape.
+      inner: an axis of the operand.
+      values: S.
+
+    Returns:
+      The shape of the operand, with ceil(size / S) along `inner`.
+    """
+    shape, sides = list(operand.shape), list(operand.granularity.along(operand.ndim))
+    shape[inner] = -(-shape[inner] // values)
+    sides[inner] //= values
+    if all(side == 1 for side in sides):
+        return scale
+    return jnp.broadcast_to(PerBlock(tuple(sides)).expand(scale, tuple(shape)), shape)
+
+
+# Scales that are constant along contracted axes: they are multiplied onto the product.
+
+
+def along_output(scale: Array, geometry: Geometry, side: int) -> Array:
+    """A scale with the axes of the product, [*batch, *lhs kept, *rhs kept].
+
+    It has size 1 along the axes that its operand does not have.
+
+    Args:
+      scale: of lhs or rhs, with the rank of the operand and size 1 along contracted axes. A scale
+        [] is returned as it is.
+      geometry: the axes of the matmul.
+      side: 0 for lhs, 1 for rhs.
+    """
+    if not scale.ndim:
+        return scale
+    axes = geometry.sides[side]
+    contracted = axes.in_order.contracted  # of size 1: other scales are rejected before
+    scale = jnp.squeeze(scale.transpose(axes.order), contracted)
+    return jnp.expand_dims(scale, geometry.added_axes[side])
+
+
+def scaled(product: Array, *scales: Array) -> Array:
+    """`product * scale * scale`, [batch, lhs kept, rhs kept] float32."""
+    first, second = scales
+    if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
+        first, second = (_laid_as(each, product) if each.ndim else each for each in scales)
+    # The smaller scale first. Otherwise a product times the larger scale could overflow, although
+    # the result is finite.
+    return (product * jnp.minimum(first, second)) * jnp.maximum(first, second)
+
+
+def _laid_as(scale: Array, product: Array) -> Array:
+    """A scale with the sharding of the product, which it must have in an Explicit mesh."""
+    sharding = jax.typeof(product).sharding
+    axes = zip(sharding.spec, scale.shape, strict=True)
+    spec = jax.P(*(along if size > 1 else None for along, size in axes))
+    return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))

@@ -9,7 +9,7 @@ from interpreter import interpreted, needs_mosaic
 import jaxfp8 as fp8
 from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.quantize import _xla
+from jaxfp8.kernels.quantize import _api
 from jaxfp8.prologues._prologue import Gathered
 
 pytestmark = needs_mosaic
@@ -45,7 +45,7 @@ def test_has_the_bits_of_xla(name, sizes, tokens, tile):
 
     x, cast = gathered(sizes, tokens, 192, tile=tile), CASTS[name]
     got, _ = interpreted(lambda x: _mosaic.quantize(x, cast, key=None), x)
-    want, _ = _xla.quantize(x, cast, key=None, barriers=False)
+    want, _ = _api.quantize_by_xla(x, cast, key=None, barriers=False)
     for mine, other in zip(got, want, strict=True):
         for a, b in ((mine.values, other.values), (mine.scale, other.scale)):
             assert a.shape == b.shape
@@ -74,7 +74,7 @@ def test_what_the_kernel_cannot_read_is_said():
 )
 def test_rows_must_have_whole_boxes(dtype, k, able):
     """Pallas raises ValueError for others, but only when it compiles for a GPU."""
-    from jaxfp8.kernels.mosaic._gathered import check_gathered
+    from jaxfp8.kernels._mosaic_source import check_gathered
 
     x = gathered([5], 8, k, jnp.dtype(dtype))
     if able:

@@ -89,7 +89,7 @@ def test_scales_that_span_tiles(granularities, shape, dtype, format, rule):
     "granularities", [(ROWS, COLUMNS), (OF_ROWS, OF_COLUMNS)], ids=["tiles", "spanning"]
 )
 def test_more_tiles_than_an_axis_of_a_grid_has(granularities, monkeypatch):
-    from jaxfp8.kernels.mosaic import _tiles as _mosaic_tiles
+    from jaxfp8.kernels import _mosaic_tiles
 
     # CUDA launches no more than that along the second and third axis, and would fail when the
     # program runs.

@@ -208,7 +208,7 @@ def test_a_gpu_runs_the_kernel():
 def test_without_the_package_it_names_the_extra(monkeypatch):
     from jaxfp8.kernels import quantize
 
-    for module in ("jaxfp8.kernels.triton._call", "jaxfp8.kernels.quantize._triton"):
+    for module in ("jaxfp8.kernels._triton_call", "jaxfp8.kernels.quantize._triton"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delattr(quantize, "_triton", raising=False)
     monkeypatch.setitem(sys.modules, "jax_triton", None)

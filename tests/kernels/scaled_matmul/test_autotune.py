@@ -14,11 +14,11 @@ from interpreter import needs_mosaic
 
 import jaxfp8 as fp8
 from jaxfp8._geometry import Geometry
+from jaxfp8.kernels import _measure
+from jaxfp8.kernels._timings import Time, Way, describe
 from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
-from jaxfp8.kernels.tuning import _measure, _timer
-from jaxfp8.kernels.tuning._timings import Time, Way, describe
 from jaxfp8.plan import _autotune
 from jaxfp8.plan._autotune import Recorder
 
@@ -264,10 +264,10 @@ def step(kernels, x, w):
 def gpu(monkeypatch):
     """A machine that says it has a GPU, on which two backends are XLA's."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_timer, "_TURNS", 2)
-    monkeypatch.setattr(_timer, "_MOST_SETS", 2)
-    monkeypatch.setattr(_timer, "_ROUNDS", 3)
-    monkeypatch.setattr(_timer, "_SECONDS", 0.0)
+    monkeypatch.setattr(_measure, "_TURNS", 2)
+    monkeypatch.setattr(_measure, "_MOST_SETS", 2)
+    monkeypatch.setattr(_measure, "_ROUNDS", 3)
+    monkeypatch.setattr(_measure, "_SECONDS", 0.0)
     monkeypatch.setitem(_api.BACKENDS, "mosaic", _api.BACKENDS["xla"])
     monkeypatch.setattr(_measure, "search_space", lambda: (None,))
     return monkeypatch
@@ -389,7 +389,7 @@ def test_a_loop_does_all_of_its_work():
         return 2 * x
 
     sets = [(jnp.full(3, float(n)),) for n in range(3)]
-    program, turns = _timer.looped(work, sets[0])
+    program, turns = _measure.looped(work, sets[0])
     np.testing.assert_array_equal(jax.jit(program)(sets), np.full(3, 4.0))
     jax.effects_barrier()
     assert len(counted) == 3 * turns

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.kernels.scaled_matmul._block_scaled_dot import TILE, mapped
+from jaxfp8.kernels.scaled_matmul._cudnn import TILE, mapped
 from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partitioned, takes_mesh
 
 B, M, N = 2, 16, 8

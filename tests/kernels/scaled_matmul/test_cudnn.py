@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.scaled_matmul import _block_scaled_dot
+from jaxfp8.kernels.scaled_matmul import _cudnn
 
 B200 = functools.partial(fp8.scaled_matmul, kernels=fp8.Kernels("b200", matmuls="cudnn"))
 
@@ -40,10 +40,10 @@ def on_blackwell(monkeypatch):
         return chosen(*arguments) if chosen else here(*arguments, **branches)
 
     monkeypatch.setattr(lax, "platform_dependent", on_cuda)
-    monkeypatch.setattr(_block_scaled_dot, "_call", definition)
-    _block_scaled_dot.block_scaled_dot.cache_clear()
+    monkeypatch.setattr(_cudnn, "_call", definition)
+    _cudnn.block_scaled_dot.cache_clear()
     yield
-    _block_scaled_dot.block_scaled_dot.cache_clear()
+    _cudnn.block_scaled_dot.cache_clear()
 
 
 def gaussian(*shape, seed=0):

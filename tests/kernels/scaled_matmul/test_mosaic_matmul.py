@@ -114,7 +114,7 @@ def tilings():
 
 def tiled(name, fast=False):
     """The matmul of two matrices with one of `tilings`, which the door does not take."""
-    from jaxfp8.kernels.scaled_matmul.hopper._scaled_matmul import scaled_matmul
+    from jaxfp8.kernels.scaled_matmul.hopper._door import scaled_matmul
 
     call = MatmulCall(
         geometry=Geometry.of(MATRICES, 2, 2),

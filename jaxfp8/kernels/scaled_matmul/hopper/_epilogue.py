@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul.hopper._memory import load_scales
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import scaled_sum
-from jaxfp8.kernels.scaled_matmul.hopper._share import Share
+from jaxfp8.kernels.scaled_matmul.hopper._sums import Share
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS
 
 

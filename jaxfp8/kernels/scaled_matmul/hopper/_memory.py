@@ -1,4 +1,4 @@
-"""The memory of the kernel: operands in global memory, and a block's shared memory.
+"""Shared memory: which barrier guards which buffer, and whose turn it is.
 
 `Block` has all of it. `shared_memory` has the types to allocate.
 
@@ -15,17 +15,114 @@ Letters: B batch, M N K the axes of the matmul, C the array that the product is 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels.scaled_matmul.hopper._grouping import GroupSteps, RowTiles
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul, Tile
-from jaxfp8.kernels.scaled_matmul.hopper._ring import Ring, RingBarriers
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T, of_bytes
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, GroupSteps, RowTiles
+
+# The ring of slots through which the producer passes steps to the consumers.
+#
+# A slot is shared memory for one step. Each step of a block takes the next slot. The count of steps
+# continues from one tile to the next. Two barriers guard each slot.
+#
+#     filled    The producer's copies have arrived. Consumers wait for it before they read the slot.
+#                         Without it they would multiply the slot's old contents, or half of a step.
+#     emptied   All consumers have read the slot. The producer waits for it before it copies into
+#     the
+#                         slot again. Without it a copy would overwrite a step that is still
+#               multiplied.
+#
+# In a cluster each block copies half of a step of lhs to both blocks. So a producer must also know
+# that the slot of the other block is free. Consumers report an emptied slot to both blocks.
+#
+# A thread must wait for every phase of a barrier exactly once, in order. It counts phases by its
+# own waits. If it skips a wait, its next wait returns too soon. If it waits twice, it never
+# returns.
+
+
+class RingBarriers(NamedTuple):
+    """Two barriers for each slot."""
+
+    filled: Any
+    emptied: Any
+
+    @classmethod
+    def allocated(cls, copies: int, stages: int, cluster: int) -> "RingBarriers":
+        """The barriers to allocate. `copies` fill a slot, and each consumer frees it once.
+
+        `ClusterBarrier` counts the arrivals of each block of the cluster: four in all.
+        """
+        filled = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+        if cluster == 1:
+            return cls(filled, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages))
+        of_both = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=WARPGROUPS, num_barriers=stages
+        )
+        return cls(filled, of_both)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Slots in the order in which they are used.
+
+    Attributes:
+      stages: slots of the ring.
+      barriers: of each slot.
+    """
+
+    stages: int
+    barriers: RingBarriers
+
+    def at(self, before: Array, step: Array) -> tuple[Array, Array]:
+        """The number of steps before this one, `before` of other tiles included, and its slot."""
+        count = before + step
+        return count, self.slot(count)
+
+    def slot(self, count: Array) -> Array:
+        """The slot of a step, which `count` steps come before."""
+        return lax.rem(count, self.stages)
+
+    def wait_filled(self, slot: Array) -> None:
+        """For a consumer, before it reads a slot."""
+        plgpu.barrier_wait(self.barriers.filled.at[slot])
+
+    def free(self, slot: Array) -> None:
+        """For a consumer, after its last read of a slot."""
+        plgpu.barrier_arrive(self.barriers.emptied.at[slot])
+
+    def wait_emptied(self, count: Array, slot: Array) -> None:
+        """For the producer, before it fills a slot.
+
+        The first `stages` steps do not wait: their slots are still unused, so nobody frees them.
+        """
+
+        @pl.when(count >= self.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(self.barriers.emptied.at[slot])
+
+    def drain(self, total: Array) -> None:
+        """For the producer, after `total` steps: wait until the slots it filled last are emptied.
+
+        Consumers of the other block of a cluster report to this block's barriers, too. Without this
+        wait the block could end before they report. Then they would write to shared memory that
+        belongs to another block by then. Without a cluster the wait is not needed.
+        """
+
+        # The last `stages` steps are those whose slots nobody has waited for yet.
+        @pl.loop(jnp.maximum(total - self.stages, 0), total)
+        def _slot(count: Array) -> None:
+            plgpu.barrier_wait(self.barriers.emptied.at[self.slot(count)])
+
+
+# The memory of the kernel: operands in global memory, and a block's shared memory.
 
 _LEAST = 32  # bytes of the narrowest swizzle: rows of shared memory are multiples of it
 
@@ -169,3 +266,37 @@ def load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
     load: Any = plgpu.load  # before jax 0.11 it has no layout=
     found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
     return of_bytes(found) if found.dtype == jnp.uint8 else found
+
+
+# The turns of a block of threads: the tiles that it computes, one after the other.
+#
+# The producer and the consumers of a block take the same turns, and so do the blocks of a cluster.
+# They agree on the steps before each tile, from which they count the slots of the ring.
+
+
+def for_each_tile(block: Block, work: Callable[[Tile, Array], None]) -> Array:
+    """Call `work(tile, before)` for each tile of the block; `before` counts the steps before it.
+
+    Returns:
+      The number of steps of all tiles of the block.
+    """
+    matmul = block.matmul
+    if matmul.grouping is None:  # all tiles have the same steps
+
+        @plgpu.nd_loop((matmul.tiles,), collective_axes="clusters")
+        def _tile(turn: Any) -> None:
+            work(block.tile(turn.index[0]), turn.local_index * matmul.steps)
+
+        # `nd_loop` deals out tiles in turn: clusters with an index below the remainder have one
+        # tile more.
+        tiles, clusters, index = matmul.tiles, matmul.clusters, lax.axis_index("clusters")
+        return (tiles // clusters + (index < tiles % clusters).astype(jnp.int32)) * matmul.steps
+
+    @plgpu.nd_loop((matmul.tiles,), collective_axes="clusters", init_carry=jnp.int32(0))
+    def total(turn: Any, carry: Array) -> Array:
+        tile = block.tile(turn.index[0])
+        work(tile, carry)
+        return carry + tile.steps
+
+    found: Any = total  # `nd_loop` runs the function, and its name is the last carry
+    return found

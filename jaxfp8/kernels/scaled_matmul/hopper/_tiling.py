@@ -1,4 +1,4 @@
-"""How Hopper's matmul is divided into tiles: a dataclass, its budgets, and a table to choose from.
+"""How the result is divided between blocks of threads, and which tiles belong to which group.
 
 A block of threads has two warpgroups that multiply and one that copies. Each of the two computes a
 share of R x C. The shares are one above the other, or side by side if there are few rows. Every
@@ -41,8 +41,11 @@ References:
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
+
+# How Hopper's matmul is divided into tiles: a dataclass, its budgets, and a table to choose from.
 
 ROWS = 64
 """Rows of one `wgmma`."""
@@ -271,3 +274,46 @@ def search_space() -> Iterator[Tiling]:
         tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
         if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
             yield tiling
+
+
+# Grouped matmuls: which rows, which matrix and how many steps each tile of the product has.
+#
+# The kernel reads this from small arrays in global memory. So one compiled kernel serves groups of
+# all sizes. There are two kinds of grouped matmuls:
+#
+#     rows     The rows of lhs are in groups, each with its own matrix of rhs. A tile of rows is
+#     inside
+#                       one group. Missing rows of a ragged tile are not written, because they are
+#              rows of
+#                       another tile in the result. A tile of no group has no steps, and writes
+#              zeros.
+#     groups   The contracted axis is in groups, each with its own product. A product has the steps
+#     of
+#                       its group, maybe none.
+#
+# Letters: T rows of the result, E groups, D tiles of rows; B batch, M N K the axes of the matmul.
+
+Grouping: TypeAlias = Literal["rows", "groups"]
+
+
+class RowTiles(NamedTuple):
+    """What each tile of rows is. Arrays i32[D]; refs inside the kernel.
+
+    Attributes:
+      matrix: the matrix of rhs that multiplies the tile.
+      first_row: where its first row is in the result.
+      rows: how many rows it writes.
+      steps: the steps along K: all, or 0 for zeros.
+    """
+
+    matrix: Any
+    first_row: Any
+    rows: Any
+    steps: Any
+
+
+class GroupSteps(NamedTuple):
+    """The steps of each group along the contracted axis. Arrays i32[E]; refs inside the kernel."""
+
+    first: Any
+    count: Any

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
-from jaxfp8.kernels._platform import chip_named
+from jaxfp8.kernels._dispatch import chip_named
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling
 

@@ -26,21 +26,20 @@ from jax.sharding import AxisType
 from jaxfp8._geometry import Geometry
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
+from jaxfp8.kernels._mosaic_tiles import check_jax
 from jaxfp8.kernels._on_mesh import mesh_of
-from jaxfp8.kernels.mosaic._tiles import check_jax
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul._matrices import as_matrix, left_to_xla, transposed_last
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, left_to_xla, transposed_last
 from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
 from jaxfp8.kernels.scaled_matmul.hopper._kernel import kernel
-from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
-from jaxfp8.kernels.scaled_matmul.hopper._memory import whole_row
-from jaxfp8.kernels.scaled_matmul.hopper._scales import (
+from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
+    Matmul,
     inner_tile,
     laid,
     padded,
     scale_matrix,
     shares_columns,
 )
+from jaxfp8.kernels.scaled_matmul.hopper._memory import whole_row
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling, choose
 from jaxfp8.numerics._formats import E8M0

@@ -1,1 +1,0 @@
-"""Code that the kernels in Triton share."""

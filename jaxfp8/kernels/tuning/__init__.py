@@ -1,1 +1,0 @@
-"""Timing every backend of a matmul, and the timings that choose the fastest."""
