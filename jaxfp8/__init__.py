@@ -43,11 +43,11 @@ from jaxfp8.state._check_state import check_state as check_state
 from jaxfp8.state._commit import commit as commit
 from jaxfp8.state._commit import merge_seen as merge_seen
 from jaxfp8.state._commit import nothing_seen as nothing_seen
-from jaxfp8.state._probes import fork as fork
-from jaxfp8.state._settle import settle as settle
-from jaxfp8.state._state_specs import state_specs as state_specs
-from jaxfp8.state._trees import freeze as freeze
-from jaxfp8.state._unset import init_state as init_state
+from jaxfp8.state._commit import settle as settle
+from jaxfp8.state._init import init_state as init_state
+from jaxfp8.state._init import state_specs as state_specs
+from jaxfp8.state._ledger import fork as fork
+from jaxfp8.state._state import freeze as freeze
 from jaxfp8.state._value_and_grad import value_and_grad as value_and_grad
 
 

@@ -34,7 +34,7 @@ from jaxfp8.nnx._layers import FP8Einsum, FP8Linear, FP8LinearGeneral
 from jaxfp8.nnx._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.nnx._state import FP8State
 from jaxfp8.ops._promotion import KeepsFP8
-from jaxfp8.state._unset import unset_state
+from jaxfp8.state._init import unset_state
 
 # flax.nnx's layers with a kernel: the size of their matmul, and how they get another one.
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from jaxfp8._typing import PyTree
 from jaxfp8.diagnostics._arguments import ArgumentKind, arguments_of_twin, kinds_of
 from jaxfp8.programs._memory import step_memory
-from jaxfp8.state._high_precision import high_precision
 from jaxfp8.state._state import is_node
+from jaxfp8.state._value_and_grad import high_precision
 
 # `MemoryReport`: the bytes of a train step by kind, in FP8 and in high precision.
 

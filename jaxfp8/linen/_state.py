@@ -24,11 +24,9 @@ from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.ops._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._check_state import check_state
-from jaxfp8.state._fresh_state import concrete
-from jaxfp8.state._state import LEAVES, MatmulState, is_state
-from jaxfp8.state._state_specs import state_specs as specs_of_states
-from jaxfp8.state._trees import check_tree, shown
-from jaxfp8.state._unset import unset_state
+from jaxfp8.state._init import concrete, unset_state
+from jaxfp8.state._init import state_specs as specs_of_states
+from jaxfp8.state._state import LEAVES, MatmulState, check_tree, is_state, shown
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 # Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.

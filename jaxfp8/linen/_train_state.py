@@ -15,10 +15,9 @@ from flax.core import meta, unfreeze
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.linen._state import COLLECTION
-from jaxfp8.state._fresh_state import concrete
-from jaxfp8.state._saved_params import matched, saved_leaves
-from jaxfp8.state._saved_tree import names_of
-from jaxfp8.state._trees import check_tree, shown
+from jaxfp8.state._init import concrete
+from jaxfp8.state._saved import matched, names_of, saved_leaves
+from jaxfp8.state._state import check_tree, shown
 from jaxfp8.weights._quantized_weight import is_weight
 
 # flax's `TrainState`, with quantizer state beside the parameters.

@@ -20,7 +20,7 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._init import concrete
 from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()

@@ -21,7 +21,7 @@ from jaxfp8.ops._ragged_dot import RaggedDotOptions, ragged_dot
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import SwiGLU
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._unset import unset_state
+from jaxfp8.state._init import unset_state
 
 # `FP8MoE`: a layer of experts with its router.
 

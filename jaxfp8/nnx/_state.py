@@ -19,14 +19,11 @@ from jax.interpreters import batching, mlir, partial_eval
 
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._fresh_state import concrete, fresh_like, placement
-from jaxfp8.state._saved_params import Path, matched, saved_leaves
-from jaxfp8.state._saved_tree import names_of
-from jaxfp8.state._settle import settle as settle_states
-from jaxfp8.state._state import MatmulState, is_state
-from jaxfp8.state._trees import freeze as freeze_states
-from jaxfp8.state._trees import shown
-from jaxfp8.state._unset import init_state
+from jaxfp8.state._commit import settle as settle_states
+from jaxfp8.state._init import concrete, fresh_like, init_state, placement
+from jaxfp8.state._saved import Path, matched, names_of, saved_leaves
+from jaxfp8.state._state import MatmulState, is_state, shown
+from jaxfp8.state._state import freeze as freeze_states
 
 # The Variables in which nnx layers keep their quantizer state.
 

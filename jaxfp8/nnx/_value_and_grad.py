@@ -10,7 +10,7 @@ from flax import nnx
 from jaxfp8._typing import PyTree, UncollectedStateError
 from jaxfp8.nnx._state import differentiating, holds_state, kept, states_of
 from jaxfp8.state._commit import commit as commit_seen
-from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._init import concrete
 from jaxfp8.state._state import is_state
 from jaxfp8.state._value_and_grad import value_and_grad as functional_value_and_grad
 

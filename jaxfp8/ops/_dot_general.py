@@ -22,10 +22,9 @@ from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._gradient_channel import in_gradient_channel
-from jaxfp8.state._high_precision import as_traced
-from jaxfp8.state._identity import known_scales
-from jaxfp8.state._matched import matched
+from jaxfp8.state._identity import known_scales, matched
 from jaxfp8.state._state import MatmulState
+from jaxfp8.state._value_and_grad import as_traced
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 

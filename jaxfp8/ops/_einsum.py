@@ -17,9 +17,9 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._shard import Shard, place, place_of_result
-from jaxfp8.state._high_precision import as_traced
-from jaxfp8.state._matched import matched
+from jaxfp8.state._identity import matched
 from jaxfp8.state._state import MatmulState
+from jaxfp8.state._value_and_grad import as_traced
 from jaxfp8.weights._quantized_weight import QuantizedWeight, handle, is_weight
 
 

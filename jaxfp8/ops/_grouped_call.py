@@ -18,15 +18,14 @@ from jaxfp8.ops._arrays import QuantizerArrays
 from jaxfp8.ops._call import Call, Places
 from jaxfp8.ops._options import Options
 from jaxfp8.ops._watch import name_of_call
-from jaxfp8.plan._grouped import grouped_backends, tile_rows
 from jaxfp8.plan._kernels import check_kernels
+from jaxfp8.plan._roofline import grouped_backends, tile_rows
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Whole
 from jaxfp8.state._gradient_channel import in_gradient_channel
-from jaxfp8.state._high_precision import as_traced
-from jaxfp8.state._identity import known_scales
-from jaxfp8.state._matched import matched
+from jaxfp8.state._identity import known_scales, matched
 from jaxfp8.state._state import MatmulState
+from jaxfp8.state._value_and_grad import as_traced
 
 _GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul of one group
 

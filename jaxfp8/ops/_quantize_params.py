@@ -13,7 +13,7 @@ from jaxfp8.ops._quantize_weight import quantize_weight
 from jaxfp8.ops._weight_states import path_name, state_at, states_by_path
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._high_precision import in_high_precision
+from jaxfp8.state._value_and_grad import in_high_precision
 from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
 
 WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]

@@ -25,9 +25,8 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import varying
 from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.sharding._shard import place
-from jaxfp8.state._identity import known_scales
-from jaxfp8.state._matched import matched
-from jaxfp8.state._probes import zero_ledgers
+from jaxfp8.state._identity import known_scales, matched
+from jaxfp8.state._ledger import zero_ledgers
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of
 

@@ -11,16 +11,13 @@ import optax
 from jaxfp8._typing import ArrayLike, PyTree
 from jaxfp8.kernels.adamw._api import TRITON
 from jaxfp8.kernels.adamw._step import GROUP, AdamWStep
-from jaxfp8.optim._dither import thresholds
-from jaxfp8.optim._grouped_formats import ExpandedFP8, ExpandedFP8State, Int8, Int8State
+from jaxfp8.optim._eight_bit_formats import ExpandedFP8, ExpandedFP8State, Int8, Int8State
 from jaxfp8.optim._master_weights import MasterWeightsState, with_master_weights
 from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState, Float32
-from jaxfp8.optim._moment_formats import PerParameter
-from jaxfp8.optim._moments import MomentFormatsState
+from jaxfp8.optim._moment_formats import PerParameter, thresholds
+from jaxfp8.optim._moments import MomentFormatsState, with_nodes
 from jaxfp8.optim._optimizers import adamw
-from jaxfp8.optim._overwrite import Overwrite
-from jaxfp8.optim._stored_moments import with_nodes
-from jaxfp8.optim._weights import Parameters, dtype_of
+from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of
 
 
 def fused_adamw(

@@ -1,17 +1,123 @@
-"""`with_master_weights`: an optimizer that holds the master weights of low-precision parameters."""
+"""`with_master_weights`: an optimizer that holds the precise copies of weights."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import PyTree
-from jaxfp8.optim._masters import AbstractMaster, MasterState
-from jaxfp8.optim._overwrite import Overwrite
-from jaxfp8.optim._stored import is_empty, loaded, nothing, states_of, trees_of
-from jaxfp8.optim._weights import Parameters, dtype_of, has_master, rounded, start_of
+from jaxfp8._typing import Array, DType, PyTree
+from jaxfp8.numerics._formats import E4M3, E5M2
+from jaxfp8.ops._weight_states import path_name
+from jaxfp8.optim._eight_bit_formats import FP8
+from jaxfp8.optim._masters import (
+    AbstractMaster,
+    BFloat16Plus,
+    BFloat16PlusState,
+    Float16,
+    Float16State,
+    Float32,
+    Float32State,
+    FP8State,
+    MasterState,
+)
+from jaxfp8.optim._weights import (
+    Overwrite,
+    Parameters,
+    dtype_of,
+    has_master,
+    rounded,
+    start_of,
+    with_originals,
+)
+
+# The state of the master weights of a whole tree, and of each parameter in it.
+
+
+def is_empty(state: MasterState) -> bool:
+    """Whether nothing is stored for a parameter."""
+    return not jax.tree.leaves(state)
+
+
+def nothing(master: AbstractMaster) -> MasterState:
+    """The state of a parameter without a master weight."""
+    return master.state(*[None] * len(master.state._fields))
+
+
+def trees_of(
+    master: AbstractMaster, states: list[MasterState], parameters: Parameters
+) -> MasterState:
+    """The state of all parameters, as trees, from the state of each. `states_of` is its inverse."""
+    columns = ([getattr(state, field) for state in states] for field in master.state._fields)
+    return master.state(*map(parameters.tree, columns))
+
+
+def states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
+    """The state of each parameter, from the state of all.
+
+    Raises:
+      ValueError: if a parameter gets a master weight and has none, or the other way round.
+    """
+    columns = map(parameters.like, masters)
+    states = [type(masters)(*each) for each in zip(*columns, strict=True)]
+    for path, leaf, state in zip(parameters.paths, parameters.leaves, states, strict=True):
+        _check(path, leaf, state)
+    return states
+
+
+def _check(path: str, leaf: Any, state: MasterState) -> None:
+    """Raise ValueError if a state does not belong to a parameter."""
+    if any(isinstance(field, optax.MaskedNode) for field in state):
+        return  # optax.masked hides this parameter from with_master_weights
+    arrays, dtype, shape = jax.tree.leaves(state), dtype_of(leaf), np.shape(leaf)
+    fits = has_master(leaf, path) == bool(arrays)
+    if arrays:
+        fits &= arrays[0].shape == shape
+    if arrays and isinstance(state, BFloat16PlusState):
+        fits &= (state.high is None) == (dtype == jnp.bfloat16)
+    if not fits:
+        stored = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+        raise ValueError(
+            f"params{path} is {dtype or type(leaf).__name__}{list(shape)}, but the optimizer state "
+            f"was made for another parameter: it stores {stored or 'nothing'}. Call tx.init or "
+            "init_master_weights for the parameters that you train."
+        )
+
+
+def loaded(
+    master: AbstractMaster, states: list[MasterState], parameters: Parameters
+) -> list[Array]:
+    """The master weight of each parameter, float32 [...], or the parameter if it has none."""
+    return [
+        leaf if is_empty(state) else master.load(state, leaf)
+        for state, leaf in zip(states, parameters.leaves, strict=True)
+    ]
+
+
+def kind_of(masters: MasterState) -> AbstractMaster:
+    """The kind of master weights that a state stores. Its fields may be trees.
+
+    Example:
+      >>> kind_of(BFloat16PlusState(None, jnp.zeros(2, jnp.uint8)))
+      BFloat16Plus(bits=8)
+    """
+    match masters:
+        case Float32State():
+            return Float32()
+        case Float16State():
+            return Float16()
+        case FP8State(values=values):
+            is_e5m2 = any(leaf.dtype == E5M2.dtype for leaf in jax.tree.leaves(values))
+            return FP8(E5M2 if is_e5m2 else E4M3, force=True)
+        case BFloat16PlusState(low=low):
+            bytes_of_low = {leaf.dtype.itemsize for leaf in jax.tree.leaves(low)}
+            return BFloat16Plus(bits=8 * max(bytes_of_low, default=2))
+
+
+# `with_master_weights`: an optimizer that holds the master weights of low-precision parameters.
 
 
 class MasterWeightsState(NamedTuple):
@@ -162,3 +268,134 @@ def _widened(grad: Any, master: Any) -> Any:
     if not _is_float(grad):
         return grad
     return jnp.asarray(grad).astype(jnp.promote_types(jnp.result_type(master), jnp.float32))
+
+
+# From float32 parameters to low-precision weights with master weights, and back.
+
+
+def init_master_weights(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    dtype: DType = jnp.bfloat16,
+    keep_float32: Callable[[str, Array], bool] | None = None,
+    weights: PyTree | None = None,
+    state: PyTree | None = None,
+) -> tuple[PyTree, Any]:
+    """Start training at float32 parameters: weights to train with, and the optimizer state.
+
+    The master weights start at the values of `params`. So does the state of the wrapped optimizer.
+
+    Args:
+      tx: an optimizer that `with_master_weights` made, or one that contains it.
+      params: float32 arrays. Other arrays stay as they are.
+      dtype: of the weights, bfloat16 or float16.
+      keep_float32: `keep_float32(path, x)` is True for each array x that stays in float32, and has
+        no master weight. A path is written as in "block/norm/scale".
+      weights: a tree that says what each weight will be, in place of `dtype` and `keep_float32`:
+        arrays of their dtypes, and weights in FP8, which `fp8.quantize_params(params, recipe,
+        primary=True, dtype=jnp.bfloat16)` makes. Its values are not used, so `jax.eval_shape` of
+        the call is enough.
+      state: the quantizer state of the model, for weights in FP8 of recipes with state.
+
+    Returns:
+      The weights, and the optimizer state.
+
+    Raises:
+      ValueError: if `dtype` is no low precision, or the optimizer has no master weights.
+
+    Example:
+      >>> from jaxfp8.optim import BFloat16Plus, with_master_weights
+      >>> params = {"kernel": jnp.full((2, 2), 0.1), "scale": jnp.ones(2)}
+      >>> tx = with_master_weights(optax.adamw(1e-3), master=BFloat16Plus())
+      >>> keep = lambda path, x: "scale" in path
+      >>> weights, opt_state = init_master_weights(tx, params, keep_float32=keep)
+      >>> jax.tree.map(lambda x: str(x.dtype), weights)
+      {'kernel': 'bfloat16', 'scale': 'float32'}
+      >>> master_weights(opt_state, weights)["kernel"][0, 0] == jnp.float32(0.1)
+      Array(True, dtype=bool)
+    """
+    if weights is None:
+        weights = _as_weights(params, dtype, keep_float32)
+    abstract = _state_of(jax.eval_shape(tx.init, with_originals(weights)))
+    opt_state = tx.init(params)  # The wrapped optimizer sees float32 parameters.
+    parameters = Parameters.of(weights)
+    master, states, leaves = kind_of(abstract.masters), [], []
+    for path, leaf, x, made, own in zip(
+        parameters.paths,
+        parameters.leaves,
+        parameters.like(params),
+        states_of(abstract.masters, parameters),
+        parameters.states(state),
+        strict=True,
+    ):
+        value = start_of(x) if has_master(leaf, path) else x
+        if not is_empty(made):
+            made, value = master.store(value, dtype_of(leaf))
+        states.append(made)
+        leaves.append(rounded(value, leaf, own) if has_master(leaf, path) else value)
+    masters = trees_of(master, states, parameters)
+    replaced = jax.tree.map(
+        lambda node: node._replace(masters=masters) if _is_state(node) else node,
+        opt_state,
+        is_leaf=_is_state,
+    )
+    return parameters.tree(leaves), replaced
+
+
+def _as_weights(
+    params: PyTree, dtype: DType, keep_float32: Callable[[str, Array], bool] | None
+) -> PyTree:
+    """The shapes and dtypes of the weights."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"dtype={jnp.dtype(dtype)} has no master weights; use jnp.bfloat16 or jnp.float16."
+        )
+
+    def weight(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        name = path_name(path)
+        found = jnp.result_type(x)
+        is_cast = found == jnp.float32 and not (keep_float32 and keep_float32(name, x))
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype if is_cast else found)
+
+    return jax.tree_util.tree_map_with_path(weight, params)
+
+
+def master_weights(opt_state: Any, params: PyTree) -> PyTree:
+    """The float32 master weights of a training run: to evaluate, to export, to save.
+
+    Args:
+      opt_state: the state of an optimizer that `with_master_weights` made, or one that contains it.
+      params: the weights that belong to it.
+
+    Returns:
+      A tree like `params`. A parameter without a master weight is in it as it is.
+
+    Raises:
+      ValueError: if the state has no master weights, or if they do not belong to `params`.
+
+    Example:
+      >>> from jaxfp8.optim import Float32, with_master_weights
+      >>> params = {"w": jnp.ones(2, jnp.bfloat16), "step": 3}
+      >>> tx = with_master_weights(optax.sgd(0.1), master=Float32())
+      >>> master_weights(tx.init(params), params)
+      {'step': 3, 'w': Array([1., 1.], dtype=float32)}
+    """
+    masters, parameters = _state_of(opt_state).masters, Parameters.of(params)
+    states = states_of(masters, parameters)
+    return parameters.tree(loaded(kind_of(masters), states, parameters))
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, MasterWeightsState)
+
+
+def _state_of(opt_state: Any) -> MasterWeightsState:
+    """The state of `with_master_weights` inside of an optimizer state."""
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(node)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer state has {len(found)} states of with_master_weights; exactly one is "
+            "needed. Make the optimizer by with_master_weights(tx, master=...)."
+        )
+    return found[0]

@@ -1,4 +1,4 @@
-"""How an optimizer stores its moments, and in how many bytes. Arithmetic stays in float32.
+"""Formats of moments, and the rounding that they share.
 
 A format is a frozen dataclass. `pack` stores a float32 array, and `unpack` reads it again. What it
 stores is one node of the optimizer state: an array, a `QuantizedTensor` or a NamedTuple.
@@ -6,9 +6,10 @@ stores is one node of the optimizer state: an array, a `QuantizedTensor` or a Na
 
 import abc
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -16,9 +17,246 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array
-from jaxfp8.optim._dither import thresholds
+from jaxfp8._typing import Array, DType
 from jaxfp8.sharding._amax import varying
+
+# A float32 as a bfloat16 and a remainder, in integer arithmetic on its bits.
+#
+# The high 16 bits of a float32 are a bfloat16. Rounding adds half of a bfloat16 spacing to the
+# magnitude, and drops the low 16 bits. So a tie is rounded away from zero.
+#
+# Ties cannot go to even here. The remainder has 16 bits, and they say where between two bfloat16
+# values the float32 is. Take an even bfloat16 `e`. With ties to even, the ties half a spacing above
+# and below `e` would both round to `e`. Together with the values between them, `e` would stand for
+# 2^16 + 1 values of float32. 16 bits tell only 2^16 apart. With ties away from zero each bfloat16
+# stands for exactly 2^16 values.
+#
+# Integers keep subnormal numbers, which the float arithmetic of CPUs and GPUs may flush to zero.
+#
+# References:
+#     TransformerEngine, FusedAdam, `store_param_remainders` (the same 16 bits).
+#     FlashOptim, arXiv:2602.23349 (a remainder of 8 bits).
+
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
+_INFINITY = 0x7F800000  # a larger magnitude is a NaN
+_QUIET = 0x00400000  # the first mantissa bit: a NaN that has it stays one without its low 16 bits
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _is_nan(bits: Array) -> Array:
+    return (bits & _MAGNITUDE) > _INFINITY
+
+
+def _half_added(bits: Array, dropped: int) -> Array:
+    """The bits plus half of the spacing that is left without the last `dropped` bits, [...]."""
+    # The sum would make -0 of a NaN with all mantissa bits. So a NaN gets its quiet bit instead.
+    return jnp.where(_is_nan(bits), bits | _QUIET, bits + (1 << (dropped - 1)))
+
+
+def rounded_to_24_bits(x: Array) -> Array:
+    """`x` without its last 8 mantissa bits, rounded to nearest, ties away from zero.
+
+    Args:
+      x: [...] float32.
+
+    Returns:
+      [...] float32, whose last 8 bits are 0. NaN stays NaN. A magnitude of `(2 - 2^-16) * 2^127` or
+      more becomes inf.
+
+    Example:
+      >>> rounded_to_24_bits(jnp.float32(1 + 2**-16)) == 1 + 2**-15
+      Array(True, dtype=bool)
+    """
+    kept = _half_added(_bits(x), 8) & ~jnp.uint32(0xFF)
+    return lax.bitcast_convert_type(kept, jnp.float32)
+
+
+def rounded_to_bfloat16(x: Array) -> Array:
+    """`x` [...] float32 rounded to nearest, ties away from zero, [...] bfloat16.
+
+    NaN stays NaN, and inf stays inf. `x.astype(jnp.bfloat16)` differs at ties: it rounds them to
+    even.
+
+    Example:
+      >>> tie = jnp.float32(1 + 2**-8)
+      >>> rounded_to_bfloat16(tie), tie.astype(jnp.bfloat16)
+      (Array(1.00781, dtype=bfloat16), Array(1, dtype=bfloat16))
+    """
+    high = _half_added(_bits(x), 16) >> 16
+    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """A float32 as a bfloat16 and its low 16 bits. `joined` makes the float32 of them again.
+
+    Args:
+      x: [...] float32.
+
+    Returns:
+      `rounded_to_bfloat16(x)` [...], and the remainder [...] uint16. The remainder of NaN is 0, so
+      a NaN keeps its sign and the first 7 bits of its mantissa, with the quiet bit set.
+
+    Example:
+      >>> split(jnp.float32(1 - 2**-24))
+      (Array(1, dtype=bfloat16), Array(65535, dtype=uint16))
+    """
+    bits = _bits(x)
+    low = jnp.where(_is_nan(bits), jnp.uint32(0), bits).astype(jnp.uint16)
+    return rounded_to_bfloat16(x), low
+
+
+def joined(high: Array, low: Array) -> Array:
+    """The float32 [...] of a bfloat16 [...] and its remainder [...] uint16, exactly.
+
+    Example:
+      >>> x = jnp.float32(0.1)
+      >>> joined(*split(x)) == x
+      Array(True, dtype=bool)
+    """
+    top = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
+    wide = low.astype(jnp.uint32)
+    # A remainder of 2^15 or more was rounded up, which added 1 to the high 16 bits.
+    return lax.bitcast_convert_type(((top - (wide >> 15)) << 16) | wide, jnp.float32)
+
+
+# How moments are rounded: by a threshold that changes at every step, so that all of them decay.
+#
+# A moment whose gradient is 0 is multiplied by `b1` or `b2`. Near 0, 0.9 of a code's value is
+# nearest to that code again. Such a moment never decays, and its parameter moves for ever. So a
+# moment that lies between two codes is rounded up if its fraction of the way is above a
+# **threshold** `u` in [0, 1).
+#
+# The threshold of a value is the fractional part of `u0 + h(step)`. The hash h gives numbers that
+# are spread evenly, and that tell nothing about each other. Hence:
+#
+# - A moment that a step would lower by the fraction d of a code leaves this code after 1 / d steps
+#   in the mean. So a first moment without a gradient decays from any code to 0. In the first
+#   262,144 steps no wait is longer than 15 / d (tests/optim/test_dither.py).
+# - In each step a value is rounded up as often as its fraction says, whatever happened before. So
+#   the mean of what is stored is the value, also far below one code.
+#
+# Multiples of the golden ratio are spread more evenly, but each one tells the next one. A code that
+# went up at a small threshold then lives for a fixed number of steps, which is not 1 / d. Such
+# moments were 20 % too small with b1 = 0.9.
+#
+# Sixteen neighbours have sixteen equally spaced `u0`, so that their mean error is small. Thresholds
+# depend on the step and on the place along the last axis. So a mesh does not change them, and no
+# key is needed. Both moments of a value have the same threshold. If both are far below one code,
+# they go up together. With thresholds of their own, a first moment that went up would more often
+# meet a second one that did not, and the update would be large.
+#
+# References:
+#     Roberts, IRE Trans. Inf. Theory 8 (1962) (dither: the mean of what is rounded is the value).
+#     Appleby, MurmurHash3 (the hash: the finalizer of 32 bits).
+
+STRIDE = 7  # from one u0 to the next, in sixteenths. It is odd, so 16 neighbours have all of them
+
+
+def thresholds(step: Array | None, shape: tuple[int, ...]) -> Array:
+    """The threshold of each value [..., C], an odd multiple of 2^-23: float32 [1, ..., C].
+
+    Args:
+      step: int32 [], the number of the update. None gives 1/2, which rounds to nearest.
+      shape: of the values.
+
+    Example:
+      >>> thresholds(jnp.int32(1), (2, 2)).shape
+      (1, 2)
+    """
+    if step is None:
+        return jnp.float32(0.5)
+    places = (1,) * (len(shape) - 1) + shape[-1:]
+    place = lax.broadcasted_iota(jnp.uint32, places, len(places) - 1) if shape else jnp.uint32(0)
+    bits = _hash(step) + place * jnp.uint32(STRIDE << 28)  # 1/16 is 2^28. Whole parts overflow
+    # With 24 bits a float32 would round. A threshold of 0 would round up what is next to a code.
+    return ((bits >> 10).astype(jnp.float32) + 0.5) * 2.0**-22
+
+
+def _hash(step: Array) -> Array:
+    """32 bits that tell nothing about those of other steps, uint32 []."""
+    # Multiplication by an odd number and a shifted exclusive or can be undone. So each hash occurs
+    # once in 2^32 steps.
+    h = (jnp.asarray(step).astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B9)
+    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array) -> Array:
+    """The code `below`, or the next one if n is far enough on the way to it, [...] int32.
+
+    Args:
+      n: float32 [...], at least 0.
+      below: int32 [...], the last code whose value is at most n. It may be off by 1 where n is next
+        to a value.
+      value_of: the value float32 [...] of codes int32 [...]. It grows with the code.
+      u: thresholds.
+
+    Example:
+      >>> settled(jnp.float32(2.3), jnp.int32(2), lambda code: code * 1.0, jnp.float32(0.2))
+      Array(3, dtype=int32)
+    """
+    low, high = value_of(below), value_of(below + 1)
+    return below + (n - low > u * (high - low)).astype(jnp.int32)
+
+
+def settled_float(n: Array, dtype: DType, u: Array) -> Array:
+    """`settled` among the codes of a short float: `float_below` n, or the next one, [...] int32.
+
+    Example:
+      >>> settled_float(jnp.float32(1.1), jnp.float8_e5m2, jnp.float32(0.3))
+      Array(61, dtype=int32)
+    """
+    value_of = functools.partial(float_of, dtype=dtype)
+    return settled(n, float_below(n, dtype), value_of, u)
+
+
+def float_below(n: Array, dtype: DType) -> Array:
+    """The code of the largest value of a short float that is at most n, [...] int32.
+
+    Args:
+      n: float32 [...], from 0 to the largest value of the dtype.
+      dtype: of 16 bits or fewer.
+
+    Example:
+      >>> float_below(jnp.float32(449.0), jnp.float8_e4m3fn)
+      Array(126, dtype=int32)
+    """
+    info = jnp.finfo(dtype)
+    dropped = 23 - info.nmant
+    # Without the difference of the biases, the first bits of a float32 are a normal code.
+    normal = (lax.bitcast_convert_type(n, jnp.int32) >> dropped) - (
+        (info.minexp + 126) << info.nmant
+    )
+    subnormal = (n * 2.0 ** (info.nmant - info.minexp)).astype(jnp.int32)
+    return jnp.where(n < 2.0**info.minexp, subnormal, normal)
+
+
+def float_of(code: Array, dtype: DType) -> Array:
+    """The value of a code, float32 [...]. It is made of bits, so XLA folds no conversion away.
+
+    Example:
+      >>> float_of(jnp.int32(126), jnp.float8_e4m3fn)
+      Array(448., dtype=float32)
+    """
+    return as_float(code, dtype).astype(jnp.float32)
+
+
+def as_float(code: Array, dtype: DType) -> Array:
+    """Codes [...] as floats of these bits, [...] in the dtype.
+
+    Example:
+      >>> as_float(jnp.int32(126), jnp.float8_e4m3fn)
+      Array(448, dtype=float8_e4m3fn)
+    """
+    unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    return lax.bitcast_convert_type(code.astype(unsigned), dtype)
+
+
+# How an optimizer stores its moments, and in how many bytes. Arithmetic stays in float32.
 
 MomentRounding: TypeAlias = Literal["dithered", "stochastic"]
 SMALL = 4096

@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 
 from jaxfp8._typing import ArrayLike, PyTree
-from jaxfp8.optim._grouped_formats import Int8
+from jaxfp8.optim._eight_bit_formats import Int8
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter
 from jaxfp8.optim._moments import with_moment_formats
 

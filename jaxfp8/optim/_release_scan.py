@@ -1,4 +1,4 @@
-"""A scan over layers whose backward pass updates each layer as soon as its gradient exists.
+"""The backward pass of released layers: a scan that updates, its operands and its guards.
 
 JAX's own transposed scan would do with a `custom_vjp` on each layer. But it writes cotangents into
 a new stack, so old and new weights and states would be in memory at once. The backward loop here
@@ -10,26 +10,213 @@ not stacked again. The backward loop reads it from where it is.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
-from jaxfp8._typing import Array, PyTree
-from jaxfp8.optim._operands import (
-    Operands,
-    chosen,
-    floats,
-    has_float,
-    instantiated,
-    merged,
-    placed,
-    split,
-)
-from jaxfp8.optim._release_guards import check_use, of_one_batch, once, unless_broken
-from jaxfp8.sharding._amax import vary_as
-from jaxfp8.state._uses import Use
+from jaxfp8._typing import Array, FP8StateError, PyTree
+from jaxfp8.optim._released import is_float, is_sealed
+from jaxfp8.sharding._amax import vary_as, varying_type
+from jaxfp8.state._gradient_channel import Use
+
+# The arrays that the loop of released layers differentiates, and which of them have a gradient.
+
+
+class Operands(NamedTuple):
+    """What the loop differentiates, as lists of arrays. All but `carry` and `consts` are [L, ...].
+
+    Attributes:
+      carry: the first carry.
+      params: the parameters of the layers.
+      xs: what the body gets beside them.
+      consts: what the body closes over.
+    """
+
+    carry: list[Any]
+    params: list[Any]
+    xs: list[Any]
+    consts: list[Any]
+
+
+def has_float(x: Any) -> bool:
+    """Whether an array has floats.
+
+    Example:
+      >>> has_float(1.0), has_float(1)
+      (True, False)
+    """
+    return is_float(jnp.result_type(x))
+
+
+def chosen(layer: Operands, flags: Operands) -> list[Any]:
+    """The arrays with a gradient.
+
+    Example:
+      >>> layer = Operands([1.0], [2.0, 3.0], [4], [])
+      >>> flags = Operands([True], [True, False], [False], [])
+      >>> chosen(layer, flags)
+      [1.0, 2.0]
+    """
+    pairs = (zip(xs, fs, strict=True) for xs, fs in zip(layer, flags, strict=True))
+    return [x for pair in pairs for x, flag in pair if flag]
+
+
+def merged(layer: Operands, flags: Operands, differentiated: tuple[Array, ...]) -> Operands:
+    """A layer with other arrays in the place of those with a gradient.
+
+    Example:
+      >>> layer = Operands([1.0], [2.0, 3.0], [4], [])
+      >>> flags = Operands([True], [True, False], [False], [])
+      >>> merged(layer, flags, (5.0, 6.0))
+      Operands(carry=[5.0], params=[6.0, 3.0], xs=[4], consts=[])
+    """
+    new = split(flags, differentiated)
+    return Operands(
+        *[
+            [x if y is None else y for x, y in zip(old, placed(values, fs), strict=True)]
+            for old, values, fs in zip(layer, new, flags, strict=True)
+        ]
+    )
+
+
+def split(flags: Operands, values: Any) -> Operands:
+    """The inverse of `chosen`, without the arrays that have no gradient.
+
+    Example:
+      >>> split(Operands([True], [True, False], [False], []), [1.0, 2.0])
+      Operands(carry=[1.0], params=[2.0], xs=[], consts=[])
+    """
+    left = iter(values)
+    return Operands(*[[next(left) for flag in fs if flag] for fs in flags])
+
+
+def placed(values: list[Any], flags: list[bool]) -> list[Any]:
+    """The values where a flag is set, and None elsewhere.
+
+    Example:
+      >>> placed([1.0], [False, True])
+      [None, 1.0]
+    """
+    left = iter(values)
+    return [next(left) if flag else None for flag in flags]
+
+
+def floats(leaves: list[Any]) -> list[Any]:
+    """The arrays of floats.
+
+    Example:
+      >>> floats([1, 2.0])
+      [2.0]
+    """
+    return [x for x in leaves if has_float(x)]
+
+
+def instantiated(cotangents: list[Any]) -> list[Array]:
+    """The cotangents of floats. JAX gives symbolic zeros for those that are not used.
+
+    Example:
+      >>> instantiated([jnp.float32(1.0)])
+      [Array(1., dtype=float32)]
+    """
+
+    def one(x: Any) -> Array:
+        if not isinstance(x, jax.custom_derivatives.SymbolicZero):
+            return x
+        aval: Any = x.aval
+        zeros = jnp.zeros(aval.shape, aval.dtype)
+        axes = tuple(sorted(varying_type(aval)))
+        return lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+    return [one(x) for x in cotangents if is_float(_dtype_of(x))]
+
+
+def _dtype_of(cotangent: Any) -> Any:
+    return getattr(cotangent, "aval", cotangent).dtype
+
+
+# What finds a wrong use of a `Released`. JAX would add, scale or average the next parameters.
+
+
+def check_use(use: Use, perturbed: list[bool]) -> None:
+    """Raise ValueError for a second use, or if a part of the Released is differentiated.
+
+    Example:
+      >>> check_use(Use.of(jnp.ones(3)), [True, True])
+    """
+    if not any(perturbed):
+        return
+    if not all(perturbed):
+        raise ValueError(
+            "a loss is differentiated with respect to a part of a Released. Its gradient is the "
+            "next Released, so differentiate with respect to all of it, or to nothing of it."
+        )
+    try:
+        use.differentiate()
+    except FP8StateError:
+        raise ValueError(
+            "a Released is used by two scans of one loss. JAX would add the next parameters of "
+            "both. Use tied layers without release: jax.lax.scan and one update after the backward "
+            "pass. For a use that is not trained, pass jax.lax.stop_gradient(layers)."
+        ) from None
+
+
+def unless_broken(carry: list[Array], seal: Array) -> list[Array]:
+    """The carry, or NaN in its floats if arithmetic changed the Released.
+
+    Example:
+      >>> unless_broken([jnp.float32(1.0)], jnp.zeros(4))
+      [Array(nan, dtype=float32)]
+    """
+    # A product with a scalar keeps the sharding of x on an Explicit mesh.
+    factor = jnp.where(is_sealed(seal), 1.0, jnp.nan)
+    return [x * factor.astype(x.dtype) if has_float(x) else x for x in carry]
+
+
+@custom_vmap
+def of_one_batch(seal: Array, params: list[Array]) -> Array:
+    """The seal. It raises an error under `jax.vmap` if the next parameters are mapped alone.
+
+    Example:
+      >>> of_one_batch(jnp.ones(1), [jnp.ones(2)])
+      Array([1.], dtype=float32)
+    """
+    return seal
+
+
+@of_one_batch.def_vmap
+def _(size: int, mapped: Any, seal: Array, params: list[Array]) -> tuple[Array, bool]:
+    if any(mapped[1]) and not mapped[0]:
+        raise ValueError(
+            f"jax.vmap maps {size} examples over one Released. Each example would update the "
+            "layers. Map examples inside of f, as in stack.scan(lambda x, p: (jax.vmap(layer, "
+            "(0, None))(x, p), None), ...). For an ensemble, map the Released too."
+        )
+    return seal, mapped[0]
+
+
+@jax.custom_jvp
+def once(cotangents: list[Array]) -> list[Array]:
+    """The cotangents, which cannot be differentiated.
+
+    Example:
+      >>> once([jnp.float32(1.0)])
+      [Array(1., dtype=float32)]
+    """
+    return cotangents
+
+
+@once.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    raise ValueError(
+        "a loss with a Released is differentiated twice. Its gradient is the next Released, which "
+        "has no derivative. Where one is needed, use jax.lax.scan over Released.params."
+    )
+
+
+# A scan over layers whose backward pass updates each layer as soon as its gradient exists.
 
 Body = Callable[..., tuple[PyTree, PyTree]]
 Update = Callable[[list[Array], list[Array]], list[Array]]

@@ -1,4 +1,4 @@
-"""What parameters can be: arrays, and weights in FP8.
+"""What parameters can be, and the update that overwrites them.
 
 A `QuantizedWeight` is a pytree node that holds FP8 tensors. It is one parameter: it has one master
 weight, and one gradient, which is a plain array. This file alone knows such nodes.
@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.ops._quantize_weight import requantize
 from jaxfp8.ops._weight_states import path_name, state_at, states_by_path
-from jaxfp8.optim._bfloat16_bits import rounded_to_bfloat16
+from jaxfp8.optim._moment_formats import rounded_to_bfloat16
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+
+# What parameters can be: arrays, and weights in FP8.
 
 
 class Parameters(NamedTuple):
@@ -169,3 +172,61 @@ def rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
             "the weight of bfloat16, too: fp8.quantize_params(..., dtype=jnp.bfloat16)."
         )
     return requantize(like, w, state=state)
+
+
+# `Overwrite`: an update that replaces a parameter, instead of being added to it.
+#
+# `optax.apply_updates` computes `p + u` in the dtype of p. In bfloat16 that sum is rounded once
+#   more,
+# and in FP8 it has no meaning. With `u = Overwrite(value)` the sum is `value`: a JAX array does not
+# know how to add an Overwrite, so Python asks `Overwrite.__radd__`.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Overwrite:
+    """The update of a parameter whose new value is known: `p + Overwrite(value)` is `value`.
+
+    Invariant: `value` has the shape and dtype of p.
+
+    `written` detects arithmetic. A transformation that scales, clips or adds updates also changes
+    `written`, which is then no bool. `p + update` then raises an error. A transformation that
+    selects updates may set `written` to False. Then p keeps its value, as with an update of zeros.
+    `optax.MultiSteps` does this.
+
+    Attributes:
+      value: [...], the new value.
+      written: bool [], whether p gets the new value. Outside of a `jax.vmap` of `update` it has the
+        axis of the models, which must be the first.
+
+    Example:
+      >>> import optax
+      >>> optax.apply_updates({"w": jnp.zeros(2)}, {"w": Overwrite(jnp.ones(2))})
+      {'w': Array([1., 1.], dtype=float32)}
+    """
+
+    value: Array
+    written: Any = True
+
+    # NumPy would otherwise add an Overwrite to each element of p.
+    __array_ufunc__ = None
+
+    def __radd__(self, p: Array) -> Array:
+        if jnp.result_type(self.written) != jnp.bool_:
+            raise ValueError(
+                "Overwrite: a transformation after with_master_weights changed the new weights "
+                f"(written={self.written!r} must be a bool). Put that transformation inside, as in "
+                "with_master_weights(optax.chain(tx, optax.scale(0.5)))."
+            )
+        mine, theirs = jax.typeof(self.value), jax.typeof(p)
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            raise ValueError(
+                f"Overwrite: a new weight {mine.str_short()} cannot replace a parameter "
+                f"{theirs.str_short()}. Apply updates to the params that `update` was given."
+            )
+        if self.written is True:
+            return self.value
+        # `written` has more than one element if `update` ran under `jax.vmap`: one for each model.
+        models = jnp.asarray(self.written)
+        written = lax.expand_dims(models, range(models.ndim, self.value.ndim))
+        return jnp.where(written, self.value, p)

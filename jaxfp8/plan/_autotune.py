@@ -15,8 +15,8 @@ from jaxfp8.kernels._dispatch import chip_named
 from jaxfp8.kernels._measure import Operands, measure
 from jaxfp8.kernels._timings import Timings, describe
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.plan._costs import kernels_of
 from jaxfp8.plan._kernels import Kernels, check_kernels
-from jaxfp8.plan._routes import kernels_of
 
 _PACKAGES = ("jax", "jaxlib")
 

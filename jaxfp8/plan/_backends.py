@@ -15,10 +15,9 @@ from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, chip_named
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
-from jaxfp8.plan._costs import Route, stream
+from jaxfp8.plan._costs import Route, Sides, kernels_for, matmul_cost, route_of, sides_of, stream
 from jaxfp8.plan._peaks import PEAKS
 from jaxfp8.plan._report import Shape
-from jaxfp8.plan._routes import Sides, kernels_for, matmul_cost, route_of, sides_of
 from jaxfp8.recipes._recipe import Recipe
 
 XLA = ("xla",)

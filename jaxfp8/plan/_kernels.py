@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels._dispatch import Attempt, chip_named
+from jaxfp8.kernels._dispatch import Attempt, Chip, chip_named
+from jaxfp8.kernels.cast import _api as cast
+from jaxfp8.kernels.quantize import _api as quantize
+from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
@@ -24,12 +27,106 @@ from jaxfp8.plan._backends import (
     matmul_seconds,
 )
 from jaxfp8.plan._choices import Choices, explained
-from jaxfp8.plan._compiler_options import compiler_options
-from jaxfp8.plan._named_backends import check_named, cure_of
+from jaxfp8.plan._costs import Side
 from jaxfp8.plan._report import Shape, check_shape
-from jaxfp8.plan._routes import Side
 from jaxfp8.recipes._presets import check_recipe
-from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.recipes._recipe import Operands, Recipe
+
+# The backends that a user can name, and the chips that each backend is made for.
+
+KNOWN = {
+    "casts": tuple(sorted({*cast.BACKENDS, *quantize.BACKENDS})),
+    "matmuls": tuple(sorted(scaled_matmul.BACKENDS)),
+}
+"""The names of backends that each field of `fp8.Kernels` takes."""
+
+
+def check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
+    """Raise ValueError for an unknown backend, or for one that is not made for the chip.
+
+    None is valid: then the user names no backend, or no chip.
+    """
+    for field, name in (("casts", casts), ("matmuls", matmuls)):
+        if name is not None and (not isinstance(name, str) or name not in KNOWN[field]):
+            raise ValueError(
+                f"{field}={name!r} is no backend of {field}. Use None or one of "
+                f"{list(KNOWN[field])}."
+            )
+    given = None if chip is None else chip.name
+    if matmuls == "cudnn" and (chip is None or not chip.block_scaled_matmul):
+        raise ValueError(
+            f"matmuls='cudnn' is made for Blackwell, but chip={given!r}. XLA has no such matmul "
+            'for other chips. Write fp8.Kernels("b200"), or leave matmuls out.'
+        )
+    if chip is None:
+        return
+    if matmuls == "mosaic" and not chip.is_hopper:
+        raise ValueError(
+            f"matmuls='mosaic' is made for Hopper, but chip={given!r}. Leave matmuls out."
+        )
+    # "xla" and "reference" run on every chip, so they need (0, 0).
+    needed = {"mosaic": (9, 0), "triton": (8, 9)}.get(str(casts), (0, 0))
+    if (chip.compute_capability or (0, 0)) < needed:
+        has = ".".join(map(str, chip.compute_capability or ("none",)))
+        raise ValueError(
+            f"casts={casts!r} needs compute capability {needed[0]}.{needed[1]}, but "
+            f"chip={given!r} has {has}. Leave casts out."
+        )
+
+
+def cure_of(kernels: object) -> str:
+    """The code to write instead of a value that is not `fp8.Kernels`, for messages.
+
+    Example:
+      >>> cure_of("h200"), cure_of("triton")
+      ("fp8.Kernels('h200')", "fp8.Kernels(casts='triton')")
+    """
+    if not isinstance(kernels, str):
+        return 'fp8.Kernels("h200")'
+    words = [f"{field}={kernels!r}" for field, names in KNOWN.items() if kernels in names]
+    if kernels == "cudnn":
+        words.insert(0, "'b200'")
+    return f"fp8.Kernels({', '.join(words) or repr(kernels)})"
+
+
+# The options with which XLA compiles a recipe to the intended kernels and numbers.
+
+
+def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
+    """See `fp8.Kernels.compiler_options`.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> compiler_options(fp8.recipes.blockwise(), "h200")
+      {'xla_allow_excess_precision': False}
+    """
+    described = chip_named(chip)
+    in_fp8 = [
+        operands for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad) if operands.in_fp8
+    ]
+    if described.platform != "cuda" or not in_fp8:
+        return {}
+    options: dict[str, bool | str] = {}
+    if described.fp8_matmul and not all(operands.in_tiles for operands in in_fp8):
+        # With tiles only, XLA has no FP8 dot that could become a cuBLASLt call.
+        options["xla_gpu_enable_triton_gemm"] = False
+    if not any(_reads_float32_scales(operands) for operands in in_fp8):
+        options["xla_allow_excess_precision"] = False
+    if recipe.combines_amaxes or recipe.tensors_in_rows:
+        # XLA joins the all-reduces of amaxes. This pass then copies all operands into one array,
+        # and each result out of it, with a kernel for each result.
+        options["xla_disable_hlo_passes"] = "all-reduce-contiguous"
+    return options
+
+
+def _reads_float32_scales(operands: Operands) -> bool:
+    """Whether a matmul reads scales of whole tensors that bfloat16 would round."""
+    both = operands.lhs, operands.rhs
+    in_one = all(quantizer.granularity.in_one for quantizer in both)
+    return in_one and not all(quantizer.has_exact_scales for quantizer in both)
+
+
+# `Kernels`: which kernels cast and multiply.
 
 
 @runtime_checkable

@@ -18,8 +18,8 @@ from jax import lax
 
 from jaxfp8._typing import Array
 from jaxfp8.recipes._recipe import Row
+from jaxfp8.state._gradient_channel import Use
 from jaxfp8.state._state import LEAVES, MatmulState
-from jaxfp8.state._uses import Use
 
 ROUNDING = 2.0**-10
 """Above the error of a mean over devices of equal bytes, in float32."""
@@ -119,7 +119,7 @@ def _is_whole(leaf: Array) -> Array:
 def _float(leaf: Array) -> Array:
     """The values f32[...] of bytes f32[..., 4].
 
-    A sum of bytes may be above 255. Clipped, its fingerprint does not fit (`state/_tags.py`).
+    A sum of bytes may be above 255. Clipped, its fingerprint does not fit (`state/_identity.py`).
     """
     whole = jnp.clip(jnp.round(leaf), 0, 255).astype(jnp.uint8)
     return lax.bitcast_convert_type(whole, jnp.float32)

@@ -17,8 +17,8 @@ from jaxfp8.ops._options import LayerOptions, check_save_original, check_state_c
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._init import init_state
 from jaxfp8.state._state import LEAVES, MatmulState
-from jaxfp8.state._unset import init_state
 
 # The recipe and the options of a matmul, as one hashable value: a static field of a layer.
 

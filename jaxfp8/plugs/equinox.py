@@ -11,8 +11,8 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.ops._options import LayerOptions
 from jaxfp8.plugs._policy import Policy, guest, per_example_dot
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._init import init_state
 from jaxfp8.state._state import MatmulState
-from jaxfp8.state._unset import init_state
 from jaxfp8.state._value_and_grad import value_and_grad as value_and_grad_of_trees
 
 M = TypeVar("M")

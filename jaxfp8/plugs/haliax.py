@@ -23,7 +23,7 @@ from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._bytes import from_bytes, to_bytes
 from jaxfp8.plugs._policy import Policy, guest
-from jaxfp8.state._unset import init_state, unset_state
+from jaxfp8.state._init import init_state, unset_state
 
 if TYPE_CHECKING:
     from jaxfp8.recipes._recipe import Recipe

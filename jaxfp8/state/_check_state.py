@@ -11,14 +11,12 @@ import numpy as np
 
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.quantizers._base import Fault, RowState
-from jaxfp8.state._check_weights import Place, check_readable, check_weights
-from jaxfp8.state._hosts import on_host
-from jaxfp8.state._identity import layout
-from jaxfp8.state._saved_tree import names_of, parts_of
-from jaxfp8.state._settle import all_set
+from jaxfp8.state._check_weights import Place, check_readable, check_weights, on_host
+from jaxfp8.state._commit import all_set
+from jaxfp8.state._identity import layout, same_fingerprint, tag_fits, why_not
+from jaxfp8.state._init import fingerprints, same_rows, unset_state
+from jaxfp8.state._saved import names_of, parts_of
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
-from jaxfp8.state._tags import same_fingerprint, tag_fits, why_not
-from jaxfp8.state._unset import fingerprints, same_rows, unset_state
 
 _SHOWN = 10  # faults that a message lists
 

@@ -14,15 +14,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.numerics._amax import magnitude
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.recipes._recipe import Row
-from jaxfp8.state._hosts import on_host
-from jaxfp8.state._saved_tree import names_of
+from jaxfp8.state._saved import names_of
 from jaxfp8.state._state import MatmulState, is_state
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+
+# Reading the values of arrays that may be split over the devices of several processes.
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """The values of an array.
+
+    Every process must call it for an array that no process holds whole.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> on_host(jnp.ones(2))
+      array([1., 1.], dtype=float32)
+    """
+    if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return np.asarray(leaf)
+
+
+# Whether quantizer states fit the weights of a model, for `check_state(params=)`.
 
 MOST_GROWTH = 4.0
 """How many times the amax of a weight may exceed the largest value that its scale can hold.

@@ -1,18 +1,22 @@
-"""The amaxes that a step saw, and the state after it: `nothing_seen`, `merge_seen`, `commit`."""
+"""States between steps: `nothing_seen`, `merge_seen`, `commit` and `settle`."""
 
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.quantizers._base import RowState
+from jaxfp8.state._check_weights import on_host
 from jaxfp8.state._identity import check_layout, known
-from jaxfp8.state._state import MatmulState, SeenAmax, is_node
-from jaxfp8.state._trees import check_tree, map_states
+from jaxfp8.state._state import MatmulState, SeenAmax, check_tree, is_node, map_states
+
+# The amaxes that a step saw, and the state after it: `nothing_seen`, `merge_seen`, `commit`.
 
 
 def nothing_seen(state: PyTree) -> PyTree:
@@ -176,3 +180,153 @@ def _aligned(state: PyTree, seen: PyTree) -> PyTree:
             "state saw."
         )
     return seen
+
+
+# States of many matmuls, computed on together.
+#
+# What a step does with the state of one matmul takes a hundred small operations. States with equal
+# rows are therefore stacked, a few at a time, and one call does it for each stack.
+
+T = TypeVar("T")
+
+MOST_STACKED = 6
+"""The largest number of states in a stack.
+
+Each result is a slice of its stack. XLA compiles equal slices of equal stacks once, and slices of
+other places again. One stack of all layers would thus compile two kernels for each layer. Small
+stacks repeat the operations of a commit. The program of 24 states compiled fastest with 4 to 6.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """Which states of a list are computed on together.
+
+    Attributes:
+      groups: the places of the states of each group.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, states: Sequence[MatmulState]) -> "Stacks":
+        """The groups of some states, of at most `MOST_STACKED` each.
+
+        Only traced states of single matmuls are in a group with others. In eager code nothing is
+        compiled, and messages name single states. States that are stacked already may be split
+        over devices, and two of them in different ways.
+
+        Example:
+          >>> import jaxfp8 as fp8
+          >>> Stacks.of([fp8.init_state(fp8.recipes.delayed())] * 2).groups
+          ((0,), (1,))
+        """
+        groups: dict[Any, list[int]] = {}
+        for i, state in enumerate(states):
+            leaves, structure = jax.tree.flatten(state)
+            alone = state.scale.ndim > 1 or not all(
+                isinstance(leaf, jax.core.Tracer) for leaf in leaves
+            )
+            key = i if alone else (structure, *map(jax.typeof, leaves))
+            groups.setdefault(key, []).append(i)
+        return cls(
+            tuple(
+                tuple(places[start : start + MOST_STACKED])
+                for places in groups.values()
+                for start in range(0, len(places), MOST_STACKED)
+            )
+        )
+
+    def apply(self, function: Callable[..., T], *lists: Sequence[PyTree]) -> list[T]:
+        """`[function(*each) for each in zip(*lists)]`, with one call for each group.
+
+        The arrays of a group with several states get a leading axis.
+        """
+        results: dict[int, T] = {}
+
+        # Equal stacks are traced and lowered once for each call of `apply`. `together` is defined
+        # anew in each call. A user's quantizer may read a global, and a cache that calls share
+        # would keep its old value.
+        @jax.jit
+        @functools.wraps(function)
+        def together(*stacked: PyTree) -> T:
+            return function(*stacked)
+
+        for group in self.groups:
+            members = [[each[i] for i in group] for each in lists]
+            if len(group) == 1:
+                results[group[0]] = function(*(each[0] for each in members))
+                continue
+            stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
+            result = together(*stacked)
+            for place, i in enumerate(group):
+                results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
+        return [results[i] for i in range(len(results))]
+
+
+# `settle`: states whose scales are all set, so that no program reads a tensor for an unset scale.
+#
+# A cast with an unset scale needs the amax of its own tensor before it can start. That is one more
+# read of the tensor. Only the first steps have unset scales. But a compiled program cannot know
+# that: an expert may see its first token late. So it reads every tensor once more, in each step.
+#
+# `settle` looks at the scales. A state whose scales are all set is marked, and the mark is static.
+# JAX then compiles a program without these reads. A scale that is set stays set.
+
+
+def settle(state: PyTree) -> PyTree:
+    """The same state, marked where all scales of a matmul are set.
+
+    Call it once, outside of `jax.jit`: after the first step, or after a checkpoint is restored. A
+    step then compiles once more, for the marked state, and reads x, w and g once less. On an H200
+    that is about 9 % of a layer's bytes. The results are the same, bit for bit.
+
+    A matmul with an unset scale is not marked, and works as before. Call `settle` again later, to
+    mark it too.
+
+    If a marked state is given unset scales after all, for instance by a checkpoint that is restored
+    into it, the results are NaN.
+
+    Args:
+      state: a tree of states. A tree of types (`jax.eval_shape`), which has no values, is marked
+        everywhere. Use it to compile the later steps ahead of time.
+
+    Returns:
+      The tree of states, with the same arrays.
+
+    Raises:
+      FP8StateError: inside of `jax.jit`, where no value can be read.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> recipe = fp8.recipes.delayed()
+      >>> step = fp8.value_and_grad(
+      ...     lambda w, state, x: jnp.sum(fp8.dot(x, w, recipe=recipe, state=state))
+      ... )
+      >>> w, x, state = jnp.ones((4, 2)), jnp.ones((3, 4)), fp8.init_state(recipe)
+      >>> fp8.settle(state).settled
+      False
+      >>> _, _, state = step(w, state, x)
+      >>> fp8.settle(state).settled
+      True
+    """
+    return map_states(lambda s: dataclasses.replace(s, settled=s.settled or all_set(s)), state)
+
+
+def all_set(state: MatmulState) -> bool:
+    """Whether all scales of a state are set. True for a state of types.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> all_set(fp8.init_state(fp8.recipes.delayed()))
+      False
+    """
+    if isinstance(state.scale, jax.core.Tracer):
+        raise FP8StateError(
+            "fp8.settle was called inside jax.jit or another transformation, where the scales "
+            "cannot be read. Call it outside, between two steps."
+        )
+    if isinstance(state.scale, jax.ShapeDtypeStruct):
+        return True
+    return bool(np.all(on_host(state.scale) > 0))

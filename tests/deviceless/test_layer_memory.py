@@ -20,8 +20,8 @@ from targets import topology
 
 import jaxfp8 as fp8
 from jaxfp8.state._identity import known_scales
-from jaxfp8.state._probes import with_probes, zero_ledgers
-from jaxfp8.state._trees import map_states
+from jaxfp8.state._ledger import with_probes, zero_ledgers
+from jaxfp8.state._state import map_states
 
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 

@@ -17,7 +17,7 @@ from rich.console import Console
 import jaxfp8 as fp8
 from jaxfp8.diagnostics._arguments import kinds_of
 from jaxfp8.diagnostics._memory_report import MemoryReport, memory_report
-from jaxfp8.state._high_precision import high_precision
+from jaxfp8.state._value_and_grad import high_precision
 
 IN_FP8 = fp8.quantize_params({"kernel": jnp.ones((4, 4))}, fp8.recipes.current(), primary=True)[
     "kernel"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
 from jaxfp8.sharding._amax import varying
-from jaxfp8.state import _over_mesh
+from jaxfp8.state import _ledger
 
 N = 8
 AXES = ("data", "pipe")
@@ -126,7 +126,7 @@ def test_it_fails_where_the_pipeline_axis_is_reduced(case):
 
 def test_it_fails_where_the_library_reduces_every_axis(monkeypatch):
     everywhere = lambda x, axes: lax.pmax(x, tuple(sorted(varying(x)))) if varying(x) else x
-    monkeypatch.setattr(_over_mesh, "pmax", everywhere)
+    monkeypatch.setattr(_ledger, "pmax", everywhere)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check(*RIGHT["delayed, types"])
 

@@ -14,7 +14,7 @@ from flax import nnx
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.state._fresh_state import fresh_like
+from jaxfp8.state._init import fresh_like
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)

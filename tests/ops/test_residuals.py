@@ -9,8 +9,8 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.state._identity import known_scales
-from jaxfp8.state._probes import with_probes, zero_ledgers
-from jaxfp8.state._trees import map_states
+from jaxfp8.state._ledger import with_probes, zero_ledgers
+from jaxfp8.state._state import map_states
 
 M, K, N = 64, 32, 16
 F8, BF16 = "float8_e4m3fn", "bfloat16"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.optim._bfloat16_bits import joined, rounded_to_24_bits, rounded_to_bfloat16, split
+from jaxfp8.optim._moment_formats import joined, rounded_to_24_bits, rounded_to_bfloat16, split
 
 INFINITY = 0x7F800000
 # Of the low 16 bits: ends, ties at 16 and at 24 bits, and their neighbours.

@@ -23,7 +23,7 @@ from jaxfp8.optim import (
     scale_by_muon,
     with_moment_formats,
 )
-from jaxfp8.optim._dither import thresholds
+from jaxfp8.optim._moment_formats import thresholds
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 FIRST = {

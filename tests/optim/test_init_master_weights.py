@@ -10,7 +10,7 @@ from same_bits import assert_same_bits
 
 from jaxfp8.optim import BFloat16Plus, Float32, init_master_weights, master_weights
 from jaxfp8.optim import with_master_weights as with_masters
-from jaxfp8.optim._bfloat16_bits import rounded_to_24_bits, rounded_to_bfloat16
+from jaxfp8.optim._moment_formats import rounded_to_24_bits, rounded_to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -10,7 +10,7 @@ import pytest
 from same_bits import assert_same_bits
 
 from jaxfp8.optim import release
-from jaxfp8.optim._carriers import carried, carriers_of
+from jaxfp8.optim._released import carried, carriers_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 L = 3

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.optim._scaled_float16 import from_scaled_float16, to_scaled_float16
+from jaxfp8.optim._masters import from_scaled_float16, to_scaled_float16
 
 LARGEST = float(np.finfo(np.float32).max)
 encode = jax.jit(lambda x: to_scaled_float16(x, None))

@@ -6,7 +6,7 @@ from hard_inputs import mentions
 import jaxfp8 as fp8
 from jaxfp8.kernels._dispatch import CHIPS, chip_named
 from jaxfp8.plan._backends import Backends, best, casting_kernels
-from jaxfp8.plan._routes import kernels_for, kernels_of, sides_of
+from jaxfp8.plan._costs import kernels_for, kernels_of, sides_of
 
 SHAPE = (8192, 4096, 4096)
 STATIC = {"x_scale": 0.1, "w_scale": 0.1, "g_scale": 0.1}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxfp8.kernels._dispatch import CHIPS
+from jaxfp8.plan._cast_costs import padding_for_pallas
 from jaxfp8.plan._costs import (
     ATTAINED_BANDWIDTH,
     ATTAINED_PEAK,
@@ -20,9 +21,7 @@ from jaxfp8.plan._costs import (
     stream,
     turns,
 )
-from jaxfp8.plan._padding import padding_for_pallas
-from jaxfp8.plan._peaks import PEAKS, Peak, estimable
-from jaxfp8.plan._split_k import HOPPER, SplitK
+from jaxfp8.plan._peaks import HOPPER, PEAKS, Peak, SplitK, estimable
 
 # Round figures: 1e12 operations/s and 1e9 bytes/s once derated.
 ROUND = Peak(

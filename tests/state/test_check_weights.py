@@ -21,7 +21,7 @@ from state.saved_states import fresh, recipe
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
-from jaxfp8.state._fresh_state import concrete
+from jaxfp8.state._init import concrete
 from jaxfp8.state._state import is_state
 
 RECIPE = recipe()

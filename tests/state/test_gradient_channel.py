@@ -11,9 +11,9 @@ from jax import lax
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.state import _uses, in_gradient_channel
+from jaxfp8.state import _gradient_channel, in_gradient_channel
 from jaxfp8.state._gradient_channel import _broken
-from jaxfp8.state._tags import UNIT
+from jaxfp8.state._identity import UNIT
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 K, B, L, STEPS = 8, 4, 3, 5
@@ -190,7 +190,7 @@ def test_uses_are_forgotten():
 
     def remembered():
         gc.collect()
-        return len(_uses._leaves)
+        return len(_gradient_channel._leaves)
 
     gc.freeze()  # a look through all objects of the tests before takes seconds
     try:

@@ -9,8 +9,7 @@ import pytest
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.state._commit import commit_one
-from jaxfp8.state._stacks import MOST_STACKED, Stacks
+from jaxfp8.state._commit import MOST_STACKED, Stacks, commit_one
 
 COMMIT = jax.jit(fp8.commit)
 RECIPES = fp8.recipes.delayed(), fp8.recipes.delayed(history_length=4)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
 from jaxfp8.recipes._recipe import Row
-from jaxfp8.state._tags import same_fingerprint
+from jaxfp8.state._identity import same_fingerprint
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 K, B, STEPS = 8, 16, 5

@@ -11,9 +11,9 @@ import pytest
 import jaxfp8 as fp8
 from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._commit import commit_one
+from jaxfp8.state._identity import MEAN_ROUNDING, TAGS, UNIT, same_fingerprint, tag_fits, tagged
+from jaxfp8.state._init import fingerprints, unset_state
 from jaxfp8.state._state import SeenAmax
-from jaxfp8.state._tags import MEAN_ROUNDING, TAGS, UNIT, same_fingerprint, tag_fits, tagged
-from jaxfp8.state._unset import fingerprints, unset_state
 
 N = 4_000
 RECIPES = {
