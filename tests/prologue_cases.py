@@ -9,7 +9,7 @@ import numpy as np
 from messages import Message
 
 import jaxfp8 as fp8
-from jaxfp8.ops import _three_matmuls
+from jaxfp8.matmul import _three_matmuls
 from jaxfp8.prologues._prologue import prologue_of
 
 SWIGLU, RMS_NORM = fp8.prologues.SwiGLU(), fp8.prologues.RMSNorm()

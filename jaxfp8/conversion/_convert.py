@@ -26,7 +26,7 @@ from jaxfp8.conversion._rule import (
     read_rules,
 )
 from jaxfp8.jaxprs._flops import OTHER
-from jaxfp8.ops._options import LayerOptions
+from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe

@@ -33,11 +33,10 @@ from jaxfp8.linen._layers import apply_einsum, dense
 from jaxfp8.linen._matmul_module import MatmulModule, matmul_options
 from jaxfp8.linen._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.linen._state import NAME, matmul_state
-from jaxfp8.ops._arguments import as_array
+from jaxfp8.matmul._given import LayerInput
+from jaxfp8.matmul._options import KeepsFP8, as_array
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.ops._layer_input import LayerInput
-from jaxfp8.ops._promotion import KeepsFP8
 
 # flax.linen's layers with a kernel: the shape of their matmul, and their call in FP8.
 

@@ -29,11 +29,11 @@ from jaxfp8.conversion._rule import (
     size_of_einsum,
 )
 from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
+from jaxfp8.matmul._options import KeepsFP8
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.nnx._layers import FP8Einsum, FP8Linear, FP8LinearGeneral
 from jaxfp8.nnx._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.nnx._state import FP8State
-from jaxfp8.ops._promotion import KeepsFP8
 from jaxfp8.state._init import unset_state
 
 # flax.nnx's layers with a kernel: the size of their matmul, and how they get another one.

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jaxfp8._call import check_options
 from jaxfp8._typing import DotDimensionNumbers
-from jaxfp8.ops._equation import parse
-from jaxfp8.ops._options import LayerOptions
+from jaxfp8.matmul._options import LayerOptions
+from jaxfp8.ops._einsum import parse
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 

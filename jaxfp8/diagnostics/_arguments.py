@@ -13,7 +13,7 @@ from flax.nnx.extract import NodeStates
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import PyTree
-from jaxfp8.ops._weight_states import path_name
+from jaxfp8.ops._quantize_params import path_name
 from jaxfp8.optim._master_weights import MasterWeightsState
 from jaxfp8.optim._masters import BFloat16PlusState
 from jaxfp8.optim._released import Released

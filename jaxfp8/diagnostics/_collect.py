@@ -10,9 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jaxfp8._typing import Matmul, Tensor
+from jaxfp8.matmul._stats import CastStats, watching
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul
-from jaxfp8.ops._cast_stats import CastStats
-from jaxfp8.ops._watch import watching
 
 # Names of layers: the path of a matmul or of its state, without the parts that say nothing.
 

@@ -13,10 +13,10 @@ import flax.linen as nn
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import matmul_state, stored_state
+from jaxfp8.matmul._given import needs_operands, refuse_class
+from jaxfp8.matmul._options import LayerOptions, read_options
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.ops._options import LayerOptions, read_options
-from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe

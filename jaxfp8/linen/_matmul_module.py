@@ -8,11 +8,11 @@ import jax
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree, Tensor
-from jaxfp8.ops._arguments import check_prologue
-from jaxfp8.ops._options import (
+from jaxfp8.matmul._options import (
     LayerOptions,
     MatmulOptions,
     StateChannel,
+    check_prologue,
     check_save_original,
     check_state_channel,
     options_of,

@@ -14,6 +14,14 @@ from jaxfp8._typing import Array, Axes, DType, Tensor
 from jaxfp8.linen._layers import FP8Dense
 from jaxfp8.linen._matmul_module import matmul_options, part_of
 from jaxfp8.linen._state import matmul_state
+from jaxfp8.matmul._options import (
+    LayerOptions,
+    StateChannel,
+    as_array,
+    check_high_precision,
+    check_save_original,
+    check_state_channel,
+)
 from jaxfp8.moe._experts import ExpertParallel, check_clamp
 from jaxfp8.moe._mixture import (
     MoEStats,
@@ -24,13 +32,6 @@ from jaxfp8.moe._mixture import (
     shared_parts,
 )
 from jaxfp8.moe._router import Scores, check_scores
-from jaxfp8.ops._arguments import as_array, check_high_precision
-from jaxfp8.ops._options import (
-    LayerOptions,
-    StateChannel,
-    check_save_original,
-    check_state_channel,
-)
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import SwiGLU

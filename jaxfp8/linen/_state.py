@@ -21,7 +21,7 @@ from flax.core.scope import in_filter
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.ops._options import StateChannel
+from jaxfp8.matmul._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._check_state import check_state
 from jaxfp8.state._init import concrete, unset_state

@@ -11,11 +11,23 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
+from jaxfp8.matmul._options import (
+    as_array,
+    check_float,
+    check_high_precision,
+    check_key,
+    read_options,
+)
 from jaxfp8.numerics._per_block import is_explicit
-from jaxfp8.ops._arguments import as_array, check_float, check_high_precision, check_key
-from jaxfp8.ops._dispatch_matmul import CombineOptions, dispatch_matmul, matmul_combine
-from jaxfp8.ops._options import read_options
-from jaxfp8.ops._route_tokens import check_capacity_factor, check_experts, is_positive, route
+from jaxfp8.ops._dispatch_matmul import (
+    CombineOptions,
+    check_capacity_factor,
+    check_experts,
+    dispatch_matmul,
+    is_positive,
+    matmul_combine,
+    route,
+)
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 from jaxfp8.sharding._route import dispatch

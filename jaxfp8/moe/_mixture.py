@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
+from jaxfp8.matmul._options import check_float
 from jaxfp8.moe._experts import ExpertParallel, check_parallel, clamped, swiglu_experts
 from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
-from jaxfp8.ops._arguments import check_float
-from jaxfp8.ops._route_tokens import check_experts
+from jaxfp8.ops._dispatch_matmul import check_experts
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
-from jaxfp8.ops._arguments import check_float
-from jaxfp8.ops._route_tokens import choices, in_int32
+from jaxfp8.matmul._options import check_float
+from jaxfp8.ops._dispatch_matmul import choices, in_int32
 
 Scores: TypeAlias = Literal["softmax", "sigmoid"]
 """How logits become scores: over all experts together, or for each expert by itself."""

@@ -11,11 +11,11 @@ from flax import nnx
 
 from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
+from jaxfp8.matmul._given import needs_operands, refuse_class
+from jaxfp8.matmul._options import LayerOptions, MatmulOptions, options_of, read_options
 from jaxfp8.nnx._state import in_a_loss, new_state
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.ops._options import LayerOptions, MatmulOptions, options_of, read_options
-from jaxfp8.ops._plug_misuse import needs_operands, refuse_class
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed

@@ -8,15 +8,14 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DType, Tensor
+from jaxfp8.matmul._options import LayerOptions, StateChannel, as_array, check_high_precision
 from jaxfp8.moe._experts import ExpertParallel, check_clamp
 from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture, shared_parts
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear
 from jaxfp8.nnx._state import FP8State
-from jaxfp8.ops._arguments import as_array, check_high_precision
 from jaxfp8.ops._dispatch_matmul import CombineOptions
-from jaxfp8.ops._options import LayerOptions, StateChannel
 from jaxfp8.ops._ragged_dot import RaggedDotOptions, ragged_dot
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import SwiGLU

@@ -1,4 +1,4 @@
-"""`dot_general` in FP8, with its gradient. Every other matmul of jaxfp8 calls it."""
+"""`dot_general` and `dot`."""
 
 import functools
 from typing import Any, Unpack
@@ -6,18 +6,16 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DotDimensionNumbers, DType
+from jaxfp8.matmul._arrays import QuantizerArrays
+from jaxfp8.matmul._bias import add_bias
+from jaxfp8.matmul._call import Call, amax_axes
+from jaxfp8.matmul._given import read_operands
+from jaxfp8.matmul._options import DotOptions, check_operands, fp8_precision, read_options
+from jaxfp8.matmul._stats import name_of_call
+from jaxfp8.matmul._three_matmuls import three_matmuls
+from jaxfp8.matmul._tile_view import view_for
 from jaxfp8.numerics._formats import check_out_dtype
-from jaxfp8.ops._amax_axes import amax_axes
-from jaxfp8.ops._arguments import fp8_precision
-from jaxfp8.ops._arrays import QuantizerArrays
-from jaxfp8.ops._bias import add_bias
-from jaxfp8.ops._call import Call
-from jaxfp8.ops._given import read_operands
 from jaxfp8.ops._held_weight import array_of, held_copies
-from jaxfp8.ops._options import DotOptions, read_options
-from jaxfp8.ops._three_matmuls import three_matmuls
-from jaxfp8.ops._tile_view import view_for
-from jaxfp8.ops._watch import name_of_call
 from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.recipes._recipe import Recipe
@@ -26,6 +24,8 @@ from jaxfp8.state._identity import known_scales, matched
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._value_and_grad import as_traced
 from jaxfp8.weights._quantized_weight import QuantizedWeight
+
+# `dot_general` in FP8, with its gradient. Every other matmul of jaxfp8 calls it.
 
 
 def dot_general(
@@ -178,3 +178,61 @@ def check_result_dtype(preferred_element_type: DType | None) -> None:
             jnp.dtype(preferred_element_type)
         except TypeError:
             check_out_dtype(preferred_element_type)
+
+
+# `dot`: the matmul of a dense layer.
+
+
+def dot(
+    lhs: Array | tuple[Array, ...],
+    rhs: Array | QuantizedWeight,
+    *,
+    recipe: Recipe,
+    state: MatmulState | tuple[()] | None = None,
+    precision: Any = None,
+    preferred_element_type: DType | None = None,
+    **options: Unpack[DotOptions],
+) -> Array:
+    """`lhs @ rhs + bias` in FP8: [..., K] times [K, N].
+
+    Args:
+      lhs: activations [..., K]; with `prologue=` the tuple of its arrays.
+      rhs: weights [K, N].
+      recipe: the quantizer of each operand, for instance `fp8.recipes.current()`.
+      state: the quantizer state of this matmul, for recipes with state (`fp8.init_state`).
+      precision: see `dot_general`.
+      preferred_element_type: see `dot_general`.
+      **options: those of `dot_general`: `out_sharding`, `reduce_axes`, `x_shard`, `w_shard`,
+        `y_shard`, `kernels`, `state_channel`, `key`, `prologue`, `name`, and `bias` [N].
+
+    Returns:
+      [..., N].
+
+    Raises:
+      ValueError: if rhs has other than two axes, or lhs has none.
+      TypeError, ValueError, FP8StateError: see `dot_general`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jaxfp8 as fp8
+      >>> fp8.dot(jnp.ones((2, 4)), jnp.ones((4, 1)), recipe=fp8.recipes.rowwise())
+      Array([[4.],
+             [4.]], dtype=float32)
+      >>> x, gain = 3 * jnp.ones((2, 4)), jnp.ones(4)
+      >>> norm = fp8.prologues.RMSNorm()
+      >>> fp8.dot((x, gain), jnp.ones((4, 1)), recipe=fp8.recipes.current(), prologue=norm)
+      Array([[4.],
+             [4.]], dtype=float32)
+    """
+    prologue = read_options("fp8.dot", DotOptions, options).prologue
+    arrays, rhs = check_operands(lhs, rhs, recipe, prologue)
+    ndim = arrays[0].ndim
+    if ndim < 1 or rhs.ndim != 2:
+        raise ValueError(
+            f"lhs has shape {list(arrays[0].shape)}, rhs has shape {list(rhs.shape)}. fp8.dot "
+            "takes lhs [..., K] and rhs [K, N]. For other axes use fp8.dot_general."
+        )
+    return dot_general(
+        arrays if prologue else arrays[0], rhs, (((ndim - 1,), (0,)), ((), ())),
+        precision, preferred_element_type, recipe=recipe, state=state, **options,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`quantize_params`: the weights of a model in FP8, cast once for all matmuls that read them."""
+"""`quantize_params`: the weights of a model in FP8."""
 
 import re
 from collections.abc import Sequence
@@ -6,15 +6,63 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jaxfp8._typing import DType, PyTree
+from jaxfp8._typing import DType, FP8StateError, PyTree
+from jaxfp8.matmul._options import check_float
 from jaxfp8.numerics._formats import check_out_dtype
-from jaxfp8.ops._arguments import check_float
-from jaxfp8.ops._quantize_weight import quantize_weight
-from jaxfp8.ops._weight_states import path_name, state_at, states_by_path
+from jaxfp8.ops._held_weight import quantize_weight
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._state import MatmulState, is_state
 from jaxfp8.state._value_and_grad import in_high_precision
 from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
+
+# The quantizer states of weights: found by the paths of both in their trees.
+
+
+def states_by_path(state: PyTree) -> dict[str, MatmulState]:
+    """The states of a tree by their paths.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> list(states_by_path({"layer": fp8.init_state(fp8.recipes.delayed())}))
+      ['layer']
+    """
+    return {
+        path_name(path): node
+        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
+        if is_state(node)
+    }
+
+
+def path_name(path: Any) -> str:
+    """The keys of a path, without the field of an nnx Variable that holds its value."""
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and "value" in path[-1].name:
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def state_at(name: str, states: dict[str, MatmulState]) -> MatmulState:
+    """The state of the matmul that reads the weight of this path."""
+    if name in states:
+        return states[name]
+    if not states:
+        raise FP8StateError(
+            f"{name} has a recipe with state, but state= holds no quantizer state. Pass "
+            "state=variables[fp8.linen.COLLECTION] (linen), state=model (nnx), or the state of the "
+            "last step."
+        )
+    layer = name.rpartition("/")[0]
+    below = [path for path in states if not layer or path.startswith(f"{layer}/")]
+    if len(below) == 1:
+        return states[below[0]]
+    raise FP8StateError(
+        f"{name}: the state of its matmul must be at the same path, or the only one below "
+        f"{layer!r}. There are {below[:6]}. Pass state=, the states of init or of the last step, "
+        f"with the structure of params. All paths are {list(states)[:20]}."
+    )
+
+
+# `quantize_params`: the weights of a model in FP8, cast once for all matmuls that read them.
 
 WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]
 """Pairs (match, axes). A match is a regular expression that the whole path of a weight must match.

@@ -7,15 +7,18 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
+from jaxfp8.matmul._bias import check_bias
+from jaxfp8.matmul._grouped_call import GroupedCall, bias_of_rows, check_group_sizes
+from jaxfp8.matmul._options import (
+    UnshardedOptions,
+    check_high_precision,
+    check_key,
+    check_operands,
+    read_options,
+)
+from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
-from jaxfp8.ops._arguments import check_high_precision, check_key, check_operands
-from jaxfp8.ops._arrays import Arrays, QuantizerArrays
-from jaxfp8.ops._bias import check_bias
-from jaxfp8.ops._group_sizes import check_group_sizes
-from jaxfp8.ops._grouped_call import GroupedCall, bias_of_rows
-from jaxfp8.ops._options import UnshardedOptions, read_options
-from jaxfp8.ops._rows import Rows
-from jaxfp8.ops._three_matmuls import three_matmuls
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import vary_as
 from jaxfp8.sharding._specs import mesh_axes

@@ -11,7 +11,7 @@ import optax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._formats import E4M3, E5M2
-from jaxfp8.ops._weight_states import path_name
+from jaxfp8.ops._quantize_params import path_name
 from jaxfp8.optim._eight_bit_formats import FP8
 from jaxfp8.optim._masters import (
     AbstractMaster,

@@ -14,7 +14,7 @@ from jax import lax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.numerics._granularity import PerTensor
-from jaxfp8.ops._weight_states import path_name
+from jaxfp8.ops._quantize_params import path_name
 from jaxfp8.optim._eight_bit_formats import ExpandedFP8State, Int8State, LinearInt8State
 from jaxfp8.optim._masters import Float16State
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter, global_size

@@ -12,8 +12,8 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._call import check_options
 from jaxfp8._typing import Array, PyTree, UncollectedStateError
-from jaxfp8.ops._dot import dot
-from jaxfp8.ops._options import LayerOptions, check_save_original, check_state_channel
+from jaxfp8.matmul._options import LayerOptions, check_save_original, check_state_channel
+from jaxfp8.ops._dot_general import dot
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Unpack
 import jax
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.ops._options import LayerOptions
+from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.plugs._policy import Policy, guest, per_example_dot
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._init import init_state

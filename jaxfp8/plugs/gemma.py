@@ -19,7 +19,7 @@ import jax
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import FP8EinsumOp
 from jaxfp8.linen._layers import FP8Dense, FP8DenseGeneral, FP8Einsum
-from jaxfp8.ops._options import LayerOptions
+from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.plugs._policy import Policy
 from jaxfp8.recipes._recipe import Recipe
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jaxfp8._call import check_options
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
+from jaxfp8.matmul._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._dot_general import dot_general
-from jaxfp8.ops._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
 from jaxfp8.plugs._bytes import from_bytes, to_bytes

@@ -13,8 +13,8 @@ from flax.linen.spmd import logical_to_mesh_axes
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import FP8DotGeneral, FP8EinsumOp
+from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.ops._options import LayerOptions
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._presets import PRESETS, check_recipe, get
 from jaxfp8.recipes._recipe import Recipe

@@ -9,8 +9,8 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array
+from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.ops._options import LayerOptions
 from jaxfp8.plugs._policy import Policy, guest, leaf_shapes, state_of
 from jaxfp8.recipes._recipe import Recipe
 

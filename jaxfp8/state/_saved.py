@@ -62,8 +62,8 @@ def parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
     if missing or others:
         raise FP8StateError(
             f"state has another tree than like. It lacks {missing[:_PLACES_SHOWN]} and holds "
-            f"{others[:_PLACES_SHOWN]} besides ({len(missing)} and {len(others)} in all). Restore it into "
-            "the tree of like, or make like from the model that was saved."
+            f"{others[:_PLACES_SHOWN]} besides ({len(missing)} and {len(others)} in all). Restore "
+            "it into the tree of like, or make like from the model that was saved."
         )
     return [(place, node, found[names]) for names, (place, node) in wanted.items()]
 

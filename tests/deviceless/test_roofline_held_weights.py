@@ -9,7 +9,7 @@ from targets import array, compile_for
 from test_roofline_traffic import IN_TILES, RECIPES, K, M, N, by_xla
 
 import jaxfp8 as fp8
-from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.ops._held_weight import quantize_weight
 from jaxfp8.weights import WeightAxes
 from jaxfp8.weights._quantized_weight import handle
 

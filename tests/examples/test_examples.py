@@ -18,7 +18,7 @@ import optax
 import pytest
 from launch import EXAMPLES, ROOT, load, run
 
-from jaxfp8.ops import _three_matmuls
+from jaxfp8.matmul import _three_matmuls
 from jaxfp8.plan._autotune import Recorder
 
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")

@@ -44,7 +44,7 @@ def seen_by_matmuls() -> Iterator[list[tuple[fp8.QuantizedTensor, fp8.QuantizedT
     This is the only access to the inside of jaxfp8. The three matmuls of a training step read
     `multiply` from this module. If they stop doing so, `operands` raises an error.
     """
-    home: Any = importlib.import_module("jaxfp8.ops._call")
+    home: Any = importlib.import_module("jaxfp8.matmul._call")
     original: Callable[..., Any] = home.multiply
     seen: list[tuple[fp8.QuantizedTensor, fp8.QuantizedTensor]] = []
 

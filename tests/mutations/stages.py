@@ -13,11 +13,12 @@ TESTS = {
     "_call": ("ops/test_unknown_options.py", "conversion"),
     "_geometry": ("test_geometry.py",),
     "_quantized_tensor": ("tensors",),
+    "matmul": ("ops",),
     "prologues": ("kernels/test_prologues.py", "ops/test_prologue.py"),
 }
 CONTRACTS = ("golden", "contracts")
 # Rooms that meshes change, and that tests/meshes tests together.
-ON_MESHES = {"sharding", "weights", "state", "ops", "moe"}
+ON_MESHES = {"sharding", "weights", "state", "matmul", "ops", "moe"}
 
 
 def rooms_by_importers(sources: Sources) -> dict[str, set[str]]:

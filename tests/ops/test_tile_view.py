@@ -16,7 +16,7 @@ from jax import lax
 
 import jaxfp8 as fp8
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8.ops._tile_view import view_for
+from jaxfp8.matmul._tile_view import view_for
 from jaxfp8.quantizers import Current
 
 

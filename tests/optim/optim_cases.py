@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jaxfp8 as fp8
-from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.ops._held_weight import quantize_weight
 from jaxfp8.optim import BFloat16Plus, Float16, Float32
 from jaxfp8.weights import WeightAxes
 

@@ -9,7 +9,7 @@ from optim_cases import ADAMW, KINDS, bytes_of, params32, quantized
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.ops._quantize_weight import quantize_weight
+from jaxfp8.ops._held_weight import quantize_weight
 from jaxfp8.optim import (
     Float32,
     init_master_weights,

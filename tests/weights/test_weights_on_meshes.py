@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.ops._quantize_weight import quantize_weight, requantize
+from jaxfp8.ops._held_weight import quantize_weight, requantize
 from jaxfp8.sharding import Shard
 from jaxfp8.weights import WeightAxes
 

@@ -19,15 +19,12 @@ from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.matmul._arrays import Copy, QuantizerArrays, named
+from jaxfp8.matmul._call import Call, Variation
+from jaxfp8.matmul._operands import Quantized, Seen, rounding_key
+from jaxfp8.matmul._stats import CastStats, cast_stats, joined_stats
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
-from jaxfp8.ops._amax_axes import Variation
-from jaxfp8.ops._arrays import QuantizerArrays
-from jaxfp8.ops._call import Call
-from jaxfp8.ops._cast_stats import CastStats, cast_stats, joined_stats
-from jaxfp8.ops._operands import Quantized, Seen
-from jaxfp8.ops._residuals import Copy, named
-from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Gathered, Source
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, planned_casts

@@ -1,18 +1,148 @@
-"""Checks of what users pass to a matmul."""
+"""`Options` of a call, and the checks of its arguments.
 
-from typing import Any
+A new option is a new field of `Options`, and of the `TypedDict` of the functions that take it. An
+option in `LayerOptions` is also a field of `linen.MatmulModule`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfp8._call import check_options, option_names
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, ArrayLike
+from jaxfp8._typing import Array, ArrayLike, Tensor
 from jaxfp8.numerics._formats import FLOAT_DTYPES
+from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.weights._quantized_weight import is_weight
+from jaxfp8.sharding._shard import Shard
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+
+# The options of a matmul: its arguments besides operands, recipe and state.
+
+StateChannel: TypeAlias = Literal["gradient"]
+"""How quantizer state leaves the backward pass, if `fp8.value_and_grad` does not collect it."""
+
+
+def check_state_channel(channel: object) -> None:
+    """Raise ValueError unless the argument is a channel or None.
+
+    Example:
+      >>> check_state_channel("gradient")
+    """
+    if channel is not None and channel != "gradient":
+        raise ValueError(
+            f'state_channel={channel!r} must be None, for fp8.value_and_grad, or "gradient", for '
+            "jax.value_and_grad over all variables and a loop that overwrites states with their "
+            "gradients."
+        )
+
+
+def check_save_original(tensors: object) -> None:
+    """Raise ValueError unless the argument is None or a tuple of "x" and "w".
+
+    Example:
+      >>> check_save_original(("x",))
+    """
+    if tensors is not None and not (isinstance(tensors, tuple) and set(tensors) <= {"x", "w"}):
+        raise ValueError(
+            f'save_original={tensors!r} must be a tuple of the names "x" and "w": the operands '
+            'that the backward pass casts again from high precision, for instance ("x",).'
+        )
+
+
+class UnshardedOptions(TypedDict, total=False):
+    """The options of a layer whose matmul takes no shards; see `fp8.ragged_dot`."""
+
+    reduce_axes: tuple[str, ...] | None
+    kernels: Kernels | None
+    state_channel: StateChannel | None
+    save_original: tuple[Tensor, ...] | None
+
+
+class LayerOptions(UnshardedOptions, total=False):
+    """The options that a layer has as attributes, for its matmul; see `fp8.dot_general`."""
+
+    x_shard: Shard | None
+    w_shard: Shard | None
+    y_shard: Shard | None
+
+
+class MatmulOptions(LayerOptions, total=False):
+    """The options of every matmul; see `fp8.dot_general`."""
+
+    out_sharding: Any
+    key: Array | None
+    prologue: AbstractPrologue | None
+    name: str | None
+
+
+class DotOptions(MatmulOptions, total=False):
+    """The options of `dot_general` and `dot`; see `fp8.dot_general`."""
+
+    bias: Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    """The options of one call, with their defaults."""
+
+    reduce_axes: tuple[str, ...] | None = None
+    x_shard: Shard | None = None
+    w_shard: Shard | None = None
+    y_shard: Shard | None = None
+    kernels: Kernels | None = None
+    state_channel: StateChannel | None = None
+    save_original: tuple[Tensor, ...] | None = None
+    out_sharding: Any = None
+    key: Array | None = None
+    prologue: AbstractPrologue | None = None
+    bias: Array | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        check_state_channel(self.state_channel)
+        check_save_original(self.save_original)
+
+
+def read_options(function: str, known: type, options: Any) -> Options:
+    """The options of a call.
+
+    Args:
+      function: the name of the function, for the message.
+      known: the TypedDict of its options.
+      options: the keyword arguments that the user passed.
+
+    Raises:
+      TypeError: for an option that the function does not have.
+
+    Example:
+      >>> read_options("dot", DotOptions, {"x_shard": None}).bias is None
+      True
+    """
+    check_options(function, known, options)
+    return Options(**options)
+
+
+def options_of(layer: Any) -> LayerOptions:
+    """The options that a layer has as attributes. Attributes have the names of the options.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> layer = fp8.linen.FP8Dense(4, kernels=fp8.Kernels("h200"))
+      >>> options_of(layer)["kernels"]
+      Kernels('h200')
+    """
+    given: Any = {name: getattr(layer, name) for name in option_names(LayerOptions)}
+    return LayerOptions(**given)
+
+
+# Checks of what users pass to a matmul.
 
 
 def check_operands(
@@ -260,3 +390,50 @@ def check_key(key: object) -> None:
         f"key={given} is not one PRNG key. Pass jax.random.key(0), and a new key at each step. Use "
         "split keys only under jax.vmap, one for each example."
     )
+
+
+# flax's promotion of dtypes, for layers whose kernel may be a weight in FP8.
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsFP8:
+    """A `promote_dtype` that promotes arrays as another one does, and leaves FP8 weights alone.
+
+    Attributes:
+      promote: flax's `promote_dtype`, or the user's.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax.linen.dtypes import promote_dtype
+      >>> [x.dtype.name for x in KeepsFP8(promote_dtype)(jnp.ones(2), jnp.ones(2, "bfloat16"))]
+      ['float32', 'float32']
+    """
+
+    promote: Callable[..., Any]
+
+    @classmethod
+    def of(cls, promote: Callable[..., Any]) -> "KeepsFP8":
+        return promote if isinstance(promote, cls) else cls(promote)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        # linen passes arrays, nnx passes one tuple of arrays.
+        in_tuple = len(arguments) == 1 and isinstance(arguments[0], tuple)
+        arrays = arguments[0] if in_tuple else arguments
+        if not any(map(is_weight, arrays)):
+            return self.promote(*arguments, **options)
+        like = tuple(jnp.zeros((), each.dtype) if is_weight(each) else each for each in arrays)
+        promoted = self.promote(like, **options) if in_tuple else self.promote(*like, **options)
+        return tuple(
+            _checked(each, new.dtype) if is_weight(each) else new
+            for each, new in zip(arrays, promoted, strict=True)
+        )
+
+
+def _checked(weight: QuantizedWeight, dtype: Any) -> QuantizedWeight:
+    if weight.dtype != dtype:
+        raise TypeError(
+            f"a layer computes in {jnp.dtype(dtype).name}, but its kernel is {weight}. The layer "
+            f"would round a kernel to {jnp.dtype(dtype).name} before the cast to FP8. Do the same: "
+            f"fp8.quantize_params(..., dtype=jnp.{jnp.dtype(dtype).name})."
+        )
+    return weight

@@ -23,10 +23,10 @@ from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._typing import Array, Axes
+from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
+from jaxfp8.matmul._call import Places
+from jaxfp8.matmul._given import Given
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
-from jaxfp8.ops._arrays import Arrays, QuantizerArrays
-from jaxfp8.ops._call import Places
-from jaxfp8.ops._given import Given
 from jaxfp8.sharding._place import Place, Whole
 
 Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None

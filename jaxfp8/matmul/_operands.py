@@ -1,4 +1,4 @@
-"""The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
+"""A cast of each tensor, for all matmuls that read it.
 
 This module also reduces amaxes across devices.
 """
@@ -7,26 +7,73 @@ import dataclasses
 import functools
 from typing import NamedTuple, TypeAlias
 
+import jax
 from jax import lax
 
 from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
+from jaxfp8.matmul._arrays import Copy, HeldCopies, KnownAmaxes, QuantizerArrays, named, named_amax
+from jaxfp8.matmul._call import Call, Variation
+from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.ops._amax_axes import Variation
-from jaxfp8.ops._arrays import HeldCopies, KnownAmaxes, QuantizerArrays
-from jaxfp8.ops._call import Call
-from jaxfp8.ops._cast_stats import CastStats, cast_stats
-from jaxfp8.ops._checkpoint_policies import named_amax
-from jaxfp8.ops._residuals import Copy, named
-from jaxfp8.ops._rounding_key import rounding_key
 from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, planned_casts
-from jaxfp8.sharding._amax import pmax, varying
+from jaxfp8.sharding._amax import manual_axes, pmax, varying
 from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.state._ledger import observe
+
+# The PRNG key of a cast with stochastic rounding: each tensor and each shard has its own.
+
+_INDEX: dict[Tensor, int] = {"x": 0, "w": 1, "g": 2}
+
+
+def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) -> Array:
+    """The key for one tensor of one call.
+
+    In Auto and Explicit meshes arrays are global. Random bits are global too, so they do not depend
+    on the mesh.
+
+    Inside `jax.shard_map` a device does not know the position of its shard in the array. There the
+    index of the device is folded into the key. It is the index over the mesh axes that the tensor
+    varies over. So each shard gets its own bits, and replicas get the same bits.
+
+    Args:
+      key: `key=` of the call.
+      call: the static part of the call, with the recipe and the mesh axes of amaxes.
+      tensor: which tensor `value` is.
+      value: the tensor [...].
+
+    Raises:
+      ValueError: if the key is missing, or if types do not distinguish shards from replicas.
+    """
+    if key is None:
+        raise ValueError(
+            f"key=None, but recipe {call.recipe.name!r} rounds {tensor} stochastically. That "
+            "needs a new PRNG key at each step. Functions: pass key= to fp8.dot, dot_general or "
+            "einsum. linen: write model.apply(..., rngs={'fp8': key}), and pass "
+            "split_rngs={'fp8': True} to nn.scan and nn.vmap. nnx: pass rngs=nnx.Rngs(0, fp8=1) "
+            "to the layer, and call model.train() after model.eval()."
+        )
+    # Each tensor folds in its own index, so x, w and g of one call do not share random bits.
+    key = jax.random.fold_in(key, _INDEX[tensor])
+    if not call.amax_axes.manual:
+        return key
+    if not call.amax_axes.typed:
+        raise ValueError(
+            f"recipe {call.recipe.name!r} rounds {tensor} stochastically inside "
+            f"shard_map(check_vma=False) over {manual_axes()}. There types do not distinguish "
+            f"shards of {tensor} from replicas, which must get the same random bits. Use "
+            "jax.shard_map(check_vma=True)."
+        )
+    if axes := tuple(sorted(varying(value))):
+        key = jax.random.fold_in(key, lax.axis_index(axes))
+    return key
+
+
+# The operands of the three matmuls: each tensor is cast once for all matmuls that read it.
 
 Seen: TypeAlias = dict[tuple[Tensor, int], Array]
 """The amax for each row of state that belongs to a tensor: {(tensor, index of the row): f32[]}."""

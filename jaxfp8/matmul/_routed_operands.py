@@ -25,17 +25,13 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, named
+from jaxfp8.matmul._call import Call, Variation
+from jaxfp8.matmul._grouped_operands import Stack, quantize_groups
+from jaxfp8.matmul._operands import Quantized, rounding_key
+from jaxfp8.matmul._stats import CastStats, cast_stats, joined_stats
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
-from jaxfp8.ops._amax_axes import Variation
-from jaxfp8.ops._arrays import QuantizerArrays
-from jaxfp8.ops._call import Call
-from jaxfp8.ops._cast_stats import CastStats, cast_stats, joined_stats
-from jaxfp8.ops._grouped_operands import Stack, quantize_groups
-from jaxfp8.ops._operands import Quantized
-from jaxfp8.ops._residuals import Copy, named
-from jaxfp8.ops._rounding_key import rounding_key
-from jaxfp8.ops._rows import Rows
 from jaxfp8.quantizers._base import Operand, ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
 from jaxfp8.sharding._place import take_rows

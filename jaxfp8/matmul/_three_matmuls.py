@@ -18,26 +18,28 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, DType, Matmul, Tensor
-from jaxfp8.ops._amax_axes import NO_VARIATION, Variation
-from jaxfp8.ops._arrays import Arrays, KnownAmaxes, QuantizerArrays
-from jaxfp8.ops._bias import add_bias, bias_gradient, sums_columns
-from jaxfp8.ops._call import Call
-from jaxfp8.ops._cast_stats import CastStats
-from jaxfp8.ops._checkpoint_policies import named_amax
-from jaxfp8.ops._cotangents import cotangent, sharding_of
-from jaxfp8.ops._differentiated import check_differentiated
-from jaxfp8.ops._once import once
-from jaxfp8.ops._operands import (
-    Quantized,
-    Seen,
-    gathered_once,
-    held_operand,
-    quantize_operand,
+from jaxfp8.matmul._arrays import (
+    Arrays,
+    Copy,
+    KnownAmaxes,
+    QuantizerArrays,
+    Rows,
+    named_amax,
+    once,
+    readable,
 )
-from jaxfp8.ops._residuals import Copy, readable
-from jaxfp8.ops._routed_operands import in_turn, quantize_rows, wgrad_operand
-from jaxfp8.ops._rows import Rows
-from jaxfp8.ops._watch import send
+from jaxfp8.matmul._bias import (
+    add_bias,
+    bias_gradient,
+    check_differentiated,
+    cotangent,
+    sharding_of,
+    sums_columns,
+)
+from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
+from jaxfp8.matmul._operands import Quantized, Seen, gathered_once, held_operand, quantize_operand
+from jaxfp8.matmul._routed_operands import in_turn, quantize_rows, wgrad_operand
+from jaxfp8.matmul._stats import CastStats, send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import vary_as, varying, varying_type

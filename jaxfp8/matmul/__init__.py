@@ -1,0 +1,1 @@
+"""How a call becomes three matmuls, with gradients."""

@@ -1,0 +1,349 @@
+"""The arrays of a call: operands, and what the backward pass keeps of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array, FP8StateError, Matmul, PyTree, Tensor
+from jaxfp8.kernels.cast._api import KnownScale
+from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.numerics._granularity import AbstractGranularity
+from jaxfp8.quantizers._base import Operand
+from jaxfp8.recipes._recipe import PlannedCast
+from jaxfp8.sharding._amax import manual_axes
+from jaxfp8.sharding._route import Route
+
+# The names of what a matmul saves for its backward pass, and the remat policies that save it.
+
+RESIDUAL = "jaxfp8_residual"
+"""`checkpoint_name` of the FP8 copies of x: values and scales."""
+
+ALIAS = "quantization"
+"""A second name of the FP8 copies of x, and of amaxes.
+
+It is the name in the remat policies of MaxText, so that they save the residuals unchanged. A policy
+may list either name.
+"""
+
+WEIGHT = "jaxfp8_weight"
+"""`checkpoint_name` of the FP8 copies of w. The weight itself is there in every pass."""
+
+AMAX = "jaxfp8_amax"
+"""`checkpoint_name` of amaxes of tensors and rows. A second cast then reads its tensor once."""
+
+
+def save_fp8_residuals(*, inputs: bool = True, weights: bool = False) -> Callable[..., Any]:
+    """A policy for `jax.checkpoint(policy=)`, `nn.remat` and `nnx.remat`.
+
+    It saves FP8 copies of the inputs of matmuls, and recomputes the rest. It also saves amaxes of
+    tensors and rows, so that a second cast neither reads a tensor twice nor asks other devices. To
+    save more, join it with a policy of your own by
+    `jax.checkpoint_policies.save_from_both_policies`.
+
+    Args:
+      inputs: whether to save the FP8 copy of x, the input of a matmul, from which the gradient of w
+        is computed. It has 1 byte a value. Without it, x is computed and cast again. If the result
+        of the matmul is computed again, it may read another copy, for instance with scales of rows
+        or tiles. That copy is not saved, and x is cast again for it.
+      weights: whether to save the FP8 copy of the weight w, too. The weight itself is in memory in
+        any case, so the copy costs 1 byte a weight in every layer. It spares the backward pass one
+        cast of w. It spares no gather, because only a shard is saved.
+
+    Returns:
+      The policy.
+
+    Raises:
+      TypeError: if an argument is no bool.
+
+    Example:
+      >>> import jax, jaxfp8 as fp8
+      >>> block = jax.checkpoint(lambda x: x, policy=fp8.save_fp8_residuals())
+    """
+    for name, given in (("inputs", inputs), ("weights", weights)):
+        if not isinstance(given, bool):
+            raise TypeError(f"{name}={given!r} must be True or False.")
+    names = [AMAX, *([RESIDUAL] if inputs else []), *([WEIGHT] if weights else [])]
+    return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+def named_copy(x: Array, tensor: Tensor) -> Array:
+    """An array of an FP8 copy of x or w, under its names.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> named_copy(jnp.float32(1.0), "w")
+      Array(1., dtype=float32)
+    """
+    if tensor == "w":
+        return checkpoint_name(x, WEIGHT)
+    # The outer name saves it, or the inner one saves what the outer one reads.
+    return checkpoint_name(checkpoint_name(x, RESIDUAL), ALIAS)
+
+
+def named_amax(x: Array) -> Array:
+    """An amax, or another small result of the forward pass, under both of its names.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> named_amax(jnp.float32(1.0))
+      Array(1., dtype=float32)
+    """
+    return checkpoint_name(checkpoint_name(x, AMAX), ALIAS)
+
+
+# Copies of a tensor as residuals: what is saved for the backward pass, and under which name.
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["operand"], meta_fields=["readers", "row"]
+)
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One copy of a tensor, and the matmuls that read it.
+
+    The state has a stored scale in every pass, so a copy does not carry it. A loop over layers
+    would save it as one more residual, with a kernel that writes it and one that reads it.
+
+    Attributes:
+      operand: the copy. Its scale is None if it is a stored one.
+      readers: the matmuls that read it.
+      row: the row of the state that has the stored scale; None if the copy has its scale.
+    """
+
+    operand: Operand
+    readers: tuple[Matmul, ...]
+    row: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        operand: Operand,
+        readers: tuple[Matmul, ...],
+        planned: PlannedCast,
+        stored: KnownScale | None,
+    ) -> "Copy":
+        """A copy that was made with this stored scale, or with another one."""
+        if (
+            stored is None
+            or not isinstance(operand, QuantizedTensor)
+            # Of an unset row, and of a quantizer of the user's, the scale may be another one.
+            or operand.scale is not stored.scale
+        ):
+            return cls(operand, readers)
+        none: Any = None
+        return cls(dataclasses.replace(operand, scale=none), readers, planned.row)
+
+    def whole(self, known: Array | None) -> Operand:
+        """The copy with its scale, which may be one of `QuantizerArrays.known`."""
+        if self.row is None:
+            return self.operand
+        assert isinstance(self.operand, QuantizedTensor)
+        assert known is not None
+        return dataclasses.replace(self.operand, scale=known[1, self.row])
+
+
+def readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+    """Arrays as the backward pass reads them, so that XLA casts them there, and not before.
+
+    Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
+    copies from one to the other, beside the arrays.
+
+    Args:
+      x: the arrays [...].
+      gradient: the gradient of the result, which the cast has to wait for.
+    """
+    if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
+        return lax.optimization_barrier(x)
+    return lax.optimization_barrier((x, gradient))[0]
+
+
+def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
+    """The same copies with the names of residuals, twice: for this pass and the backward pass.
+
+    A copy for fprop alone has no name. If remat runs fprop again, it casts such a copy again.
+    Otherwise it would save two copies of a tensor, which are as large as the tensor in bfloat16.
+
+    FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
+    `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
+    IEEE format with infinities, so values above 240 would become NaN.
+    """
+
+    def one(leaf: Array) -> tuple[Array, Array]:
+        if not leaf.dtype.name.startswith("float8"):
+            leaf = named_copy(leaf, tensor)
+            return leaf, leaf
+        values = named_copy(lax.bitcast_convert_type(leaf, jnp.uint8), tensor)
+        now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
+        return now, later
+
+    def both(copy: Copy) -> tuple[Copy, Copy]:
+        if copy.readers == ("fprop",):
+            return copy, copy
+        leaves, structure = jax.tree.flatten(copy)
+        now, later = zip(*map(one, leaves), strict=True)
+        return jax.tree.unflatten(structure, now), jax.tree.unflatten(structure, later)
+
+    now, later = zip(*map(both, copies), strict=True)
+    return list(now), list(later)
+
+
+# Rows of groups: which rows belong to which group, and how they come from other devices.
+
+_RETURNS: dict[Matmul, str | None] = {"fprop": "g", "dgrad": "x", "wgrad": None}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["groups", "route"], meta_fields=["routed"]
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a grouped matmul.
+
+    Attributes:
+      groups: which rows belong to which group.
+      route: how rows come from other devices, if `routed` is not None.
+      routed: the tensor that is sent to the devices of the groups (static). The tensor that has its
+        shape is sent back: if x is sent, so is its gradient; if g is sent, it is that of y, which
+        was sent. None if all rows are here.
+    """
+
+    groups: Groups
+    route: Route | None = None
+    routed: Literal["x", "g"] | None = None
+
+    def returned(self, matmul: Matmul, result: Array) -> Array:
+        """The result of a matmul, sent back to the devices of the tokens if they wait for it."""
+        if self.route is None or _RETURNS[matmul] != self.routed:
+            return result
+        return self.route.to_tokens(result)
+
+
+# The arrays of one call of a matmul, which JAX traces and differentiates.
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["amaxes"], meta_fields=["keys"])
+@dataclasses.dataclass(frozen=True)
+class KnownAmaxes:
+    """Amaxes of a tensor that were found before: a second cast does not look for them.
+
+    Attributes:
+      keys: for each amax, the row of state (None without one) and the granularity (static).
+      amaxes: f32[...], in the shape of the scale.
+    """
+
+    keys: tuple[tuple[int | None, AbstractGranularity], ...] = ()
+    amaxes: tuple[Array, ...] = ()
+
+
+class QuantizerArrays(NamedTuple):
+    """The arrays that quantizers need besides a tensor: the state, with R rows, and the key.
+
+    Attributes:
+      known: f32[2, R], multiplier and scale of each row (`state._identity.known_scales`); None for
+        recipes without state.
+      ledger: f32[BINS, R], the ledger that collects amaxes (`state._ledger`); None without one.
+      key: a jax PRNG key, or None.
+      amaxes: amaxes of the tensor that are known.
+    """
+
+    known: Array | None = None
+    ledger: Array | None = None
+    key: Array | None = None
+    amaxes: KnownAmaxes = KnownAmaxes()
+
+
+class HeldCopies(NamedTuple):
+    """The FP8 copies of a weight that the model holds, so that no matmul casts it.
+
+    Attributes:
+      copies: a copy for each direction, with its scale.
+      seen: f32[W], the amax of the weight for each of its W rows of state; None without state.
+    """
+
+    copies: tuple[Copy, ...]
+    seen: Array | None
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call. A field is None if the call has no such array.
+
+    Attributes:
+      x: activations [...]. With a prologue, the array that it makes; the gradient flows to it.
+      w: weights [...]. With `held` nobody reads them, and only the gradient flows to them.
+      bias: [batch axes, axes that w keeps].
+      parts: the arrays that the prologue makes x from.
+      quantizers: the state and the key.
+      held: the FP8 copies of w, if the model holds them.
+      rows: which rows of x belong to which matrix of w, for a grouped matmul.
+    """
+
+    x: Array
+    w: Array
+    bias: Array | None
+    parts: tuple[Array, ...] | None
+    quantizers: QuantizerArrays
+    held: HeldCopies | None = None
+    rows: Rows | None = None
+
+
+# Identities that raise an error when they are differentiated.
+#
+# The derivative of a cast to FP8 is zero almost everywhere. JAX would return these zeros without a
+# message.
+
+T = TypeVar("T")
+
+
+def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
+    @jax.custom_jvp
+    def identity(tree: T) -> T:
+        return tree
+
+    @identity.defjvp
+    def refuse(primals: PyTree, tangents: PyTree) -> PyTree:
+        del tangents
+        raise error(primals)
+
+    return identity
+
+
+def _second_derivative(_: PyTree) -> Exception:
+    return FP8StateError(
+        "FP8 matmuls have no second derivative. Where one is needed, use "
+        "recipe=fp8.recipes.identity()."
+    )
+
+
+def _of_quantize(arrays: PyTree) -> Exception:
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(arrays))
+    return TypeError(
+        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use "
+        "fp8.fake_quantize for a straight-through gradient, fp8.dot for a matmul in FP8, or "
+        "jax.lax.stop_gradient(x)."
+    )
+
+
+def _of_primary(arrays: PyTree) -> Exception:
+    (w,) = arrays
+    return TypeError(
+        f"quantize_params of a weight {list(w.shape)} is being differentiated, but primary=True "
+        "drops the weight that its gradient would flow to. Call it outside of the loss, and take "
+        "gradients with fp8.value_and_grad. Or leave primary=True out."
+    )
+
+
+once = _undifferentiable(_second_derivative)
+"""For the operands of a matmul, which has a first derivative and no second one."""
+
+constant = _undifferentiable(_of_quantize)
+"""For the arrays of `fp8.quantize`, which has no gradient."""
+
+dropped = _undifferentiable(_of_primary)
+"""For a weight of which only the FP8 copies are left."""

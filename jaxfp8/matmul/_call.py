@@ -1,0 +1,292 @@
+"""`Call`: all that is static about a matmul and its gradient, and where its amaxes are combined.
+
+A `Call` is static in the custom gradient.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfp8._geometry import OPERANDS, Geometry, TrainingGeometry
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array, DType, FP8StateError, Matmul, Tensor
+from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
+from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
+from jaxfp8.kernels.grouped_matmul._api import groups_product, rows_product
+from jaxfp8.kernels.grouped_matmul._groups import Groups
+from jaxfp8.kernels.scaled_matmul._api import multiply
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.numerics._formats import sum_dtype
+from jaxfp8.plan._backends import Backends
+from jaxfp8.plan._kernels import Kernels
+from jaxfp8.prologues._prologue import AbstractPrologue
+from jaxfp8.quantizers._base import Operand
+from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
+from jaxfp8.sharding._place import Place
+
+# The mesh axes over which the amaxes of one matmul are reduced inside `jax.shard_map`.
+#
+# With `check_vma=True`, JAX's types say over which manual axes a tensor varies. If types are off or
+# cannot decide, the caller names the axes with `reduce_axes=`.
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxAxes:
+    """What is known about the axes without the tensors of the call. Hashable.
+
+    Attributes:
+      named: the manual mesh axes that the caller named; None if the caller named none.
+      typed: whether types say over which manual axes a tensor varies.
+      manual: whether the call is inside `jax.shard_map`. Outside of it arrays are global, and so
+        are their amaxes.
+    """
+
+    named: frozenset[str] | None
+    typed: bool
+    manual: bool
+
+    @property
+    def untyped(self) -> frozenset[str]:
+        """The axes over which every per-tensor amax is reduced. Empty if types are on."""
+        return frozenset() if self.typed else self.named or frozenset()
+
+
+_GLOBAL = AmaxAxes(None, typed=True, manual=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variation:
+    """The manual mesh axes over which the operands of a call vary, by their types.
+
+    Axes that an operand is gathered over do not count, because the matmul reads the whole operand.
+
+    Attributes:
+      x: the axes of the activations.
+      w: the axes of the weights.
+      g: the axes of the gradient; empty in the forward pass.
+      summed: the axes over which the matmul sums its result, by `y_shard=`.
+      named: see `AmaxAxes`.
+      batched: whether the matmul has batch axes.
+    """
+
+    x: frozenset[str]
+    w: frozenset[str]
+    g: frozenset[str]
+    summed: frozenset[str]
+    named: frozenset[str] | None
+    batched: bool
+
+    def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
+        """The axes over which a matmul contracts a tensor across devices.
+
+        All devices that contract one row must use one scale for it. If an operand varies over an
+        axis and the result does not, the matmul contracts over that axis.
+
+        For fprop, types cannot decide. An axis over which x and w both vary may split the
+        contraction, pipeline stages or experts. Only the caller knows which, and `y_shard=` says
+        the first.
+        """
+        if matmul == "fprop":
+            named = frozenset() if self.named is None or self.batched else self.named
+            return self.x & self.w & (named | self.summed)
+        mine = {"x": self.x, "w": self.w, "g": self.g}[tensor]
+        return (mine | self.x) - self.w if matmul == "wgrad" else (mine | self.w) - self.x
+
+    @property
+    def apart(self) -> frozenset[str]:
+        """The axes over which each device has its own amaxes: those of pipeline stages or experts.
+
+        x and w both vary over such an axis, and the caller did not name it.
+        """
+        return frozenset() if self.named is None else (self.x & self.w) - self.named - self.summed
+
+
+_NONE: frozenset[str] = frozenset()
+NO_VARIATION = Variation(_NONE, _NONE, _NONE, _NONE, None, batched=False)
+"""The variation of a call outside of `jax.shard_map`."""
+
+
+def amax_axes(
+    recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
+) -> AmaxAxes:
+    """The axes of a call.
+
+    Args:
+      recipe: the recipe of the call.
+      given: `reduce_axes=` of the call.
+      probed: `reduce_axes=` of `fp8.value_and_grad`.
+
+    Raises:
+      TypeError: if `given` is not a tuple of names, for instance one name.
+      FP8StateError: if the axes are unknown, because an amax of one shard would be wrong. Also if
+        axes are named that per-row amaxes would ignore.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> amax_axes(fp8.recipes.current(), None, None)
+      AmaxAxes(named=None, typed=True, manual=False)
+    """
+    if given is not None and not isinstance(given, tuple | list | frozenset | set):
+        raise TypeError(
+            f"reduce_axes={given!r} must be a tuple of mesh axis names; write ({given!r},)."
+        )
+    named = given if given is not None else probed
+    if named is not None:
+        check_axes(named)
+    if not manual_axes():
+        # flax also initializes layers for shard_map outside of it. Their named axes are ignored
+        # here, so that `init` does not raise an error.
+        return _GLOBAL
+    typed = types_tell()
+    if named is None:
+        if not typed and recipe.combines_amaxes:
+            raise _unknown(recipe)
+        return AmaxAxes(None, typed, manual=True)
+    manual = frozenset(named) & set(manual_axes())
+    if manual and recipe.tensors_in_rows and not typed:
+        raise _ignored(recipe, tuple(named))
+    return AmaxAxes(manual, typed, manual=True)
+
+
+def _unknown(recipe: Recipe) -> FP8StateError:
+    where = (
+        "fp8.value_and_grad, this call or this layer" if recipe.rows else "this call or this layer"
+    )
+    cure = f"Name the axes that an amax is reduced over with reduce_axes= of {where}."
+    if recipe.tensors_in_rows:  # per-row amaxes do not accept reduce_axes=
+        cure = (
+            f"Recipe {recipe.name!r} has amaxes of tensors and of rows, which needs check_vma=True."
+        )
+    return FP8StateError(
+        f"inside shard_map(check_vma=False) over {manual_axes()} types do not say which mesh axes "
+        f"a tensor is split over. {cure}"
+    )
+
+
+def _ignored(recipe: Recipe, named: tuple[str, ...]) -> FP8StateError:
+    cure = " If no mesh axis splits what a matmul contracts, leave reduce_axes= out."
+    return FP8StateError(
+        f"reduce_axes={named} is given to recipe {recipe.name!r}, which has a scale for each row "
+        f"of {', '.join(recipe.tensors_in_rows)}, inside shard_map(check_vma=False) over "
+        f"{manual_axes()}. Only types say which matmul contracts a row across devices. Use "
+        f"check_vma=True.{'' if recipe.combines_amaxes else cure}"
+    )
+
+
+# Call: everything about one call of a matmul except its arrays.
+
+
+class Places(NamedTuple):
+    """Where each tensor is in the mesh."""
+
+    x: Place
+    w: Place
+    g: Place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Everything about a call except its arrays. Hashable."""
+
+    recipe: Recipe
+    geometry: TrainingGeometry
+    out_dtype: DType
+    precision: Any
+    fast_accumulation: bool  # of fprop only
+    out_sharding: Any
+    collected: bool  # amaxes go to the state's probe
+    in_gradient_channel: bool  # the cotangent of the state is the next state
+    settled: bool  # no stored scale is unset
+    amax_axes: AmaxAxes
+    places: Places
+    kernels: Kernels
+    backends: Backends  # of each cast and matmul, as `kernels` chooses them
+    prologue: AbstractPrologue | None  # makes x from other arrays, inside the cast kernel
+    save_original: tuple[Tensor, ...]  # the tensors that are residuals in high precision
+    watched: str | None  # the name under which casts report statistics; None if they do not
+
+    @property
+    def by_xla(self) -> frozenset[Matmul]:
+        """The matmuls that XLA computes. None is certain if timings choose."""
+        if self.kernels.timings is not None:
+            return frozenset()
+        return frozenset(name for name in OPERANDS if getattr(self.backends, name)[0] == "xla")
+
+    def multiply(
+        self, matmul: Matmul, lhs: Operand, rhs: Operand, out_dtype: DType, out_sharding: Any
+    ) -> Array:
+        """One of the three matmuls. It is in FP8 if both operands are in FP8."""
+        geometry: Geometry = getattr(self.geometry, matmul)
+        # `assert_fp8_gemms` reads the names of these scopes in compiled programs.
+        if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+            call = self._matmul_call(matmul, out_dtype, out_sharding)
+            with jax.named_scope(f"jaxfp8.{matmul}"):
+                names: tuple[str, ...] = getattr(self.backends, matmul)
+                return multiply(lhs, rhs, call, self.kernels.attempts(names, lhs, rhs, call))
+        with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
+            lhs, rhs = self._wide(
+                *(t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs))
+            )
+            return lax.dot_general(
+                lhs, rhs, geometry.dimension_numbers, self.precision, out_dtype,
+                out_sharding=out_sharding,
+            )  # fmt: skip
+
+    def multiply_groups(
+        self, matmul: Matmul, lhs: Operand, rhs: Operand, groups: Groups, out_dtype: DType
+    ) -> Array:
+        """One of the three matmuls of all groups. The operands are stacks."""
+        geometry: Geometry = getattr(self.geometry, matmul)
+        call = self._matmul_call(matmul, out_dtype, None)
+        if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+            with jax.named_scope(f"jaxfp8.{matmul}"):
+                return grouped_matmul.multiply(
+                    lhs, rhs, groups, call, getattr(self.backends, matmul)
+                )
+
+        def product(lhs: Array, rhs: Array) -> Array:
+            return lax.dot_general(
+                lhs, rhs, geometry.dimension_numbers, self.precision, sum_dtype(out_dtype)
+            )
+
+        with jax.named_scope(f"jaxfp8.{matmul}.high_precision"):
+            lhs, rhs = self._wide(*map(_dequantized_stack, (lhs, rhs)))
+            rows, columns = geometry.out_shape(lhs.shape[1:], rhs.shape[1:])
+            if call.sums_rows:
+                return groups_product(product, lhs, rhs, groups, (rows, columns), out_dtype)
+            return rows_product(product, lhs, rhs, groups, columns, out_dtype)
+
+    def _matmul_call(self, matmul: Matmul, out_dtype: DType, out_sharding: Any) -> MatmulCall:
+        return MatmulCall(
+            geometry=getattr(self.geometry, matmul),
+            out_dtype=jnp.dtype(out_dtype),
+            fast_accumulation=self.fast_accumulation and matmul == "fprop",
+            out_sharding=out_sharding,
+            written_transposed=self._written_transposed(matmul),
+        )
+
+    def _wide(self, lhs: Array, rhs: Array) -> tuple[Array, Array]:
+        """Both operands in one dtype.
+
+        g has the dtype of y. `preferred_element_type` can make it differ from that of x. With
+        strict promotion JAX would raise an error here, where no caller can write a cast.
+        """
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+        return lhs.astype(dtype), rhs.astype(dtype)
+
+    def _written_transposed(self, matmul: Matmul) -> tuple[bool, bool]:
+        """See `MatmulCall`."""
+        lhs, rhs = (getattr(self.backends, tensor)[0] for tensor in OPERANDS[matmul])
+        return lhs in WRITE_TRANSPOSED, rhs in WRITE_TRANSPOSED
+
+
+def _dequantized_stack(operand: Operand) -> Array:
+    """A stack of arrays in high precision. A granularity is that of one of them."""
+    if not isinstance(operand, QuantizedTensor):
+        return operand
+    return jax.vmap(lambda one: one.dequantize())(operand)
