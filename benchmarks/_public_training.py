@@ -18,7 +18,7 @@ from flax import nnx
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION
 from jaxfp8.nnx import FP8State
-from jaxfp8.programs._fp8_gemms import find_gemms
+from jaxfp8.programs._fp8_gemms import _find_gemms
 
 
 class Model(NamedTuple):
@@ -140,7 +140,7 @@ def compiled(
     arguments = model.params, model.state, tx.init(model.params), task.validation[0]
     step = jax.jit(train_step, compiler_options=options).lower(*arguments).compile()
     validate = jax.jit(loss_fn, compiler_options=options)
-    return Programs(step, validate, len(find_gemms(step).fp8))
+    return Programs(step, validate, len(_find_gemms(step).fp8))
 
 
 def train(

@@ -30,7 +30,7 @@ from work import host_transfers
 
 import jaxfp8 as fp8
 from jaxfp8.programs import wire_report
-from jaxfp8.programs._fp8_gemms import find_gemms
+from jaxfp8.programs._fp8_gemms import _find_gemms
 
 MIB = 2**20
 LAYERS = {
@@ -56,7 +56,7 @@ def figures(mesh: str, name: str, by: str, gradient: bool) -> dict[str, object]:
     layer, recipe = LAYERS[mesh], fp8.recipes.get(name)
     step = moe_layer.compiled(recipe, layer, kernels=BY[by], gradient_sent_in_fp8=gradient)
     found, program = moe_layer.casts(step, layer), Program(step.as_text())
-    report, gemms = wire_report(step), find_gemms(step)
+    report, gemms = wire_report(step), _find_gemms(step)
     row = {
         "mesh": mesh,
         "recipe": name,

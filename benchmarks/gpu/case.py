@@ -26,7 +26,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from target import Target
 
 import jaxfp8 as fp8
-from jaxfp8.programs._fp8_gemms import find_gemms
+from jaxfp8.programs._fp8_gemms import _find_gemms
 from jaxfp8.programs._hlo import Instruction, read_program
 
 PORTABLE = {"xla", "reference"}
@@ -192,7 +192,7 @@ class Compiled:
           RuntimeError: if the program has no loop, or work outside of it. Also if the loop has less
             than one kernel for each repetition.
         """
-        gemms, memory = find_gemms(self.program), self.program.memory_analysis()
+        gemms, memory = _find_gemms(self.program), self.program.memory_analysis()
         figures: dict[str, Any] = {"fp8_gemms": len(gemms.fp8)}
         if memory is not None:
             figures["argument_bytes"] = memory.argument_size_in_bytes

@@ -57,7 +57,7 @@ class GradientSumState(NamedTuple):
     underflowed: PyTree
 
 
-class Sums(NamedTuple):
+class _Sums(NamedTuple):
     """What a step tells about one gradient, the same on all devices.
 
     Attributes:
@@ -167,7 +167,7 @@ def state_from(
     return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
 
 
-def next_row(row: GradientSumState, sums: Sums, method: AutoScaledFP8) -> GradientSumState:
+def _next_row(row: GradientSumState, sums: _Sums, method: AutoScaledFP8) -> GradientSumState:
     """The state of one gradient after a step.
 
     Args:
@@ -261,13 +261,13 @@ def whole_sum(
     )
     clipped, clipped_sums, beyond, underflowed, lost_sums = lax.psum(counts, everywhere)
     size = math.prod(slices.shape) * (lax.axis_size(also) if also else 1)
-    sums = Sums(
+    sums = _Sums(
         largest, clipped + clipped_sums, beyond, underflowed + lost_sums, size, slices.devices
     )
     # Finite gradients have a finite multiplier. Without the select, a NaN of one device would be
     # the NaN of its element only, and all others would have a scale that means nothing.
     result = jnp.where(largest < jnp.inf, jnp.clip(result, -LARGEST, LARGEST), jnp.nan)
-    return result, next_row(row, sums, method)
+    return result, _next_row(row, sums, method)
 
 
 def _multiplier(largest: Array, mu: Array, devices: int, method: AutoScaledFP8) -> Array:

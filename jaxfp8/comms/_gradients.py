@@ -28,17 +28,12 @@ from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 # Which gradients can be summed over which mesh axes: the checks of `all_reduce_gradients`.
 
 
-def leaves_of(tree: PyTree) -> tuple[list[Any], Any]:
-    """The leaves of a tree and its structure. A QuantizedTensor is one leaf.
-
-    Example:
-      >>> leaves_of({"w": 1.0})[0]
-      [1.0]
-    """
+def _leaves_of(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves of a tree and its structure. A QuantizedTensor is one leaf."""
     return jax.tree.flatten(tree, is_leaf=_is_quantized)
 
 
-def names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
+def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
     """The names of mesh axes as a tuple, after a check that all of them are manual here.
 
     Raises:
@@ -58,7 +53,7 @@ def names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tup
     return names
 
 
-def local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
+def _local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
     """The paths of the leaves, the leaves, and their structure, after a check of all leaves.
 
     Args:
@@ -68,27 +63,22 @@ def local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], l
     Raises:
       TypeError, ValueError: for a leaf that is no local gradient. Leaves of dtype float0 pass.
     """
-    leaves, structure = leaves_of(grads)
+    leaves, structure = _leaves_of(grads)
     numbered = structure.unflatten(range(len(leaves)))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(numbered)]
     for path, leaf in zip(paths, leaves, strict=True):
-        if not has_no_values(leaf):
-            check_leaf(path, leaf, names)
+        if not _has_no_values(leaf):
+            _check_leaf(path, leaf, names)
     return paths, leaves, structure
 
 
 @jax.custom_jvp
-def not_differentiated(x: Array) -> Array:
-    """x, which cannot be differentiated. A cast to FP8 would have the derivative 0.
-
-    Example:
-      >>> not_differentiated(jax.numpy.float32(1.0))
-      Array(1., dtype=float32)
-    """
+def _not_differentiated(x: Array) -> Array:
+    """x, which cannot be differentiated. A cast to FP8 would have the derivative 0."""
     return x
 
 
-@not_differentiated.defjvp
+@_not_differentiated.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
         "sums of gradients in FP8 have no derivative. Use method=BFloat16Sum(), or "
@@ -96,12 +86,12 @@ def _(primals: Any, tangents: Any) -> Any:
     )
 
 
-def has_no_values(leaf: Any) -> bool:
+def _has_no_values(leaf: Any) -> bool:
     """Whether a leaf is the gradient of an integer parameter, which has no values (float0)."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
+def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
     """Raise TypeError or ValueError if a leaf is no local gradient.
 
     Args:
@@ -134,7 +124,7 @@ def check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
         )
 
 
-def check_state_varies_not(path: str, state: Sequence[Array], names: tuple[str, ...]) -> None:
+def _check_state_varies_not(path: str, state: Sequence[Array], names: tuple[str, ...]) -> None:
     """Raise ValueError if the state of a gradient differs between the devices that are summed."""
     found = sorted({name for leaf in state for name in varying(leaf)} & set(names))
     if found:
@@ -204,8 +194,8 @@ def all_reduce_gradients(
       Wang et al., ZeRO++, arXiv:2306.10209, section 3.3 (`TwoPhaseFP8`).
     """
     check_method(method)
-    names = names_of(axis_name)
-    paths, leaves, structure = local_gradients(grads, names)
+    names = _names_of(axis_name)
+    paths, leaves, structure = _local_gradients(grads, names)
     rows = rows_of(state, structure, method)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
@@ -216,11 +206,11 @@ def all_reduce_gradients(
     def reduced(
         path: str, x: Array, row: GradientSumState | None
     ) -> tuple[Array, GradientSumState | None]:
-        if has_no_values(x):
+        if _has_no_values(x):
             return x, row
         x = jnp.asarray(x)
         if not isinstance(method, BFloat16Sum):
-            x = not_differentiated(x)
+            x = _not_differentiated(x)
         if devices == 1 or is_small(x, devices, method):
             return in_high_precision(x, method, devices, factor, psum), row
         if isinstance(method, BFloat16Sum):
@@ -229,7 +219,7 @@ def all_reduce_gradients(
         if isinstance(method, TwoPhaseFP8):
             return _sum_methods.whole_sum(x, slices, names, method, factor), row
         assert row is not None
-        check_state_varies_not(path, row, names)
+        _check_state_varies_not(path, row, names)
         also = _also_split_over(x, row, names, also_split_over)
         return _auto_scaled.whole_sum(x, slices, names, method, row, also, mean)
 
@@ -243,7 +233,7 @@ def _also_split_over(
 ) -> tuple[str, ...]:
     """The mesh axes over which a gradient is split and its state is not, without `names`."""
     if named is not None:
-        return tuple(name for name in names_of(named, "also_split_over") if name not in names)
+        return tuple(name for name in _names_of(named, "also_split_over") if name not in names)
     if types_tell():
         return tuple(sorted(varying(x) - varying(row.mu) - set(names)))
     others = [name for name in manual_axes() if name not in names and lax.axis_size(name) > 1]
@@ -303,15 +293,15 @@ def reduce_scatter_gradients(
             f"method={method!r} has no reduce-scatter: its mu limits how many values of an FP8 sum "
             "are clipped, and a shard is summed in float32. Use fp8.comms.TwoPhaseFP8()."
         )
-    names = names_of(axis_name)
-    paths, leaves, structure = local_gradients(grads, names)
+    names = _names_of(axis_name)
+    paths, leaves, structure = _local_gradients(grads, names)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
     numbered = structure.unflatten(range(len(leaves)))
     axes = jax.tree.leaves(jax.tree.broadcast(axis, numbered))
 
     def scattered(path: str, x: Array, axis: Any) -> Array:
-        if has_no_values(x):
+        if _has_no_values(x):
             return x
         x = jnp.asarray(x)
         axis = _checked_axis(path, x, axis, devices)
@@ -323,7 +313,7 @@ def reduce_scatter_gradients(
             return in_high_precision(x, method, devices, factor, scatter)
         if isinstance(method, BFloat16Sum):
             return in_bfloat16(x, devices, factor, scatter)
-        x = not_differentiated(x)
+        x = _not_differentiated(x)
         slices = Slices(x.shape, devices, method.group, axis)
         return slices.shard(_sum_methods.slice_sum(x, slices, names, method, factor))
 

@@ -210,14 +210,10 @@ def is_small(x: Array, devices: int, method: SumMethod) -> bool:
     return x.size < max(method.min_size, devices * group)
 
 
-def shrinking(devices: int) -> float:
+def _shrinking(devices: int) -> float:
     """The largest power of two of at most 1 / devices.
 
     A sum over devices of finite values, each times this number, is finite.
-
-    Example:
-      >>> shrinking(8), shrinking(5)
-      (0.125, 0.125)
     """
     return 2.0 ** -(devices - 1).bit_length()
 
@@ -232,7 +228,7 @@ def in_high_precision(
         return _scaled(collective(x), factor, dtype)
     # The first sum may overflow, even if the mean does not. The second may lose values near 2^-126.
     # Both are one collective.
-    shrink = shrinking(devices)
+    shrink = _shrinking(devices)
     both = collective(jnp.stack([x, x * np.float32(shrink)], axis=-1))
     total = both[..., 0]
     shrunk = _scaled(both[..., 1], factor / shrink, dtype)
@@ -246,7 +242,7 @@ def in_bfloat16(
 
     Values are shrunk before they are sent. So the sum of finite values does not overflow.
     """
-    shrink = shrinking(devices)
+    shrink = _shrinking(devices)
     # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
     clipped = _scaled(widened(x), 1.0, jnp.bfloat16).astype(jnp.float32)
     shrunk = (clipped * np.float32(shrink)).astype(jnp.bfloat16)
@@ -271,15 +267,15 @@ def slice_sum(
 
     It is finite for finite gradients. A sum above the largest float32 is clipped to it.
     """
-    values, scale = (exchange(each, names) for each in quantized(slices.cut(x), method))
+    values, scale = (exchange(each, names) for each in _quantized(slices.cut(x), method))
     # Where the sum of a group could overflow, even if its mean could not, all values are shrunk by
     # a power of two. Elsewhere the power is 1, so that no small value is lost.
     largest = jnp.max(functools.reduce(operator.mul, factors_of(scale)), axis=0)
     large = largest > LARGEST / (method.format.max * slices.devices)
-    shrink = np.float32(shrinking(slices.devices))
+    shrink = np.float32(_shrinking(slices.devices))
     power = jnp.where(large, shrink, np.float32(1))
     total = sum_in_order(
-        (values, scale), lambda values, scale: dequantized(values, scale, method) * power
+        (values, scale), lambda values, scale: _dequantized(values, scale, method) * power
     )
     result = total * jnp.where(large, np.float32(factor) / shrink, np.float32(factor))
     return jnp.clip(result, -LARGEST, LARGEST)  # NaN stays
@@ -289,11 +285,11 @@ def whole_sum(
     x: Array, slices: Slices, names: tuple[str, ...], method: TwoPhaseFP8, factor: float
 ) -> Array:
     """The sum over all devices, times `factor`: [slices.shape] float32, the same everywhere."""
-    values, scale = quantized(slice_sum(x, slices, names, method, factor), method)
-    return slices.join(dequantized(gather(values, names), gather(scale, names), method))
+    values, scale = _quantized(slice_sum(x, slices, names, method, factor), method)
+    return slices.join(_dequantized(gather(values, names), gather(scale, names), method))
 
 
-def quantized(x: Array, method: TwoPhaseFP8) -> tuple[Array, Array]:
+def _quantized(x: Array, method: TwoPhaseFP8) -> tuple[Array, Array]:
     """The values [..., group] and scales [..., 1] of groups.
 
     The scale of a group with an inf or NaN is NaN. The rule gives it the multiplier 1, with which
@@ -306,7 +302,7 @@ def quantized(x: Array, method: TwoPhaseFP8) -> tuple[Array, Array]:
     return saturating_cast(x, multiplier, method.format), scale
 
 
-def dequantized(values: Array, scale: Array, method: TwoPhaseFP8) -> Array:
+def _dequantized(values: Array, scale: Array, method: TwoPhaseFP8) -> Array:
     """The float32 values [..., group] of groups."""
     cells = PerAxis(*range(values.ndim - 1))
     dtype = jnp.dtype(jnp.float32)

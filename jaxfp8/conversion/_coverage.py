@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
 @dataclasses.dataclass
-class Line:
+class _Line:
     """One line of the table.
 
     Attributes:
@@ -26,7 +26,7 @@ class Line:
     rows: list[Any]
 
 
-def fold(rows: Iterable[tuple[str, Any]], what: Callable[[Any], Hashable]) -> list[Line]:
+def _fold(rows: Iterable[tuple[str, Any]], what: Callable[[Any], Hashable]) -> list[_Line]:
     """Lines of rows. Rows become one line if a number of their paths counts up, and nothing else.
 
     Outer numbers come first. Then `block_0/expert_0` to `block_3/expert_7` are one line, too.
@@ -34,22 +34,17 @@ def fold(rows: Iterable[tuple[str, Any]], what: Callable[[Any], Hashable]) -> li
     Args:
       rows: pairs of a path and a row.
       what: all of a row that has to be equal, besides its path.
-
-    Example:
-      >>> rows = [("h_0/up", 1), ("h_0/down", 2), ("h_1/up", 1), ("h_1/down", 3)]
-      >>> ["/".join(line.parts) for line in fold(rows, lambda row: row)]
-      ['h_0..1/up', 'h_0/down', 'h_1/down']
     """
-    lines = [Line(path.split("/"), [row]) for path, row in rows]
+    lines = [_Line(path.split("/"), [row]) for path, row in rows]
     for depth in range(max((len(line.parts) for line in lines), default=0)):
         lines = _fold_at(depth, lines, what)
     return lines
 
 
-def _fold_at(depth: int, lines: list[Line], what: Callable[[Any], Hashable]) -> list[Line]:
+def _fold_at(depth: int, lines: list[_Line], what: Callable[[Any], Hashable]) -> list[_Line]:
     """The lines, with equal ones merged whose paths differ in the number of the part at `depth`."""
-    merged: list[Line] = []
-    runs: dict[Hashable, tuple[int, Line]] = {}
+    merged: list[_Line] = []
+    runs: dict[Hashable, tuple[int, _Line]] = {}
     for line in lines:
         found = _NUMBERED.fullmatch(line.parts[depth]) if depth < len(line.parts) else None
         if found is None:
@@ -174,7 +169,7 @@ class Coverage:
     def _cells(self, *, all: bool) -> list[tuple[str, ...]]:
         all_flops = max(self.flops, 1)
         rows = [(row.path, row) for row in self.rows]
-        lines = [Line([path], [row]) for path, row in rows] if all else fold(rows, _all_but_path)
+        lines = [_Line([path], [row]) for path, row in rows] if all else _fold(rows, _all_but_path)
         cells: list[tuple[str, ...]] = []
         for line in lines:
             row, share = line.rows[0], sum(row.flops for row in line.rows) / all_flops

@@ -63,18 +63,11 @@ from jaxfp8.state._state import is_state
 # model.
 
 
-def together(variables: PyTree) -> dict[str, Any]:
+def _together(variables: PyTree) -> dict[str, Any]:
     """The variables while a converted model runs: states are in "params".
 
     Raises:
       FP8StateError: if a parameter has the path of a state.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> variables = {"params": {"w": 1.0}, COLLECTION: {"op": {"fp8": state}}}
-      >>> sorted(together(variables)["params"])
-      ['op', 'w']
     """
     plain: dict[str, Any] = unfreeze(variables)
     states, others = _split(plain.get(COLLECTION, {}))
@@ -83,15 +76,8 @@ def together(variables: PyTree) -> dict[str, Any]:
     return rest | {"params": params} | ({COLLECTION: others} if others else {})
 
 
-def apart(variables: PyTree) -> dict[str, Any]:
-    """The variables after a converted model ran: states are in their own collection.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> variables = {"params": {"w": 1.0, "fp8": fp8.init_state(fp8.recipes.delayed())}}
-      >>> sorted(apart(variables))
-      ['_overwrite_with_gradient', 'params']
-    """
+def _apart(variables: PyTree) -> dict[str, Any]:
+    """The variables after a converted model ran: states are in their own collection."""
     plain: dict[str, Any] = dict(unfreeze(variables))
     if "params" not in plain:
         return plain
@@ -288,7 +274,7 @@ def _variables(model: nn.Module, keys: dict[str, Any], example: Example) -> PyTr
     return example.shapes(lambda *args, **kwargs: nn.Module.init(model, keys, *args, **kwargs))
 
 
-def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
+def _look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     """The modules and layers of a model, as a call shows them. Nothing is computed."""
     seen = Seen()
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
@@ -313,7 +299,7 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     return seen
 
 
-def converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:
+def _converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:
     """The model with the matmuls in FP8 that the plan says, after a trace of `init` and `apply`.
 
     A layer that cannot take its recipe raises its error in that trace. If states get lost in their
@@ -400,7 +386,7 @@ class Converted:
     def init_with_output(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
         with self._started():
             y, variables = super().init_with_output(rngs, *args, **kwargs)  # type: ignore[misc]
-        return y, apart(variables) if self.fp8_plan.states_in_params else variables
+        return y, _apart(variables) if self.fp8_plan.states_in_params else variables
 
     def apply(
         self: Any,
@@ -413,7 +399,7 @@ class Converted:
         moves = self.fp8_plan.states_in_params
         with self._started():
             out = super().apply(  # type: ignore[misc]
-                together(variables) if moves else variables,
+                _together(variables) if moves else variables,
                 *args,
                 mutable=mutable,
                 capture_intermediates=capture_intermediates,
@@ -422,7 +408,7 @@ class Converted:
         if not moves or (mutable is False and not capture_intermediates):
             return out
         y, changed = out
-        return y, apart(changed)
+        return y, _apart(changed)
 
     @contextlib.contextmanager
     def _started(self: Any) -> Iterator[None]:

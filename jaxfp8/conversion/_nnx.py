@@ -39,7 +39,7 @@ from jaxfp8.state._init import unset_state
 # flax.nnx's layers with a kernel: the size of their matmul, and how they get another one.
 
 
-class Known(NamedTuple):
+class _Known(NamedTuple):
     """A type of layers that multiply by a kernel.
 
     Attributes:
@@ -112,21 +112,21 @@ def _embed_size(layer: nnx.Embed) -> tuple[Size, tuple[int, ...]]:
     return Size((1, k, n)), tuple(stacked)
 
 
-KNOWN: dict[type, Known] = {
-    nnx.Linear: Known(FP8DotGeneral, "dot_general", jax.lax.dot_general, _linear_size, FP8Linear),
-    nnx.LinearGeneral: Known(
+_KNOWN: dict[type, _Known] = {
+    nnx.Linear: _Known(FP8DotGeneral, "dot_general", jax.lax.dot_general, _linear_size, FP8Linear),
+    nnx.LinearGeneral: _Known(
         FP8DotGeneral, "dot_general", jax.lax.dot_general, _general_size, FP8LinearGeneral
     ),
-    nnx.Einsum: Known(FP8EinsumOp, "einsum_op", jnp.einsum, _einsum_size, FP8Einsum),
-    nnx.Embed: Known(FP8DotGeneral, "dot_general", jax.lax.dot_general, _embed_size, _Attending),
+    nnx.Einsum: _Known(FP8EinsumOp, "einsum_op", jnp.einsum, _einsum_size, FP8Einsum),
+    nnx.Embed: _Known(FP8DotGeneral, "dot_general", jax.lax.dot_general, _embed_size, _Attending),
 }
 
 
-def known_of(module: nnx.Module, foreign: Foreign) -> Known | None:
+def _known_of(module: nnx.Module, foreign: Foreign) -> _Known | None:
     """How to convert a module. None if it is no layer of a known type."""
     if (compute := compute_of(foreign, type(module))) is not None:
-        return Known(FP8EinsumOp, _EINSUM, jnp.einsum, None, _computed(type(module), compute))
-    known = next((known for kind, known in KNOWN.items() if isinstance(module, kind)), None)
+        return _Known(FP8EinsumOp, _EINSUM, jnp.einsum, None, _computed(type(module), compute))
+    known = next((known for kind, known in _KNOWN.items() if isinstance(module, kind)), None)
     if isinstance(module, nnx.Embed) and known is not None:
         return known._replace(fp8=_attending(type(module)))
     return known
@@ -145,13 +145,13 @@ def _computed(kind: type, compute: Compute) -> type:
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
 
-def give_matmul(layer: Any, known: Known, matmul: Any) -> None:
+def _give_matmul(layer: Any, known: _Known, matmul: Any) -> None:
     """Let a layer multiply with `matmul`. The layer is a copy that the caller made.
 
     Classes of flax keep the matmul in an attribute. A layer of exactly such a class becomes one of
     ours, which also sums the gradient of the bias in the matmul. A class of the user stays.
     """
-    converts = isinstance(matmul, AbstractFP8Matmul) and type(layer) in KNOWN
+    converts = isinstance(matmul, AbstractFP8Matmul) and type(layer) in _KNOWN
     if converts or known.size is None or isinstance(layer, nnx.Embed):
         # nnx would note an attribute "__class__" in the graph of the model.
         object.__setattr__(layer, "__class__", known.fp8)
@@ -162,7 +162,7 @@ def give_matmul(layer: Any, known: Known, matmul: Any) -> None:
     setattr(layer, known.attribute, nnx.data(matmul) if isinstance(matmul, nnx.Module) else matmul)
 
 
-class Watch:
+class _Watch:
     """A matmul that notes its size, for a model that is only looked at."""
 
     def __init__(self, layer: Layer, seen: Seen, function: Any) -> None:
@@ -183,7 +183,7 @@ class Watch:
         return y
 
 
-def obstacle_of(layer: nnx.Module, known: Known) -> str:
+def _obstacle_of(layer: nnx.Module, known: _Known) -> str:
     """Why a layer of a known type cannot run in FP8. "" if it can."""
     attributes = (known.attribute, "dot_general_cls")
     if any(isinstance(getattr(layer, name, None), AbstractFP8Matmul) for name in attributes):
@@ -220,7 +220,7 @@ def _copy(model: Any) -> Any:
     return nnx.merge(*nnx.split(model))
 
 
-def look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
+def _look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
     """The modules and layers of a model, and those that an example call runs."""
     seen = Seen()
     for path, module in _modules(model):
@@ -238,7 +238,7 @@ def look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
 
 def _layer(path: str, module: nnx.Module, plan: Plan) -> Layer | None:
     """A module as a layer, without an example call. None if it has no kernel."""
-    known = known_of(module, plan.foreign)
+    known = _known_of(module, plan.foreign)
     if known is None:
         obstacle = _obstacle(module)
         return Layer(path=path, type=type(module), obstacle=obstacle) if obstacle else None
@@ -249,7 +249,7 @@ def _layer(path: str, module: nnx.Module, plan: Plan) -> Layer | None:
     size, stacked = known.size(module)
     return Layer(
         path=path, type=type(module), shape=size.shape, batch=size.batch, counted=False,
-        repeated=bool(stacked), obstacle=obstacle_of(module, known),
+        repeated=bool(stacked), obstacle=_obstacle_of(module, known),
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ def _see_call(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> No
     """Note the layers that a call of the model runs, in its order, and its operations."""
     called, copy = Seen(), _copy(model)
     for path, module in _modules(copy):
-        known = known_of(module, plan.foreign)
+        known = _known_of(module, plan.foreign)
         if known is None or path not in seen.layers:
             continue
         layer, own = seen.layers[path], getattr(module, known.attribute, None)
@@ -300,7 +300,7 @@ def _see_call(model: nnx.Module, plan: Plan, example: Example, seen: Seen) -> No
             continue  # an FP8 layer already, whose matmul holds state
         if isinstance(module, nnx.Embed) or known.size is None:
             layer = dataclasses.replace(layer, obstacle="")
-        give_matmul(module, known, Watch(layer, called, own or known.default))
+        _give_matmul(module, known, _Watch(layer, called, own or known.default))
     graphdef, state = nnx.split(copy)
     program = example.jaxpr(
         lambda state, *args, **kwargs: nnx.merge(graphdef, state)(*args, **kwargs), state
@@ -338,7 +338,7 @@ def _see_uses(seen: Seen, program: Any, model: nnx.Module, state: nnx.State) -> 
     seen.layers = known_by_use({path: seen.layers[path] for path in in_order}, own, uses)
 
 
-def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
+def _converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
     """A copy of the model with the matmuls in FP8 that were decided.
 
     It is traced, so that a layer that cannot take its recipe raises its error now.
@@ -348,7 +348,7 @@ def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
     for path, module in _modules(copy):
         if path not in recipes:
             continue
-        known, decision = known_of(module, plan.foreign), recipes[path]
+        known, decision = _known_of(module, plan.foreign), recipes[path]
         assert known is not None
         assert decision.recipe is not None
         stacked = () if known.size is None else known.size(module)[1]
@@ -361,7 +361,7 @@ def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
         matmul = known.plug(decision.recipe, rngs=rngs, **dict(decision.options))
         if stacked and matmul.state is not None:
             matmul.state = nnx.data(FP8State(unset_state(decision.recipe.rows, stacked)))
-        give_matmul(module, known, matmul)
+        _give_matmul(module, known, matmul)
     if example is not None:
         graphdef, state = nnx.split(copy)
         example.shapes(

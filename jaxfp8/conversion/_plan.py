@@ -44,16 +44,11 @@ def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
             groups.setdefault((parent, found[1]), {})[int(found[2])] = path
     stacks = [[group[i] for i in sorted(group)] for group in groups.values() if len(group) > 1]
     blocks = {block for stack in stacks for block in stack}
-    return [stack for stack in stacks if not any(is_inside(stack[0], block) for block in blocks)]
+    return [stack for stack in stacks if not any(_is_inside(stack[0], block) for block in blocks)]
 
 
-def is_inside(path: str, block: str) -> bool:
-    """Whether a path is below that of a block.
-
-    Example:
-      >>> is_inside("h_1/mlp", "h_1"), is_inside("h_10/mlp", "h_1")
-      (True, False)
-    """
+def _is_inside(path: str, block: str) -> bool:
+    """Whether a path is below that of a block."""
     return path.startswith(f"{block}/")
 
 
@@ -187,7 +182,7 @@ class Plan:
         return Decision(self.recipe, "", self.options)
 
     def _kept(self, layer: Layer) -> str:
-        block = next((b for b in self.kept_blocks if is_inside(layer.path, b)), None)
+        block = next((b for b in self.kept_blocks if _is_inside(layer.path, b)), None)
         if block is not None:
             return f"block {block}"
         if "router" in self.keep and _is_router(layer):
@@ -199,7 +194,7 @@ class Plan:
     def _is_head(self, layer: Layer) -> bool:
         if _LM_HEAD.fullmatch(layer.name):
             return True
-        if layer.repeated or any(is_inside(layer.path, block) for block in self.blocks):
+        if layer.repeated or any(_is_inside(layer.path, block) for block in self.blocks):
             return False
         named = _OUTER_HEAD.fullmatch(layer.name) is not None
         return named or layer.shape[2] in self.vocabularies

@@ -31,17 +31,17 @@ Kinds = list[ArgumentKind | None]
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["kinds"])
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class _Packed:
     """The types of the arrays of a module, and their kinds (static)."""
 
     arrays: tuple[Any, ...]
     kinds: tuple[ArgumentKind | None, ...]
 
 
-def with_kinds_of_modules(
+def _with_kinds_of_modules(
     given: Sequence[PyTree], types: Sequence[PyTree], kinds: Callable[[Any], Kinds]
 ) -> list[PyTree]:
-    """The types of arguments, with a `Packed` for each list of arrays that stands for a module.
+    """The types of arguments, with a `_Packed` for each list of arrays that stands for a module.
 
     Args:
       given: the arguments, with modules.
@@ -50,10 +50,6 @@ def with_kinds_of_modules(
 
     Raises:
       ValueError: if a list does not fit to its module.
-
-    Example:
-      >>> with_kinds_of_modules([1.0], [1.0], lambda module: [])
-      [1.0]
     """
     found = jax.tree.leaves(given, is_leaf=_is_module)
     modules = iter([module for module in found if _is_module(module)])
@@ -87,12 +83,12 @@ def _packed(node: Any, modules: Iterator[Any], kinds: Callable[[Any], Kinds]) ->
             "a jax.jit of the step."
         )
     known = kinds(module)
-    return Packed(tuple(arrays), tuple(known[n] for n in order))
+    return _Packed(tuple(arrays), tuple(known[n] for n in order))
 
 
 # What each array that a train step takes is: a weight, a moment, quantizer state, or another.
 
-KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
+_KINDS: tuple[ArgumentKind, ...] = get_args(ArgumentKind)
 
 _SHOWN = 10  # places that a message lists
 
@@ -100,26 +96,18 @@ _SHOWN = 10  # places that a message lists
 _BY_NAME: dict[str, ArgumentKind] = {"params": "weights", "opt_state": "moments"}
 
 
-def is_quantized_weight(node: object) -> bool:
+def _is_quantized_weight(node: object) -> bool:
     """Whether a node outside of optimizer states is a weight that is stored in FP8."""
     return isinstance(node, QuantizedTensor | QuantizedWeight)
 
 
-def is_master_weights_state(node: object) -> bool:
+def _is_master_weights_state(node: object) -> bool:
     """Whether a node is the state of `fp8.optim.with_master_weights`: masters, and inner state."""
     return isinstance(node, MasterWeightsState)
 
 
-def is_optimizer_state(node: object) -> bool:
-    """Whether a node is an optimizer of nnx, or a state of a transformation of optax or jaxfp8.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> is_optimizer_state(optax.trace(0.9).init(jnp.ones(2)))
-      True
-      >>> is_optimizer_state((jnp.ones(2), jnp.ones(2)))
-      False
-    """
+def _is_optimizer_state(node: object) -> bool:
+    """Whether a node is an optimizer of nnx, or a state of a transformation of optax or jaxfp8."""
     if isinstance(node, nnx.Optimizer | nnx.optimizer.OptState):
         return True
     module = f"{type(node).__module__}."
@@ -153,7 +141,7 @@ def kinds_of(
       >>> kinds_of([params, batch], [params, batch], params, None)
       ['weights', 'other arguments']
     """
-    trees = with_kinds_of_modules(given, types, _kinds)
+    trees = _with_kinds_of_modules(given, types, _kinds)
     found = [_kinds(tree) for tree in trees]
     if named is not None:
         found = _merged(found, trees, named)
@@ -183,13 +171,13 @@ def _is_leaf(node: Any) -> bool:
 
 def _kinds(node: Any, kind: ArgumentKind | None = None) -> Kinds:
     """The kind of each array in a tree. `kind` is that of a tree around it."""
-    if isinstance(node, Packed):
+    if isinstance(node, _Packed):
         return list(node.kinds)
     if is_node(node):
         return ["quantizer state"] * len(jax.tree.leaves(node))
     if isinstance(node, Released):
         return _kinds_of_released(node)
-    if is_master_weights_state(node):
+    if _is_master_weights_state(node):
         return [*_kinds(node.masters, "master weights"), *_kinds(node.inner, "moments")]
     if kind is None:
         kind = _kind_of(node)
@@ -214,7 +202,7 @@ def _kinds_of_released(layers: Released) -> Kinds:
 
 
 def _kind_of(node: Any) -> ArgumentKind | None:
-    if is_optimizer_state(node):
+    if _is_optimizer_state(node):
         return "moments"
     if isinstance(node, nnx.Param):
         return "weights"
@@ -234,10 +222,10 @@ def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) ->
     for position, (kinds, tree, given) in enumerate(zip(found, trees, named, strict=True)):
         wanted = _spread(given, tree, f"argument_kinds[{position}]")
         for kind in wanted:
-            if kind is not None and not (isinstance(kind, str) and kind in KINDS):
+            if kind is not None and not (isinstance(kind, str) and kind in _KINDS):
                 raise ValueError(
                     f"argument_kinds[{position}] holds {kind!r}; a kind is one of "
-                    f"{', '.join(map(repr, KINDS))}, or None."
+                    f"{', '.join(map(repr, _KINDS))}, or None."
                 )
         pairs = zip(kinds, wanted, strict=True)
         merged.append([k if k == "quantizer state" else kind or k for k, kind in pairs])
@@ -247,8 +235,8 @@ def _merged(found: list[Kinds], trees: list[PyTree], named: Sequence[PyTree]) ->
 def _spread(given: PyTree, tree: PyTree, name: str) -> list[Any]:
     """The kind of each array of a tree, from kinds of subtrees. The error calls them `name`."""
     given = jax.tree.map(
-        lambda node: _one_kind(node, name) if is_quantized_weight(node) else node,
-        given, is_leaf=lambda node: _is_none(node) or is_quantized_weight(node),
+        lambda node: _one_kind(node, name) if _is_quantized_weight(node) else node,
+        given, is_leaf=lambda node: _is_none(node) or _is_quantized_weight(node),
     )  # fmt: skip
     kinds: list[Any]
     structure: Any  # jax gives it no type
@@ -282,10 +270,10 @@ def _is_none(node: object) -> bool:
 
 
 def _places(tree: PyTree, what: str) -> str:
-    if isinstance(tree, Packed):
+    if isinstance(tree, _Packed):
         return "an nnx module"
     paths = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: _is_none(node) or is_quantized_weight(node)
+        tree, is_leaf=lambda node: _is_none(node) or _is_quantized_weight(node)
     )
     places = [jax.tree_util.keystr(path) for path, _ in paths[:_SHOWN]]
     return f"a {type(tree).__name__} with {what} at {places}"
@@ -296,7 +284,7 @@ def _mark_quantized(trees: list[PyTree], found: list[Kinds]) -> bool:
     marked = False
     for tree, kinds in zip(trees, found, strict=True):
         for node, start, stop in list(_unknown(tree, kinds, 0)):
-            if any(map(is_quantized_weight, jax.tree.leaves(node, is_leaf=is_quantized_weight))):
+            if any(map(_is_quantized_weight, jax.tree.leaves(node, is_leaf=_is_quantized_weight))):
                 kinds[start:stop] = ["weights"] * (stop - start)
                 marked = True
     return marked
@@ -372,7 +360,7 @@ def arguments_of_twin(args: Sequence[Any]) -> tuple[Any, ...]:
       (1.0,)
     """
     flat = jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_whole)
-    weights = [path_name(path) for path, node in flat if is_quantized_weight(node)]
+    weights = [path_name(path) for path, node in flat if _is_quantized_weight(node)]
     if not weights:
         return tuple(args)
     return tuple(jax.tree.map(lambda node: _of_twin(node, weights), args, is_leaf=_is_whole))
@@ -380,19 +368,19 @@ def arguments_of_twin(args: Sequence[Any]) -> tuple[Any, ...]:
 
 def _is_whole(node: Any) -> bool:
     return (
-        is_optimizer_state(node)
-        or is_master_weights_state(node)
+        _is_optimizer_state(node)
+        or _is_master_weights_state(node)
         or is_node(node)
-        or is_quantized_weight(node)
+        or _is_quantized_weight(node)
     )
 
 
 def _of_twin(node: Any, weights: list[str]) -> Any:
-    if is_quantized_weight(node):
+    if _is_quantized_weight(node):
         values = node.values[0] if is_weight(node) else node.values
         sharding = getattr(values, "sharding", None)
         return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding)
-    if is_master_weights_state(node) or is_optimizer_state(node):
+    if _is_master_weights_state(node) or _is_optimizer_state(node):
         return jax.tree.map(
             lambda n: _without_high(n, weights) if isinstance(n, BFloat16PlusState) else n,
             node, is_leaf=lambda n: isinstance(n, BFloat16PlusState),

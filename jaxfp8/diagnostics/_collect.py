@@ -34,7 +34,7 @@ def layer_name(path: Iterable[Any]) -> str:
 
 
 @contextlib.contextmanager
-def named_matmuls(model: Any) -> Iterator[None]:
+def _named_matmuls(model: Any) -> Iterator[None]:
     """Give each FP8 matmul of an nnx model its path as a name, until the context ends.
 
     Args:
@@ -42,14 +42,6 @@ def named_matmuls(model: Any) -> Iterator[None]:
 
     Raises:
       TypeError: if it is no nnx module.
-
-    Example:
-      >>> from flax import nnx
-      >>> import jaxfp8 as fp8
-      >>> layer = fp8.nnx.FP8Linear(8, 4, rngs=nnx.Rngs(0))
-      >>> with named_matmuls(layer):
-      ...     layer.dot_general.name
-      'dot_general'
     """
     if model is not None and not isinstance(model, nnx.Module):
         raise TypeError(
@@ -122,19 +114,14 @@ class CastRow:
     calls: int
 
 
-def cast_rows(records: Iterable[tuple[str, tuple[CastStats, ...]]]) -> list[CastRow]:
-    """One row for each layer, tensor and copy, sorted by them.
-
-    Example:
-      >>> cast_rows([])
-      []
-    """
+def _cast_rows(records: Iterable[tuple[str, tuple[CastStats, ...]]]) -> list[CastRow]:
+    """One row for each layer, tensor and copy, sorted by them."""
     found: dict[tuple[str, Tensor, tuple[Matmul, ...]], list[CastStats]] = {}
     for path, statistics in records:
         for each in statistics:
             key = layer_name(path.split("/")), each.tensor, each.matmuls
             found.setdefault(key, []).append(each)
-    order = sorted(found, key=lambda key: (natural(key[0]), "xwg".index(key[1]), key[2]))
+    order = sorted(found, key=lambda key: (_natural(key[0]), "xwg".index(key[1]), key[2]))
     return [_row(*key, found[key]) for key in order]
 
 
@@ -167,13 +154,8 @@ def _row(
     )
 
 
-def natural(name: str) -> list[Any]:
-    """A key for sorting in which numbers are ordered by value: layer 2 before layer 10.
-
-    Example:
-      >>> sorted(["layers/10", "layers/2"], key=natural)
-      ['layers/2', 'layers/10']
-    """
+def _natural(name: str) -> list[Any]:
+    """A key for sorting in which numbers are ordered by value: layer 2 before layer 10."""
     digits = "".join(c if c.isdigit() else f" {c} " for c in name).split()
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in digits]
 
@@ -206,7 +188,7 @@ class Records:
     def rows(self) -> list[CastRow]:
         """One row for each layer, tensor and copy. It waits for programs that still run."""
         jax.effects_barrier()
-        return cast_rows(list(self._records))
+        return _cast_rows(list(self._records))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -255,7 +237,7 @@ def collect(model: Any = None) -> Iterator[Records]:
       act above 0.1 % saturated, 2 % underflowed (marked !)
     """
     records = Records()
-    with named_matmuls(model), watching(records.receive):
+    with _named_matmuls(model), watching(records.receive):
         yield records
     if not len(records):
         raise RuntimeError(

@@ -21,7 +21,7 @@ MemoryKind = Literal[
     "weights", "master weights", "moments", "quantizer state", "other arguments",
     "gradients", "residuals", "temporaries", "results", "total",
 ]  # fmt: skip
-MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+_MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 # Powers of 1024. The table uses the largest unit that leaves the total at 1 or more.
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -83,7 +83,7 @@ class MemoryReport:
         assert fp8 is not None
         found = [
             MemoryRow(kind, fp8.get(kind, 0), None if twin is None else twin.get(kind, 0))
-            for kind in MEMORY_KINDS
+            for kind in _MEMORY_KINDS
         ]
         return tuple(row for row in found if row.fp8 or row.twin or row.kind == "total")
 
@@ -285,7 +285,7 @@ class _Step:
         """The bytes of each kind."""
         sizes = {n for kind, _, found in self.arguments if kind == "weights" for n in found}
         memory = step_memory(self.compiled, sizes)
-        found: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS[:-1], 0)
+        found: dict[MemoryKind, int] = dict.fromkeys(_MEMORY_KINDS[:-1], 0)
         for kind, size, _ in self.arguments:
             found[kind] += size
         # With constants that jit moved out of the function.

@@ -56,16 +56,11 @@ class StateRow:
     unset: bool
 
 
-def state_rows(tree: Any) -> list[StateRow]:
+def _state_rows(tree: Any) -> list[StateRow]:
     """One row for each row of each state in a tree. Anything else in the tree is left out.
 
     Raises:
       FP8StateError: if there is no state, or if its values are not known yet.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> [row.key for row in state_rows(fp8.init_state(fp8.recipes.delayed()))]
-      ['x', 'w', 'g']
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state)
     states = [(path, leaf) for path, leaf in leaves if is_state(leaf)]
@@ -122,8 +117,8 @@ _NAMES = ("layer", "tensor", "matmuls", "key")
 # A share above its limit is marked in the table. Sources: NVIDIA's limit of underflow in gradients
 # (BioNeMo, FP8 Training Analyzer), and the losses of benchmarks/cast_losses.py. See
 # docs/diagnostics.md.
-ACT_ABOVE = {"saturated": 0.001, "underflowed": 0.02}
-_LIMITS = ", ".join(f"{100 * limit:g} % {name}" for name, limit in ACT_ABOVE.items())
+_ACT_ABOVE = {"saturated": 0.001, "underflowed": 0.02}
+_LIMITS = ", ".join(f"{100 * limit:g} % {name}" for name, limit in _ACT_ABOVE.items())
 _NOTE = f"act above {_LIMITS} (marked !)"
 
 
@@ -208,7 +203,7 @@ def summary(source: Any) -> Summary:
     """
     if isinstance(source, Records):
         return Summary(tuple(source.rows()))
-    return Summary(tuple(state_rows(states_of(source) if _is_nnx(source) else source)))
+    return Summary(tuple(_state_rows(states_of(source) if _is_nnx(source) else source)))
 
 
 def _is_nnx(source: Any) -> bool:
@@ -237,7 +232,7 @@ def _cell(row: CastRow | StateRow, title: str) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if title in ("saturated", "underflowed"):
-        mark = " !" if value > ACT_ABOVE[title] else ""
+        mark = " !" if value > _ACT_ABOVE[title] else ""
         return f"{100 * value:.3g} %{mark}" if value else "0"
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 

@@ -26,7 +26,7 @@ from jaxfp8.sharding._amax import varying, varying_type
 # installed.
 
 
-def on_cuda(
+def _on_cuda(
     kernel: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """`kernel(*args, **kwargs)` on CUDA, and `elsewhere(like, *args, **kwargs)` on other platforms.
@@ -40,11 +40,6 @@ def on_cuda(
 
     Raises:
       NotImplementedError: if the kernel raises it when it is traced.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> on_cuda(lambda x: x, lambda like, x: 2 * x, jnp.ones(2))  # on a CPU
-      Array([2., 2.], dtype=float32)
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     dynamic = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -174,7 +169,7 @@ class Backend:
       module: the module to import, for instance "jaxfp8.kernels.cast._mosaic".
       function: the name of the backend in that module.
       needs: what must be installed, for the message.
-      elsewhere: the function that other platforms run, see `on_cuda`.
+      elsewhere: the function that other platforms run, see `_on_cuda`.
 
     Raises:
       NotImplementedError: when called, if something that it needs cannot be imported. Then the next
@@ -199,7 +194,7 @@ class Backend:
             if (error.name or "").partition(".")[0] == __name__.partition(".")[0]:
                 raise
             raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error
-        return on_cuda(getattr(module, self.function), self.elsewhere, *args, **kwargs)
+        return _on_cuda(getattr(module, self.function), self.elsewhere, *args, **kwargs)
 
 
 # The chips that FP8 code is written for. The user names a chip; nothing detects it.
@@ -232,7 +227,7 @@ class Chip:
 # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
 # point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run for them, so they
 # take the portable path.
-CHIPS = {
+_CHIPS = {
     chip.name: chip
     for chip in (
         Chip(name="cpu", platform="cpu"),
@@ -258,22 +253,22 @@ def chip_named(name: str) -> Chip:
     """The chip with this name.
 
     Raises:
-      ValueError: for a name that is not in `CHIPS`.
+      ValueError: for a name that is not in `_CHIPS`.
 
     Example:
       >>> chip_named("h200").compute_capability
       (9, 0)
     """
-    if not isinstance(name, str) or name not in CHIPS:
-        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
-    return CHIPS[name]
+    if not isinstance(name, str) or name not in _CHIPS:
+        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(_CHIPS)}.")
+    return _CHIPS[name]
 
 
 def compute_capability_of(mesh: AbstractMesh) -> int | None:
     """The compute capability of a mesh's GPUs, as one number: 90 for an H200.
 
     A program can be compiled for a mesh of GPUs that this machine does not have. So the mesh is
-    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `CHIPS`. Then
+    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `_CHIPS`. Then
     jax-triton asks the GPU.
 
     Example:
@@ -284,6 +279,6 @@ def compute_capability_of(mesh: AbstractMesh) -> int | None:
     """
     kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else ""
     for word in re.split(r"[ -]", kind.lower()):
-        if word in CHIPS and (version := CHIPS[word].compute_capability):
+        if word in _CHIPS and (version := _CHIPS[word].compute_capability):
             return 10 * version[0] + version[1]
     return None

@@ -36,7 +36,7 @@ _ROUNDS = 11
 _SECONDS = 2e-2  # how long each program runs in a round
 
 
-def looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., PyTree], int]:
+def _looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., PyTree], int]:
     """A program that repeats `work`, and how many times it does so for each set of arguments."""
 
     def program(sets: Sequence[Any]) -> PyTree:
@@ -56,7 +56,7 @@ def looped(work: Callable[..., PyTree], types: PyTree) -> tuple[Callable[..., Py
     return program, _TURNS
 
 
-def sets_of(types: PyTree) -> list[PyTree]:
+def _sets_of(types: PyTree) -> list[PyTree]:
     """Random arguments of these types: as many sets as exceed the L2 cache, but at most 8."""
     leaves, structure = jax.tree.flatten(types)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -75,7 +75,7 @@ def sets_of(types: PyTree) -> list[PyTree]:
     return [jax.tree.unflatten(structure, map(draw, leaves)) for _ in range(count)]
 
 
-def times(
+def _times(
     programs: Sequence[Callable[..., Any]], arguments: Any, repetitions: int
 ) -> list[list[float]]:
     """The seconds of one repetition: a list for each program, with a number for each round.
@@ -110,7 +110,7 @@ _CLOSE = 2.0**-6
 _MOST_THREADS = 8
 
 
-def ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
+def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
     """Every way to do a matmul by these backends.
 
     Tracing is enough to find them. If a backend cannot do a case or a tiling, it raises an error
@@ -120,13 +120,13 @@ def ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Itera
         for tiling in search_space() if backend == "mosaic" else (None,):
             way = Way(backend=backend, tiling=tiling)
             try:
-                jax.eval_shape(multiplied_by(way, call), *operands)
+                jax.eval_shape(_multiplied_by(way, call), *operands)
             except (NotImplementedError, NoRoomError):
                 continue
             yield way
 
 
-def multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:
+def _multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:
     """The function that does the matmul of two operands in this way."""
     tiling: dict[str, Any] = {} if way.tiling is None else {"tiling": way.tiling}
     return functools.partial(BACKENDS[way.backend], call=call, **tiling)
@@ -140,12 +140,12 @@ def measure(
     Raises:
       RuntimeError: if a way gives a wrong result.
     """
-    tried = list(ways(operands, call, backends))
-    sets = sets_of(operands)
+    tried = list(_ways(operands, call, backends))
+    sets = _sets_of(operands)
 
     def compiled(way: Way) -> tuple[Callable[..., Array], Callable[..., Any], int]:
-        work = multiplied_by(way, call)
-        program, turns = looped(work, operands)
+        work = _multiplied_by(way, call)
+        program, turns = _looped(work, operands)
         lowered = jax.jit(work).lower(*sets[0]), jax.jit(program).lower(sets)
         return lowered[0].compile(), lowered[1].compile(), turns
 
@@ -156,7 +156,7 @@ def measure(
     for way, work, program in zip(tried, works, programs, strict=True):
         _check(matmul, way, np.asarray(work(*sets[0]), np.float32), products)
         jax.block_until_ready(program(sets))
-    seconds = times(programs, sets, turns[0] * len(sets))
+    seconds = _times(programs, sets, turns[0] * len(sets))
     quartiles = [[float(q) for q in np.percentile(each, (25, 50, 75))] for each in seconds]
     return tuple(
         Time(way=way, seconds=middle, quartiles=(low, high))

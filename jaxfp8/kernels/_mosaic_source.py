@@ -227,7 +227,7 @@ def check_gathered(x: Gathered) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class GatheringReader(Reader):
+class _GatheringReader(Reader):
     """A `Reader` of [1, R P, K], whose rows come from an array [1, T, K].
 
     Its operands are the array, and for each S rows of a tile the first row and the number of rows.
@@ -275,7 +275,7 @@ class GatheringReader(Reader):
         return tile
 
 
-def gathering_reader(x: Gathered) -> tuple[GatheringReader, list[Array]]:
+def gathering_reader(x: Gathered) -> tuple[_GatheringReader, list[Array]]:
     """The reader, and the operands as it reads them."""
     count, tile, k = x.shape
     part = jnp.arange(tile // T, dtype=jnp.int32)[None, :] * T
@@ -283,5 +283,5 @@ def gathering_reader(x: Gathered) -> tuple[GatheringReader, list[Array]]:
     rows = jnp.clip(x.count[:, None] - part, 0, T).reshape(-1)
     # A part without rows reads the first rows of the array, and drops them.
     first_row = jnp.where(rows > 0, first_row, 0)
-    reader = GatheringReader((1, count * tile, k), None, (("tile", x.dtype),))
+    reader = _GatheringReader((1, count * tile, k), None, (("tile", x.dtype),))
     return reader, [x.rows[None], first_row, rows]

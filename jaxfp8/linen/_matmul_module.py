@@ -24,7 +24,7 @@ from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.sharding._shard import Shard
 
-KEYS = "fp8"
+_KEYS = "fp8"
 """Name of the PRNG sequence from which stochastic rounding takes its keys."""
 
 
@@ -78,14 +78,14 @@ def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> Ma
     if module.is_initializing():
         for name in ("x_shard", "w_shard", "y_shard"):
             shard: Any = options.get(name)
-            if shard is not None and not is_part(shard):
+            if shard is not None and not _is_part(shard):
                 options[name] = None
-    if recipe.needs_key and (module.has_rng(KEYS) or module.is_initializing()):
-        options["key"] = module.make_rng(KEYS)
+    if recipe.needs_key and (module.has_rng(_KEYS) or module.is_initializing()):
+        options["key"] = module.make_rng(_KEYS)
     return options
 
 
-def is_part(shard: Shard) -> bool:
+def _is_part(shard: Shard) -> bool:
     """Whether this code runs inside `jax.shard_map` over the axes of the shard.
 
     An array with this shard is then one device's shard, not the global array.
@@ -105,7 +105,7 @@ class KernelModule(MatmulModule):
         self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any
     ) -> Any:
         """See `flax.linen.Module.param`. Inside `jax.shard_map` it makes a shard of the kernel."""
-        if name == "kernel" and self.w_shard is not None and is_part(self.w_shard):
+        if name == "kernel" and self.w_shard is not None and _is_part(self.w_shard):
             init_fn = part_of(init_fn, self.w_shard)
         return super().param(name, init_fn, *init_args, **arguments)
 

@@ -34,21 +34,13 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight
 _ARRAYS = ("values", "scales", "amaxes", "original")
 
 
-def dict_of_weight(weight: QuantizedWeight) -> dict[str, Any]:
-    """The arrays of a weight in FP8 by name.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> w = fp8.quantize_params({"kernel": jnp.ones((4, 4))}, fp8.recipes.current())["kernel"]
-      >>> list(dict_of_weight(w))
-      ['values', 'scales', 'amaxes', 'original']
-    """
+def _dict_of_weight(weight: QuantizedWeight) -> dict[str, Any]:
+    """The arrays of a weight in FP8 by name."""
     return {name: flax.serialization.to_state_dict(getattr(weight, name)) for name in _ARRAYS}
 
 
-def weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight:
-    """A weight in FP8 with the arrays of `dict_of_weight`, checked against those of `weight`."""
+def _weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight:
+    """A weight in FP8 with the arrays of `_dict_of_weight`, checked against those of `weight`."""
     path = flax.serialization.current_path()
     if not isinstance(values, dict) or set(values) != set(_ARRAYS):
         raise ValueError(
@@ -70,21 +62,15 @@ def weight_from_dict(weight: QuantizedWeight, values: PyTree) -> QuantizedWeight
     return dataclasses.replace(weight, **restored)
 
 
-def dict_of_tensor(tensor: QuantizedTensor) -> dict[str, Any]:
-    """The arrays of an FP8 tensor by name.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxfp8 as fp8
-      >>> list(dict_of_tensor(fp8.quantize(jnp.ones(4), fp8.E4M3)))
-      ['values', 'scale']
-    """
+def _dict_of_tensor(tensor: QuantizedTensor) -> dict[str, Any]:
+    """The arrays of an FP8 tensor by name."""
     return {"values": tensor.values, "scale": tensor.scale}
 
 
-def tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor:
-    """An FP8 tensor with the arrays of `dict_of_tensor`, checked against those of `tensor`."""
+def _tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor:
+    """An FP8 tensor with the arrays of `_dict_of_tensor`, checked against those of `tensor`."""
     path = flax.serialization.current_path()
-    mine = dict_of_tensor(tensor)
+    mine = _dict_of_tensor(tensor)
     if not isinstance(values, dict) or set(values) != set(mine):
         raise ValueError(
             f"{path}: the target is an FP8 tensor {list(tensor.shape)}, but the saved tree has "
@@ -101,19 +87,13 @@ def tensor_from_dict(tensor: QuantizedTensor, values: PyTree) -> QuantizedTensor
     return dataclasses.replace(tensor, **values)
 
 
-def dict_of_state(state: MatmulState) -> dict[str, Any]:
-    """The arrays of a state by name.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> list(dict_of_state(fp8.init_state(fp8.recipes.delayed())))[0]
-      'scale'
-    """
+def _dict_of_state(state: MatmulState) -> dict[str, Any]:
+    """The arrays of a state by name."""
     return {name: getattr(state, name) for name in LEAVES}
 
 
-def state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
-    """A state with the arrays of `dict_of_state`, checked by `fp8.check_state`."""
+def _state_from_dict(state: MatmulState, values: dict[str, Any]) -> MatmulState:
+    """A state with the arrays of `_dict_of_state`, checked by `fp8.check_state`."""
     if set(values) == set(LEAVES) and all(values[name] is getattr(state, name) for name in LEAVES):
         # flax restores attributes of modules from their own leaves, also while it traces. A check
         # of values would fail on tracers.
@@ -237,9 +217,9 @@ _codes = (
 _pack_code = next(_codes, None)
 
 
-flax.serialization.register_serialization_state(MatmulState, dict_of_state, state_from_dict)
-flax.serialization.register_serialization_state(QuantizedTensor, dict_of_tensor, tensor_from_dict)
-flax.serialization.register_serialization_state(QuantizedWeight, dict_of_weight, weight_from_dict)
+flax.serialization.register_serialization_state(MatmulState, _dict_of_state, _state_from_dict)
+flax.serialization.register_serialization_state(QuantizedTensor, _dict_of_tensor, _tensor_from_dict)
+flax.serialization.register_serialization_state(QuantizedWeight, _dict_of_weight, _weight_from_dict)
 
 
 # The partition specs of a linen model's quantizer state.

@@ -22,20 +22,20 @@ from jaxfp8.sharding._route import Route
 
 # The names of what a matmul saves for its backward pass, and the remat policies that save it.
 
-RESIDUAL = "jaxfp8_residual"
+_RESIDUAL = "jaxfp8_residual"
 """`checkpoint_name` of the FP8 copies of x: values and scales."""
 
-ALIAS = "quantization"
+_ALIAS = "quantization"
 """A second name of the FP8 copies of x, and of amaxes.
 
 It is the name in the remat policies of MaxText, so that they save the residuals unchanged. A policy
 may list either name.
 """
 
-WEIGHT = "jaxfp8_weight"
+_WEIGHT = "jaxfp8_weight"
 """`checkpoint_name` of the FP8 copies of w. The weight itself is there in every pass."""
 
-AMAX = "jaxfp8_amax"
+_AMAX = "jaxfp8_amax"
 """`checkpoint_name` of amaxes of tensors and rows. A second cast then reads its tensor once."""
 
 
@@ -69,22 +69,16 @@ def save_fp8_residuals(*, inputs: bool = True, weights: bool = False) -> Callabl
     for name, given in (("inputs", inputs), ("weights", weights)):
         if not isinstance(given, bool):
             raise TypeError(f"{name}={given!r} must be True or False.")
-    names = [AMAX, *([RESIDUAL] if inputs else []), *([WEIGHT] if weights else [])]
+    names = [_AMAX, *([_RESIDUAL] if inputs else []), *([_WEIGHT] if weights else [])]
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 
-def named_copy(x: Array, tensor: Tensor) -> Array:
-    """An array of an FP8 copy of x or w, under its names.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> named_copy(jnp.float32(1.0), "w")
-      Array(1., dtype=float32)
-    """
+def _named_copy(x: Array, tensor: Tensor) -> Array:
+    """An array of an FP8 copy of x or w, under its names."""
     if tensor == "w":
-        return checkpoint_name(x, WEIGHT)
+        return checkpoint_name(x, _WEIGHT)
     # The outer name saves it, or the inner one saves what the outer one reads.
-    return checkpoint_name(checkpoint_name(x, RESIDUAL), ALIAS)
+    return checkpoint_name(checkpoint_name(x, _RESIDUAL), _ALIAS)
 
 
 def named_amax(x: Array) -> Array:
@@ -95,7 +89,7 @@ def named_amax(x: Array) -> Array:
       >>> named_amax(jnp.float32(1.0))
       Array(1., dtype=float32)
     """
-    return checkpoint_name(checkpoint_name(x, AMAX), ALIAS)
+    return checkpoint_name(checkpoint_name(x, _AMAX), _ALIAS)
 
 
 # Copies of a tensor as residuals: what is saved for the backward pass, and under which name.
@@ -177,9 +171,9 @@ def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
 
     def one(leaf: Array) -> tuple[Array, Array]:
         if not leaf.dtype.name.startswith("float8"):
-            leaf = named_copy(leaf, tensor)
+            leaf = _named_copy(leaf, tensor)
             return leaf, leaf
-        values = named_copy(lax.bitcast_convert_type(leaf, jnp.uint8), tensor)
+        values = _named_copy(lax.bitcast_convert_type(leaf, jnp.uint8), tensor)
         now, later = (lax.bitcast_convert_type(values, leaf.dtype) for _ in range(2))
         return now, later
 

@@ -41,7 +41,7 @@ class CastStats:
       scale_max: f32[], the largest such s; -inf if no cell has a nonzero value. An s that is NaN
         does not count.
       saturated: i32[], the number of finite values with `|x| > limit(format) * s`, where
-        `limit(format)` is the largest value plus half of the spacing there.
+        `_limit(format)` is the largest value plus half of the spacing there.
       underflowed: i32[], the number of nonzero values whose stored value is 0.
       nonzero: i32[], the number of finite values with `|x| >= 2^-126`. Smaller ones count as 0.
       nonfinite: i32[], the number of values that are inf or NaN.
@@ -64,15 +64,10 @@ class CastStats:
     values: int
 
 
-def limit(format: Format) -> float:
+def _limit(format: Format) -> float:
     """The magnitude above which the clip of a cast loses more than rounding does.
 
     It is the middle between the largest value and the next one, which the format lacks.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> limit(fp8.E4M3), limit(fp8.E5M2)
-      (464.0, 61440.0)
     """
     return format.max + 2.0 ** (format.max_exponent - format.mantissa_bits - 1)
 
@@ -100,7 +95,7 @@ def cast_stats(
     finite = size < jnp.inf
     nonzero = finite & (size >= TINY)
     factors = factors_of(copy.scale)
-    largest = times(jnp.full_like(factors[0], limit(copy.format)), factors)
+    largest = times(jnp.full_like(factors[0], _limit(copy.format)), factors)
     saturated = finite & (size > copy.granularity.expand(largest, x.shape))
     without_sign = lax.bitcast_convert_type(copy.values, jnp.uint8) & 0x7F
     # Scales of cells without a nonzero value mean nothing. For float32 they are 1.
@@ -185,7 +180,7 @@ def watching(receive: Receive) -> Iterator[None]:
       >>> with watching(lambda layer, statistics: None):
       ...     is_watching()
       True
-      >>> is_watching()
+      >>> _is_watching()
       False
     """
     if _listeners:
@@ -205,7 +200,7 @@ def watching(receive: Receive) -> Iterator[None]:
             _listeners.clear()
 
 
-def is_watching() -> bool:
+def _is_watching() -> bool:
     """Whether casts are watched here."""
     return bool(_watched.value)
 
@@ -225,7 +220,7 @@ def name_of_call(given: str | None) -> str | None:
     """
     if given is not None and not isinstance(given, str):
         raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
-    if not is_watching() or _is_check_of_scan():
+    if not _is_watching() or _is_check_of_scan():
         return None
     if given is not None:
         return given

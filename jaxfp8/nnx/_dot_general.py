@@ -25,7 +25,7 @@ from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()
 """A value for `rngs=`: a later call of `start_keys` takes the keys."""
-KEYS = "fp8"
+_KEYS = "fp8"
 """Name of the stream of `nnx.Rngs` from which stochastic rounding takes its keys.
 
 If this stream is missing, `nnx.Rngs` gives its default stream.
@@ -82,15 +82,15 @@ class AbstractFP8Matmul(nnx.Module):
         if not isinstance(rngs, nnx.Rngs):
             raise ValueError(
                 f"rngs={rngs!r}, but recipe {self.recipe.name!r} rounds stochastically, which "
-                f"needs a PRNG key at each step. Write {name}(recipe, rngs=nnx.Rngs(0, {KEYS}=1))."
+                f"needs a PRNG key at each step. Write {name}(recipe, rngs=nnx.Rngs(0, {_KEYS}=1))."
             )
         try:
-            stream = rngs[KEYS]
+            stream = rngs[_KEYS]
         except KeyError:
             raise ValueError(
-                f"rngs={rngs!r} has no stream {KEYS!r} and no default stream, but recipe "
+                f"rngs={rngs!r} has no stream {_KEYS!r} and no default stream, but recipe "
                 f"{self.recipe.name!r} rounds stochastically. Write "
-                f"nnx.Rngs(..., {KEYS}=1)."
+                f"nnx.Rngs(..., {_KEYS}=1)."
             ) from None
         self.keys = nnx.data(stream.fork())
         self.deterministic = False

@@ -54,7 +54,7 @@ class LinearGeneralArguments(LinearArguments, total=False):
     batch_axis: Mapping[int, int]
 
 
-def take_matmul(
+def _take_matmul(
     kind: type[M], layer: str, arguments: Any, *refused: str
 ) -> tuple[M, dict[str, Any]]:
     """Split the arguments of a layer, and make its matmul.
@@ -156,7 +156,7 @@ class FP8Linear(nnx.Linear):
     ) -> None:
         check_prologue("inputs", prologue)
         self.prologue = prologue
-        matmul, rest = take_matmul(FP8DotGeneral, "FP8Linear", arguments, "dot_general")
+        matmul, rest = _take_matmul(FP8DotGeneral, "FP8Linear", arguments, "dot_general")
         super().__init__(in_features, out_features, dot_general=matmul, **rest)
         self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))
@@ -239,7 +239,7 @@ class FP8LinearGeneral(nnx.LinearGeneral):
         out_features: int | Sequence[int],
         **arguments: Unpack[LinearGeneralArguments],
     ) -> None:
-        matmul, rest = take_matmul(
+        matmul, rest = _take_matmul(
             FP8DotGeneral, "FP8LinearGeneral", arguments, "dot_general", "dot_general_cls"
         )
         super().__init__(in_features, out_features, dot_general=matmul, **rest)
@@ -311,7 +311,7 @@ class FP8Einsum(nnx.Einsum):
     ) -> None:
         check_prologue("inputs", prologue)
         self.prologue = prologue
-        matmul, rest = take_matmul(FP8EinsumOp, "FP8Einsum", arguments, "einsum_op")
+        matmul, rest = _take_matmul(FP8EinsumOp, "FP8Einsum", arguments, "einsum_op")
         super().__init__(einsum_str, kernel_shape, bias_shape, einsum_op=matmul, **rest)
         self.promote_dtype = KeepsFP8.of(self.promote_dtype)
         matmul.start_keys(arguments.get("rngs"))

@@ -25,7 +25,7 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, handle, is_weight
 
 
 @dataclasses.dataclass(frozen=True)
-class Equation:
+class _Equation:
     """A parsed equation. Each axis has one letter. Letters also replace the axes of '...'.
 
     Attributes:
@@ -86,7 +86,7 @@ class Equation:
         return f"index {name!r}" if name in self.text else "an index of '...'"
 
 
-def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> Equation:
+def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> _Equation:
     """The equation of two operands of these shapes, as `jnp.einsum` reads it.
 
     Raises:
@@ -121,7 +121,7 @@ def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> 
     except ValueError as error:
         raise ValueError(f"{given}: {error} Write for instance 'bd,dk->bk'.") from None
     lhs, rhs = inputs.split(",")
-    found = Equation(text, lhs, rhs, output)
+    found = _Equation(text, lhs, rhs, output)
     sizes: dict[str, dict[str, int]] = {name: {} for name in shapes}
     for name, letters in (("lhs", lhs), ("rhs", rhs)):
         for letter, size in zip(letters, shapes[name], strict=True):
@@ -253,7 +253,7 @@ def _alone(x: Any, names: str, kept: str, equation: str) -> Any:
     return jnp.einsum(f"{names}->{kept}", x.astype(sum_dtype(x.dtype))).astype(x.dtype)
 
 
-def _refuse_alone(parsed: Equation, prologue: AbstractPrologue) -> None:
+def _refuse_alone(parsed: _Equation, prologue: AbstractPrologue) -> None:
     """Raise ValueError if `_alone` would change lhs.
 
     The cast kernel computes the prologue, so there is no array to sum before the cast.
@@ -270,7 +270,7 @@ def _refuse_alone(parsed: Equation, prologue: AbstractPrologue) -> None:
     )
 
 
-def _shard_of_kept(name: str, shard: Shard | None, parsed: Equation) -> Shard | None:
+def _shard_of_kept(name: str, shard: Shard | None, parsed: _Equation) -> Shard | None:
     """The shard of an operand after `_alone`, which may remove and reorder axes."""
     names, kept = (parsed.lhs, parsed.lhs_kept) if name == "x" else (parsed.rhs, parsed.rhs_kept)
     if shard is None or names == kept:

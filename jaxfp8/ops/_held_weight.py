@@ -81,15 +81,8 @@ def _positive(axes: Any, ndim: int) -> Axes:
     return tuple(axis % ndim for axis in axes)
 
 
-def view_of_weight(recipe: Recipe, axes: WeightAxes, shape: Axes) -> View:
-    """The view of the matmul of a weight of this whole shape, with one row of activations.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> view = view_of_weight(fp8.recipes.blockwise(), WeightAxes(contracted=(0, 1)), (12, 64, 8))
-      >>> view.of_w.counts
-      (2, 1)
-    """
+def _view_of_weight(recipe: Recipe, axes: WeightAxes, shape: Axes) -> View:
+    """The view of the matmul of a weight of this whole shape, with one row of activations."""
     geometry = axes.geometry(len(shape))  # first, because it checks the axes
     x_shape = tuple(shape[axis] for axis in axes.batch)
     x_shape = (*x_shape, 1, *(shape[axis] for axis in axes.contracted))
@@ -106,7 +99,7 @@ def held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies
     Example: see `fp8.quantize_params`.
     """
     if isinstance(view, TileView):
-        mine = view_of_weight(weight.recipe, weight.axes, given.shapes[1])
+        mine = _view_of_weight(weight.recipe, weight.axes, given.shapes[1])
         assert isinstance(mine, TileView)
         if mine.of_w != view.of_w:
             raise ValueError(
@@ -235,7 +228,7 @@ def _cast(
         )
     own = matched(state, recipe)
     where = place("w", w, axes.shard)
-    view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
+    view = _view_of_weight(recipe, axes, where.whole_shape(w.shape))
     casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
     across = amax_axes(recipe, axes.reduce_axes, None)
     where = view.places(Places(Whole(), where, Whole())).w

@@ -197,7 +197,7 @@ class CastOptions(TypedDict, total=False):
     rounding: Rounding
 
 
-def split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRule, Rounding]:
+def _split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRule, Rounding]:
     """The scale rule and the rounding that these options select.
 
     Args:
@@ -207,10 +207,6 @@ def split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRu
     Raises:
       TypeError: for an unknown option.
       TypeError, ValueError: see `ScaleRule`.
-
-    Example:
-      >>> split_options("fp8.quantize", {"power_of_two": True})[1]
-      'nearest'
     """
     check_options(function, CastOptions, options)
     given: dict[str, Any] = dict(options)
@@ -307,7 +303,7 @@ def quantize(
       DeepSeek-V3, arXiv:2412.19437, section 3.3 (tiles); OCP Microscaling Formats (MX) v1.0 (E8M0
       scales).
     """
-    rule, rounding = split_options("fp8.quantize", options)
+    rule, rounding = _split_options("fp8.quantize", options)
     arrays = constant(check_arrays("x", x, prologue))
     source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
@@ -430,7 +426,7 @@ def fake_quantize(
     References:
       Bengio et al., straight-through estimator, arXiv:1308.3432.
     """
-    split_options("fp8.fake_quantize", options)
+    _split_options("fp8.fake_quantize", options)
     x = check_float("x", x)
     if isinstance(granularity, tuple):
         raise TypeError(

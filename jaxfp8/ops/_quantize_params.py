@@ -68,7 +68,7 @@ WeightRules: TypeAlias = Sequence[tuple[str, WeightAxes | None]]
 """Pairs (match, axes). A match is a regular expression that the whole path of a weight must match.
 The first match decides. None in the place of axes leaves the weight as it is."""
 
-KERNELS: WeightRules = ((r"(.*/)?kernel", WeightAxes()),)
+_KERNELS: WeightRules = ((r"(.*/)?kernel", WeightAxes()),)
 """The rules for flax's layers without attention: kernels [K, N]."""
 
 
@@ -76,7 +76,7 @@ def quantize_params(
     params: PyTree,
     recipe: Recipe,
     *,
-    rules: WeightRules = KERNELS,
+    rules: WeightRules = _KERNELS,
     state: PyTree = (),
     primary: bool = False,
     dtype: DType | None = None,

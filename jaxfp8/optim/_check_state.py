@@ -30,7 +30,7 @@ _DIVERGED = "it must be finite: training had diverged before the save, or the fi
 _LEAST_FLOAT16 = 0x77FF  # the bits of 32752, half of the largest float16
 
 
-class Fault(NamedTuple):
+class _Fault(NamedTuple):
     """A fault of some values. There may be none."""
 
     array: str
@@ -38,16 +38,16 @@ class Fault(NamedTuple):
     what: str
 
 
-def value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator[Fault]:
+def _value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator[_Fault]:
     """Values that no run makes, and those of a run that diverged."""
     second, values = field in SECOND, host.get("values")
     if kind in (Int8State, LinearInt8State):
         name = "roots" if kind is Int8State else "codes"
         codes = host[name]
-        yield Fault(name, codes == -128, "codes are -127 to 127")
+        yield _Fault(name, codes == -128, "codes are -127 to 127")
         if codes.dtype == np.uint8:
             small = (codes > 0) & (codes < LEAST_ROOT)
-            yield Fault(name, small, f"a second moment above 0 has a root of {LEAST_ROOT} or more")
+            yield _Fault(name, small, f"a second moment above 0 has a root of {LEAST_ROOT} or more")
         # The rounding of the largest value may end one code below the last one.
         near = 254 if codes.dtype == np.uint8 else 126
         yield from _group_faults(np.abs(codes).view(np.uint8), near, host["largest"])
@@ -55,7 +55,7 @@ def value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator
         assert values is not None
         magnitude, last = yield from _float_faults(values, second)
         power = host["power"]
-        yield Fault("power", ~((power >= 0.125) & (power < 11_521)), "powers are 1/8 to 11,520")
+        yield _Fault("power", ~((power >= 0.125) & (power < 11_521)), "powers are 1/8 to 11,520")
         yield from _group_faults(magnitude, last - 1, host["largest"])
     elif kind in (QuantizedTensor, FP8State):
         assert values is not None
@@ -68,45 +68,45 @@ def value_faults(kind: Any, field: str, host: dict[str, np.ndarray]) -> Iterator
         magnitude, _ = yield from _float_faults(values, second)
         scale = host["scale"]
         mantissa = np.frexp(np.where(np.isfinite(scale), scale, 1))[0]
-        yield Fault("scale", np.abs(mantissa) != 0.5, "it must be a power of two")
+        yield _Fault("scale", np.abs(mantissa) != 0.5, "it must be a power of two")
         yield from _tensor_faults(magnitude, _LEAST_FLOAT16, scale, 2.0**113)
     elif kind is BFloat16PlusState:
         if "high" in host:
-            yield Fault("high", ~np.isfinite(_joined(host["high"], host["low"])), _DIVERGED)
+            yield _Fault("high", ~np.isfinite(_joined(host["high"], host["low"])), _DIVERGED)
     else:
         yield from _plain_faults(field, host)
 
 
-def _plain_faults(field: str, host: dict[str, np.ndarray]) -> Iterator[Fault]:
+def _plain_faults(field: str, host: dict[str, np.ndarray]) -> Iterator[_Fault]:
     """Of arrays that no format has packed."""
     for name, x in host.items():
         if jnp.issubdtype(x.dtype, jnp.floating):
             x = x if x.dtype.itemsize > 2 else x.astype(np.float32)
             if field in FIRST | SECOND | {"masters"}:
-                yield Fault(name, ~np.isfinite(x), _DIVERGED)
+                yield _Fault(name, ~np.isfinite(x), _DIVERGED)
             else:  # optax has inf in some states, such as the best loss so far
-                yield Fault(name, np.isnan(x), _DIVERGED)
+                yield _Fault(name, np.isnan(x), _DIVERGED)
             if field in SECOND:
-                yield Fault(name, x < 0, "a second moment is not negative")
+                yield _Fault(name, x < 0, "a second moment is not negative")
         elif any(word in field for word in ("count", "step", "notfinite")):
-            yield Fault(name, x < 0, "it counts, so it is not negative")
+            yield _Fault(name, x < 0, "it counts, so it is not negative")
 
 
 def _float_faults(
     values: np.ndarray, second: bool
-) -> Generator[Fault, None, tuple[np.ndarray, int]]:
+) -> Generator[_Fault, None, tuple[np.ndarray, int]]:
     """Of packed floats. Returns their magnitudes as codes, and the last finite code."""
     bits = values.view(f"uint{8 * values.dtype.itemsize}")
     last = int(jnp.finfo(values.dtype).max.view(bits.dtype))
     magnitude = bits & ((1 << (8 * values.dtype.itemsize - 1)) - 1)
-    yield Fault("values", magnitude > last, _DIVERGED)
+    yield _Fault("values", magnitude > last, _DIVERGED)
     if second:
         negative = (bits != magnitude) & (magnitude > 0)
-        yield Fault("values", negative, "a second moment is not negative")
+        yield _Fault("values", negative, "a second moment is not negative")
     return magnitude, last
 
 
-def _group_faults(magnitude: np.ndarray, near: int, largest: np.ndarray) -> Iterator[Fault]:
+def _group_faults(magnitude: np.ndarray, near: int, largest: np.ndarray) -> Iterator[_Fault]:
     """Of codes [..., C] beside the largest magnitude of each group [..., G].
 
     Args:
@@ -116,9 +116,9 @@ def _group_faults(magnitude: np.ndarray, near: int, largest: np.ndarray) -> Iter
     """
     normal = np.isfinite(largest) & (largest >= TINY)
     diverged = "it must be finite. One inf or NaN in a gradient makes NaN of a whole group: "
-    yield Fault("largest", ~np.isfinite(largest), diverged + "training diverged before the save")
+    yield _Fault("largest", ~np.isfinite(largest), diverged + "training diverged before the save")
     low = np.isfinite(largest) & ~normal & (largest != 0)
-    yield Fault("largest", low, "it must be 0 or a normal positive number (2^-126 or more)")
+    yield _Fault("largest", low, "it must be 0 or a normal positive number (2^-126 or more)")
     wrong = []
     # The size of a group is not stored. A few sizes give the same number of groups.
     for size in _group_sizes(magnitude.shape[-1], largest.shape[-1]):
@@ -127,8 +127,8 @@ def _group_faults(magnitude: np.ndarray, near: int, largest: np.ndarray) -> Iter
         if not np.any(wrong[-1]):
             break
     missing, some = wrong[-1] if not np.any(wrong[-1]) else wrong[0]
-    yield Fault("largest", missing, f"a code of its group must be {near} or more in magnitude")
-    yield Fault("largest", some, "it is 0, so all codes of its group must be 0")
+    yield _Fault("largest", missing, f"a code of its group must be {near} or more in magnitude")
+    yield _Fault("largest", some, "it is 0, so all codes of its group must be 0")
 
 
 def _group_sizes(size: int, groups: int) -> list[int]:
@@ -147,7 +147,7 @@ def _tops(magnitude: np.ndarray, size: int, groups: int) -> np.ndarray:
 
 def _tensor_faults(
     magnitude: np.ndarray, near: int, scale: np.ndarray, most: float
-) -> Iterator[Fault]:
+) -> Iterator[_Fault]:
     """Of codes [..., *axes] beside the scale of each tensor [...].
 
     Args:
@@ -156,15 +156,15 @@ def _tensor_faults(
       scale: 2^-126 or more. It is 1 where all codes are 0.
       most: the largest scale.
     """
-    yield Fault("scale", ~np.isfinite(scale), _DIVERGED)
+    yield _Fault("scale", ~np.isfinite(scale), _DIVERGED)
     low = np.isfinite(scale) & ((scale < TINY) | (scale > most))
-    yield Fault("scale", low, f"scales are 2^-126 to {most:.3g}")
+    yield _Fault("scale", low, f"scales are 2^-126 to {most:.3g}")
     top = magnitude.max(tuple(range(scale.ndim, magnitude.ndim)))
     # The smallest scale is that of all smaller values, too.
     free = (scale <= TINY) | ~np.isfinite(scale) | (scale > most)
-    yield Fault("scale", ~free & (top == 0) & (scale != 1), "it must be 1, as all values are 0")
+    yield _Fault("scale", ~free & (top == 0) & (scale != 1), "it must be 1, as all values are 0")
     lost = ~free & (top > 0) & (top < near)
-    yield Fault("scale", lost, "it is too large for its values: none is near the largest code")
+    yield _Fault("scale", lost, "it is too large for its values: none is near the largest code")
 
 
 def _joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -387,7 +387,7 @@ def _array_faults(part: _Part, found: dict[Any, Any]) -> list[str]:
     if len(host) < len(part.arrays):
         return []
     lines = []
-    for array, where, what in value_faults(part.kind, part.field, host):
+    for array, where, what in _value_faults(part.kind, part.field, host):
         count = int(np.count_nonzero(where))
         if not count:
             continue

@@ -216,7 +216,7 @@ class Int8(AbstractMomentFormat):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> Int8State | LinearInt8State:
-        tile = tile_of(x, self.group)
+        tile = _tile_of(x, self.group)
         largest, n = _relative(x, tile)
         if signed:
             below = 127 * (jnp.sqrt(n) if self.companding else n)
@@ -235,7 +235,7 @@ class Int8(AbstractMomentFormat):
         power, last = self._power(codes.astype(jnp.float32), signed=codes.dtype == jnp.int8)
         # The value of one step is computed for each group. A product of a constant with each value
         # would be reordered by XLA if a row has one group, and then its bits depend on the mesh.
-        x = power * tile_of(codes, self.group).expand(largest * last, codes.shape)
+        x = power * _tile_of(codes, self.group).expand(largest * last, codes.shape)
         return jnp.where(codes < 0, -jnp.abs(x), x)
 
     def reads(self, stored: Any) -> bool:
@@ -290,7 +290,7 @@ class ExpandedFP8(AbstractMomentFormat):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> ExpandedFP8State:
-        tile = tile_of(x, self.group)
+        tile = _tile_of(x, self.group)
         largest, n = _relative(x, tile)
         # The largest inverse is the inverse of the smallest value above 0.
         spread = tile.maximum(jnp.where(n > 0, 1 / n, 1))
@@ -310,7 +310,7 @@ class ExpandedFP8(AbstractMomentFormat):
 
     def unpack(self, stored: ExpandedFP8State) -> Array:
         values, largest, power = stored
-        tile, shape = tile_of(values, self.group), values.shape
+        tile, shape = _tile_of(values, self.group), values.shape
         x = values.astype(jnp.float32)
         n = _root(jnp.abs(x), tile.expand(1 / power, shape)) * tile.expand(largest, shape)
         return jnp.where(x < 0, -n, n)
@@ -328,15 +328,11 @@ def _root(raised: Array, inverse: Array) -> Array:
     return jnp.exp(jnp.log(raised / E4M3.max) * inverse)
 
 
-def tile_of(x: Array, group: int) -> PerBlock:
+def _tile_of(x: Array, group: int) -> PerBlock:
     """The groups of an array.
 
     Raises:
       ValueError: if a shard inside `jax.shard_map` may have cut a group.
-
-    Example:
-      >>> tile_of(jnp.ones((4, 256)), 128)
-      PerBlock(tile=(128,))
     """
     size = x.shape[-1] if x.ndim else 1
     if manual_axes() and size % group and (not types_tell() or varying(x)):

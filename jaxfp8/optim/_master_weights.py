@@ -37,25 +37,25 @@ from jaxfp8.optim._weights import (
 # The state of the master weights of a whole tree, and of each parameter in it.
 
 
-def is_empty(state: MasterState) -> bool:
+def _is_empty(state: MasterState) -> bool:
     """Whether nothing is stored for a parameter."""
     return not jax.tree.leaves(state)
 
 
-def nothing(master: AbstractMaster) -> MasterState:
+def _nothing(master: AbstractMaster) -> MasterState:
     """The state of a parameter without a master weight."""
     return master.state(*[None] * len(master.state._fields))
 
 
-def trees_of(
+def _trees_of(
     master: AbstractMaster, states: list[MasterState], parameters: Parameters
 ) -> MasterState:
-    """The state of all parameters, as trees, from the state of each. `states_of` is its inverse."""
+    """The state of all parameters, as trees, from that of each. Inverse of `_states_of`."""
     columns = ([getattr(state, field) for state in states] for field in master.state._fields)
     return master.state(*map(parameters.tree, columns))
 
 
-def states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
+def _states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
     """The state of each parameter, from the state of all.
 
     Raises:
@@ -87,23 +87,18 @@ def _check(path: str, leaf: Any, state: MasterState) -> None:
         )
 
 
-def loaded(
+def _loaded(
     master: AbstractMaster, states: list[MasterState], parameters: Parameters
 ) -> list[Array]:
     """The master weight of each parameter, float32 [...], or the parameter if it has none."""
     return [
-        leaf if is_empty(state) else master.load(state, leaf)
+        leaf if _is_empty(state) else master.load(state, leaf)
         for state, leaf in zip(states, parameters.leaves, strict=True)
     ]
 
 
-def kind_of(masters: MasterState) -> AbstractMaster:
-    """The kind of master weights that a state stores. Its fields may be trees.
-
-    Example:
-      >>> kind_of(BFloat16PlusState(None, jnp.zeros(2, jnp.uint8)))
-      BFloat16Plus(bits=8)
-    """
+def _kind_of(masters: MasterState) -> AbstractMaster:
+    """The kind of master weights that a state stores. Its fields may be trees."""
     match masters:
         case Float32State():
             return Float32()
@@ -200,10 +195,10 @@ def with_master_weights(
         pairs = [
             master.store(start_of(leaf), dtype_of(leaf))
             if has_master(leaf, path)
-            else (nothing(master), leaf)
+            else (_nothing(master), leaf)
             for path, leaf in zip(parameters.paths, parameters.leaves, strict=True)
         ]
-        masters = trees_of(master, [state for state, _ in pairs], parameters)
+        masters = _trees_of(master, [state for state, _ in pairs], parameters)
         values = parameters.tree([value for _, value in pairs])
         return MasterWeightsState(masters, inner.init(values))
 
@@ -221,9 +216,9 @@ def with_master_weights(
                 "tx.update(grads, opt_state, params)."
             )
         parameters = Parameters.of(params)
-        old = states_of(opt_state.masters, parameters)
+        old = _states_of(opt_state.masters, parameters)
         _check_some(parameters)
-        masters = loaded(master, old, parameters)
+        masters = _loaded(master, old, parameters)
         widened = map(_widened, parameters.like(grads), masters)
         updates, inner_state = inner.update(
             parameters.tree(list(widened)), opt_state.inner, parameters.tree(masters), **extra_args
@@ -233,14 +228,14 @@ def with_master_weights(
             parameters.leaves, masters, parameters.like(updates), old,
             parameters.states(fp8_state), strict=True,
         ):  # fmt: skip
-            if is_empty(each):
+            if _is_empty(each):
                 states.append(each)
                 written.append(step)
                 continue
             new, value = master.store(value + step.astype(jnp.float32), dtype_of(leaf), each)
             states.append(new)
             written.append(jax.tree.map(Overwrite, rounded(value, leaf, own)))
-        new_masters = trees_of(master, states, parameters)
+        new_masters = _trees_of(master, states, parameters)
         return parameters.tree(written), MasterWeightsState(new_masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -320,21 +315,21 @@ def init_master_weights(
     abstract = _state_of(jax.eval_shape(tx.init, with_originals(weights)))
     opt_state = tx.init(params)  # The wrapped optimizer sees float32 parameters.
     parameters = Parameters.of(weights)
-    master, states, leaves = kind_of(abstract.masters), [], []
+    master, states, leaves = _kind_of(abstract.masters), [], []
     for path, leaf, x, made, own in zip(
         parameters.paths,
         parameters.leaves,
         parameters.like(params),
-        states_of(abstract.masters, parameters),
+        _states_of(abstract.masters, parameters),
         parameters.states(state),
         strict=True,
     ):
         value = start_of(x) if has_master(leaf, path) else x
-        if not is_empty(made):
+        if not _is_empty(made):
             made, value = master.store(value, dtype_of(leaf))
         states.append(made)
         leaves.append(rounded(value, leaf, own) if has_master(leaf, path) else value)
-    masters = trees_of(master, states, parameters)
+    masters = _trees_of(master, states, parameters)
     replaced = jax.tree.map(
         lambda node: node._replace(masters=masters) if _is_state(node) else node,
         opt_state,
@@ -382,8 +377,8 @@ def master_weights(opt_state: Any, params: PyTree) -> PyTree:
       {'step': 3, 'w': Array([1., 1.], dtype=float32)}
     """
     masters, parameters = _state_of(opt_state).masters, Parameters.of(params)
-    states = states_of(masters, parameters)
-    return parameters.tree(loaded(kind_of(masters), states, parameters))
+    states = _states_of(masters, parameters)
+    return parameters.tree(_loaded(_kind_of(masters), states, parameters))
 
 
 def _is_state(node: Any) -> bool:

@@ -42,7 +42,7 @@ _CARRY = 0x7FFFFF - 0x7FE000  # 0x7fe000 is the mantissa of 65504. A larger one 
 _SMALLEST = -126  # exponent of the smallest normal float32
 
 
-def to_scaled_float16(
+def _to_scaled_float16(
     x: Array, old_scale: Array | None, u: Array | None = None
 ) -> tuple[Array, Array]:
     """`x` as `values * scale`, with the scale of the largest finite magnitude in `x`.
@@ -63,10 +63,6 @@ def to_scaled_float16(
 
     Raises:
       ValueError: inside `shard_map(check_vma=False)`, where types do not say which axes these are.
-
-    Example:
-      >>> to_scaled_float16(jnp.array([3.0, -0.5]), None)
-      (Array([ 4.915e+04, -8.192e+03], dtype=float16), Array(6.1035156e-05, dtype=float32))
     """
     if not types_tell():
         raise ValueError(
@@ -90,13 +86,8 @@ def to_scaled_float16(
     return jnp.where(jnp.isfinite(scaled), values, scaled.astype(jnp.float16)), scale
 
 
-def from_scaled_float16(values: Array, scale: Array) -> Array:
-    """`values * scale`, [...] float32.
-
-    Example:
-      >>> from_scaled_float16(jnp.array([49152.0], jnp.float16), jnp.float32(2**-14))
-      Array([3.], dtype=float32)
-    """
+def _from_scaled_float16(values: Array, scale: Array) -> Array:
+    """`values * scale`, [...] float32."""
     # XLA may fold float32 -> float16 -> float32 into nothing. The barrier keeps the rounding.
     return lax.optimization_barrier(values).astype(jnp.float32) * scale
 
@@ -260,18 +251,18 @@ class Float16(AbstractMaster, AbstractMomentFormat):
     def store(
         self, master: Array, weight_dtype: DType | None, old: Any = None
     ) -> tuple[Float16State, Array]:
-        values, scale = to_scaled_float16(master, old.scale if old else None)
+        values, scale = _to_scaled_float16(master, old.scale if old else None)
         stored = Float16State(values, scale)
         return stored, self.load(stored, None)
 
     def load(self, stored: Float16State, weight: Any) -> Array:
-        return from_scaled_float16(jnp.asarray(stored.values), jnp.asarray(stored.scale))
+        return _from_scaled_float16(jnp.asarray(stored.values), jnp.asarray(stored.scale))
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> Float16State:
         u = None if step is None else thresholds(step, x.shape)
-        values, scale = to_scaled_float16(x, old.scale if old else None, u)
+        values, scale = _to_scaled_float16(x, old.scale if old else None, u)
         if not signed:
             # The update divides by the root of a second moment, so it must not become 0.
             values = jnp.where((x > 0) & (values == 0), jnp.float16(2.0**-24), values)

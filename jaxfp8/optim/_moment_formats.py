@@ -152,7 +152,7 @@ def joined(high: Array, low: Array) -> Array:
 #     Roberts, IRE Trans. Inf. Theory 8 (1962) (dither: the mean of what is rounded is the value).
 #     Appleby, MurmurHash3 (the hash: the finalizer of 32 bits).
 
-STRIDE = 7  # from one u0 to the next, in sixteenths. It is odd, so 16 neighbours have all of them
+_STRIDE = 7  # from one u0 to the next, in sixteenths. It is odd, so 16 neighbours have all of them
 
 
 def thresholds(step: Array | None, shape: tuple[int, ...]) -> Array:
@@ -170,7 +170,7 @@ def thresholds(step: Array | None, shape: tuple[int, ...]) -> Array:
         return jnp.float32(0.5)
     places = (1,) * (len(shape) - 1) + shape[-1:]
     place = lax.broadcasted_iota(jnp.uint32, places, len(places) - 1) if shape else jnp.uint32(0)
-    bits = _hash(step) + place * jnp.uint32(STRIDE << 28)  # 1/16 is 2^28. Whole parts overflow
+    bits = _hash(step) + place * jnp.uint32(_STRIDE << 28)  # 1/16 is 2^28. Whole parts overflow
     # With 24 bits a float32 would round. A threshold of 0 would round up what is next to a code.
     return ((bits >> 10).astype(jnp.float32) + 0.5) * 2.0**-22
 

@@ -31,7 +31,7 @@ _CURE = (
 )
 
 
-def check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
+def _check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Raise ValueError if an update may couple parameters.
 
     `tx.init` and `tx.update` are traced, and nothing is computed. The update of a parameter must
@@ -44,14 +44,6 @@ def check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
     Args:
       tx: the optimizer.
       params: the parameters of one layer, or their types.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_uncoupled(optax.adam(1e-3), {"w": jnp.ones((3, 4))})
-      >>> check_uncoupled(optax.clip_by_global_norm(1.0), {"w": jnp.ones((3, 4))})
-      Traceback (most recent call last):
-      ...
-      ValueError: the optimizer couples parameters: the update of ['w'] depends on ...
     """
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     alone = len(names) == 1
@@ -200,7 +192,7 @@ class Release:
         layers = packed(params, opt_state)
         if not self.per_layer:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-            check_uncoupled(self.tx, one)
+            _check_uncoupled(self.tx, one)
         return layers
 
     def scan(

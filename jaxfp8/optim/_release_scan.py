@@ -41,86 +41,47 @@ class Operands(NamedTuple):
     consts: list[Any]
 
 
-def has_float(x: Any) -> bool:
-    """Whether an array has floats.
-
-    Example:
-      >>> has_float(1.0), has_float(1)
-      (True, False)
-    """
+def _has_float(x: Any) -> bool:
+    """Whether an array has floats."""
     return is_float(jnp.result_type(x))
 
 
-def chosen(layer: Operands, flags: Operands) -> list[Any]:
-    """The arrays with a gradient.
-
-    Example:
-      >>> layer = Operands([1.0], [2.0, 3.0], [4], [])
-      >>> flags = Operands([True], [True, False], [False], [])
-      >>> chosen(layer, flags)
-      [1.0, 2.0]
-    """
+def _chosen(layer: Operands, flags: Operands) -> list[Any]:
+    """The arrays with a gradient."""
     pairs = (zip(xs, fs, strict=True) for xs, fs in zip(layer, flags, strict=True))
     return [x for pair in pairs for x, flag in pair if flag]
 
 
-def merged(layer: Operands, flags: Operands, differentiated: tuple[Array, ...]) -> Operands:
-    """A layer with other arrays in the place of those with a gradient.
-
-    Example:
-      >>> layer = Operands([1.0], [2.0, 3.0], [4], [])
-      >>> flags = Operands([True], [True, False], [False], [])
-      >>> merged(layer, flags, (5.0, 6.0))
-      Operands(carry=[5.0], params=[6.0, 3.0], xs=[4], consts=[])
-    """
-    new = split(flags, differentiated)
+def _merged(layer: Operands, flags: Operands, differentiated: tuple[Array, ...]) -> Operands:
+    """A layer with other arrays in the place of those with a gradient."""
+    new = _split(flags, differentiated)
     return Operands(
         *[
-            [x if y is None else y for x, y in zip(old, placed(values, fs), strict=True)]
+            [x if y is None else y for x, y in zip(old, _placed(values, fs), strict=True)]
             for old, values, fs in zip(layer, new, flags, strict=True)
         ]
     )
 
 
-def split(flags: Operands, values: Any) -> Operands:
-    """The inverse of `chosen`, without the arrays that have no gradient.
-
-    Example:
-      >>> split(Operands([True], [True, False], [False], []), [1.0, 2.0])
-      Operands(carry=[1.0], params=[2.0], xs=[], consts=[])
-    """
+def _split(flags: Operands, values: Any) -> Operands:
+    """The inverse of `_chosen`, without the arrays that have no gradient."""
     left = iter(values)
     return Operands(*[[next(left) for flag in fs if flag] for fs in flags])
 
 
-def placed(values: list[Any], flags: list[bool]) -> list[Any]:
-    """The values where a flag is set, and None elsewhere.
-
-    Example:
-      >>> placed([1.0], [False, True])
-      [None, 1.0]
-    """
+def _placed(values: list[Any], flags: list[bool]) -> list[Any]:
+    """The values where a flag is set, and None elsewhere."""
     left = iter(values)
     return [next(left) if flag else None for flag in flags]
 
 
-def floats(leaves: list[Any]) -> list[Any]:
-    """The arrays of floats.
-
-    Example:
-      >>> floats([1, 2.0])
-      [2.0]
-    """
-    return [x for x in leaves if has_float(x)]
+def _floats(leaves: list[Any]) -> list[Any]:
+    """The arrays of floats."""
+    return [x for x in leaves if _has_float(x)]
 
 
-def instantiated(cotangents: list[Any]) -> list[Array]:
-    """The cotangents of floats. JAX gives symbolic zeros for those that are not used.
-
-    Example:
-      >>> instantiated([jnp.float32(1.0)])
-      [Array(1., dtype=float32)]
-    """
+def _instantiated(cotangents: list[Any]) -> list[Array]:
+    """The cotangents of floats. JAX gives symbolic zeros for those that are not used."""
 
     def one(x: Any) -> Array:
         if not isinstance(x, jax.custom_derivatives.SymbolicZero):
@@ -140,12 +101,8 @@ def _dtype_of(cotangent: Any) -> Any:
 # What finds a wrong use of a `Released`. JAX would add, scale or average the next parameters.
 
 
-def check_use(use: Use, perturbed: list[bool]) -> None:
-    """Raise ValueError for a second use, or if a part of the Released is differentiated.
-
-    Example:
-      >>> check_use(Use.of(jnp.ones(3)), [True, True])
-    """
+def _check_use(use: Use, perturbed: list[bool]) -> None:
+    """Raise ValueError for a second use, or if a part of the Released is differentiated."""
     if not any(perturbed):
         return
     if not all(perturbed):
@@ -163,30 +120,20 @@ def check_use(use: Use, perturbed: list[bool]) -> None:
         ) from None
 
 
-def unless_broken(carry: list[Array], seal: Array) -> list[Array]:
-    """The carry, or NaN in its floats if arithmetic changed the Released.
-
-    Example:
-      >>> unless_broken([jnp.float32(1.0)], jnp.zeros(4))
-      [Array(nan, dtype=float32)]
-    """
+def _unless_broken(carry: list[Array], seal: Array) -> list[Array]:
+    """The carry, or NaN in its floats if arithmetic changed the Released."""
     # A product with a scalar keeps the sharding of x on an Explicit mesh.
     factor = jnp.where(is_sealed(seal), 1.0, jnp.nan)
-    return [x * factor.astype(x.dtype) if has_float(x) else x for x in carry]
+    return [x * factor.astype(x.dtype) if _has_float(x) else x for x in carry]
 
 
 @custom_vmap
-def of_one_batch(seal: Array, params: list[Array]) -> Array:
-    """The seal. It raises an error under `jax.vmap` if the next parameters are mapped alone.
-
-    Example:
-      >>> of_one_batch(jnp.ones(1), [jnp.ones(2)])
-      Array([1.], dtype=float32)
-    """
+def _of_one_batch(seal: Array, params: list[Array]) -> Array:
+    """The seal. It raises an error under `jax.vmap` if the next parameters are mapped alone."""
     return seal
 
 
-@of_one_batch.def_vmap
+@_of_one_batch.def_vmap
 def _(size: int, mapped: Any, seal: Array, params: list[Array]) -> tuple[Array, bool]:
     if any(mapped[1]) and not mapped[0]:
         raise ValueError(
@@ -198,17 +145,12 @@ def _(size: int, mapped: Any, seal: Array, params: list[Array]) -> tuple[Array, 
 
 
 @jax.custom_jvp
-def once(cotangents: list[Array]) -> list[Array]:
-    """The cotangents, which cannot be differentiated.
-
-    Example:
-      >>> once([jnp.float32(1.0)])
-      [Array(1., dtype=float32)]
-    """
+def _once(cotangents: list[Array]) -> list[Array]:
+    """The cotangents, which cannot be differentiated."""
     return cotangents
 
 
-@once.defjvp
+@_once.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     raise ValueError(
         "a loss with a Released is differentiated twice. Its gradient is the next Released, which "
@@ -261,13 +203,13 @@ def release_scan(
         def one(carry: Any, of_layer: Any) -> Any:
             return body(carry, *of_layer, consts)
 
-        return lax.scan(one, unless_broken(carry, seal), (params, xs))
+        return lax.scan(one, _unless_broken(carry, seal), (params, xs))
 
     use = Use.of(seal)
 
     def forward_rule(operands: Operands, state: Any, seal: Any) -> Any:
         flags = Operands(*[[leaf.perturbed for leaf in leaves] for leaves in operands])
-        check_use(use, [*flags.params, *(leaf.perturbed for leaf in [*state, seal])])
+        _check_use(use, [*flags.params, *(leaf.perturbed for leaf in [*state, seal])])
         operands, state, seal = jax.tree.map(
             lambda leaf: leaf.value, (operands, state, seal), is_leaf=_is_primal
         )
@@ -290,24 +232,24 @@ def _forward(
     """The results, and what the backward loop needs."""
     carry, params, xs, consts = operands
     # A carry without a gradient has one after the first layer.
-    flags = perturbed._replace(carry=[has_float(x) for x in carry])
+    flags = perturbed._replace(carry=[_has_float(x) for x in carry])
     plan: list[Any] = []
 
     def one(carry: list[Array], of_layer: Any) -> Any:
         layer = Operands(carry, of_layer[0], of_layer[1], consts)
 
         def of_differentiated(*differentiated: Array) -> Any:
-            carry, ys = body(*merged(layer, flags, differentiated))
-            outs = (floats(carry), floats(ys))
+            carry, ys = body(*_merged(layer, flags, differentiated))
+            outs = (_floats(carry), _floats(ys))
             return outs, (carry, ys)
 
-        _, backward, outs = jax.vjp(of_differentiated, *chosen(layer, flags), has_aux=True)
+        _, backward, outs = jax.vjp(of_differentiated, *_chosen(layer, flags), has_aux=True)
         residuals, treedef = jax.tree.flatten(backward)
         kept, constants, sources = _sort(residuals, layer)
         plan[:] = [_Plan(flags, treedef, sources), constants]
         return outs[0], (outs[1], kept)
 
-    carry, (ys, kept) = lax.scan(one, unless_broken(carry, seal), (params, xs))
+    carry, (ys, kept) = lax.scan(one, _unless_broken(carry, seal), (params, xs))
     return (carry, ys), (operands._replace(carry=[]), state, seal, kept, perturbed, *plan)
 
 
@@ -345,7 +287,7 @@ def _backward(
     d_ys: list[Any],
 ) -> Any:
     """The cotangents of Operands, of the state and of the seal."""
-    d_carry, d_ys = once(instantiated(d_carry)), once(instantiated(d_ys))
+    d_carry, d_ys = _once(_instantiated(d_carry)), _once(_instantiated(d_ys))
     flags, updates = plan.flags, any(plan.flags.params)
     layers = (operands.params + state) if updates else operands.params
     number = jnp.shape(operands.params[0])[0]
@@ -361,7 +303,7 @@ def _backward(
         }  # fmt: skip
         residuals = [found[name][i] for name, i in plan.sources]
         grads = jax.tree.unflatten(plan.treedef, residuals)((d_carry, d_ys))
-        d_layer = split(flags, grads)
+        d_layer = _split(flags, grads)
         d_consts = [jnp.add(*both) for both in zip(d_consts, d_layer.consts, strict=True)]
         if updates:
             new = update(d_layer.params, layer)
@@ -383,8 +325,8 @@ def _backward(
     d_state = layers[len(operands.params) :] if updates else [None] * len(state)
     d_operands = Operands(
         *[
-            placed(values, where)
+            _placed(values, where)
             for values, where in zip((d_carry, d_params, d_xs, d_consts), flags, strict=True)
         ]
     )
-    return d_operands, d_state, of_one_batch(seal, d_params) if updates else None
+    return d_operands, d_state, _of_one_batch(seal, d_params) if updates else None

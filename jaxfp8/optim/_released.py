@@ -59,13 +59,8 @@ def carriers_of(x: Array) -> tuple[Array, ...]:
     )
 
 
-def carried(carriers: tuple[Array, ...], dtype: DType) -> Array:
-    """The array that `carriers_of` gave to these carriers.
-
-    Example:
-      >>> carried(carriers_of(jnp.array([-1, 3], jnp.int16)), jnp.int16)
-      Array([-1,  3], dtype=int16)
-    """
+def _carried(carriers: tuple[Array, ...], dtype: DType) -> Array:
+    """The array that `carriers_of` gave to these carriers."""
     if is_float(dtype):
         return carriers[0]
     if dtype == jnp.bool_:
@@ -186,7 +181,7 @@ def packed(params: PyTree, opt_state: PyTree) -> Released:
     layers_of((params, leaves))
     dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
     carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
-    return Released(params, carriers, fresh_seal(), dtypes, treedef)
+    return Released(params, carriers, _fresh_seal(), dtypes, treedef)
 
 
 def unpacked(carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treedef: Any) -> PyTree:
@@ -197,7 +192,7 @@ def unpacked(carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treed
       >>> unpacked(one.carriers, one.dtypes, one.treedef)
       {'count': Array([0, 0], dtype=int32)}
     """
-    return jax.tree.unflatten(treedef, map(carried, carriers, dtypes))
+    return jax.tree.unflatten(treedef, map(_carried, carriers, dtypes))
 
 
 def layers_of(tree: PyTree) -> int:
@@ -221,13 +216,8 @@ def layers_of(tree: PyTree) -> int:
     return int(next(iter(found))[0])
 
 
-def fresh_seal() -> Array:
-    """A seal, float32 [4].
-
-    Example:
-      >>> is_sealed(fresh_seal()), is_sealed(fresh_seal() + 0)
-      (Array(True, dtype=bool), Array(False, dtype=bool))
-    """
+def _fresh_seal() -> Array:
+    """A seal, float32 [4]."""
     return lax.bitcast_convert_type(jnp.asarray(_SEAL), jnp.float32)
 
 

@@ -77,7 +77,7 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
     found = Timings(chip=given.chip, device=device, versions=versions, times=())
     if isinstance(given.timings, Timings):
         found = given.timings.merged(found)
-    seen = Recorder()
+    seen = _Recorder()
     jax.eval_shape(functools.partial(step, dataclasses.replace(given, timings=seen)), *arguments)
     if not seen.matmuls:
         raise ValueError(
@@ -92,7 +92,7 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
     return dataclasses.replace(given, timings=found)
 
 
-class Recorder:
+class _Recorder:
     """Takes the place of timings while a step is traced. It records each matmul."""
 
     def __init__(self) -> None:

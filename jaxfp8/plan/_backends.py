@@ -107,7 +107,7 @@ def cast_seconds(
     whole = Casts(recipe, tensor, values, rows, routes, described, PEAKS[chip])
     return {
         name: cast_cost(name, whole).seconds
-        for name in casting_kernels(described, [q.granularity for q in casts])
+        for name in _casting_kernels(described, [q.granularity for q in casts])
     }
 
 
@@ -131,19 +131,14 @@ def copy_seconds(
     by_xla = stream(peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True)
     by_kernel = stream(peak, (2 + copies) * values, by_pallas=True)
     seconds = {"mosaic": by_kernel.seconds, "xla": by_xla.seconds}
-    return {name: seconds[name] for name in casting_kernels(chip_named(chip), granularities)}
+    return {name: seconds[name] for name in _casting_kernels(chip_named(chip), granularities)}
 
 
-def casting_kernels(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
+def _casting_kernels(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
     """The backends of casts that are estimated for a chip.
 
     The Pallas kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
     with the operation that makes the tensor. So XLA casts.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> casting_kernels(chip_named("h200"), [fp8.PerBlock((1, 128))])
-      ('mosaic', 'xla')
     """
     with_kernels = chip.is_hopper or chip.block_scaled_matmul
     in_tiles = all(granularity.in_tiles for granularity in granularities)

@@ -27,7 +27,7 @@ from jaxfp8.recipes._recipe import Recipe, planned_casts
 # Hopper's Pallas matmul reads whole tiles of 128 along the contracted axis, and rows in boxes of 8.
 
 
-def padding(
+def _padding(
     peak: Peak, chip: Chip, sides: tuple[int, int], layouts: set[bool], *, first: bool
 ) -> Cost:
     """The cost of padding the FP8 copies of a matrix.
@@ -38,15 +38,6 @@ def padding(
       sides: the sizes of the matrix.
       layouts: the layouts in which matmuls read it; True stands for transposed.
       first: whether XLA writes FP8 to memory before another kernel transposes it.
-
-    Example:
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> from jaxfp8.plan._peaks import PEAKS
-      >>> h200, both = (PEAKS["h200"], chip_named("h200")), {False, True}
-      >>> padding(*h200, (333, 1024), both, first=False).bytes
-      0
-      >>> padding(*h200, (4096, 1000), both, first=False).bytes == 2 * 4096 * (1000 + 1008)
-      True
     """
     rows, columns = sides
     before, after = rows * columns, padded(rows) * padded(columns)
@@ -68,7 +59,7 @@ def padding(
     return stream(peak, after, kernels=0) if first and True in layouts else Cost()
 
 
-def padding_for_pallas(
+def _padding_for_pallas(
     peak: Peak, sides: tuple[int, int], layouts: set[bool], *, by_kernel: bool
 ) -> Cost:
     """The cost of padding the FP8 copies of a matrix for Hopper's Pallas matmul.
@@ -78,11 +69,6 @@ def padding_for_pallas(
       sides: the sizes of the matrix.
       layouts: the layouts in which matmuls read it; True stands for transposed.
       by_kernel: whether a kernel cast the matrix and wrote each layout. Otherwise XLA cast it.
-
-    Example:
-      >>> from jaxfp8.plan._peaks import PEAKS
-      >>> padding_for_pallas(PEAKS["h200"], (333, 1024), {True}, by_kernel=False).bytes
-      52224
     """
     rows, columns = sides
     before, cost = rows * columns, Cost()
@@ -192,10 +178,10 @@ def _by_kernel(casts: Casts) -> Cost:
         cost += stream(peak, moved, by_pallas=True)
         for readers, cells in zip(planned.readers, scales, strict=True):
             if any(routes[name] in _PADDED for name in readers):
-                cost += padding(peak, chip, (rows, values // rows), {False}, first=True)
+                cost += _padding(peak, chip, (rows, values // rows), {False}, first=True)
             layouts = {MATRICES.axes(name, tensor).is_transposed for name in readers}
             if any(routes[name] is Route.PALLAS for name in readers):
-                cost += padding_for_pallas(peak, (rows, values // rows), layouts, by_kernel=True)
+                cost += _padding_for_pallas(peak, (rows, values // rows), layouts, by_kernel=True)
             widened = sum(not routes[name].reads_fp8 for name in readers)
             if widened:
                 # The copy is read once, 1 byte a value. It is written as bfloat16 (2 bytes) for
@@ -246,9 +232,9 @@ def _by_xla(casts: Casts) -> Cost:
         if first and transposed:  # FP8 is read and written once more
             cost += stream(peak, 2 * values)
         if any(routes[name] in _PADDED for name in readers):
-            cost += padding(peak, chip, sides, layouts, first=bool(first))
+            cost += _padding(peak, chip, sides, layouts, first=bool(first))
         if any(routes[name] is Route.PALLAS for name in readers):
-            cost += padding_for_pallas(peak, sides, layouts, by_kernel=False)
+            cost += _padding_for_pallas(peak, sides, layouts, by_kernel=False)
         if quantizer.granularity.in_tiles:
             widened = widened[:1]  # tiles are widened once for both matmuls
         if isinstance(quantizer, Delayed) and widened:

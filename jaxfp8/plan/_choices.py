@@ -24,7 +24,7 @@ from jaxfp8.plan._report import MATMULS, Footnotes, Shape
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
 
-TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
+_TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
 _ALONE = "no other kernel is considered"
 Evidence: TypeAlias = Literal["measured", "estimated", "compiled"]
 
@@ -83,7 +83,7 @@ class Choices:
     wgrad: Choice
 
     def __str__(self) -> str:
-        parts = {f"cast {name}": getattr(self, name) for name in TENSORS}
+        parts = {f"cast {name}": getattr(self, name) for name in _TENSORS}
         parts |= {name: getattr(self, name) for name in MATMULS}
         rows, notes = [("part", "backend", "known by", "why")], Footnotes()
         for name, c in parts.items():

@@ -26,22 +26,22 @@ from jaxfp8.recipes._recipe import Operands
 # The share of the peak that a matmul attains. torchao found it for large matmuls on an H100
 # (torchao/testing/training/roofline_utils.py). Published cuBLAS figures are between 0.59 (FBGEMM,
 # bf16, 8192^3) and 0.81. The same share holds for bf16 and FP8, so it hardly changes a ratio.
-ATTAINED_PEAK = 0.78
+_ATTAINED_PEAK = 0.78
 # The share of HBM's bandwidth that elementwise kernels attain on large arrays (torchao, the same
 # file). The cast benchmarks of torchao attain 85 to 94 %.
-ATTAINED_BANDWIDTH = 0.92
+_ATTAINED_BANDWIDTH = 0.92
 # Another factor, for the Pallas kernels of this library. It is an assumption that was made before
 # they were timed. An H200 measured 0.79 for fprop of tiles, and 0.53 to 0.58 for wgrad. A similar
 # kernel in CUDA needs no such factor. DeepGEMM attains up to 1550 of 1979
 # TFLOP/s on an H800 (its README), which is 0.78.
-UNTIMED = 0.75
+_UNTIMED = 0.75
 # Seconds that a kernel of one element takes on an H100 (torchao, the same file,
 # KERNEL_LAUNCH_OVERHEAD_SEC).
 LAUNCH = 2e-6
 # Bytes/s at which XLA quantizes tiles. The only published figure is about 1 TB/s on a GB200, whose
 # memory has 8 TB/s (marin-community/marin issue 7282, MX). So memory is not the limit. The figure
 # is used for every chip as a rate, not as a share of bandwidth.
-XLA_TILE_RATE = 1e12
+_XLA_TILE_RATE = 1e12
 # Bytes for each E8M0 scale that XLA converts for a kernel that reads float32. 1 is read, and 4 are
 # written.
 _CONVERTED = 5
@@ -57,7 +57,7 @@ BOX = 8
 _FEW_ROWS = 128
 # cuBLASLt multiplies FP8 if all axes are multiples of 16 (cuBLAS documentation). XLA pads other
 # axes and slices the result.
-ALIGNMENT = 16
+_ALIGNMENT = 16
 _ALIGNMENT_OF_BF16 = 8
 
 
@@ -149,9 +149,9 @@ def stream(
       >>> stream(PEAKS["h200"], 4.416e9).seconds
       0.001002
     """
-    rate = peak.bandwidth * ATTAINED_BANDWIDTH
-    rate = min(rate, XLA_TILE_RATE) if in_tiles else rate
-    rate *= UNTIMED if by_pallas else 1
+    rate = peak.bandwidth * _ATTAINED_BANDWIDTH
+    rate = min(rate, _XLA_TILE_RATE) if in_tiles else rate
+    rate *= _UNTIMED if by_pallas else 1
     return Cost(bytes=round(moved), seconds=moved / rate + kernels * LAUNCH)
 
 
@@ -170,13 +170,15 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bo
     flops = 2 * m * k * n
     operations = peak.fp8 if fp8 else peak.bf16
     assert operations is not None, "the chip has no FP8 units, but this route needs them"
-    busy = max(flops / (operations * ATTAINED_PEAK), moved / (peak.bandwidth * ATTAINED_BANDWIDTH))
+    busy = max(
+        flops / (operations * _ATTAINED_PEAK), moved / (peak.bandwidth * _ATTAINED_BANDWIDTH)
+    )
     cost = Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
     parts = peak.split_k.parts(m, k, n) if by_triton else 1
     return cost + stream(peak, 2 * 4 * parts * m * n) if parts > 1 else cost
 
 
-def matmul(
+def _matmul(
     peak: Peak,
     route: Route,
     m: int,
@@ -200,17 +202,12 @@ def matmul(
       square: whether tiles of the right operand are T x T.
       in_bytes: whether scales are E8M0.
       by_triton: whether XLA multiplies bfloat16 by Triton. Otherwise cuBLASLt multiplies it.
-
-    Example:
-      >>> from jaxfp8.plan._peaks import PEAKS
-      >>> matmul(PEAKS["h200"], Route.FP8, 8192, 8192, 8192).bytes == (1 + 1 + 2) * 8192**2
-      True
     """
     if route is Route.PALLAS:
         return _by_pallas(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
     if route is Route.TILE_BY_TILE:
         return _tile_by_tile(peak, m, k, n, tile or k)
-    multiple = ALIGNMENT if route.in_fp8 else 1 if by_triton else _ALIGNMENT_OF_BF16
+    multiple = _ALIGNMENT if route.in_fp8 else 1 if by_triton else _ALIGNMENT_OF_BF16
     wide = [padded(size, multiple) for size in (m, k, n)]
     cost = gemm(peak, *wide, fp8=route.in_fp8, by_triton=by_triton and not route.in_fp8)
     if route is Route.BLOCK_SCALED:
@@ -240,7 +237,7 @@ def _padded_operand(peak: Peak, route: Route, rows: int, columns: int, multiple:
     return stream(peak, size * (before + after))
 
 
-def padded(size: int, multiple: int = ALIGNMENT) -> int:
+def padded(size: int, multiple: int = _ALIGNMENT) -> int:
     """The size to which XLA pads an axis of an FP8 matmul.
 
     Example:
@@ -256,10 +253,10 @@ def _by_pallas(
     """The cost of Hopper's kernel (`kernels/scaled_matmul/hopper/`) and of converted scales."""
     wide = padded(m, BOX), padded(k, WHOLE_TILE), padded(n)
     best = gemm(peak, *wide, fp8=True)
-    busy = (best.seconds - LAUNCH) / UNTIMED
+    busy = (best.seconds - LAUNCH) / _UNTIMED
     side = tile or k
     if side < WHOLE_TILE:
-        busy = max(busy, best.flops / (_OF_BF16[square] * peak.bf16 * ATTAINED_PEAK))
+        busy = max(busy, best.flops / (_OF_BF16[square] * peak.bf16 * _ATTAINED_PEAK))
     scales = m * k // side, k * n // (side * side if square else side)
     # With tiles 1x32 the kernel reads E8M0 scales of lhs as bytes. It reads those of rhs as bytes
     # if lhs has few rows. XLA converts all other E8M0 scales to float32 first.
@@ -432,6 +429,6 @@ def matmul_cost(
     """
     route, (lhs, rhs) = route_of(sides, backend, chip, size), sides
     square, in_bytes = rhs.granularity.is_square, lhs.in_bytes and rhs.in_bytes
-    return matmul(
+    return _matmul(
         peak, route, *size, tile=tile, square=square, in_bytes=in_bytes, by_triton=by_triton
     )

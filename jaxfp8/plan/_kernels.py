@@ -18,14 +18,7 @@ from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.plan._backends import (
-    XLA,
-    Backends,
-    backends_for,
-    best,
-    copy_seconds,
-    matmul_seconds,
-)
+from jaxfp8.plan._backends import XLA, Backends, backends_for, best, copy_seconds, matmul_seconds
 from jaxfp8.plan._choices import Choices, explained
 from jaxfp8.plan._costs import Side
 from jaxfp8.plan._report import Shape, check_shape
@@ -34,23 +27,23 @@ from jaxfp8.recipes._recipe import Operands, Recipe
 
 # The backends that a user can name, and the chips that each backend is made for.
 
-KNOWN = {
+_KNOWN = {
     "casts": tuple(sorted({*cast.BACKENDS, *quantize.BACKENDS})),
     "matmuls": tuple(sorted(scaled_matmul.BACKENDS)),
 }
 """The names of backends that each field of `fp8.Kernels` takes."""
 
 
-def check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
+def _check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
     """Raise ValueError for an unknown backend, or for one that is not made for the chip.
 
     None is valid: then the user names no backend, or no chip.
     """
     for field, name in (("casts", casts), ("matmuls", matmuls)):
-        if name is not None and (not isinstance(name, str) or name not in KNOWN[field]):
+        if name is not None and (not isinstance(name, str) or name not in _KNOWN[field]):
             raise ValueError(
                 f"{field}={name!r} is no backend of {field}. Use None or one of "
-                f"{list(KNOWN[field])}."
+                f"{list(_KNOWN[field])}."
             )
     given = None if chip is None else chip.name
     if matmuls == "cudnn" and (chip is None or not chip.block_scaled_matmul):
@@ -74,16 +67,11 @@ def check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
         )
 
 
-def cure_of(kernels: object) -> str:
-    """The code to write instead of a value that is not `fp8.Kernels`, for messages.
-
-    Example:
-      >>> cure_of("h200"), cure_of("triton")
-      ("fp8.Kernels('h200')", "fp8.Kernels(casts='triton')")
-    """
+def _cure_of(kernels: object) -> str:
+    """The code to write instead of a value that is not `fp8.Kernels`, for messages."""
     if not isinstance(kernels, str):
         return 'fp8.Kernels("h200")'
-    words = [f"{field}={kernels!r}" for field, names in KNOWN.items() if kernels in names]
+    words = [f"{field}={kernels!r}" for field, names in _KNOWN.items() if kernels in names]
     if kernels == "cudnn":
         words.insert(0, "'b200'")
     return f"fp8.Kernels({', '.join(words) or repr(kernels)})"
@@ -208,7 +196,7 @@ class Kernels:
 
     def __post_init__(self) -> None:
         chip = None if self.chip is None else chip_named(self.chip)
-        check_named(self.casts, self.matmuls, chip)
+        _check_named(self.casts, self.matmuls, chip)
         if self.timings is None:
             return
         if isinstance(self.timings, type) or not isinstance(self.timings, Chooser):
@@ -389,15 +377,15 @@ def check_kernels(kernels: object) -> Kernels:
       Kernels()
     """
     if kernels is None:
-        return PORTABLE
+        return _PORTABLE
     if isinstance(kernels, Kernels):
         return kernels
     raise TypeError(
         f"kernels={kernels!r} is of type {type(kernels).__name__}, but Kernels are needed. Write "
-        f"kernels={cure_of(kernels)}."
+        f"kernels={_cure_of(kernels)}."
     )
 
 
-PORTABLE = Kernels()
+_PORTABLE = Kernels()
 NO_SHAPE: Shape = (0, 0, 0)
 """An argument for `Kernels.backends` without a chip, for which the shape does not matter."""

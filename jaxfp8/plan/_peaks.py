@@ -16,13 +16,13 @@ _TILE = 128
 _PARTS = [2**power for power in range(12)]
 
 
-# `launch` and `per_byte` of `SplitK`, as XLA has tuned them. Ada has Ampere's.
-AMPERE = 5.65e5, 4.68
-HOPPER = 4.36e5, 1.93
-BLACKWELL = 1.216e6, 1.90
+# `launch` and `per_byte` of `_SplitK`, as XLA has tuned them. Ada has Ampere's.
+_AMPERE = 5.65e5, 4.68
+_HOPPER = 4.36e5, 1.93
+_BLACKWELL = 1.216e6, 1.90
 
 
-class SplitK(NamedTuple):
+class _SplitK(NamedTuple):
     """What XLA's estimate for a chip depends on.
 
     Attributes:
@@ -36,13 +36,7 @@ class SplitK(NamedTuple):
     per_byte: float
 
     def parts(self, m: int, k: int, n: int) -> int:
-        """The number of parts of [M, K] @ [K, N].
-
-        Example:
-          >>> h200 = SplitK(132, *HOPPER)
-          >>> h200.parts(333, 2048, 1024), h200.parts(8192, 2048, 1024)
-          (4, 1)
-        """
+        """The number of parts of [M, K] @ [K, N]."""
 
         def operations(parts: int) -> float:
             area = min(m, _TILE) * min(n, _TILE)
@@ -72,20 +66,20 @@ class Peak:
     bf16: float
     fp8: float | None
     bandwidth: float
-    split_k: SplitK
+    split_k: _SplitK
 
 
 # From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
 PEAKS = {
     # A100 80GB SXM
-    "a100": Peak(bf16=312e12, fp8=None, bandwidth=2.039e12, split_k=SplitK(108, *AMPERE)),
-    "l4": Peak(bf16=121e12, fp8=242.5e12, bandwidth=0.3e12, split_k=SplitK(58, *AMPERE)),
-    "l40s": Peak(bf16=362e12, fp8=733e12, bandwidth=0.864e12, split_k=SplitK(142, *AMPERE)),
+    "a100": Peak(bf16=312e12, fp8=None, bandwidth=2.039e12, split_k=_SplitK(108, *_AMPERE)),
+    "l4": Peak(bf16=121e12, fp8=242.5e12, bandwidth=0.3e12, split_k=_SplitK(58, *_AMPERE)),
+    "l40s": Peak(bf16=362e12, fp8=733e12, bandwidth=0.864e12, split_k=_SplitK(142, *_AMPERE)),
     # SXM
-    "h100": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=3.35e12, split_k=SplitK(132, *HOPPER)),
-    "h200": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=4.8e12, split_k=SplitK(132, *HOPPER)),
+    "h100": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=3.35e12, split_k=_SplitK(132, *_HOPPER)),
+    "h200": Peak(bf16=989.5e12, fp8=1979e12, bandwidth=4.8e12, split_k=_SplitK(132, *_HOPPER)),
     # DGX B200, an eighth
-    "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12, split_k=SplitK(148, *BLACKWELL)),
+    "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12, split_k=_SplitK(148, *_BLACKWELL)),
 }
 
 

@@ -111,18 +111,13 @@ def grouped_backends(
     return dense._replace(**chosen)
 
 
-def cost_of_groups(of_group: Cost, groups: int) -> Cost:
-    """The cost of one kernel for all groups, from that of a group of average size.
-
-    Example:
-      >>> cost_of_groups(Cost(bytes=2, flops=8, seconds=3e-6), 4)
-      Cost(bytes=8, flops=32, seconds=6e-06)
-    """
+def _cost_of_groups(of_group: Cost, groups: int) -> Cost:
+    """The cost of one kernel for all groups, from that of a group of average size."""
     whole = of_group.times(groups)
     return Cost(whole.bytes, whole.flops, round(whole.seconds - (groups - 1) * LAUNCH, 15))
 
 
-def loop_cost(
+def _loop_cost(
     recipe: Recipe, name: Matmul, backend: str, chip: str, shape: Shape, groups: int
 ) -> Cost:
     """The cost of XLA's loop over tiles for one of the three matmuls.
@@ -137,13 +132,6 @@ def loop_cost(
       chip: name of the chip.
       shape: (T, K, N).
       groups: E.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> of = fp8.recipes.blockwise(), "fprop", "xla", "h200"
-      >>> few, many = (loop_cost(*of, (65536, 4096, 2048), groups) for groups in (8, 64))
-      >>> few.bytes < many.bytes
-      True
     """
     tokens, k, n = shape
     rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
@@ -162,16 +150,10 @@ def loop_cost(
     return one.times(steps)
 
 
-def group_sizes_of(shape: Shape, groups: int, rows: int) -> Shape:
+def _group_sizes_of(shape: Shape, groups: int, rows: int) -> Shape:
     """(M, K, N) of a group of average size, with half a tile of padding.
 
     With padding M is a multiple of 16, as tiles are, so no operand is padded again.
-
-    Example:
-      >>> group_sizes_of((4096, 512, 512), 8, 128)
-      (576, 512, 512)
-      >>> group_sizes_of((4000, 512, 512), 8, 128), group_sizes_of((4000, 512, 512), 8, 0)
-      ((576, 512, 512), (500, 512, 512))
     """
     tokens, k, n = shape
     padded = -(-tokens // groups) + rows // 2
@@ -183,13 +165,8 @@ def group_sizes_of(shape: Shape, groups: int, rows: int) -> Shape:
 # Letters: K features in, N features out; w is [K, N].
 
 
-def check_weight_casts(given: object) -> float:
-    """Raise ValueError unless it is a number of casts, 0 or more.
-
-    Example:
-      >>> check_weight_casts(1)
-      1.0
-    """
+def _check_weight_casts(given: object) -> float:
+    """Raise ValueError unless it is a number of casts, 0 or more."""
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1000:
         raise ValueError(
             f"weight_casts={given!r} must be the number of casts of w in each forward and backward "
@@ -198,7 +175,7 @@ def check_weight_casts(given: object) -> float:
     return float(given)
 
 
-def cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
+def _cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
     """The cost of w in one forward and backward pass.
 
     Args:
@@ -206,14 +183,6 @@ def cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
       casts: the casts of w.
       number: how often w is cast in a pass. Below 1 the model holds the FP8 copies. They lie as w
         does, so matmuls that want another layout or dtype still transpose or widen them.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> shape, h200 = (8192, 4096, 14336), fp8.Kernels("h200")
-      >>> of = {"recipe": fp8.recipes.delayed(), "kernels": h200}
-      >>> once, eighth = (fp8.plan.roofline(shape, **of, weight_casts=n) for n in (1, 1 / 8))
-      >>> round(eighth.speedup / once.speedup, 3)
-      1.016
     """
     if number >= 1:
         return cast.times(number)
@@ -353,7 +322,7 @@ def roofline(
         tensor: cast_cost(getattr(choices, tensor).backend, casts)
         for tensor, casts in casts_of.items()
     }
-    each["w"] = cost_of_weights(each["w"], casts_of["w"], check_weight_casts(weight_casts))
+    each["w"] = _cost_of_weights(each["w"], casts_of["w"], _check_weight_casts(weight_casts))
     how = ", ".join(
         f"{tensor} {cost.bytes / values[tensor]:.3g}" for tensor, cost in each.items() if cost.bytes
     )
@@ -373,7 +342,7 @@ def _of_groups(
     described, peak = chip_named(chip), PEAKS[chip]
     names = grouped_backends(chip, kernels.casts, kernels.matmuls, recipe, shape, groups)
     rows = tile_rows(tokens, groups, recipe.whole_tiles, names)
-    average, padded = (group_sizes_of(shape, groups, tile) for tile in (0, rows))
+    average, padded = (_group_sizes_of(shape, groups, tile) for tile in (0, rows))
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Any] = {}
     for name in MATMULS:
@@ -384,12 +353,12 @@ def _of_groups(
         if backend == "mosaic":
             if recipe.tile == _OF_32:  # the kernel reads square tiles as tiles of 1x32
                 sides = sides[0], sides[1]._replace(granularity=sides[0].granularity)
-            cost = cost_of_groups(
+            cost = _cost_of_groups(
                 matmul_cost(sides, backend, described, peak, size, recipe.tile), groups
             )
         else:
-            cost, how = loop_cost(recipe, name, backend, chip, shape, groups), f"{how}, in a loop"
-        bf16 = cost_of_groups(gemm(peak, *sizes_of(average)[name]), groups)
+            cost, how = _loop_cost(recipe, name, backend, chip, shape, groups), f"{how}, in a loop"
+        bf16 = _cost_of_groups(gemm(peak, *sizes_of(average)[name]), groups)
         parts[name] = Part(bf16=bf16, recipe=cost, how=how)
     values = {tensor: groups * count for tensor, count in values_of(padded).items()}
     counts = {tensor: groups * count for tensor, count in rows_of(padded).items()}
@@ -398,7 +367,7 @@ def _of_groups(
         casts = Casts(recipe, tensor, count, counts[tensor], routes, described, peak)
         each[tensor] = cast_cost(getattr(names, tensor)[0], casts)
         if tensor == "w":
-            each["w"] = cost_of_weights(each["w"], casts, check_weight_casts(weight_casts))
+            each["w"] = _cost_of_weights(each["w"], casts, _check_weight_casts(weight_casts))
     how = ", ".join(
         f"{tensor} {cost.bytes / values[tensor]:.3g}"  # type: ignore[index]
         for tensor, cost in each.items()

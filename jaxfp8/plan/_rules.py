@@ -17,7 +17,7 @@ from jaxfp8.recipes._recipe import Recipe
 # around the matmul. torchao has a filter by fixed shapes (`_auto_filter_for_recipe`, measured on
 # H100). For scales of tensors it skips K <= 4096 with N <= 1024. For scales of rows it skips N <=
 # 2048, K <= 1024, or both small. An estimate also skips matmuls with few tokens.
-BREAK_EVEN = 1.0
+_BREAK_EVEN = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class SkipSlow:
     """
 
     kernels: Kernels
-    at_least: float = BREAK_EVEN
+    at_least: float = _BREAK_EVEN
     tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class SkipSlow:
 
 
 def skip_slow(
-    *, kernels: Kernels, at_least: float = BREAK_EVEN, tokens: int | None = None
+    *, kernels: Kernels, at_least: float = _BREAK_EVEN, tokens: int | None = None
 ) -> SkipSlow:
     """A rule that leaves a matmul in high precision where FP8 is estimated to be slower.
 

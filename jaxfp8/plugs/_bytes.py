@@ -21,7 +21,7 @@ from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._gradient_channel import Use
 from jaxfp8.state._state import LEAVES, MatmulState
 
-ROUNDING = 2.0**-10
+_ROUNDING = 2.0**-10
 """Above the error of a mean over devices of equal bytes, in float32."""
 
 Leaves = dict[str, Array]
@@ -113,7 +113,7 @@ def _split(state: MatmulState) -> Leaves:
 
 
 def _is_whole(leaf: Array) -> Array:
-    return jnp.all(abs(leaf - jnp.round(leaf)) < ROUNDING)
+    return jnp.all(abs(leaf - jnp.round(leaf)) < _ROUNDING)
 
 
 def _float(leaf: Array) -> Array:

@@ -19,14 +19,14 @@ _ASKED = re.compile(r"jaxfp8\.(fprop|dgrad|wgrad)(?!\.high_precision)")
 _PALLAS = "mosaic_gpu"
 
 
-class Gemms(NamedTuple):
+class _Gemms(NamedTuple):
     """The matmuls of a compiled program, each by its jax operation name."""
 
     fp8: tuple[str, ...]
     high_precision: tuple[str, ...]
 
 
-def find_gemms(compiled: Any) -> Gemms:
+def _find_gemms(compiled: Any) -> _Gemms:
     """The matmuls of one run of a compiled function. A loop body counts once.
 
     One branch of a conditional counts: the one with the most matmuls. If several have the most, it
@@ -42,18 +42,12 @@ def find_gemms(compiled: Any) -> Gemms:
 
     Raises:
       TypeError, ValueError: if `compiled` is neither, or the program has no text.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> compiled = jax.jit(jnp.dot).lower(jnp.ones((64, 64)), jnp.ones((64, 64))).compile()
-      >>> len(find_gemms(compiled).high_precision)
-      1
     """
     program = read_program(compiled)
     return _gemms_of(program.entry, program, {})
 
 
-def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
+def _gemms_of(name: str, program: Program, known: dict[str, _Gemms]) -> _Gemms:
     """The matmuls of a computation and of all that it calls."""
     if name not in known:
         fp8: list[str] = []
@@ -79,7 +73,7 @@ def _gemms_of(name: str, program: Program, known: dict[str, Gemms]) -> Gemms:
             for gemms in called:
                 fp8.extend(gemms.fp8)
                 high.extend(gemms.high_precision)
-        known[name] = Gemms(tuple(fp8), tuple(high))
+        known[name] = _Gemms(tuple(fp8), tuple(high))
     return known[name]
 
 
@@ -119,7 +113,7 @@ def assert_fp8_gemms(compiled: Any, expected: int | None = None) -> None:
       ...     print(str(error).splitlines()[0])
       expected every matmul of a recipe in FP8, found 0 in FP8 and 1 in high precision.
     """
-    gemms = find_gemms(compiled)
+    gemms = _find_gemms(compiled)
     missed = [name for name in gemms.high_precision if _ASKED.search(name)]
     if len(gemms.fp8) == expected or (expected is None and gemms.fp8 and not missed):
         return

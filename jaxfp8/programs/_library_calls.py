@@ -44,7 +44,7 @@ _ALGORITHM = re.compile(r"algorithm=dot_(\w+)")
 _DIMENSIONS = re.compile(r"(lhs|rhs)_(contracting|batch)_dims=\{([^}]*)\}")
 
 
-class Dimensions(NamedTuple):
+class _Dimensions(NamedTuple):
     """The contracted dimensions and the batch dimensions of both operands."""
 
     lhs_contracting: tuple[int, ...] = ()
@@ -73,9 +73,9 @@ class Dimensions(NamedTuple):
         return (*(lhs[d] for d in self.lhs_batch), *free)
 
 
-def dimensions_of(attributes: str) -> Dimensions:
+def _dimensions_of(attributes: str) -> _Dimensions:
     """The dimensions of a `dot`."""
-    return Dimensions(
+    return _Dimensions(
         **{
             f"{side}_{kind}": tuple(int(d) for d in found.split(",") if d)
             for side, kind, found in _DIMENSIONS.findall(attributes)
@@ -95,11 +95,11 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     algorithm = _ALGORITHM.search(instruction.attributes)
     result = array_type(instruction.type)
     lhs, rhs = (_rounded(writer, x, algorithm[1] if algorithm else "") for x in (lhs, rhs))
-    product = accumulated(writer, lhs, rhs, dimensions_of(instruction.attributes), result.dtype)
+    product = _accumulated(writer, lhs, rhs, _dimensions_of(instruction.attributes), result.dtype)
     return writer.emit(result.text, "convert", product, name=name)
 
 
-def accumulated(writer: Writer, lhs: str, rhs: str, dimensions: Dimensions, dtype: str) -> str:
+def _accumulated(writer: Writer, lhs: str, rhs: str, dimensions: _Dimensions, dtype: str) -> str:
     """lhs @ rhs before the rounding to `dtype`.
 
     Floats are multiplied in float32, or in float64 if an operand or `dtype` is float64. Integers
@@ -181,7 +181,7 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
         )
     taps.show(writer, instruction.label, lhs, rhs, *scales)
 
-    d = accumulated(writer, lhs, rhs, _dimensions(config), results[0].dtype)
+    d = _accumulated(writer, lhs, rhs, _dimensions(config), results[0].dtype)
     for scale in filter(None, scales):
         d = _times(writer, d, scale)
     d = _times_number(writer, d, config.get("alpha_real", 1))
@@ -215,16 +215,18 @@ def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> st
     result = array_type(parts_of(instruction.type)[0])
     scales = [_unswizzled(writer, x, scale) for x, scale in zip((lhs, rhs), scales, strict=True)]
     taps.show(writer, instruction.label, lhs, rhs, *scales)
-    d = scaled(writer, lhs, rhs, *scales)
+    d = _scaled(writer, lhs, rhs, *scales)
     return _tuple(writer, instruction, [writer.convert(d, result.dtype)])
 
 
-def scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -> str:
+def _scaled(writer: Writer, lhs: str, rhs: str, lhs_scale: str, rhs_scale: str) -> str:
     """A @ B^T in float32, of operands [.., rows, K] with a scale for each tile along K."""
     lhs, rhs = _dequantized(writer, lhs, lhs_scale), _dequantized(writer, rhs, rhs_scale)
     rank = len(writer.type_of(lhs).shape)
     batch = tuple(range(rank - 2))
-    return accumulated(writer, lhs, rhs, Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32")
+    return _accumulated(
+        writer, lhs, rhs, _Dimensions((rank - 1,), (rank - 1,), batch, batch), "f32"
+    )
 
 
 def _dequantized(writer: Writer, x: str, scale: str) -> str:
@@ -311,10 +313,10 @@ def _check(instruction: Instruction, config: dict[str, Any], epilogue: str, is_f
         )
 
 
-def _dimensions(config: dict[str, Any]) -> Dimensions:
+def _dimensions(config: dict[str, Any]) -> _Dimensions:
     numbers = config["dot_dimension_numbers"]
-    given = (numbers.get(f"{side}_dimensions", ()) for side in Dimensions._fields)
-    return Dimensions(*(tuple(map(int, dimensions)) for dimensions in given))
+    given = (numbers.get(f"{side}_dimensions", ()) for side in _Dimensions._fields)
+    return _Dimensions(*(tuple(map(int, dimensions)) for dimensions in given))
 
 
 def _times(writer: Writer, x: str, scalar: str) -> str:

@@ -17,7 +17,7 @@ import jax
 from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, parts_of, read_program, tensors_of
 from jaxfp8.programs._storage import Buffer, Memory, Phase, Phases, Storage, latest
 
-# `buffers_of`: the buffers of a compiled program, read from its text.
+# `_buffers_of`: the buffers of a compiled program, read from its text.
 
 # These pass their operand on.
 _SAME = ("bitcast", "optimization-barrier", "add-dependency", "domain", "get-tuple-element")
@@ -29,7 +29,7 @@ _OF_INSTRUCTION = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
 _OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re.MULTILINE)
 
 
-def buffers_of(text: str) -> Memory:
+def _buffers_of(text: str) -> Memory:
     r"""The buffers of a program, with the times and the phases in which they are needed.
 
     Args:
@@ -37,15 +37,6 @@ def buffers_of(text: str) -> Memory:
 
     Raises:
       ValueError: if the text does not say in which order the instructions run.
-
-    Example:
-      >>> memory = buffers_of(
-      ...     "HloModule m, is_scheduled=true\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
-      ...     "  %x = f32[4]{0} parameter(0)\n  %y = f32[4]{0} sine(%x)\n"
-      ...     "  ROOT %z = f32[4]{0} cosine(%y)\n}"
-      ... )
-      >>> [(buffer.bytes, buffer.born, buffer.dies) for buffer in memory.buffers]
-      [(16, 0, 1)]
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
@@ -226,7 +217,7 @@ def _element(type: str, index: int, names: list[int]) -> list[int]:
 # The memory of a compiled train step beside its arguments: gradients, residuals, and the rest.
 
 
-class StepMemory(NamedTuple):
+class _StepMemory(NamedTuple):
     """Bytes of a program on one device. They add up to what XLA allocates, without code.
 
     Attributes:
@@ -244,7 +235,7 @@ class StepMemory(NamedTuple):
     results: int
 
 
-def step_memory(compiled: Any, weight_sizes: Collection[int]) -> StepMemory:
+def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     """The memory of a compiled train step.
 
     The peak is the moment at which most temporary bytes are live. A buffer is a residual if the
@@ -275,7 +266,7 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> StepMemory:
             f"{jax.default_backend()} does not tell the memory of a compiled program. Compile the "
             "step for a CPU or for an NVIDIA GPU."
         )
-    memory = buffers_of(compiled.as_text())
+    memory = _buffers_of(compiled.as_text())
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     returned = sum(b.bytes for b in memory.results if _is_gradient(b, weight_sizes))
     residuals, gradients = _at_peak(memory, weight_sizes)
@@ -283,7 +274,7 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> StepMemory:
     returned = min(returned, results)
     residuals = min(residuals, stats.temp_size_in_bytes)
     gradients = min(gradients, stats.temp_size_in_bytes - residuals)
-    return StepMemory(
+    return _StepMemory(
         stats.argument_size_in_bytes,
         returned + gradients,
         residuals,

@@ -37,7 +37,7 @@ from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Seen, Taps, Writer, b
 _OPTIONS = [("xla_allow_excess_precision", False), ("xla_backend_optimization_level", 0)]
 
 
-def execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
+def _execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
     """Compiles and runs the text. Arguments and results are flat lists of arrays.
 
     Raises:
@@ -112,7 +112,7 @@ _DROPPED = re.compile(
 _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 
-def portable_text(text: str, taps: Taps) -> str:
+def _portable_text(text: str, taps: Taps) -> str:
     """Rewrites the text of a program for one GPU.
 
     Raises:
@@ -339,7 +339,7 @@ def run_on_cpu(
         )
     taps = Taps(seen)
     if isinstance(compiled, str):
-        return execute(portable_text(compiled, taps), arguments, taps)
+        return _execute(_portable_text(compiled, taps), arguments, taps)
     flat = flat_arguments(compiled, arguments)
-    results = execute(portable_text(full_text(compiled), taps), flat, taps)
+    results = _execute(_portable_text(full_text(compiled), taps), flat, taps)
     return results_tree(compiled, results)

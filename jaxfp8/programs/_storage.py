@@ -30,14 +30,8 @@ def latest(phases: Iterable[Phase]) -> Phase:
     return max(phases, key=_ORDER.index, default="other")
 
 
-def named_phase(instruction: Instruction) -> Phase | None:
-    """The phase that the name of an instruction says. None without a name of JAX.
-
-    Example:
-      >>> attributes = ', metadata={op_name="jit(step)/transpose(jvp(jit(_gradients)))/mul"}'
-      >>> named_phase(Instruction("y", "f32[]", "multiply", ("x", "x"), attributes))
-      'backward'
-    """
+def _named_phase(instruction: Instruction) -> Phase | None:
+    """The phase that the name of an instruction says. None without a name of JAX."""
     found = _OP_NAME.search(instruction.attributes)
     # Parameters have the names of arguments.
     if found is None or instruction.opcode == "parameter":
@@ -67,7 +61,7 @@ class Phases:
         The name of a fusion is that of one of its operations, so the phases come from the
         operations that make its results.
         """
-        named = named_phase(instruction)
+        named = _named_phase(instruction)
         fused = instruction.computations("calls") if instruction.opcode == "fusion" else ()
         if fused and (named is None or instruction.type.startswith("(")):
             return tuple(phase or named for phase in self._results(fused[0]))
@@ -82,7 +76,7 @@ class Phases:
             for instruction in computation.values():
                 before = [nearest.get(operand) for operand in instruction.operands]
                 known = [phase for phase in before if phase is not None]
-                own = named_phase(instruction) or (latest(known) if known else None)
+                own = _named_phase(instruction) or (latest(known) if known else None)
                 nearest[instruction.name] = own
                 if instruction.is_root:
                     found = tuple(before) if instruction.opcode == "tuple" else (own,)

@@ -100,7 +100,7 @@ class Transfer(NamedTuple):
         )
 
 
-def transfers_of(
+def _transfers_of(
     instruction: Instruction, computation: dict[str, Instruction], program: Program
 ) -> list[Transfer]:
     """The transfers of an instruction each time that it runs, without those of its calls.
@@ -235,7 +235,7 @@ class Traffic:
             found: list[Transfer] = []
             for instruction in computation.values():
                 if not instruction.is_second_half:  # its `-start` was counted
-                    found += transfers_of(instruction, computation, self.program)
+                    found += _transfers_of(instruction, computation, self.program)
                     found += (
                         self._in_calls(instruction)
                         + self._in_branches(instruction)

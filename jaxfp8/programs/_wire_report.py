@@ -16,13 +16,8 @@ from jaxfp8.programs._transfers import KINDS, CollectiveKind, Traffic, Transfer
 # `wire_report`: the bytes that devices send in a compiled program, read from its text.
 
 
-def name_of(dtype: DType | Format) -> str:
-    """The name of a dtype, or of the dtype of a format.
-
-    Example:
-      >>> name_of(jnp.bfloat16)
-      'bfloat16'
-    """
+def _name_of(dtype: DType | Format) -> str:
+    """The name of a dtype, or of the dtype of a format."""
     return str(jnp.dtype(dtype.dtype if isinstance(dtype, Format) else dtype).name)
 
 
@@ -95,7 +90,7 @@ class WireReport:
                 t
                 for t in self.transfers
                 if (kind is None or t.kind == kind)
-                and (dtype is None or t.dtype == name_of(dtype))
+                and (dtype is None or t.dtype == _name_of(dtype))
                 and (group_size is None or t.group_size == group_size)
                 and t.bytes >= at_least
             )
@@ -237,7 +232,7 @@ def assert_wire_dtype(
     # Only dtypes matter here, so any count above 0 will do. A count of 0 would remove transfers.
     everything = WireReport(Traffic(program, trip_count=1, every_branch=True).of(program.entry))
     transfers = [t for t in everything.only(kind=kind, at_least=at_least).transfers if t.wire_bytes]
-    expected, ignored = [name_of(dtype) for dtype in dtypes], _shards(kept)
+    expected, ignored = [_name_of(dtype) for dtype in dtypes], _shards(kept)
     if others := [
         t for t in transfers if t.dtype not in expected and tuple(sorted(t.shape)) not in ignored
     ]:

@@ -127,7 +127,7 @@ def _dimensions(dimensions: tuple[int, ...]) -> str:
 # References:
 #     jax, jax/_src/callback.py (emit_python_callback) and XLA, xla/python/ifrt/host_callback.h.
 
-TARGET = "xla_ffi_python_cpu_callback"
+_TARGET = "xla_ffi_python_cpu_callback"
 
 # label, lhs, rhs, lhs_scale, rhs_scale
 Seen = Callable[[str, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], Any]
@@ -166,7 +166,7 @@ class Taps:
             "custom-call",
             *sent,
             also=[
-                f'custom_call_target="{TARGET}"',
+                f'custom_call_target="{_TARGET}"',
                 "custom_call_has_side_effect=true",
                 "api_version=API_VERSION_TYPED_FFI",
                 f"backend_config={{index = {len(self.callbacks)} : ui64}}",

@@ -66,7 +66,7 @@ class Gathered:
 
 # Prologues: operations on an activation between reading and quantizing it.
 
-STATISTIC = "jaxfp8.statistic"
+_STATISTIC = "jaxfp8.statistic"
 """The name under which a statistic of rows is saved for the backward pass."""
 
 
@@ -133,7 +133,7 @@ class AbstractPrologue(abc.ABC):
 # small and are saved. To sum the rows again would take another read.
 @functools.partial(
     jax.checkpoint, static_argnums=0, prevent_cse=False,
-    policy=jax.checkpoint_policies.save_only_these_names(STATISTIC),
+    policy=jax.checkpoint_policies.save_only_these_names(_STATISTIC),
 )  # fmt: skip
 def _apply(prologue: AbstractPrologue, *arrays: ArrayLike) -> Array:
     return _of_operands(prologue, prologue.operands(*arrays))
@@ -303,7 +303,7 @@ class RMSNorm(AbstractPrologue):
                 "axis, as long as the last axis of x."
             )
         mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-        rstd = checkpoint_name(lax.rsqrt(mean_square + self.epsilon), STATISTIC)
+        rstd = checkpoint_name(lax.rsqrt(mean_square + self.epsilon), _STATISTIC)
         return x, rstd, gain.astype(jnp.float32).reshape(*(1,) * (x.ndim - 1), x.shape[-1])
 
     def elementwise(self, *operands: Array) -> Array:

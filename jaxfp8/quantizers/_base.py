@@ -27,7 +27,7 @@ from jaxfp8.prologues._prologue import Source
 # - A scale is unset if and only if the history is empty.
 # - The scale is that of the largest entry, or of an entry that was just rotated out.
 
-LARGEST_FALL = 2.0**20
+_LARGEST_FALL = 2.0**20
 """How many times larger than all entries of a history the entry that was just rotated out may be.
 
 A loss scale can fall by 2^16 at once, and the amaxes of gradients with it.
@@ -43,7 +43,7 @@ class Fault(NamedTuple):
     what: str  # what is wrong, for the message
 
 
-class DelayedPolicy(Protocol):
+class _DelayedPolicy(Protocol):
     """The part of `Delayed` that decides which scale a history gives."""
 
     @property
@@ -58,7 +58,7 @@ class DelayedPolicy(Protocol):
         """The encoding multiplier of an amax."""
 
 
-def faults_of_values(
+def _faults_of_values(
     scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
 ) -> list[Fault]:
     """Values that the arrays of a row may not hold, for any quantizer.
@@ -67,13 +67,6 @@ def faults_of_values(
       scale: float32 [...].
       history: float32 [..., H].
       nonfinite_steps: float32 [...].
-
-    Example:
-      >>> import numpy as np
-      >>> scale, history, count = (np.zeros(s, np.float32) for s in (2, (2, 3), 2))
-      >>> scale[1] = np.nan
-      >>> [fault.what for fault in faults_of_values(scale, history, count)]
-      ['it must be 0 (unset) or between 2^-126 and 2^126']
     """
     in_range = (scale == 0) | ((scale >= TINY) & (scale <= 1 / TINY))  # False for NaN
     finite = np.all(np.isfinite(history), axis=-1)
@@ -87,9 +80,9 @@ def faults_of_values(
 
 
 def faults_of_delayed(
-    quantizer: DelayedPolicy, scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
+    quantizer: _DelayedPolicy, scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
 ) -> list[Fault]:
-    """All faults of rows of delayed scaling. For the arrays see `faults_of_values`.
+    """All faults of rows of delayed scaling. For the arrays see `_faults_of_values`.
 
     Example:
       >>> import numpy as np, jaxfp8 as fp8
@@ -99,10 +92,10 @@ def faults_of_delayed(
       >>> [fault.what for fault in faults_of_delayed(delayed, scale, history, count)]
       ['slot 0, the staging slot, must be 0 between steps']
     """
-    # The check of amaxes below is stricter than that of `faults_of_values`, and replaces it.
+    # The check of amaxes below is stricter than that of `_faults_of_values`, and replaces it.
     found = [
         fault
-        for fault in faults_of_values(scale, history, nonfinite_steps)
+        for fault in _faults_of_values(scale, history, nonfinite_steps)
         if fault.leaf != "amax_history"
     ]
     amaxes = np.all((history == 0) | ((history >= TINY) & (history < np.inf)), axis=-1)
@@ -120,7 +113,7 @@ def faults_of_delayed(
 
 
 def _related(
-    quantizer: DelayedPolicy, scale: np.ndarray, history: np.ndarray, sound: np.ndarray
+    quantizer: _DelayedPolicy, scale: np.ndarray, history: np.ndarray, sound: np.ndarray
 ) -> list[Fault]:
     """Histories with gaps, and scales that do not match them, in rows without another fault."""
     filled = history[..., 1:] > 0
@@ -132,7 +125,7 @@ def _related(
     asked = np.asarray(inverse(quantizer.multiplier(jnp.asarray(reference))), np.float64)
     # `update` computes the scale before it rotates. So in a full history the entry that gave the
     # scale may have been rotated out just now. Then the scale is larger than the entries give.
-    fall = np.where(filled[..., 0] & (not last), LARGEST_FALL, 1 + _ROUNDING)
+    fall = np.where(filled[..., 0] & (not last), _LARGEST_FALL, 1 + _ROUNDING)
     far = (
         sound
         & ~gap
@@ -345,7 +338,7 @@ class AbstractQuantizer(abc.ABC):
         By default these are values that no row may have. A subclass can add values that its own
         `update` never writes.
         """
-        return faults_of_values(*map(np.asarray, row))
+        return _faults_of_values(*map(np.asarray, row))
 
 
 def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:

@@ -23,7 +23,7 @@ def _of(matmul: str, side: str, field: str) -> Callable[[Recipe], Any]:
 
 def _scale(matmul: str, side: str) -> Callable[[Recipe], Any]:
     read = _of(matmul, side, "scale")
-    return lambda recipe: as_number(read(recipe))
+    return lambda recipe: _as_number(read(recipe))
 
 
 def _tile_dim(matmul: str, side: str) -> Callable[[Recipe], Any]:
@@ -32,7 +32,7 @@ def _tile_dim(matmul: str, side: str) -> Callable[[Recipe], Any]:
 
 
 # Where a recipe has the value of each field of a preset.
-READERS: dict[str, Callable[[Recipe], Any]] = {
+_READERS: dict[str, Callable[[Recipe], Any]] = {
     "forward": _of("fprop", "lhs", "format"),
     "gradient": _of("dgrad", "lhs", "format"),
     "history_length": _of("fprop", "lhs", "history_length"),
@@ -51,48 +51,31 @@ READERS: dict[str, Callable[[Recipe], Any]] = {
 }
 
 
-def preset_fields(recipe: Recipe) -> dict[str, Any] | None:
+def _preset_fields(recipe: Recipe) -> dict[str, Any] | None:
     """All fields with which the preset `recipe.name` makes this recipe; None if none do.
 
     A recipe does not remember the preset that made it. So its fields are read from its quantizers,
     and the preset is called with them. Only an equal result counts.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> preset_fields(fp8.recipes.mxfp8(w_tile_dim=2))
-      {'scale_rounding': 'rceil', 'w_tile_dim': 2, 'gradient_rounding': 'nearest'}
     """
     if recipe.name not in PRESETS:
         return None
     try:
-        fields = {name: READERS[name](recipe) for name in parameters_of(recipe.name)}
+        fields = {name: _READERS[name](recipe) for name in parameters_of(recipe.name)}
         made = PRESETS[recipe.name](**fields)
     except (AttributeError, TypeError, ValueError):  # another quantizer than that of the preset
         return None
     return fields if made == recipe else None
 
 
-def foreign_quantizers(recipe: Recipe, known: set[type]) -> list[type[AbstractQuantizer]]:
-    """The classes of quantizers in a recipe that are not in `known`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> foreign_quantizers(fp8.recipes.current(), {fp8.quantizers.Current})
-      []
-    """
+def _foreign_quantizers(recipe: Recipe, known: set[type]) -> list[type[AbstractQuantizer]]:
+    """The classes of quantizers in a recipe that are not in `known`."""
     pairs = (recipe.fprop, recipe.dgrad, recipe.wgrad)
     kinds = (type(quantizer) for pair in pairs for quantizer in (pair.lhs, pair.rhs))
     return [kind for kind in dict.fromkeys(kinds) if kind not in known]
 
 
-def as_number(value: Any) -> Any:
-    """A number of NumPy as a float of Python that is equal to it. Other values are unchanged.
-
-    Example:
-      >>> import numpy as np
-      >>> as_number(np.float32(0.5)), as_number(3)
-      (0.5, 3)
-    """
+def _as_number(value: Any) -> Any:
+    """A number of NumPy as a float of Python that is equal to it. Other values are unchanged."""
     if isinstance(value, bool | int | str) or type(value) is float:
         return value
     return float(value)
@@ -100,7 +83,7 @@ def as_number(value: Any) -> Any:
 
 # Recipes as text, for command lines: `parse` reads it, and `to_string` writes it.
 
-FORMATS = {format.name: format for format in (E4M3, E5M2, E8M0)}
+_FORMATS = {format.name: format for format in (E4M3, E5M2, E8M0)}
 
 
 def parse(text: str) -> Recipe:
@@ -149,7 +132,7 @@ def parse(text: str) -> Recipe:
             raise _unreadable(text, f"{keyword.arg!r} is given twice")
         fields[keyword.arg] = _value(text, keyword.arg, keyword.value)
     try:
-        return with_formats(name.id, fields)
+        return _with_formats(name.id, fields)
     except (TypeError, ValueError) as error:
         raise ValueError(f"recipe text {text!r}: {error}") from error
 
@@ -172,7 +155,7 @@ def to_string(recipe: Recipe) -> str:
       "delayed(gradient=E4M3, algorithm='most_recent')"
     """
     check_recipe(recipe)
-    fields = preset_fields(recipe)
+    fields = _preset_fields(recipe)
     if fields is None:
         known = recipe.name in PRESETS
         raise ValueError(
@@ -185,51 +168,42 @@ def to_string(recipe: Recipe) -> str:
     return f"{recipe.name}({', '.join(given)})"
 
 
-def with_formats(name: str, fields: dict[str, Any]) -> Recipe:
-    """`fp8.recipes.get`, which also takes formats by their names.
-
-    Example:
-      >>> with_formats("current", {"gradient": "E4M3"}).dgrad.lhs.format
-      E4M3
-    """
+def _with_formats(name: str, fields: dict[str, Any]) -> Recipe:
+    """`fp8.recipes.get`, which also takes formats by their names."""
     known = parameters_of(name) if name in PRESETS else {}
     read = {}
     for field, value in fields.items():
         if field in known and known[field].annotation is Format:
-            value = format_named(field, value)
+            value = _format_named(field, value)
         read[field] = value
     return make(name, read)
 
 
-def format_named(field: str, value: Any) -> Format:
+def _format_named(field: str, value: Any) -> Format:
     """The format with this name. A format is returned as it is.
 
     Raises:
       ValueError: if it is no format.
-
-    Example:
-      >>> format_named("forward", "E5M2")
-      E5M2
     """
     if isinstance(value, Format):
         return value
-    if not isinstance(value, str) or value not in FORMATS:
+    if not isinstance(value, str) or value not in _FORMATS:
         raise ValueError(
             f"{field}={value!r} is no format; use one of {[E4M3.name, E5M2.name]}."
-            f"{nearest(str(value).upper(), FORMATS)}"
+            f"{nearest(str(value).upper(), _FORMATS)}"
         )
-    return FORMATS[value]
+    return _FORMATS[value]
 
 
 def _value(text: str, field: str, node: ast.expr) -> Any:
     """The value of an argument."""
     if isinstance(node, ast.Name):
-        if node.id in FORMATS:
-            return FORMATS[node.id]
+        if node.id in _FORMATS:
+            return _FORMATS[node.id]
         raise _unreadable(
             text,
             f"{field}={node.id} is no number, True, False or format. Put a string in quotes, "
-            f"{field}={node.id!r}.{nearest(node.id.upper(), FORMATS)}",
+            f"{field}={node.id!r}.{nearest(node.id.upper(), _FORMATS)}",
         )
     sign, literal = 1, node
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -295,11 +269,11 @@ def to_dict(
     """
     check_recipe(recipe)
     own = _own_classes(quantizers)
-    fields = preset_fields(recipe)
+    fields = _preset_fields(recipe)
     if fields is not None:
         named = {n: v.name if isinstance(v, Format) else v for n, v in fields.items()}
         return {"preset": recipe.name, **named}
-    if foreign := foreign_quantizers(recipe, {*_QUANTIZERS.values(), *own.values()}):
+    if foreign := _foreign_quantizers(recipe, {*_QUANTIZERS.values(), *own.values()}):
         raise TypeError(
             f"recipe {recipe.name!r} has quantizers of {foreign[0].__name__}, which is no class of "
             "fp8.quantizers. Pass your classes by name to to_dict and to from_dict: "
@@ -362,7 +336,7 @@ def from_dict(
         if not isinstance(name, str):
             raise ValueError(f"preset={name!r} must be a string, for instance 'current'.")
         try:
-            return with_formats(name, fields)
+            return _with_formats(name, fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{dict(plain)!r}: {error}") from error
     _check_keys("the recipe", plain, ("name", *_MATMULS), "Or write preset= and its fields.")
@@ -403,7 +377,7 @@ def _plain(value: Any, where: str, names: dict[type, str]) -> Any:
         given = {n: _plain(v, f"{where}.{n}", names) for n, v in fields if v is not None}
         return {"class": names[type(value)], **given}
     try:
-        return as_number(value)
+        return _as_number(value)
     except (TypeError, ValueError):
         raise ValueError(
             f"{where}={value!r} of type {type(value).__name__} has no plain form. Use str, int, "
@@ -449,7 +423,7 @@ def _plain_value(where: str, plain: Any) -> Any:
         return _object(where, plain, _GRANULARITIES)
     if isinstance(plain, list | tuple):
         return tuple(_plain_value(where, each) for each in plain)
-    return FORMATS.get(plain, plain) if isinstance(plain, str) else plain
+    return _FORMATS.get(plain, plain) if isinstance(plain, str) else plain
 
 
 def _check_keys(what: str, plain: Any, keys: tuple[str, ...], more: str = "") -> None:

@@ -55,7 +55,7 @@ def take_rows(x: Array, index: Array, fill: float = 0.0) -> Array:
 
 
 @functools.cache
-def constraint(
+def _constraint(
     axis: int, entry: tuple[str, ...] | None, mesh: jax.sharding.AbstractMesh
 ) -> Callable[[Array], Array]:
     """A sharding constraint on one array axis. The compiler decides about the other axes.
@@ -79,13 +79,13 @@ def constraint(
     def batched(size: int, is_mapped: list[bool], x: Array) -> tuple[Array, bool]:
         del size, is_mapped
         # The mapped axis is the first one here, so the array axis is one further.
-        return constraint(axis + 1, entry, mesh)(x), True
+        return _constraint(axis + 1, entry, mesh)(x), True
 
     return constrain
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
+def _gather_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
     """The whole x in an Auto mesh, gathered along an array axis that mesh axes split.
 
     The gradient of x is split again. FP8 values have no gradient here. A matmul gathers them inside
@@ -98,26 +98,26 @@ def gather_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x
     # The inner constraint makes x split, the outer one makes it whole. Without the inner one, XLA
     # could gather before x is cast.
     axis, axis_names, mesh = where
-    return constraint(axis, None, mesh)(constraint(axis, axis_names, mesh)(x))
+    return _constraint(axis, None, mesh)(_constraint(axis, axis_names, mesh)(x))
 
 
 # The gradient is constrained to the split of x, so that XLA can reduce-scatter it.
-gather_auto.defvjp(
-    lambda where, x: (gather_auto(where, x), None), lambda where, _, g: (constraint(*where)(g),)
+_gather_auto.defvjp(
+    lambda where, x: (_gather_auto(where, x), None), lambda where, _, g: (_constraint(*where)(g),)
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scatter_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
-    """x in an Auto mesh, split along an array axis over mesh axes. It reverses `gather_auto`.
+def _scatter_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
+    """x in an Auto mesh, split along an array axis over mesh axes. It reverses `_gather_auto`.
 
     The gradient of x is gathered in its own dtype.
     """
-    return constraint(*where)(x)
+    return _constraint(*where)(x)
 
 
-scatter_auto.defvjp(
-    lambda where, x: (scatter_auto(where, x), None), lambda where, _, g: (gather_auto(where, g),)
+_scatter_auto.defvjp(
+    lambda where, x: (_scatter_auto(where, x), None), lambda where, _, g: (_gather_auto(where, g),)
 )
 
 
@@ -273,7 +273,7 @@ class PlacedShard(Place):
                 self.mesh, spec_without(jax.typeof(x).sharding.spec, self.axis, self.axis_names)
             )
             return in_bytes(lambda x: jax.sharding.reshard(x, lie), x)
-        return in_bytes(lambda x: gather_auto((self.axis, self.axis_names, self.mesh), x), x)
+        return in_bytes(lambda x: _gather_auto((self.axis, self.axis_names, self.mesh), x), x)
 
     def gather_operand(self, operand: QuantizedTensor | Array) -> QuantizedTensor | Array:
         # A scale that spans devices is the same on all of them, so it is not gathered. The
@@ -307,7 +307,7 @@ class PlacedShard(Place):
                     f"{spec}. Pass out_sharding= with this split, or leave y_shard= out."
                 )
             return product
-        return scatter_auto((self.axis, self.axis_names, self.mesh), product)
+        return _scatter_auto((self.axis, self.axis_names, self.mesh), product)
 
 
 def kinds_of(mesh: jax.sharding.AbstractMesh) -> dict[str, AxisType]:

@@ -83,7 +83,7 @@ class Route:
         tokens, choices = chosen.shape
         devices = 1 if axis is None else lax.axis_size(axis)
         here = experts // devices
-        slots = slot_count(tokens, choices, experts, devices, capacity_factor)
+        slots = _slot_count(tokens, choices, experts, devices, capacity_factor)
         wanted = chosen.reshape(-1)
         wanted = jnp.where((wanted >= 0) & (wanted < experts), wanted, experts).astype(jnp.int32)
         kept = wanted
@@ -173,17 +173,13 @@ class Route:
         return total.astype(found.dtype)
 
 
-def slot_count(
+def _slot_count(
     tokens: int, choices: int, experts: int, devices: int, capacity_factor: float | None
 ) -> int:
     """C, the slots of a device's send buffer for each device.
 
     Without a capacity factor it is the most that one device can get: a token sends no more choices
     to a device than that device has experts.
-
-    Example:
-      >>> slot_count(1024, 8, 64, 8, None), slot_count(1024, 8, 64, 8, 1.25)
-      (8192, 1280)
     """
     most = tokens * min(choices, experts // devices)
     if capacity_factor is None:

@@ -44,7 +44,7 @@ def on_host(leaf: Any) -> np.ndarray:
 
 # Whether quantizer states fit the weights of a model, for `check_state(params=)`.
 
-MOST_GROWTH = 4.0
+_MOST_GROWTH = 4.0
 """How many times the amax of a weight may exceed the largest value that its scale can hold.
 
 One step of training makes a weight larger than the state has seen. Weights that start at 0 grow
@@ -52,7 +52,7 @@ most: with Adam and linear warm-up from 0 to 3 times in their second step. A wei
 numbers that is 4 times too large has a relative error of 0.32 (0.07 at 2 times, 0.026 if nothing
 saturates).
 """
-LEAST_NORMALS = 8.0
+_LEAST_NORMALS = 8.0
 """How many times the smallest normal value the amax of a weight must be, in units of its scale.
 
 FP8 keeps the relative precision of normal values. So a weight may be far too small. In E4M3 this
@@ -114,12 +114,12 @@ def _misfits(
         return []
     largest = scale.astype(np.float64) * format.max
     is_set = scale > 0  # an unset row takes the current amax
-    above = is_set & (amax > MOST_GROWTH * largest)
+    above = is_set & (amax > _MOST_GROWTH * largest)
     # A margin of the user's may leave few normal values. Then a fresh scale is as large.
-    below = is_set & (amax >= TINY) & (amax < LEAST_NORMALS * 2.0**format.min_exponent * scale)
+    below = is_set & (amax >= TINY) & (amax < _LEAST_NORMALS * 2.0**format.min_exponent * scale)
     if below.any():
         fresh = row.quantizer.scale_of_amax(jnp.asarray(amax, jnp.float32)).scale
-        below &= np.asarray(fresh).astype(np.float64) * MOST_GROWTH < scale
+        below &= np.asarray(fresh).astype(np.float64) * _MOST_GROWTH < scale
     indices = np.argwhere(above | below)
     if not len(indices):
         return []

@@ -189,7 +189,7 @@ def _aligned(state: PyTree, seen: PyTree) -> PyTree:
 
 T = TypeVar("T")
 
-MOST_STACKED = 6
+_MOST_STACKED = 6
 """The largest number of states in a stack.
 
 Each result is a slice of its stack. XLA compiles equal slices of equal stacks once, and slices of
@@ -210,7 +210,7 @@ class Stacks:
 
     @classmethod
     def of(cls, states: Sequence[MatmulState]) -> "Stacks":
-        """The groups of some states, of at most `MOST_STACKED` each.
+        """The groups of some states, of at most `_MOST_STACKED` each.
 
         Only traced states of single matmuls are in a group with others. In eager code nothing is
         compiled, and messages name single states. States that are stacked already may be split
@@ -231,9 +231,9 @@ class Stacks:
             groups.setdefault(key, []).append(i)
         return cls(
             tuple(
-                tuple(places[start : start + MOST_STACKED])
+                tuple(places[start : start + _MOST_STACKED])
                 for places in groups.values()
-                for start in range(0, len(places), MOST_STACKED)
+                for start in range(0, len(places), _MOST_STACKED)
             )
         )
 

@@ -46,23 +46,23 @@ from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, shown
 # rows. The states of one step differ in the rows of x and g, and all rows must pass. So one matmul
 # hides a mean in about 1 of 60 steps, two matmuls in 1 of 4000.
 
-UNIT = 2.0**-23
+_UNIT = 2.0**-23
 """What a tag of 1 adds to a fingerprint: the last bit of a float32 in [1, 2)."""
 
-TAGS = 64 * UNIT
+_TAGS = 64 * _UNIT
 """Tags are below it: the fingerprints of other rows are at least twice as far away."""
 
-MEAN_ROUNDING = 4 * UNIT
+_MEAN_ROUNDING = 4 * _UNIT
 """The largest error of a mean over devices of equal fingerprints.
 
 A mean over 7 devices can be 1 unit off, or 2 if the devices are added one after the other. The
 error grows with the number of devices that are added so: 3 for 12 of them, 16 for 64.
 """
 
-TAG_ROUNDING = 3.5 * UNIT
+_TAG_ROUNDING = 3.5 * _UNIT
 """Above the largest error of a tag: 2 from a mean over 8 devices, 1 because tags are whole."""
 
-_LEAST, _RANGE = 8, 52  # a tag is far enough from 0, "not tagged", and from `TAGS`
+_LEAST, _RANGE = 8, 52  # a tag is far enough from 0, "not tagged", and from `_TAGS`
 # One period of a wave is 2^32. The amaxes of bfloat16 tensors differ by multiples of 2^16, and the
 # scales of powers of two by multiples of 2^23. The products of these steps with the factors are
 # spread over the period. They are odd, and no two are in a simple ratio.
@@ -83,7 +83,7 @@ def tagged(state: MatmulState) -> MatmulState:
     tag = _tag(state.scale, state.amax_history)
     # The select keeps the mesh axes that the state varies over, and XLA removes it.
     exact = jnp.where(state.fingerprint > 0, want, want)
-    return dataclasses.replace(state, fingerprint=exact + tag * np.float32(UNIT))
+    return dataclasses.replace(state, fingerprint=exact + tag * np.float32(_UNIT))
 
 
 def tag_fits(fingerprint: Any, want: np.ndarray, scale: Any, history: Any) -> Any:
@@ -100,9 +100,9 @@ def tag_fits(fingerprint: Any, want: np.ndarray, scale: Any, history: Any) -> An
       Array([False, False, False], dtype=bool)
     """
     found = fingerprint - want
-    untagged = abs(found) < MEAN_ROUNDING
+    untagged = abs(found) < _MEAN_ROUNDING
     tag = _tag(scale, history)
-    return untagged | (abs(found - tag * np.float32(UNIT)) < TAG_ROUNDING)
+    return untagged | (abs(found - tag * np.float32(_UNIT)) < _TAG_ROUNDING)
 
 
 def same_fingerprint(found: Any, want: np.ndarray) -> Any:
@@ -113,7 +113,7 @@ def same_fingerprint(found: Any, want: np.ndarray) -> Any:
       >>> same_fingerprint(np.float32([1.5, 1.75]), np.float32([1.5, 1.5]))
       array([ True, False])
     """
-    return (found - want > -MEAN_ROUNDING) & (found - want < TAGS)
+    return (found - want > -_MEAN_ROUNDING) & (found - want < _TAGS)
 
 
 def why_not(found: float, want: float) -> str:
@@ -128,7 +128,7 @@ def why_not(found: float, want: float) -> str:
     if not np.isfinite(found):
         return ""
     count = max(1, round(float(found) / want))
-    if not -MEAN_ROUNDING < found / count - want < TAGS:
+    if not -_MEAN_ROUNDING < found / count - want < _TAGS:
         return ""
     what = "a mean of states" if count == 1 else f"a sum of {count} states"
     return (
@@ -169,7 +169,7 @@ def _bits(x: Any) -> Any:
 
 # Checks at each use that a state belongs to its matmul.
 
-STACKING = (
+_STACKING = (
     "States of several layers or experts must be stacked along leading axes, before the axis of "
     "rows. Write in_axes=0, out_axes=0, variable_axes={COLLECTION: 0} or nnx.StateAxes({FP8State: "
     "0})."
@@ -207,14 +207,14 @@ def check_layout(state: MatmulState) -> None:
     if state.scale.shape[-1:] != (len(state.rows),):
         raise FP8StateError(
             f"scale has shape {list(state.scale.shape)}, but its last axis must hold the "
-            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {STACKING}"
+            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {_STACKING}"
         )
     for name, want in layout(state).items():
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
                 f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has "
                 f"shape {list(state.scale.shape)} and history_length={history_length(state.rows)}. "
-                f"For another history_length start from fp8.init_state(recipe). {STACKING}"
+                f"For another history_length start from fp8.init_state(recipe). {_STACKING}"
             )
 
 
@@ -234,7 +234,7 @@ def explained(states: Iterable[MatmulState]) -> Iterator[None]:
         if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
             error.add_note(
                 f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
-                f"{STACKING}"
+                f"{_STACKING}"
             )
         raise
 
@@ -439,6 +439,6 @@ def matched(
         raise FP8StateError(
             f"state.probe.ledger has shape {list(ledger.shape)} in this call, not "
             f"{[*lead, BINS, len(recipe.rows)]}. The states were mapped over another axis than "
-            f"that of their layers. {STACKING}"
+            f"that of their layers. {_STACKING}"
         )
     return state

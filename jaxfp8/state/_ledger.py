@@ -48,7 +48,7 @@ _BINS_PER_OCTAVE_BITS = 3
 _SHIFT = 23 - _BINS_PER_OCTAVE_BITS
 _FIRST = (127 - 64) << _BINS_PER_OCTAVE_BITS
 _EDGES = ((np.arange(1, BINS) + _FIRST) << _SHIFT).astype(np.int32).view(np.float32)
-UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # an amax on an edge is in the bin below it
+_UPPER_EDGES = np.append(_EDGES, np.float32(np.inf))  # an amax on an edge is in the bin below it
 # An amax below 2^-126 counts as 0, and is in no bin.
 _LOWER_EDGES = np.insert(_EDGES, 0, np.nextafter(np.float32(TINY), np.float32(0)))
 
@@ -66,7 +66,7 @@ def encode(amaxes: Array) -> Array:
       (1024, 2)
     """
     amaxes = amaxes[..., None, :]
-    lower, upper = (_along_bins(edges, amaxes.ndim) for edges in (_LOWER_EDGES, UPPER_EDGES))
+    lower, upper = (_along_bins(edges, amaxes.ndim) for edges in (_LOWER_EDGES, _UPPER_EDGES))
     return jnp.where((lower < amaxes) & (amaxes <= upper), amaxes, jnp.float32(0.0))
 
 
@@ -81,7 +81,7 @@ def decode(ledgers: Array) -> Array:
       Array([3.], dtype=float32)
     """
     # A single entry is at most its edge, so `minimum` keeps it exactly. It limits sums only.
-    return jnp.max(jnp.minimum(ledgers, _along_bins(UPPER_EDGES, ledgers.ndim)), axis=-2)
+    return jnp.max(jnp.minimum(ledgers, _along_bins(_UPPER_EDGES, ledgers.ndim)), axis=-2)
 
 
 def _along_bins(edges: np.ndarray, ndim: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.comms import AutoScaledFP8, BFloat16Sum, TwoPhaseFP8
-from jaxfp8.comms._auto_scaled import Sums, next_row
+from jaxfp8.comms._auto_scaled import _next_row, _Sums
 
 D, GROUP = 4, 128
 MESH = functools.partial(sums.mesh_of, d=D)
@@ -151,6 +151,6 @@ def test_mu_never_becomes_zero():
     """The multiplier of the largest gradients is 2^-126 at least, whatever mu is."""
     method = AutoScaledFP8()
     state = fp8.comms.init_gradient_sums(0.0, method)
-    counts = Sums(*map(jnp.float32, (sums.MAX, 512, 0, 0)), size=512, devices=D)
+    counts = _Sums(*map(jnp.float32, (sums.MAX, 512, 0, 0)), size=512, devices=D)
     for mu, after in ((2.0**-19, 2.0**-20), (2.0**-20, 2.0**-20)):
-        assert next_row(state._replace(mu=jnp.float32(mu)), counts, method).mu == after
+        assert _next_row(state._replace(mu=jnp.float32(mu)), counts, method).mu == after

@@ -19,7 +19,7 @@ import pytest
 from launch import EXAMPLES, ROOT, load, run
 
 from jaxfp8.matmul import _three_matmuls
-from jaxfp8.plan._autotune import Recorder
+from jaxfp8.plan._autotune import _Recorder
 
 pytest.importorskip("matplotlib", reason="the examples need pip install 'jaxfp8[examples]'")
 pytest.importorskip("rich", reason="the examples need pip install 'jaxfp8[examples]'")
@@ -164,7 +164,7 @@ def test_train_gpt_in_nnx_alone_on_a_file(tmp_path):
 @pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm promotes
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_kernels_reach_every_layer(train_gpt, framework):
-    asked = Recorder()
+    asked = _Recorder()
     kernels = train_gpt.fp8.Kernels("h200", timings=asked)
     size, recipe = train_gpt.Size(layers=1, width=32), train_gpt.fp8.recipes.current()
 

@@ -20,7 +20,7 @@ from flax.core import Scope
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import _linen
-from jaxfp8.conversion._nnx import give_matmul, known_of, obstacle_of
+from jaxfp8.conversion._nnx import _give_matmul, _known_of, _obstacle_of
 from jaxfp8.conversion._plan import Plan
 
 RECIPE = fp8.recipes.identity()
@@ -85,9 +85,9 @@ def made_and_converted(kind: type, *arguments: object, **keywords: object) -> ob
     """A layer of flax.nnx whose matmuls are ours, as in a model that `fp8.convert` made."""
     layer = kind(*arguments, **keywords)
     for _, module in flax.nnx.iter_modules(layer):
-        known = known_of(module, ())
-        if known is not None and known.size is not None and not obstacle_of(module, known):
-            give_matmul(module, known, known.plug(RECIPE))
+        known = _known_of(module, ())
+        if known is not None and known.size is not None and not _obstacle_of(module, known):
+            _give_matmul(module, known, known.plug(RECIPE))
     return layer
 
 

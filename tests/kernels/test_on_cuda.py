@@ -14,7 +14,7 @@ from platforms import mesh_of, text_for, types
 
 import jaxfp8 as fp8
 from jaxfp8._quantized_tensor import CastExtras
-from jaxfp8.kernels._dispatch import on_cuda
+from jaxfp8.kernels._dispatch import _on_cuda
 from jaxfp8.prologues._prologue import Produced, produce, value_of
 
 X = jnp.arange(1.0, 9.0)
@@ -32,7 +32,7 @@ def cosines(like, x, y=None, *, times=1.0):
 
 
 def test_each_platform_runs_its_own():
-    run = functools.partial(on_cuda, sines, cosines)
+    run = functools.partial(_on_cuda, sines, cosines)
     for mine in (run(X), jax.jit(run)(X)):
         np.testing.assert_allclose(mine, np.cos(X), rtol=1e-6)
     for platform, inside, outside in (("cuda", "sine", "cosine"), ("cpu", "cosine", "sine")):
@@ -56,7 +56,7 @@ def test_elsewhere_gets_what_the_kernel_gets():
     tiles = fp8.quantize(jnp.ones((4, 64)), fp8.E4M3, fp8.PerBlock((1, 32)), power_of_two=True)
     x = produce(fp8.prologues.SwiGLU(), jnp.ones((4, 64)), jnp.ones((4, 64)))
     cast = cast_in(fp8.E4M3, fp8.PerTensor(), fp8.PerAxis(0), column_sums=True)
-    result = on_cuda(
+    result = _on_cuda(
         kernel, elsewhere, tiles, x, cast, known(X[0], X[1]), 3, [X], key=None, how={"by": "name"}
     )
     np.testing.assert_array_equal(result["sum"].astype(jnp.float32), np.full((2, 3), 2))
@@ -80,11 +80,11 @@ def test_elsewhere_gets_what_the_kernel_gets():
     # Each argument is where it was.
     total = lambda q, x, *, by: q.values.astype(jnp.float32).sum() + by * value_of(x).sum()
     wanted = total(tiles, x, by=7.0)
-    assert on_cuda(total, lambda like, *a, **k: total(*a, **k), tiles, x, by=7.0) == wanted
+    assert _on_cuda(total, lambda like, *a, **k: total(*a, **k), tiles, x, by=7.0) == wanted
 
 
 def test_without_arrays():
-    assert on_cuda(lambda n: jnp.float32(n), lambda like, n: jnp.float32(-n), 3) == -3
+    assert _on_cuda(lambda n: jnp.float32(n), lambda like, n: jnp.float32(-n), 3) == -3
 
 
 def test_what_a_kernel_cannot_do():
@@ -94,7 +94,7 @@ def test_what_a_kernel_cannot_do():
     called = []
     for wrap in (lambda f: f, jax.jit, jax.vmap):
         with pytest.raises(NotImplementedError, match="needs a Hopper"):
-            wrap(lambda x: on_cuda(cannot, lambda like, x: called.append(x), x))(X)
+            wrap(lambda x: _on_cuda(cannot, lambda like, x: called.append(x), x))(X)
     assert not called
 
 
@@ -110,11 +110,11 @@ def test_what_a_kernel_cannot_do():
 )
 def test_results_of_another_kind_are_a_bug(other, error):
     with pytest.raises(error):
-        jax.jit(functools.partial(on_cuda, sines, other))(X)
+        jax.jit(functools.partial(_on_cuda, sines, other))(X)
 
 
 def test_under_vmap():
-    run = functools.partial(on_cuda, sines, cosines, times=2.0)
+    run = functools.partial(_on_cuda, sines, cosines, times=2.0)
     x, y = X.reshape(2, 4), jnp.array([1.0, 2.0, 3.0, 4.0])
     wanted = 2 * np.cos(np.asarray(x) + np.asarray(y))
     np.testing.assert_allclose(jax.vmap(run, (0, None))(x, y), wanted, rtol=1e-6)
@@ -132,7 +132,7 @@ def test_inside_shard_map_results_vary_alike(check_vma):
     x, y = jnp.arange(8.0), jnp.arange(32.0).reshape(4, 8)
     for elsewhere, wanted in ((first, np.cos(x)), (constant, np.zeros(8))):
         run = jax.shard_map(
-            lambda x, y, elsewhere=elsewhere: on_cuda(sines, elsewhere, x, y[0])[None],
+            lambda x, y, elsewhere=elsewhere: _on_cuda(sines, elsewhere, x, y[0])[None],
             mesh=mesh_of(AxisType.Auto),
             in_specs=(P("b"), P("a", "b")),
             out_specs=P("a", "b"),
@@ -148,7 +148,7 @@ def test_in_an_explicit_mesh_results_are_split_alike(is_set):
     mesh = mesh_of(AxisType.Explicit)
     x = jax.device_put(X.reshape(4, 2), NamedSharding(mesh, P("a", "b")))
     for elsewhere, wanted in ((cosines, np.cos(X).reshape(4, 2)), (constant, np.ones((4, 2)))):
-        run = jax.jit(functools.partial(on_cuda, sines, elsewhere))
+        run = jax.jit(functools.partial(_on_cuda, sines, elsewhere))
         if is_set:
             with jax.set_mesh(mesh):
                 got = run(x)
@@ -159,7 +159,7 @@ def test_in_an_explicit_mesh_results_are_split_alike(is_set):
 
 
 def test_one_exported_program_for_two_platforms():
-    run = jax.jit(functools.partial(on_cuda, sines, cosines))
+    run = jax.jit(functools.partial(_on_cuda, sines, cosines))
     exported = export.export(run, platforms=["cpu", "cuda"])(X)
     assert exported.platforms == ("cpu", "cuda")
     for operation in ("sine", "cosine"):

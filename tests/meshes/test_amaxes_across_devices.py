@@ -19,7 +19,7 @@ from primitives import count
 
 import jaxfp8 as fp8
 from jaxfp8.sharding import Shard
-from jaxfp8.state._commit import MOST_STACKED
+from jaxfp8.state._commit import _MOST_STACKED
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 AXES = ("data", "model")
@@ -169,7 +169,7 @@ def test_types_need_one_reduction_for_all_states(layout):
 )
 def test_more_layers_than_a_stack_holds_need_one_reduction(types):
     """Their states are computed on in several stacks."""
-    layers = MOST_STACKED + 2
+    layers = _MOST_STACKED + 2
     x, w, _ = batch(0)
 
     def deep(w, states, x):

@@ -8,7 +8,7 @@ from hard_inputs import mentions
 
 import jaxfp8 as fp8
 from jaxfp8.kernels.cast import _api
-from jaxfp8.plan._autotune import Recorder
+from jaxfp8.plan._autotune import _Recorder
 
 X = jnp.ones((2, 8))
 LINEN = {
@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.mark.parametrize(("run", "make"), CASES)
 def test_kernels_of_a_layer(run, make, monkeypatch):
-    asked, cast = Recorder(), []
+    asked, cast = _Recorder(), []
 
     def spied(x, *args, **kwargs):
         cast.append(x.shape)

@@ -10,7 +10,7 @@ import pytest
 from same_bits import assert_same_bits
 
 from jaxfp8.optim import release
-from jaxfp8.optim._released import carried, carriers_of
+from jaxfp8.optim._released import _carried, carriers_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 L = 3
@@ -66,7 +66,7 @@ def rolling():
 @pytest.mark.parametrize("jit", [False, True], ids=["op by op", "compiled"])
 def test_all_codes(jit):
     carry = lambda tree: jax.tree.map(carriers_of, tree)
-    back = lambda tree, carriers: {k: carried(carriers[k], x.dtype) for k, x in tree.items()}
+    back = lambda tree, carriers: {k: _carried(carriers[k], x.dtype) for k, x in tree.items()}
     tree = jax.tree.map(jnp.asarray, codes())
     carriers = (jax.jit(carry) if jit else carry)(tree)
     assert_same_bits(jax.jit(functools.partial(back, tree))(carriers), tree)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.optim._masters import from_scaled_float16, to_scaled_float16
+from jaxfp8.optim._masters import _from_scaled_float16, _to_scaled_float16
 
 LARGEST = float(np.finfo(np.float32).max)
-encode = jax.jit(lambda x: to_scaled_float16(x, None))
+encode = jax.jit(lambda x: _to_scaled_float16(x, None))
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=8, max_size=8))
@@ -26,7 +26,7 @@ def test_nothing_overflows_and_11_bits_stay(numbers):
     if largest:
         # Above 65504 the scale is the next one, with which 65505 is 32752.
         assert 32752 <= np.abs(np.asarray(values)).max() <= 65504
-    back = np.asarray(from_scaled_float16(values, scale))
+    back = np.asarray(_from_scaled_float16(values, scale))
     spacing = np.maximum(np.abs(x), largest * 2.0**-29) * 2.0**-11
     assert (np.abs(back - x) <= spacing).all()
 
@@ -62,14 +62,14 @@ def test_an_empty_array():
 
 def test_non_finite_values_stay_and_have_no_effect_on_the_scale():
     values, scale = encode(np.array([np.inf, -np.inf, np.nan, 1.0], np.float32))
-    back = np.asarray(from_scaled_float16(values, scale))
+    back = np.asarray(_from_scaled_float16(values, scale))
     np.testing.assert_array_equal(back, [np.inf, -np.inf, np.nan, 1.0])
     values, scale = encode(np.array([np.nan], np.float32))
     assert float(scale) == 1
 
 
 def test_no_compiler_drops_the_rounding():
-    text = jax.jit(lambda x: from_scaled_float16(*to_scaled_float16(x, None))).lower(
+    text = jax.jit(lambda x: _from_scaled_float16(*_to_scaled_float16(x, None))).lower(
         jax.ShapeDtypeStruct((8,), np.float32)
     )
     assert "optimization_barrier" in text.as_text()
@@ -80,7 +80,7 @@ def in_stages(x, scale, **options):
     mesh = jax.make_mesh((2, 4), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
 
     def encode(x, scale):
-        values, scale = to_scaled_float16(x, scale[0])
+        values, scale = _to_scaled_float16(x, scale[0])
         return values, scale[None]
 
     specs = (P(("stage", "data")), P("stage"))

@@ -4,8 +4,8 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._dispatch import CHIPS, chip_named
-from jaxfp8.plan._backends import Backends, best, casting_kernels
+from jaxfp8.kernels._dispatch import _CHIPS, chip_named
+from jaxfp8.plan._backends import Backends, _casting_kernels, best
 from jaxfp8.plan._costs import kernels_for, kernels_of, sides_of
 
 SHAPE = (8192, 4096, 4096)
@@ -49,13 +49,13 @@ NOT_FOR_CUDNN = {
 }
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", _CHIPS)
 def test_without_tiles_every_chip_takes_xla(chip):
     for recipe in PER_TENSOR_AND_ROW.values():
         assert fp8.Kernels(chip).backends(recipe, SHAPE) == Backends()
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", _CHIPS)
 def test_tiles(chip):
     matmul = {"h100": "mosaic", "h200": "mosaic", "b200": "cudnn"}.get(chip)
     for name, recipe in TILES.items():
@@ -95,15 +95,15 @@ def test_without_a_chip_shapes_do_not_matter():
 
 
 def test_backends_that_are_written_for_a_chip():
-    assert {chip: kernels_of(chip_named(chip)) for chip in CHIPS if kernels_of(CHIPS[chip])} == {
+    assert {chip: kernels_of(chip_named(chip)) for chip in _CHIPS if kernels_of(_CHIPS[chip])} == {
         "h100": ("mosaic",),
         "h200": ("mosaic",),
         "b200": ("cudnn",),
     }
     tile = [fp8.PerBlock((1, 128))]
-    casting = {chip for chip in CHIPS if casting_kernels(CHIPS[chip], tile) != ("xla",)}
+    casting = {chip for chip in _CHIPS if _casting_kernels(_CHIPS[chip], tile) != ("xla",)}
     assert casting == {"h100", "h200", "b200"}
-    assert casting_kernels(CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
+    assert _casting_kernels(_CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
 
 
 def test_only_what_is_faster_is_taken():

@@ -8,7 +8,7 @@ from interpreter import LOADS_TRANSPOSED, needs_mosaic
 
 import jaxfp8 as fp8
 from jaxfp8.kernels._timings import Time, Way
-from jaxfp8.plan._autotune import Recorder
+from jaxfp8.plan._autotune import _Recorder
 from jaxfp8.plan._backends import best
 
 RECIPES = {
@@ -107,7 +107,7 @@ def test_by_name():
 
 def test_measured():
     """Timings win over the estimate, of the matmul that they have and of no other."""
-    seen = Recorder()
+    seen = _Recorder()
     recipe = RECIPES["blockwise"]
     fp8.Kernels("h200", timings=seen).choices(recipe, (64, 128, 256))
     assert len(seen.matmuls) == 3

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.kernels.grouped_matmul._groups import tile_count
+from jaxfp8.kernels.grouped_matmul._groups import _tile_count
 from jaxfp8.plan._roofline import grouped_backends, tile_rows
 
 SHAPE = (32768, 4096, 2048)
@@ -65,7 +65,7 @@ def test_rows_of_a_tile_hold_whole_tiles_of_values_and_waste_little(groups, side
         assert rows % (side or 1) == 0
         assert rows <= 1024
         # the worst sizes, over the tokens: the bound of padding
-        assert tile_count(groups * average, groups, rows) * rows <= 1.26 * groups * average
+        assert _tile_count(groups * average, groups, rows) * rows <= 1.26 * groups * average
 
 
 def test_backends_by_name_and_by_chip():

@@ -7,36 +7,36 @@ from hard_inputs import mentions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.kernels._dispatch import CHIPS
-from jaxfp8.plan._cast_costs import padding_for_pallas
+from jaxfp8.kernels._dispatch import _CHIPS
+from jaxfp8.plan._cast_costs import _padding_for_pallas
 from jaxfp8.plan._costs import (
-    ATTAINED_BANDWIDTH,
-    ATTAINED_PEAK,
+    _ATTAINED_BANDWIDTH,
+    _ATTAINED_PEAK,
+    _XLA_TILE_RATE,
     LAUNCH,
-    XLA_TILE_RATE,
     Cost,
     Route,
+    _matmul,
     gemm,
-    matmul,
     stream,
     turns,
 )
-from jaxfp8.plan._peaks import HOPPER, PEAKS, Peak, SplitK, estimable
+from jaxfp8.plan._peaks import _HOPPER, PEAKS, Peak, _SplitK, estimable
 
 # Round figures: 1e12 operations/s and 1e9 bytes/s once derated.
 ROUND = Peak(
-    bf16=1e12 / ATTAINED_PEAK,
-    fp8=2e12 / ATTAINED_PEAK,
-    bandwidth=1e9 / ATTAINED_BANDWIDTH,
-    split_k=SplitK(132, *HOPPER),
+    bf16=1e12 / _ATTAINED_PEAK,
+    fp8=2e12 / _ATTAINED_PEAK,
+    bandwidth=1e9 / _ATTAINED_BANDWIDTH,
+    split_k=_SplitK(132, *_HOPPER),
 )
 sizes = st.integers(1, 64).map(lambda n: 128 * n)
 
 
 def test_figures():
-    assert set(PEAKS) == {name for name, chip in CHIPS.items() if chip.platform == "cuda"}
+    assert set(PEAKS) == {name for name, chip in _CHIPS.items() if chip.platform == "cuda"}
     for name, peak in PEAKS.items():
-        assert (peak.fp8 is not None) == CHIPS[name].fp8_matmul
+        assert (peak.fp8 is not None) == _CHIPS[name].fp8_matmul
         # Units: tensor cores do 1e14 to 1e16 operations/s, memories move 1e11 to 1e13 bytes/s.
         assert 1e14 < peak.bf16 < 1e16
         assert 1e11 < peak.bandwidth < 1e13
@@ -56,7 +56,7 @@ def test_an_unknown_chip():
 
 
 def test_which_chips_want_transposed_operands():
-    assert {name for name, chip in CHIPS.items() if turns(chip)} == {"l4", "l40s", "h100", "h200"}
+    assert {name for name, chip in _CHIPS.items() if turns(chip)} == {"l4", "l40s", "h100", "h200"}
 
 
 def test_bytes_take_their_time():
@@ -64,7 +64,7 @@ def test_bytes_take_their_time():
         bytes=2_000_000_000, seconds=pytest.approx(2 + 3 * LAUNCH)
     )
     assert stream(PEAKS["h200"], 1e12, in_tiles=True).seconds == pytest.approx(
-        1e12 / XLA_TILE_RATE, rel=1e-5
+        1e12 / _XLA_TILE_RATE, rel=1e-5
     )
     # A memory that is slower than XLA's quantizer is what limits it.
     assert stream(ROUND, 1e9, in_tiles=True) == stream(ROUND, 1e9)
@@ -74,7 +74,7 @@ def test_padding_is_a_launch_unless_xla_pads_in_another_kernel():
     """[333, 1024] becomes [384, 1024]."""
     before, after = 333 * 1024, 384 * 1024
     alone, fused = (
-        padding_for_pallas(ROUND, (333, 1024), {True}, by_kernel=each) for each in (True, False)
+        _padding_for_pallas(ROUND, (333, 1024), {True}, by_kernel=each) for each in (True, False)
     )
     copied, added = before + after, after - before
     assert alone == Cost(bytes=copied, seconds=pytest.approx(copied / 1e9 + LAUNCH))
@@ -115,7 +115,7 @@ OPERANDS, RESULT = M * K + K * N, M * N
     ids=lambda value: value.name if isinstance(value, Route) else "",
 )
 def test_what_a_route_moves(route, moved, kernels):
-    cost = matmul(ROUND, route, M, K, N, tile=128)  # bfloat16 by cuBLASLt
+    cost = _matmul(ROUND, route, M, K, N, tile=128)  # bfloat16 by cuBLASLt
     assert cost.bytes == moved
     assert cost.flops == 2 * M * K * N
     # Memory-bound all through, so that launches can be told from the rest.
@@ -127,14 +127,14 @@ def test_ragged_sizes_are_padded():
     m, k = 250, 520
     wide = 256 * 528 + 528 * 128
     moved = (wide + 2 * 256 * 128) + 2 * (256 * 128 + m * 128)
-    assert matmul(ROUND, Route.FP8, m, k, 128).bytes == moved
-    assert matmul(ROUND, Route.FP8, 256, 528, 128).bytes == wide + 2 * 256 * 128
+    assert _matmul(ROUND, Route.FP8, m, k, 128).bytes == moved
+    assert _matmul(ROUND, Route.FP8, 256, 528, 128).bytes == wide + 2 * 256 * 128
 
 
 def test_what_a_small_matmul_of_triton_moves():
     # 333 x 1024 are 24 tiles for 132 multiprocessors: 4 parts of K, summed in float32.
     assert ROUND.split_k.parts(333, 2048, 1024) == 4
-    cost = matmul(ROUND, Route.PLAIN, 333, 2048, 1024, by_triton=True)
+    cost = _matmul(ROUND, Route.PLAIN, 333, 2048, 1024, by_triton=True)
     plain = 2 * (333 * 2048 + 2048 * 1024 + 333 * 1024)
     assert cost.bytes == plain + 2 * 4 * 4 * 333 * 1024
     assert cost.seconds == pytest.approx(cost.bytes / 1e9 + 2 * LAUNCH)
@@ -146,14 +146,14 @@ def test_ragged_sizes_are_padded_for_pallas():
     # 333 -> 336 rows in boxes of 8; 333 -> 384 along K, in tiles of 128. The result is sliced.
     moved = 336 * 384 + 384 * 1024 + 2 * 336 * 1024 + 2 * (336 + 333) * 1024
     scales = 4 * (333 * 333 // 128 + 333 * 1024 // 128)
-    assert matmul(ROUND, Route.PALLAS, 333, 333, 1024, tile=128).bytes == moved + scales
+    assert _matmul(ROUND, Route.PALLAS, 333, 333, 1024, tile=128).bytes == moved + scales
 
 
 @given(m=sizes, k=sizes, n=sizes, more=st.floats(1, 10))
 def test_more_bandwidth_never_hurts(m, k, n, more):
     faster = dataclasses.replace(ROUND, bandwidth=ROUND.bandwidth * more)
     for route in Route:
-        slow, fast = (matmul(peak, route, m, k, n, tile=128) for peak in (ROUND, faster))
+        slow, fast = (_matmul(peak, route, m, k, n, tile=128) for peak in (ROUND, faster))
         assert fast.seconds <= slow.seconds
         assert (fast.bytes, fast.flops) == (slow.bytes, slow.flops)
     assert stream(faster, m * k).seconds <= stream(ROUND, m * k).seconds

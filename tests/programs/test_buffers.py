@@ -8,7 +8,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.programs._memory import buffers_of, step_memory
+from jaxfp8.programs._memory import _buffers_of, step_memory
 
 HEAD = "HloModule m, is_scheduled=true{shared}\n\n"
 FORWARD = 'metadata={op_name="jit(f)/jvp()/sin"}'
@@ -17,7 +17,7 @@ BACKWARD = 'metadata={op_name="jit(f)/transpose(jvp())/mul"}'
 
 def memory(entry, before="", shared=""):
     lines = "\n".join(f"  {line}" for line in entry)
-    return buffers_of(
+    return _buffers_of(
         f"{HEAD.format(shared=shared)}{before}\nENTRY %main () -> f32[] {{\n{lines}\n}}"
     )
 
@@ -119,7 +119,7 @@ def test_a_kernel_that_writes_over_its_operand():
 
 def test_a_text_without_order():
     with pytest.raises(ValueError, match=mentions("is_scheduled=true", "compile().as_text()")):
-        buffers_of("HloModule m\n\nENTRY %main () -> f32[] {\n}")
+        _buffers_of("HloModule m\n\nENTRY %main () -> f32[] {\n}")
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -152,7 +152,7 @@ def test_live_bytes_fit_into_what_xla_allocates(recipe, remat):
 
     params, x = [jnp.ones((128, 128))] * 3, jnp.ones((256, 128))
     compiled = jax.jit(step, donate_argnums=0).lower(params, states, x).compile()
-    found = buffers_of(compiled.as_text())
+    found = _buffers_of(compiled.as_text())
     live = sum(b.bytes for b in found.live(found.peak))
     allocated = compiled.memory_analysis().temp_size_in_bytes
     # A copy of a donated weight may stay in its memory.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.programs._fp8_gemms import find_gemms
+from jaxfp8.programs._fp8_gemms import _find_gemms
 
 FP8 = (
     "(bf16[64,64]{1,0}, s8[4194304]{0}) custom-call(%p.0, %p.1, %s.0, %s.1), "
@@ -127,7 +127,7 @@ TABLE = {
 @pytest.mark.parametrize("row", TABLE)
 def test_count(row):
     text, in_fp8, in_high_precision = TABLE[row]
-    gemms = find_gemms(text)
+    gemms = _find_gemms(text)
     assert (len(gemms.fp8), len(gemms.high_precision)) == (in_fp8, in_high_precision)
 
 
@@ -199,7 +199,7 @@ def test_a_matmul_of_a_recipe_that_is_not_in_fp8(row):
 
 
 def test_names_fall_back_on_the_instruction():
-    assert find_gemms(program(FP8)).fp8 == ("i.0",)
+    assert _find_gemms(program(FP8)).fp8 == ("i.0",)
 
 
 @pytest.mark.quick
@@ -210,7 +210,7 @@ def test_compiled_for_cpu():
         .lower(jnp.ones((32, 32)), jnp.ones((32, 32)))
         .compile()
     )
-    (name,) = find_gemms(compiled).high_precision
+    (name,) = _find_gemms(compiled).high_precision
     assert "jaxfp8.fprop" in name
     with pytest.raises(AssertionError, match="found 0 in FP8 and 1 in high precision"):
         fp8.programs.assert_fp8_gemms(compiled)

@@ -13,7 +13,7 @@ from hard_inputs import mentions
 import jaxfp8 as fp8
 from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity, Static
 from jaxfp8.recipes._presets import PRESETS, parameters_of
-from jaxfp8.recipes._text import READERS
+from jaxfp8.recipes._text import _READERS
 
 STATIC = {"x_scale": 0.1, "w_scale": 0.2, "g_scale": 0.3}
 DEFAULTS = [fp8.recipes.get(name, **(STATIC if name == "static" else {})) for name in PRESETS]
@@ -119,7 +119,7 @@ def test_changed_recipes(recipe):
 
 def test_a_new_field_of_a_preset_has_a_reader():
     fields = {field for name in PRESETS for field in parameters_of(name)}
-    assert fields == READERS.keys() == VALUES.keys()
+    assert fields == _READERS.keys() == VALUES.keys()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from same_bits import assert_same_bits
 import jaxfp8 as fp8
 from jaxfp8.state import _gradient_channel, in_gradient_channel
 from jaxfp8.state._gradient_channel import _broken
-from jaxfp8.state._identity import UNIT
+from jaxfp8.state._identity import _UNIT
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 K, B, L, STEPS = 8, 4, 3, 5
@@ -159,7 +159,7 @@ def test_five_steps_are_those_of_value_and_grad(form, settled):
     assert jax.tree.structure(state) == jax.tree.structure(start[1])
     fp8.check_state(state, like=fresh(stacked)[1])
     # The tag is the only difference, and the other channel removes it.
-    tag = (state.fingerprint - start[1].fingerprint) / UNIT
+    tag = (state.fingerprint - start[1].fingerprint) / _UNIT
     assert np.all((np.asarray(tag) >= 8) & (np.asarray(tag) <= 60))
     x = normal(7, B, K)
     back, there = theirs(start[0], state, x)[2], mine(start[0], state, x)[2]

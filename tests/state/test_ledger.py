@@ -10,9 +10,9 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.numerics._scale import encoding_multiplier
-from jaxfp8.state._ledger import UPPER_EDGES, decode, encode, observe
+from jaxfp8.state._ledger import _UPPER_EDGES, decode, encode, observe
 
-EDGES = UPPER_EDGES[:-1]
+EDGES = _UPPER_EDGES[:-1]
 HARD = np.float32([0, 2.0**-126, 2.0**-64, 1e-30, 1, 3, 448, 57344, 2.0**64, 3e38, *EDGES[::37]])
 NEIGHBOURS = np.concatenate(
     [HARD, np.nextafter(HARD, np.float32(np.inf)), np.nextafter(HARD, np.float32(0))]

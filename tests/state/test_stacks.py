@@ -9,7 +9,7 @@ import pytest
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.state._commit import MOST_STACKED, Stacks, commit_one
+from jaxfp8.state._commit import _MOST_STACKED, Stacks, commit_one
 
 COMMIT = jax.jit(fp8.commit)
 RECIPES = fp8.recipes.delayed(), fp8.recipes.delayed(history_length=4)
@@ -32,7 +32,7 @@ def together(old, seen):
     return Stacks.of(old).apply(commit_one, old, seen)
 
 
-@pytest.mark.parametrize("count", [1, MOST_STACKED, MOST_STACKED + 1, 3 * MOST_STACKED + 2])
+@pytest.mark.parametrize("count", [1, _MOST_STACKED, _MOST_STACKED + 1, 3 * _MOST_STACKED + 2])
 def test_same_bits_as_one_by_one(count):
     old, seen = states(count, RECIPES)
     got = jax.jit(together)(old, seen)
@@ -41,14 +41,14 @@ def test_same_bits_as_one_by_one(count):
     assert_same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("count", [1, MOST_STACKED, 3 * MOST_STACKED + 2])
+@pytest.mark.parametrize("count", [1, _MOST_STACKED, 3 * _MOST_STACKED + 2])
 def test_stacks_hold_every_state_once_and_few_states_each(count):
     old, _ = states(count, RECIPES)
     found = []
     jax.jit(lambda tree: found.append(Stacks.of(tree).groups))(old)
     groups = found[0]
     assert sorted(place for group in groups for place in group) == list(range(count))
-    assert max(map(len, groups)) <= MOST_STACKED
+    assert max(map(len, groups)) <= _MOST_STACKED
     assert all(len({old[place].rows for place in group}) == 1 for group in groups)
 
 

@@ -11,7 +11,7 @@ import pytest
 import jaxfp8 as fp8
 from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import MEAN_ROUNDING, TAGS, UNIT, same_fingerprint, tag_fits, tagged
+from jaxfp8.state._identity import _MEAN_ROUNDING, _TAGS, _UNIT, same_fingerprint, tag_fits, tagged
 from jaxfp8.state._init import fingerprints, unset_state
 from jaxfp8.state._state import SeenAmax
 
@@ -111,7 +111,7 @@ def test_the_last_bit_of_an_amax_and_a_scale_does_not_matter(sign):
     ulp = lambda leaf: np.nextafter(np.asarray(leaf), np.float32(sign * np.inf))
     want = fingerprints(state.rows, state.fingerprint.shape)
     fits = tag_fits(
-        np.asarray(state.fingerprint) + np.float32(sign * UNIT), want, ulp(state.scale),
+        np.asarray(state.fingerprint) + np.float32(sign * _UNIT), want, ulp(state.scale),
         ulp(state.amax_history),
     )  # fmt: skip
     assert fits.all()
@@ -139,11 +139,11 @@ def test_tags_are_equal_in_numpy_and_jax():
 
 def test_tags_are_between_the_bounds_and_far_from_other_rows():
     state = after(RECIPES["long"], np.exp(np.random.default_rng(5).normal(size=(N, 3)) * 20))
-    tag = np.asarray(state.fingerprint - fingerprints(state.rows, state.fingerprint.shape)) / UNIT
+    tag = np.asarray(state.fingerprint - fingerprints(state.rows, state.fingerprint.shape)) / _UNIT
     assert (tag.min(), tag.max()) == (8, 60)
-    assert MEAN_ROUNDING / UNIT < 8
-    assert 60 * UNIT + MEAN_ROUNDING <= TAGS
+    assert _MEAN_ROUNDING / _UNIT < 8
+    assert 60 * _UNIT + _MEAN_ROUNDING <= _TAGS
     # Checksums are multiples of 2^-16.
     row = Row("x", fp8.quantizers.Delayed(format=fp8.E4M3))
     assert (row.fingerprint * 2**16).is_integer()
-    assert 2 * TAGS == 2.0**-16
+    assert 2 * _TAGS == 2.0**-16

@@ -24,7 +24,7 @@ BLOCK, WARPS = 32, 8  # groups and warps of a program: 16 values a thread
 _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ada (PTX ISA, cvt)
 
 
-class Weight(NamedTuple):
+class _Weight(NamedTuple):
     """A weight and all that belongs to it. An update replaces all fields but the gradient.
 
     A moment is a NamedTuple. Its first field holds values [..., C]. The others hold one float32 for
@@ -48,7 +48,7 @@ def update(
     """New moments, weight and remainder of each weight.
 
     Args:
-      weights: the fields of a `Weight` each.
+      weights: the fields of a `_Weight` each.
       scalars: []: the learning rate, the bias corrections `1 / (1 - b**step)`, the threshold of
         the first value of a group, and whether to skip the step.
       elsewhere: what other platforms return.
@@ -59,13 +59,13 @@ def update(
         are manual and others are not; in an Explicit mesh whose shards cut groups.
     """
     del elsewhere
-    return [_one(Weight(*each), scalars, step) for each, step in zip(weights, steps, strict=True)]
+    return [_one(_Weight(*each), scalars, step) for each, step in zip(weights, steps, strict=True)]
 
 
 # Outside `jax.jit` this makes one program. Op by op, jax 0.12 cannot run the calls of jax-triton
 # 0.4.1.
 @functools.partial(jax.jit, static_argnums=2, inline=True)
-def _one(of: Weight, scalars: tuple[Array, ...], step: AdamWStep) -> tuple[Any, ...]:
+def _one(of: _Weight, scalars: tuple[Array, ...], step: AdamWStep) -> tuple[Any, ...]:
     replaced, structure = jax.tree.flatten(of[:-1])
     capability = compute_capability_of(mesh_of(*replaced))
     if len(of.first) == 3 and (capability or _FP8_SINCE) < _FP8_SINCE:

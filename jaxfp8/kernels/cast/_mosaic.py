@@ -40,7 +40,7 @@ from jaxfp8.prologues._prologue import Source, prologue_of
 # Letters: L the leading axes as one, M, K the last two; T = 128.
 
 
-class Written(NamedTuple):
+class _Written(NamedTuple):
     """What the kernel writes: types, refs inside the kernel, arrays after it.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Scratch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CopiesKernel:
+class _CopiesKernel:
     """The kernel that writes copies of x [L, M, K], the amax of each tile, and sums of columns.
 
     Attributes:
@@ -95,7 +95,7 @@ class CopiesKernel:
     in_lines: tuple[bool, ...]
     sums: ColumnSums | None
 
-    def __call__(self, operands: Sequence[Array], multipliers: Sequence[Array]) -> Written:
+    def __call__(self, operands: Sequence[Array], multipliers: Sequence[Array]) -> _Written:
         written = self._written()
         (result,) = plgpu.kernel(
             self.body,
@@ -105,16 +105,16 @@ class CopiesKernel:
         )(_Read(operands, multipliers))
         return result
 
-    def _written(self) -> Written:
+    def _written(self) -> _Written:
         lead, m, k = shape = self.source.shape
         copies = [
             jax.ShapeDtypeStruct((lead, k, m) if each else (lead, m, k), self.format.dtype)
             for each in self.transposed
         ]
         largest = jax.ShapeDtypeStruct((lead, *tiles_of(shape)), jnp.float32)
-        return Written(copies, largest, self.sums.result if self.sums else None)
+        return _Written(copies, largest, self.sums.result if self.sums else None)
 
-    def _scratch(self, written: Written) -> _Scratch:
+    def _scratch(self, written: _Written) -> _Scratch:
         copies = [
             _StagedCopy(
                 shared_tile(self.format.dtype, copy.shape),
@@ -125,7 +125,7 @@ class CopiesKernel:
         read = self.source.staged(beside=sum(self.in_lines))
         return _Scratch(read, copies, self.sums.staged if self.sums else None)
 
-    def body(self, read: _Read, written: Written, scratch: _Scratch) -> None:
+    def body(self, read: _Read, written: _Written, scratch: _Scratch) -> None:
         """The work of a block of threads. The name "body" is the kernel's name in the program."""
         here = place(self.source.shape)
         self.source.start(read.operands, scratch.read)
@@ -251,7 +251,7 @@ def copies(
         )
         source, read = reader(arrays[: len(operands)], prologue, separate=separate)
         lines = [lined(each, x.shape, source.shape[0]) for each in multipliers]
-        kernel = CopiesKernel(
+        kernel = _CopiesKernel(
             source=source,
             format=cast.format,
             transposed=transposed,

@@ -27,7 +27,7 @@ from jaxfp8.sharding._amax import vary_as
 # It repeats the matrix of each tile in memory. It is for tests.
 
 
-def grouped_by_definition(
+def _grouped_by_definition(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall
 ) -> Array:
     """See `kernels.grouped_matmul._api.multiply`; float32 throughout, on every chip."""
@@ -156,7 +156,7 @@ def _varying_as(x: Array, arrays: PyTree) -> Array:
 # work of E groups for each row.
 
 
-def grouped_by_xla(
+def _grouped_by_xla(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall, *, backend: str
 ) -> Array:
     """See `kernels.grouped_matmul._api.multiply`.
@@ -191,19 +191,19 @@ def _elsewhere(
 ) -> Array:
     """The grouped matmul that other platforms than CUDA run instead of a kernel."""
     del like, tiling
-    return grouped_by_xla(lhs, rhs, groups, call, backend="xla")
+    return _grouped_by_xla(lhs, rhs, groups, call, backend="xla")
 
 
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "cudnn": functools.partial(grouped_by_xla, backend="cudnn"),
-    "xla": functools.partial(grouped_by_xla, backend="xla"),
+_BACKENDS: dict[str, Callable[..., Any]] = {
+    "cudnn": functools.partial(_grouped_by_xla, backend="cudnn"),
+    "xla": functools.partial(_grouped_by_xla, backend="xla"),
     "mosaic": Backend(
         "jaxfp8.kernels.grouped_matmul._mosaic",
         "grouped_matmul",
         needs="Pallas Mosaic GPU",
         elsewhere=_elsewhere,
     ),
-    "reference": grouped_by_definition,
+    "reference": _grouped_by_definition,
 }
 
 
@@ -230,5 +230,5 @@ def multiply(
       [T, N], with 0 in the rows of no group. If the call sums over rows, [E, K, N], with 0 for a
       group without rows.
     """
-    product: Array = dispatch("grouped_matmul", BACKENDS, attempts, lhs, rhs, groups, call)
+    product: Array = dispatch("grouped_matmul", _BACKENDS, attempts, lhs, rhs, groups, call)
     return product

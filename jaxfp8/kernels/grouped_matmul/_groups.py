@@ -73,7 +73,7 @@ class Groups:
         tiles = -(-(ends - starts) // tile)
         last_tiles = jnp.cumsum(tiles, dtype=jnp.int32)
         first_tiles = last_tiles - tiles
-        index = jnp.arange(tile_count(tokens, sizes.shape[0], tile), dtype=jnp.int32)
+        index = jnp.arange(_tile_count(tokens, sizes.shape[0], tile), dtype=jnp.int32)
         group = jnp.sum(last_tiles[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
         begin, end, first = (
             jnp.take(each, group, mode="fill", fill_value=tokens)
@@ -152,14 +152,10 @@ def group_ends(sizes: Array, tokens: int) -> Array:
     return ends
 
 
-def tile_count(tokens: int, experts: int, tile: int) -> int:
+def _tile_count(tokens: int, experts: int, tile: int) -> int:
     """R: the most tiles that groups of any sizes, and the tail, can need.
 
     A group that has rows needs at most one tile more than its full tiles, and that one has a row.
-
-    Example:
-      >>> tile_count(10, 3, 4), tile_count(2, 100, 4), tile_count(0, 3, 4)
-      (5, 2, 0)
     """
     ragged = min(experts + 1, tokens)
     return (tokens - ragged) // tile + ragged

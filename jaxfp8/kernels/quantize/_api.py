@@ -23,7 +23,7 @@ from jaxfp8.prologues._prologue import Source, value_of
 # is the reference: a barrier separates each step from the next, so XLA cannot fuse or rewrite them.
 
 
-def quantize_by_xla(
+def _quantize_by_xla(
     x: Source, cast: Cast, *, key: Array | None, barriers: bool
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.quantize._api.quantize`."""
@@ -44,12 +44,12 @@ def _elsewhere(
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """The quantizer that other platforms than CUDA run instead of a kernel."""
-    copies, _ = quantize_by_xla(x, cast, key=key, barriers=False)
+    copies, _ = _quantize_by_xla(x, cast, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
-    "xla": functools.partial(quantize_by_xla, barriers=False),
+    "xla": functools.partial(_quantize_by_xla, barriers=False),
     "mosaic": Backend(
         "jaxfp8.kernels.quantize._mosaic",
         "quantize",
@@ -63,7 +63,7 @@ BACKENDS: dict[str, Callable[..., Any]] = {
         needs="Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)",
         elsewhere=_elsewhere,
     ),
-    "reference": functools.partial(quantize_by_xla, barriers=True),
+    "reference": functools.partial(_quantize_by_xla, barriers=True),
 }
 
 

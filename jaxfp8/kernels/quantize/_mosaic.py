@@ -48,7 +48,7 @@ from jaxfp8.sharding._amax import vary_as
 #     has one scale: S values.
 
 
-class Written(NamedTuple):
+class _Written(NamedTuple):
     """What the kernel writes: types, refs inside the kernel, arrays after it.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Scratch(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TilesKernel:
+class _TilesKernel:
     """The kernel that writes copies of x [L, M, K] in tiles with their scales, and sums of columns.
 
     Attributes:
@@ -84,11 +84,11 @@ class TilesKernel:
     tilings: tuple[Tiling, ...]
     sums: ColumnSums | None
 
-    def __call__(self, operands: Sequence[Array]) -> Written:
+    def __call__(self, operands: Sequence[Array]) -> _Written:
         format, rule = self.cast.format, self.cast.rule
         copies = [each.written(self.source.shape, format, rule) for each in self.tilings]
         staged = [each.staged(copy, rule) for each, copy in zip(self.tilings, copies, strict=True)]
-        written = Written(copies, self.sums.result if self.sums else None)
+        written = _Written(copies, self.sums.result if self.sums else None)
         sums = self.sums.staged if self.sums else None
         (result,) = plgpu.kernel(
             self.body,
@@ -98,7 +98,7 @@ class TilesKernel:
         )(operands)
         return result
 
-    def body(self, operands: Sequence[Any], written: Written, scratch: _Scratch) -> None:
+    def body(self, operands: Sequence[Any], written: _Written, scratch: _Scratch) -> None:
         """The work of a block of threads. The name "body" is the kernel's name in the program."""
         self.source.start(operands, scratch.read)
         tile = self.source.tile(operands, scratch.read)
@@ -216,7 +216,7 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
     def local(*arrays: Array) -> tuple[Array, ...]:
         source, read = reader(arrays, prologue, separate=cast.separate)
         sums = ColumnSums(source.shape, side) if cast.column_sums else None
-        written = TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)(read)
+        written = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)(read)
         shape = arrays[0].shape
         summed = [] if sums is None else [sums.shaped(written.sums, shape)]
         copies = [
@@ -255,7 +255,7 @@ def _of_gathered(
     @custom_vmap
     def call(x: Gathered) -> tuple[Array, ...]:
         source, read = gathering_reader(x)
-        kernel = TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
+        kernel = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=None)
         return tuple(
             vary_as(each, x.rows)
             for tiling, copy in zip(tilings, kernel(read).copies, strict=True)

@@ -27,17 +27,17 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.prologues._prologue import Source, prologue_of
 
 Along: TypeAlias = Literal["tensor", "rows", "columns"]
-CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
+_CELLS: dict[Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1)}
 
 
 def quantize(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.quantize._api.quantize`; for the granularities that `along` accepts.
+    """See `kernels.quantize._api.quantize`; for the granularities that `_along` accepts.
 
     Raises:
-      NotImplementedError: see `along` and `kernels.cast._mosaic.copies`.
+      NotImplementedError: see `_along` and `kernels.cast._mosaic.copies`.
     """
-    kinds = tuple(along(granularity, x.ndim) for granularity in cast.granularities)
-    largest = largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
+    kinds = tuple(_along(granularity, x.ndim) for granularity in cast.granularities)
+    largest = _largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
     multipliers, scales = zip(
         *(
             cast.rule.apply(to_float32(granularity.maximum(largest[kind])), cast.format)
@@ -49,7 +49,7 @@ def quantize(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastEx
     return cast.copies(values, scales, x.dtype), extras
 
 
-def along(granularity: AbstractGranularity, ndim: int) -> Along:
+def _along(granularity: AbstractGranularity, ndim: int) -> Along:
     """Which values share a scale: all of x, those along K, or those along M (and axes in front).
 
     Raises:
@@ -68,7 +68,7 @@ def along(granularity: AbstractGranularity, ndim: int) -> Along:
     )
 
 
-def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
+def _largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
     """Partial amaxes in one read of x: a scale cell is cut at the borders of tiles T x T.
 
     There is one array for each kind: "tensor" [.., M/T, K/T], "rows" [.., M, K/T], "columns"
@@ -82,13 +82,13 @@ def largest_of_tiles(x: Source, kinds: tuple[Along, ...]) -> dict[Along, Array]:
         results = []
         # The kernel writes whole tiles. Amaxes past the end of the array are cut off.
         for kind, largest in zip(kinds, _AmaxKernel(source, kinds)(read), strict=True):
-            down, across = CELLS[kind]
+            down, across = _CELLS[kind]
             largest = largest.swapaxes(1, 2) if kind == "rows" else largest
             largest = largest[:, : pl.cdiv(source.shape[1], down), : pl.cdiv(k, across)]
             results.append(largest.reshape(*lead, pl.cdiv(m, down), pl.cdiv(k, across)))
         return tuple(results)
 
-    cells = tuple(CELLS[kind] for kind in kinds)
+    cells = tuple(_CELLS[kind] for kind in kinds)
     return dict(zip(kinds, on_mesh(local, (T, T), cells)(*operands), strict=True))
 
 

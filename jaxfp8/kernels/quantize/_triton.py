@@ -38,12 +38,12 @@ Cell: TypeAlias = tuple[int, int]
 # Side of a tile -> side of the block of values that a program reads, and its warps. That is at most
 # 32 values for each thread. With 64 values, two directions take 205 registers of a thread, and only
 # 8 warps fit on a multiprocessor.
-BLOCKS = {128: (128, 16), 32: (64, 8)}
+_BLOCKS = {128: (128, 16), 32: (64, 8)}
 # Values that a program reads in whole rows: several short rows, or one row that is longer.
-ROW_VALUES = 8192
+_ROW_VALUES = 8192
 # A program has at most 32 warps, which are 32768 values at 32 values a thread. A thread then has 64
 # registers, so longer rows would spill.
-LONGEST_ROW = 32768
+_LONGEST_ROW = 32768
 _WARP_VALUES = 1024  # 32 threads of 32 values
 _OFFSETS = 2**31  # offsets inside a block are int32
 _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ada (PTX ISA, cvt)
@@ -152,14 +152,14 @@ class _Kernel:
           NotImplementedError: for other cells.
         """
         side, k = max(self.cells[0]), shape[-1]
-        if side in BLOCKS and {*self.cells} <= {(1, side), (side, 1), (side, side)}:
+        if side in _BLOCKS and {*self.cells} <= {(1, side), (side, 1), (side, side)}:
             return self._in_tiles
-        if self.cells == ((1, k),) and k <= LONGEST_ROW:
+        if self.cells == ((1, k),) and k <= _LONGEST_ROW:
             return self._in_rows
         raise NotImplementedError(
             f"The cast has {self.cast.granularities} for {list(shape)}. This kernel takes tiles "
-            f"1xT, Tx1, TxT of one T in {[*BLOCKS]}, or rows of up to {LONGEST_ROW} values. Write "
-            "casts='xla' in fp8.Kernels."
+            f"1xT, Tx1, TxT of one T in {[*_BLOCKS]}, or rows of up to {_LONGEST_ROW} values. "
+            "Write casts='xla' in fp8.Kernels."
         )
 
     @property
@@ -196,7 +196,7 @@ class _Kernel:
         k = x.shape[-1]
         m = x.size // k
         block = 1 << (k - 1).bit_length()  # Triton's blocks are powers of two
-        rows = max(1, ROW_VALUES // block)
+        rows = max(1, _ROW_VALUES // block)
         values, scale = self._call(
             x,
             kernel=kernels.quantize_rows,
@@ -216,7 +216,7 @@ class _Kernel:
         Values [.., M, K] and scale [.., ceil(M / down), ceil(K / across)] of each cell.
         """
         cells = self.cells
-        block, warps = BLOCKS[max(cells[0])]
+        block, warps = _BLOCKS[max(cells[0])]
         k = x.shape[-1]
         merged = all(x.shape[-2] % down == 0 for down, _ in cells if down > 1)
         m = x.size // k if merged else x.shape[-2]

@@ -50,7 +50,7 @@ def check_add_to(add_to: Array, shape: Axes) -> None:
         )
 
 
-def adding(backend: Callable[..., Array]) -> Callable[..., Array]:
+def _adding(backend: Callable[..., Array]) -> Callable[..., Array]:
     """The backend of a scaled matmul, with an argument `add_to` for C.
 
     The backend writes its product in float32, and C is added to that. So the sum is rounded once.
@@ -75,7 +75,7 @@ def adding(backend: Callable[..., Array]) -> Callable[..., Array]:
 # The scaled matmul by its definition: dequantize in float32, then multiply in float32.
 
 
-def multiply_by_definition(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
+def _multiply_by_definition(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
     """See `fp8.scaled_matmul`; float32 throughout, on every chip."""
     product = lax.dot_general(
         lhs.dequantize(jnp.float32),
@@ -102,7 +102,7 @@ def _elsewhere(
 ) -> Array:
     """The matmul that other platforms than CUDA run instead of a kernel."""
     del like, tiling
-    return adding(_xla.scaled_matmul)(lhs, rhs, call, add_to=add_to)
+    return _adding(_xla.scaled_matmul)(lhs, rhs, call, add_to=add_to)
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
@@ -114,7 +114,7 @@ BACKENDS: dict[str, Callable[..., Any]] = {
         needs="Pallas Mosaic GPU",
         elsewhere=_elsewhere,
     ),
-    "reference": multiply_by_definition,
+    "reference": _multiply_by_definition,
 }
 
 
@@ -141,7 +141,7 @@ def multiply(
     # The kernel in Pallas (a `Backend`) adds C before it writes. The other backends write float32,
     # and XLA adds C.
     backends = {
-        name: backend if isinstance(backend, Backend) else adding(backend)
+        name: backend if isinstance(backend, Backend) else _adding(backend)
         for name, backend in BACKENDS.items()
     }
     product = dispatch("scaled_matmul", backends, attempts, lhs, rhs, call, add_to=add_to)

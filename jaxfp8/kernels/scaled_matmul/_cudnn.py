@@ -54,14 +54,14 @@ from jaxfp8.sharding._amax import vary_as
 #
 # Letters: B batch, M N K the axes of a matmul, T = K / 32 tiles.
 
-TILE = 32
+_TILE = 32
 """Values along K that share a scale in the hardware."""
 
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @functools.cache
-def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
+def _block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
     """The operation, for CUDA; E8M0 scales.
 
     Args:
@@ -70,7 +70,7 @@ def block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
         it has to transpose them for this operation.
     """
     local = functools.partial(_call, out_dtype, transposed)
-    return mapped(local, partitioned(local, Cells(step=TILE)))
+    return _mapped(local, partitioned(local, Cells(step=_TILE)))
 
 
 def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> Array:
@@ -91,7 +91,7 @@ def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> 
     return call(*values, *arguments[2:])
 
 
-def mapped(local: Dot, on_mesh: Dot) -> Dot:
+def _mapped(local: Dot, on_mesh: Dot) -> Dot:
     """`local` inside `jax.shard_map`, `on_mesh` elsewhere. Under `jax.vmap` it is still one call.
 
     If both operands are mapped, B grows. If only one operand is mapped, its rows grow, so that the
@@ -146,12 +146,12 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         out_dtype = call.out_dtype
         written = out_dtype if out_dtype in (jnp.bfloat16, jnp.float16) else jnp.dtype(jnp.float32)
         sides = call.geometry.sides
-        matrices = [as_matrix(v, axes, tile=TILE) for v, axes in zip((a, b), sides, strict=True)]
+        matrices = [as_matrix(v, axes, tile=_TILE) for v, axes in zip((a, b), sides, strict=True)]
         scales = [
             as_matrix(_per_32(operand, scale, axes), axes)
             for operand, scale, axes in zip((lhs, rhs), (a_scale, b_scale), sides, strict=True)
         ]
-        dot = block_scaled_dot(jnp.dtype(written), left_to_xla(sides, call.written_transposed))
+        dot = _block_scaled_dot(jnp.dtype(written), left_to_xla(sides, call.written_transposed))
         product = dot(*matrices, *scales)
         return product.reshape(call.geometry.out_shape(lhs.shape, rhs.shape)).astype(out_dtype)
 
@@ -179,10 +179,10 @@ def _check(operand: QuantizedTensor, axes: OperandAxes) -> None:
             "matmuls='xla' in fp8.Kernels."
         )
     inner = operand.granularity.along(operand.ndim)[axes.contracted[-1]]
-    if inner % TILE:
+    if inner % _TILE:
         raise NotImplementedError(
             f"An operand has a tile of {inner} along the contracted axis. This backend takes "
-            f"multiples of {TILE}. Write matmuls='xla' in fp8.Kernels."
+            f"multiples of {_TILE}. Write matmuls='xla' in fp8.Kernels."
         )
     for mesh in (jax.typeof(operand.values).sharding.mesh, jax.sharding.get_abstract_mesh()):
         if not takes_mesh(mesh):
@@ -199,7 +199,7 @@ def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:
         if scale.dtype == E8M0.dtype
         else _exponent_byte(scale)
     )
-    byte = repeated_scale(operand, byte, axes.contracted[-1], TILE)
+    byte = repeated_scale(operand, byte, axes.contracted[-1], _TILE)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
 
 

@@ -46,11 +46,11 @@ from jaxfp8.numerics._per_block import devices_of, is_explicit
 #     XLA, cpu/dot_library_rewriter.
 
 
-def bfloat16_dot(lhs: Array, rhs: Array, call: MatmulCall) -> Array:
+def _bfloat16_dot(lhs: Array, rhs: Array, call: MatmulCall) -> Array:
     """The matmul of two bfloat16 arrays with float32 accumulation, in `call.out_dtype`."""
 
     def cpu(a: Array, b: Array) -> Array:
-        return cpu_dot(a, b, call).astype(call.out_dtype)
+        return _cpu_dot(a, b, call).astype(call.out_dtype)
 
     def elsewhere(a: Array, b: Array) -> Array:
         # GPUs accumulate in float32, whatever dtype they write. A float16 result is rounded from
@@ -65,8 +65,8 @@ def bfloat16_dot(lhs: Array, rhs: Array, call: MatmulCall) -> Array:
     return lax.platform_dependent(lhs, rhs, cpu=cpu, default=elsewhere)
 
 
-def cpu_dot(a: Array, b: Array, call: MatmulCall) -> Array:
-    """`bfloat16_dot` on a CPU, with a result in float32."""
+def _cpu_dot(a: Array, b: Array, call: MatmulCall) -> Array:
+    """`_bfloat16_dot` on a CPU, with a result in float32."""
     lhs = call.geometry.lhs
     in_order = call.geometry.with_lhs_in_order
     product = lax.dot_general(
@@ -106,12 +106,12 @@ _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 def scaled_matmul_in_blocks(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:
     """See `fp8.scaled_matmul`."""
     if lhs.power_of_two and rhs.power_of_two:
-        return bfloat16_dot(fold(lhs), fold(rhs), call)
+        return _bfloat16_dot(_fold(lhs), _fold(rhs), call)
     return _tile_by_tile(lhs, rhs, call.in_float32).astype(call.out_dtype)
 
 
 @jax.jit  # traced once for each shape
-def fold(operand: QuantizedTensor) -> Array:
+def _fold(operand: QuantizedTensor) -> Array:
     """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
 
     There is one exception. The largest float32, rounded up to FP8, is 2^128, which bfloat16 cannot
@@ -149,7 +149,7 @@ def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
     of_lhs, of_rhs = (axes.contracted for axes in call.geometry.sides)
     if not math.prod(lhs.shape[axis] for axis in of_lhs):  # nothing to sum, no scale to take
         a, b = (operand.values.astype(jnp.bfloat16) for operand in (lhs, rhs))
-        return bfloat16_dot(a, b, call)
+        return _bfloat16_dot(a, b, call)
     tiles = [_tile(lhs, i, rhs, j) for i, j in zip(of_lhs, of_rhs, strict=True)]
     cells = [-(-lhs.shape[axis] // tile) for axis, tile in zip(of_lhs, tiles, strict=True)]
     sides = [
@@ -169,7 +169,7 @@ def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
                 shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
                 scale = operand.granularity.expand(scale, tuple(shape))
             scales.append(along_output(scale, call.geometry, side))
-        return scaled(bfloat16_dot(values[0], values[1], call), *scales)
+        return scaled(_bfloat16_dot(values[0], values[1], call), *scales)
 
     # The loop starts from the first partial product, not from zeros: a carry must keep its type.
     # Its type has the sharding of the result, and the manual axes over which it varies.
@@ -191,7 +191,7 @@ def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> t
     """
     values, scale = operand.values, operand.scale
     if operand.power_of_two:
-        values, scale = fold(operand), jnp.float32(1.0)
+        values, scale = _fold(operand), jnp.float32(1.0)
     pads = [(0, 0)] * operand.ndim
     for axis, tile in zip(axes, tiles, strict=True):
         if tile < operand.shape[axis]:
@@ -276,7 +276,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
 
     def cpu(a: Array, b: Array, *scales: Array) -> Array:
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-        return scale_by_rows(cpu_dot(a, b, call), *scales)
+        return scale_by_rows(_cpu_dot(a, b, call), *scales)
 
     per_tensor = lhs.granularity.in_one and rhs.granularity.in_one
     cuda = _unless_scales_are_mapped(dequantizing, bare) if per_tensor else bare

@@ -84,7 +84,7 @@ def check(matmul, name, sizes, tokens, k=160, n=96, dtype=jnp.float32, **options
     call = MatmulCall(geometry=GEOMETRY[matmul], out_dtype=jnp.dtype(dtype), **options)
     given = operands(matmul, RECIPES[name], sizes, tokens, k, n)
     got = interpreted(lambda *given: _mosaic.grouped_matmul(*given, call), *given)
-    want = _api.grouped_by_definition(*given, call)
+    want = _api._grouped_by_definition(*given, call)
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     got, want = (np.asarray(each.astype(jnp.float32)) for each in (got, want))
@@ -153,7 +153,7 @@ def test_mapped_over_layers():
     both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), rhs)
     got = interpreted(lambda a, b, c: jax.vmap(run, in_axes=(None, 0, None))(a, b, c), lhs, both,
                       groups)  # fmt: skip
-    want = _api.grouped_by_definition(lhs, rhs, groups, call)
+    want = _api._grouped_by_definition(lhs, rhs, groups, call)
     for each in got:
         np.testing.assert_allclose(np.asarray(each), np.asarray(want), rtol=1e-5, atol=1e-5)
 

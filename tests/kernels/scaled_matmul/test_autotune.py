@@ -20,7 +20,7 @@ from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
 from jaxfp8.plan import _autotune
-from jaxfp8.plan._autotune import Recorder
+from jaxfp8.plan._autotune import _Recorder
 
 M, K, N = 8, 256, 24
 RECIPE = fp8.recipes.blockwise()
@@ -115,7 +115,7 @@ def test_a_layer_takes_them(called):
         kernels = fp8.Kernels("h200", casts="xla", timings=timings)
         return jnp.sum(fp8.dot(x, w, recipe=RECIPE, kernels=kernels))
 
-    recorder = Recorder()
+    recorder = _Recorder()
     jax.eval_shape(functools.partial(loss, recorder), x, w)
     timings = table(time("reference", 1.0), matmul=next(iter(recorder.matmuls)))  # fprop alone
     called.clear()
@@ -332,7 +332,7 @@ def test_autotune_adds_to_timings_of_this_device_only():
 
 
 def test_a_training_step_has_three_matmuls():
-    recorder = Recorder()
+    recorder = _Recorder()
     loss = lambda x, w: jnp.sum(step(fp8.Kernels("h200", casts="xla", timings=recorder), x, w))
     jax.eval_shape(jax.grad(loss, (0, 1)), *TYPES)
     assert [matmul.split(" -> ")[0].split("contracting ")[1] for matmul in recorder.matmuls] == [
@@ -342,21 +342,21 @@ def test_a_training_step_has_three_matmuls():
 
 @needs_mosaic
 def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
-    found = list(_measure.ways(operands(), CALL, ("mosaic", "xla")))
+    found = list(_measure._ways(operands(), CALL, ("mosaic", "xla")))
     assert Way(backend="xla") in found
     assert {
         Way(backend="mosaic", tiling=CHOICES[name]) for name in ("decode", "few", "small", "large")
     } <= {*found}
     # its sums and products have no room together
     assert Way(backend="mosaic", tiling=CHOICES["wide"]) not in found
-    assert list(_measure.ways(operands(), CALL, ("xla",))) == [Way(backend="xla")]
+    assert list(_measure._ways(operands(), CALL, ("xla",))) == [Way(backend="xla")]
 
     def broken(*args, **kwargs):
         raise ValueError("a bug")
 
     monkeypatch.setitem(_api.BACKENDS, "mosaic", broken)
     with pytest.raises(ValueError, match="a bug"):
-        list(_measure.ways(operands(), CALL, ("mosaic", "xla")))
+        list(_measure._ways(operands(), CALL, ("mosaic", "xla")))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -389,7 +389,7 @@ def test_a_loop_does_all_of_its_work():
         return 2 * x
 
     sets = [(jnp.full(3, float(n)),) for n in range(3)]
-    program, turns = _measure.looped(work, sets[0])
+    program, turns = _measure._looped(work, sets[0])
     np.testing.assert_array_equal(jax.jit(program)(sets), np.full(3, 4.0))
     jax.effects_barrier()
     assert len(counted) == 3 * turns

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.kernels.scaled_matmul._cudnn import TILE, mapped
+from jaxfp8.kernels.scaled_matmul._cudnn import _TILE, _mapped
 from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partitioned, takes_mesh
 
 B, M, N = 2, 16, 8
@@ -21,7 +21,7 @@ B, M, N = 2, 16, 8
 def local(a, b, a_scale, b_scale):
     """The product of one device, which holds whole tiles or fails."""
     a, b = (
-        v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), TILE, axis=-1)
+        v.astype(jnp.float32) * jnp.repeat(s.astype(jnp.float32), _TILE, axis=-1)
         for v, s in ((a, a_scale), (b, b_scale))
     )
     return jnp.einsum("bmk,bnk->bmn", a, b, precision="highest")
@@ -30,7 +30,7 @@ def local(a, b, a_scale, b_scale):
 def product(a, b, a_scale, b_scale):
     """`local` in NumPy."""
     a, b = (
-        np.asarray(v).astype(np.float64) * np.repeat(np.asarray(s).astype(np.float64), TILE, -1)
+        np.asarray(v).astype(np.float64) * np.repeat(np.asarray(s).astype(np.float64), _TILE, -1)
         for v, s in ((a, a_scale), (b, b_scale))
     )
     return np.einsum("...mk,...nk->...mn", a, b).astype(np.float32)
@@ -40,7 +40,7 @@ def operands(k, *leading):
     """Small integers, and powers of two as scales: every sum is exact."""
     rng = np.random.default_rng(k)
     values = [rng.integers(-4, 5, (*leading, B, rows, k)) for rows in (M, N)]
-    scales = [2.0 ** rng.integers(-2, 3, (*leading, B, rows, k // TILE)) for rows in (M, N)]
+    scales = [2.0 ** rng.integers(-2, 3, (*leading, B, rows, k // _TILE)) for rows in (M, N)]
     return [v.astype(jnp.float8_e4m3fn) for v in values] + [
         s.astype(jnp.float8_e8m0fnu) for s in scales
     ]
@@ -93,12 +93,12 @@ def test_partitioned(layout, k):
             jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(*spec)))
             for x, spec in zip(arguments[:2], (lhs_spec, rhs_spec), strict=True)
         ]
-        return partitioned(local, Cells(step=TILE))(*values, *arguments[2:])
+        return partitioned(local, Cells(step=_TILE))(*values, *arguments[2:])
 
     compiled = jax.jit(dot).lower(*arguments).compile()
     np.testing.assert_array_equal(compiled(*arguments), expected)
     devices = {"data": 4, ("data", "model"): 8}.get(lhs_spec[2], 1)
-    if split and (k // TILE) % devices == 0:
+    if split and (k // _TILE) % devices == 0:
         # Partial sums are added, and no operand is gathered.
         assert "all-reduce" in compiled.as_text()
         assert "all-gather" not in compiled.as_text()
@@ -108,7 +108,7 @@ def test_partitioned(layout, k):
 def test_shard_map(check_vma):
     arguments = operands(64)
     dot = jax.shard_map(
-        mapped(local, lambda *_: pytest.fail("inside shard_map each device has its own arrays")),
+        _mapped(local, lambda *_: pytest.fail("inside shard_map each device has its own arrays")),
         mesh=mesh(),
         in_specs=(P(None, "data"), P(), P(None, "data"), P()),
         out_specs=P(None, "data"),
@@ -134,7 +134,7 @@ def test_vmap(is_mapped):
         product(*(x[i] if m else x for x, m in zip(arguments, is_mapped, strict=True)))
         for i in range(3)
     ]
-    found = jax.jit(jax.vmap(mapped(seen, seen), axes))(*arguments)
+    found = jax.jit(jax.vmap(_mapped(seen, seen), axes))(*arguments)
     np.testing.assert_array_equal(found, np.stack(expected))
     both = (is_mapped[0] or is_mapped[2]) and (is_mapped[1] or is_mapped[3])
     (lhs, rhs, *_) = shapes[-1]
@@ -147,7 +147,7 @@ def test_vmap(is_mapped):
 
 def test_vmap_twice():
     arguments = operands(64, 3, 2)
-    found = jax.jit(jax.vmap(jax.vmap(mapped(local, local))))(*arguments)
+    found = jax.jit(jax.vmap(jax.vmap(_mapped(local, local))))(*arguments)
     np.testing.assert_array_equal(found, product(*arguments))
 
 

@@ -41,9 +41,9 @@ def on_blackwell(monkeypatch):
 
     monkeypatch.setattr(lax, "platform_dependent", on_cuda)
     monkeypatch.setattr(_cudnn, "_call", definition)
-    _cudnn.block_scaled_dot.cache_clear()
+    _cudnn._block_scaled_dot.cache_clear()
     yield
-    _cudnn.block_scaled_dot.cache_clear()
+    _cudnn._block_scaled_dot.cache_clear()
 
 
 def gaussian(*shape, seed=0):

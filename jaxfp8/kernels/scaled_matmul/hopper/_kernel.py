@@ -53,7 +53,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import (
 # Letters: B batch, M N K the axes of the matmul; T = 128.
 
 
-def produce(block: Block) -> None:
+def _produce(block: Block) -> None:
     """Fill slot after slot with the steps of all tiles of the block."""
     ring = block.ring
     # It needs few registers. The consumers' request waits until it has given back the rest.
@@ -126,7 +126,7 @@ def _of_step(
 # The consumers: two warpgroups. Each multiplies, scales and stores its share of every tile.
 
 
-def consume(block: Block, warpgroup: Array) -> None:
+def _consume(block: Block, warpgroup: Array) -> None:
     """Compute and store this warpgroup's share of each tile of the block.
 
     The two consumers never wait for each other. They share only the ring, where the producer waits
@@ -232,8 +232,8 @@ def _launched(matmul: Matmul, out_type: Any) -> Callable[..., Any]:
 
     def body(given: Given, result: Any, shared: Shared) -> None:
         block, warpgroup = Block(matmul, given, result, shared), lax.axis_index("warpgroup")
-        pl.when(warpgroup == WARPGROUPS)(lambda: produce(block))
-        pl.when(warpgroup < WARPGROUPS)(lambda: consume(block, warpgroup))
+        pl.when(warpgroup == WARPGROUPS)(lambda: _produce(block))
+        pl.when(warpgroup < WARPGROUPS)(lambda: _consume(block, warpgroup))
 
     cluster: dict[str, Any] = {}
     if matmul.tiling.cluster == 2:

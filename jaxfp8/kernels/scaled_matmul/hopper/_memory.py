@@ -48,14 +48,14 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, GroupS
 # returns.
 
 
-class RingBarriers(NamedTuple):
+class _RingBarriers(NamedTuple):
     """Two barriers for each slot."""
 
     filled: Any
     emptied: Any
 
     @classmethod
-    def allocated(cls, copies: int, stages: int, cluster: int) -> "RingBarriers":
+    def allocated(cls, copies: int, stages: int, cluster: int) -> "_RingBarriers":
         """The barriers to allocate. `copies` fill a slot, and each consumer frees it once.
 
         `ClusterBarrier` counts the arrivals of each block of the cluster: four in all.
@@ -70,7 +70,7 @@ class RingBarriers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class _Ring:
     """Slots in the order in which they are used.
 
     Attributes:
@@ -79,7 +79,7 @@ class Ring:
     """
 
     stages: int
-    barriers: RingBarriers
+    barriers: _RingBarriers
 
     def at(self, before: Array, step: Array) -> tuple[Array, Array]:
         """The number of steps before this one, `before` of other tiles included, and its slot."""
@@ -138,7 +138,7 @@ class Given(NamedTuple):
     groups: RowTiles | GroupSteps | None = None  # of grouped matmuls
 
 
-class Staged(NamedTuple):
+class _Staged(NamedTuple):
     """The slots of the ring: steps of both operands in shared memory. Axis 0 is the slot."""
 
     lhs: Any  # [stages, tile's M, T]
@@ -147,7 +147,7 @@ class Staged(NamedTuple):
     rhs_scale: Any  # [stages, *box]; None if scales of rhs do not come with a step
 
 
-class Outgoing(NamedTuple):
+class _Outgoing(NamedTuple):
     """Shared memory of the epilogue. The first axis is the warpgroup."""
 
     patches: Any  # [2, slots, 64, W]
@@ -158,9 +158,9 @@ class Outgoing(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of a block of threads."""
 
-    staged: Staged
-    outgoing: Outgoing
-    barriers: RingBarriers
+    staged: _Staged
+    outgoing: _Outgoing
+    barriers: _RingBarriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +173,9 @@ class Block:
     shared: Shared
 
     @property
-    def ring(self) -> Ring:
+    def ring(self) -> _Ring:
         """The slots of `shared.staged`, in the order in which they are used."""
-        return Ring(self.matmul.tiling.stages, self.shared.barriers)
+        return _Ring(self.matmul.tiling.stages, self.shared.barriers)
 
     def tile(self, index: Array) -> Tile:
         """The tile of this block, if its cluster computes the tile number `index`."""
@@ -205,13 +205,13 @@ def shared_memory(matmul: Matmul) -> Shared:
     # Each copy of a step arrives once at `filled`: two of values, and one for each box of scales.
     copies = 2 + sum(box is not None for box in boxes)
     return Shared(
-        Staged(*values, *scales),
+        _Staged(*values, *scales),
         _outgoing(matmul),
-        RingBarriers.allocated(copies, tiling.stages, tiling.cluster),
+        _RingBarriers.allocated(copies, tiling.stages, tiling.cluster),
     )
 
 
-def _outgoing(matmul: Matmul) -> Outgoing:
+def _outgoing(matmul: Matmul) -> _Outgoing:
     out_dtype, add_to, patch = matmul.out_dtype, matmul.add_to, (ROWS, matmul.width)
     row = whole_row(matmul.n, out_dtype.itemsize)
     shape = WARPGROUPS, matmul.slots, *patch
@@ -220,9 +220,9 @@ def _outgoing(matmul: Matmul) -> Outgoing:
     rows = matmul.grouping == "rows"
     patches = plgpu.SMEM(shape, out_dtype) if rows else _permuted(shape, out_dtype, row)
     if add_to is None:
-        return Outgoing(patches, None, None)
+        return _Outgoing(patches, None, None)
     addend = _permuted((WARPGROUPS, *patch), add_to, whole_row(matmul.n, add_to.itemsize))
-    return Outgoing(patches, addend, plgpu.Barrier(num_barriers=WARPGROUPS))
+    return _Outgoing(patches, addend, plgpu.Barrier(num_barriers=WARPGROUPS))
 
 
 def _permuted(shape: Axes, dtype: DType, row: int) -> Any:
