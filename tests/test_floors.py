@@ -7,6 +7,7 @@ Pallas and Triton wait until a kernel is asked for.
 
 import ast
 import graphlib
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 # From the ground up. A room is a folder of jaxfp8/, or a file beside them; the face of the house
 # stands on the roof.
 FLOORS = (
-    ("_typing", "_compat", "_version"),
+    ("_typing", "_version"),
     ("numerics", "_geometry", "_call"),
     ("_quantized_tensor", "jaxprs", "programs", "prologues"),
     ("sharding",),
@@ -31,6 +32,11 @@ FLOORS = (
     ("conversion", "diagnostics", "plugs"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS, start=1) for room in rooms}
+
+# Rooms stay rooms: few files, each of them a subject. CONTRIBUTING.md says what to do at a bound.
+MOST_FILES = 200  # with faces
+LONGEST = 500  # lines of a file
+LEAST_MEDIAN = 200  # lines, without faces
 
 HOUSE = "jaxfp8"
 # What takes long to import, or is not always installed. Files that import it are reached through a
@@ -173,6 +179,18 @@ def test_the_house_stands():
     assert not faults(house), "\n".join(faults(house))
 
 
+def test_the_house_has_rooms_and_no_drawers():
+    house = read_house()
+    lines = {path: len(source.splitlines()) for path, source in house.items()}
+    assert len(house) <= MOST_FILES
+    assert not {path: n for path, n in lines.items() if n > LONGEST}
+    assert statistics.median(n for path, n in lines.items() if not is_face(path)) >= LEAST_MEDIAN
+
+
+def test_every_room_on_a_floor_exists():
+    assert set(FLOOR) == {room_of(path) for path in read_house()} - {"__init__"}
+
+
 # A straight house; each row below adds one crooked file to it.
 STRAIGHT: House = {
     "__init__.py": "from jaxfp8 import linen as linen\nfrom jaxfp8.numerics import E4M3 as E4M3",
@@ -209,7 +227,7 @@ def test_a_straight_house_has_no_faults():
             "numerics/_amax.py", "from ..linen._layers import x", "is above", id="upward-relative"
         ),
         pytest.param(
-            "_compat.py",
+            "_version.py",
             "def f():\n  from jaxfp8.linen import _layers",
             "is above",
             id="upward-in-function",
@@ -221,7 +239,10 @@ def test_a_straight_house_has_no_faults():
             id="same-floor",
         ),
         pytest.param(
-            "_compat.py", "from jaxfp8._typing import Array", "is a stranger", id="same-floor-files"
+            "_version.py",
+            "from jaxfp8._typing import Array",
+            "is a stranger",
+            id="same-floor-files",
         ),
         pytest.param(
             "linen/_state.py", "import jaxfp8 as fp8", "is a face", id="face-of-the-house"
