@@ -1,6 +1,6 @@
 """Check and time casts, matmuls, layers and experts on a GPU, in one command and eight minutes.
 
-    python benchmarks/gpu/run.py --json benchmarks/results/h200.json --markdown
+    python benchmarks/gpu/run.py --json benchmarks/gpu/results/h200.json --markdown
 
 Two modes need no GPU. --compile-only h200 compiles every program for that chip. --dry-run runs
 everything on a CPU with tiny shapes. benchmarks/README.md says what is measured, and how. The exit

@@ -14,7 +14,7 @@ import pytest
 
 import jaxfp8 as fp8
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "structure"
 ROOT = Path(fp8.__file__).parent
 
 TINY = {
@@ -70,7 +70,7 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_parameters(tiny):
-    import _structure_source as counter
+    import _source as counter
 
     rows = [*counter.functions(counter.read(tiny))]
     assert {row["function"]: row["parameters"] for row in rows} == {
@@ -82,8 +82,8 @@ def test_parameters(tiny):
 
 
 def test_doors(tiny):
-    import _structure_doors as counter
-    from _structure_source import read
+    import _doors as counter
+    from _source import read
 
     assert counter.doors(read(tiny)) == {
         ("tiny/_door.py", "door"),
@@ -95,7 +95,7 @@ def test_doors(tiny):
 
 
 def test_lines(tiny):
-    import _structure_source as counter
+    import _source as counter
 
     asked = counter.questions(counter.read(tiny), outside="numerics")
     assert asked == [{"file": "tiny/linen/_layer.py", "line": 10}]
@@ -112,7 +112,7 @@ def test_lines(tiny):
 
 
 def test_calls_and_moves(tiny):
-    import _structure_trace as counter
+    import _trace as counter
 
     layer = importlib.import_module("tiny.linen._layer").Layer()
     before = sys.getprofile()
@@ -132,7 +132,7 @@ def test_calls_and_moves(tiny):
 
 
 def test_calls_outside(tiny):
-    import _structure_trace as counter
+    import _trace as counter
 
     door = importlib.import_module("tiny._door")
     door.far = lambda each: None
@@ -152,14 +152,14 @@ def codes(code: types.CodeType):
 
 @functools.cache
 def source_of_jaxfp8():
-    from _structure_source import read
+    from _source import read
 
     return read(ROOT)
 
 
 def test_parameters_of_jaxfp8():
     """Python's compiler is the oracle."""
-    import _structure_source as counter
+    import _source as counter
 
     source = source_of_jaxfp8()
     ours = {(row["file"], row["function"], row["parameters"]) for row in counter.functions(source)}
@@ -180,7 +180,7 @@ def test_parameters_of_jaxfp8():
 
 def test_doors_of_jaxfp8():
     """The imported face is the oracle."""
-    from _structure_doors import doors
+    from _doors import doors
 
     found = doors(source_of_jaxfp8())
     for face in (fp8, fp8.linen, fp8.nnx, fp8.recipes, fp8.sharding, fp8.comms):
@@ -193,7 +193,7 @@ def test_doors_of_jaxfp8():
 
 
 def test_lines_of_jaxfp8():
-    import _structure_source as counter
+    import _source as counter
 
     asked = counter.questions(source_of_jaxfp8(), outside="numerics")
     lines = {(row["file"], row["line"]) for row in asked}
