@@ -8,6 +8,8 @@ round. The table has medians and quartiles of times and ratios.
     python benchmarks/cpu/cpu_train_step.py --repeats 40 --json result.json
 
 Letters: B batch, D features, F hidden features.
+
+Needs: qwix for its row, which is left out without it.
 """
 
 import argparse

@@ -4,6 +4,8 @@
 
 `fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))` uses the table. A layer is
 [M, K] @ [K, N], forward and backward.
+
+Needs: a GPU.
 """
 
 import argparse

@@ -8,6 +8,8 @@ Trains the GPT of examples/train_gpt.py, and watches the casts of one step in 25
 The first rows are the recipes. In the others, delayed scaling stores x, w or g in another size. If
 it is smaller, more values become 0, and if it is larger, more values saturate. `gap` is the
 validation loss above that of bf16, in nats per byte.
+
+Needs: the extra `examples`.
 """
 
 import argparse

@@ -7,6 +7,8 @@ The script trains with every recipe, and with a control that must fail, for thre
 Delayed scaling has two marks for |FP8 - bf16|, in nats per byte. The mean over the seeds may be at
 most 0.005. Each seed may be at most 0.01. The control casts gradients with the constant scale 1. It
 must miss the marks, which shows that they detect a broken recipe.
+
+Needs: the extra `examples`.
 """
 
 import argparse

@@ -9,6 +9,8 @@ All runs of a seed start from the same bfloat16 weights and see the same batches
 master weights that the optimizer holds. The control has none. It must miss the marks, which shows
 that they detect lost updates. The marks for |loss - loss with Float32()|, in nats per byte, are
 0.005 for the mean over the seeds, and 0.01 for each seed.
+
+Needs: the extra `examples`.
 """
 
 import argparse

@@ -8,6 +8,8 @@ batches are those of the bf16 twin.
 The marks are those of gpt_recipes.py: at most 0.005 nats per byte for the mean over the seeds, and
 0.01 for each seed. The first control is bf16 on one device. It adds in another order, so its
 difference is chance. It should meet the marks.
+
+Needs: the extra `examples`.
 """
 
 import argparse

@@ -14,7 +14,9 @@ A control shows how much of a difference is chance: the unconverted model with i
 that are moved by less than the rounding of bfloat16.
 
 `--chip h200` trains with the kernels of that GPU, on it. Each row has the number of matmuls of the
-step that are in FP8 there. Images need the package scikit-learn.
+step that are in FP8 there.
+
+Needs: the extra `examples`, the source of the models and what it imports; scikit-learn for images.
 """
 
 import argparse

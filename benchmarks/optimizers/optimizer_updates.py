@@ -12,6 +12,8 @@ a GPU one time is that of `CALLS` updates in a row, and optimizers with a kernel
 With `--h200` the update is compiled for an H200, which need not be there. The bytes are what its
 kernels read and write. Their floor is one read of the gradient, and one read and one write of each
 state and of the weight.
+
+Needs: the wheels of jax[cuda13] and triton for `--h200`, no GPU.
 """
 
 import argparse

@@ -8,6 +8,8 @@ how far they move between the 200th and the last step after that: `|sum of updat
 rates, its mean and its maximum. The mark is 3 more than with float32 moments, in the mean.
 
 A second table has gradients that become 1e-9 of what they were. There float32 moves, too.
+
+Needs: torch and torchao for `--torchao`.
 """
 
 import argparse

@@ -9,7 +9,9 @@ The other ends in a conversion, which XLA removes if the payload is converted ba
 those of one thread's machine code, divided by the number of values that the thread casts. "and
 back" is the cast and its dequantization to bfloat16 in one kernel.
 
-It needs the wheels of jax[cuda13] and of triton, which has a disassembler. It needs no GPU.
+The disassembler is that of triton.
+
+Needs: the wheels of jax[cuda13] and triton, no GPU.
 """
 
 import importlib.util

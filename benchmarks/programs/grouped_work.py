@@ -4,10 +4,11 @@ The programs are compiled, not run.
 
     python benchmarks/programs/grouped_work.py --json benchmarks/programs/results/grouped_work.json
 
-The script needs the wheels of jax[cuda13], but no GPU. It compiles y, dx and dw of
-`fp8.ragged_dot`, casts included, and the same of `fp8.dot` for one expert of average size. Bytes
-are those that kernels read and write, multiplied by the trip counts of loops. A slice reads what it
-takes, and an update in place writes what it changes.
+The script compiles y, dx and dw of `fp8.ragged_dot`, casts included, and the same of `fp8.dot` for
+one expert of average size. Bytes are those that kernels read and write, multiplied by the trip
+counts of loops. A slice reads what it takes, and an update in place writes what it changes.
+
+Needs: the wheels of jax[cuda13], no GPU.
 """
 
 import argparse

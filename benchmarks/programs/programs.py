@@ -9,8 +9,9 @@ CPU seconds to trace, lower and compile it, instructions, kernels and bytes. Not
     python benchmarks/programs/programs.py --model llama --manual --json result.json
 
 Each measurement has a process of its own. In each round every recipe is measured once, so that
-other work of the machine slows all of them alike. h200 and llama need the wheels of jax[cuda13],
-but no GPU. `_steps.py` has the steps.
+other work of the machine slows all of them alike. `_steps.py` has the steps.
+
+Needs: the wheels of jax[cuda13] for h200 and llama, no GPU.
 """
 
 import argparse

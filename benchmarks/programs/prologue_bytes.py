@@ -4,8 +4,9 @@ The programs are compiled, not run. States are settled.
 
     python benchmarks/programs/prologue_bytes.py
 
-The script needs the wheels of jax[cuda13], and jax 0.11 or later, but no GPU. The step is
-tests/deviceless/prologues.py. Tests assert the differences between its ways.
+The step is tests/deviceless/prologues.py. Tests assert the differences between its ways.
+
+Needs: the wheels of jax[cuda13], jax 0.11 or later, no GPU.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Memory of a train step in FP8, beside the best bfloat16 step that saves the same.
 
-Compiled for H200s, from the CUDA wheels alone; no GPU and no driver is needed:
+The programs are compiled for H200s, not run.
 
     python benchmarks/programs/step_memory.py --json benchmarks/programs/results/step_memory.json
 
@@ -13,6 +13,8 @@ It prints Markdown tables. Each policy says what the forward pass saves for the 
 
 The models are tests/deviceless/llama.py and transformer.py. Tests in that folder assert the ratios.
 A row that the file of `--json` has already is not compiled again.
+
+Needs: the wheels of jax[cuda13], no GPU and no driver.
 """
 
 import argparse

@@ -4,8 +4,9 @@ The programs are compiled, not run.
 
     python benchmarks/wire/llama_wire.py --json benchmarks/wire/results/llama_wire.json
 
-The script needs the wheels of jax[cuda13], but no GPU. The model is tests/deviceless/llama.py.
-Tests in that folder assert these figures.
+The model is tests/deviceless/llama.py. Tests in that folder assert these figures.
+
+Needs: the wheels of jax[cuda13], no GPU.
 """
 
 import argparse

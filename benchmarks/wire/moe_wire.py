@@ -4,9 +4,11 @@ The programs are compiled, not run.
 
     python benchmarks/wire/moe_wire.py --json benchmarks/wire/results/moe_wire.json
 
-The script needs the wheels of jax[cuda13], but no GPU. It compiles `fp8.moe.swiglu_experts` forward
-alone, and with its backward pass. The layer is tests/deviceless/moe_layer.py. Tests in that folder
-assert these figures. A row that the JSON file has already is not compiled again.
+The script compiles `fp8.moe.swiglu_experts` forward alone, and with its backward pass. The layer is
+tests/deviceless/moe_layer.py. Tests in that folder assert these figures. A row that the JSON file
+has already is not compiled again.
+
+Needs: the wheels of jax[cuda13], no GPU.
 """
 
 import argparse
