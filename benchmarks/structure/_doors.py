@@ -24,7 +24,7 @@ def doors(source: Source) -> set[tuple[str, str]]:
     """
     found = set()
     for room, name in _public(source, ""):
-        path, node = _resolve(source, _file(source, _dotted(source, room)), name)
+        path, _, node = resolve(source, file_of(source, _dotted(source, room)), name)
         if isinstance(node, ast.ClassDef) and room in METHODS:
             found |= set(_methods(source, path, node))
         elif isinstance(node, Function):
@@ -35,7 +35,7 @@ def doors(source: Source) -> set[tuple[str, str]]:
 def _public(source: Source, room: str) -> Iterator[tuple[str, str]]:
     """Yields (room, name) of each name in the face of a room, and in the faces that it imports."""
     face = f"{room}/__init__.py" if room else "__init__.py"
-    for module, name, public in _imports(source.trees[face]):
+    for module, name, public in imports_of(source.trees[face]):
         if public.startswith("_"):
             continue
         inside = "/".join([*module.split(".")[1:], name])
@@ -45,7 +45,7 @@ def _public(source: Source, room: str) -> Iterator[tuple[str, str]]:
             yield room, public
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+def imports_of(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
     """Yields (module, name there, name here) of each `from module import name`."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -56,7 +56,7 @@ def _dotted(source: Source, room: str) -> str:
     return ".".join([source.root.name, *room.split("/")]) if room else source.root.name
 
 
-def _file(source: Source, module: str) -> str | None:
+def file_of(source: Source, module: str) -> str | None:
     """The file of a module of the package. None for a module of another package."""
     package, *parts = module.split(".")
     if package != source.root.name:
@@ -71,22 +71,22 @@ def _file(source: Source, module: str) -> str | None:
     return found.pop()
 
 
-def _resolve(source: Source, path: str | None, name: str) -> tuple[str, ast.stmt | None]:
-    """The file and the definition of a name. The definition is None for other objects.
+def resolve(source: Source, path: str | None, name: str) -> tuple[str, str, ast.stmt | None]:
+    """The file, the name there, and the definition of a name. None for other objects.
 
-    Only functions and classes have definitions here.
+    Only functions and classes have definitions here. The file is "" if it is of another package.
     """
     while path is not None:
         tree = source.trees[path]
         for node in tree.body:
             if isinstance(node, Definition) and node.name == name:
-                return path, node
-        origin = [(module, there) for module, there, here in _imports(tree) if here == name]
+                return path, name, node
+        origin = [(module, there) for module, there, here in imports_of(tree) if here == name]
         if not origin:
-            return path, None
+            return path, name, None
         module, name = origin[-1]
-        path = _file(source, module)
-    return "", None
+        path = file_of(source, module)
+    return "", name, None
 
 
 def _methods(source: Source, path: str, node: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -97,6 +97,6 @@ def _methods(source: Source, path: str, node: ast.ClassDef) -> Iterator[tuple[st
             yield f"{source.root.name}/{path}", f"{node.name}.{each.name}"
     for base in node.bases:
         if isinstance(base, ast.Name):
-            where, parent = _resolve(source, path, base.id)
+            where, _, parent = resolve(source, path, base.id)
             if isinstance(parent, ast.ClassDef):
                 yield from _methods(source, where, parent)

@@ -3,15 +3,14 @@
 import ast
 import dataclasses
 import io
-import re
 import statistics
 import tokenize
-from collections.abc import Iterator
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-COLUMNS = 100
-"""The most characters of a line. A longer line is counted as a long line."""
 PARAMETERS = 8
 """The goal: an inner function has at most so many parameters."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -56,51 +55,79 @@ def functions(source: Source) -> Iterator[dict[str, Any]]:
             }
 
 
-def questions(source: Source, outside: str) -> list[dict[str, Any]]:
-    """Lists the lines with `isinstance(x, PerX)` or `case PerX()` out of the folder `outside`."""
-    lines = {
-        (path, node.lineno)
-        for path, tree in source.trees.items()
-        if not path.startswith(f"{outside}/")
-        for node in ast.walk(tree)
-        if any(re.fullmatch(r"Per[A-Z]\w*", name) for name in _asked(node))
-    }
-    return [{"file": f"{source.root.name}/{path}", "line": line} for path, line in sorted(lines)]
+def is_face(path: str) -> bool:
+    """Whether users import from this file. A face holds only imports."""
+    return Path(path).name == "__init__.py"
 
 
-def long_lines(folder: Path) -> list[dict[str, Any]]:
-    """Lists the lines of Python files in the folder that are longer than COLUMNS characters."""
-    return [
-        {"file": path.relative_to(folder.parent).as_posix(), "line": number}
-        for path in sorted(folder.rglob("*.py"))
-        for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if len(line) > COLUMNS
-    ]
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring. A string below a constant or a field is one, too."""
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def lines_of(nodes: Iterable[ast.AST]) -> set[int]:
+    """The numbers of the lines of some statements."""
+    return {line for node in nodes for line in range(node.lineno, node.end_lineno + 1)}
 
 
 def lengths(source: Source) -> dict[str, Any]:
-    """The number of files, their lengths in lines, and the share of lines with a comment.
+    """Files and lines of the package.
 
-    The median is that of files with code: an `__init__.py` only imports.
+    A line of code is neither blank nor of a docstring, and has more than a comment. `comments` are
+    the lines with a comment, also behind code. `imports` is the share of lines of code.
     """
-    texts = {path: (source.root / path).read_text() for path in source.trees}
-    lines = {path: len(text.splitlines()) for path, text in texts.items()}
-    longest = max(lines, key=lambda path: lines[path])
-    comments = sum(_comments(text) for text in texts.values())
-    coded = [count for path, count in lines.items() if Path(path).name != "__init__.py"]
+    sizes: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
+    for path, tree in source.trees.items():
+        text = (source.root / path).read_text()
+        sizes[path] = len(text.splitlines())
+        nodes = [*ast.walk(tree)]
+        docstrings = lines_of(
+            node for node in nodes if isinstance(node, ast.Expr) and is_text(node)
+        )
+        imports = lines_of(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+        code, comments = _tokens(text)
+        kinds.update(code=len(code - docstrings), docstrings=len(docstrings))
+        kinds.update(comments=len(comments), imports=len(imports))
+    coded = {path: size for path, size in sizes.items() if not is_face(path)}
+    longest = max(sizes, key=lambda path: sizes[path])
     return {
-        "files": len(lines),
-        "lines": sum(lines.values()),
-        "median": statistics.median(coded),
-        "longest": lines[longest],
+        "files": len(sizes),
+        "files without faces": len(coded),
+        "median": statistics.median(coded.values()),
+        "longest": sizes[longest],
         "longest_file": f"{source.root.name}/{longest}",
-        "comments": round(100 * comments / sum(lines.values()), 1),
+        "lines": sum(sizes.values()),
+        **kinds,
+        "share of imports": round(100 * kinds["imports"] / kinds["code"], 1),
     }
 
 
-def _comments(text: str) -> int:
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type == tokenize.COMMENT for token in tokens)
+def packed_kib(root: Path) -> float:
+    """KiB of the package's files in a zip, as in a wheel. A wheel also has metadata and README."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(root.rglob("*")):
+            if path.is_file() and "__pycache__" not in path.parts:
+                archive.write(path, path.relative_to(root.parent))
+    return round(len(packed.getvalue()) / 1024, 1)
+
+
+def _tokens(text: str) -> tuple[set[int], set[int]]:
+    """The lines with code or strings, and the lines with a comment."""
+    code: set[int] = set()
+    comments: set[int] = set()
+    blank = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in blank:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    return code, comments
 
 
 def _defined(tree: ast.AST, around: str, in_class: bool) -> Iterator[tuple[str, Function, bool]]:
@@ -131,16 +158,3 @@ def _decorated(node: Function, name: str) -> bool:
 
 def _is_device_code(node: Function) -> bool:
     return any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
-
-
-def _asked(node: ast.AST) -> Iterator[str]:
-    """Yields the names of the classes that an expression or a pattern asks about."""
-    if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
-        asked = node.args[1:]
-    elif isinstance(node, ast.MatchClass):
-        asked = [node.cls]
-    else:
-        return
-    for part in (part for each in asked for part in ast.walk(each)):
-        if isinstance(part, ast.Name | ast.Attribute):
-            yield part.id if isinstance(part, ast.Name) else part.attr

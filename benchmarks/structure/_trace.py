@@ -21,7 +21,12 @@ class Call(NamedTuple):
     outside: str | None = None
 
 
-def record(root: Path, run: Callable[[], Any], outside: tuple[str, ...] = ()) -> list[Call]:
+def record(
+    root: Path,
+    run: Callable[[], Any],
+    outside: tuple[str, ...] = (),
+    only: Callable[[FrameType], bool] = lambda frame: True,
+) -> list[Call]:
     """Lists the calls of functions in the package `root` while `run` runs, in their order.
 
     Lambdas, comprehensions and generator expressions are not listed, because Python 3.12 calls
@@ -31,6 +36,7 @@ def record(root: Path, run: Callable[[], Any], outside: tuple[str, ...] = ()) ->
       root: the folder of the package.
       run: a function without arguments, whose calls are recorded.
       outside: names of functions outside of the package that are listed too.
+      only: whether a call of the package is listed, from its frame.
     """
     prefix = f"{root}/"
     calls: list[Call] = []
@@ -40,7 +46,7 @@ def record(root: Path, run: Callable[[], Any], outside: tuple[str, ...] = ()) ->
             return
         code = frame.f_code
         is_inside = code.co_filename.startswith(prefix)
-        if is_inside and not code.co_name.startswith("<"):
+        if is_inside and not code.co_name.startswith("<") and only(frame):
             calls.append(Call(_stack(frame, prefix)))
         elif not is_inside and code.co_name in outside:
             calls.append(Call(_stack(frame, prefix), code.co_name))

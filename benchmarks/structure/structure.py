@@ -1,14 +1,15 @@
-"""The structure of jaxfp8 in numbers: parameters, frames, calls, moves between files, lengths.
+"""The structure of jaxfp8 in numbers: files, lines, names, calls, and the way of a value.
 
     python benchmarks/structure/structure.py --compare FILE
 
-The script counts the jaxfp8 that Python imports, and the tests, benchmarks and examples beside it.
-
-These files have the definitions of the figures:
-- `_source.py`: parameters and lines
+The script counts the jaxfp8 that Python imports. These files have the definitions of the figures:
+- `_source.py`: files, lines and parameters
+- `_names.py`: inner names, their importers, and whose docstrings there are
 - `_doors.py`: doors, which are the functions that users call; others are inner functions
+- `_walk.py`: the files that `lhs` enters from `fp8.dot_general` to its cast
 - `_passes.py`: one traced pass, and the names that it is searched for
 - `_trace.py`: calls, moves and frames
+- `import_time.py`: the time of the import, after flax and optax
 
 The figures of a pass depend on the versions of Python and jax. Compare them only within the same
 versions.
@@ -19,70 +20,96 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from _doors import doors
-from _passes import trace_figures
-from _source import (
-    COLUMNS,
-    PARAMETERS,
-    functions,
-    lengths,
-    long_lines,
-    questions,
-    read,
-)
+from _names import docstring_lines, inner_names
+from _passes import RECIPES, trace_figures
+from _source import PARAMETERS, Source, functions, lengths, packed_kib, read
+from _walk import climbs, way_of_lhs
+from import_time import STEPS, measure
 
 import jaxfp8 as fp8
 
 WIDEST = 10
+IMPORTS = 5  # interpreters that time the import
 PACKAGES = ("jax", "flax", "jaxfp8")
-BESIDE = ("tests", "benchmarks", "examples")
-GRANULARITIES = "numerics"  # the folder that may test the type of a granularity
+Figures = tuple[dict[str, Any], dict[str, Any]]
+"""Figures, and the lists behind them."""
 
 
-def source_figures(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures of the source, and the lists behind them."""
-    for folder in BESIDE:
-        if not (root.parent / folder).is_dir():
-            cure = "set PYTHONPATH to a checkout"
-            raise SystemExit(f"jaxfp8 is {root}, but {folder}/ must be beside it; {cure}.")
-    source = read(root)
+def function_figures(source: Source) -> Figures:
     public = doors(source)
     rows = sorted(functions(source), key=lambda row: (-row["parameters"], row["file"], row["line"]))
     is_door = [(row["file"], row["function"]) in public for row in rows]
     outer = [row for row, door in zip(rows, is_door, strict=True) if door]
     inner = [row for row, door in zip(rows, is_door, strict=True) if not door]
-    asked = questions(source, outside=GRANULARITIES)
-    size = lengths(source)
-    too_wide = [row for row in inner if row["parameters"] > PARAMETERS]
-    beside = [line for folder in BESIDE for line in long_lines(root.parent / folder)]
     figures = {
         "doors: most parameters": outer[0]["parameters"],
         "inner functions: most parameters": inner[0]["parameters"],
-        f"inner functions of over {PARAMETERS} parameters": len(too_wide),
-        "files": size["files"],
-        "lines": size["lines"],
-        "lines of the median file": size["median"],
-        "lines of the longest file": size["longest"],
-        f"lines over {COLUMNS} columns": len(long_lines(root)),
-        f"lines over {COLUMNS} columns in {', '.join(BESIDE)}": len(beside),
-        f"lines with isinstance(x, Per...) outside {GRANULARITIES}": len(asked),
-        "files with such lines": len({row["file"] for row in asked}),
-        "comments, % of lines": size["comments"],
+        f"inner functions of over {PARAMETERS} parameters": sum(
+            row["parameters"] > PARAMETERS for row in inner
+        ),
     }
+    return figures, {"widest doors": outer[:WIDEST], "widest inner functions": inner[:WIDEST]}
+
+
+def line_figures(source: Source) -> Figures:
+    size = lengths(source)
+    figures = {
+        "files": size["files"],
+        "files without faces": size["files without faces"],
+        "lines of the median file without faces": size["median"],
+        "lines of the longest file": size["longest"],
+        "lines": size["lines"],
+        "lines of code": size["code"],
+        "lines of docstrings": size["docstrings"],
+        "lines with a comment": size["comments"],
+        "lines of imports": size["imports"],
+        "imports, % of lines of code": size["share of imports"],
+        "files in a zip, KiB": packed_kib(source.root),
+    }
+    return figures, {"longest file": size["longest_file"]}
+
+
+def name_figures(source: Source) -> Figures:
+    names = inner_names(source)
+    by_count = {
+        count: sorted(f"{file}: {name}" for (file, name), by in names.items() if len(by) == count)
+        for count in (0, 1)
+    }
+    figures = {
+        "inner names": len(names),
+        "inner names that no other file imports": len(by_count[0]),
+        "inner names that one other file imports": len(by_count[1]),
+    } | {f"lines of docstrings of {owner}": n for owner, n in docstring_lines(source).items()}
     lists = {
-        "widest doors": outer[:WIDEST],
-        "widest inner functions": inner[:WIDEST],
-        "longest file": size["longest_file"],
-        "questions by file": Counter(row["file"] for row in asked),
+        "inner names that no other file imports": by_count[0],
+        "inner names that one other file imports": by_count[1],
     }
     return figures, lists
+
+
+def walk_figures(root: Path) -> Figures:
+    ways = {name: way_of_lhs(root, fp8.recipes.get(name)) for name in RECIPES}
+    figures = {}
+    for name, way in ways.items():
+        figures[f"{name}: rooms that lhs enters before its cast"] = len({*way})
+        figures[f"{name}: climbs back of lhs"] = climbs(way)
+    return figures, {f"way of lhs, {name}": way for name, way in ways.items()}
+
+
+def import_figures(root: Path) -> Figures:
+    file, seconds = measure(IMPORTS)
+    if Path(file).parent != root:
+        raise SystemExit(f"fresh interpreters import {file}, not {root}; set PYTHONPATH to one.")
+    processor = seconds[:, [*STEPS].index("jaxfp8"), 1]
+    return {"import jaxfp8, CPU seconds": round(statistics.median(processor.tolist()), 2)}, {}
 
 
 def table(figures: dict[str, float], before: dict[str, float] | None = None) -> str:
@@ -105,8 +132,8 @@ def listing(lists: dict[str, Any]) -> str:
         for row in lists[title]:
             where = f"{row['file']}:{row['line']}"
             lines.append(f"{row['parameters']:4}  {row['function']}  {where}")
-    lines += ["", f"lines with isinstance(x, Per...) outside {GRANULARITIES}"]
-    lines += [f"{count:4}  {file}" for file, count in lists["questions by file"].items()]
+    for title in ("inner names that no other file imports", f"way of lhs, {RECIPES[0]}"):
+        lines += ["", title, *(f"      {each}" for each in lists[title])]
     return "\n".join(lines)
 
 
@@ -147,8 +174,19 @@ def main() -> None:
     print(f"of {root}")
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     versions = {"python": platform.python_version()} | versions
-    figures, lists = source_figures(root)
-    figures |= trace_figures(root)
+    source = read(root)
+    figures: dict[str, Any] = {}
+    lists: dict[str, Any] = {}
+    for some, behind in (
+        line_figures(source),
+        name_figures(source),
+        function_figures(source),
+        import_figures(root),
+        walk_figures(root),
+        (trace_figures(root), {}),
+    ):
+        figures |= some
+        lists |= behind
     if before and before["versions"] != versions:
         print(f"before: {before['versions']}, now: {versions}; calls and moves depend on them")
     print(table(figures, before and before["figures"]))
