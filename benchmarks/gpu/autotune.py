@@ -1,9 +1,11 @@
 """Times every way to do the matmuls of dense layers on this GPU, and writes a table of timings.
 
-    python benchmarks/gpu/autotune.py h200 --json benchmarks/results/timings_h200.json
+    python benchmarks/gpu/autotune.py h200 --json benchmarks/gpu/results/timings_h200.json
 
 `fp8.Kernels("h200", timings=fp8.plan.Timings.load(path))` uses the table. A layer is
 [M, K] @ [K, N], forward and backward.
+
+Needs: a GPU.
 """
 
 import argparse

@@ -1,10 +1,12 @@
 """Check and time casts, matmuls, layers and experts on a GPU, in one command and eight minutes.
 
-    python benchmarks/gpu/run.py --json benchmarks/results/h200.json --markdown
+    python benchmarks/gpu/run.py --json benchmarks/gpu/results/h200.json --markdown
 
-Two modes need no GPU. --compile-only h200 compiles every program for that chip. --dry-run runs
-everything on a CPU with tiny shapes. benchmarks/README.md says what is measured, and how. The exit
-status is 1 if a check failed, and 3 if the run took too long.
+Two modes run without a GPU. --compile-only h200 compiles every program for that chip. --dry-run
+runs everything on a CPU with tiny shapes. benchmarks/README.md says what is measured, and how. The
+exit status is 1 if a check failed, and 3 if the run took too long.
+
+Needs: a GPU; with `--compile-only` the wheels of jax[cuda13]; with `--dry-run` nothing.
 """
 
 import argparse

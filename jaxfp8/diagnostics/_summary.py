@@ -115,7 +115,7 @@ def _rows(path: tuple[Any, ...], state: MatmulState) -> list[StateRow]:
 _NAMES = ("layer", "tensor", "matmuls", "key")
 
 # A share above its limit is marked in the table. Sources: NVIDIA's limit of underflow in gradients
-# (BioNeMo, FP8 Training Analyzer), and the losses of benchmarks/cast_losses.py. See
+# (BioNeMo, FP8 Training Analyzer), and the losses of benchmarks/learning/cast_losses.py. See
 # docs/diagnostics.md.
 _ACT_ABOVE = {"saturated": 0.001, "underflowed": 0.02}
 _LIMITS = ", ".join(f"{100 * limit:g} % {name}" for name, limit in _ACT_ABOVE.items())

@@ -161,9 +161,9 @@ class Backend:
     On other platforms the same program runs `elsewhere`.
 
     `import jaxfp8` does not import Pallas, because Pallas would take most of the import's time
-    (`benchmarks/import_time.py`). Also, Pallas of jax 0.10 needs absl, which jax does not install.
-    The module of a `Backend` imports Pallas or Triton at its top. `tests/test_floors.py` reads
-    `module` as an import of the file that names it.
+    (`benchmarks/structure/import_time.py`). Also, Pallas of jax 0.10 needs absl, which jax does not
+    install. The module of a `Backend` imports Pallas or Triton at its top. `tests/test_floors.py`
+    reads `module` as an import of the file that names it.
 
     Attributes:
       module: the module to import, for instance "jaxfp8.kernels.cast._mosaic".

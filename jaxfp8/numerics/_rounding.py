@@ -4,7 +4,7 @@ On CPUs XLA converts to FP8. Elsewhere the payload is built as a byte, from the 
 because XLA may fold a conversion away. The bits are the same.
 
 The cast compiles to 0.45 times the instructions of a conversion on an A100, and to 1.2 times on an
-H200 (compiled, not run: benchmarks/cast_cost.py).
+H200 (compiled, not run: benchmarks/programs/cast_cost.py).
 
 References:
   XLA, xla/service/simplify_fp_conversions.cc (the pass that folds conversions).

@@ -146,7 +146,7 @@ class FP8(AbstractMaster, AbstractMomentFormat):
 _RANGE = E4M3.max / (3 * 2.0 ** (E4M3.min_exponent - E4M3.mantissa_bits))
 """The largest value of E4M3 over its third one above 0. The smallest value of a group becomes this
 third one. With the second or the fourth one rms errors are within 9 % of these, some larger, some
-smaller (the groups of benchmarks/moment_accuracy.py)."""
+smaller (the groups of benchmarks/optimizers/moment_accuracy.py)."""
 # Products, because XLA makes one of a quotient by a constant. Their results at the ends are 1.
 _LAST, _LAST_2, _LAST_4 = (float(np.float32(1) / np.float32(x)) for x in (127, 127**2, 255.0**4))
 LEAST_ROOT = 2

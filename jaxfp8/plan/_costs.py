@@ -46,9 +46,9 @@ _XLA_TILE_RATE = 1e12
 # written.
 _CONVERTED = 5
 # What Hopper's Pallas matmul reaches with tiles of 32, as a share of bfloat16's rate, measured on
-# an H200 (benchmarks/results/h200.json, 8192 cubed). Key: whether the tiles of the right operand
-# are squares. Every sum of 32 products is scaled in float32. That keeps the float32 lanes busier
-# than the tensor cores. (By the rates of both, 0.67 and 1.6 would be possible.)
+# an H200 (benchmarks/gpu/results/h200.json, 8192 cubed). Key: whether the tiles of the right
+# operand are squares. Every sum of 32 products is scaled in float32. That keeps the float32 lanes
+# busier than the tensor cores. (By the rates of both, 0.67 and 1.6 would be possible.)
 _OF_BF16 = {False: 0.38, True: 0.69}
 # Limits of the Pallas matmul for Hopper. It steps along K by 128. It copies boxes of 8 rows. It
 # reads E8M0 scales of rhs as bytes if lhs has at most 128 rows.

@@ -9,7 +9,7 @@ import sys
 import pytest
 from quick_flags import quick_flags
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "cpu_train_step.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/cpu/cpu_train_step.py"
 
 
 @pytest.mark.slow  # compiles fifteen train steps

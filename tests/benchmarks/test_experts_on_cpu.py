@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_every_contender_has_a_row():
     small = ["--experts", "3", "--tokens", "40", "--features", "32", "--repeats", "1"]
-    script = ROOT / "benchmarks" / "experts_on_cpu.py"
+    script = ROOT / "benchmarks/cpu/experts_on_cpu.py"
     out = subprocess.run(
         [sys.executable, script, *small], check=True, capture_output=True, text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gradient_scaling.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks/wire/gradient_scaling.py"
 SPEC = importlib.util.spec_from_file_location("gradient_scaling", SCRIPT)
 scaling = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(scaling)

@@ -74,7 +74,7 @@ ENTRY %main (a: s32[], b: f32[7,8], d: f32[8]) -> f32[8] {
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    for folder in ("benchmarks", "tests/deviceless"):
+    for folder in ("benchmarks/programs", "tests/deviceless"):
         monkeypatch.syspath_prepend(ROOT / folder)
 
 
@@ -88,7 +88,7 @@ def test_a_loop_counts_as_often_as_it_turns():
 
 
 def test_a_slice_counts_and_not_its_array():
-    from _programs_bytes import moved
+    from _bytes import moved
     from program import Program
 
     program, row = Program(TINY), 8 * 4
@@ -130,7 +130,7 @@ def test_a_scan_counts_as_often_as_its_length():
 
 def rows_of(tmp_path, *words):
     result = tmp_path / "result.json"
-    script = [sys.executable, ROOT / "benchmarks" / "programs.py"]
+    script = [sys.executable, ROOT / "benchmarks/programs/programs.py"]
     sizes = ["--blocks", "1", "--features", "32", "--tokens", "32", "--repeats", "1"]
     given = flags() if "--target" in words else quick_flags()
     run = subprocess.run(
@@ -155,7 +155,7 @@ def rows_of(tmp_path, *words):
 @pytest.mark.slow
 def test_the_casts_of_a_program_are_counted(tmp_path):
     result = tmp_path / "result.json"
-    script = [sys.executable, ROOT / "benchmarks" / "cast_instructions.py"]
+    script = [sys.executable, ROOT / "benchmarks/programs/cast_instructions.py"]
     run = subprocess.run(
         [*script, "--recipes", "current", "mxfp8", "--json", result],
         env=os.environ | {"XLA_FLAGS": quick_flags()}, capture_output=True, text=True, check=False,

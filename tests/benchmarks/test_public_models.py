@@ -1,4 +1,4 @@
-"""benchmarks/public_models.py trains a model from a folder, and compares what it computed."""
+"""public_models.py trains a model from a folder, and compares what it computed."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quick_flags import quick_flags
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "learning"
 # It has the names of gpt-jax, and an `init` with other arguments.
 MODEL = """
 import dataclasses
@@ -44,7 +44,7 @@ class GPT(nn.Module):
 
 @pytest.fixture
 def public_models(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(FOLDER)
     import public_models
 
     yield public_models
@@ -73,7 +73,7 @@ def test_a_model_from_a_folder(tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
     out = tmp_path / "result.json"
     subprocess.run(
-        [sys.executable, BENCHMARKS / "public_models.py", f"gpt-jax={tmp_path}", "--steps", "2",
+        [sys.executable, FOLDER / "public_models.py", f"gpt-jax={tmp_path}", "--steps", "2",
          "--json", out],
         check=True,
         env=os.environ | {"XLA_FLAGS": quick_flags()},

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -13,12 +14,44 @@ from pathlib import Path
 import pytest
 
 import jaxfp8 as fp8
+from jaxfp8.numerics import saturating_cast
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "structure"
 ROOT = Path(fp8.__file__).parent
 
 TINY = {
     "__init__.py": "from tiny import linen as linen\nfrom tiny._door import door as door\n",
+    "_inner.py": '''"""A file."""
+import dataclasses  # twice one name
+
+LONE = """not
+a docstring"""
+"""Of LONE,
+in two lines."""
+
+def shared():
+    """Of shared."""
+
+class _Hidden:
+    """Of _Hidden."""
+    def public(self):
+        """Of _Hidden, too."""
+
+class Called:
+    """Of Called."""
+    def _private(self):
+        """Of Called, too."""
+
+def passed(): pass
+''',
+    "_user.py": """
+from tiny import _inner
+from tiny._inner import shared
+from tiny.linen import _base as base
+Backend("tiny._inner", "Called"), base.Base
+room = _inner
+room.passed()
+""",
     "_door.py": """
 from typing import overload
 from tiny.numerics._far import far  # comes back
@@ -41,15 +74,19 @@ from tiny.linen._base import Base
 from tiny._door import door
 
 class Layer(Base):
-    def __call__(self, x): return door(x, 1)
+    def __call__(self, x):
+        "Of a face."
+        return door(x, 1)
+    def _own(self):
+        "Of a face, but private."
     @staticmethod
     def static(a, b, c): pass
     @classmethod
-    def using(cls, a): return isinstance(a, (int, Base.PerTensor)), isinstance(a, Person)
+    def using(cls, a): pass
     def _private(self): pass
 """,
     "numerics/__init__.py": "",
-    "numerics/_far.py": "def far(x): return isinstance(x, PerAxis)\nPerAxis = int\n",
+    "numerics/_far.py": "def far(x): pass\nlarge = 1\n",
 }
 
 
@@ -70,20 +107,22 @@ def tiny(tmp_path, monkeypatch):
 
 
 def test_parameters(tiny):
-    import _structure_source as counter
+    import _source as counter
 
     rows = [*counter.functions(counter.read(tiny))]
     assert {row["function"]: row["parameters"] for row in rows} == {
-        "door": 3, "door.nested": 2, "near": 1, "far": 1, "Base.inherited": 2,
-        "Layer.__call__": 1, "Layer.static": 3, "Layer.using": 1, "Layer._private": 0,
+        "door": 3, "door.nested": 2, "near": 1, "far": 1, "Base.inherited": 2, "shared": 0,
+        "_Hidden.public": 0, "Called._private": 0, "passed": 0,
+        "Layer.__call__": 1, "Layer._own": 0, "Layer.static": 3, "Layer.using": 1,
+        "Layer._private": 0,
     }  # fmt: skip
-    assert len(rows) == 9
+    assert len(rows) == 14
     assert {row["function"]: row["line"] for row in rows}["door.nested"] == 9
 
 
 def test_doors(tiny):
-    import _structure_doors as counter
-    from _structure_source import read
+    import _doors as counter
+    from _source import read
 
     assert counter.doors(read(tiny)) == {
         ("tiny/_door.py", "door"),
@@ -95,24 +134,46 @@ def test_doors(tiny):
 
 
 def test_lines(tiny):
-    import _structure_source as counter
+    import _source as counter
 
-    asked = counter.questions(counter.read(tiny), outside="numerics")
-    assert asked == [{"file": "tiny/linen/_layer.py", "line": 10}]
     size = counter.lengths(counter.read(tiny))
-    assert (size["files"], size["longest"], size["longest_file"]) == (7, 14, "tiny/_door.py")
-    assert size["lines"] == 2 + 14 + 1 + 2 + 11 + 0 + 2
-    assert size["median"] == 6.5  # of 14, 2, 11 and 2
-    assert size["comments"] == round(100 / 32, 1)
-    assert counter.long_lines(tiny) == []
-    (tiny / "_door.py").write_text(f"{'é' * 100}\n\n{'x' * 101}\n")
-    assert counter.long_lines(tiny) == [{"file": "tiny/_door.py", "line": 3}]
+    assert (size["files"], size["files without faces"]) == (9, 6)
+    assert (size["longest"], size["longest_file"]) == (22, "tiny/_inner.py")
+    text = "".join(path.read_text() for path in tiny.rglob("*.py"))
+    assert size["lines"] == len(text.splitlines())
+    assert size["median"] == 10.5  # of 22, 14, 14, 7, 2 and 2
+    assert size["docstrings"] == 1 + 2 + 1 + 2 + 2 + 2
+    assert size["comments"] == 2
+    assert size["imports"] == 2 + 1 + 1 + 3 + 1 + 1 + 2
+    blank = sum(not line.strip() for line in text.splitlines())
+    assert size["code"] == size["lines"] - blank - size["docstrings"]
+    assert size["share of imports"] == round(100 * size["imports"] / size["code"], 1)
     with pytest.raises(ValueError, match=r"has no __init__\.py; pass the folder of a package"):
         counter.read(tiny.parent)
 
 
+def test_names(tiny):
+    import _names as counter
+    from _source import read
+
+    assert counter.inner_names(read(tiny)) == {
+        ("_door.py", "near"): set(),
+        ("_inner.py", "LONE"): set(),
+        ("_inner.py", "shared"): {"_user.py"},
+        ("_inner.py", "Called"): {"_user.py"},
+        ("_inner.py", "passed"): {"_user.py"},
+        ("_user.py", "room"): set(),
+        ("linen/_base.py", "Base"): {"_user.py", "linen/_layer.py"},
+        ("numerics/_far.py", "far"): {"_door.py"},
+        ("numerics/_far.py", "large"): set(),
+    }
+    assert counter.docstring_lines(read(tiny)) == {
+        "files": 1, "public names": 1, "inner names": 2 + 1 + 2, "_private names": 2 + 1,
+    }  # fmt: skip
+
+
 def test_calls_and_moves(tiny):
-    import _structure_trace as counter
+    import _trace as counter
 
     layer = importlib.import_module("tiny.linen._layer").Layer()
     before = sys.getprofile()
@@ -132,7 +193,7 @@ def test_calls_and_moves(tiny):
 
 
 def test_calls_outside(tiny):
-    import _structure_trace as counter
+    import _trace as counter
 
     door = importlib.import_module("tiny._door")
     door.far = lambda each: None
@@ -152,14 +213,14 @@ def codes(code: types.CodeType):
 
 @functools.cache
 def source_of_jaxfp8():
-    from _structure_source import read
+    from _source import read
 
     return read(ROOT)
 
 
 def test_parameters_of_jaxfp8():
     """Python's compiler is the oracle."""
-    import _structure_source as counter
+    import _source as counter
 
     source = source_of_jaxfp8()
     ours = {(row["file"], row["function"], row["parameters"]) for row in counter.functions(source)}
@@ -172,7 +233,8 @@ def test_parameters_of_jaxfp8():
     assert len(ours) > 500
     assert ours <= oracle
     left_out = {(file, name) for file, name, _ in oracle - ours}
-    overloads = {("jaxfp8/ops/_quantize.py", "quantize")}
+    file = Path(inspect.getsourcefile(fp8.quantize)).relative_to(ROOT.parent)
+    overloads = {(file.as_posix(), "quantize")}
     device_code = {each for each in left_out if each[0].endswith("/_triton_kernels.py")}
     assert left_out <= overloads | device_code
     assert len(device_code) == 5 + 13  # the functions of both kernels that Triton compiles
@@ -180,7 +242,7 @@ def test_parameters_of_jaxfp8():
 
 def test_doors_of_jaxfp8():
     """The imported face is the oracle."""
-    from _structure_doors import doors
+    from _doors import doors
 
     found = doors(source_of_jaxfp8())
     for face in (fp8, fp8.linen, fp8.nnx, fp8.recipes, fp8.sharding, fp8.comms):
@@ -192,20 +254,30 @@ def test_doors_of_jaxfp8():
     assert not any(file.startswith("jaxfp8/quantizers") for file, _ in found)
 
 
-def test_lines_of_jaxfp8():
-    import _structure_source as counter
+def test_names_of_jaxfp8():
+    """Each name on a face has its docstring there. Docstrings are counted twice."""
+    import _names as counter
+    from _source import lengths
 
-    asked = counter.questions(source_of_jaxfp8(), outside="numerics")
-    lines = {(row["file"], row["line"]) for row in asked}
-    for path in ROOT.rglob("*.py"):
-        file = path.relative_to(ROOT.parent).as_posix()
-        for number, line in enumerate(path.read_text().splitlines(), start=1):
-            if (file, number) in lines:
-                assert "isinstance(" in line or "case Per" in line, f"{file}:{number}"
-            one_line = "isinstance(" in line and ", Per" in line.partition("isinstance(")[2]
-            if one_line and "/numerics/" not in file:
-                assert (file, number) in lines, f"{file}:{number}"
-    assert lines
+    source = source_of_jaxfp8()
+    inner = counter.inner_names(source)
+    for face in (fp8, fp8.linen, fp8.nnx, fp8.recipes, fp8.optim):
+        for name, thing in vars(face).items():
+            if inspect.isclass(thing) or inspect.isfunction(thing):
+                file = inspect.getsourcefile(inspect.unwrap(thing))
+                assert (Path(file).relative_to(ROOT).as_posix(), name) not in inner
+    assert sum(counter.docstring_lines(source).values()) == lengths(source)["docstrings"]
+    assert sum(map(bool, inner.values())) > len(inner) / 2
+
+
+def test_way_of_lhs():
+    from _walk import climbs, way_of_lhs
+
+    way = way_of_lhs(ROOT, fp8.recipes.current())
+    ends = (inspect.getsourcefile(inspect.unwrap(f)) for f in (fp8.dot_general, saturating_cast))
+    assert [ROOT / way[0], ROOT / way[-1]] == [*map(Path, ends)]
+    assert all(file != after for file, after in itertools.pairwise(way))
+    assert climbs(way) == len(way) - len({*way}) > 0
 
 
 def run(*words):
@@ -226,7 +298,7 @@ def test_a_table_without_older_figures():
 
 @pytest.mark.slow  # traces fifteen train steps
 def test_writes_and_compares(tmp_path):
-    path, before = tmp_path / "now.json", FOLDER / "results" / "structure_before.json"
+    path, before = tmp_path / "now.json", FOLDER / "results" / "before_rooms.json"
     finished = run("--json", path, "--compare", before)
     assert finished.returncode == 0, finished.stderr
     result = json.loads(path.read_text())

@@ -1,6 +1,6 @@
 """A layer of experts compiled for 8 and 64 H200: what it sends, its casts, and its memory.
 
-benchmarks/moe_wire.py has the figures of larger layers.
+benchmarks/wire/moe_wire.py has the figures of larger layers.
 """
 
 import math

@@ -49,7 +49,7 @@ def test_no_array_of_experts_times_rows_and_no_word_of_the_host(name):
 @pytest.mark.parametrize(("experts", "average"), [(8, 512), (64, 512), (8, 4096)])
 @pytest.mark.parametrize("name", ["current", "rowwise", "blockwise", "mxfp8"])
 def test_hopper_s_kernels_move_little_more_than_each_expert_alone(name, experts, average):
-    """benchmarks/grouped_work.py has the table of larger layers."""
+    """benchmarks/programs/grouped_work.py has the table of larger layers."""
     found = work_of_experts(name, experts, average, 512, 1024, H200)
     assert found.flops <= 1.3
     assert found.bytes <= 1.3

@@ -1,6 +1,6 @@
 """The kernels that a step of the scanned layers of Llama starts, beside those of bf16.
 
-The figures: benchmarks/programs.py --model llama.
+The figures: benchmarks/programs/programs.py --model llama.
 """
 
 import llama

@@ -1,6 +1,6 @@
 """The layers of a Llama-3-70B on 8, 64 and 512 H200: what a train step sends.
 
-The figures: benchmarks/llama_wire.py.
+The figures: benchmarks/wire/llama_wire.py.
 """
 
 import collections

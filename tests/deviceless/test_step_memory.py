@@ -1,6 +1,6 @@
 """A train step in FP8 needs less memory than the bfloat16 step that saves the same.
 
-The figures: benchmarks/step_memory.py.
+The figures: benchmarks/programs/step_memory.py.
 """
 
 import functools
