@@ -3,7 +3,7 @@
 import fractions
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,61 +110,6 @@ def init_gradient_sums(grads_or_params: PyTree, method: SumMethod) -> GradientSu
         saturated=tree_of(0, jnp.float32),
         underflowed=tree_of(0, jnp.float32),
     )
-
-
-def rows_of(
-    state: GradientSumState | None, structure: Any, method: SumMethod
-) -> list[GradientSumState | None]:
-    """The state of each gradient, in the order of the leaves, after a check of the whole state.
-
-    Args:
-      state: the state of all gradients, or None.
-      structure: the tree structure of the gradients.
-      method: how they will be summed.
-
-    Raises:
-      TypeError, ValueError: if the state is missing, or belongs to another method or tree.
-    """
-    name = type(method).__name__
-    if not isinstance(method, AutoScaledFP8):
-        if state is not None:
-            raise TypeError(
-                f"state is a {type(state).__name__}, but {name} has no state. Leave state= out, or "
-                "pass the method that the state was made for."
-            )
-        return [None] * structure.num_leaves
-    if not isinstance(state, GradientSumState):
-        raise TypeError(
-            f"state is {'missing' if state is None else f'a {type(state).__name__}'}, and {name} "
-            "needs a GradientSumState. Pass state=fp8.comms.init_gradient_sums(params, method) in "
-            "the first step, and the returned state afterwards."
-        )
-    columns = []
-    for field, tree in zip(state._fields, state, strict=True):
-        if (found := jax.tree.structure(tree)) != structure:
-            raise ValueError(
-                f"state.{field} has the structure {found}, and the gradients have {structure}. "
-                "Make the state from the parameters that are differentiated: "
-                "fp8.comms.init_gradient_sums(params, method)."
-            )
-        columns.append(jax.tree.leaves(tree))
-    if wrong := {np.shape(leaf) for column in columns for leaf in column} - {()}:
-        raise ValueError(
-            f"state has leaves of the shapes {sorted(wrong)}, and each must be one number. Pass "
-            "the state unchanged, with in_specs=jax.P()."
-        )
-    return [GradientSumState(*row) for row in zip(*columns, strict=True)]
-
-
-def state_from(
-    rows: list[GradientSumState | None], structure: Any, method: SumMethod
-) -> GradientSumState | None:
-    """The state of all gradients, from that of each; None for a method without state."""
-    if not isinstance(method, AutoScaledFP8):
-        return None
-    columns = zip(*(row for row in rows if row is not None), strict=True)
-    fields = [structure.unflatten(column) for column in columns]
-    return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
 
 
 def _next_row(row: GradientSumState, sums: _Sums, method: AutoScaledFP8) -> GradientSumState:

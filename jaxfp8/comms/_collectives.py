@@ -7,7 +7,7 @@ it is split.
 A scale cell may also span devices: one scale for a tensor, or rows that are split. Then its scale
 must come from the amax of all shards. Types show that. The scale does not vary over the mesh axis.
 
-FP8 values are sent as bytes (`sharding._gather.in_bytes` says why).
+FP8 values are sent as bytes (`sharding._place.in_bytes` says why).
 
 The collectives are not differentiable, because the cotangent of FP8 values would be FP8.
 `fp8.dot_general(x_shard=, w_shard=)` is differentiable. It gathers inside its own custom gradient.

@@ -304,15 +304,26 @@ def _local(
 def _gated(h: Array, weight: Array, clamp: tuple[float, float] | None) -> Array:
     """SwiGLU of rows h [S, 2 F], times the weight of each row [S]: [S, F] in the dtype of h."""
     gate, linear = (part.astype(jnp.float32) for part in jnp.split(h, 2, axis=1))
-    gate, linear = clamped(gate, linear, clamp)
+    gate, linear = _clamped(gate, linear, clamp)
     return (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
 
 
-def clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+    """The gate and the linear part of a shared expert, [..., F] each, for `SwiGLU`.
+
+    Example:
+      >>> shared_parts(jnp.array([[1.0, 5.0]]), (2.0, 3.0))
+      (Array([[1.]], dtype=float32), Array([[3.]], dtype=float32))
+    """
+    gate, linear = jnp.split(h, 2, axis=-1)
+    return _clamped(gate, linear, clamp)
+
+
+def _clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
     """The two parts of SwiGLU, limited as `swiglu_experts` says.
 
     Example:
-      >>> clamped(jnp.float32(9.0), jnp.float32(-9.0), (2.0, 3.0))
+      >>> _clamped(jnp.float32(9.0), jnp.float32(-9.0), (2.0, 3.0))
       (Array(2., dtype=float32), Array(-3., dtype=float32))
     """
     if clamp is None:

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import check_float
-from jaxfp8.moe._experts import ExpertParallel, check_parallel, clamped, swiglu_experts
+from jaxfp8.moe._experts import ExpertParallel, check_parallel, swiglu_experts
 from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.ops._dispatch_matmul import check_experts
@@ -106,17 +106,6 @@ def mixture(
         dropped=dropped,
     )
     return _restored(y, x), stats
-
-
-def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
-    """The gate and the linear part of a shared expert, [..., F] each, for `SwiGLU`.
-
-    Example:
-      >>> shared_parts(jnp.array([[1.0, 5.0]]), (2.0, 3.0))
-      (Array([[1.]], dtype=float32), Array([[3.]], dtype=float32))
-    """
-    gate, linear = jnp.split(h, 2, axis=-1)
-    return clamped(gate, linear, clamp)
 
 
 def experts_here(experts: int, parallel: ExpertParallel | None) -> int:

@@ -237,20 +237,6 @@ def prologue_of(x: Source) -> AbstractPrologue | None:
     return x.prologue if isinstance(x, Produced) else None
 
 
-def wide_operands(x: Source) -> int:
-    """How many arrays of the size of x a kernel reads to compute x.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> wide_operands(produce(fp8.prologues.SwiGLU(), jnp.ones((2, 3)), jnp.ones((2, 3))))
-      2
-    """
-    if not isinstance(x, Produced):
-        return 1
-    return sum(math.prod(each.shape) == math.prod(x.shape) for each in x.operands)
-
-
 # RMSNorm, which comes before the first matmul of a transformer block.
 #
 # Letters: M, K are the last two axes of x.

@@ -302,24 +302,6 @@ class Recipe:
         return sum(operands.in_fp8 for operands in (self.fprop, self.dgrad, self.wgrad))
 
 
-def by_tensor(
-    name: str,
-    x: AbstractQuantizer,
-    w: AbstractQuantizer,
-    g: AbstractQuantizer,
-) -> Recipe:
-    """A recipe in which each tensor has one quantizer for all matmuls.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> x = fp8.quantizers.Current(format=fp8.E4M3)
-      >>> by_tensor("mine", x, x, x).fp8_matmuls
-      3
-    """
-    fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
-    return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
-
-
 # The copies of a tensor that the matmuls of a training step read, and how each is cast.
 #
 # All of this is static. It is computed once for a recipe and a geometry, and not for each layer.
