@@ -58,15 +58,13 @@ class GradientSumState(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What a step tells about one gradient, the same on all devices.
+    """The results of a step for one gradient of `size` values, the same on all `devices`.
 
     Attributes:
       amax: float32, the largest amax of all devices; inf if one has an inf or NaN.
       saturated: float32, how many values were clipped to the range of the format.
       beyond: float32, how many sums were clipped to the range of float32. mu cannot change that.
       underflowed: float32, how many values became zero, on all devices together.
-      size: how many values the gradient has.
-      devices: how many devices were summed.
     """
 
     amax: Array
@@ -115,11 +113,6 @@ def init_gradient_sums(grads_or_params: PyTree, method: SumMethod) -> GradientSu
 def _next_row(row: GradientSumState, sums: _Sums, method: AutoScaledFP8) -> GradientSumState:
     """The state of one gradient after a step.
 
-    Args:
-      row: the state of the gradient before it.
-      sums: what the step told.
-      method: the rule.
-
     References:
       Peng et al., FP8-LM, arXiv:2310.18313, section 2.1: mu is halved if more than 0.001 % of the
       values are at the maximum. Otherwise it grows exponentially, twofold in 1000 steps.
@@ -164,16 +157,9 @@ def whole_sum(
     also: tuple[str, ...],
     mean: bool,
 ) -> tuple[Array, GradientSumState]:
-    """The sum or mean over all devices [slices.shape] float32, and the next state.
+    """The sum or mean of x over all devices [slices.shape] float32, and the next state.
 
-    Args:
-      x: [slices.shape] the gradient of this device.
-      slices: how it is cut.
-      names: the mesh axes over which it is summed.
-      method: how it is summed.
-      row: the state of this gradient.
-      also: other mesh axes over which it is split, and its state is not.
-      mean: whether to divide the sum by the number of devices.
+    The gradient is summed over `names`. It is split over `also`, too, and its state is not.
     """
     everywhere = names + also
     # The smallest multiplier of all devices is that of the largest amax. It is found like this
@@ -232,9 +218,9 @@ def _sum(
     also: tuple[str, ...],
     method: AutoScaledFP8,
 ) -> tuple[Array, Array]:
-    """The sum of payloads in FP8, as float32 [slices.shape], and how many of its values clipped.
+    """The sum of payloads in FP8, as float32 [slices.shape], and this device's part of the count.
 
-    The count is a part of each device's. The sum of the parts is the count.
+    The sum of the parts over all devices is how many values of the sum were clipped.
     """
     largest = method.format.max
 

@@ -33,11 +33,7 @@ def _leaves_of(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
-    """The names of mesh axes as a tuple, after a check that all of them are manual here.
-
-    Raises:
-      ValueError: if there is none, if one is named twice, or if one is no manual axis.
-    """
+    """The names of mesh axes as a tuple. ValueError unless each is manual here and named once."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if len(set(names)) != len(names) or (not names and argument == "axis_name"):
         raise ValueError(
@@ -53,14 +49,9 @@ def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tu
 
 
 def _local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
-    """The paths of the leaves, the leaves, and their structure, after a check of all leaves.
+    """The paths of the leaves, the leaves, and their structure.
 
-    Args:
-      grads: a tree of gradients [...] of this device.
-      names: the mesh axes over which they will be summed.
-
-    Raises:
-      TypeError, ValueError: for a leaf that is no local gradient. Leaves of dtype float0 pass.
+    Raises TypeError or ValueError for a leaf that is no local gradient. Leaves of float0 pass.
     """
     leaves, structure = _leaves_of(grads)
     numbered = structure.unflatten(range(len(leaves)))
@@ -91,13 +82,7 @@ def _has_no_values(leaf: Any) -> bool:
 
 
 def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
-    """Raise TypeError or ValueError if a leaf is no local gradient.
-
-    Args:
-      path: where the leaf is in its tree.
-      leaf: the gradient, [...].
-      names: the mesh axes over which it will be summed.
-    """
+    """Raise TypeError or ValueError if a leaf is no local gradient, to be summed over `names`."""
     where = f"the gradient {path or 'grads'}"
     if _is_quantized(leaf):
         raise TypeError(
@@ -157,15 +142,9 @@ def _is_small(x: Array, devices: int, method: SumMethod) -> bool:
 def _rows_of(
     state: GradientSumState | None, structure: Any, method: SumMethod
 ) -> list[GradientSumState | None]:
-    """The state of each gradient, in the order of the leaves, after a check of the whole state.
+    """The state of each gradient, in the order of the leaves.
 
-    Args:
-      state: the state of all gradients, or None.
-      structure: the tree structure of the gradients.
-      method: how they will be summed.
-
-    Raises:
-      TypeError, ValueError: if the state is missing, or belongs to another method or tree.
+    Raises TypeError or ValueError if the state is missing, or belongs to another method or tree.
     """
     name = type(method).__name__
     if not isinstance(method, AutoScaledFP8):

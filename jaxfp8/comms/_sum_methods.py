@@ -165,11 +165,7 @@ SumMethod: TypeAlias = BFloat16Sum | TwoPhaseFP8 | AutoScaledFP8
 
 
 def check_method(method: Any) -> None:
-    """Raise TypeError if `method` is not one of the methods.
-
-    Example:
-      >>> check_method(BFloat16Sum())
-    """
+    """Raise TypeError if `method` is not one of the methods."""
     if not isinstance(method, SumMethod):
         raise TypeError(
             f"method={method!r} is no way to sum gradients. Pass BFloat16Sum(), TwoPhaseFP8() or "

@@ -58,11 +58,7 @@ class _KernelModule(MatmulModule):
 
 
 class _PrologueModule(_KernelModule):
-    """A layer that can compute a prologue inside the cast of its input.
-
-    Attributes:
-      prologue: computes the left operand from the arrays of `inputs`. None: `inputs` is one array.
-    """
+    """A layer that can compute a prologue inside the cast of its input."""
 
     prologue: AbstractPrologue | None = None
 

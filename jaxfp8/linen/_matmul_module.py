@@ -29,19 +29,7 @@ _KEYS = "fp8"
 class MatmulModule(nn.Module):
     """A module with an FP8 matmul. In a layer these fields follow flax's fields, in this order.
 
-    `fp8.dot_general` explains the fields after `recipe`.
-
-    Attributes:
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
+    `FP8DotGeneral` and `fp8.dot_general` explain them.
     """
 
     recipe: Recipe = delayed()
@@ -61,7 +49,7 @@ class MatmulModule(nn.Module):
 
     @nn.nowrap
     def matmul_options(self) -> MatmulOptions:
-        """The options of the matmul at this call: all arguments but operands and state.
+        """All arguments of the matmul at this call but operands and state.
 
         Outside of `jax.shard_map`, `init` leaves out the shards. Its arrays are not split, and it
         may run without a mesh.
@@ -95,9 +83,6 @@ def part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTre
     """An initializer that calls `init_fn` and returns this device's shard of its result.
 
     All devices draw the same global kernel, so their shards belong to one kernel.
-
-    Example:
-      >>> init = part_of(nn.initializers.ones, Shard(0, "fsdp"))
     """
 
     def part(kernel: Array) -> Array:

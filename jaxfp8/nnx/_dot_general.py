@@ -75,13 +75,9 @@ class AbstractFP8Matmul(nnx.Module):
             self.start_keys(rngs)
 
     def start_keys(self, rngs: Any) -> None:
-        """Fork a stream of keys for this object, if its recipe needs keys.
+        """Fork a stream of keys for this object, if its recipe needs keys. ValueError without one.
 
-        `model.eval()` turns the stream off, as it does for `nnx.Dropout`, because an evaluation
-        needs no keys.
-
-        Raises:
-          ValueError: if `rngs` is missing, or has neither a stream "fp8" nor a default stream.
+        `model.eval()` turns the stream off, as it does for `nnx.Dropout`.
         """
         if not self.recipe.needs_key:
             return
@@ -114,9 +110,8 @@ class AbstractFP8Matmul(nnx.Module):
     def matmul_state(self) -> MatmulState | tuple[()]:
         """The quantizer state of this matmul. () for a recipe without state.
 
-        Raises:
-          FP8StateError: if a layer made this object while a loss was running. The object ends with
-            the call, so its state would be lost.
+        FP8StateError if a layer made this object while a loss was running. The object ends with the
+        call, so its state would be lost.
         """
         if self.state is None:
             return ()

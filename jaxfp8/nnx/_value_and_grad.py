@@ -217,17 +217,10 @@ _lost_p.multiple_results = True
 
 
 def _kept(states: PyTree, call: str) -> PyTree:
-    """Return the same states, marked. A compiled function that drops all their histories raises.
+    """The same states, marked. When a compiled function drops all their histories, jax raises.
 
     Only histories count, because an evaluation after the step reads scales. Frozen states do not
-    count, because no update changes them.
-
-    Args:
-      states: the states that a commit returned.
-      call: name of the function that committed, for the message.
-
-    Raises:
-      FP8StateError: when jax compiles the function, not when this function is called.
+    count, because no update changes them. `call` is the function that committed, for the message.
     """
     nodes, structure = jax.tree.flatten(states, is_leaf=is_state)
     learning = [i for i, node in enumerate(nodes) if is_state(node) and not node.frozen]

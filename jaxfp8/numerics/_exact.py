@@ -35,26 +35,12 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def is_finite(x: Array) -> Array:
-    """`jnp.isfinite`, made of operations that every kernel language has.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> is_finite(jnp.array([1.0, jnp.inf, jnp.nan]))
-      Array([ True, False, False], dtype=bool)
-    """
+    """`jnp.isfinite`, made of operations that every kernel language has."""
     return jnp.abs(x) < jnp.inf  # False for NaN, as every comparison with it
 
 
 def widened(x: Array) -> Array:
-    """`x` [...] in float32. A float64 that overflows becomes the largest float32.
-
-    So finite stays finite, and non-finite stays non-finite.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> widened(jnp.array([-2.0, jnp.inf], jnp.bfloat16))
-      Array([-2., inf], dtype=float32)
-    """
+    """`x` [...] in float32. A float64 that overflows becomes the largest float32."""
     if x.dtype == jnp.float64:
         # The conversion alone would make inf of a float64 that float32 cannot hold.
         x = jnp.where(is_finite(x), jnp.clip(x, -LARGEST, LARGEST), x)
@@ -62,13 +48,7 @@ def widened(x: Array) -> Array:
 
 
 def to_float32(x: Array) -> Array:
-    """`widened(x)`, [...], where a magnitude below 2^-126 becomes a zero of the same sign.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> to_float32(jnp.array([1e-39, -2.0], jnp.float32))
-      Array([ 0., -2.], dtype=float32)
-    """
+    """`widened(x)`, [...], where a magnitude below 2^-126 becomes a zero of the same sign."""
     x = widened(x)
     # The sign is a bit mask, because kernel languages lack jnp.copysign.
     sign = lax.bitcast_convert_type(x, jnp.int32) & -(2**31)
@@ -86,11 +66,6 @@ def constant_like(x: Array, value: float) -> Array:
     """`value` in the shape and dtype of x [...], computed from x, so that JAX does not move it.
 
     XLA knows that the result does not depend on x, and folds it into the operation that reads it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> constant_like(jnp.zeros(2), 3.0)
-      Array([3., 3.], dtype=float32)
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return (x & 0) | int(value)
@@ -108,26 +83,13 @@ def divide(
 ) -> Array:
     """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
 
-    The clamp keeps both the quotient and its inverse normal numbers.
+    The denominators [...] are positive, finite and normal. The clamp keeps both the quotient and
+    its inverse normal numbers. Without it, the quotient must be in range, or is inf or NaN.
 
     Why is it exact? The quotient of two significands of 24 bits is a float32, or it is at least
     2^-49 of itself away from every number of 25 bits, where rounding to float32 changes its result.
     A float64 quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by
     the inverse.
-
-    Args:
-      numerator: a positive float32 constant.
-      denominator: [...] float32, positive, finite and normal.
-      exponent: the exponent of a power of two to multiply by, without rounding.
-      clamped: whether to clamp. If False, the quotient must be in range, or is inf or NaN.
-
-    Returns:
-      [...] float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> divide(448.0, jnp.float32(3.0))
-      Array(149.33333, dtype=float32)
     """
     with jax.enable_x64(True):  # for these operations only; no result is float64
         top = np.float64(np.float32(numerator)) * 2.0**exponent
@@ -152,12 +114,7 @@ BIAS = 127
 
 
 def power_of_two(exponent: Array) -> Array:
-    """`2**exponent`, [...] float32, for integers from -126 to 127.
-
-    Example:
-      >>> power_of_two(jnp.int32(-3))
-      Array(0.125, dtype=float32)
-    """
+    """`2**exponent`, [...] float32, for integers from -126 to 127."""
     return lax.bitcast_convert_type((exponent + BIAS) << 23, jnp.float32)
 
 
@@ -193,9 +150,7 @@ def converted_factors_of(scale: Array) -> tuple[Array, ...]:
 def times(x: Array, factors: Sequence[Array]) -> Array:
     """x [...] times each factor, one after the other. It is exact wherever the result is normal.
 
-    Args:
-      x: [...] floating point. An inf may become the largest finite number.
-      factors: of a scale, broadcastable to x and of its dtype.
+    An inf may become the largest finite number.
     """
     first, *others = factors
     product = x * first

@@ -25,13 +25,7 @@ from jaxfp8.numerics._formats import E8M0, Format
 
 
 def is_usable(amax: Array) -> Array:
-    """Whether an amax can set a scale: finite and at least 2^-126.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> is_usable(jnp.array([0.0, 1.0, jnp.inf]))
-      Array([False,  True, False], dtype=bool)
-    """
+    """Whether an amax can set a scale: finite and at least 2^-126."""
     # False for NaN, as every comparison with it.
     return amax == lax.clamp(np.float32(TINY), amax, np.float32(LARGEST))
 
@@ -88,18 +82,7 @@ def inverse(
 ) -> Array:
     """`1 / x`, correctly rounded: the scale of a multiplier, or the multiplier of a scale.
 
-    Args:
-      multiplier_or_scale: [...] float32 in [2^-126, 2^126].
-      power_of_two: whether all of them are powers of two. Then no division is needed.
-      kernel_language: whether this is part of a kernel, which has no float64.
-
-    Returns:
-      [...] float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> inverse(jnp.float32(64.0))
-      Array(0.015625, dtype=float32)
+    The numbers are in [2^-126, 2^126]. If all are powers of two, no division is needed.
     """
     if power_of_two:
         bits = lax.bitcast_convert_type(multiplier_or_scale, jnp.int32)
@@ -205,20 +188,7 @@ def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rcei
 
     "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
     subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
-    amaxes. Then values above `format.max` saturate.
-
-    Args:
-      amax: [...] float32, at least 0.
-      format: the format of the values.
-      rounding: "rceil" or "floor".
-
-    Returns:
-      k + 127. For an amax below 2^-126 it is below 1.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> _scale_exponent(jnp.array([448.0, 449.0]), fp8.E4M3)
-      Array([127, 128], dtype=int32)
+    amaxes. Then values above `format.max` saturate. For an amax below 2^-126 the result is below 1.
     """
     # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
     # if a > 1.75. This sum then carries into the exponent, so it rounds up exactly.
@@ -228,17 +198,9 @@ def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rcei
 
 
 def _to_e8m0(exponent: Array, finite: Array) -> Array:
-    """`2**k` in E8M0, from `exponent`, which is k + 127; NaN where not `finite`.
+    """`2**k` in E8M0, from `exponent`, which is k + 127, 0 to 254; NaN where not `finite`.
 
     The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
-
-    Args:
-      exponent: [...] int32, 0 to 254.
-      finite: [...] bool.
-
-    Example:
-      >>> _to_e8m0(jnp.array([0, 130]), jnp.array([True, False]))
-      Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
     """
     byte = lax.select(finite, exponent, constant_like(exponent, E8M0.nan_byte)).astype(jnp.uint8)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
@@ -256,13 +218,7 @@ _SLACK = 4
 # shape would take a second.
 @functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
 def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
-    """`divide` without float64.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> _divide_in_integers(448.0, jnp.float32(3.0))
-      Array(149.33333, dtype=float32)
-    """
+    """`divide` without float64."""
     # Both significands are integers in [2^23, 2^24). The quotient is
     # top / bottom * 2^(top_exponent - bottom_exponent + exponent).
     top, top_exponent = np.frexp(np.float32(numerator))

@@ -32,13 +32,7 @@ class Fault(NamedTuple):
 def _faults_of_values(
     scale: np.ndarray, history: np.ndarray, nonfinite_steps: np.ndarray
 ) -> list[Fault]:
-    """Values that the arrays of a row may not hold, for any quantizer.
-
-    Args:
-      scale: float32 [...].
-      history: float32 [..., H].
-      nonfinite_steps: float32 [...].
-    """
+    """Values that no row may hold: scales f32[...], histories f32[..., H] and counts f32[...]."""
     in_range = (scale == 0) | ((scale >= TINY) & (scale <= 1 / TINY))  # False for NaN
     finite = np.all(np.isfinite(history), axis=-1)
     whole = nonfinite_steps == np.floor(nonfinite_steps)
@@ -250,32 +244,18 @@ def stored_multiplier(scale: Array, is_set: Array, all_set: bool) -> Array:
     The mark is 0, with which `choose_scale` takes the current amax. It is not NaN, because
     `jax_debug_nans` would stop at the first step of each run. With `all_set` no amax is computed.
     A scale that is unset after all then has the multiplier NaN, which spoils the result.
-
-    Example:
-      >>> scale = jnp.float32([4.0, 0.0])
-      >>> stored_multiplier(scale, scale > 0, all_set=False)
-      Array([0.25, 0.  ], dtype=float32)
     """
     multiplier = inverse(jnp.where(is_set, scale, np.float32(1.0)))
     return jnp.where(is_set, multiplier, np.float32(np.nan if all_set else 0.0))
 
 
 def check_value_format(format: Format) -> None:
-    """Raise ValueError unless the format can hold values.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_value_format(fp8.E4M3)
-    """
+    """Raise ValueError unless the format can hold values."""
     if format not in VALUE_FORMATS:
         raise ValueError(f"format={format!r} cannot hold values; use one of {list(VALUE_FORMATS)}.")
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise TypeError unless the value is a bool.
-
-    Example:
-      >>> check_bool("power_of_two", True)
-    """
+    """Raise TypeError unless the value is a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False.")

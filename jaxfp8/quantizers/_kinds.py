@@ -296,14 +296,7 @@ class Current(AbstractQuantizer):
 
 
 def _wide_operands(x: Source) -> int:
-    """How many arrays of the size of x a kernel reads to compute x.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> wide_operands(produce(fp8.prologues.SwiGLU(), jnp.ones((2, 3)), jnp.ones((2, 3))))
-      2
-    """
+    """How many arrays of the size of x a kernel reads to compute x."""
     if not isinstance(x, Produced):
         return 1
     return sum(math.prod(each.shape) == math.prod(x.shape) for each in x.operands)
@@ -313,11 +306,7 @@ def _wide_operands(x: Source) -> int:
 
 
 def check_scale(name: str, scale: object) -> None:
-    """Raise ValueError unless the scale and its inverse are normal float32 numbers.
-
-    Example:
-      >>> check_scale("scale", 0.125)
-    """
+    """Raise ValueError unless the scale and its inverse are normal float32 numbers."""
     if (
         isinstance(scale, bool)
         or not isinstance(scale, int | float | np.floating)
@@ -397,10 +386,6 @@ class Identity(AbstractQuantizer):
 
 
 def _check_rounding(name: str, value: object) -> None:
-    """Raise ValueError unless the value is "nearest" or "stochastic".
-
-    Example:
-      >>> check_rounding("rounding", "nearest")
-    """
+    """Raise ValueError unless the value is "nearest" or "stochastic"."""
     if value not in ("nearest", "stochastic"):
         raise ValueError(f"{name}={value!r} is unknown; use 'nearest' or 'stochastic'.")

@@ -309,14 +309,7 @@ def _by_tensor(
     w: AbstractQuantizer,
     g: AbstractQuantizer,
 ) -> Recipe:
-    """A recipe in which each tensor has one quantizer for all matmuls.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> x = fp8.quantizers.Current(format=fp8.E4M3)
-      >>> by_tensor("mine", x, x, x).fp8_matmuls
-      3
-    """
+    """A recipe in which each tensor has one quantizer for all matmuls."""
     fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
     return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
 
@@ -357,12 +350,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
 
 def make(name: str, fields: dict[str, Any]) -> Recipe:
-    """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too.
-
-    Example:
-      >>> make("current", {}).name
-      'current'
-    """
+    """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too."""
     if name not in PRESETS:
         raise ValueError(
             f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}.{nearest(name, PRESETS)}"
@@ -376,33 +364,18 @@ def make(name: str, fields: dict[str, Any]) -> Recipe:
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a preset, by name.
-
-    Example:
-      >>> list(parameters_of("mxfp8"))
-      ['scale_rounding', 'w_tile_dim', 'gradient_rounding']
-    """
+    """The parameters of a preset, by name."""
     return dict(inspect.signature(PRESETS[name]).parameters)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known name that is most like it, if any.
-
-    Example:
-      >>> nearest("blockwize", PRESETS)
-      " Did you mean 'blockwise'?"
-    """
+    """The end of a message about an unknown name: the known name that is most like it, if any."""
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def check_recipe(recipe: object) -> None:
-    """Raise TypeError unless it is a Recipe.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_recipe(fp8.recipes.current())
-    """
+    """Raise TypeError unless it is a Recipe."""
     if isinstance(recipe, Recipe):
         return
     name = recipe if isinstance(recipe, str) else getattr(recipe, "__name__", None)

@@ -22,8 +22,7 @@ def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
     """A collective on x [...], which sends FP8 values and E8M0 scales as bytes.
 
     XLA:CPU would widen FP8 values to float16 and lose the sign of a zero. It would widen E8M0
-    scales to float32, flush the smallest scale to zero, and convert that zero to NaN. Wider dtypes
-    are sent as they are.
+    scales to float32, flush the smallest scale to zero, and convert that zero to NaN.
     """
     if x.dtype.itemsize > 1:
         return collective(x)
@@ -31,10 +30,7 @@ def in_bytes(collective: Callable[[Array], Array], x: Array) -> Array:
 
 
 def take_rows(x: Array, index: Array, fill: float = 0.0) -> Array:
-    """Entries of x [n, ...] at an index of any shape. An index of n or more gives `fill`.
-
-    FP8 values and E8M0 scales are moved as bytes, for the reason above.
-    """
+    """Entries of x [n, ...] at an index of any shape, moved as bytes. From n on they are `fill`."""
     if x.dtype.itemsize > 1:
         return x.at[index].get(mode="fill", fill_value=fill)
     filler = int(np.asarray(fill, x.dtype).view(np.uint8))
@@ -51,10 +47,7 @@ class Place(abc.ABC):
     @property
     @abc.abstractmethod
     def manual_axes(self) -> frozenset[str]:
-        """The manual mesh axes that split the operand.
-
-        There are such axes inside `jax.shard_map` only. There the array is one device's shard.
-        """
+        """The manual mesh axes that split the operand. Only `jax.shard_map` has some."""
 
     @abc.abstractmethod
     def whole_shape(self, shape: Axes) -> Axes:
@@ -66,14 +59,9 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def amax_axes(self, granularity: AbstractGranularity, shape: Axes) -> frozenset[str]:
-        """The mesh axes over which an amax must be reduced, because its scale cells span devices.
+        """The mesh axes to reduce an amax over, because scale cells of the array span devices.
 
-        Args:
-          granularity: which values share a scale.
-          shape: the shape of the array.
-
-        Raises:
-          ValueError: if a tile would span devices.
+        ValueError if a tile would.
         """
 
     @abc.abstractmethod

@@ -86,12 +86,9 @@ _SPLITS_CONSTRAINED = jax.__version_info__ >= (0, 12)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PlacedShard(Place):
-    """A `Shard` of an array in a mesh.
+    """A `Shard` of an array, whose axis is not negative, in the mesh under which it is traced.
 
-    Attributes:
-      axis: the array axis that is split, not negative.
-      axis_names: the mesh axes that split it. All are Manual, all are Explicit, or all are Auto.
-      mesh: the mesh under which the call is traced.
+    The mesh axes are all Manual, all Explicit, or all Auto.
     """
 
     axis: int
@@ -187,9 +184,7 @@ def _kinds_of(mesh: jax.sharding.AbstractMesh) -> dict[str, AxisType]:
 def _spec_without(spec: jax.P, axis: int, axis_names: tuple[str, ...], given: str = "") -> jax.P:
     """The spec after a gather: an array axis is no longer split over `axis_names`.
 
-    Raises:
-      ValueError: if the array axis is not split over all of `axis_names`. The message begins with
-        `given`.
+    ValueError if it was not split over all of them. The message begins with `given`.
     """
     entries = list(spec)
     names = mesh_axes(entries[axis])
@@ -207,15 +202,10 @@ def _spec_without(spec: jax.P, axis: int, axis_names: tuple[str, ...], given: st
 def _constraint(
     axis: int, entry: tuple[str, ...] | None, mesh: jax.sharding.AbstractMesh
 ) -> Callable[[Array], Array]:
-    """A sharding constraint on one array axis. The compiler decides about the other axes.
+    """A sharding constraint on one array axis: split by the mesh axes `entry`, whole for None.
 
-    The constraint has its own rule for `jax.vmap`, because JAX's rule leaves all axes to the
-    compiler, even an axis that must be whole.
-
-    Args:
-      axis: the array axis.
-      entry: the mesh axes that split it; None if it must be whole.
-      mesh: the mesh.
+    The compiler decides about the other axes. JAX's own rule for `jax.vmap` would leave it all of
+    them, even one that must be whole.
     """
 
     @custom_vmap
@@ -235,14 +225,10 @@ def _constraint(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_auto(where: tuple[int, tuple[str, ...], jax.sharding.AbstractMesh], x: Array) -> Array:
-    """The whole x in an Auto mesh, gathered along an array axis that mesh axes split.
+    """The whole x in an Auto mesh. `where`: the array axis, the mesh axes that split it, the mesh.
 
     The gradient of x is split again. FP8 values have no gradient here. A matmul gathers them inside
     its own custom gradient.
-
-    Args:
-      where: the array axis, the mesh axes and the mesh.
-      x: [...], of global shape.
     """
     # The inner constraint makes x split, the outer one makes it whole. Without the inner one, XLA
     # could gather before x is cast.
@@ -273,15 +259,8 @@ _scatter_auto.defvjp(
 def place(name: str, x: Array, shard: Shard | None) -> Place:
     """How x is placed in its mesh: whole, or split as `shard` says. Without a mesh x is whole.
 
-    Args:
-      name: the name of the operand, for errors.
-      x: [...].
-      shard: how x is split; None if it is not.
-
-    Raises:
-      TypeError: if `shard` is no `Shard`.
-      ValueError: if the array or the mesh lacks the axis. Also if shards would have unequal sizes,
-        or if the type of x says another split.
+    TypeError if `shard` is no `Shard`. ValueError if the array or the mesh lacks the axis, if
+    shards would have unequal sizes, or if the type of x says another split.
     """
     if shard is None or (placed := _placed(name, x.shape, (x,), shard)) is None:
         return Whole()
@@ -304,15 +283,9 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
 
 
 def place_of_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | None) -> Place:
-    """How the result of a matmul is placed: whole, or summed and split as `shard` says.
+    """How the result of a matmul, of this shape, is placed: whole, or summed and split.
 
-    Args:
-      shape: the shape of the result before it is split.
-      operands: x and w. Inside `jax.shard_map` one of them must vary over the mesh axes.
-      shard: how the result is split; None if it is not.
-
-    Raises:
-      TypeError, ValueError: see `place`.
+    Inside `jax.shard_map` x or w, the operands, must vary over the mesh axes. Errors: see `place`.
     """
     if shard is None or (placed := _placed("y", shape, operands, shard)) is None:
         return Whole()
