@@ -15,28 +15,14 @@ from jaxfp8._typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """The arguments of an example call of a model.
-
-    Attributes:
-      args: positional arguments. Arrays may be `jax.ShapeDtypeStruct`s.
-      kwargs: keyword arguments.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-      >>> Example((x, True), {}).shapes(lambda x, train: x.T if train else x).shape
-      (4, 8)
-    """
+    """The arguments of an example call of a model. Arrays may be `jax.ShapeDtypeStruct`s."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def _parts(self) -> tuple[list[Any], Callable[[list[Any]], tuple[Any, Any]]]:
-        """The arrays, and a function that puts others in their place.
-
-        Flags and names are no arrays. A function that is traced must get them as they are.
-        """
+        """The arrays, and a function that puts others in their place. Flags are no arrays."""
         leaves, structure = jax.tree.flatten((self.args, self.kwargs), is_leaf=lambda n: n is None)
         places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
@@ -75,28 +61,12 @@ class Example:
 
 @functools.cache
 def option_names(options: type) -> tuple[str, ...]:
-    """The option names of a TypedDict and of its bases.
-
-    Example:
-      >>> from typing import TypedDict
-      >>> option_names(TypedDict("Options", {"b": int, "a": int}, total=False))
-      ('a', 'b')
-    """
+    """The option names of a TypedDict and of its bases, sorted."""
     return tuple(sorted(options.__optional_keys__))  # type: ignore[attr-defined]
 
 
 def check_options(function: str, known: type, options: Mapping[str, object]) -> None:
-    """Raise TypeError for an option that a function does not have.
-
-    Args:
-      function: the name of the called function, for the message.
-      known: the TypedDict of the options that the function has.
-      options: the options that the caller passed.
-
-    Example:
-      >>> from typing import TypedDict
-      >>> check_options("f", TypedDict("Options", {"a": int}, total=False), {"a": 1})
-    """
+    """Raise TypeError for an option that is none of the TypedDict `known`, those of `function`."""
     for name in options:
         if name not in option_names(known):
             raise TypeError(

@@ -19,14 +19,7 @@ from jaxfp8._typing import Axes, DotDimensionNumbers, Matmul, Tensor
 class OperandAxes:
     """What a matmul does with each axis of one operand.
 
-    Attributes:
-      batch: the batch axes, in the order of the dimension numbers.
-      kept: the other axes that the result has, ascending.
-      contracted: the axes that are summed over, in the order of the dimension numbers.
-
-    Example:
-      >>> OperandAxes(batch=(0,), kept=(2,), contracted=(1,)).order
-      (0, 2, 1)
+    Batch and contracted axes are in the order of the dimension numbers, kept axes ascend.
     """
 
     batch: Axes
@@ -45,7 +38,7 @@ class OperandAxes:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the matmul contracts the second-to-last axis and does not contract the last one.
+        """Whether the second-to-last axis is contracted, and the last one is not.
 
         Kernels for Hopper read such an operand from a copy whose last two axes are transposed.
         """
@@ -73,26 +66,14 @@ class OperandAxes:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """The axes of one matmul. Its result is [*batch, *lhs kept, *rhs kept]. Hashable.
-
-    Attributes:
-      lhs: the axes of the left operand.
-      rhs: the axes of the right operand.
-
-    Example:
-      >>> Geometry.of((((1,), (0,)), ((), ())), 2, 2).rhs
-      OperandAxes(batch=(), kept=(1,), contracted=(0,))
-    """
+    """The axes of one matmul. Its result is [*batch, *lhs kept, *rhs kept]. Hashable."""
 
     lhs: OperandAxes
     rhs: OperandAxes
 
     @classmethod
     def of(cls, dimension_numbers: DotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Geometry":
-        """The axes of a matmul of two operands with the given numbers of axes.
-
-        `dimension_numbers` must come from `check`, which makes axes non-negative.
-        """
+        """From dimension numbers that `check` returned, and the numbers of axes of the operands."""
         (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
         return cls(_axes(lhs_ndim, lhs_batch, lhs), _axes(rhs_ndim, rhs_batch, rhs))
 
@@ -112,12 +93,7 @@ class Geometry:
         return (self.lhs.contracted, self.rhs.contracted), (self.lhs.batch, self.rhs.batch)
 
     def with_innermost(self, pair: int) -> "Geometry":
-        """The same matmul with one pair of contracted axes moved to the end. `pair` is its index.
-
-        Example:
-          >>> Geometry.of((((0, 1), (0, 1)), ((), ())), 3, 3).with_innermost(0).lhs.contracted
-          (1, 0)
-        """
+        """The same matmul with the contracted axes of index `pair` moved to the end."""
         lhs, rhs = (
             dataclasses.replace(axes,
                 contracted=(
@@ -137,8 +113,7 @@ class Geometry:
     def added_axes(self) -> tuple[Axes, Axes]:
         """For lhs and for rhs: the axes of the result that come from the other operand alone.
 
-        An array [*batch, *kept] has the axes of an operand that are not contracted. After
-        `jnp.expand_dims` along these axes it broadcasts to the result.
+        After `jnp.expand_dims` along them, an array [*batch, *kept] broadcasts to the result.
         """
         batch, m, n = len(self.lhs.batch), len(self.lhs.kept), len(self.rhs.kept)
         return tuple(range(batch + m, batch + m + n)), tuple(range(batch, batch + m))
@@ -148,19 +123,8 @@ class Geometry:
 class TrainingGeometry:
     """The axes of the three matmuls of a training step. Hashable.
 
-    fprop computes y from x and w. g is the gradient of y. dgrad computes dx from g and w, wgrad
-    computes dw from x and g.
-
-    Attributes:
-      fprop: the axes of x and w.
-      dgrad: the axes of g and w.
-      wgrad: the axes of x and g.
-      dx_axes: for each axis of dgrad's result, which axis of x it is.
-      dw_axes: for each axis of wgrad's result, which axis of w it is.
-
-    Example:
-      >>> TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2).wgrad.dimension_numbers
-      (((0,), (0,)), ((), ()))
+    `dx_axes` says for each axis of dgrad's result which axis of x it is, and `dw_axes` for each
+    axis of wgrad's result which axis of w.
     """
 
     fprop: Geometry
@@ -231,15 +195,7 @@ def _axes(ndim: int, batch: Sequence[int], contracted: Sequence[int]) -> Operand
 def check(
     x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers
 ) -> DotDimensionNumbers:
-    """The dimension numbers with non-negative integer axes.
-
-    Raises:
-      ValueError: if the dimension numbers do not fit the shapes.
-
-    Example:
-      >>> check((2, 3), (3, 4), (((-1,), (0,)), ((), ())))
-      (((1,), (0,)), ((), ()))
-    """
+    """The dimension numbers with non-negative axes. ValueError if they do not fit the shapes."""
     try:
         (xc, wc), (xb, wb) = dimension_numbers
         xc, wc, xb, wb = (tuple(map(operator.index, axes)) for axes in (xc, wc, xb, wb))

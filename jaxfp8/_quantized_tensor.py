@@ -127,24 +127,13 @@ class QuantizedTensor:
 
 
 def validate(tensor: QuantizedTensor, name: str = "tensor") -> None:
-    """Checks the invariants of `QuantizedTensor`. The error calls the tensor `name`.
-
-    Raises:
-      TypeError: if it is no `QuantizedTensor`.
-      ValueError: if an invariant does not hold. Values of scales are checked if they are not
-        traced.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> validate(fp8.quantize(jnp.ones((2, 2)), fp8.E4M3))
-    """
+    """Raise TypeError or ValueError if an invariant of `QuantizedTensor` does not hold."""
     validate_types(tensor, name)
     check_scale(tensor, name, "fp8.quantize(x, ...)")
 
 
 def validate_types(tensor: QuantizedTensor, name: str) -> None:
-    """Checks what dtypes and shapes tell; see `validate`."""
+    """Checks what types, dtypes and shapes tell; see `validate`."""
     if not isinstance(tensor, QuantizedTensor):
         raise TypeError(
             f"{name} is of type {type(tensor).__name__}, not a QuantizedTensor; make one with "
@@ -170,24 +159,10 @@ def validate_types(tensor: QuantizedTensor, name: str) -> None:
 
 
 def check_scale(tensor: QuantizedTensor, name: str, cure: str) -> None:
-    """Raise ValueError if a scale cannot be that of a cast. Only arrays are read, not tracers.
+    """Raise ValueError if a scale cannot be that of a cast. `cure` is the call that makes it anew.
 
     Negation, a zero or an average of the arrays of a tree makes such scales. A program cannot stop
-    for a value, so inside `jax.jit` nothing checks it.
-
-    Args:
-      tensor: the tensor.
-      name: what the error calls it.
-      cure: the call that makes it anew from a changed array x.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> q = fp8.quantize(jnp.ones(2), fp8.E4M3, scale=0.5)
-      >>> check_scale(jax.tree.map(lambda x: -x, q), "q", "fp8.quantize(x, ...)")
-      Traceback (most recent call last):
-      ...
-      ValueError: q has the scale -0.5, which must be positive. ...
+    for a value, so tracers are not checked.
     """
     for scale in _known(tensor.scale):
         mantissa = np.frexp(scale)[0]  # 0.5 for powers of two; that of inf is inf
@@ -218,17 +193,9 @@ def _known(scale: Any) -> list[np.ndarray]:
 class Direction:
     """One FP8 copy of an array, for the matmuls that contract the same axes of it.
 
-    Attributes:
-      granularity: which values share a scale.
-      transposed: whether the last two axes of the copy are transposed in memory. Hopper's matmuls
-        read an operand like that if they contract the first of these two axes. The shape of the
-        copy is still that of the array. XLA chooses layouts itself. Its backend only keeps the
-        transposition behind the cast.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> Direction(fp8.PerBlock((1, 128))).transposed
-      False
+    `transposed`: the last two axes are transposed in memory, as Hopper's matmuls read an operand
+    of which they contract the first of the two. The shape of the copy is still that of the array.
+    XLA chooses layouts itself. Its backend only keeps the transposition behind the cast.
     """
 
     granularity: AbstractGranularity
@@ -243,25 +210,14 @@ class Cast:
     option of casts is a new field here.
 
     Attributes:
-      format: the FP8 format of the values.
-      directions: one direction for each copy.
-      rule: how an amax becomes a scale. Two-level scales would be a new field of the rule. (NVFP4
-        has an E4M3 scale for each tile and one float32 scale for the tensor.) The second scale
-        would be a new field of `QuantizedTensor`.
-      rounding: "nearest" (ties to even) or "stochastic" (needs a key). All copies use the same
-        random bits.
+      directions: one for each copy. With "stochastic" rounding all copies use the same bits.
+      rule: how an amax becomes a scale. Two-level scales (NVFP4 has an E4M3 scale for each tile and
+        a float32 scale for the tensor) would be a field of the rule and one of `QuantizedTensor`.
       column_sums: whether to sum the columns, too. A backend leaves the sums out if it would have
         to read the array again for them (`CastExtras`).
       separate: whether matmuls read the matrices [M, K] of an array [..., M, K] one by one, as
-        those of experts. A kernel then transposes each by itself. Otherwise it may take all of
-        them as one matrix.
-      backends: names of backends. The first one that supports the case makes the copies.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> both = Direction(fp8.PerBlock((1, 128))), Direction(fp8.PerBlock((128, 1)))
-      >>> len(Cast(format=fp8.E4M3, directions=both).granularities)
-      2
+        those of experts. A kernel then transposes each by itself.
+      backends: the first one that supports the case makes the copies.
     """
 
     format: Format
@@ -285,16 +241,7 @@ class Cast:
     def copies(
         self, values: tuple[Array, ...], scales: tuple[Array, ...], dtype: DType
     ) -> tuple[QuantizedTensor, ...]:
-        """The payloads and scales of a cast, as `QuantizedTensor`s.
-
-        Args:
-          values: FP8 payloads [...], one for each direction.
-          scales: one for each direction, of shape `granularity.scale_shape(values.shape)`.
-          dtype: the dtype of the array that was cast.
-
-        Returns:
-          One `QuantizedTensor` [...] for each direction.
-        """
+        """A `QuantizedTensor` [...] for each direction, of an array that had this dtype."""
         return tuple(
             QuantizedTensor(*each, dtype, self.rule.exact)
             for each in zip(values, scales, self.granularities, strict=True)
@@ -312,43 +259,21 @@ class CastExtras(NamedTuple):
 
     Attributes:
       largest: an array [...] that has the same amax as x.
-      column_sums: float32 [..., C, K] of x [..., M, K]. Each entry is the sum of some rows. Their
-        sum along C is the sum of x along M.
-
-    Example:
-      >>> CastExtras().largest is None
-      True
+      column_sums: float32 [..., C, K] of x [..., M, K]. Their sum along C is that of x along M.
     """
 
     largest: Array | None = None
     column_sums: Array | None = None
 
     def or_else(self, other: "CastExtras") -> "CastExtras":
-        """These results, and those of another kernel for the fields that are None.
-
-        Example:
-          >>> CastExtras().or_else(CastExtras(largest=1.0)).largest
-          1.0
-        """
+        """These results, and those of another kernel for the fields that are None."""
         return CastExtras(
             *(mine if mine is not None else its for mine, its in zip(self, other, strict=True))
         )
 
     @classmethod
     def of(cls, x: Array, like: "CastExtras") -> "CastExtras":
-        """The results that a kernel gives for x [..., M, K], as XLA computes them.
-
-        Args:
-          x: what was cast.
-          like: the types of the kernel's results.
-
-        Example:
-          >>> import jax, jax.numpy as jnp
-          >>> like = CastExtras(column_sums=jax.ShapeDtypeStruct((2, 3), jnp.float32))
-          >>> CastExtras.of(jnp.ones((256, 3)), like).column_sums
-          Array([[256., 256., 256.],
-                 [  0.,   0.,   0.]], dtype=float32)
-        """
+        """The results of the types `like` for x [..., M, K], as XLA computes them."""
         largest = sums = None
         if like.largest is not None:
             cells = PerBlock((_SIDE, _SIDE))

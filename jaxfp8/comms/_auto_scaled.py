@@ -3,7 +3,7 @@
 import fractions
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,15 +58,13 @@ class GradientSumState(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """What a step tells about one gradient, the same on all devices.
+    """The results of a step for one gradient of `size` values, the same on all `devices`.
 
     Attributes:
       amax: float32, the largest amax of all devices; inf if one has an inf or NaN.
       saturated: float32, how many values were clipped to the range of the format.
       beyond: float32, how many sums were clipped to the range of float32. mu cannot change that.
       underflowed: float32, how many values became zero, on all devices together.
-      size: how many values the gradient has.
-      devices: how many devices were summed.
     """
 
     amax: Array
@@ -112,68 +110,8 @@ def init_gradient_sums(grads_or_params: PyTree, method: SumMethod) -> GradientSu
     )
 
 
-def rows_of(
-    state: GradientSumState | None, structure: Any, method: SumMethod
-) -> list[GradientSumState | None]:
-    """The state of each gradient, in the order of the leaves, after a check of the whole state.
-
-    Args:
-      state: the state of all gradients, or None.
-      structure: the tree structure of the gradients.
-      method: how they will be summed.
-
-    Raises:
-      TypeError, ValueError: if the state is missing, or belongs to another method or tree.
-    """
-    name = type(method).__name__
-    if not isinstance(method, AutoScaledFP8):
-        if state is not None:
-            raise TypeError(
-                f"state is a {type(state).__name__}, but {name} has no state. Leave state= out, or "
-                "pass the method that the state was made for."
-            )
-        return [None] * structure.num_leaves
-    if not isinstance(state, GradientSumState):
-        raise TypeError(
-            f"state is {'missing' if state is None else f'a {type(state).__name__}'}, and {name} "
-            "needs a GradientSumState. Pass state=fp8.comms.init_gradient_sums(params, method) in "
-            "the first step, and the returned state afterwards."
-        )
-    columns = []
-    for field, tree in zip(state._fields, state, strict=True):
-        if (found := jax.tree.structure(tree)) != structure:
-            raise ValueError(
-                f"state.{field} has the structure {found}, and the gradients have {structure}. "
-                "Make the state from the parameters that are differentiated: "
-                "fp8.comms.init_gradient_sums(params, method)."
-            )
-        columns.append(jax.tree.leaves(tree))
-    if wrong := {np.shape(leaf) for column in columns for leaf in column} - {()}:
-        raise ValueError(
-            f"state has leaves of the shapes {sorted(wrong)}, and each must be one number. Pass "
-            "the state unchanged, with in_specs=jax.P()."
-        )
-    return [GradientSumState(*row) for row in zip(*columns, strict=True)]
-
-
-def state_from(
-    rows: list[GradientSumState | None], structure: Any, method: SumMethod
-) -> GradientSumState | None:
-    """The state of all gradients, from that of each; None for a method without state."""
-    if not isinstance(method, AutoScaledFP8):
-        return None
-    columns = zip(*(row for row in rows if row is not None), strict=True)
-    fields = [structure.unflatten(column) for column in columns]
-    return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
-
-
 def _next_row(row: GradientSumState, sums: _Sums, method: AutoScaledFP8) -> GradientSumState:
     """The state of one gradient after a step.
-
-    Args:
-      row: the state of the gradient before it.
-      sums: what the step told.
-      method: the rule.
 
     References:
       Peng et al., FP8-LM, arXiv:2310.18313, section 2.1: mu is halved if more than 0.001 % of the
@@ -219,16 +157,9 @@ def whole_sum(
     also: tuple[str, ...],
     mean: bool,
 ) -> tuple[Array, GradientSumState]:
-    """The sum or mean over all devices [slices.shape] float32, and the next state.
+    """The sum or mean of x over all devices [slices.shape] float32, and the next state.
 
-    Args:
-      x: [slices.shape] the gradient of this device.
-      slices: how it is cut.
-      names: the mesh axes over which it is summed.
-      method: how it is summed.
-      row: the state of this gradient.
-      also: other mesh axes over which it is split, and its state is not.
-      mean: whether to divide the sum by the number of devices.
+    The gradient is summed over `names`. It is split over `also`, too, and its state is not.
     """
     everywhere = names + also
     # The smallest multiplier of all devices is that of the largest amax. It is found like this
@@ -287,9 +218,9 @@ def _sum(
     also: tuple[str, ...],
     method: AutoScaledFP8,
 ) -> tuple[Array, Array]:
-    """The sum of payloads in FP8, as float32 [slices.shape], and how many of its values clipped.
+    """The sum of payloads in FP8, as float32 [slices.shape], and this device's part of the count.
 
-    The count is a part of each device's. The sum of the parts is the count.
+    The sum of the parts over all devices is how many values of the sum were clipped.
     """
     largest = method.format.max
 

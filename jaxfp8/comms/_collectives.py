@@ -7,7 +7,7 @@ it is split.
 A scale cell may also span devices: one scale for a tensor, or rows that are split. Then its scale
 must come from the amax of all shards. Types show that. The scale does not vary over the mesh axis.
 
-FP8 values are sent as bytes (`sharding._gather.in_bytes` says why).
+FP8 values are sent as bytes (`sharding._place.in_bytes` says why).
 
 The collectives are not differentiable, because the cotangent of FP8 values would be FP8.
 `fp8.dot_general(x_shard=, w_shard=)` is differentiable. It gathers inside its own custom gradient.
@@ -224,19 +224,10 @@ _UNROLLED = 64  # additions in one kernel; more devices are added in a loop of s
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """How an array is cut into one slice of groups for each device.
+    """How an array of a shape is cut into one slice of groups for each device.
 
-    Attributes:
-      shape: the shape of the array.
-      devices: the number of slices.
-      group: the number of values of a group. Slices are padded with zeros to whole groups.
-      axis: None cuts the flattened array. A number cuts this array axis, so that a slice is a shard
-        of it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> Slices((3, 5), devices=2, group=4).cut(jnp.ones((3, 5))).shape
-      (2, 2, 4)
+    A slice is padded with zeros to whole groups of `group` values. `axis=None` cuts the flattened
+    array. A number cuts this array axis, so that a slice is a shard of it.
     """
 
     shape: tuple[int, ...]

@@ -5,15 +5,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms import _auto_scaled, _sum_methods
-from jaxfp8.comms._auto_scaled import GradientSumState, rows_of, state_from
+from jaxfp8.comms._auto_scaled import GradientSumState
 from jaxfp8.comms._collectives import Slices
 from jaxfp8.comms._sum_methods import (
-    ALIGNED,
     AutoScaledFP8,
     BFloat16Sum,
     SumMethod,
@@ -21,7 +21,6 @@ from jaxfp8.comms._sum_methods import (
     check_method,
     in_bfloat16,
     in_high_precision,
-    is_small,
 )
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
 
@@ -34,11 +33,7 @@ def _leaves_of(tree: PyTree) -> tuple[list[Any], Any]:
 
 
 def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tuple[str, ...]:
-    """The names of mesh axes as a tuple, after a check that all of them are manual here.
-
-    Raises:
-      ValueError: if there is none, if one is named twice, or if one is no manual axis.
-    """
+    """The names of mesh axes as a tuple. ValueError unless each is manual here and named once."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     if len(set(names)) != len(names) or (not names and argument == "axis_name"):
         raise ValueError(
@@ -54,14 +49,9 @@ def _names_of(axis_name: str | Sequence[str], argument: str = "axis_name") -> tu
 
 
 def _local_gradients(grads: PyTree, names: tuple[str, ...]) -> tuple[list[str], list[Any], Any]:
-    """The paths of the leaves, the leaves, and their structure, after a check of all leaves.
+    """The paths of the leaves, the leaves, and their structure.
 
-    Args:
-      grads: a tree of gradients [...] of this device.
-      names: the mesh axes over which they will be summed.
-
-    Raises:
-      TypeError, ValueError: for a leaf that is no local gradient. Leaves of dtype float0 pass.
+    Raises TypeError or ValueError for a leaf that is no local gradient. Leaves of float0 pass.
     """
     leaves, structure = _leaves_of(grads)
     numbered = structure.unflatten(range(len(leaves)))
@@ -92,13 +82,7 @@ def _has_no_values(leaf: Any) -> bool:
 
 
 def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
-    """Raise TypeError or ValueError if a leaf is no local gradient.
-
-    Args:
-      path: where the leaf is in its tree.
-      leaf: the gradient, [...].
-      names: the mesh axes over which it will be summed.
-    """
+    """Raise TypeError or ValueError if a leaf is no local gradient, to be summed over `names`."""
     where = f"the gradient {path or 'grads'}"
     if _is_quantized(leaf):
         raise TypeError(
@@ -137,6 +121,71 @@ def _check_state_varies_not(path: str, state: Sequence[Array], names: tuple[str,
 
 def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedTensor)
+
+
+# Which gradients are small, and the state of each.
+
+_ALIGNED = 128
+"""Values of a group, where the method has no groups. A slice is a number of whole groups."""
+
+
+def _is_small(x: Array, devices: int, method: SumMethod) -> bool:
+    """Whether a gradient is summed in float32, because it is small.
+
+    In FP8 each device needs a whole group. With at least one group for each device, the padding is
+    at most as long as the gradient.
+    """
+    group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", _ALIGNED)
+    return x.size < max(method.min_size, devices * group)
+
+
+def _rows_of(
+    state: GradientSumState | None, structure: Any, method: SumMethod
+) -> list[GradientSumState | None]:
+    """The state of each gradient, in the order of the leaves.
+
+    Raises TypeError or ValueError if the state is missing, or belongs to another method or tree.
+    """
+    name = type(method).__name__
+    if not isinstance(method, AutoScaledFP8):
+        if state is not None:
+            raise TypeError(
+                f"state is a {type(state).__name__}, but {name} has no state. Leave state= out, or "
+                "pass the method that the state was made for."
+            )
+        return [None] * structure.num_leaves
+    if not isinstance(state, GradientSumState):
+        raise TypeError(
+            f"state is {'missing' if state is None else f'a {type(state).__name__}'}, and {name} "
+            "needs a GradientSumState. Pass state=fp8.comms.init_gradient_sums(params, method) in "
+            "the first step, and the returned state afterwards."
+        )
+    columns = []
+    for field, tree in zip(state._fields, state, strict=True):
+        if (found := jax.tree.structure(tree)) != structure:
+            raise ValueError(
+                f"state.{field} has the structure {found}, and the gradients have {structure}. "
+                "Make the state from the parameters that are differentiated: "
+                "fp8.comms.init_gradient_sums(params, method)."
+            )
+        columns.append(jax.tree.leaves(tree))
+    if wrong := {np.shape(leaf) for column in columns for leaf in column} - {()}:
+        raise ValueError(
+            f"state has leaves of the shapes {sorted(wrong)}, and each must be one number. Pass "
+            "the state unchanged, with in_specs=jax.P()."
+        )
+    return [GradientSumState(*row) for row in zip(*columns, strict=True)]
+
+
+def _state_from(
+    rows: list[GradientSumState | None], structure: Any, method: SumMethod
+) -> GradientSumState | None:
+    """The state of all gradients, from that of each; None for a method without state."""
+    if not isinstance(method, AutoScaledFP8):
+        return None
+    columns = zip(*(row for row in rows if row is not None), strict=True)
+    fields = [structure.unflatten(column) for column in columns]
+    return GradientSumState(*(fields or [structure.unflatten([])] * len(GradientSumState._fields)))
 
 
 # `all_reduce_gradients`: sums of gradients over devices, inside `jax.shard_map`.
@@ -196,7 +245,7 @@ def all_reduce_gradients(
     check_method(method)
     names = _names_of(axis_name)
     paths, leaves, structure = _local_gradients(grads, names)
-    rows = rows_of(state, structure, method)
+    rows = _rows_of(state, structure, method)
     devices = lax.axis_size(names)
     factor = 1 / devices if mean else 1.0
 
@@ -211,11 +260,11 @@ def all_reduce_gradients(
         x = jnp.asarray(x)
         if not isinstance(method, BFloat16Sum):
             x = _not_differentiated(x)
-        if devices == 1 or is_small(x, devices, method):
+        if devices == 1 or _is_small(x, devices, method):
             return in_high_precision(x, method, devices, factor, psum), row
         if isinstance(method, BFloat16Sum):
             return in_bfloat16(x, devices, factor, psum), row
-        slices = Slices(x.shape, devices, getattr(method, "group", ALIGNED))
+        slices = Slices(x.shape, devices, getattr(method, "group", _ALIGNED))
         if isinstance(method, TwoPhaseFP8):
             return _sum_methods.whole_sum(x, slices, names, method, factor), row
         assert row is not None
@@ -224,7 +273,7 @@ def all_reduce_gradients(
         return _auto_scaled.whole_sum(x, slices, names, method, row, also, mean)
 
     results = [reduced(*each) for each in zip(paths, leaves, rows, strict=True)]
-    next_state = state_from([row for _, row in results], structure, method)
+    next_state = _state_from([row for _, row in results], structure, method)
     return structure.unflatten([leaf for leaf, _ in results]), next_state
 
 
@@ -309,7 +358,7 @@ def reduce_scatter_gradients(
         def scatter(x: Array) -> Array:
             return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
-        if devices == 1 or is_small(x, devices, method):
+        if devices == 1 or _is_small(x, devices, method):
             return in_high_precision(x, method, devices, factor, scatter)
         if isinstance(method, BFloat16Sum):
             return in_bfloat16(x, devices, factor, scatter)

@@ -165,11 +165,7 @@ SumMethod: TypeAlias = BFloat16Sum | TwoPhaseFP8 | AutoScaledFP8
 
 
 def check_method(method: Any) -> None:
-    """Raise TypeError if `method` is not one of the methods.
-
-    Example:
-      >>> check_method(BFloat16Sum())
-    """
+    """Raise TypeError if `method` is not one of the methods."""
     if not isinstance(method, SumMethod):
         raise TypeError(
             f"method={method!r} is no way to sum gradients. Pass BFloat16Sum(), TwoPhaseFP8() or "
@@ -194,20 +190,7 @@ def _check_count(method: Any, field: str, *, least: int) -> None:
         )
 
 
-# Sums of gradients without FP8: which gradients they are for, and how finite ones stay finite.
-
-ALIGNED = 128
-"""Values of a group, where the method has no groups. A slice is a number of whole groups."""
-
-
-def is_small(x: Array, devices: int, method: SumMethod) -> bool:
-    """Whether a gradient is summed in float32, because it is small.
-
-    In FP8 each device needs a whole group. With at least one group for each device, the padding is
-    at most as long as the gradient.
-    """
-    group = 1 if isinstance(method, BFloat16Sum) else getattr(method, "group", ALIGNED)
-    return x.size < max(method.min_size, devices * group)
+# Sums of gradients without FP8, and how finite ones stay finite.
 
 
 def _shrinking(devices: int) -> float:

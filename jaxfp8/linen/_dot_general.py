@@ -100,15 +100,10 @@ class FP8DotGeneral(MatmulModule):
 
 @dataclasses.dataclass(frozen=True)
 class Plug:
-    """`FP8DotGeneral` with its recipe.
+    """`FP8DotGeneral` with its recipe. `options` are its other fields, sorted pairs (name, value).
 
     Equal recipes make equal plugs, and equal plugs make equal layers. So `jax.jit` does not trace
-    an equal layer again.
-
-    Attributes:
-      recipe: which quantizer for which operand.
-      options: the other fields of `FP8DotGeneral`, as sorted pairs (name, value).
-      of_layer: True if a layer of jaxfp8 made the plug from its recipe. False if a user made it.
+    an equal layer again. `of_layer` says that a layer of jaxfp8 made the plug, and not a user.
     """
 
     recipe: Recipe
@@ -117,16 +112,7 @@ class Plug:
 
     @classmethod
     def of(cls, recipe: Recipe, options: LayerOptions, *, of_layer: bool = False) -> "Plug":
-        """The plug of a recipe.
-
-        Raises:
-          TypeError: if `recipe` is not a Recipe, or if an option is unknown.
-
-        Example:
-          >>> import jaxfp8 as fp8
-          >>> Plug.of(fp8.recipes.current(), {"kernels": fp8.Kernels("h200")}).options
-          (('kernels', Kernels('h200')),)
-        """
+        """The plug of a recipe. TypeError if it is no Recipe, or if an option is unknown."""
         check_recipe(recipe)
         read_options("fp8.linen.FP8DotGeneral.using", LayerOptions, options)
         return cls(recipe, tuple(sorted(options.items())), of_layer)

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
-from jaxfp8.linen._matmul_module import KernelModule, PrologueModule
+from jaxfp8.linen._matmul_module import MatmulModule, is_part, part_of
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.matmul._bias import fits
 from jaxfp8.matmul._given import LayerInput
-from jaxfp8.matmul._options import KeepsFP8, as_array, options_of
+from jaxfp8.matmul._options import KeepsFP8, as_array, check_prologue, options_of
 from jaxfp8.ops._einsum import einsum
+from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe
 
 
@@ -39,7 +40,34 @@ def _plug(layer: Any) -> None:
     layer.dot_general_cls = Plug.of(layer.recipe, options, of_layer=True)
 
 
-class FP8Dense(PrologueModule, nn.Dense):
+class _KernelModule(MatmulModule):
+    """A layer with a kernel. Inside `jax.shard_map` the kernel may be one device's shard.
+
+    flax compares the shape of a kernel with the shape that `init_fn` returns. So inside
+    `jax.shard_map`, `init_fn` must return a shard.
+    """
+
+    @nn.nowrap
+    def param(
+        self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any
+    ) -> Any:
+        """See `flax.linen.Module.param`. Inside `jax.shard_map` it makes a shard of the kernel."""
+        if name == "kernel" and self.w_shard is not None and is_part(self.w_shard):
+            init_fn = part_of(init_fn, self.w_shard)
+        return super().param(name, init_fn, *init_args, **arguments)
+
+
+class _PrologueModule(_KernelModule):
+    """A layer that can compute a prologue inside the cast of its input."""
+
+    prologue: AbstractPrologue | None = None
+
+    def __post_init__(self) -> None:
+        check_prologue("inputs", self.prologue)
+        super().__post_init__()
+
+
+class FP8Dense(_PrologueModule, nn.Dense):
     """`flax.linen.Dense` in FP8: y [..., N] = x [..., K] @ kernel [K, N] + bias [N].
 
     flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
@@ -126,7 +154,7 @@ def dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]) -> A
     return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
 
 
-class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
+class FP8DenseGeneral(_KernelModule, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` in FP8: any contracted and batch axes.
 
     flax's arguments come first, then those of jaxfp8. `fp8.dot_general` explains `precision` and
@@ -180,7 +208,7 @@ class FP8DenseGeneral(KernelModule, nn.DenseGeneral):
         return super().__call__(as_array("inputs", inputs))
 
 
-class FP8Einsum(PrologueModule, nn.Einsum):
+class FP8Einsum(_PrologueModule, nn.Einsum):
     """`flax.linen.Einsum` in FP8.
 
     flax's layer has no `dot_general_cls=`, so FP8 needs a layer of its own.

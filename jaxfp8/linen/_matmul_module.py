@@ -1,4 +1,4 @@
-"""Base classes of linen modules with an FP8 matmul: the recipe, the options and the PRNG key."""
+"""The base class of linen modules with an FP8 matmul: the recipe, the options and the PRNG key."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,11 @@ from jaxfp8.matmul._options import (
     LayerOptions,
     MatmulOptions,
     StateChannel,
-    check_prologue,
     check_save_original,
     check_state_channel,
     options_of,
 )
 from jaxfp8.plan._kernels import Kernels
-from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import manual_axes
@@ -31,19 +29,7 @@ _KEYS = "fp8"
 class MatmulModule(nn.Module):
     """A module with an FP8 matmul. In a layer these fields follow flax's fields, in this order.
 
-    `fp8.dot_general` explains the fields after `recipe`.
-
-    Attributes:
-      recipe: which quantizer for which operand. Default: delayed scaling.
-      reduce_axes: mesh axes that an amax is reduced over, inside `jax.shard_map`. Default: None.
-      x_shard: how the mesh splits lhs, an `fp8.Shard`. Default: None.
-      w_shard: how the mesh splits rhs, an `fp8.Shard`. Default: None.
-      y_shard: how the mesh splits the result of the matmul, an `fp8.Shard`. Default: None.
-      kernels: what casts and multiplies, an `fp8.Kernels`. Default: None, XLA on every chip.
-      state_channel: None, or "gradient" for loops that overwrite the state with its gradient.
-        Default: None, for `fp8.value_and_grad`.
-      save_original: the operands that the backward pass casts again, ("x",), ("w",) or both, see
-        `fp8.dot_general`. Default: None, FP8 copies are saved.
+    `FP8DotGeneral` and `fp8.dot_general` explain them.
     """
 
     recipe: Recipe = delayed()
@@ -63,7 +49,7 @@ class MatmulModule(nn.Module):
 
     @nn.nowrap
     def matmul_options(self) -> MatmulOptions:
-        """The options of the matmul at this call: all arguments but operands and state.
+        """All arguments of the matmul at this call but operands and state.
 
         Outside of `jax.shard_map`, `init` leaves out the shards. Its arrays are not split, and it
         may run without a mesh.
@@ -78,14 +64,14 @@ def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> Ma
     if module.is_initializing():
         for name in ("x_shard", "w_shard", "y_shard"):
             shard: Any = options.get(name)
-            if shard is not None and not _is_part(shard):
+            if shard is not None and not is_part(shard):
                 options[name] = None
     if recipe.needs_key and (module.has_rng(_KEYS) or module.is_initializing()):
         options["key"] = module.make_rng(_KEYS)
     return options
 
 
-def _is_part(shard: Shard) -> bool:
+def is_part(shard: Shard) -> bool:
     """Whether this code runs inside `jax.shard_map` over the axes of the shard.
 
     An array with this shard is then one device's shard, not the global array.
@@ -93,44 +79,10 @@ def _is_part(shard: Shard) -> bool:
     return set(shard.axis_names) <= set(manual_axes())
 
 
-class KernelModule(MatmulModule):
-    """A layer with a kernel. Inside `jax.shard_map` the kernel may be one device's shard.
-
-    flax compares the shape of a kernel with the shape that `init_fn` returns. So inside
-    `jax.shard_map`, `init_fn` must return a shard.
-    """
-
-    @nn.nowrap
-    def param(
-        self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any
-    ) -> Any:
-        """See `flax.linen.Module.param`. Inside `jax.shard_map` it makes a shard of the kernel."""
-        if name == "kernel" and self.w_shard is not None and _is_part(self.w_shard):
-            init_fn = part_of(init_fn, self.w_shard)
-        return super().param(name, init_fn, *init_args, **arguments)
-
-
-class PrologueModule(KernelModule):
-    """A layer that can compute a prologue inside the cast of its input.
-
-    Attributes:
-      prologue: computes the left operand from the arrays of `inputs`. None: `inputs` is one array.
-    """
-
-    prologue: AbstractPrologue | None = None
-
-    def __post_init__(self) -> None:
-        check_prologue("inputs", self.prologue)
-        super().__post_init__()
-
-
 def part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:
     """An initializer that calls `init_fn` and returns this device's shard of its result.
 
     All devices draw the same global kernel, so their shards belong to one kernel.
-
-    Example:
-      >>> init = part_of(nn.initializers.ones, Shard(0, "fsdp"))
     """
 
     def part(kernel: Array) -> Array:

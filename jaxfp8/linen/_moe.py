@@ -22,14 +22,13 @@ from jaxfp8.matmul._options import (
     check_save_original,
     check_state_channel,
 )
-from jaxfp8.moe._experts import ExpertParallel, check_clamp
+from jaxfp8.moe._experts import ExpertParallel, check_clamp, shared_parts
 from jaxfp8.moe._mixture import (
     MoEStats,
     check_mixture,
     check_tokens,
     experts_here,
     mixture,
-    shared_parts,
 )
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.ops._ragged_dot import ragged_dot

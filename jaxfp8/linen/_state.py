@@ -131,11 +131,8 @@ def matmul_state(
     """The state of a module's matmul. `init` creates it. () for a recipe without state.
 
     Modules of one scope need states of different names. `stacked` is (E,) for a state of each of E
-    groups.
-
-    Raises:
-      FP8StateError: if the module is applied without its collection, or if `nn.scan` carries it, or
-        broadcasts it although it leaves by the gradient channel.
+    groups. FP8StateError if the module is applied without its collection, or if `nn.scan` carries
+    it, or broadcasts it although it leaves by the gradient channel.
     """
     if not recipe.rows:
         return ()

@@ -135,11 +135,7 @@ class ExpertParallel:
 
 
 def check_parallel(parallel: object) -> None:
-    """Raise TypeError unless the argument is an `ExpertParallel`, or None.
-
-    Example:
-      >>> check_parallel(ExpertParallel())
-    """
+    """Raise TypeError unless the argument is an `ExpertParallel`, or None."""
     if parallel is not None and not isinstance(parallel, ExpertParallel):
         raise TypeError(
             f"parallel={parallel!r} must be an fp8.moe.ExpertParallel, or None if every device has "
@@ -304,17 +300,18 @@ def _local(
 def _gated(h: Array, weight: Array, clamp: tuple[float, float] | None) -> Array:
     """SwiGLU of rows h [S, 2 F], times the weight of each row [S]: [S, F] in the dtype of h."""
     gate, linear = (part.astype(jnp.float32) for part in jnp.split(h, 2, axis=1))
-    gate, linear = clamped(gate, linear, clamp)
+    gate, linear = _clamped(gate, linear, clamp)
     return (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
 
 
-def clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
-    """The two parts of SwiGLU, limited as `swiglu_experts` says.
+def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+    """The gate and the linear part of a shared expert, [..., F] each, for `SwiGLU`."""
+    gate, linear = jnp.split(h, 2, axis=-1)
+    return _clamped(gate, linear, clamp)
 
-    Example:
-      >>> clamped(jnp.float32(9.0), jnp.float32(-9.0), (2.0, 3.0))
-      (Array(2., dtype=float32), Array(-3., dtype=float32))
-    """
+
+def _clamped(gate: Array, linear: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+    """The two parts of SwiGLU, limited as `swiglu_experts` says."""
     if clamp is None:
         return gate, linear
     return jnp.minimum(gate, clamp[0]), jnp.clip(linear, -clamp[1], clamp[1])
@@ -394,11 +391,7 @@ def _check(
 
 
 def check_clamp(clamp: object) -> None:
-    """Raise ValueError unless the argument is None or two limits.
-
-    Example:
-      >>> check_clamp((10.0, 10.0))
-    """
+    """Raise ValueError unless the argument is None or two limits."""
     if clamp is not None and not (
         isinstance(clamp, tuple) and len(clamp) == 2 and all(map(is_positive, clamp))
     ):

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike, PyTree
 from jaxfp8.matmul._options import check_float
-from jaxfp8.moe._experts import ExpertParallel, check_parallel, clamped, swiglu_experts
+from jaxfp8.moe._experts import ExpertParallel, check_parallel, swiglu_experts
 from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.ops._dispatch_matmul import check_experts
@@ -56,37 +56,11 @@ def mixture(
     clamp: tuple[float, float] | None,
     **options: Any,
 ) -> tuple[Array, MoEStats]:
-    """The results of the experts that a router chooses, and what the router did.
+    """The results y [..., N] of the experts that a router f32[K, E] chooses, and its stats.
 
-    Args:
-      x: tokens [..., K], as the router reads them.
-      promoted: x in the dtype of the experts.
-      router: f32[K, E].
-      matrices: w_in [E, K, 2 F] and w_out [E, F, N] of the experts of this device.
-      k: how many experts each token gets.
-      recipe: see `swiglu_experts`, also for the arguments that follow.
-      states: of the two matmuls.
-      parallel: how tokens go to experts.
-      scores: see `top_k`.
-      normalized: see `top_k`.
-      clamp: see `swiglu_experts`.
-      **options: see `swiglu_experts`.
-
-    Returns:
-      y [..., N], in the order of x, and the stats.
-
-    Raises:
-      TypeError, ValueError: for experts that do not fit the router, and
-        see `swiglu_experts`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> x, w = jnp.ones((2, 3, 4)), (jnp.ones((2, 4, 8)), jnp.ones((2, 4, 4)))
-      >>> y, stats = mixture(
-      ...     x, x, jnp.ones((4, 2)), w, k=1, recipe=fp8.recipes.current(), states=(None, None),
-      ...     parallel=None, scores="softmax", normalized=True, clamp=None)
-      >>> y.shape
-      (2, 3, 4)
+    The router reads tokens x [..., K]. `promoted` is x in the dtype of the experts, whose matrices
+    on this device are w_in [E, K, 2 F] and w_out [E, F, N]. See `top_k` for `k`, `scores` and
+    `normalized`, and `swiglu_experts` for the others.
     """
     parallel = parallel or ExpertParallel()
     experts = router.shape[1]
@@ -108,26 +82,10 @@ def mixture(
     return _restored(y, x), stats
 
 
-def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
-    """The gate and the linear part of a shared expert, [..., F] each, for `SwiGLU`.
-
-    Example:
-      >>> shared_parts(jnp.array([[1.0, 5.0]]), (2.0, 3.0))
-      (Array([[1.]], dtype=float32), Array([[3.]], dtype=float32))
-    """
-    gate, linear = jnp.split(h, 2, axis=-1)
-    return clamped(gate, linear, clamp)
-
-
 def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
     """The number of experts of this device: fewer inside `jax.shard_map` over their axis.
 
-    Raises:
-      ValueError: if the devices do not divide the number of experts.
-
-    Example:
-      >>> experts_here(8, ExpertParallel(axis="expert"))  # outside, arrays have all experts
-      8
+    ValueError if the devices do not divide the number of experts.
     """
     axis = None if parallel is None else parallel.axis
     if axis is None or axis not in manual_axes():
@@ -138,15 +96,7 @@ def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
 
 
 def check_tokens(inputs: ArrayLike) -> Array:
-    """The input of a layer as tokens [..., K].
-
-    Raises:
-      TypeError, ValueError: for an input that is no floating point, and one without a token.
-
-    Example:
-      >>> check_tokens(jnp.ones((2, 3))).shape
-      (2, 3)
-    """
+    """The input of a layer as tokens [..., K] of floating point, at least one."""
     x = check_float("inputs", inputs)
     if x.ndim < 1 or not all(x.shape):
         raise ValueError(
@@ -158,14 +108,7 @@ def check_tokens(inputs: ArrayLike) -> Array:
 def check_mixture(
     experts: object, hidden: object, k: object, shared: object, parallel: object
 ) -> None:
-    """Raise an error for fields of a layer of experts that cannot be.
-
-    Raises:
-      TypeError, ValueError: with the name of the field.
-
-    Example:
-      >>> check_mixture(8, 64, 2, 0, None)
-    """
+    """Raise TypeError or ValueError for fields of a layer of experts that cannot be."""
     for name, size, least in (
         ("experts", experts, 1), ("hidden", hidden, 1), ("k", k, 1), ("shared", shared, 0),
     ):  # fmt: skip
@@ -190,9 +133,8 @@ def _axes_of_tokens(logits: Array, router: Array, parallel: ExpertParallel) -> t
     """The manual mesh axes that split tokens.
 
     Types say it: tokens vary over them, and the router does not. It varies over the stages of a
-    pipeline, which have routers of their own. With `check_vma=False` types say nothing, so
-    `parallel` must name the axes. It may name an axis over which a router varies for another
-    reason.
+    pipeline, which have routers of their own. With `check_vma=False` `parallel` must name the axes.
+    It may name an axis over which a router varies for another reason.
     """
     named = parallel.tokens or (() if parallel.axis is None else (parallel.axis,))
     manual = set(named) & set(manual_axes())

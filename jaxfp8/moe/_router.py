@@ -80,11 +80,7 @@ def top_k(
 
 
 def check_scores(scores: object) -> None:
-    """Raise ValueError unless the argument is one of `Scores`.
-
-    Example:
-      >>> check_scores("sigmoid")
-    """
+    """Raise ValueError unless the argument is one of `Scores`."""
     if scores not in ("softmax", "sigmoid"):
         raise ValueError(f'scores={scores!r} must be "softmax" or "sigmoid".')
 

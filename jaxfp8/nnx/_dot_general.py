@@ -13,14 +13,15 @@ from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
 from jaxfp8.matmul._given import needs_operands, refuse_class
 from jaxfp8.matmul._options import LayerOptions, MatmulOptions, options_of, read_options
-from jaxfp8.nnx._state import in_a_loss, new_state
+from jaxfp8.nnx._state import FP8State
+from jaxfp8.nnx._value_and_grad import in_a_loss
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import concrete
+from jaxfp8.state._init import concrete, init_state
 from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()
@@ -30,6 +31,12 @@ _KEYS = "fp8"
 
 If this stream is missing, `nnx.Rngs` gives its default stream.
 """
+
+
+def _new_state(recipe: Recipe) -> FP8State | None:
+    """A Variable with the unset state of one matmul. None for a recipe without state."""
+    state = init_state(recipe)
+    return FP8State(state) if isinstance(state, MatmulState) else None
 
 
 class AbstractFP8Matmul(nnx.Module):
@@ -59,7 +66,7 @@ class AbstractFP8Matmul(nnx.Module):
         check_kernels(kept.kernels)
         for name in option_names(LayerOptions):  # `options_of` reads them
             setattr(self, name, getattr(kept, name))
-        self.state = nnx.data(new_state(self.recipe))
+        self.state = nnx.data(_new_state(self.recipe))
         self.keys: Any = nnx.data(None)
         self.made_in_a_loss = in_a_loss()
         # `fp8.diagnostics.collect(model)` sets it, because a module of nnx does not know its path.
@@ -68,13 +75,9 @@ class AbstractFP8Matmul(nnx.Module):
             self.start_keys(rngs)
 
     def start_keys(self, rngs: Any) -> None:
-        """Fork a stream of keys for this object, if its recipe needs keys.
+        """Fork a stream of keys for this object, if its recipe needs keys. ValueError without one.
 
-        `model.eval()` turns the stream off, as it does for `nnx.Dropout`, because an evaluation
-        needs no keys.
-
-        Raises:
-          ValueError: if `rngs` is missing, or has neither a stream "fp8" nor a default stream.
+        `model.eval()` turns the stream off, as it does for `nnx.Dropout`.
         """
         if not self.recipe.needs_key:
             return
@@ -107,9 +110,8 @@ class AbstractFP8Matmul(nnx.Module):
     def matmul_state(self) -> MatmulState | tuple[()]:
         """The quantizer state of this matmul. () for a recipe without state.
 
-        Raises:
-          FP8StateError: if a layer made this object while a loss was running. The object ends with
-            the call, so its state would be lost.
+        FP8StateError if a layer made this object while a loss was running. The object ends with the
+        call, so its state would be lost.
         """
         if self.state is None:
             return ()

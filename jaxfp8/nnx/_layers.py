@@ -57,22 +57,11 @@ class LinearGeneralArguments(LinearArguments, total=False):
 def _take_matmul(
     kind: type[M], layer: str, arguments: Any, *refused: str
 ) -> tuple[M, dict[str, Any]]:
-    """Split the arguments of a layer, and make its matmul.
+    """The matmul of a layer, of class `kind`, and the arguments that are left for flax's layer.
 
     The layer calls `start_keys` of the matmul after flax has drawn the kernel. So the kernel does
-    not depend on the recipe.
-
-    Args:
-      kind: class of the matmul.
-      layer: name of the layer, for the message.
-      arguments: of the layer.
-      *refused: names of flax's arguments that replace the matmul.
-
-    Returns:
-      The matmul, made from the arguments of jaxfp8, and the arguments for flax's layer.
-
-    Raises:
-      ValueError: if a refused argument is given and is not None, flax's default.
+    not depend on the recipe. `refused` are flax's arguments that replace the matmul: they raise
+    ValueError unless they are None.
     """
     for name in refused:
         if arguments.get(name) is not None:

@@ -9,8 +9,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.matmul._options import LayerOptions, StateChannel, as_array, check_high_precision
-from jaxfp8.moe._experts import ExpertParallel, check_clamp
-from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture, shared_parts
+from jaxfp8.moe._experts import ExpertParallel, check_clamp, shared_parts
+from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear

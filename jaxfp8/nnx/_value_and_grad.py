@@ -1,18 +1,40 @@
 """`value_and_grad` for nnx models: it returns gradients and updates quantizer state in place."""
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir, partial_eval
 
-from jaxfp8._typing import PyTree, UncollectedStateError
-from jaxfp8.nnx._state import differentiating, holds_state, kept, states_of
+from jaxfp8._typing import FP8StateError, PyTree, UncollectedStateError
+from jaxfp8.nnx._state import holds_state, states_of
 from jaxfp8.state._commit import commit as commit_seen
 from jaxfp8.state._init import concrete
 from jaxfp8.state._state import is_state
 from jaxfp8.state._value_and_grad import value_and_grad as functional_value_and_grad
+
+_differentiating = contextvars.ContextVar("_differentiating", default=False)
+
+
+@contextlib.contextmanager
+def _running_a_loss() -> Iterator[None]:
+    """Mark that a loss is running. A layer that is made inside it would lose its state."""
+    token = _differentiating.set(True)
+    try:
+        yield
+    finally:
+        _differentiating.reset(token)
+
+
+def in_a_loss() -> bool:
+    """Whether `fp8.nnx.value_and_grad` is running a loss now."""
+    return _differentiating.get()
 
 
 def value_and_grad(
@@ -69,7 +91,7 @@ def value_and_grad(
             # the caller's Variables.
             inner = nnx.merge(graphdef, params, states, rest, copy=True)
             inner_args, inner_kwargs = nnx.merge(given, objects, arrays, copy=True)
-            with differentiating():
+            with _running_a_loss():
                 out = loss_fn(inner, *inner_args, **inner_kwargs)
             loss, aux = out if has_aux else (out, None)
             _, (changed_objects, _) = _split_arguments(inner_args, inner_kwargs)
@@ -85,7 +107,7 @@ def value_and_grad(
         value = (loss, aux) if has_aux else loss
         if not commit:
             return value, grads, new
-        nnx.update(model, kept(new, "fp8.nnx.value_and_grad"))
+        nnx.update(model, _kept(new, "fp8.nnx.value_and_grad"))
         return value, grads
 
     return wrapped
@@ -175,4 +197,70 @@ def commit(model: Any, seen: PyTree) -> None:
       >>> float(layer.dot_general.state.get_value().amax_history[0, -1])
       3.0
     """
-    nnx.update(model, kept(commit_seen(states_of(model), seen), "fp8.nnx.commit"))
+    nnx.update(model, _kept(commit_seen(states_of(model), seen), "fp8.nnx.commit"))
+
+
+# An error for quantizer state that a compiled function computes and then drops.
+#
+# Modules of nnx are pytrees, so `jax.jit` takes a model and gives its function a copy. An update of
+# the copy is lost, unless the function returns it. While jax traces the function, it does not know
+# yet what the function will return. The finished program shows it:
+#
+# - `_kept` marks an update with an operation of its own.
+# - jax removes each operation of the finished program whose results are not used.
+# - A mark that jax would remove becomes an operation that cannot be compiled.
+
+_kept_p = Primitive("fp8_kept")  # the identity
+_kept_p.multiple_results = True
+_lost_p = Primitive("fp8_lost")  # replaces a mark whose results are not used
+_lost_p.multiple_results = True
+
+
+def _kept(states: PyTree, call: str) -> PyTree:
+    """The same states, marked. When a compiled function drops all their histories, jax raises.
+
+    Only histories count, because an evaluation after the step reads scales. Frozen states do not
+    count, because no update changes them. `call` is the function that committed, for the message.
+    """
+    nodes, structure = jax.tree.flatten(states, is_leaf=is_state)
+    learning = [i for i, node in enumerate(nodes) if is_state(node) and not node.frozen]
+    histories = [nodes[i].amax_history for i in learning]
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in histories):
+        return states  # nothing is traced, so nothing can be dropped by a compiled function
+    for i, history in zip(learning, _kept_p.bind(*histories, call=call), strict=True):
+        nodes[i] = dataclasses.replace(nodes[i], amax_history=history)
+    return jax.tree.unflatten(structure, nodes)
+
+
+def _keep_or_mark_as_lost(used: list[bool], *arguments: Any) -> tuple[list[bool], Any]:
+    eqn = arguments[-1]  # newer jax passes one more argument before the equation
+    if any(used):
+        return [True] * len(eqn.invars), eqn
+    return [False] * len(eqn.invars), eqn.replace(primitive=_lost_p, invars=[], outvars=[])
+
+
+def _refuse(*_: Any, call: str) -> Sequence[Any]:
+    raise FP8StateError(
+        f"{call} updated the quantizer state of a model inside a function that jax compiles. The "
+        "function does not return the update, so it would be lost. jax.jit and other "
+        "transformations of jax give the function a copy of the model. Use the transformations of "
+        "nnx (nnx.jit), or return the model or nnx.state(model). Or use "
+        "value_and_grad(..., commit=False), return the amaxes that were seen, and call "
+        "fp8.nnx.commit(model, seen) outside."
+    )
+
+
+_kept_p.def_impl(lambda *leaves, call: list(leaves))
+_kept_p.def_abstract_eval(lambda *leaves, call: list(leaves))
+mlir.register_lowering(_kept_p, lambda ctx, *leaves, call: list(leaves))
+batching.primitive_batchers[_kept_p] = lambda leaves, axes, call: (
+    _kept_p.bind(*leaves, call=call),
+    axes,
+)
+partial_eval.dce_rules[_kept_p] = _keep_or_mark_as_lost
+
+_lost_p.def_impl(_refuse)
+_lost_p.def_abstract_eval(lambda *, call: [])
+mlir.register_lowering(_lost_p, _refuse)
+# It has no results. Without this rule a later dead-code pass would remove it, and the error too.
+partial_eval.dce_rules[_lost_p] = lambda used, *arguments: ([], arguments[-1])

@@ -16,17 +16,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 
 
 def magnitude(x: Array, *, kernel_language: bool = False) -> Array:
-    """`|x|`, [...], with inf for NaN, so that no maximum loses it.
-
-    Args:
-      x: [...] floating point.
-      kernel_language: whether this is part of a kernel.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> magnitude(jnp.array([-2.0, jnp.nan]))
-      Array([ 2., inf], dtype=float32)
-    """
+    """`|x|`, [...], with inf for NaN, so that no maximum loses it."""
     largest = jnp.abs(x)
     like = lax.full_like if kernel_language else constant_like
     return lax.select(largest == largest, largest, like(largest, np.inf))  # NaN differs from itself
@@ -93,20 +83,6 @@ def amaxes(
 
     XLA reduces rows and columns in two kernels, and each of them reads x. On CUDA a large x is read
     once for both.
-
-    Args:
-      x: [...] floating point.
-      granularities: which values share a scale.
-
-    Returns:
-      For each granularity an array of shape `granularity.scale_shape(x.shape)`, float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> x = jnp.array([[1.0, -3.0], [2.0, 0.5]])
-      >>> amaxes(x, [fp8.PerAxis(0), fp8.PerAxis(1)])[fp8.PerAxis(1)]
-      Array([[2., 3.]], dtype=float32)
     """
     granularities = tuple(dict.fromkeys(granularities))
     ordered = sorted(granularities, key=lambda each: each.has_cells_along(-1, x.ndim))

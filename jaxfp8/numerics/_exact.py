@@ -6,13 +6,13 @@ multiplication by the inverse: 2 units in the last place off, and inf above 8.5e
 rewrites `1 / (448 / amax)`. So there are two exact ways:
 
 - `divide` divides in float64, and rounds to float32. It may be rewritten, and stays exact.
-- `divide_in_integers` corrects an estimate by integer arithmetic. Kernel languages lack float64.
+- `_divide_in_integers` (`_scale.py`) corrects an estimate by integer arithmetic, for kernel
+  languages, which lack float64.
 
 References:
   Figueroa, When is double rounding innocuous?, SIGNUM Newsletter 30(3), 1995.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfp8._typing import Array, ScaleRounding
-from jaxfp8.numerics._formats import E8M0, Format
+from jaxfp8._typing import Array
+from jaxfp8.numerics._formats import E8M0
 
 # Inputs as float32, in which all scales and casts are computed.
 
@@ -35,26 +35,12 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def is_finite(x: Array) -> Array:
-    """`jnp.isfinite`, made of operations that every kernel language has.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> is_finite(jnp.array([1.0, jnp.inf, jnp.nan]))
-      Array([ True, False, False], dtype=bool)
-    """
+    """`jnp.isfinite`, made of operations that every kernel language has."""
     return jnp.abs(x) < jnp.inf  # False for NaN, as every comparison with it
 
 
 def widened(x: Array) -> Array:
-    """`x` [...] in float32. A float64 that overflows becomes the largest float32.
-
-    So finite stays finite, and non-finite stays non-finite.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> widened(jnp.array([-2.0, jnp.inf], jnp.bfloat16))
-      Array([-2., inf], dtype=float32)
-    """
+    """`x` [...] in float32. A float64 that overflows becomes the largest float32."""
     if x.dtype == jnp.float64:
         # The conversion alone would make inf of a float64 that float32 cannot hold.
         x = jnp.where(is_finite(x), jnp.clip(x, -LARGEST, LARGEST), x)
@@ -62,13 +48,7 @@ def widened(x: Array) -> Array:
 
 
 def to_float32(x: Array) -> Array:
-    """`widened(x)`, [...], where a magnitude below 2^-126 becomes a zero of the same sign.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> to_float32(jnp.array([1e-39, -2.0], jnp.float32))
-      Array([ 0., -2.], dtype=float32)
-    """
+    """`widened(x)`, [...], where a magnitude below 2^-126 becomes a zero of the same sign."""
     x = widened(x)
     # The sign is a bit mask, because kernel languages lack jnp.copysign.
     sign = lax.bitcast_convert_type(x, jnp.int32) & -(2**31)
@@ -86,11 +66,6 @@ def constant_like(x: Array, value: float) -> Array:
     """`value` in the shape and dtype of x [...], computed from x, so that JAX does not move it.
 
     XLA knows that the result does not depend on x, and folds it into the operation that reads it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> constant_like(jnp.zeros(2), 3.0)
-      Array([3., 3.], dtype=float32)
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return (x & 0) | int(value)
@@ -102,37 +77,19 @@ def constant_like(x: Array, value: float) -> Array:
 
 # A float32 quotient with the same bits on every chip, whatever a compiler makes of the division.
 
-# A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
-# 2 (PTX ISA), and a multiplication by an inverse, too. The conversion to an integer drops less
-# than 1.
-_SLACK = 4
-
 
 def divide(
     numerator: float, denominator: Array, *, exponent: int = 0, clamped: bool = True
 ) -> Array:
     """`numerator / denominator * 2**exponent`, correctly rounded and clamped to [2^-126, 2^126].
 
-    The clamp keeps both the quotient and its inverse normal numbers.
+    The denominators [...] are positive, finite and normal. The clamp keeps both the quotient and
+    its inverse normal numbers. Without it, the quotient must be in range, or is inf or NaN.
 
     Why is it exact? The quotient of two significands of 24 bits is a float32, or it is at least
     2^-49 of itself away from every number of 25 bits, where rounding to float32 changes its result.
     A float64 quotient is off by 2^-53 of itself, and by at most 2^-51 if a compiler multiplies by
     the inverse.
-
-    Args:
-      numerator: a positive float32 constant.
-      denominator: [...] float32, positive, finite and normal.
-      exponent: the exponent of a power of two to multiply by, without rounding.
-      clamped: whether to clamp. If False, the quotient must be in range, or is inf or NaN.
-
-    Returns:
-      [...] float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> divide(448.0, jnp.float32(3.0))
-      Array(149.33333, dtype=float32)
     """
     with jax.enable_x64(True):  # for these operations only; no result is float64
         top = np.float64(np.float32(numerator)) * 2.0**exponent
@@ -147,131 +104,18 @@ def divide(
         return lax.convert_element_type(rounded, np.float32)
 
 
-# jit compiles these forty operations as one. One by one, the first eager call of each
-# shape would take a second.
-@functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
-def divide_in_integers(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
-    """`divide` without float64.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> divide_in_integers(448.0, jnp.float32(3.0))
-      Array(149.33333, dtype=float32)
-    """
-    # Both significands are integers in [2^23, 2^24). The quotient is
-    # top / bottom * 2^(top_exponent - bottom_exponent + exponent).
-    top, top_exponent = np.frexp(np.float32(numerator))
-    top = int(top * 2**24)
-    bits = lax.bitcast_convert_type(denominator, jnp.int32)
-    bottom = (bits & 0x007FFFFF) | 0x00800000
-    bottom_exponent = (bits >> 23) - 126
-
-    # `quotient` is the whole part of top * 2^shift / bottom. With shift 23 or 24 it is in
-    # [2^23, 2^24), so it has the 24 bits of a float32 significand.
-    at_least_1 = top >= bottom
-    dividend = lax.select(
-        at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24))
-    )
-    # Both operands of the estimate are exact in float32: each has 24 bits. Less the slack, the
-    # estimate is never above the true quotient, and below it by 2 * _SLACK at most.
-    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
-    # Both terms of the remainder have 48 bits and wrap around in int32. Their difference is at most
-    # 2 * _SLACK * bottom, below 2^28, so it is exact.
-    scaled = lax.select(
-        at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24))
-    )
-    remainder = scaled - quotient * bottom
-    missing = lax.div(remainder, bottom)
-    quotient = quotient + missing
-    remainder = remainder - missing * bottom
-    # Now 0 <= remainder < bottom, and this rounds to nearest. No tie can occur. In a tie
-    # 2 * quotient + 1 would divide `top`: an odd number of 25 bits, where `top` has 24.
-    quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
-
-    power = int(top_exponent) + exponent - bottom_exponent - jnp.where(at_least_1, 0, 1)
-    # The leading bit of the quotient, 2^23, adds 1 to the exponent field: hence 126, not 127. A
-    # carry to 2^24 adds 2, which is right, too. This clip keeps the shift inside 32 bits.
-    biased = jnp.clip(power + 126, -1, 253)
-    # Positive floats are ordered as their bits are. So this clip of bits clamps the quotient.
-    return lax.bitcast_convert_type(
-        jnp.clip((biased << 23) + quotient, 1 << 23, 253 << 23), jnp.float32
-    )
-
-
-def _estimate(dividend: Array, divisor: Array) -> Array:
-    """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
-    return dividend / divisor
-
-
-def _wrap(value: int) -> int:
-    """The signed 32-bit integer that equals `value` modulo 2^32."""
-    return (value + 2**31) % 2**32 - 2**31
-
-
-# Powers of two from exponent bits, because `exp2` and `log2` are not exact in float32.
+# Powers of two from exponent bits, because `exp2` is not exact in float32.
 #
 # References:
-#     OCP Microscaling Formats (MX) v1.0, section 5.4 (E8M0) and 6.3 (the scale from the amax).
-#     Mishra et al., Recipes for pre-training LLMs with MXFP8, arXiv:2506.08027 (RCEIL).
+#     OCP Microscaling Formats (MX) v1.0, section 5.4 (E8M0).
 
 BIAS = 127
 """The biased exponent of 1 in float32 and in E8M0."""
-_ROUND_UP = 0x007FFFFF - 0x600000  # 0x600000 is the mantissa of 448 and 57344, of 1.75 * 2^n
-_NAN = 255  # the byte of NaN in E8M0
 
 
 def power_of_two(exponent: Array) -> Array:
-    """`2**exponent`, [...] float32, for integers from -126 to 127.
-
-    Example:
-      >>> power_of_two(jnp.int32(-3))
-      Array(0.125, dtype=float32)
-    """
+    """`2**exponent`, [...] float32, for integers from -126 to 127."""
     return lax.bitcast_convert_type((exponent + BIAS) << 23, jnp.float32)
-
-
-def scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
-    """The exponent k of a scale 2^k under which an amax fits the format, as k + 127, [...] int32.
-
-    "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
-    subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
-    amaxes. Then values above `format.max` saturate.
-
-    Args:
-      amax: [...] float32, at least 0.
-      format: the format of the values.
-      rounding: "rceil" or "floor".
-
-    Returns:
-      k + 127. For an amax below 2^-126 it is below 1.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> scale_exponent(jnp.array([448.0, 449.0]), fp8.E4M3)
-      Array([127, 128], dtype=int32)
-    """
-    # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
-    # if a > 1.75. This sum then carries into the exponent, so it rounds up exactly.
-    up = _ROUND_UP if rounding == "rceil" else 0
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    return (bits + (up - (format.max_exponent << 23))) >> 23
-
-
-def to_e8m0(exponent: Array, finite: Array) -> Array:
-    """`2**k` in E8M0, from `exponent`, which is k + 127; NaN where not `finite`.
-
-    The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
-
-    Args:
-      exponent: [...] int32, 0 to 254.
-      finite: [...] bool.
-
-    Example:
-      >>> to_e8m0(jnp.array([0, 130]), jnp.array([True, False]))
-      Array([5.87747e-39, nan], dtype=float8_e8m0fnu)
-    """
-    byte = lax.select(finite, exponent, constant_like(exponent, _NAN)).astype(jnp.uint8)
-    return lax.bitcast_convert_type(byte, E8M0.dtype)
 
 
 def factors_of(scale: Array) -> tuple[Array, ...]:
@@ -279,10 +123,6 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
 
     A float32 scale is its only factor. An E8M0 scale has two, because 2^-127 is subnormal in
     float32 and would be flushed. `times` multiplies by them.
-
-    Example:
-      >>> factors_of(to_e8m0(jnp.int32(0), jnp.bool(True)))
-      (Array(5.421011e-20, dtype=float32), Array(1.0842022e-19, dtype=float32))
     """
     if scale.dtype != E8M0.dtype:
         return (scale,)
@@ -292,17 +132,13 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
     first, second = (
         lax.bitcast_convert_type(each << 23, jnp.float32) for each in (half, both - half)
     )
-    return lax.select(byte == _NAN, constant_like(first, np.nan), first), second
+    return lax.select(byte == E8M0.nan_byte, constant_like(first, np.nan), first), second
 
 
 def converted_factors_of(scale: Array) -> tuple[Array, ...]:
     """`factors_of` for CPUs: other factors with the same product, in half the operations.
 
     XLA:CPU converts E8M0 to float32 correctly, but it may flush 2^-127 to zero.
-
-    Example:
-      >>> converted_factors_of(to_e8m0(jnp.int32(0), jnp.bool(True)))
-      (Array(1.1754944e-38, dtype=float32), Array(0.5, dtype=float32))
     """
     if scale.dtype != E8M0.dtype:
         return (scale,)
@@ -314,13 +150,7 @@ def converted_factors_of(scale: Array) -> tuple[Array, ...]:
 def times(x: Array, factors: Sequence[Array]) -> Array:
     """x [...] times each factor, one after the other. It is exact wherever the result is normal.
 
-    Args:
-      x: [...] floating point. An inf may become the largest finite number.
-      factors: of a scale, broadcastable to x and of its dtype.
-
-    Example:
-      >>> times(jnp.float32(4.0), factors_of(to_e8m0(jnp.int32(0), jnp.bool(True))))
-      Array(2.3509887e-38, dtype=float32)
+    An inf may become the largest finite number.
     """
     first, *others = factors
     product = x * first

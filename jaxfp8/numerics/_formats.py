@@ -77,16 +77,7 @@ VALUE_FORMATS = (E4M3, E5M2)
 
 
 def format_of(dtype: DType) -> Format:
-    """The format that a dtype stores.
-
-    Raises:
-      ValueError: if the dtype is no FP8 format.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> format_of(jnp.float8_e5m2)
-      E5M2
-    """
+    """The format that a dtype stores. ValueError if the dtype is no FP8 format."""
     for candidate in (*VALUE_FORMATS, E8M0):
         if candidate.dtype == jnp.dtype(dtype):
             return candidate
@@ -102,12 +93,7 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def sum_dtype(dtype: DType) -> DType:
-    """The dtype in which values of a dtype are summed: float64 for float64, else float32.
-
-    Example:
-      >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.float64)
-      (dtype('float32'), dtype('float64'))
-    """
+    """The dtype in which values of a dtype are summed: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
@@ -116,25 +102,13 @@ def product_dtype(lhs: DType, rhs: DType) -> DType:
 
     It is the one with the larger range, and of two with the same range the more precise one.
     (`jnp.dot` promotes, which makes float32 of bfloat16 and float16.)
-
-    Example:
-      >>> product_dtype(jnp.bfloat16, jnp.float16), product_dtype(jnp.bfloat16, jnp.float32)
-      (dtype(bfloat16), dtype('float32'))
     """
     infos = jnp.finfo(lhs), jnp.finfo(rhs)
     return jnp.dtype(max(infos, key=lambda info: (info.maxexp, info.nmant)).dtype)
 
 
 def check_out_dtype(preferred_element_type: DType) -> DType:
-    """The dtype of a matmul's result, after a check.
-
-    Raises:
-      TypeError: if no matmul can return this dtype.
-
-    Example:
-      >>> check_out_dtype(jnp.bfloat16)
-      dtype(bfloat16)
-    """
+    """The dtype of a matmul's result. TypeError if no matmul can return it."""
     try:
         dtype = jnp.dtype(preferred_element_type)
     except TypeError:

@@ -29,34 +29,22 @@ class AbstractGranularity(abc.ABC):
     """One scale for each tile."""
 
     def along(self, ndim: int) -> Axes:
-        """The sides of a tile of an array of `ndim` axes, one for each axis.
-
-        They are 1 if there are no tiles.
-        """
+        """The sides of a tile of an array of `ndim` axes, one for each axis; 1 without tiles."""
         return (1,) * ndim
 
     def has_cells_along(self, axis: int, ndim: int) -> bool:
-        """Whether scales vary along an axis of an array of `ndim` axes.
-
-        If they do not, one scale spans all of the axis.
-        """
+        """Whether scales vary along an axis of an array of `ndim` axes, or one scale spans it."""
         # Of two values along the axis, does each have its own scale?
         return self.scale_shape((2,) * ndim)[axis] == 2
 
     @property
     def is_square(self) -> bool:
-        """Whether a tile is longer than 1 along two axes.
-
-        If it is, one copy of a tensor serves matmuls in both directions.
-        """
+        """Whether a tile is longer than 1 along two axes: one copy serves both directions."""
         return False
 
     @property
     def is_directed(self) -> bool:
-        """Whether the scale cells depend on the axes that a matmul contracts.
-
-        If they do, the two matmuls that read a tensor need two copies of it.
-        """
+        """Whether the scale cells depend on the contracted axes: two matmuls need two copies."""
         return False
 
     @abc.abstractmethod
@@ -65,27 +53,15 @@ class AbstractGranularity(abc.ABC):
 
     @abc.abstractmethod
     def maximum(self, magnitude: Array) -> Array:
-        """The largest value of each scale cell, in the shape of the scale; 0 for an empty cell.
-
-        Args:
-          magnitude: [...], not negative and without NaN.
-        """
+        """The largest magnitude of each scale cell, in the shape of the scale; 0 if empty."""
 
     @abc.abstractmethod
     def expand(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        """A scale in a form that broadcasts to values of this shape.
-
-        Any other array of the scale's shape can take its place.
-        """
+        """A scale, or an array of its shape, in a form that broadcasts to values of this shape."""
 
     @abc.abstractmethod
     def for_matmul(self, kept: Axes, ndim: int) -> "AbstractGranularity":
-        """The granularity of one operand of a matmul.
-
-        Args:
-          kept: the axes of the operand that the matmul does not contract, ascending.
-          ndim: the number of axes of the operand.
-        """
+        """The granularity of an operand of a matmul that keeps the axes `kept`, ascending."""
 
     @abc.abstractmethod
     def transpose(self, permutation: Axes) -> "AbstractGranularity":

@@ -26,13 +26,7 @@ from jaxfp8.numerics._granularity import AbstractGranularity
 
 
 def split_axis(x: Array, axis: int, cells: int) -> Array:
-    """Reshapes x [.., cells * side, ..] to [.., cells, side, ..]. Devices split the axis of cells.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> split_axis(jnp.ones((2, 6)), 1, 3).shape
-      (2, 3, 2)
-    """
+    """x [.., cells * side, ..] as [.., cells, side, ..]. Devices split the axis of cells."""
     shape = (*x.shape[:axis], cells, x.shape[axis] // cells, *x.shape[axis + 1 :])
     if not is_explicit(x):
         return x.reshape(shape)
@@ -43,14 +37,10 @@ def split_axis(x: Array, axis: int, cells: int) -> Array:
 
 
 def merge_axes(x: Array, counts: Axes) -> Array:
-    """x with neighbouring axes merged.
+    """x with neighbouring axes merged. Count 0 gives a new axis of size 1.
 
     On an Explicit mesh devices may split the first axis of each group. If they split another one,
     JAX's rule decides about the sharding.
-
-    Args:
-      x: [...].
-      counts: for each new axis, how many neighbouring axes it merges. 0 gives a new axis of size 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,25 +66,12 @@ def merge_axes(x: Array, counts: Axes) -> Array:
 
 
 def is_explicit(x: Array) -> bool:
-    """Whether x is on an Explicit mesh, so that its type says how it is split.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> is_explicit(jnp.ones(2))
-      False
-    """
+    """Whether x is on an Explicit mesh, so that its type says how it is split."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def devices_of(mesh: Any, entry: Any) -> int:
-    """The number of devices over which one entry of a `jax.P` splits an array axis.
-
-    Example:
-      >>> import jax
-      >>> mesh = jax.sharding.AbstractMesh((4, 2), ("data", "tensor"))
-      >>> devices_of(mesh, None), devices_of(mesh, "data"), devices_of(mesh, ("data", "tensor"))
-      (1, 4, 8)
-    """
+    """The number of devices over which one entry of a `jax.P` splits an array axis."""
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return math.prod(mesh.shape[name] for name in names)
 
@@ -242,9 +219,9 @@ class PerBlock(AbstractGranularity):
 
 
 def _trailing(tile: tuple[int, ...]) -> PerBlock:
-    """The granularity with this tile, in one form, so that equal tiles compare equal.
+    """The granularity with this tile, without leading sides of 1, but with two sides.
 
-    Leading sides of 1 are dropped, but two sides stay.
+    So equal tiles compare equal.
     """
     first = next(axis for axis, size in enumerate(tile) if size > 1)
     return PerBlock(tile[min(first, max(len(tile) - 2, 0)) :])

@@ -12,16 +12,12 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, ScaleRounding
-from jaxfp8.numerics import _exact as powers
 from jaxfp8.numerics._exact import (
     BIAS,
     LARGEST,
     TINY,
     constant_like,
     divide,
-    divide_in_integers,
-    scale_exponent,
-    to_e8m0,
 )
 from jaxfp8.numerics._formats import E8M0, Format
 
@@ -29,13 +25,7 @@ from jaxfp8.numerics._formats import E8M0, Format
 
 
 def is_usable(amax: Array) -> Array:
-    """Whether an amax can set a scale: finite and at least 2^-126.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> is_usable(jnp.array([0.0, 1.0, jnp.inf]))
-      Array([False,  True, False], dtype=bool)
-    """
+    """Whether an amax can set a scale: finite and at least 2^-126."""
     # False for NaN, as every comparison with it.
     return amax == lax.clamp(np.float32(TINY), amax, np.float32(LARGEST))
 
@@ -78,11 +68,11 @@ def encoding_multiplier(
     like = lax.full_like if kernel_language else constant_like
     amax = lax.select(is_usable(amax), amax, like(amax, largest))
     if not power_of_two:
-        quotient = divide_in_integers if kernel_language else divide
+        quotient = _divide_in_integers if kernel_language else divide
         return quotient(format.max, amax, exponent=-margin)
-    # The multiplier rounded down is the inverse of the scale rounded up. `scale_exponent` has that
+    # The multiplier rounded down is the inverse of the scale rounded up. `_scale_exponent` has that
     # exactly, without a division.
-    exponent = (2 * powers.BIAS - margin) - powers.scale_exponent(amax, format)
+    exponent = (2 * BIAS - margin) - _scale_exponent(amax, format)
     exponent = lax.clamp(np.int32(1), exponent, np.int32(253))
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
@@ -92,25 +82,14 @@ def inverse(
 ) -> Array:
     """`1 / x`, correctly rounded: the scale of a multiplier, or the multiplier of a scale.
 
-    Args:
-      multiplier_or_scale: [...] float32 in [2^-126, 2^126].
-      power_of_two: whether all of them are powers of two. Then no division is needed.
-      kernel_language: whether this is part of a kernel, which has no float64.
-
-    Returns:
-      [...] float32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> inverse(jnp.float32(64.0))
-      Array(0.015625, dtype=float32)
+    The numbers are in [2^-126, 2^126]. If all are powers of two, no division is needed.
     """
     if power_of_two:
         bits = lax.bitcast_convert_type(multiplier_or_scale, jnp.int32)
         # 2^k has the bits (127 + k) << 23, its inverse (127 - k) << 23. Both are normal numbers.
         return lax.bitcast_convert_type((254 << 23) - bits, jnp.float32)
     if kernel_language:
-        return divide_in_integers(1.0, multiplier_or_scale)
+        return _divide_in_integers(1.0, multiplier_or_scale)
     return divide(1.0, multiplier_or_scale, clamped=False)
 
 
@@ -189,7 +168,102 @@ class ScaleRule:
         finite = amax < jnp.inf  # False for NaN, as every comparison with it
         # The smallest scale is 2^-127. Its multiplier is 2^127, which is the largest power of two
         # in float32.
-        exponent = jnp.maximum(scale_exponent(amax, format, self.scale_rounding), 0)
+        exponent = jnp.maximum(_scale_exponent(amax, format, self.scale_rounding), 0)
         of_multiplier = lax.select(finite, exponent, constant_like(exponent, BIAS))
         multiplier = (2 * BIAS - of_multiplier) << 23
-        return lax.bitcast_convert_type(multiplier, jnp.float32), to_e8m0(exponent, finite)
+        return lax.bitcast_convert_type(multiplier, jnp.float32), _to_e8m0(exponent, finite)
+
+
+# The scale 2^k of an amax, from exponent bits, because `log2` is not exact in float32.
+#
+# References:
+#     OCP Microscaling Formats (MX) v1.0, section 6.3 (the scale from the amax).
+#     Mishra et al., Recipes for pre-training LLMs with MXFP8, arXiv:2506.08027 (RCEIL).
+
+_ROUND_UP = 0x007FFFFF - 0x600000  # 0x600000 is the mantissa of 448 and 57344, of 1.75 * 2^n
+
+
+def _scale_exponent(amax: Array, format: Format, rounding: ScaleRounding = "rceil") -> Array:
+    """The exponent k of a scale 2^k under which an amax fits the format, as k + 127, [...] int32.
+
+    "rceil" rounds `amax / format.max` up to a power of two, exactly, so no value overflows. "floor"
+    subtracts the exponent of `format.max` from that of amax. Its scale is half as large for some
+    amaxes. Then values above `format.max` saturate. For an amax below 2^-126 the result is below 1.
+    """
+    # With amax = a * 2^E and format.max = 1.75 * 2^n, their quotient is above 2^(E - n) if and only
+    # if a > 1.75. This sum then carries into the exponent, so it rounds up exactly.
+    up = _ROUND_UP if rounding == "rceil" else 0
+    bits = lax.bitcast_convert_type(amax, jnp.int32)
+    return (bits + (up - (format.max_exponent << 23))) >> 23
+
+
+def _to_e8m0(exponent: Array, finite: Array) -> Array:
+    """`2**k` in E8M0, from `exponent`, which is k + 127, 0 to 254; NaN where not `finite`.
+
+    The byte is built from integers, because JAX casts a float 0 to the NaN of E8M0.
+    """
+    byte = lax.select(finite, exponent, constant_like(exponent, E8M0.nan_byte)).astype(jnp.uint8)
+    return lax.bitcast_convert_type(byte, E8M0.dtype)
+
+
+# A quotient of integers, for kernel languages.
+
+# A bound of the error of the estimate, in units in the last place. `div.full.f32` is off by at most
+# 2 (PTX ISA), and a multiplication by an inverse, too. The conversion to an integer drops less
+# than 1.
+_SLACK = 4
+
+
+# jit compiles these forty operations as one. One by one, the first eager call of each
+# shape would take a second.
+@functools.partial(jax.jit, static_argnames=("numerator", "exponent"), inline=True)
+def _divide_in_integers(numerator: float, denominator: Array, *, exponent: int = 0) -> Array:
+    """`divide` without float64."""
+    # Both significands are integers in [2^23, 2^24). The quotient is
+    # top / bottom * 2^(top_exponent - bottom_exponent + exponent).
+    top, top_exponent = np.frexp(np.float32(numerator))
+    top = int(top * 2**24)
+    bits = lax.bitcast_convert_type(denominator, jnp.int32)
+    bottom = (bits & 0x007FFFFF) | 0x00800000
+    bottom_exponent = (bits >> 23) - 126
+
+    # `quotient` is the whole part of top * 2^shift / bottom. With shift 23 or 24 it is in
+    # [2^23, 2^24), so it has the 24 bits of a float32 significand.
+    at_least_1 = top >= bottom
+    dividend = lax.select(
+        at_least_1, *(jnp.full_like(bottom, top * 2.0**shift, jnp.float32) for shift in (23, 24))
+    )
+    # Both operands of the estimate are exact in float32: each has 24 bits. Less the slack, the
+    # estimate is never above the true quotient, and below it by 2 * _SLACK at most.
+    quotient = _estimate(dividend, bottom.astype(jnp.float32)).astype(jnp.int32) - _SLACK
+    # Both terms of the remainder have 48 bits and wrap around in int32. Their difference is at most
+    # 2 * _SLACK * bottom, below 2^28, so it is exact.
+    scaled = lax.select(
+        at_least_1, *(jnp.full_like(bottom, _wrap(top << shift)) for shift in (23, 24))
+    )
+    remainder = scaled - quotient * bottom
+    missing = lax.div(remainder, bottom)
+    quotient = quotient + missing
+    remainder = remainder - missing * bottom
+    # Now 0 <= remainder < bottom, and this rounds to nearest. No tie can occur. In a tie
+    # 2 * quotient + 1 would divide `top`: an odd number of 25 bits, where `top` has 24.
+    quotient = quotient + jnp.where(2 * remainder > bottom, 1, 0)
+
+    power = int(top_exponent) + exponent - bottom_exponent - jnp.where(at_least_1, 0, 1)
+    # The leading bit of the quotient, 2^23, adds 1 to the exponent field: hence 126, not 127. A
+    # carry to 2^24 adds 2, which is right, too. This clip keeps the shift inside 32 bits.
+    biased = jnp.clip(power + 126, -1, 253)
+    # Positive floats are ordered as their bits are. So this clip of bits clamps the quotient.
+    return lax.bitcast_convert_type(
+        jnp.clip((biased << 23) + quotient, 1 << 23, 253 << 23), jnp.float32
+    )
+
+
+def _estimate(dividend: Array, divisor: Array) -> Array:
+    """`dividend / divisor`, within 2 units in the last place. A test replaces it by a worse one."""
+    return dividend / divisor
+
+
+def _wrap(value: int) -> int:
+    """The signed 32-bit integer that equals `value` modulo 2^32."""
+    return (value + 2**31) % 2**32 - 2**31

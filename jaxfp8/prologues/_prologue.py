@@ -89,19 +89,13 @@ class AbstractPrologue(abc.ABC):
     whole: ClassVar[Axes] = ()
 
     def __call__(self, *arrays: ArrayLike) -> Array:
-        """h, with the shape and dtype of the first array. It is differentiable.
-
-        Raises:
-          TypeError, ValueError: see `operands`.
-        """
+        """h, with the shape and dtype of the first array. It is differentiable; see `operands`."""
         return _apply(self, *arrays)
 
     def operands(self, *arrays: ArrayLike) -> tuple[Array, ...]:
         """The operands of `elementwise`. The first has the shape of h, the others broadcast to it.
 
-        Raises:
-          TypeError: if an array is not floating point.
-          ValueError: if there are too many or too few arrays, or if their shapes do not fit.
+        TypeError for an array that is not floating point, ValueError for their number or shapes.
         """
         given = tuple(each if isinstance(each, jax.Array) else jnp.asarray(each) for each in arrays)
         if len(given) != len(self.names):
@@ -160,12 +154,9 @@ def _rounded(x: Array, dtype: DType) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class Produced:
-    """The result of a prologue, and its operands: `value == prologue(*arrays)`.
+    """The result [..., M, K] of a prologue, and its operands: `value == prologue(*arrays)`.
 
-    Attributes:
-      value: [..., M, K]. If nothing reads it, XLA does not compute it.
-      operands: `prologue.operands(*arrays)`.
-      prologue: the prologue.
+    If nothing reads the value, XLA does not compute it.
     """
 
     value: Array
@@ -190,65 +181,23 @@ Source: TypeAlias = Array | Produced | Gathered
 
 
 def produce(prologue: AbstractPrologue, *arrays: ArrayLike) -> Produced:
-    """The result of a prologue for these arrays, with its operands.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> produce(fp8.prologues.SwiGLU(), jnp.ones((2, 4)), jnp.ones((2, 4))).shape
-      (2, 4)
-    """
+    """The result of a prologue for these arrays, with its operands."""
     return Produced(prologue(*arrays), prologue.operands(*arrays), prologue)
 
 
 def produce_again(prologue: AbstractPrologue, operands: tuple[Array, ...]) -> Produced:
-    """The result of a prologue for operands that `produce` returned.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> gate, up = jnp.ones((2, 4)), jnp.ones((2, 4))
-      >>> operands = produce(fp8.prologues.SwiGLU(), gate, up).operands
-      >>> produce_again(fp8.prologues.SwiGLU(), operands).shape
-      (2, 4)
-    """
+    """The result of a prologue for operands that `produce` returned."""
     return Produced(_of_operands(prologue, operands), operands, prologue)
 
 
 def value_of(x: Source) -> Array:
-    """x as an array. For the result of a prologue, and for gathered rows, it is `x.value`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> value_of(jnp.ones(3)).shape
-      (3,)
-    """
+    """x as an array. For the result of a prologue, and for gathered rows, it is `x.value`."""
     return x.value if isinstance(x, Produced | Gathered) else x
 
 
 def prologue_of(x: Source) -> AbstractPrologue | None:
-    """The prologue whose result x is; None if x is an array.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> prologue_of(jnp.ones(3)) is None
-      True
-    """
+    """The prologue whose result x is; None if x is an array."""
     return x.prologue if isinstance(x, Produced) else None
-
-
-def wide_operands(x: Source) -> int:
-    """How many arrays of the size of x a kernel reads to compute x.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> wide_operands(produce(fp8.prologues.SwiGLU(), jnp.ones((2, 3)), jnp.ones((2, 3))))
-      2
-    """
-    if not isinstance(x, Produced):
-        return 1
-    return sum(math.prod(each.shape) == math.prod(x.shape) for each in x.operands)
 
 
 # RMSNorm, which comes before the first matmul of a transformer block.

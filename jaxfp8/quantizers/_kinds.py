@@ -10,6 +10,7 @@ References:
 
 import dataclasses
 import functools
+import math
 from typing import ClassVar, Literal
 
 import jax.numpy as jnp
@@ -19,20 +20,19 @@ from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Rounding, ScaleRounding
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.quantize._api import quantize
+from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E8M0, Format
 from jaxfp8.numerics._granularity import AbstractGranularity, PerRow, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale import ScaleRule, encoding_multiplier, inverse, is_usable
-from jaxfp8.prologues._prologue import Produced, Source, wide_operands
+from jaxfp8.prologues._prologue import Produced, Source
 from jaxfp8.quantizers._base import (
     AbstractQuantizer,
     Fault,
     RowState,
     ScaleInputs,
     check_bool,
-    check_rounding,
     check_value_format,
-    faults_of_delayed,
 )
 
 # Delayed scaling: the scale of this step comes from the amaxes of the last steps.
@@ -69,7 +69,7 @@ class Delayed(AbstractQuantizer):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_bool("power_of_two", self.power_of_two)
-        check_rounding("rounding", self.rounding)
+        _check_rounding("rounding", self.rounding)
         if type(self.history_length) is not int or self.history_length < 1:
             raise ValueError(
                 f"history_length={self.history_length!r} must be an integer of at least 1."
@@ -140,7 +140,77 @@ class Delayed(AbstractQuantizer):
         )
 
     def faults(self, row: RowState) -> list[Fault]:
-        return faults_of_delayed(self, *map(np.asarray, row))
+        # The checks of the history replace the one that every quantizer has. They are stricter.
+        others = [fault for fault in super().faults(row) if fault.leaf != "amax_history"]
+        scale, history = np.asarray(row.scale), np.asarray(row.amax_history)
+        return others + _faults_of_history(self, scale, history, others)
+
+
+# Faults of a history and its scale in a file. With `Delayed.update`, these hold between steps:
+#
+# - An amax in the history is at least 2^-126. An empty slot is 0.
+# - The staging slot is 0.
+# - Entries fill the history from its newest end, without gaps.
+# - A scale is unset if and only if the history is empty.
+# - The scale is that of the largest entry, or of an entry that was just rotated out.
+
+_LARGEST_FALL = 2.0**20
+"""How many times larger than all entries of a history the entry that was just rotated out may be.
+
+A loss scale can fall by 2^16 at once, and the amaxes of gradients with it.
+"""
+
+_ROUNDING = 1e-6  # relative: about 8 units in the last place of float32
+
+
+def _faults_of_history(
+    quantizer: Delayed, scale: np.ndarray, history: np.ndarray, others: list[Fault]
+) -> list[Fault]:
+    """The faults of histories f32[..., H] and their scales f32[...]. `others` are known faults."""
+    amaxes = np.all((history == 0) | ((history >= TINY) & (history < np.inf)), axis=-1)
+    staged = amaxes & (history[..., 0] != 0)
+    found = [
+        Fault("amax_history", ~amaxes, "every amax must be 0 or finite and at least 2^-126"),
+        Fault("amax_history", staged, "slot 0, the staging slot, must be 0 between steps"),
+    ]
+    if quantizer.history_length > 1:  # else there is only the staging slot
+        sound = np.ones(scale.shape, bool)
+        for fault in others + found:
+            sound &= ~fault.rows
+        found += _related(quantizer, scale, history, sound)
+    return [fault for fault in found if fault.rows.any()]
+
+
+def _related(
+    quantizer: Delayed, scale: np.ndarray, history: np.ndarray, sound: np.ndarray
+) -> list[Fault]:
+    """Histories with gaps, and scales that do not match them, in rows without another fault."""
+    filled = history[..., 1:] > 0
+    gap = sound & np.any(filled[..., :-1] & ~filled[..., 1:], axis=-1)
+    empty = ~filled[..., -1]
+    unset = sound & ~gap & (empty != (scale == 0))
+    last = quantizer.algorithm == "most_recent"
+    reference = history[..., -1] if last else np.max(history, axis=-1)
+    asked = np.asarray(inverse(quantizer.multiplier(jnp.asarray(reference))), np.float64)
+    # `update` computes the scale before it rotates. So in a full history the entry that gave the
+    # scale may have been rotated out just now. Then the scale is larger than the entries give.
+    fall = np.where(filled[..., 0] & (not last), _LARGEST_FALL, 1 + _ROUNDING)
+    far = (
+        sound
+        & ~gap
+        & ~empty
+        & ~unset
+        & ((scale < asked * (1 - _ROUNDING)) | (scale > asked * fall))
+    )
+    return [
+        Fault(
+            "amax_history",
+            gap,
+            "entries must fill the slots up to the last one, the newest, without a gap",
+        ),
+        Fault("scale", unset, "it must be 0 (unset) exactly if the history is empty"),
+        Fault("scale", far, "it is not the scale that the amaxes of its history ask for"),
+    ]
 
 
 # Current scaling: a tensor, row or tile is scaled by its own amax.
@@ -178,7 +248,7 @@ class Current(AbstractQuantizer):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_bool("power_of_two", self.power_of_two)
-        check_rounding("rounding", self.rounding)
+        _check_rounding("rounding", self.rounding)
         if not isinstance(self.granularity, PerTensor | PerRow | PerBlock):
             raise ValueError(
                 f"granularity={self.granularity!r} does not fit a recipe; use PerTensor(), "
@@ -218,22 +288,25 @@ class Current(AbstractQuantizer):
     ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
         if self.granularity.in_tiles:  # a tile is on one device, so a kernel can find its amax
             return quantize(x, cast, key=key)
-        if isinstance(x, Produced) and wide_operands(x) > 1:
+        if isinstance(x, Produced) and _wide_operands(x) > 1:
             # The amax was taken before, in another read. To write x there and read it here costs no
             # more than to read the two arrays of the prologue again.
             x = x.value
         return super().quantize(x, cast, inputs, key=key)
 
 
+def _wide_operands(x: Source) -> int:
+    """How many arrays of the size of x a kernel reads to compute x."""
+    if not isinstance(x, Produced):
+        return 1
+    return sum(math.prod(each.shape) == math.prod(x.shape) for each in x.operands)
+
+
 # Static scaling: the scale is a constant that was calibrated before.
 
 
 def check_scale(name: str, scale: object) -> None:
-    """Raise ValueError unless the scale and its inverse are normal float32 numbers.
-
-    Example:
-      >>> check_scale("scale", 0.125)
-    """
+    """Raise ValueError unless the scale and its inverse are normal float32 numbers."""
     if (
         isinstance(scale, bool)
         or not isinstance(scale, int | float | np.floating)
@@ -269,7 +342,7 @@ class Static(AbstractQuantizer):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_scale("scale", self.scale)
-        check_rounding("rounding", self.rounding)
+        _check_rounding("rounding", self.rounding)
         if self.granularity != PerTensor():
             raise ValueError(
                 f"granularity={self.granularity!r} needs more than one scale; Static has one: use "
@@ -310,3 +383,9 @@ class Identity(AbstractQuantizer):
     @property
     def value_format(self) -> None:
         return None
+
+
+def _check_rounding(name: str, value: object) -> None:
+    """Raise ValueError unless the value is "nearest" or "stochastic"."""
+    if value not in ("nearest", "stochastic"):
+        raise ValueError(f"{name}={value!r} is unknown; use 'nearest' or 'stochastic'.")

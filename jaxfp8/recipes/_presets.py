@@ -11,9 +11,9 @@ from jaxfp8._typing import Rounding, ScaleRounding
 from jaxfp8.numerics._formats import E4M3, E5M2, E8M0, Format
 from jaxfp8.numerics._granularity import PerRow
 from jaxfp8.numerics._per_block import PerBlock
-from jaxfp8.quantizers._base import check_bool
+from jaxfp8.quantizers._base import AbstractQuantizer, check_bool
 from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static, check_scale
-from jaxfp8.recipes._recipe import Operands, Recipe, by_tensor
+from jaxfp8.recipes._recipe import Operands, Recipe
 
 # Recipes with one scale for each tensor or row, and `identity`, which quantizes nothing.
 
@@ -58,7 +58,7 @@ def delayed(
         power_of_two=power_of_two,
     )
     x, g = delayed_by(format=forward), delayed_by(format=gradient, rounding=gradient_rounding)
-    return by_tensor("delayed", x, x, g)
+    return _by_tensor("delayed", x, x, g)
 
 
 def current(
@@ -87,7 +87,7 @@ def current(
     """
     x = Current(format=forward, power_of_two=power_of_two)
     g = Current(format=gradient, power_of_two=power_of_two, rounding=gradient_rounding)
-    return by_tensor("current", x, x, g)
+    return _by_tensor("current", x, x, g)
 
 
 def rowwise(
@@ -128,7 +128,7 @@ def rowwise(
     x = Current(format=forward, granularity=PerRow(), power_of_two=power_of_two)
     g = dataclasses.replace(x, format=gradient, rounding=gradient_rounding)
     if not high_precision_wgrad:
-        return by_tensor("rowwise", x, x, g)
+        return _by_tensor("rowwise", x, x, g)
     return Recipe(
         name="rowwise",
         fprop=Operands(lhs=x, rhs=x),
@@ -173,7 +173,7 @@ def static(
     """
     for name, scale in (("x_scale", x_scale), ("w_scale", w_scale), ("g_scale", g_scale)):
         check_scale(name, scale)
-    return by_tensor(
+    return _by_tensor(
         "static",
         Static(format=forward, scale=x_scale),
         Static(format=forward, scale=w_scale),
@@ -191,7 +191,7 @@ def identity() -> Recipe:
       >>> fp8.recipes.identity().is_identity
       True
     """
-    return by_tensor("identity", Identity(), Identity(), Identity())
+    return _by_tensor("identity", Identity(), Identity(), Identity())
 
 
 # Recipes with one scale for each tile.
@@ -250,7 +250,7 @@ def blockwise(
         for name, format in zip(dims, (forward, forward, gradient), strict=True)
     )
     g = dataclasses.replace(g, rounding=gradient_rounding)
-    return by_tensor("blockwise", x, w, g)
+    return _by_tensor("blockwise", x, w, g)
 
 
 def mxfp8(
@@ -292,7 +292,7 @@ def mxfp8(
         )
         for dim in (1, w_tile_dim)
     )
-    return by_tensor("mxfp8", x, w, dataclasses.replace(x, rounding=gradient_rounding))
+    return _by_tensor("mxfp8", x, w, dataclasses.replace(x, rounding=gradient_rounding))
 
 
 def _tile(name: str, size: int, dim: object) -> PerBlock:
@@ -301,6 +301,17 @@ def _tile(name: str, size: int, dim: object) -> PerBlock:
             f"{name}={dim!r} is no dimension of a tile; use 1 (1x{size}) or 2 ({size}x{size})."
         )
     return PerBlock((1 if dim == 1 else size, size))
+
+
+def _by_tensor(
+    name: str,
+    x: AbstractQuantizer,
+    w: AbstractQuantizer,
+    g: AbstractQuantizer,
+) -> Recipe:
+    """A recipe in which each tensor has one quantizer for all matmuls."""
+    fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
+    return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
 
 
 # Recipes by name.
@@ -339,12 +350,7 @@ def get(name: str, **fields: Any) -> Recipe:
 
 
 def make(name: str, fields: dict[str, Any]) -> Recipe:
-    """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too.
-
-    Example:
-      >>> make("current", {}).name
-      'current'
-    """
+    """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too."""
     if name not in PRESETS:
         raise ValueError(
             f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}.{nearest(name, PRESETS)}"
@@ -358,33 +364,18 @@ def make(name: str, fields: dict[str, Any]) -> Recipe:
 
 
 def parameters_of(name: str) -> dict[str, inspect.Parameter]:
-    """The parameters of a preset, by name.
-
-    Example:
-      >>> list(parameters_of("mxfp8"))
-      ['scale_rounding', 'w_tile_dim', 'gradient_rounding']
-    """
+    """The parameters of a preset, by name."""
     return dict(inspect.signature(PRESETS[name]).parameters)
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known name that is most like it, if any.
-
-    Example:
-      >>> nearest("blockwize", PRESETS)
-      " Did you mean 'blockwise'?"
-    """
+    """The end of a message about an unknown name: the known name that is most like it, if any."""
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def check_recipe(recipe: object) -> None:
-    """Raise TypeError unless it is a Recipe.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_recipe(fp8.recipes.current())
-    """
+    """Raise TypeError unless it is a Recipe."""
     if isinstance(recipe, Recipe):
         return
     name = recipe if isinstance(recipe, str) else getattr(recipe, "__name__", None)

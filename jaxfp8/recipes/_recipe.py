@@ -153,13 +153,6 @@ class Row(NamedTuple):
 
         The fingerprint has 16 bits of a checksum. Float32 has 7 more bits. So a fingerprint is
         still recognized after the rounding of a mean of equal states over devices.
-
-        Example:
-          >>> import jaxfp8 as fp8
-          >>> from jaxfp8.quantizers import Delayed
-          >>> e4m3, e5m2 = (Row("g", Delayed(format=f)) for f in (fp8.E4M3, fp8.E5M2))
-          >>> e4m3.fingerprint == e5m2.fingerprint
-          False
         """
         return 1 + (zlib.crc32(self.description.encode()) >> 16) / 2**16
 
@@ -302,24 +295,6 @@ class Recipe:
         return sum(operands.in_fp8 for operands in (self.fprop, self.dgrad, self.wgrad))
 
 
-def by_tensor(
-    name: str,
-    x: AbstractQuantizer,
-    w: AbstractQuantizer,
-    g: AbstractQuantizer,
-) -> Recipe:
-    """A recipe in which each tensor has one quantizer for all matmuls.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> x = fp8.quantizers.Current(format=fp8.E4M3)
-      >>> by_tensor("mine", x, x, x).fp8_matmuls
-      3
-    """
-    fprop, dgrad, wgrad = Operands(lhs=x, rhs=w), Operands(lhs=g, rhs=w), Operands(lhs=x, rhs=g)
-    return Recipe(name=name, fprop=fprop, dgrad=dgrad, wgrad=wgrad)
-
-
 # The copies of a tensor that the matmuls of a training step read, and how each is cast.
 #
 # All of this is static. It is computed once for a recipe and a geometry, and not for each layer.
@@ -329,7 +304,6 @@ class PlannedCast(NamedTuple):
     """The copies of one tensor by one quantizer.
 
     Attributes:
-      quantizer: the quantizer, which chooses the scales and casts.
       cast: the copies to make; None if the tensor stays in high precision.
       readers: for each copy, the matmuls that read it.
       row: the index of the quantizer's row of state; None if the quantizer has no state.
@@ -354,23 +328,10 @@ def planned_casts(
 ) -> tuple[PlannedCast, ...]:
     """The casts of a tensor: one for each quantizer that the recipe gives it.
 
-    Args:
-      recipe: the quantizers of all operands.
-      geometry: the axes of the three matmuls.
-      tensor: "x", "w" or "g".
-      backends: names of cast backends, in the order in which they are tried.
-      column_sums: whether the first cast also sums columns.
-      gathered: whether the copies of this pass are gathered over a mesh. Matmuls with one scale
-        then share a copy, because a second one would double the bytes.
-      by_xla: the matmuls that XLA computes. It multiplies tiles in bfloat16, in any layout.
-      only: the only matmul that reads the copies of this pass; None for all.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> geometry = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
-      >>> (planned,) = planned_casts(fp8.recipes.blockwise(), geometry, "x", ("xla",))
-      >>> planned.cast.granularities, planned.readers
-      ((PerBlock(tile=(1, 128)), PerBlock(tile=(128, 1))), (('fprop',), ('wgrad',)))
+    With `column_sums` the first cast also sums columns. `gathered` says that the copies of this
+    pass are gathered over a mesh. Matmuls with one scale then share a copy, because a second one
+    would double the bytes. XLA computes the matmuls `by_xla`, and multiplies tiles in bfloat16, in
+    any layout. `only` is the only matmul that reads the copies of this pass; None for all.
     """
     # Matmuls with equal quantizers share a cast. With equal directions as well, they share a copy.
     found: dict[AbstractQuantizer, dict[Direction, tuple[Matmul, ...]]] = {}

@@ -180,11 +180,7 @@ def _with_formats(name: str, fields: dict[str, Any]) -> Recipe:
 
 
 def _format_named(field: str, value: Any) -> Format:
-    """The format with this name. A format is returned as it is.
-
-    Raises:
-      ValueError: if it is no format.
-    """
+    """The format with this name. A format is returned as it is. ValueError for another value."""
     if isinstance(value, Format):
         return value
     if not isinstance(value, str) or value not in _FORMATS:

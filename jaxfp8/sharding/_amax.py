@@ -18,43 +18,22 @@ from jaxfp8._typing import Array, FP8StateError
 
 
 def varying(x: Array) -> frozenset[str]:
-    """The manual mesh axes over which x varies, by its type.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> varying(jnp.ones(3))
-      frozenset()
-    """
+    """The manual mesh axes over which x varies, by its type."""
     return varying_type(jax.typeof(x))
 
 
 def varying_type(aval: Any) -> frozenset[str]:
-    """The manual mesh axes over which a value of this type varies.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> varying_type(jax.typeof(jnp.ones(2)))
-      frozenset()
-    """
+    """The manual mesh axes over which a value of this type varies."""
     return frozenset(aval.manual_axis_type.varying)
 
 
 def manual_axes() -> tuple[str, ...]:
-    """The mesh axes that are manual here. There are some inside `jax.shard_map` (or pmap) only.
-
-    Example:
-      >>> manual_axes()
-      ()
-    """
+    """The mesh axes that are manual here. There are some inside `jax.shard_map` (or pmap) only."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_axes(named: Iterable[str]) -> None:
-    """Raise FP8StateError if a mesh is set and a name is none of its axes.
-
-    Example:
-      >>> check_axes(("data",))
-    """
+    """Raise FP8StateError if a mesh is set and a name is none of its axes."""
     mesh = jax.sharding.get_abstract_mesh()
     unknown = sorted(set(named) - set(mesh.axis_names))
     if unknown and not mesh.empty:
@@ -67,11 +46,7 @@ def check_axes(named: Iterable[str]) -> None:
 def types_tell() -> bool:
     """Whether types say over which manual axes a value varies, as with `check_vma=True`.
 
-    It is True as well if there are no manual axes.
-
-    Example:
-      >>> types_tell()
-      True
+    True if there are none.
     """
     axes = manual_axes()
     # With check_vma=False a type never shows a varying axis, not even after this cast.
@@ -79,24 +54,12 @@ def types_tell() -> bool:
 
 
 def pmax(x: Array, axes: Iterable[str]) -> Array:
-    """`lax.pmax` over the axes, or x itself if there are none.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> pmax(jnp.float32(1.0), ())
-      Array(1., dtype=float32)
-    """
+    """`lax.pmax` over the axes, or x itself if there are none."""
     names = tuple(sorted(axes))
     return lax.pmax(x, names) if names else x
 
 
 def vary_as(x: Array, like: Array) -> Array:
-    """x with a type that varies also over every mesh axis over which `like` varies.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> vary_as(jnp.float32(1.0), jnp.float32(0.0))
-      Array(1., dtype=float32)
-    """
+    """x with a type that varies also over every mesh axis over which `like` varies."""
     names = tuple(sorted(varying(like) - varying(x)))
     return lax.pcast(x, names, to="varying") if names else x

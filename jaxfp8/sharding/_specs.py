@@ -25,11 +25,6 @@ def parts_of(x: jax.Array) -> tuple[int, ...]:
     """The number of shards along each axis of an array, by its type.
 
     Types say this in Explicit meshes only. On other meshes all numbers are 1.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> parts_of(jnp.ones((4, 2)))
-      (1, 1)
     """
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty:
@@ -47,13 +42,6 @@ def whole_mesh_axes(
 
     XLA can split an array axis over a part of a mesh axis. No spec can say this, so the result is
     then () for that array axis.
-
-    Example:
-      >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> rows = jax.NamedSharding(mesh, jax.P("data"))
-      >>> x = jax.ShapeDtypeStruct((4, 2), "float32", sharding=rows)
-      >>> whole_mesh_axes(x, mesh)
-      ((), ())
     """
     assert x.sharding is not None
     places = x.sharding.devices_indices_map(x.shape)
@@ -83,18 +71,7 @@ def whole_mesh_axes(
 def check_borders(
     granularity: AbstractGranularity, shape: tuple[int, ...], axis: int, part: int
 ) -> None:
-    """Raise ValueError if shards cut tiles.
-
-    Args:
-      granularity: which values share a scale.
-      shape: the shape of the array, for the message.
-      axis: the array axis that is split.
-      part: the size of a shard along this axis.
-
-    Example:
-      >>> from jaxfp8.numerics import PerBlock
-      >>> check_borders(PerBlock((1, 32)), (8, 96), 1, 32)
-    """
+    """Raise ValueError if shards of size `part` along an axis of this shape cut tiles."""
     side = granularity.along(len(shape))[axis]
     if part % side:
         raise ValueError(

@@ -229,25 +229,14 @@ class QuantizedWeight:
 
 
 def is_weight(node: object) -> bool:
-    """Whether a tree node is a `QuantizedWeight`.
-
-    Example:
-      >>> is_weight(1.0)
-      False
-    """
+    """Whether a tree node is a `QuantizedWeight`."""
     return isinstance(node, QuantizedWeight)
 
 
 def casts_of(recipe: Recipe, geometry: TrainingGeometry) -> tuple[PlannedCast, ...]:
     """The casts of a weight for the matmuls of a recipe.
 
-    Raises:
-      ValueError: if the recipe reads the weight in high precision, or rounds it stochastically.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> len(casts_of(fp8.recipes.mxfp8(), WeightAxes().geometry(2))[0].readers)
-      2
+    ValueError if the recipe reads the weight in high precision, or rounds it stochastically.
     """
     planned = planned_casts(recipe, geometry, "w", ("xla",))
     for each in planned:
@@ -273,15 +262,7 @@ def casts_of(recipe: Recipe, geometry: TrainingGeometry) -> tuple[PlannedCast, .
 
 
 def handle(weight: QuantizedWeight) -> Array:
-    """The array [...] that the gradient of a weight flows to.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> w = fp8.quantize_params({"kernel": jnp.ones((4, 4))}, fp8.recipes.current())["kernel"]
-      >>> handle(w).shape
-      (4, 4)
-    """
+    """The array [...] that the gradient of a weight flows to."""
     if weight.original is not None:
         return weight.original
     # Multiplied from the values, because `jnp.zeros` would have another sharding and type.
@@ -289,22 +270,12 @@ def handle(weight: QuantizedWeight) -> Array:
 
 
 def handles_of(params: PyTree) -> PyTree:
-    """The parameters, with the handle of each weight in its place.
-
-    Example:
-      >>> handles_of({"bias": 1.0})
-      {'bias': 1.0}
-    """
+    """The parameters, with the handle of each weight in its place."""
     return jax.tree.map(lambda n: handle(n) if is_weight(n) else n, params, is_leaf=is_weight)
 
 
 def with_handles(params: PyTree, handles: PyTree) -> PyTree:
-    """The parameters, with other values of `handles_of`.
-
-    Example:
-      >>> with_handles({"bias": 1.0}, {"bias": 2.0})
-      {'bias': 2.0}
-    """
+    """The parameters, with other values of `handles_of`."""
     return jax.tree.map(
         lambda node, array: (
             dataclasses.replace(node, original=array) if is_weight(node) else array

@@ -11,7 +11,8 @@ import oracle
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.prologues._prologue import produce, wide_operands
+from jaxfp8.prologues._prologue import produce
+from jaxfp8.quantizers._kinds import _wide_operands
 
 SWIGLU, RMS_NORM = fp8.prologues.SwiGLU(), fp8.prologues.RMSNorm(epsilon=1e-5)
 M, K = 48, 160
@@ -125,7 +126,7 @@ def test_only_its_arrays_are_saved(name, wide):
     saved = jax.tree.leaves(jax.vjp(prologue_of(name), *given)[1])
     large = [leaf for leaf in saved if leaf.size >= M * K]
     assert [leaf.dtype for leaf in large] == [jnp.bfloat16] * wide
-    assert wide_operands(produce(prologue_of(name), *given)) == wide
+    assert _wide_operands(produce(prologue_of(name), *given)) == wide
     # The inverse norm of each row: it is not summed again, which would take another read.
     assert sum(leaf.shape == (2, M, 1) for leaf in saved) == (name == "rms_norm")
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 import jaxfp8 as fp8
-from jaxfp8.nnx._state import kept
+from jaxfp8.nnx._value_and_grad import _kept
 
 RECIPE = fp8.recipes.delayed(history_length=4)
 X = jax.random.normal(jax.random.key(0), (4, 8))
@@ -213,7 +213,7 @@ def test_shard_map_may_return_the_model(jit):
 def test_an_eager_shard_map_returns_what_is_marked():
     """It evaluates the mark, where a compiled function lowers it."""
     want = state_after_a_step()
-    got = on_mesh(lambda state, x: kept(state, "fp8.nnx.commit"), jax.P())(want, X)
+    got = on_mesh(lambda state, x: _kept(state, "fp8.nnx.commit"), jax.P())(want, X)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8.numerics import _exact
+from jaxfp8.numerics import _scale
 
 
 def quotients_equal(off, monkeypatch):
-    """Whether `divide_in_integers` is right although its estimate is `off` ulp more."""
-    exact = _exact._estimate
+    """Whether `_divide_in_integers` is right although its estimate is `off` ulp more."""
+    exact = _scale._estimate
 
     def estimate(dividend, divisor):
         return (exact(dividend, divisor).view(jnp.int32) + off).view(jnp.float32)
 
-    monkeypatch.setattr(_exact, "_estimate", estimate)
+    monkeypatch.setattr(_scale, "_estimate", estimate)
     divide = (
-        _exact.divide_in_integers.__wrapped__
+        _scale._divide_in_integers.__wrapped__
     )  # without the cache of jit, which knows the real estimate
     bits = np.random.default_rng(0).integers(0x00800000, 0x7F800000, 20_000).astype(np.int32)
     denominator = np.concatenate(

@@ -11,7 +11,6 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.quantizers import Delayed, RowState
-from jaxfp8.quantizers._base import faults_of_delayed
 
 STEPS = 40
 
@@ -229,6 +228,6 @@ def test_a_scale_may_be_larger_than_a_full_history_gives(algorithm, history, pas
     delayed = Delayed(format=fp8.E4M3, history_length=3, algorithm=algorithm)
     row = np.float32([history])
     count = np.zeros(1, np.float32)
-    assert faults_of_delayed(delayed, np.float32([1]), row, count) == []
-    found = faults_of_delayed(delayed, np.float32([2]), row, count)
+    assert delayed.faults(RowState(np.float32([1]), row, count)) == []
+    found = delayed.faults(RowState(np.float32([2]), row, count))
     assert [fault.leaf for fault in found] == ([] if passes else ["scale"])
