@@ -23,7 +23,7 @@ X, W, MASK = L * B * D, L * D * D, L * B * D  # of values that a scan stacks; Re
 KEPT = {
     "no": (X + W + MASK, 2 * X + MASK),
     "all": (2 * X, 2 * X),
-    "save_fp8_residuals": (X + W, 2 * X),
+    "save_fp8_residuals": (X, 2 * X),  # weights are cast again, see its `weights=False`
 }
 
 
