@@ -11,13 +11,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, FP8StateError, Matmul, PyTree, Tensor
+from jaxfp8._typing import Array, Matmul, PyTree, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import PlannedCast
-from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.sharding._route import Route
 
 # The names of what a matmul saves for its backward pass, and the remat policies that save it.
@@ -141,21 +140,6 @@ class Copy:
         assert isinstance(self.operand, QuantizedTensor)
         assert known is not None
         return dataclasses.replace(self.operand, scale=known[1, self.row])
-
-
-def readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
-    """Arrays as the backward pass reads them, so that XLA casts them there, and not before.
-
-    Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
-    copies from one to the other, beside the arrays.
-
-    Args:
-      x: the arrays [...].
-      gradient: the gradient of the result, which the cast has to wait for.
-    """
-    if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
-        return lax.optimization_barrier(x)
-    return lax.optimization_barrier((x, gradient))[0]
 
 
 def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
@@ -295,7 +279,7 @@ class Arrays(NamedTuple):
 T = TypeVar("T")
 
 
-def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
+def undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
     @jax.custom_jvp
     def identity(tree: T) -> T:
         return tree
@@ -306,38 +290,3 @@ def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
         raise error(primals)
 
     return identity
-
-
-def _second_derivative(_: PyTree) -> Exception:
-    return FP8StateError(
-        "FP8 matmuls have no second derivative. Where one is needed, use "
-        "recipe=fp8.recipes.identity()."
-    )
-
-
-def _of_quantize(arrays: PyTree) -> Exception:
-    shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(arrays))
-    return TypeError(
-        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use "
-        "fp8.fake_quantize for a straight-through gradient, fp8.dot for a matmul in FP8, or "
-        "jax.lax.stop_gradient(x)."
-    )
-
-
-def _of_primary(arrays: PyTree) -> Exception:
-    (w,) = arrays
-    return TypeError(
-        f"quantize_params of a weight {list(w.shape)} is being differentiated, but primary=True "
-        "drops the weight that its gradient would flow to. Call it outside of the loss, and take "
-        "gradients with fp8.value_and_grad. Or leave primary=True out."
-    )
-
-
-once = _undifferentiable(_second_derivative)
-"""For the operands of a matmul, which has a first derivative and no second one."""
-
-constant = _undifferentiable(_of_quantize)
-"""For the arrays of `fp8.quantize`, which has no gradient."""
-
-dropped = _undifferentiable(_of_primary)
-"""For a weight of which only the FP8 copies are left."""

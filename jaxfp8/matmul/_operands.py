@@ -189,12 +189,6 @@ def _watched(
     )
 
 
-def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
-    """The whole operands of two matmuls. If both read one copy, it is gathered once."""
-    whole = place.gather_operand(first)
-    return whole, whole if second is first else place.gather_operand(second)
-
-
 def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:
     """The stored scale [] of a stateful quantizer, with its multiplier."""
     assert arrays.known is not None

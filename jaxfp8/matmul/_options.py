@@ -5,8 +5,8 @@ option in `LayerOptions` is also a field of `linen.MatmulModule`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +80,6 @@ class MatmulOptions(LayerOptions, total=False):
     key: Array | None
     prologue: AbstractPrologue | None
     name: str | None
-
-
-class DotOptions(MatmulOptions, total=False):
-    """The options of `dot_general` and `dot`; see `fp8.dot_general`."""
-
-    bias: Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +164,7 @@ def check_operands(
         return check_arrays("lhs", lhs, prologue), rhs
     if recipe.is_identity and prologue is None:
         # No operand is quantized, so every dtype that lax.dot_general accepts is allowed.
-        return (one_array("lhs", lhs),), one_array("rhs", rhs)
+        return (_one_array("lhs", lhs),), _one_array("rhs", rhs)
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
 
@@ -200,7 +194,7 @@ def check_arrays(
     check_prologue(name, prologue)
     return tuple(
         check_float(f"{name}, {each}", array)
-        for each, array in zip(prologue.names, check_tuple(name, given, prologue), strict=True)
+        for each, array in zip(prologue.names, _check_tuple(name, given, prologue), strict=True)
     )
 
 
@@ -223,7 +217,7 @@ def check_prologue(name: str, prologue: object) -> None:
     )
 
 
-def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
+def _check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
     """The arrays of a prologue, as a tuple with one array for each name.
 
     Raises:
@@ -231,7 +225,7 @@ def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any,
 
     Example:
       >>> import jaxfp8 as fp8
-      >>> check_tuple("x", [1.0, 2.0], fp8.prologues.SwiGLU())
+      >>> _check_tuple("x", [1.0, 2.0], fp8.prologues.SwiGLU())
       (1.0, 2.0)
     """
     if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
@@ -255,7 +249,7 @@ def check_float(name: str, x: ArrayLike) -> Array:
       (2,)
     """
     if not isinstance(x, jax.Array):
-        x = one_array(name, x)
+        x = _one_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {x.dtype.name}, which cannot be quantized. Cast it to one of "
@@ -278,14 +272,14 @@ def check_high_precision(function: str, **matrices: object) -> None:
             )
 
 
-def one_array(name: str, x: ArrayLike) -> Array:
+def _one_array(name: str, x: ArrayLike) -> Array:
     """`as_array`, but a tuple of arrays raises an error that names `prologue=`.
 
     Raises:
       TypeError: naming the argument, what it is and the cure.
 
     Example:
-      >>> one_array("x", (1.0, 2.0)).shape
+      >>> _one_array("x", (1.0, 2.0)).shape
       (2,)
     """
     if isinstance(x, tuple) and any(
@@ -437,3 +431,92 @@ def _checked(weight: QuantizedWeight, dtype: Any) -> QuantizedWeight:
             f"fp8.quantize_params(..., dtype=jnp.{jnp.dtype(dtype).name})."
         )
     return weight
+
+
+# The input of a layer: one array, or the arrays of a prologue.
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInput:
+    """The left operand of a layer's matmul.
+
+    Attributes:
+      arrays: one array, or the arrays of the prologue.
+      prologue: computes the left operand from the arrays; None if the array is the operand.
+    """
+
+    arrays: tuple[Array, ...]
+    prologue: AbstractPrologue | None
+
+    @classmethod
+    def read(cls, inputs: Any, prologue: AbstractPrologue | None) -> Self:
+        """Check the argument `inputs` of a layer.
+
+        Activations may have any dtype here, because layers promote them. Parameters of a prologue
+        are not promoted, so they must be floating point.
+
+        Raises:
+          TypeError: the message names the argument, what was given and the cure.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> pair = jnp.ones((2, 4)), jnp.ones((2, 4))
+          >>> LayerInput.read(pair, fp8.prologues.SwiGLU()).value.shape
+          (2, 4)
+        """
+        if prologue is None:
+            return cls((_one_array("inputs", inputs),), None)
+
+        def one(name: str, given: ArrayLike) -> Array:
+            check = check_float if name in prologue.parameters else as_array
+            return check(f"inputs, {name}", given)
+
+        given = _check_tuple("inputs", inputs, prologue)
+        return cls(tuple(map(one, prologue.names, given)), prologue)
+
+    def promoted(
+        self, promote: Callable[..., Sequence[Any]], kernel: Array, bias: Array | None
+    ) -> tuple[Self, Array, Array | None]:
+        """The input, the kernel and the bias in one dtype.
+
+        Parameters of a prologue keep their dtype.
+
+        Args:
+          promote: flax's `promote_dtype`, called with activations, kernel and bias.
+          kernel: of the layer.
+          bias: of the layer, or None.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jaxfp8 as fp8
+          >>> from flax.linen.dtypes import promote_dtype
+          >>> pair = jnp.ones((2, 4), jnp.bfloat16), jnp.ones(4)
+          >>> given = LayerInput.read(pair, fp8.prologues.RMSNorm())
+          >>> given, kernel, _ = given.promoted(promote_dtype, jnp.ones((4, 3), jnp.bfloat16), None)
+          >>> [each.dtype.name for each in (*given.arrays, kernel)]
+          ['bfloat16', 'float32', 'bfloat16']
+        """
+        names = (None,) if self.prologue is None else self.prologue.names
+        kept = () if self.prologue is None else self.prologue.parameters
+        pairs = list(zip(names, self.arrays, strict=True))
+        promote = KeepsFP8.of(promote)
+        *activations, w, b = promote(*(x for name, x in pairs if name not in kept), kernel, bias)
+        rest = iter(activations)
+        arrays = tuple(x if name in kept else next(rest) for name, x in pairs)
+        return dataclasses.replace(self, arrays=arrays), w, b
+
+    @property
+    def like(self) -> Array:
+        """An array with the shape and dtype of the left operand."""
+        return self.arrays[0]
+
+    @property
+    def lhs(self) -> Array | tuple[Array, ...]:
+        """The left operand, for a function that takes `prologue=`."""
+        return self.arrays[0] if self.prologue is None else self.arrays
+
+    @property
+    def value(self) -> Array:
+        """The left operand itself, computed here if there is a prologue."""
+        return self.arrays[0] if self.prologue is None else self.prologue(*self.arrays)

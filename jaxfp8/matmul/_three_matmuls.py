@@ -16,8 +16,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxfp8._typing import Array, DType, Matmul, Tensor
+from jaxfp8._geometry import inverse_permutation
+from jaxfp8._typing import (
+    Array,
+    Axes,
+    DType,
+    FP8StateError,
+    Matmul,
+    PyTree,
+    Tensor,
+    UncollectedStateError,
+)
 from jaxfp8.matmul._arrays import (
     Arrays,
     Copy,
@@ -25,24 +36,16 @@ from jaxfp8.matmul._arrays import (
     QuantizerArrays,
     Rows,
     named_amax,
-    once,
-    readable,
+    undifferentiable,
 )
-from jaxfp8.matmul._bias import (
-    add_bias,
-    bias_gradient,
-    check_differentiated,
-    cotangent,
-    sharding_of,
-    sums_columns,
-)
+from jaxfp8.matmul._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
-from jaxfp8.matmul._operands import Quantized, Seen, gathered_once, held_operand, quantize_operand
+from jaxfp8.matmul._operands import Quantized, Seen, held_operand, quantize_operand
 from jaxfp8.matmul._routed_operands import in_turn, quantize_rows, wgrad_operand
 from jaxfp8.matmul._stats import CastStats, send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
-from jaxfp8.sharding._amax import vary_as, varying, varying_type
+from jaxfp8.sharding._amax import manual_axes, vary_as, varying, varying_type
 from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import encode
 
@@ -89,6 +92,17 @@ class _Original:
 
     arrays: tuple[Array, ...]
     amaxes: KnownAmaxes
+
+
+def _second_derivative(_: PyTree) -> Exception:
+    return FP8StateError(
+        "FP8 matmuls have no second derivative. Where one is needed, use "
+        "recipe=fp8.recipes.identity()."
+    )
+
+
+_once = undifferentiable(_second_derivative)
+"""For the operands of a matmul, which has a first derivative and no second one."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,14 +196,59 @@ def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = 
     )
 
 
+def _check_differentiated(call: Call, primals: Any) -> None:
+    """Check what a matmul is differentiated with respect to.
+
+    Args:
+      call: the static part of the call.
+      primals: `Arrays`. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
+
+    Raises:
+      UncollectedStateError: if a matmul with state is differentiated without its state.
+      FP8StateError: if the FP8 values of a weight are differentiated.
+    """
+    own = primals.quantizers
+    if any(leaf.perturbed for leaf in jax.tree.leaves(primals.held, is_leaf=_is_primal)):
+        raise FP8StateError(
+            "an FP8 weight is being differentiated, but its values have no gradient. Use "
+            "fp8.value_and_grad(loss)(params, state, ...) in place of jax.value_and_grad, with "
+            "state=() for recipes without state (nnx: fp8.nnx.value_and_grad). It gives the "
+            "gradient of the weight in high precision."
+        )
+    # The gradient of a bias alone reads no FP8 tensor, so it needs no state.
+    matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
+    differentiated = any(each.perturbed for each in matmul)
+    if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
+        if call.in_gradient_channel:
+            raise UncollectedStateError(
+                'a matmul with state_channel="gradient" is being differentiated, but not with '
+                "respect to its state, so the next state would be lost. Differentiate all "
+                "variables, also those of the state: jax.value_and_grad(loss)(variables), and "
+                "without stop_gradient. In nnx write argnums=nnx.DiffState(0, nnx.Any(nnx.Param, "
+                "fp8.nnx.FP8State)). If this loss does not train the network, use "
+                "jax.lax.stop_gradient(fp8.freeze(state))."
+            )
+        raise UncollectedStateError(
+            "a matmul with quantizer state is being differentiated, but its state is not "
+            "collected. Use fp8.value_and_grad in place of jax.value_and_grad (nnx: "
+            "fp8.nnx.value_and_grad). Pass the state that it gives to the loss on to the layers, "
+            "without stop_gradient. If this loss does not train the network, use "
+            "fp8.freeze(state) or fp8.nnx.freeze(model)."
+        )
+
+
+def _is_primal(node: object) -> bool:
+    return isinstance(node, jax.custom_derivatives.CustomVJPPrimal)
+
+
 def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     """The result y and the residuals.
 
     `primals` are Arrays. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
     """
-    check_differentiated(call, primals)
+    _check_differentiated(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
-    x, w = once((given.x, given.w))
+    x, w = _once((given.x, given.w))
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
     if isinstance(x_saved, KnownAmaxes):
         x_saved = _Original((x,) if given.parts is None else given.parts, x_saved)
@@ -199,7 +258,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
-    bias = None if given.bias is None else once(given.bias)
+    bias = None if given.bias is None else _once(given.bias)
     residuals = x_saved, w_saved, scalars, given.quantizers, types, given.rows
     return add_bias(y, bias, call.geometry), residuals
 
@@ -214,7 +273,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 @functools.partial(jax.jit, static_argnums=0)  # as above
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, (seen, watched), own, types, rows = residuals
-    gradient = once(gradient)
+    gradient = _once(gradient)
     variation = _variation(call, types.x, types.w, rows, gradient)
     g = _quantize(
         call, "g", gradient, own, variation, rows,
@@ -223,15 +282,15 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, of_x = _read(call, "x", x, own, variation, gradient, rows)
     w, of_w = _read(call, "w", w, own, variation, gradient, rows)
     send(call.watched, watched + g.watched + of_x + of_w)
-    dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
+    dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     x, dgrad, wgrad = in_turn(rows, x, dgrad, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
-    dx = _multiply(call, rows, "dgrad", dgrad, w, types.x.dtype, sharding_of(types.x, dx_axes))
-    dw = _multiply(call, rows, "wgrad", x, wgrad, types.w.dtype, sharding_of(types.w, dw_axes))
-    dx = call.places.x.scatter(cotangent(dx, dx_axes, types.x))
-    dw = call.places.w.scatter(cotangent(dw, dw_axes, types.w))
+    dx = _multiply(call, rows, "dgrad", dgrad, w, types.x.dtype, _sharding_of(types.x, dx_axes))
+    dw = _multiply(call, rows, "wgrad", x, wgrad, types.w.dtype, _sharding_of(types.w, dw_axes))
+    dx = call.places.x.scatter(_cotangent(dx, dx_axes, types.x))
+    dw = call.places.w.scatter(_cotangent(dw, dw_axes, types.w))
     db = None
     if types.bias is not None:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
@@ -254,7 +313,7 @@ def _read(
         if rows is not None and rows.routed == tensor:
             whole = wgrad_operand(rows, call, tensor, whole, own, variation, after=gradient)
         return whole, ()
-    arrays = readable(saved.arrays, gradient)
+    arrays = _readable(saved.arrays, gradient)
     source: Source = arrays[0]
     if tensor == "w":
         source = place.stored(arrays[0])
@@ -264,6 +323,27 @@ def _read(
     known = own._replace(ledger=None, amaxes=saved.amaxes)
     cast = _quantize(call, tensor, source, known, variation, rows, only=matmul)
     return place.gather_operand(cast.now[matmul]), cast.watched
+
+
+def _gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
+    """The whole operands of two matmuls. If both read one copy, it is gathered once."""
+    whole = place.gather_operand(first)
+    return whole, whole if second is first else place.gather_operand(second)
+
+
+def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+    """Arrays as the backward pass reads them, so that XLA casts them there, and not before.
+
+    Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
+    copies from one to the other, beside the arrays.
+
+    Args:
+      x: the arrays [...].
+      gradient: the gradient of the result, which the cast has to wait for.
+    """
+    if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
+        return lax.optimization_barrier(x)
+    return lax.optimization_barrier((x, gradient))[0]
 
 
 def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
@@ -287,3 +367,44 @@ def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+# Gradients as their tensors are: with their axes in order, their sharding and their mesh axes.
+
+
+def _sharding_of(aval: Any, axes: Axes) -> Any:
+    """The sharding of a result whose axes are those of `aval`, permuted by `axes`.
+
+    `_cotangent` transposes the result to the order of `aval`. Then both have one sharding. None
+    outside of Explicit meshes, where the compiler decides.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> _sharding_of(jax.typeof(jnp.ones((2, 3))), (1, 0))
+    """
+    mesh = aval.sharding.mesh
+    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in axes)))
+
+
+def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
+    """The cotangent of a tensor, from the result of a matmul.
+
+    The result is summed over the manual mesh axes that the tensor does not vary over. Its axes are
+    then transposed to the order of the tensor.
+
+    Args:
+      result: [...], with the axes of the tensor, permuted by `axes`.
+      axes: which axis of the tensor each axis of the result is.
+      aval: the type of the tensor.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> _cotangent(jnp.ones((3, 2)), (1, 0), jax.typeof(jnp.ones((2, 3)))).shape
+      (2, 3)
+    """
+    missing = varying(result) - varying_type(aval)
+    if missing:
+        result = lax.psum(result, tuple(sorted(missing)))
+    return result.transpose(inverse_permutation(axes))

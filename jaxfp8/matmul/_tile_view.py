@@ -27,7 +27,9 @@ from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
 from jaxfp8.matmul._call import Places
 from jaxfp8.matmul._given import Given
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
+from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.weights._quantized_weight import WeightAxes
 
 Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
 
@@ -252,6 +254,14 @@ def view_for(
         of_y=_Merge(y_axes, batch + m + n),
         y_shape=y_place.shard_shape(geometry.fprop.out_shape(*shapes)),
     )
+
+
+def view_of_weight(recipe: Recipe, axes: WeightAxes, shape: Axes) -> View:
+    """The view of the matmul of a weight of this whole shape, with one row of activations."""
+    geometry = axes.geometry(len(shape))  # first, because it checks the axes
+    x_shape = tuple(shape[axis] for axis in axes.batch)
+    x_shape = (*x_shape, 1, *(shape[axis] for axis in axes.contracted))
+    return view_for(recipe.tile, geometry, (x_shape, shape))
 
 
 def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:

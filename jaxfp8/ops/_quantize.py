@@ -11,12 +11,20 @@ import numpy as np
 from jaxfp8._call import check_options
 from jaxfp8._geometry import Geometry, OperandAxes, check
 from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor, validate
-from jaxfp8._typing import Array, ArrayLike, DotDimensionNumbers, DType, Rounding, ScaleRounding
+from jaxfp8._typing import (
+    Array,
+    ArrayLike,
+    DotDimensionNumbers,
+    DType,
+    PyTree,
+    Rounding,
+    ScaleRounding,
+)
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.kernels.scaled_matmul._api import check_add_to, multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.matmul._arrays import constant
+from jaxfp8.matmul._arrays import undifferentiable
 from jaxfp8.matmul._options import check_arrays, check_float
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E5M2, Format, check_out_dtype, product_dtype
@@ -217,6 +225,19 @@ def _split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleR
 # `quantize`: the cast of an array to a QuantizedTensor.
 
 
+def _of_quantize(arrays: PyTree) -> Exception:
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(arrays))
+    return TypeError(
+        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use "
+        "fp8.fake_quantize for a straight-through gradient, fp8.dot for a matmul in FP8, or "
+        "jax.lax.stop_gradient(x)."
+    )
+
+
+_constant = undifferentiable(_of_quantize)
+"""For the arrays of `fp8.quantize`, which has no gradient."""
+
+
 @overload
 def quantize(
     x: ArrayLike,
@@ -304,7 +325,7 @@ def quantize(
       scales).
     """
     rule, rounding = _split_options("fp8.quantize", options)
-    arrays = constant(check_arrays("x", x, prologue))
+    arrays = _constant(check_arrays("x", x, prologue))
     source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
     granularity = PerTensor() if granularity is None else granularity

@@ -138,20 +138,6 @@ def _misfits(
     return [f"  {leaf}{index} = {float(scale[first]):.4g}: {what}{more}"]
 
 
-def check_readable(params: PyTree) -> None:
-    """Raise FP8StateError if arrays have no values that can be read.
-
-    Example:
-      >>> check_readable({"w": jnp.ones(2)})
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise FP8StateError(
-                f"params{jax.tree_util.keystr(path)} is {leaf}, whose values cannot be read. Call "
-                "check_state on arrays, outside of jit, before the first step."
-            )
-
-
 def _weights_of(places: Sequence[Place], params: PyTree) -> list[tuple[Place, str, Any]]:
     """The weight of each state that has one, with its name.
 

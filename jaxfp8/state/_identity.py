@@ -18,8 +18,8 @@ from jax import lax
 from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.quantizers._base import stored_multiplier
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import fingerprints, history_length, same_rows, unset_leaves
+from jaxfp8.recipes._recipe import Recipe, Row
+from jaxfp8.state._init import fingerprints, same_rows, unset_leaves
 from jaxfp8.state._ledger import BINS
 from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, shown
 
@@ -213,8 +213,8 @@ def check_layout(state: MatmulState) -> None:
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
                 f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has "
-                f"shape {list(state.scale.shape)} and history_length={history_length(state.rows)}. "
-                f"For another history_length start from fp8.init_state(recipe). {_STACKING}"
+                f"shape {list(state.scale.shape)} and history_length={_history_length(state.rows)}."
+                f" For another history_length start from fp8.init_state(recipe). {_STACKING}"
             )
 
 
@@ -249,9 +249,20 @@ def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
     """
     shape = *state.scale.shape[:-1], len(state.rows)
     return {
-        name: (*shape, history_length(state.rows)) if name == "amax_history" else shape
+        name: (*shape, _history_length(state.rows)) if name == "amax_history" else shape
         for name in LEAVES
     }
+
+
+def _history_length(rows: tuple[Row, ...]) -> int:
+    """H, the history length, which is the same for all rows of a state.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> _history_length(fp8.recipes.delayed().rows)
+      16
+    """
+    return rows[0].quantizer.history_length
 
 
 def known(state: MatmulState) -> MatmulState:

@@ -44,17 +44,6 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
     return unset_state(recipe.rows)
 
 
-def history_length(rows: tuple[Row, ...]) -> int:
-    """H, the history length, which is the same for all rows of a state.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> history_length(fp8.recipes.delayed().rows)
-      16
-    """
-    return rows[0].quantizer.history_length
-
-
 def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulState:
     """The state of matmuls before their first step.
 

@@ -34,7 +34,7 @@ from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, vary_as, varying
-from jaxfp8.state._state import MatmulState, Probe, is_state, map_states
+from jaxfp8.state._state import MatmulState, is_state, map_states
 
 # The ledger: the form in which an amax leaves the backward pass, so that sums cannot change it.
 
@@ -175,30 +175,6 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
     pairs = map_states(one, states)
     first, second = (jax.tree.unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
     return first, second
-
-
-def with_probes(
-    state: PyTree, ledgers: PyTree, known: PyTree, *, reduce_axes: tuple[str, ...] | None
-) -> PyTree:
-    """The state with probes, for a differentiated loss.
-
-    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
-    f32[..., 2, R].
-    """
-
-    def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:
-        return dataclasses.replace(
-            s, probe=Probe(None if s.frozen else ledger, scales, reduce_axes)
-        )
-
-    return map_states(one, state, ledgers, known)
-
-
-def without_probes(tree: PyTree) -> PyTree:
-    """The tree without the probes of its states; other nodes do not change."""
-    return jax.tree.map(
-        lambda n: dataclasses.replace(n, probe=None) if is_state(n) else n, tree, is_leaf=is_state
-    )
 
 
 def zero_ledgers(state: PyTree) -> PyTree:
