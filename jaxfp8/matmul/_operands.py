@@ -13,7 +13,7 @@ from jax import lax
 from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.matmul._arrays import Copy, HeldCopies, KnownAmaxes, QuantizerArrays, named, named_amax
+from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, named, named_amax
 from jaxfp8.matmul._call import Call, Variation
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
@@ -164,17 +164,6 @@ def quantize_operand(
     residuals = {matmul: copy for copy in saved for matmul in copy.readers}
     known = KnownAmaxes(tuple(found), tuple(found.values()))
     return Quantized(now, residuals, seen, extras.column_sums, watched, known)
-
-
-def held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
-    """A weight whose FP8 copies the model holds. Its residuals are these copies, which live on."""
-    by_reader = {matmul: copy for copy in held.copies for matmul in copy.readers}
-    seen: Seen = {}
-    if call.collected and ledger is not None and held.seen is not None:
-        rows = (r for r, row in enumerate(call.recipe.rows) if row.tensor == "w")
-        seen = {("w", r): held.seen[i] for i, r in enumerate(rows)}
-    now = {matmul: copy.operand for matmul, copy in by_reader.items()}
-    return Quantized(now, by_reader, seen, None)
 
 
 def _watched(

@@ -153,22 +153,6 @@ def wgrad_operand(
     return cast.now["wgrad"]
 
 
-def in_turn(
-    rows: Rows | None, x: Operand, dgrad: Operand, wgrad: Operand
-) -> tuple[Operand, Operand, Operand]:
-    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs.
-
-    XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived in
-    FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
-    """
-    again = x if rows is None or rows.routed == "x" else wgrad
-    if rows is None or rows.route is None or not isinstance(again, QuantizedTensor):
-        return x, dgrad, wgrad
-    if again.granularity.in_one:  # nothing is cast again
-        return x, dgrad, wgrad
-    return lax.optimization_barrier((x, dgrad, wgrad))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Sender:
     """The cast of tokens on the device that has them."""

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._geometry import inverse_permutation
+from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import (
     Array,
     Axes,
@@ -32,6 +33,7 @@ from jaxfp8._typing import (
 from jaxfp8.matmul._arrays import (
     Arrays,
     Copy,
+    HeldCopies,
     KnownAmaxes,
     QuantizerArrays,
     Rows,
@@ -40,8 +42,8 @@ from jaxfp8.matmul._arrays import (
 )
 from jaxfp8.matmul._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
-from jaxfp8.matmul._operands import Quantized, Seen, held_operand, quantize_operand
-from jaxfp8.matmul._routed_operands import in_turn, quantize_rows, wgrad_operand
+from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
+from jaxfp8.matmul._routed_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._stats import CastStats, send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
@@ -122,7 +124,7 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     if arrays.held is None:
         w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
     else:
-        w = held_operand(call, arrays.held, arrays.quantizers.ledger)
+        w = _held_operand(call, arrays.held, arrays.quantizers.ledger)
     y = _multiply(
         call, arrays.rows, "fprop",
         call.places.x.gather_operand(x.now["fprop"]),
@@ -146,6 +148,17 @@ def _cast_forward(
 ) -> Quantized:
     only: Matmul | None = "fprop" if tensor in call.save_original else None
     return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.rows, only=only)
+
+
+def _held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
+    """A weight whose FP8 copies the model holds. Its residuals are these copies, which live on."""
+    by_reader = {matmul: copy for copy in held.copies for matmul in copy.readers}
+    seen: Seen = {}
+    if call.collected and ledger is not None and held.seen is not None:
+        rows = (r for r, row in enumerate(call.recipe.rows) if row.tensor == "w")
+        seen = {("w", r): held.seen[i] for i, r in enumerate(rows)}
+    now = {matmul: copy.operand for matmul, copy in by_reader.items()}
+    return Quantized(now, by_reader, seen, None)
 
 
 def _quantize(
@@ -283,7 +296,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     w, of_w = _read(call, "w", w, own, variation, gradient, rows)
     send(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
-    x, dgrad, wgrad = in_turn(rows, x, dgrad, wgrad)
+    x, dgrad, wgrad = _in_turn(rows, x, dgrad, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
@@ -329,6 +342,22 @@ def _gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Opera
     """The whole operands of two matmuls. If both read one copy, it is gathered once."""
     whole = place.gather_operand(first)
     return whole, whole if second is first else place.gather_operand(second)
+
+
+def _in_turn(
+    rows: Rows | None, x: Operand, dgrad: Operand, wgrad: Operand
+) -> tuple[Operand, Operand, Operand]:
+    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs.
+
+    XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived in
+    FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
+    """
+    again = x if rows is None or rows.routed == "x" else wgrad
+    if rows is None or rows.route is None or not isinstance(again, QuantizedTensor):
+        return x, dgrad, wgrad
+    if again.granularity.in_one:  # nothing is cast again
+        return x, dgrad, wgrad
+    return lax.optimization_barrier((x, dgrad, wgrad))
 
 
 def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:

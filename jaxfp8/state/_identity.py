@@ -5,9 +5,7 @@ it can read the values, it raises an error for a wrong fingerprint. A compiled s
 error, so it unsets the row.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -169,7 +167,7 @@ def _bits(x: Any) -> Any:
 
 # Checks at each use that a state belongs to its matmul.
 
-_STACKING = (
+STACKING = (
     "States of several layers or experts must be stacked along leading axes, before the axis of "
     "rows. Write in_axes=0, out_axes=0, variable_axes={COLLECTION: 0} or nnx.StateAxes({FP8State: "
     "0})."
@@ -207,36 +205,15 @@ def check_layout(state: MatmulState) -> None:
     if state.scale.shape[-1:] != (len(state.rows),):
         raise FP8StateError(
             f"scale has shape {list(state.scale.shape)}, but its last axis must hold the "
-            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {_STACKING}"
+            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {STACKING}"
         )
     for name, want in layout(state).items():
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
                 f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has "
                 f"shape {list(state.scale.shape)} and history_length={_history_length(state.rows)}."
-                f" For another history_length start from fp8.init_state(recipe). {_STACKING}"
+                f" For another history_length start from fp8.init_state(recipe). {STACKING}"
             )
-
-
-@contextlib.contextmanager
-def explained(states: Iterable[MatmulState]) -> Iterator[None]:
-    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
-
-    JAX's error does not name the cause: the states were mapped over another axis than their layers.
-
-    Example:
-      >>> with explained([]):
-      ...     pass
-    """
-    try:
-        yield
-    except ValueError as error:
-        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
-            error.add_note(
-                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
-                f"{_STACKING}"
-            )
-        raise
 
 
 def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
@@ -450,6 +427,6 @@ def matched(
         raise FP8StateError(
             f"state.probe.ledger has shape {list(ledger.shape)} in this call, not "
             f"{[*lead, BINS, len(recipe.rows)]}. The states were mapped over another axis than "
-            f"that of their layers. {_STACKING}"
+            f"that of their layers. {STACKING}"
         )
     return state

@@ -12,7 +12,7 @@ such read.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,8 +23,8 @@ from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
 from jaxfp8.state._commit import commit_one, nothing_seen
-from jaxfp8.state._identity import checked, explained, known_scales
-from jaxfp8.state._ledger import axes_named, decode, over_mesh, vary_everywhere, zero_ledgers
+from jaxfp8.state._identity import STACKING, checked, known_scales
+from jaxfp8.state._ledger import BINS, axes_named, decode, over_mesh, vary_everywhere, zero_ledgers
 from jaxfp8.state._state import MatmulState, Probe, SeenAmax, is_state, map_states
 from jaxfp8.weights._quantized_weight import handles_of, with_handles
 
@@ -245,7 +245,7 @@ def value_and_grad(
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], _without_probes(out[1])) if has_aux else out
 
-        with explained(states):
+        with _explained(states):
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
                 handles_of(params), ledgers
             )
@@ -257,6 +257,27 @@ def value_and_grad(
         return value, grads, structure.unflatten(new)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _explained(states: Iterable[MatmulState]) -> Iterator[None]:
+    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
+
+    JAX's error does not name the cause: the states were mapped over another axis than their layers.
+
+    Example:
+      >>> with _explained([]):
+      ...     pass
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
+            error.add_note(
+                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
+                f"{STACKING}"
+            )
+        raise
 
 
 def _with_probes(
