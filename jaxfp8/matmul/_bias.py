@@ -21,16 +21,7 @@ from jaxfp8.sharding._amax import varying, varying_type
 
 
 def check_bias(bias: ArrayLike, shape: Axes) -> Array:
-    """The bias as an array of `shape`, [B, N].
-
-    Raises:
-      TypeError, ValueError: the message names the bias, its dtype or shape, and the cure.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_bias(jnp.ones(3), (3,)).shape
-      (3,)
-    """
+    """The bias as an array of `shape`, [B, N]."""
     bias = check_float("bias", bias)
     if bias.shape != shape:
         raise ValueError(
@@ -57,15 +48,9 @@ def add_bias(product: Array, bias: Array | None, geometry: TrainingGeometry) -> 
 def bias_gradient(
     gradient: Array, column_sums: Array | None, bias: Any, geometry: TrainingGeometry
 ) -> Array:
-    """The gradient [B, N] of a bias: sums over M of the result's gradient [B, M, N].
+    """The gradient [B, N] of a bias with the type `bias`: sums over M of [B, M, N].
 
-    Sums are in float32, or in float64 for float64. They are rounded to the dtype of the bias.
-
-    Args:
-      gradient: the gradient of the result.
-      column_sums: `CastExtras.column_sums` of the gradient, or None.
-      bias: the type of the bias.
-      geometry: the axes of the three matmuls.
+    Sums are in float32, or in float64 for float64. `column_sums` are `CastExtras.column_sums`.
     """
     axes = _summed(geometry)
     summed = gradient if column_sums is None else column_sums
@@ -85,12 +70,6 @@ def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | No
 
     If not, flax adds the bias after the matmul. flax then broadcasts the bias, and promotes the
     sum. `dot` does neither, and takes no complex bias.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> x, w = jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3), jnp.bfloat16)
-      >>> fits(jnp.ones(3, jnp.bfloat16), x, w), fits(jnp.ones(3), x, w)
-      (True, False)
     """
     product = preferred_element_type or product_dtype(lhs.dtype, rhs.dtype)
     return (
@@ -102,10 +81,6 @@ def sums_columns(geometry: TrainingGeometry) -> bool:
     """Whether column sums of g, over its last axis but one, help to sum the gradient of the bias.
 
     They help if the bias lacks that axis and has the last one.
-
-    Example:
-      >>> sums_columns(TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2))
-      True
     """
     summed, ndim = _summed(geometry), len(geometry.wgrad.rhs.order)
     return ndim - 2 in summed and ndim - 1 not in summed

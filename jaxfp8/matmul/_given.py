@@ -22,24 +22,14 @@ from jaxfp8.sharding._specs import parts_of
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The operands of one call.
+    """The operands of one call."""
 
-    Attributes:
-      x: activations [...]; with a prologue, the array that it makes.
-      w: weights [...].
-      parts: the arrays that the prologue makes x from; None without a prologue.
-      bias: [batch axes, axes that w keeps], or None.
-      places: where x, w and g are in the mesh.
-      shapes: the shapes of x and w before a mesh splits them.
-      geometry: the axes of the three matmuls.
-    """
-
-    x: Array
+    x: Array  # with a prologue, the array that it makes
     w: Array
-    parts: tuple[Array, ...] | None
-    bias: Array | None
+    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
+    bias: Array | None  # [batch axes, axes that w keeps]
     places: Places
-    shapes: tuple[Axes, Axes]
+    shapes: tuple[Axes, Axes]  # of x and w before a mesh splits them
     geometry: TrainingGeometry
 
     @property
@@ -80,14 +70,7 @@ class Given:
 def check_whole(x: Array, x_place: Place, how: Options) -> None:
     """Raise ValueError if a prologue needs a whole axis that is split over devices.
 
-    Args:
-      x: the array that the prologue makes, or an array of the same shape.
-      x_place: where x is in the mesh.
-      how: the options of the call.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_whole(jnp.ones(2), Whole(), Options())
+    `x` has the shape of the array that the prologue makes.
     """
     if how.prologue is None or how.x_shard is None or not x_place.manual_axes:
         return
@@ -113,14 +96,6 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
 
     flax calls the plug as a function. If flax was given a class, the call constructs it, and the
     operands become its fields.
-
-    Args:
-      plug: the class that is constructed.
-      arguments: its positional arguments.
-      cure: what to write instead.
-
-    Example:
-      >>> refuse_class(dict, (), "")
     """
     called_as_matmul = len(arguments) > 2 and (
         isinstance(arguments[0], str) or isinstance(arguments[2], tuple)
@@ -137,18 +112,8 @@ def needs_operands(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for `__call__` of a plug.
 
-    The decorated method raises TypeError if flax calls it as it calls another kind of plug.
-
-    Args:
-      cure: what to write if flax was given an instance where a class is needed.
-      equation: whether the first argument is the equation of an einsum.
-
-    Example:
-      >>> class Plug:
-      ...     @needs_operands("dot_general=plug")
-      ...     def __call__(self, lhs): return lhs
-      >>> Plug()(1.0)
-      1.0
+    The method raises TypeError if flax calls it as it calls another kind of plug. `equation` says
+    whether its first argument is the equation of an einsum.
     """
 
     def decorated(call: Callable[P, R]) -> Callable[P, R]:

@@ -32,17 +32,11 @@ _GEOMETRY = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)  # of the matmul
 
 @dataclasses.dataclass(frozen=True)
 class GroupedCall:
-    """A grouped matmul without its operands and its rows.
-
-    Attributes:
-      call: the static part.
-      quantizers: the arrays of the state, and the key.
-      tile: P, how many rows a tile of rows has.
-    """
+    """A grouped matmul without its operands and its rows."""
 
     call: Call
     quantizers: QuantizerArrays
-    tile: int
+    tile: int  # P, how many rows a tile of rows has
 
     @classmethod
     def of(
@@ -52,15 +46,8 @@ class GroupedCall:
     ) -> "GroupedCall":  # fmt: skip
         """The call for operands x [..., K] and w [E, K, N] of these types.
 
-        Args:
-          x: rows, or the tokens that become rows.
-          w: matrices.
-          how: the options of the call.
-          recipe: the quantizer of each operand.
-          state: the quantizer state, one for all groups or one for each.
-          tokens: how many rows all groups have together, or about as many.
-          precision: see `fp8.dot_general`.
-          preferred_element_type: the dtype of the result; None: see `dot_general`.
+        x are rows, or the tokens that become rows. `tokens` says how many rows all groups have
+        together, or about as many.
         """
         recipe, state = as_traced(recipe, state)
         if how.state_channel == "gradient" and isinstance(state, MatmulState):

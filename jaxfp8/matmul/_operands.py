@@ -37,17 +37,8 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
     on the mesh.
 
     Inside `jax.shard_map` a device does not know the position of its shard in the array. There the
-    index of the device is folded into the key. It is the index over the mesh axes that the tensor
-    varies over. So each shard gets its own bits, and replicas get the same bits.
-
-    Args:
-      key: `key=` of the call.
-      call: the static part of the call, with the recipe and the mesh axes of amaxes.
-      tensor: which tensor `value` is.
-      value: the tensor [...].
-
-    Raises:
-      ValueError: if the key is missing, or if types do not distinguish shards from replicas.
+    index of the device, over the mesh axes that the tensor varies over, is folded into the key. So
+    each shard gets its own bits, and replicas get the same bits.
     """
     if key is None:
         raise ValueError(
@@ -83,23 +74,14 @@ _NOTHING = CastExtras()
 
 
 class Quantized(NamedTuple):
-    """A tensor as each matmul reads it.
+    """A tensor as each matmul reads it."""
 
-    Attributes:
-      now: the operand of each matmul of this pass.
-      saved: the same copies as residuals, for the matmuls of the backward pass.
-      seen: the amaxes for the tensor's rows of state.
-      column_sums: `CastExtras.column_sums`.
-      watched: the statistics of each copy, if casts are watched.
-      amaxes: the amaxes that the quantizers asked for.
-    """
-
-    now: dict[Matmul, Operand]
-    saved: dict[Matmul, Copy]
+    now: dict[Matmul, Operand]  # for the matmuls of this pass
+    saved: dict[Matmul, Copy]  # the same copies as residuals, for those of the backward pass
     seen: Seen
     column_sums: Array | None
-    watched: tuple[CastStats, ...] = ()
-    amaxes: KnownAmaxes = KnownAmaxes()
+    watched: tuple[CastStats, ...] = ()  # the statistics of each copy, if casts are watched
+    amaxes: KnownAmaxes = KnownAmaxes()  # those that the quantizers asked for
 
 
 def quantize_operand(
@@ -114,14 +96,7 @@ def quantize_operand(
 ) -> Quantized:
     """A tensor, cast once for the matmuls that read the same copy of it.
 
-    Args:
-      call: the static part of the call.
-      tensor: which tensor `source` is.
-      source: the array [...], or a prologue with its arrays.
-      arrays: the arrays of the state, and the key.
-      variation: the mesh axes over which the operands vary.
-      column_sums: see `Cast.column_sums`.
-      only: the only matmul of this pass that reads the tensor; None for all.
+    `only` names the only matmul of this pass that reads the tensor; None for all.
     """
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []

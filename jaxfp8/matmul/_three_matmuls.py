@@ -55,25 +55,18 @@ from jaxfp8.state._ledger import encode
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types that cotangents must have.
-
-    The class is static in pytrees, so residuals can include it. `bias` is None if its gradient is
-    not needed.
-    """
+    """The types that cotangents must have. Static, so residuals can include it."""
 
     x: Any
     w: Any
-    bias: Any
+    bias: Any  # None if its gradient is not needed
 
 
 class _Forward(NamedTuple):
-    """Results of the forward pass.
-
-    They are y, the copy of x for wgrad, the copy of w for dgrad, amaxes, and statistics of casts.
-    With `save_original` the amaxes of x or w take the place of the copy.
-    """
+    """Results of the forward pass: y, the copies of x for wgrad and of w for dgrad, and amaxes."""
 
     y: Array
+    # With `save_original` the amaxes of x or w take the place of the copy.
     x: Copy | KnownAmaxes
     w: Copy | KnownAmaxes
     seen: Array | None
@@ -85,15 +78,10 @@ class _Forward(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class _Original:
-    """A residual in high precision, which the backward pass casts.
+    """A residual in high precision, which the backward pass casts."""
 
-    Attributes:
-      arrays: the operand, or the operands of the prologue that makes it.
-      amaxes: its amaxes, so that the second cast reads it once.
-    """
-
-    arrays: tuple[Array, ...]
-    amaxes: KnownAmaxes
+    arrays: tuple[Array, ...]  # the operand, or the operands of the prologue that makes it
+    amaxes: KnownAmaxes  # so that the second cast reads it once
 
 
 def _second_derivative(_: PyTree) -> Exception:
@@ -210,15 +198,10 @@ def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = 
 
 
 def _check_differentiated(call: Call, primals: Any) -> None:
-    """Check what a matmul is differentiated with respect to.
+    """Check what a matmul is differentiated with respect to; see `_forward_rule`.
 
-    Args:
-      call: the static part of the call.
-      primals: `Arrays`. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
-
-    Raises:
-      UncollectedStateError: if a matmul with state is differentiated without its state.
-      FP8StateError: if the FP8 values of a weight are differentiated.
+    Raises FP8StateError if a matmul with state is differentiated without its state, and if the FP8
+    values of a weight are differentiated.
     """
     own = primals.quantizers
     if any(leaf.perturbed for leaf in jax.tree.leaves(primals.held, is_leaf=_is_primal)):
@@ -361,14 +344,10 @@ def _in_turn(
 
 
 def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
-    """Arrays as the backward pass reads them, so that XLA casts them there, and not before.
+    """Arrays as the backward pass reads them: after `gradient`, and not before.
 
     Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
     copies from one to the other, beside the arrays.
-
-    Args:
-      x: the arrays [...].
-      gradient: the gradient of the result, which the cast has to wait for.
     """
     if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
         return lax.optimization_barrier(x)
@@ -376,13 +355,12 @@ def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
 
 
 def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
-    """The amaxes of a pass in one array f32[R]. A row that another pass sees has 0.
-
-    None if nothing collects them, for instance if only the bias is differentiated.
-    """
+    """The amaxes of a pass in one array f32[R]; None if nothing collects them."""
+    # For instance if only the bias is differentiated.
     if not call.collected or like is None:
         return None
 
+    # A row that another pass sees has 0.
     def unseen(slot: Array) -> Array:
         # The select keeps the mesh axes and mapped axes of the ledger, and XLA removes it.
         return jnp.where(slot > 0, jnp.zeros_like(slot), 0.0)
@@ -406,10 +384,6 @@ def _sharding_of(aval: Any, axes: Axes) -> Any:
 
     `_cotangent` transposes the result to the order of `aval`. Then both have one sharding. None
     outside of Explicit meshes, where the compiler decides.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> _sharding_of(jax.typeof(jnp.ones((2, 3))), (1, 0))
     """
     mesh = aval.sharding.mesh
     if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
@@ -418,20 +392,9 @@ def _sharding_of(aval: Any, axes: Axes) -> Any:
 
 
 def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
-    """The cotangent of a tensor, from the result of a matmul.
+    """The cotangent of a tensor of type `aval`, from a result with its axes permuted by `axes`.
 
-    The result is summed over the manual mesh axes that the tensor does not vary over. Its axes are
-    then transposed to the order of the tensor.
-
-    Args:
-      result: [...], with the axes of the tensor, permuted by `axes`.
-      axes: which axis of the tensor each axis of the result is.
-      aval: the type of the tensor.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> _cotangent(jnp.ones((3, 2)), (1, 0), jax.typeof(jnp.ones((2, 3)))).shape
-      (2, 3)
+    It is summed over the manual mesh axes that the tensor does not vary over.
     """
     missing = varying(result) - varying_type(aval)
     if missing:

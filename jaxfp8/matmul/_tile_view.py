@@ -36,11 +36,7 @@ Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The view for recipes without tiles: operands do not change.
-
-    Attributes:
-      geometry: the axes of the three matmuls of the view.
-    """
+    """The view for recipes without tiles: operands do not change."""
 
     geometry: TrainingGeometry
 
@@ -62,25 +58,17 @@ class View:
         return tuple(range(ndim))
 
     def places(self, places: Places) -> Places:
-        """The places of the view's operands.
-
-        Raises:
-          ValueError: if an operand is split along an axis that is merged into another.
-        """
+        """The places of the view's operands. ValueError if one is split along a merged axis."""
         return places
 
     def out_sharding(self, given: Sharding) -> Sharding:
-        """The out_sharding of the view's result.
-
-        Raises:
-          ValueError: if `given` splits an axis that is merged into another.
-        """
+        """The out_sharding of the view's result. ValueError if it splits a merged axis."""
         return given
 
     def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
         """The result of the view, reshaped to the result of the matmul.
 
-        `high()` computes the matmul in high precision. Only the type of its result is used.
+        Of `high()`, the matmul in high precision, only the type is used.
         """
         del out_sharding, high
         return y
@@ -88,15 +76,10 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class _Merge:
-    """How the axes of one array become those of the view.
+    """How the axes of one array become those of the view."""
 
-    Attributes:
-      order: the axes of the array, in the order of the view.
-      counts: for each axis of the view, how many axes are merged into it. 0 is a new axis of 1.
-    """
-
-    order: Axes
-    counts: Axes
+    order: Axes  # the axes of the array, in the order of the view
+    counts: Axes  # for each axis of the view, how many are merged into it; 0 is a new axis of 1
 
     def __call__(self, x: Array) -> Array:
         x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
@@ -126,11 +109,7 @@ class _Merge:
         return jnp.transpose(x, inverse_permutation(self.order))
 
     def axis(self, axis: int) -> int:
-        """The axis of the view that an axis of the array becomes.
-
-        Raises:
-          ValueError: if `axis` is merged into the axis before it.
-        """
+        """The axis of the view that an axis becomes. ValueError if it is merged into another."""
         first = 0
         for new, count in enumerate(self.counts):
             if axis in self.order[first : first + count]:
@@ -147,21 +126,13 @@ class _Merge:
 
 @dataclasses.dataclass(frozen=True)
 class TileView(View):
-    """A view with merged axes.
+    """A view with merged axes."""
 
-    Attributes:
-      of_x: lhs as [*batch, *m, *k].
-      of_w: rhs as [*batch, *k, *n].
-      of_bias: the bias as [*batch, *n].
-      of_y: the result as [*batch, *m, *n].
-      y_shape: the shape of the result of the matmul; inside `jax.shard_map` that of its shard.
-    """
-
-    of_x: _Merge
-    of_w: _Merge
-    of_bias: _Merge
-    of_y: _Merge
-    y_shape: Axes
+    of_x: _Merge  # [*batch, *m, *k]
+    of_w: _Merge  # [*batch, *k, *n]
+    of_bias: _Merge  # [*batch, *n]
+    of_y: _Merge  # [*batch, *m, *n]
+    y_shape: Axes  # of the result of the matmul; inside `jax.shard_map` that of its shard
 
     def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
         bias = None if given.bias is None else self.of_bias(given.bias)

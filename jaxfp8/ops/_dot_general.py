@@ -206,18 +206,7 @@ def _array_of(
 ) -> tuple[Any, QuantizedWeight | None]:
     """The right operand as an array, and the weight if it is a `QuantizedWeight`.
 
-    Args:
-      weight: what was passed as rhs.
-      recipe: the recipe of the call.
-      numbers: the dimension numbers of the call.
-
-    Raises:
-      ValueError: if the weight was quantized for another recipe or for other axes.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> _array_of(1.0, fp8.recipes.current(), (((), ()), ((), ())))
-      (1.0, None)
+    Raises ValueError if the weight was quantized for another recipe or for other axes.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight, None
@@ -251,14 +240,7 @@ def _positive(axes: Any, ndim: int) -> Axes:
 
 
 def _held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies:
-    """The FP8 copies of a weight, as operands of the view.
-
-    Raises:
-      ValueError: if the tiles of the weight do not fit the matmul, if layers are stacked, or if a
-        scale that is not traced cannot be that of a cast.
-
-    Example: see `fp8.quantize_params`.
-    """
+    """The FP8 copies of a weight, as operands of the view. ValueError if they do not fit it."""
     if isinstance(view, TileView):
         mine = view_of_weight(weight.recipe, weight.axes, given.shapes[1])
         assert isinstance(mine, TileView)
@@ -307,12 +289,7 @@ def _check_held(tensor: QuantizedTensor, weight: QuantizedWeight) -> None:
 def _read_operands(
     lhs: Any, rhs: Any, dimension_numbers: DotDimensionNumbers, recipe: Recipe, how: Options
 ) -> Given:
-    """Check the operands that the user passed to a matmul.
-
-    Raises:
-      TypeError: if an operand is no float array, or `recipe` is no recipe.
-      ValueError: for shapes, axes or shards that do not fit.
-    """
+    """Check the operands that the user passed to a matmul."""
     arrays, w = check_operands(lhs, rhs, recipe, how.prologue)
     if how.key is not None:
         check_key(how.key)

@@ -182,21 +182,9 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry)
 
 
 class CastOptions(TypedDict, total=False):
-    """Options of `fp8.quantize` and `fp8.fake_quantize`.
+    """Options of `fp8.quantize` and `fp8.fake_quantize`; see there.
 
     The functions take `**options: Unpack[CastOptions]`, so type checkers find a misspelt option.
-
-    Attributes:
-      power_of_two: whether to round the multiplier down to a power of two; default False.
-      scale_format: None (the default) for float32 scales. E8M0 for the scales of MXFP8, with
-        PerBlock only.
-      scale_rounding: how E8M0 scales are rounded. "rceil" (the default) rounds up, so that no value
-        overflows. "floor" rounds as the OCP specification does.
-      rounding: "nearest" (ties to even, the default) or "stochastic" (needs `key`).
-
-    Example:
-      >>> sorted(CastOptions(power_of_two=True))
-      ['power_of_two']
     """
 
     power_of_two: bool
@@ -206,16 +194,7 @@ class CastOptions(TypedDict, total=False):
 
 
 def _split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRule, Rounding]:
-    """The scale rule and the rounding that these options select.
-
-    Args:
-      function: the name of the function that was called, for the message.
-      options: the keyword arguments that it was given.
-
-    Raises:
-      TypeError: for an unknown option.
-      TypeError, ValueError: see `ScaleRule`.
-    """
+    """The scale rule and the rounding that the options of a function select."""
     check_options(function, CastOptions, options)
     given: dict[str, Any] = dict(options)
     rounding: Rounding = given.pop("rounding", "nearest")

@@ -35,13 +35,7 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_
 
 
 def states_by_path(state: PyTree) -> dict[str, MatmulState]:
-    """The states of a tree by their paths.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> list(states_by_path({"layer": fp8.init_state(fp8.recipes.delayed())}))
-      ['layer']
-    """
+    """The states of a tree by their paths."""
     return {
         path_name(path): node
         for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
@@ -89,36 +83,18 @@ def _quantize_weight(
     primary: bool = False,
     name: str = "w",
 ) -> QuantizedWeight:
-    """One weight [...] in FP8, for all matmuls of the recipe; see `fp8.quantize_params`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> _quantize_weight(jnp.ones((4, 8)), fp8.recipes.mxfp8(), WeightAxes())
-      QuantizedWeight(mxfp8, [4, 8] of float32, with its original)
-    """
+    """One weight [...] in FP8, for all matmuls of the recipe; see `fp8.quantize_params`."""
     return _quantize(w, recipe, axes, axes.stacked, state, primary=primary, name=name)
 
 
 def requantize(
     weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None, name: str = "w"
 ) -> QuantizedWeight:
-    """The weight with new values w [...], cast as it was.
+    """The weight with new values w [...] of any float dtype, cast as it was.
 
-    Args:
-      weight: the weight before. It may be one layer of a stack.
-      w: the new values, in any float dtype. They are rounded to `weight.dtype` first.
-      state: the quantizer state of its matmul, for recipes with state.
-      name: of the weight, for messages.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> weight = _quantize_weight(jnp.ones((4, 8)), fp8.recipes.current(), WeightAxes())
-      >>> float(requantize(weight, jnp.full((4, 8), 7.0)).scales[0])
-      0.015625
+    The weight may be one layer of a stack.
     """
-    return _quantize(
+    return _quantize(  # rounded first, as the layers would do
         w.astype(weight.dtype), weight.recipe, weight.axes, weight.stacked, state,
         primary=weight.original is None, name=name,
     )  # fmt: skip

@@ -169,24 +169,10 @@ def _sharding(x: Array, w: Array, sizes: Array) -> jax.NamedSharding:
 
 
 def _check_group_sizes(x: Array, w: Array, given: ArrayLike) -> Array:
-    """The sizes of the groups as i32[E], if they fit the operands.
+    """The sizes of the groups as i32[E], if they fit rows x [T, K] and matrices w [E, K, N].
 
     Values that can be read are checked exactly, in integers of any size. Those of wider dtypes are
     limited to T before they become int32, so that no large size wraps around.
-
-    Args:
-      x: rows [T, K].
-      w: matrices [E, K, N].
-      given: integers [E] of any dtype.
-
-    Raises:
-      TypeError, ValueError: naming the argument, its shape, dtype or values, and the cure.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> x, w = jnp.ones((300, 2)), jnp.ones((2, 2, 1))
-      >>> _check_group_sizes(x, w, jnp.array([200, 100], jnp.uint8)).dtype
-      dtype('int32')
     """
     _check_shapes(x, w)
     readable = _readable(given)

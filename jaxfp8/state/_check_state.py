@@ -130,11 +130,7 @@ def check_state(
 
 
 def _check_readable(params: PyTree) -> None:
-    """Raise FP8StateError if arrays have no values that can be read.
-
-    Example:
-      >>> _check_readable({"w": jnp.ones(2)})
-    """
+    """Raise FP8StateError if arrays have no values that can be read."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             raise FP8StateError(
@@ -151,17 +147,7 @@ def _check_readable(params: PyTree) -> None:
 
 
 def _parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
-    """For each state of `like`: its place, the state, and the node of `state` in that place.
-
-    Raises:
-      FP8StateError: if `like` holds anything but states, or the places differ.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> like = [fp8.init_state(fp8.recipes.delayed())]
-      >>> [(place, part) for place, _, part in _parts_of({"0": {"scale": None}}, like)]
-      [('[0]', {'scale': None})]
-    """
+    """For each state of `like`: its place, the state, and the node of `state` in that place."""
     wanted: dict[tuple[str, ...], tuple[str, Any]] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(like, is_leaf=is_state)[0]:
         place = jax.tree_util.keystr(path) or "the state"

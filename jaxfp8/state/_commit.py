@@ -130,14 +130,7 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
 
 
 def commit_one(state: MatmulState, seen: SeenAmax) -> MatmulState:
-    """`commit` of one state, which may be stacked, without checks.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> commit_one(state, fp8.nothing_seen(state)).scale
-      Array([0., 0., 0.], dtype=float32)
-    """
+    """`commit` of one state, which may be stacked, without checks."""
     state = known(state)
     return state if state.frozen else _updated(state, seen.amax)
 
@@ -232,13 +225,7 @@ def settle(state: PyTree) -> PyTree:
 
 
 def all_set(state: MatmulState) -> bool:
-    """Whether all scales of a state are set. True for a state of types.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> all_set(fp8.init_state(fp8.recipes.delayed()))
-      False
-    """
+    """Whether all scales of a state are set. True for a state of types."""
     if isinstance(state.scale, jax.core.Tracer):
         raise FP8StateError(
             "fp8.settle was called inside jax.jit or another transformation, where the scales "

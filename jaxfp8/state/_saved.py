@@ -24,11 +24,6 @@ def names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
     """The names along a path, the same for all kinds of containers.
 
     The attribute `value` of a Variable is left out. A key "value" of a dict is a name.
-
-    Example:
-      >>> import jax
-      >>> [names_of(path) for path, _ in jax.tree_util.tree_leaves_with_path({"a": [1]})]
-      [('a', '0')]
     """
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
@@ -51,25 +46,11 @@ def saved_leaves(
     read: Callable[[Any], Any],
     kept: int = 0,
 ) -> dict[Path, Any]:
-    r"""The leaves of a saved tree by their path of names, some of which are replaced.
+    """The leaves of a saved tree by their path of names, some of which are replaced.
 
-    Args:
-      saved: nested dicts, lists, `FrozenDict`s or `nnx.State`s.
-      rename: regular expressions that a whole name must match, and their replacements. The first
-        one that matches decides.
-      called: what the caller calls `saved`, for messages.
-      read: the array in a box or a Variable; any other object as it is.
-      kept: the number of levels at the top whose names stay.
-
-    Raises:
-      FP8StateError: if the tree holds quantizer state.
-      TypeError: if `rename` is no mapping of strings.
-      ValueError: if an expression is invalid or decides no name, or if two names become one.
-
-    Example:
-      >>> tree = {"Dense_0": {"kernel": 1.0}}
-      >>> saved_leaves(tree, {r"Dense_(\d+)": r"FP8Dense_\1"}, called="saved", read=lambda n: n)
-      {('FP8Dense_0', 'kernel'): 1.0}
+    `rename` maps regular expressions that a whole name must match to replacements. The first match
+    decides. The names of the `kept` levels at the top stay. `read` takes an array out of a box or a
+    Variable. `called` is what messages call `saved`.
     """
     patterns = _compiled(rename)
     leaves: dict[Path, Any] = {}
@@ -159,20 +140,8 @@ def matched(
 ) -> dict[Path, Any]:
     """The saved leaf for each place of a model, in the model's dtype.
 
-    Args:
-      wanted: arrays or types of the model.
-      found: arrays of the file. Both are by path of names.
-      called: what the caller calls the saved tree, for messages.
-      optional: places that may be missing.
-
-    Raises:
-      ValueError: if paths or shapes differ, or if the model's dtype cannot hold the saved values.
-
-    Example:
-      >>> import ml_dtypes, numpy as np
-      >>> saved = {("w",): np.ones(3, ml_dtypes.bfloat16)}
-      >>> matched({("w",): np.zeros(3, np.float32)}, saved, called="saved", optional=())
-      {('w',): array([1., 1., 1.], dtype=float32)}
+    `wanted` and `found` are by path of names. Only places in `optional` may be missing. ValueError
+    if paths or shapes differ, or if the model's dtype cannot hold the saved values.
     """
     # A file shows a box of linen or a Variable of nnx as one more level, "value".
     found = {

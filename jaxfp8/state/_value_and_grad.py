@@ -43,43 +43,20 @@ def high_precision() -> Iterator[None]:
     """Run all matmuls that are traced in this context as with `recipes.identity()`.
 
     Quantizer state stays in the trees of the step. No matmul reads it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> x, w = jnp.full((1, 1), 0.7), jnp.ones((1, 1))
-      >>> with high_precision():
-      ...     fp8.dot(x, w, recipe=fp8.recipes.current(power_of_two=True))
-      Array([[0.7]], dtype=float32)
-      >>> fp8.dot(x, w, recipe=fp8.recipes.current(power_of_two=True))
-      Array([[0.6875]], dtype=float32)
     """
     with _switch(True):
         yield
 
 
 def in_high_precision() -> bool:
-    """Whether matmuls run in high precision here.
-
-    Example:
-      >>> in_high_precision()
-      False
-    """
+    """Whether matmuls run in high precision here."""
     return bool(_switch.value)
 
 
 def as_traced(
     recipe: Recipe, state: MatmulState | tuple[()] | None
 ) -> tuple[Recipe, MatmulState | tuple[()] | None]:
-    """The recipe and the state that a matmul uses here: its own, or none in high precision.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> with high_precision():
-      ...     recipe, state = as_traced(fp8.recipes.current(), None)
-      >>> recipe.is_identity
-      True
-    """
+    """The recipe and the state that a matmul uses here: its own, or none in high precision."""
     return (identity(), None) if in_high_precision() else (recipe, state)
 
 
@@ -101,11 +78,7 @@ stacks repeat the operations of a commit. The program of 24 states compiled fast
 
 @dataclasses.dataclass(frozen=True)
 class _Stacks:
-    """Which states of a list are computed on together.
-
-    Attributes:
-      groups: the places of the states of each group.
-    """
+    """Which states of a list are computed on together: their places, by groups."""
 
     groups: tuple[tuple[int, ...], ...]
 
@@ -116,11 +89,6 @@ class _Stacks:
         Only traced states of single matmuls are in a group with others. In eager code nothing is
         compiled, and messages name single states. States that are stacked already may be split
         over devices, and two of them in different ways.
-
-        Example:
-          >>> import jaxfp8 as fp8
-          >>> _Stacks.of([fp8.init_state(fp8.recipes.delayed())] * 2).groups
-          ((0,), (1,))
         """
         groups: dict[Any, list[int]] = {}
         for i, state in enumerate(states):
@@ -264,10 +232,6 @@ def _explained(states: Iterable[MatmulState]) -> Iterator[None]:
     """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
 
     JAX's error does not name the cause: the states were mapped over another axis than their layers.
-
-    Example:
-      >>> with _explained([]):
-      ...     pass
     """
     try:
         yield
