@@ -33,8 +33,7 @@ from jaxfp8.linen._layers import apply_einsum, dense
 from jaxfp8.linen._matmul_module import MatmulModule, matmul_options
 from jaxfp8.linen._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.linen._state import NAME, matmul_state
-from jaxfp8.matmul._given import LayerInput
-from jaxfp8.matmul._options import KeepsFP8, as_array
+from jaxfp8.matmul._options import KeepsFP8, LayerInput, as_array
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._einsum import einsum
 

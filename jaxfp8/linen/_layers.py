@@ -15,8 +15,7 @@ from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._matmul_module import MatmulModule, is_part, part_of
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.matmul._bias import fits
-from jaxfp8.matmul._given import LayerInput
-from jaxfp8.matmul._options import KeepsFP8, as_array, check_prologue, options_of
+from jaxfp8.matmul._options import KeepsFP8, LayerInput, as_array, check_prologue, options_of
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe

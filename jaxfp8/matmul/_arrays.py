@@ -11,13 +11,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, FP8StateError, Matmul, PyTree, Tensor
+from jaxfp8._typing import Array, Matmul, PyTree, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import PlannedCast
-from jaxfp8.sharding._amax import manual_axes
 from jaxfp8.sharding._route import Route
 
 # The names of what a matmul saves for its backward pass, and the remat policies that save it.
@@ -82,13 +81,7 @@ def _named_copy(x: Array, tensor: Tensor) -> Array:
 
 
 def named_amax(x: Array) -> Array:
-    """An amax, or another small result of the forward pass, under both of its names.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> named_amax(jnp.float32(1.0))
-      Array(1., dtype=float32)
-    """
+    """An amax, or another small result of the forward pass, under both of its names."""
     return checkpoint_name(checkpoint_name(x, _AMAX), _ALIAS)
 
 
@@ -104,16 +97,11 @@ class Copy:
 
     The state has a stored scale in every pass, so a copy does not carry it. A loop over layers
     would save it as one more residual, with a kernel that writes it and one that reads it.
-
-    Attributes:
-      operand: the copy. Its scale is None if it is a stored one.
-      readers: the matmuls that read it.
-      row: the row of the state that has the stored scale; None if the copy has its scale.
     """
 
-    operand: Operand
+    operand: Operand  # its scale is None if it is a stored one
     readers: tuple[Matmul, ...]
-    row: int | None = None
+    row: int | None = None  # of the state, which has the scale; None if the copy has its scale
 
     @classmethod
     def of(
@@ -143,33 +131,13 @@ class Copy:
         return dataclasses.replace(self.operand, scale=known[1, self.row])
 
 
-def readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
-    """Arrays as the backward pass reads them, so that XLA casts them there, and not before.
-
-    Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
-    copies from one to the other, beside the arrays.
-
-    Args:
-      x: the arrays [...].
-      gradient: the gradient of the result, which the cast has to wait for.
-    """
-    if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
-        return lax.optimization_barrier(x)
-    return lax.optimization_barrier((x, gradient))[0]
-
-
 def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
-    """The same copies with the names of residuals, twice: for this pass and the backward pass.
-
-    A copy for fprop alone has no name. If remat runs fprop again, it casts such a copy again.
-    Otherwise it would save two copies of a tensor, which are as large as the tensor in bfloat16.
-
-    FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
-    `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as an
-    IEEE format with infinities, so values above 240 would become NaN.
-    """
+    """The same copies with the names of residuals, twice: for this pass and the backward pass."""
 
     def one(leaf: Array) -> tuple[Array, Array]:
+        # FP8 values are saved as bytes. If an array is both saved and read in the forward pass,
+        # `jax.checkpoint` applies a `lax.reduce_precision` to it. That operation treats E4M3FN as
+        # an IEEE format with infinities, so values above 240 would become NaN.
         if not leaf.dtype.name.startswith("float8"):
             leaf = _named_copy(leaf, tensor)
             return leaf, leaf
@@ -178,6 +146,8 @@ def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
         return now, later
 
     def both(copy: Copy) -> tuple[Copy, Copy]:
+        # A copy for fprop alone has no name: if remat runs fprop again, it casts it again. With a
+        # name there would be two saved copies, as large as the tensor in bfloat16.
         if copy.readers == ("fprop",):
             return copy, copy
         leaves, structure = jax.tree.flatten(copy)
@@ -198,18 +168,13 @@ _RETURNS: dict[Matmul, str | None] = {"fprop": "g", "dgrad": "x", "wgrad": None}
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a grouped matmul.
-
-    Attributes:
-      groups: which rows belong to which group.
-      route: how rows come from other devices, if `routed` is not None.
-      routed: the tensor that is sent to the devices of the groups (static). The tensor that has its
-        shape is sent back: if x is sent, so is its gradient; if g is sent, it is that of y, which
-        was sent. None if all rows are here.
-    """
+    """The rows of a grouped matmul."""
 
     groups: Groups
-    route: Route | None = None
+    route: Route | None = None  # how rows come from other devices, if `routed` is not None
+    # The tensor that is sent to the devices of the groups. The one that has its shape is sent back:
+    # if x is sent, so is its gradient; if g is sent, it is that of y, which was sent. None if all
+    # rows are here.
     routed: Literal["x", "g"] | None = None
 
     def returned(self, matmul: Matmul, result: Array) -> Array:
@@ -225,66 +190,38 @@ class Rows:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["amaxes"], meta_fields=["keys"])
 @dataclasses.dataclass(frozen=True)
 class KnownAmaxes:
-    """Amaxes of a tensor that were found before: a second cast does not look for them.
+    """Amaxes of a tensor that were found before: a second cast does not look for them."""
 
-    Attributes:
-      keys: for each amax, the row of state (None without one) and the granularity (static).
-      amaxes: f32[...], in the shape of the scale.
-    """
-
-    keys: tuple[tuple[int | None, AbstractGranularity], ...] = ()
-    amaxes: tuple[Array, ...] = ()
+    keys: tuple[tuple[int | None, AbstractGranularity], ...] = ()  # (row of state, granularity)
+    amaxes: tuple[Array, ...] = ()  # f32[...], in the shape of the scale
 
 
 class QuantizerArrays(NamedTuple):
-    """The arrays that quantizers need besides a tensor: the state, with R rows, and the key.
+    """The arrays that quantizers need besides a tensor. R are the rows of state."""
 
-    Attributes:
-      known: f32[2, R], multiplier and scale of each row (`state._identity.known_scales`); None for
-        recipes without state.
-      ledger: f32[BINS, R], the ledger that collects amaxes (`state._ledger`); None without one.
-      key: a jax PRNG key, or None.
-      amaxes: amaxes of the tensor that are known.
-    """
-
-    known: Array | None = None
-    ledger: Array | None = None
+    known: Array | None = None  # f32[2, R], see `state._identity.known_scales`
+    ledger: Array | None = None  # f32[BINS, R], collects amaxes, see `state._ledger`
     key: Array | None = None
     amaxes: KnownAmaxes = KnownAmaxes()
 
 
 class HeldCopies(NamedTuple):
-    """The FP8 copies of a weight that the model holds, so that no matmul casts it.
+    """The FP8 copies of a weight that the model holds, so that no matmul casts it."""
 
-    Attributes:
-      copies: a copy for each direction, with its scale.
-      seen: f32[W], the amax of the weight for each of its W rows of state; None without state.
-    """
-
-    copies: tuple[Copy, ...]
-    seen: Array | None
+    copies: tuple[Copy, ...]  # one for each direction, with its scale
+    seen: Array | None  # the amax of the weight for each of its rows of state
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call. A field is None if the call has no such array.
+    """The arrays of a call. A field is None if the call has no such array."""
 
-    Attributes:
-      x: activations [...]. With a prologue, the array that it makes; the gradient flows to it.
-      w: weights [...]. With `held` nobody reads them, and only the gradient flows to them.
-      bias: [batch axes, axes that w keeps].
-      parts: the arrays that the prologue makes x from.
-      quantizers: the state and the key.
-      held: the FP8 copies of w, if the model holds them.
-      rows: which rows of x belong to which matrix of w, for a grouped matmul.
-    """
-
-    x: Array
-    w: Array
-    bias: Array | None
-    parts: tuple[Array, ...] | None
+    x: Array  # with a prologue, the array that it makes; the gradient flows to it
+    w: Array  # with `held` nobody reads it, and only the gradient flows to it
+    bias: Array | None  # [batch axes, axes that w keeps]
+    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
     quantizers: QuantizerArrays
     held: HeldCopies | None = None
-    rows: Rows | None = None
+    rows: Rows | None = None  # which rows of x belong to which matrix of w
 
 
 # Identities that raise an error when they are differentiated.
@@ -295,7 +232,9 @@ class Arrays(NamedTuple):
 T = TypeVar("T")
 
 
-def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
+def undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
+    """An identity of trees that raises `error(tree)` when it is differentiated."""
+
     @jax.custom_jvp
     def identity(tree: T) -> T:
         return tree
@@ -306,38 +245,3 @@ def _undifferentiable(error: Callable[[PyTree], Exception]) -> Callable[[T], T]:
         raise error(primals)
 
     return identity
-
-
-def _second_derivative(_: PyTree) -> Exception:
-    return FP8StateError(
-        "FP8 matmuls have no second derivative. Where one is needed, use "
-        "recipe=fp8.recipes.identity()."
-    )
-
-
-def _of_quantize(arrays: PyTree) -> Exception:
-    shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(arrays))
-    return TypeError(
-        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use "
-        "fp8.fake_quantize for a straight-through gradient, fp8.dot for a matmul in FP8, or "
-        "jax.lax.stop_gradient(x)."
-    )
-
-
-def _of_primary(arrays: PyTree) -> Exception:
-    (w,) = arrays
-    return TypeError(
-        f"quantize_params of a weight {list(w.shape)} is being differentiated, but primary=True "
-        "drops the weight that its gradient would flow to. Call it outside of the loss, and take "
-        "gradients with fp8.value_and_grad. Or leave primary=True out."
-    )
-
-
-once = _undifferentiable(_second_derivative)
-"""For the operands of a matmul, which has a first derivative and no second one."""
-
-constant = _undifferentiable(_of_quantize)
-"""For the arrays of `fp8.quantize`, which has no gradient."""
-
-dropped = _undifferentiable(_of_primary)
-"""For a weight of which only the FP8 copies are left."""

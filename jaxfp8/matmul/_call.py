@@ -36,18 +36,11 @@ from jaxfp8.sharding._place import Place
 
 @dataclasses.dataclass(frozen=True)
 class AmaxAxes:
-    """What is known about the axes without the tensors of the call. Hashable.
+    """What is known about the axes without the tensors of the call. Hashable."""
 
-    Attributes:
-      named: the manual mesh axes that the caller named; None if the caller named none.
-      typed: whether types say over which manual axes a tensor varies.
-      manual: whether the call is inside `jax.shard_map`. Outside of it arrays are global, and so
-        are their amaxes.
-    """
-
-    named: frozenset[str] | None
-    typed: bool
-    manual: bool
+    named: frozenset[str] | None  # by the caller, of the manual ones; None without `reduce_axes=`
+    typed: bool  # whether types say over which manual axes a tensor varies
+    manual: bool  # inside `jax.shard_map`; outside of it arrays and their amaxes are global
 
     @property
     def untyped(self) -> frozenset[str]:
@@ -63,22 +56,14 @@ class Variation:
     """The manual mesh axes over which the operands of a call vary, by their types.
 
     Axes that an operand is gathered over do not count, because the matmul reads the whole operand.
-
-    Attributes:
-      x: the axes of the activations.
-      w: the axes of the weights.
-      g: the axes of the gradient; empty in the forward pass.
-      summed: the axes over which the matmul sums its result, by `y_shard=`.
-      named: see `AmaxAxes`.
-      batched: whether the matmul has batch axes.
     """
 
     x: frozenset[str]
     w: frozenset[str]
-    g: frozenset[str]
-    summed: frozenset[str]
-    named: frozenset[str] | None
-    batched: bool
+    g: frozenset[str]  # empty in the forward pass
+    summed: frozenset[str]  # over which the matmul sums its result, by `y_shard=`
+    named: frozenset[str] | None  # see `AmaxAxes`
+    batched: bool  # whether the matmul has batch axes
 
     def contracted(self, matmul: Matmul, tensor: Tensor) -> frozenset[str]:
         """The axes over which a matmul contracts a tensor across devices.
@@ -98,10 +83,8 @@ class Variation:
 
     @property
     def apart(self) -> frozenset[str]:
-        """The axes over which each device has its own amaxes: those of pipeline stages or experts.
-
-        x and w both vary over such an axis, and the caller did not name it.
-        """
+        """The axes of pipeline stages or experts, over which each device has its own amaxes."""
+        # x and w both vary over such an axis, and the caller did not name it.
         return frozenset() if self.named is None else (self.x & self.w) - self.named - self.summed
 
 
@@ -113,22 +96,10 @@ NO_VARIATION = Variation(_NONE, _NONE, _NONE, _NONE, None, batched=False)
 def amax_axes(
     recipe: Recipe, given: tuple[str, ...] | None, probed: tuple[str, ...] | None
 ) -> AmaxAxes:
-    """The axes of a call.
+    """The axes of a call. `probed` is `reduce_axes=` of `fp8.value_and_grad`.
 
-    Args:
-      recipe: the recipe of the call.
-      given: `reduce_axes=` of the call.
-      probed: `reduce_axes=` of `fp8.value_and_grad`.
-
-    Raises:
-      TypeError: if `given` is not a tuple of names, for instance one name.
-      FP8StateError: if the axes are unknown, because an amax of one shard would be wrong. Also if
-        axes are named that per-row amaxes would ignore.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> amax_axes(fp8.recipes.current(), None, None)
-      AmaxAxes(named=None, typed=True, manual=False)
+    Raises FP8StateError if the axes are unknown, because an amax of one shard would be wrong. Also
+    if axes are named that per-row amaxes would ignore.
     """
     if given is not None and not isinstance(given, tuple | list | frozenset | set):
         raise TypeError(

@@ -1,31 +1,20 @@
-"""What a call was given: operands, state and bias after their checks."""
+"""What a matmul was given: its operands after their checks. And what flax gives to a plug."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from jax import lax
 
-from jaxfp8._geometry import TrainingGeometry, check
-from jaxfp8._typing import Array, ArrayLike, Axes, DotDimensionNumbers, DType
-from jaxfp8.matmul._bias import check_bias
+from jaxfp8._geometry import TrainingGeometry
+from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.matmul._call import Places
 from jaxfp8.matmul._options import (
-    KeepsFP8,
     Options,
-    as_array,
-    check_float,
-    check_key,
-    check_operands,
-    check_tuple,
-    one_array,
 )
 from jaxfp8.numerics._formats import check_out_dtype, product_dtype
-from jaxfp8.prologues._prologue import AbstractPrologue, produce
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._place import Place, Whole
-from jaxfp8.sharding._shard import place, place_of_result
+from jaxfp8.sharding._place import Place
 from jaxfp8.sharding._specs import parts_of
 
 # The operands of a matmul, checked: the arrays, their places in the mesh, and their axes.
@@ -33,24 +22,14 @@ from jaxfp8.sharding._specs import parts_of
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The operands of one call.
+    """The operands of one call."""
 
-    Attributes:
-      x: activations [...]; with a prologue, the array that it makes.
-      w: weights [...].
-      parts: the arrays that the prologue makes x from; None without a prologue.
-      bias: [batch axes, axes that w keeps], or None.
-      places: where x, w and g are in the mesh.
-      shapes: the shapes of x and w before a mesh splits them.
-      geometry: the axes of the three matmuls.
-    """
-
-    x: Array
+    x: Array  # with a prologue, the array that it makes
     w: Array
-    parts: tuple[Array, ...] | None
-    bias: Array | None
+    parts: tuple[Array, ...] | None  # the arrays that the prologue makes x from
+    bias: Array | None  # [batch axes, axes that w keeps]
     places: Places
-    shapes: tuple[Axes, Axes]
+    shapes: tuple[Axes, Axes]  # of x and w before a mesh splits them
     geometry: TrainingGeometry
 
     @property
@@ -88,60 +67,10 @@ class Given:
         return check_out_dtype(preferred_element_type)
 
 
-def read_operands(
-    lhs: Any, rhs: Any, dimension_numbers: DotDimensionNumbers, recipe: Recipe, how: Options
-) -> Given:
-    """Check the operands that the user passed to a matmul.
-
-    Raises:
-      TypeError: if an operand is no float array, or `recipe` is no recipe.
-      ValueError: for shapes, axes or shards that do not fit.
-    """
-    arrays, w = check_operands(lhs, rhs, recipe, how.prologue)
-    if how.key is not None:
-        check_key(how.key)
-    made = None if how.prologue is None else produce(how.prologue, *arrays)
-    x = arrays[0] if made is None else made.value
-    places = Places(place("x", x, how.x_shard), place("w", w, how.w_shard), Whole())
-    check_whole(x, places.x, how)
-    shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
-    geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
-    y_shape = geometry.fprop.out_shape(*shapes)
-    places = places._replace(g=place_of_result(y_shape, (x, w), how.y_shard))
-    bias = None
-    if how.bias is not None:
-        batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
-        bias = check_bias(how.bias, batch + kept)
-    # The gradient flows to `made.value`. `three_matmuls` returns no cotangent for these arrays.
-    parts = None if made is None else lax.stop_gradient(made.operands)
-    return Given(x, w, parts, bias, places, shapes, geometry)
-
-
-def _axes(
-    shapes: tuple[Axes, Axes], dimension_numbers: DotDimensionNumbers, how: Options
-) -> DotDimensionNumbers:
-    try:
-        return check(*shapes, dimension_numbers)
-    except ValueError as error:
-        if how.x_shard is None and how.w_shard is None:
-            raise
-        raise ValueError(
-            f"{error} (These are the shapes of whole operands: x_shard={how.x_shard!r}, "
-            f"w_shard={how.w_shard!r}.)"
-        ) from None
-
-
 def check_whole(x: Array, x_place: Place, how: Options) -> None:
     """Raise ValueError if a prologue needs a whole axis that is split over devices.
 
-    Args:
-      x: the array that the prologue makes, or an array of the same shape.
-      x_place: where x is in the mesh.
-      how: the options of the call.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_whole(jnp.ones(2), Whole(), Options())
+    `x` has the shape of the array that the prologue makes.
     """
     if how.prologue is None or how.x_shard is None or not x_place.manual_axes:
         return
@@ -151,95 +80,6 @@ def check_whole(x: Array, x_place: Place, how: Options) -> None:
             f"prologue={how.prologue!r} needs all of axis {axis} of lhs, but "
             f"x_shard={how.x_shard!r} splits it; split another axis."
         )
-
-
-# The input of a layer: one array, or the arrays of a prologue.
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerInput:
-    """The left operand of a layer's matmul.
-
-    Attributes:
-      arrays: one array, or the arrays of the prologue.
-      prologue: computes the left operand from the arrays; None if the array is the operand.
-    """
-
-    arrays: tuple[Array, ...]
-    prologue: AbstractPrologue | None
-
-    @classmethod
-    def read(cls, inputs: Any, prologue: AbstractPrologue | None) -> Self:
-        """Check the argument `inputs` of a layer.
-
-        Activations may have any dtype here, because layers promote them. Parameters of a prologue
-        are not promoted, so they must be floating point.
-
-        Raises:
-          TypeError: the message names the argument, what was given and the cure.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> pair = jnp.ones((2, 4)), jnp.ones((2, 4))
-          >>> LayerInput.read(pair, fp8.prologues.SwiGLU()).value.shape
-          (2, 4)
-        """
-        if prologue is None:
-            return cls((one_array("inputs", inputs),), None)
-
-        def one(name: str, given: ArrayLike) -> Array:
-            check = check_float if name in prologue.parameters else as_array
-            return check(f"inputs, {name}", given)
-
-        given = check_tuple("inputs", inputs, prologue)
-        return cls(tuple(map(one, prologue.names, given)), prologue)
-
-    def promoted(
-        self, promote: Callable[..., Sequence[Any]], kernel: Array, bias: Array | None
-    ) -> tuple[Self, Array, Array | None]:
-        """The input, the kernel and the bias in one dtype.
-
-        Parameters of a prologue keep their dtype.
-
-        Args:
-          promote: flax's `promote_dtype`, called with activations, kernel and bias.
-          kernel: of the layer.
-          bias: of the layer, or None.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> import jaxfp8 as fp8
-          >>> from flax.linen.dtypes import promote_dtype
-          >>> pair = jnp.ones((2, 4), jnp.bfloat16), jnp.ones(4)
-          >>> given = LayerInput.read(pair, fp8.prologues.RMSNorm())
-          >>> given, kernel, _ = given.promoted(promote_dtype, jnp.ones((4, 3), jnp.bfloat16), None)
-          >>> [each.dtype.name for each in (*given.arrays, kernel)]
-          ['bfloat16', 'float32', 'bfloat16']
-        """
-        names = (None,) if self.prologue is None else self.prologue.names
-        kept = () if self.prologue is None else self.prologue.parameters
-        pairs = list(zip(names, self.arrays, strict=True))
-        promote = KeepsFP8.of(promote)
-        *activations, w, b = promote(*(x for name, x in pairs if name not in kept), kernel, bias)
-        rest = iter(activations)
-        arrays = tuple(x if name in kept else next(rest) for name, x in pairs)
-        return dataclasses.replace(self, arrays=arrays), w, b
-
-    @property
-    def like(self) -> Array:
-        """An array with the shape and dtype of the left operand."""
-        return self.arrays[0]
-
-    @property
-    def lhs(self) -> Array | tuple[Array, ...]:
-        """The left operand, for a function that takes `prologue=`."""
-        return self.arrays[0] if self.prologue is None else self.arrays
-
-    @property
-    def value(self) -> Array:
-        """The left operand itself, computed here if there is a prologue."""
-        return self.arrays[0] if self.prologue is None else self.prologue(*self.arrays)
 
 
 # Checks of plugs: the objects of jaxfp8 that flax calls in place of a matmul.
@@ -256,14 +96,6 @@ def refuse_class(plug: type, arguments: tuple[Any, ...], cure: str) -> None:
 
     flax calls the plug as a function. If flax was given a class, the call constructs it, and the
     operands become its fields.
-
-    Args:
-      plug: the class that is constructed.
-      arguments: its positional arguments.
-      cure: what to write instead.
-
-    Example:
-      >>> refuse_class(dict, (), "")
     """
     called_as_matmul = len(arguments) > 2 and (
         isinstance(arguments[0], str) or isinstance(arguments[2], tuple)
@@ -280,18 +112,8 @@ def needs_operands(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator for `__call__` of a plug.
 
-    The decorated method raises TypeError if flax calls it as it calls another kind of plug.
-
-    Args:
-      cure: what to write if flax was given an instance where a class is needed.
-      equation: whether the first argument is the equation of an einsum.
-
-    Example:
-      >>> class Plug:
-      ...     @needs_operands("dot_general=plug")
-      ...     def __call__(self, lhs): return lhs
-      >>> Plug()(1.0)
-      1.0
+    The method raises TypeError if flax calls it as it calls another kind of plug. `equation` says
+    whether its first argument is the equation of an einsum.
     """
 
     def decorated(call: Callable[P, R]) -> Callable[P, R]:

@@ -44,14 +44,8 @@ def quantize_groups(
 ) -> Quantized:
     """A tensor, cast once for the matmuls that read the same copy of it; see `quantize_operand`.
 
-    Args:
-      groups: which rows belong to which group.
-      call: the static part of the call. Its geometry is that of the matmul of one group.
-      tensor: which tensor `value` is.
-      value: rows [T, K] of x or g, or matrices [E, K, N].
-      arrays: the arrays of the state, of one for all groups or of one for each, and the key.
-      variation: the mesh axes over which the operands vary.
-      only: the only matmul of this pass that reads the tensor; None for all.
+    `value` are rows [T, K] of x or g, or matrices [E, K, N]. The geometry of the call is that of
+    one group.
     """
     stack = Stack(groups, call, tensor, value, variation)
     copies: list[Copy] = []
@@ -142,12 +136,9 @@ class Stack:
         return jax.vmap(one)(self.values, found, known, keys)
 
     def amax(self, granularity: AbstractGranularity, known: KnownScale | None) -> Array:
-        """The amax of each matrix of the stack, [R, ...] or [E, ...], in the shape of its scale.
-
-        If a scale spans all rows of a group, so does the amax, on every mesh. If it is in a state
-        that a mapped axis shares, the amax spans that axis, too.
-        """
+        """The amax of each matrix of the stack, [R, ...] or [E, ...], in the shape of its scale."""
         found = jax.vmap(lambda x: amax(x, granularity))(self.values)
+        # If a scale spans all rows of a group, so does the amax, on every mesh.
         spans_tiles = self.tensor != "w" and not granularity.has_cells_along(0, 2)
         if spans_tiles:
             found = self.groups.largest(found)
@@ -159,6 +150,7 @@ class Stack:
     ) -> Array:
         """Amaxes of groups or matrices, with those of other devices and of mapped axes."""
         found = self.over_mesh(granularity, found, known)
+        # The amax of a state that a mapped axis shares spans that axis, too.
         if known is not None and granularity.in_one:
             found = jax.vmap(observe)(found, known.scale)
         return found
@@ -200,12 +192,7 @@ class Stack:
         return KnownScale(pair[:, 0], pair[:, 1])
 
     def seen(self, ledger: Array | None, like: Array) -> Seen:
-        """The amax for each row of state of the tensor: [E] for a state of each group, else [].
-
-        Args:
-          ledger: the ledgers of the state, [E, BINS, R] or [BINS, R].
-          like: an array with the amaxes of `values`.
-        """
+        """The amax for each row of state of the tensor: [E] for a state of each group, else []."""
 
         def find() -> Array:
             found = jax.vmap(lambda x: amax(x, PerTensor()))(like)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.matmul._arrays import Copy, HeldCopies, KnownAmaxes, QuantizerArrays, named, named_amax
+from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, named, named_amax
 from jaxfp8.matmul._call import Call, Variation
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
@@ -37,17 +37,8 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
     on the mesh.
 
     Inside `jax.shard_map` a device does not know the position of its shard in the array. There the
-    index of the device is folded into the key. It is the index over the mesh axes that the tensor
-    varies over. So each shard gets its own bits, and replicas get the same bits.
-
-    Args:
-      key: `key=` of the call.
-      call: the static part of the call, with the recipe and the mesh axes of amaxes.
-      tensor: which tensor `value` is.
-      value: the tensor [...].
-
-    Raises:
-      ValueError: if the key is missing, or if types do not distinguish shards from replicas.
+    index of the device, over the mesh axes that the tensor varies over, is folded into the key. So
+    each shard gets its own bits, and replicas get the same bits.
     """
     if key is None:
         raise ValueError(
@@ -83,23 +74,14 @@ _NOTHING = CastExtras()
 
 
 class Quantized(NamedTuple):
-    """A tensor as each matmul reads it.
+    """A tensor as each matmul reads it."""
 
-    Attributes:
-      now: the operand of each matmul of this pass.
-      saved: the same copies as residuals, for the matmuls of the backward pass.
-      seen: the amaxes for the tensor's rows of state.
-      column_sums: `CastExtras.column_sums`.
-      watched: the statistics of each copy, if casts are watched.
-      amaxes: the amaxes that the quantizers asked for.
-    """
-
-    now: dict[Matmul, Operand]
-    saved: dict[Matmul, Copy]
+    now: dict[Matmul, Operand]  # for the matmuls of this pass
+    saved: dict[Matmul, Copy]  # the same copies as residuals, for those of the backward pass
     seen: Seen
     column_sums: Array | None
-    watched: tuple[CastStats, ...] = ()
-    amaxes: KnownAmaxes = KnownAmaxes()
+    watched: tuple[CastStats, ...] = ()  # the statistics of each copy, if casts are watched
+    amaxes: KnownAmaxes = KnownAmaxes()  # those that the quantizers asked for
 
 
 def quantize_operand(
@@ -114,14 +96,7 @@ def quantize_operand(
 ) -> Quantized:
     """A tensor, cast once for the matmuls that read the same copy of it.
 
-    Args:
-      call: the static part of the call.
-      tensor: which tensor `source` is.
-      source: the array [...], or a prologue with its arrays.
-      arrays: the arrays of the state, and the key.
-      variation: the mesh axes over which the operands vary.
-      column_sums: see `Cast.column_sums`.
-      only: the only matmul of this pass that reads the tensor; None for all.
+    `only` names the only matmul of this pass that reads the tensor; None for all.
     """
     value, place = value_of(source), getattr(call.places, tensor)
     copies: list[Copy] = []
@@ -166,17 +141,6 @@ def quantize_operand(
     return Quantized(now, residuals, seen, extras.column_sums, watched, known)
 
 
-def held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
-    """A weight whose FP8 copies the model holds. Its residuals are these copies, which live on."""
-    by_reader = {matmul: copy for copy in held.copies for matmul in copy.readers}
-    seen: Seen = {}
-    if call.collected and ledger is not None and held.seen is not None:
-        rows = (r for r, row in enumerate(call.recipe.rows) if row.tensor == "w")
-        seen = {("w", r): held.seen[i] for i, r in enumerate(rows)}
-    now = {matmul: copy.operand for matmul, copy in by_reader.items()}
-    return Quantized(now, by_reader, seen, None)
-
-
 def _watched(
     tensor: Tensor, value: Array, copies: list[Copy], arrays: QuantizerArrays
 ) -> tuple[CastStats, ...]:
@@ -187,12 +151,6 @@ def _watched(
         for each, readers in whole
         if isinstance(each, QuantizedTensor)
     )
-
-
-def gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
-    """The whole operands of two matmuls. If both read one copy, it is gathered once."""
-    whole = place.gather_operand(first)
-    return whole, whole if second is first else place.gather_operand(second)
 
 
 def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> KnownScale:

@@ -5,8 +5,8 @@ option in `LayerOptions` is also a field of `linen.MatmulModule`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,7 @@ StateChannel: TypeAlias = Literal["gradient"]
 
 
 def check_state_channel(channel: object) -> None:
-    """Raise ValueError unless the argument is a channel or None.
-
-    Example:
-      >>> check_state_channel("gradient")
-    """
+    """Raise ValueError unless the argument is a channel or None."""
     if channel is not None and channel != "gradient":
         raise ValueError(
             f'state_channel={channel!r} must be None, for fp8.value_and_grad, or "gradient", for '
@@ -44,11 +40,7 @@ def check_state_channel(channel: object) -> None:
 
 
 def check_save_original(tensors: object) -> None:
-    """Raise ValueError unless the argument is None or a tuple of "x" and "w".
-
-    Example:
-      >>> check_save_original(("x",))
-    """
+    """Raise ValueError unless the argument is None or a tuple of "x" and "w"."""
     if tensors is not None and not (isinstance(tensors, tuple) and set(tensors) <= {"x", "w"}):
         raise ValueError(
             f'save_original={tensors!r} must be a tuple of the names "x" and "w": the operands '
@@ -82,12 +74,6 @@ class MatmulOptions(LayerOptions, total=False):
     name: str | None
 
 
-class DotOptions(MatmulOptions, total=False):
-    """The options of `dot_general` and `dot`; see `fp8.dot_general`."""
-
-    bias: Array | None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
     """The options of one call, with their defaults."""
@@ -111,33 +97,13 @@ class Options:
 
 
 def read_options(function: str, known: type, options: Any) -> Options:
-    """The options of a call.
-
-    Args:
-      function: the name of the function, for the message.
-      known: the TypedDict of its options.
-      options: the keyword arguments that the user passed.
-
-    Raises:
-      TypeError: for an option that the function does not have.
-
-    Example:
-      >>> read_options("dot", DotOptions, {"x_shard": None}).bias is None
-      True
-    """
+    """The options of a call, of which `known`, a TypedDict, lists the names."""
     check_options(function, known, options)
     return Options(**options)
 
 
 def options_of(layer: Any) -> LayerOptions:
-    """The options that a layer has as attributes. Attributes have the names of the options.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> layer = fp8.linen.FP8Dense(4, kernels=fp8.Kernels("h200"))
-      >>> options_of(layer)["kernels"]
-      Kernels('h200')
-    """
+    """The options that a layer has as attributes. Attributes have the names of the options."""
     given: Any = {name: getattr(layer, name) for name in option_names(LayerOptions)}
     return LayerOptions(**given)
 
@@ -151,14 +117,6 @@ def check_operands(
     """lhs and rhs, in dtypes that FP8 matmuls accept.
 
     lhs becomes a tuple: one array, or the arrays of a prologue. rhs may be a `QuantizedWeight`.
-
-    Raises:
-      TypeError: naming the argument, its dtype and the cure.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> _ = check_operands(jnp.ones(2), jnp.ones(2), fp8.recipes.current())
     """
     check_recipe(recipe)
     if is_weight(rhs):
@@ -170,51 +128,25 @@ def check_operands(
         return check_arrays("lhs", lhs, prologue), rhs
     if recipe.is_identity and prologue is None:
         # No operand is quantized, so every dtype that lax.dot_general accepts is allowed.
-        return (one_array("lhs", lhs),), one_array("rhs", rhs)
+        return (_one_array("lhs", lhs),), _one_array("rhs", rhs)
     return check_arrays("lhs", lhs, prologue), check_float("rhs", rhs)
 
 
 def check_arrays(
     name: str, given: ArrayLike, prologue: AbstractPrologue | None
 ) -> tuple[Array, ...]:
-    """The arrays of a prologue, or one array without a prologue, in dtypes that can be quantized.
-
-    Args:
-      name: of the argument, for messages.
-      given: the array, or the tuple of arrays of the prologue.
-      prologue: the prologue, or None.
-
-    Raises:
-      TypeError: naming the argument, what it is and the cure.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> len(check_arrays("x", jnp.ones(2), None))
-      1
-      >>> len(check_arrays("x", (jnp.ones(2), jnp.ones(2)), fp8.prologues.SwiGLU()))
-      2
-    """
+    """The arrays of a prologue, or one array, in dtypes that can be quantized."""
     if prologue is None:
         return (check_float(name, given),)
     check_prologue(name, prologue)
     return tuple(
         check_float(f"{name}, {each}", array)
-        for each, array in zip(prologue.names, check_tuple(name, given, prologue), strict=True)
+        for each, array in zip(prologue.names, _check_tuple(name, given, prologue), strict=True)
     )
 
 
 def check_prologue(name: str, prologue: object) -> None:
-    """Raise TypeError unless `prologue` is a prologue, or None.
-
-    Args:
-      name: of the argument that the prologue reads, for the message.
-      prologue: what was given.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_prologue("lhs", fp8.prologues.SwiGLU())
-    """
+    """Raise TypeError unless `prologue` is a prologue of the argument `name`, or None."""
     if prologue is None or isinstance(prologue, AbstractPrologue):
         return
     raise TypeError(
@@ -223,17 +155,8 @@ def check_prologue(name: str, prologue: object) -> None:
     )
 
 
-def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
-    """The arrays of a prologue, as a tuple with one array for each name.
-
-    Raises:
-      TypeError: naming the argument, what it is and the cure.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_tuple("x", [1.0, 2.0], fp8.prologues.SwiGLU())
-      (1.0, 2.0)
-    """
+def _check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any, ...]:
+    """The arrays of a prologue, as a tuple with one array for each name."""
     if not isinstance(given, tuple | list) or len(given) != len(prologue.names):
         names = ", ".join(prologue.names)
         raise TypeError(
@@ -244,18 +167,9 @@ def check_tuple(name: str, given: Any, prologue: AbstractPrologue) -> tuple[Any,
 
 
 def check_float(name: str, x: ArrayLike) -> Array:
-    """x as an array of a dtype that can be quantized.
-
-    Raises:
-      TypeError: naming the argument, its dtype and the cure.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> check_float("x", jnp.ones(2)).shape
-      (2,)
-    """
+    """x as an array of a dtype that can be quantized."""
     if not isinstance(x, jax.Array):
-        x = one_array(name, x)
+        x = _one_array(name, x)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(
             f"{name} has dtype {x.dtype.name}, which cannot be quantized. Cast it to one of "
@@ -265,11 +179,7 @@ def check_float(name: str, x: ArrayLike) -> Array:
 
 
 def check_high_precision(function: str, **matrices: object) -> None:
-    """Raise TypeError if matrices of groups are FP8 weights of `fp8.quantize_params`.
-
-    Example:
-      >>> check_high_precision("fp8.ragged_dot", rhs=jnp.ones((2, 4, 4)))
-    """
+    """Raise TypeError if matrices of groups are FP8 weights of `fp8.quantize_params`."""
     for name, w in matrices.items():
         if is_weight(w):
             raise TypeError(
@@ -278,16 +188,8 @@ def check_high_precision(function: str, **matrices: object) -> None:
             )
 
 
-def one_array(name: str, x: ArrayLike) -> Array:
-    """`as_array`, but a tuple of arrays raises an error that names `prologue=`.
-
-    Raises:
-      TypeError: naming the argument, what it is and the cure.
-
-    Example:
-      >>> one_array("x", (1.0, 2.0)).shape
-      (2,)
-    """
+def _one_array(name: str, x: ArrayLike) -> Array:
+    """`as_array`, but a tuple of arrays raises an error that names `prologue=`."""
     if isinstance(x, tuple) and any(
         isinstance(each, jax.Array) or getattr(each, "shape", ()) for each in x
     ):
@@ -299,15 +201,7 @@ def one_array(name: str, x: ArrayLike) -> Array:
 
 
 def as_array(name: str, x: ArrayLike) -> Array:
-    """x as an array.
-
-    Raises:
-      TypeError: naming the argument, what it is and the cure.
-
-    Example:
-      >>> as_array("x", [1.0, 2.0]).shape
-      (2,)
-    """
+    """x as an array. Raises TypeError for what is none."""
     if isinstance(x, jax.Array):
         return x
     if (cure := _no_array(name, x)) is not None:
@@ -353,15 +247,7 @@ def _named(x: object) -> str:
 
 
 def fp8_precision(precision: Any) -> bool:
-    """Whether `precision` allows fast accumulation in fprop.
-
-    Raises:
-      ValueError: for a precision that FP8 matmuls do not have.
-
-    Example:
-      >>> fp8_precision(None), fp8_precision("highest")
-      (True, False)
-    """
+    """Whether `precision` allows fast accumulation in fprop."""
     pair = precision if isinstance(precision, tuple | list) else (precision, precision)
     try:
         canonical = {lax.Precision.DEFAULT if p is None else lax.Precision(p) for p in pair}
@@ -376,11 +262,7 @@ def fp8_precision(precision: Any) -> bool:
 
 
 def check_key(key: object) -> None:
-    """Raise TypeError unless `key` is one PRNG key, typed or as uint32.
-
-    Example:
-      >>> check_key(jax.random.key(0))
-    """
+    """Raise TypeError unless `key` is one PRNG key, typed or as uint32."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if (is_typed and shape == ()) or (dtype == "uint32" and shape is not None and len(shape) == 1):
@@ -397,17 +279,7 @@ def check_key(key: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeepsFP8:
-    """A `promote_dtype` that promotes arrays as another one does, and leaves FP8 weights alone.
-
-    Attributes:
-      promote: flax's `promote_dtype`, or the user's.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax.linen.dtypes import promote_dtype
-      >>> [x.dtype.name for x in KeepsFP8(promote_dtype)(jnp.ones(2), jnp.ones(2, "bfloat16"))]
-      ['float32', 'float32']
-    """
+    """A `promote_dtype` that promotes arrays as another one does, and leaves FP8 weights alone."""
 
     promote: Callable[..., Any]
 
@@ -437,3 +309,62 @@ def _checked(weight: QuantizedWeight, dtype: Any) -> QuantizedWeight:
             f"fp8.quantize_params(..., dtype=jnp.{jnp.dtype(dtype).name})."
         )
     return weight
+
+
+# The input of a layer: one array, or the arrays of a prologue.
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInput:
+    """The left operand of a layer's matmul."""
+
+    arrays: tuple[Array, ...]  # one array, or those of the prologue
+    prologue: AbstractPrologue | None  # computes the left operand from the arrays
+
+    @classmethod
+    def read(cls, inputs: Any, prologue: AbstractPrologue | None) -> Self:
+        """Check the argument `inputs` of a layer.
+
+        Activations may have any dtype here, because layers promote them. Parameters of a prologue
+        are not promoted, so they must be floating point.
+        """
+        if prologue is None:
+            return cls((_one_array("inputs", inputs),), None)
+
+        def one(name: str, given: ArrayLike) -> Array:
+            check = check_float if name in prologue.parameters else as_array
+            return check(f"inputs, {name}", given)
+
+        given = _check_tuple("inputs", inputs, prologue)
+        return cls(tuple(map(one, prologue.names, given)), prologue)
+
+    def promoted(
+        self, promote: Callable[..., Sequence[Any]], kernel: Array, bias: Array | None
+    ) -> tuple[Self, Array, Array | None]:
+        """The input, the kernel and the bias in one dtype, by flax's `promote_dtype`.
+
+        Parameters of a prologue keep their dtype.
+        """
+        names = (None,) if self.prologue is None else self.prologue.names
+        kept = () if self.prologue is None else self.prologue.parameters
+        pairs = list(zip(names, self.arrays, strict=True))
+        promote = KeepsFP8.of(promote)
+        *activations, w, b = promote(*(x for name, x in pairs if name not in kept), kernel, bias)
+        rest = iter(activations)
+        arrays = tuple(x if name in kept else next(rest) for name, x in pairs)
+        return dataclasses.replace(self, arrays=arrays), w, b
+
+    @property
+    def like(self) -> Array:
+        """An array with the shape and dtype of the left operand."""
+        return self.arrays[0]
+
+    @property
+    def lhs(self) -> Array | tuple[Array, ...]:
+        """The left operand, for a function that takes `prologue=`."""
+        return self.arrays[0] if self.prologue is None else self.arrays
+
+    @property
+    def value(self) -> Array:
+        """The left operand itself, computed here if there is a prologue."""
+        return self.arrays[0] if self.prologue is None else self.prologue(*self.arrays)

@@ -42,16 +42,9 @@ _FIRST: dict[Tensor, Matmul] = {"x": "fprop", "g": "dgrad"}
 
 
 def check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
-    """Raise ValueError unless wgrad can read the copy of a tensor that is sent in FP8.
+    """Raise ValueError unless wgrad can read the copy of x or g that is sent in FP8.
 
-    Args:
-      recipe: the recipe of the matmul.
-      tensor: "x" or "g", which is sent.
-      cure: what the caller can write to send it in high precision.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_sent_in_fp8(fp8.recipes.blockwise(), "x", "")
+    `cure` says how the caller sends it in high precision.
     """
     (_, first), (_, second) = sorted(recipe.uses(tensor), key=lambda use: use[0] == "wgrad")
     if first.value_format is None:
@@ -89,14 +82,7 @@ def quantize_rows(
 ) -> Quantized:
     """A tensor of a grouped matmul, cast once, and sent if it has to be; see `quantize_groups`.
 
-    Args:
-      rows: which rows belong to which group, and how they come here.
-      call: the static part of the call. Its geometry is that of the matmul of one group.
-      tensor: which tensor `value` is.
-      value: matrices [E, K, N], rows [S, K], or tokens [T, K] that become rows.
-      arrays: the arrays of the state, and the key.
-      variation: the mesh axes over which the operands vary.
-      only: the only matmul of this pass that reads the tensor; None for all.
+    `value` are matrices [E, K, N], rows [S, K], or tokens [T, K] that become rows.
     """
     groups, route = rows.groups, rows.route
     if route is None or rows.routed != tensor:
@@ -136,14 +122,15 @@ def wgrad_operand(
     """The copy [R, P, K] that wgrad reads, of the slots [S, K] that arrived.
 
     If one scale holds for an expert, wgrad reads the same copy. Otherwise slots become bfloat16 for
-    a second cast. `after` is an array that they wait for. Without it XLA would do this earlier,
-    fused with work of another matmul, and keep the rows in bfloat16 until then.
+    a second cast, which waits for the array `after`.
     """
     groups, route = rows.groups, rows.route
     assert route is not None
     if isinstance(received, QuantizedTensor):
         if received.granularity.in_one:
             return _tiled(route, groups, received)
+        # Without the barrier XLA would do this earlier, fused with work of another matmul, and keep
+        # the rows in bfloat16 until then.
         if after is not None:
             both: tuple[QuantizedTensor, Array] = lax.optimization_barrier((received, after))
             received = both[0]
@@ -151,22 +138,6 @@ def wgrad_operand(
     value, unseen = route.in_order(received), arrays._replace(ledger=None)
     cast = quantize_groups(groups, call, tensor, value, unseen, variation, only="wgrad")
     return cast.now["wgrad"]
-
-
-def in_turn(
-    rows: Rows | None, x: Operand, dgrad: Operand, wgrad: Operand
-) -> tuple[Operand, Operand, Operand]:
-    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs.
-
-    XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived in
-    FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
-    """
-    again = x if rows is None or rows.routed == "x" else wgrad
-    if rows is None or rows.route is None or not isinstance(again, QuantizedTensor):
-        return x, dgrad, wgrad
-    if again.granularity.in_one:  # nothing is cast again
-        return x, dgrad, wgrad
-    return lax.optimization_barrier((x, dgrad, wgrad))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,33 +35,19 @@ _EXACT = 2**31 - 1  # an int32 counts so far
 class CastStats:
     """Statistics of one FP8 copy of a tensor x with the scale s, per value: `x ~ stored * s`.
 
-    Attributes:
-      amax: f32[], `max |x|`; inf if a value is not finite.
-      scale_min: f32[], the smallest s of all scale cells with a nonzero value; inf if none has one.
-      scale_max: f32[], the largest such s; -inf if no cell has a nonzero value. An s that is NaN
-        does not count.
-      saturated: i32[], the number of finite values with `|x| > limit(format) * s`, where
-        `_limit(format)` is the largest value plus half of the spacing there.
-      underflowed: i32[], the number of nonzero values whose stored value is 0.
-      nonzero: i32[], the number of finite values with `|x| >= 2^-126`. Smaller ones count as 0.
-      nonfinite: i32[], the number of values that are inf or NaN.
-      tensor: "x", "w" or "g" (static).
-      matmuls: the matmuls that read the copy (static).
-      values: the number of values, on this device inside `jax.shard_map` (static).
-
-    A count is f32[] if there are 2^31 values or more.
+    Counts are i32[], or f32[] if there are 2^31 values or more.
     """
 
-    amax: Array
-    scale_min: Array
-    scale_max: Array
-    saturated: Array
-    underflowed: Array
-    nonzero: Array
-    nonfinite: Array
+    amax: Array  # f32[], `max |x|`; inf if a value is not finite
+    scale_min: Array  # f32[], over cells with a nonzero value; inf if there is none
+    scale_max: Array  # f32[], over the same cells; -inf if there is none
+    saturated: Array  # finite values with `|x| > _limit(format) * s`
+    underflowed: Array  # nonzero values whose stored value is 0
+    nonzero: Array  # finite values with `|x| >= 2^-126`; smaller ones count as 0
+    nonfinite: Array  # values that are inf or NaN
     tensor: Tensor
-    matmuls: tuple[Matmul, ...]
-    values: int
+    matmuls: tuple[Matmul, ...]  # those that read the copy
+    values: int  # how many there are, on this device inside `jax.shard_map`
 
 
 def _limit(format: Format) -> float:
@@ -75,22 +61,7 @@ def _limit(format: Format) -> float:
 def cast_stats(
     x: Array, copy: QuantizedTensor, tensor: Tensor, matmuls: tuple[Matmul, ...]
 ) -> CastStats:
-    """The statistics of a copy of x.
-
-    Args:
-      x: [...] floating point, before the cast.
-      copy: [...], its copy.
-      tensor: which tensor x is.
-      matmuls: the matmuls that read the copy.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> x = jnp.array([1e6, 1.0, 1e-9, 0.0])
-      >>> stats = cast_stats(x, fp8.quantize(x, fp8.E4M3, scale=1.0), "x", ())
-      >>> int(stats.saturated), int(stats.underflowed), int(stats.nonzero)
-      (1, 1, 3)
-    """
+    """The statistics of `copy`, the copy of x [...] that these matmuls read."""
     size = widened(magnitude(x))
     finite = size < jnp.inf
     nonzero = finite & (size >= TINY)
@@ -117,20 +88,9 @@ def cast_stats(
 
 
 def joined_stats(each: CastStats, values: int) -> CastStats:
-    """The statistics of a stack, from those of its arrays, each with an axis in front.
+    """The statistics of a stack, from those of its arrays, [n].
 
-    Args:
-      each: statistics [n] of n arrays.
-      values: how many values the stack has, without padding.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> x = jnp.array([[1.0, 0.0], [2.0, 3.0]])
-      >>> copies = jax.vmap(lambda x: fp8.quantize(x, fp8.E4M3))(x)
-      >>> each = jax.vmap(lambda x, copy: cast_stats(x, copy, "x", ()))(x, copies)
-      >>> int(joined_stats(each, 4).nonzero)
-      3
+    `values` says how many values the stack has, without padding.
     """
     joined: dict[str, Any] = {
         "amax": jnp.max(each.amax, initial=0.0),
@@ -173,15 +133,7 @@ _LIBRARIES = frozenset({"jaxfp8", "jax", "flax", "functools", "contextlib"})
 def watching(receive: Receive) -> Iterator[None]:
     """Watch the casts of all matmuls that run in this context.
 
-    Raises:
-      RuntimeError: if casts are watched already.
-
-    Example:
-      >>> with watching(lambda layer, statistics: None):
-      ...     is_watching()
-      True
-      >>> _is_watching()
-      False
+    Raises RuntimeError if casts are watched already.
     """
     if _listeners:
         raise RuntimeError(
@@ -210,13 +162,6 @@ def name_of_call(given: str | None) -> str | None:
 
     None if casts are not watched. Then the name is no part of the call, and equal layers share
     their traces.
-
-    Raises:
-      TypeError: if `given` is neither a string nor None.
-
-    Example:
-      >>> name_of_call("up") is None
-      True
     """
     if given is not None and not isinstance(given, str):
         raise TypeError(f"name={given!r} must be a string, for instance name='mlp/up'.")
@@ -259,11 +204,7 @@ def _module(frame: types.FrameType) -> str:
 
 
 def send(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
-    """Send statistics of a layer to the host when the program runs. Nothing if there are none.
-
-    Example:
-      >>> send(None, ())
-    """
+    """Send statistics of a layer to the host when the program runs. Nothing if there are none."""
     if statistics:
         assert layer is not None
         jax.debug.callback(functools.partial(_deliver, layer), statistics)

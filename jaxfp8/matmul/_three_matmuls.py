@@ -16,33 +16,38 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxfp8._typing import Array, DType, Matmul, Tensor
+from jaxfp8._geometry import inverse_permutation
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import (
+    Array,
+    Axes,
+    DType,
+    FP8StateError,
+    Matmul,
+    PyTree,
+    Tensor,
+    UncollectedStateError,
+)
 from jaxfp8.matmul._arrays import (
     Arrays,
     Copy,
+    HeldCopies,
     KnownAmaxes,
     QuantizerArrays,
     Rows,
     named_amax,
-    once,
-    readable,
+    undifferentiable,
 )
-from jaxfp8.matmul._bias import (
-    add_bias,
-    bias_gradient,
-    check_differentiated,
-    cotangent,
-    sharding_of,
-    sums_columns,
-)
+from jaxfp8.matmul._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
-from jaxfp8.matmul._operands import Quantized, Seen, gathered_once, held_operand, quantize_operand
-from jaxfp8.matmul._routed_operands import in_turn, quantize_rows, wgrad_operand
+from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
+from jaxfp8.matmul._routed_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._stats import CastStats, send
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
-from jaxfp8.sharding._amax import vary_as, varying, varying_type
+from jaxfp8.sharding._amax import manual_axes, vary_as, varying, varying_type
 from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import encode
 
@@ -50,25 +55,18 @@ from jaxfp8.state._ledger import encode
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Types:
-    """The types that cotangents must have.
-
-    The class is static in pytrees, so residuals can include it. `bias` is None if its gradient is
-    not needed.
-    """
+    """The types that cotangents must have. Static, so residuals can include it."""
 
     x: Any
     w: Any
-    bias: Any
+    bias: Any  # None if its gradient is not needed
 
 
 class _Forward(NamedTuple):
-    """Results of the forward pass.
-
-    They are y, the copy of x for wgrad, the copy of w for dgrad, amaxes, and statistics of casts.
-    With `save_original` the amaxes of x or w take the place of the copy.
-    """
+    """Results of the forward pass: y, the copies of x for wgrad and of w for dgrad, and amaxes."""
 
     y: Array
+    # With `save_original` the amaxes of x or w take the place of the copy.
     x: Copy | KnownAmaxes
     w: Copy | KnownAmaxes
     seen: Array | None
@@ -80,15 +78,21 @@ class _Forward(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class _Original:
-    """A residual in high precision, which the backward pass casts.
+    """A residual in high precision, which the backward pass casts."""
 
-    Attributes:
-      arrays: the operand, or the operands of the prologue that makes it.
-      amaxes: its amaxes, so that the second cast reads it once.
-    """
+    arrays: tuple[Array, ...]  # the operand, or the operands of the prologue that makes it
+    amaxes: KnownAmaxes  # so that the second cast reads it once
 
-    arrays: tuple[Array, ...]
-    amaxes: KnownAmaxes
+
+def _second_derivative(_: PyTree) -> Exception:
+    return FP8StateError(
+        "FP8 matmuls have no second derivative. Where one is needed, use "
+        "recipe=fp8.recipes.identity()."
+    )
+
+
+_once = undifferentiable(_second_derivative)
+"""For the operands of a matmul, which has a first derivative and no second one."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -108,7 +112,7 @@ def _fprop(call: Call, arrays: Arrays) -> _Forward:
     if arrays.held is None:
         w = _cast_forward(call, "w", call.places.w.stored(arrays.w), arrays, variation)
     else:
-        w = held_operand(call, arrays.held, arrays.quantizers.ledger)
+        w = _held_operand(call, arrays.held, arrays.quantizers.ledger)
     y = _multiply(
         call, arrays.rows, "fprop",
         call.places.x.gather_operand(x.now["fprop"]),
@@ -132,6 +136,17 @@ def _cast_forward(
 ) -> Quantized:
     only: Matmul | None = "fprop" if tensor in call.save_original else None
     return _quantize(call, tensor, source, arrays.quantizers, variation, arrays.rows, only=only)
+
+
+def _held_operand(call: Call, held: HeldCopies, ledger: Array | None) -> Quantized:
+    """A weight whose FP8 copies the model holds. Its residuals are these copies, which live on."""
+    by_reader = {matmul: copy for copy in held.copies for matmul in copy.readers}
+    seen: Seen = {}
+    if call.collected and ledger is not None and held.seen is not None:
+        rows = (r for r, row in enumerate(call.recipe.rows) if row.tensor == "w")
+        seen = {("w", r): held.seen[i] for i, r in enumerate(rows)}
+    now = {matmul: copy.operand for matmul, copy in by_reader.items()}
+    return Quantized(now, by_reader, seen, None)
 
 
 def _quantize(
@@ -182,14 +197,54 @@ def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = 
     )
 
 
+def _check_differentiated(call: Call, primals: Any) -> None:
+    """Check what a matmul is differentiated with respect to; see `_forward_rule`.
+
+    Raises FP8StateError if a matmul with state is differentiated without its state, and if the FP8
+    values of a weight are differentiated.
+    """
+    own = primals.quantizers
+    if any(leaf.perturbed for leaf in jax.tree.leaves(primals.held, is_leaf=_is_primal)):
+        raise FP8StateError(
+            "an FP8 weight is being differentiated, but its values have no gradient. Use "
+            "fp8.value_and_grad(loss)(params, state, ...) in place of jax.value_and_grad, with "
+            "state=() for recipes without state (nnx: fp8.nnx.value_and_grad). It gives the "
+            "gradient of the weight in high precision."
+        )
+    # The gradient of a bias alone reads no FP8 tensor, so it needs no state.
+    matmul = [primals.x, primals.w, *([] if own.known is None else [own.known])]
+    differentiated = any(each.perturbed for each in matmul)
+    if call.collected and differentiated and (own.ledger is None or not own.ledger.perturbed):
+        if call.in_gradient_channel:
+            raise UncollectedStateError(
+                'a matmul with state_channel="gradient" is being differentiated, but not with '
+                "respect to its state, so the next state would be lost. Differentiate all "
+                "variables, also those of the state: jax.value_and_grad(loss)(variables), and "
+                "without stop_gradient. In nnx write argnums=nnx.DiffState(0, nnx.Any(nnx.Param, "
+                "fp8.nnx.FP8State)). If this loss does not train the network, use "
+                "jax.lax.stop_gradient(fp8.freeze(state))."
+            )
+        raise UncollectedStateError(
+            "a matmul with quantizer state is being differentiated, but its state is not "
+            "collected. Use fp8.value_and_grad in place of jax.value_and_grad (nnx: "
+            "fp8.nnx.value_and_grad). Pass the state that it gives to the loss on to the layers, "
+            "without stop_gradient. If this loss does not train the network, use "
+            "fp8.freeze(state) or fp8.nnx.freeze(model)."
+        )
+
+
+def _is_primal(node: object) -> bool:
+    return isinstance(node, jax.custom_derivatives.CustomVJPPrimal)
+
+
 def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     """The result y and the residuals.
 
     `primals` are Arrays. Each leaf has a `value`, and `perturbed`: whether it is differentiated.
     """
-    check_differentiated(call, primals)
+    _check_differentiated(call, primals)
     given = jax.tree.map(lambda leaf: leaf.value, primals)
-    x, w = once((given.x, given.w))
+    x, w = _once((given.x, given.w))
     y, x_saved, w_saved, *scalars = _fprop(call, given._replace(x=x, w=w))
     if isinstance(x_saved, KnownAmaxes):
         x_saved = _Original((x,) if given.parts is None else given.parts, x_saved)
@@ -199,7 +254,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
-    bias = None if given.bias is None else once(given.bias)
+    bias = None if given.bias is None else _once(given.bias)
     residuals = x_saved, w_saved, scalars, given.quantizers, types, given.rows
     return add_bias(y, bias, call.geometry), residuals
 
@@ -214,7 +269,7 @@ def _backward_rule(call: Call, residuals: Any, gradient: Any) -> tuple[Arrays]:
 @functools.partial(jax.jit, static_argnums=0)  # as above
 def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, w, (seen, watched), own, types, rows = residuals
-    gradient = once(gradient)
+    gradient = _once(gradient)
     variation = _variation(call, types.x, types.w, rows, gradient)
     g = _quantize(
         call, "g", gradient, own, variation, rows,
@@ -223,15 +278,15 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     x, of_x = _read(call, "x", x, own, variation, gradient, rows)
     w, of_w = _read(call, "w", w, own, variation, gradient, rows)
     send(call.watched, watched + g.watched + of_x + of_w)
-    dgrad, wgrad = gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
-    x, dgrad, wgrad = in_turn(rows, x, dgrad, wgrad)
+    dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
+    x, dgrad, wgrad = _in_turn(rows, x, dgrad, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
     if rows is not None:
         dw_axes = (0, *(1 + axis for axis in dw_axes))  # the groups come first
-    dx = _multiply(call, rows, "dgrad", dgrad, w, types.x.dtype, sharding_of(types.x, dx_axes))
-    dw = _multiply(call, rows, "wgrad", x, wgrad, types.w.dtype, sharding_of(types.w, dw_axes))
-    dx = call.places.x.scatter(cotangent(dx, dx_axes, types.x))
-    dw = call.places.w.scatter(cotangent(dw, dw_axes, types.w))
+    dx = _multiply(call, rows, "dgrad", dgrad, w, types.x.dtype, _sharding_of(types.x, dx_axes))
+    dw = _multiply(call, rows, "wgrad", x, wgrad, types.w.dtype, _sharding_of(types.w, dw_axes))
+    dx = call.places.x.scatter(_cotangent(dx, dx_axes, types.x))
+    dw = call.places.w.scatter(_cotangent(dw, dw_axes, types.w))
     db = None
     if types.bias is not None:
         db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
@@ -254,7 +309,7 @@ def _read(
         if rows is not None and rows.routed == tensor:
             whole = wgrad_operand(rows, call, tensor, whole, own, variation, after=gradient)
         return whole, ()
-    arrays = readable(saved.arrays, gradient)
+    arrays = _readable(saved.arrays, gradient)
     source: Source = arrays[0]
     if tensor == "w":
         source = place.stored(arrays[0])
@@ -266,14 +321,46 @@ def _read(
     return place.gather_operand(cast.now[matmul]), cast.watched
 
 
-def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
-    """The amaxes of a pass in one array f32[R]. A row that another pass sees has 0.
+def _gathered_once(place: Place, first: Operand, second: Operand) -> tuple[Operand, Operand]:
+    """The whole operands of two matmuls. If both read one copy, it is gathered once."""
+    whole = place.gather_operand(first)
+    return whole, whole if second is first else place.gather_operand(second)
 
-    None if nothing collects them, for instance if only the bias is differentiated.
+
+def _in_turn(
+    rows: Rows | None, x: Operand, dgrad: Operand, wgrad: Operand
+) -> tuple[Operand, Operand, Operand]:
+    """The operand x of wgrad, and g for dgrad and for wgrad: all are made before dgrad runs.
+
+    XLA overlaps the exchange of dx with what follows dgrad. The second cast of rows that arrived in
+    FP8 must not follow it. Rows in bfloat16 would be live beside both buffers of the exchange.
     """
+    again = x if rows is None or rows.routed == "x" else wgrad
+    if rows is None or rows.route is None or not isinstance(again, QuantizedTensor):
+        return x, dgrad, wgrad
+    if again.granularity.in_one:  # nothing is cast again
+        return x, dgrad, wgrad
+    return lax.optimization_barrier((x, dgrad, wgrad))
+
+
+def _readable(x: tuple[Array, ...], gradient: Array) -> tuple[Array, ...]:
+    """Arrays as the backward pass reads them: after `gradient`, and not before.
+
+    Without the barrier XLA would find that both passes cast the same arrays. It would keep the FP8
+    copies from one to the other, beside the arrays.
+    """
+    if manual_axes():  # after a barrier of both, each would vary over the mesh axes of both
+        return lax.optimization_barrier(x)
+    return lax.optimization_barrier((x, gradient))[0]
+
+
+def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
+    """The amaxes of a pass in one array f32[R]; None if nothing collects them."""
+    # For instance if only the bias is differentiated.
     if not call.collected or like is None:
         return None
 
+    # A row that another pass sees has 0.
     def unseen(slot: Array) -> Array:
         # The select keeps the mesh axes and mapped axes of the ledger, and XLA removes it.
         return jnp.where(slot > 0, jnp.zeros_like(slot), 0.0)
@@ -287,3 +374,29 @@ def _rows(call: Call, seen: Seen, like: Array | None) -> Array | None:
 
 
 three_matmuls.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+# Gradients as their tensors are: with their axes in order, their sharding and their mesh axes.
+
+
+def _sharding_of(aval: Any, axes: Axes) -> Any:
+    """The sharding of a result whose axes are those of `aval`, permuted by `axes`.
+
+    `_cotangent` transposes the result to the order of `aval`. Then both have one sharding. None
+    outside of Explicit meshes, where the compiler decides.
+    """
+    mesh = aval.sharding.mesh
+    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    return jax.sharding.NamedSharding(mesh, jax.P(*(aval.sharding.spec[axis] for axis in axes)))
+
+
+def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
+    """The cotangent of a tensor of type `aval`, from a result with its axes permuted by `axes`.
+
+    It is summed over the manual mesh axes that the tensor does not vary over.
+    """
+    missing = varying(result) - varying_type(aval)
+    if missing:
+        result = lax.psum(result, tuple(sorted(missing)))
+    return result.transpose(inverse_permutation(axes))

@@ -27,18 +27,16 @@ from jaxfp8.matmul._arrays import Arrays, QuantizerArrays
 from jaxfp8.matmul._call import Places
 from jaxfp8.matmul._given import Given
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
+from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.weights._quantized_weight import WeightAxes
 
 Sharding: TypeAlias = jax.sharding.NamedSharding | jax.P | None
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The view for recipes without tiles: operands do not change.
-
-    Attributes:
-      geometry: the axes of the three matmuls of the view.
-    """
+    """The view for recipes without tiles: operands do not change."""
 
     geometry: TrainingGeometry
 
@@ -60,25 +58,17 @@ class View:
         return tuple(range(ndim))
 
     def places(self, places: Places) -> Places:
-        """The places of the view's operands.
-
-        Raises:
-          ValueError: if an operand is split along an axis that is merged into another.
-        """
+        """The places of the view's operands. ValueError if one is split along a merged axis."""
         return places
 
     def out_sharding(self, given: Sharding) -> Sharding:
-        """The out_sharding of the view's result.
-
-        Raises:
-          ValueError: if `given` splits an axis that is merged into another.
-        """
+        """The out_sharding of the view's result. ValueError if it splits a merged axis."""
         return given
 
     def result(self, y: Array, out_sharding: Sharding, high: Callable[[], Array]) -> Array:
         """The result of the view, reshaped to the result of the matmul.
 
-        `high()` computes the matmul in high precision. Only the type of its result is used.
+        Of `high()`, the matmul in high precision, only the type is used.
         """
         del out_sharding, high
         return y
@@ -86,15 +76,10 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class _Merge:
-    """How the axes of one array become those of the view.
+    """How the axes of one array become those of the view."""
 
-    Attributes:
-      order: the axes of the array, in the order of the view.
-      counts: for each axis of the view, how many axes are merged into it. 0 is a new axis of 1.
-    """
-
-    order: Axes
-    counts: Axes
+    order: Axes  # the axes of the array, in the order of the view
+    counts: Axes  # for each axis of the view, how many are merged into it; 0 is a new axis of 1
 
     def __call__(self, x: Array) -> Array:
         x = x if self.order == tuple(range(x.ndim)) else jnp.transpose(x, self.order)
@@ -124,11 +109,7 @@ class _Merge:
         return jnp.transpose(x, inverse_permutation(self.order))
 
     def axis(self, axis: int) -> int:
-        """The axis of the view that an axis of the array becomes.
-
-        Raises:
-          ValueError: if `axis` is merged into the axis before it.
-        """
+        """The axis of the view that an axis becomes. ValueError if it is merged into another."""
         first = 0
         for new, count in enumerate(self.counts):
             if axis in self.order[first : first + count]:
@@ -145,21 +126,13 @@ class _Merge:
 
 @dataclasses.dataclass(frozen=True)
 class TileView(View):
-    """A view with merged axes.
+    """A view with merged axes."""
 
-    Attributes:
-      of_x: lhs as [*batch, *m, *k].
-      of_w: rhs as [*batch, *k, *n].
-      of_bias: the bias as [*batch, *n].
-      of_y: the result as [*batch, *m, *n].
-      y_shape: the shape of the result of the matmul; inside `jax.shard_map` that of its shard.
-    """
-
-    of_x: _Merge
-    of_w: _Merge
-    of_bias: _Merge
-    of_y: _Merge
-    y_shape: Axes
+    of_x: _Merge  # [*batch, *m, *k]
+    of_w: _Merge  # [*batch, *k, *n]
+    of_bias: _Merge  # [*batch, *n]
+    of_y: _Merge  # [*batch, *m, *n]
+    y_shape: Axes  # of the result of the matmul; inside `jax.shard_map` that of its shard
 
     def arrays(self, given: Given, quantizers: QuantizerArrays) -> Arrays:
         bias = None if given.bias is None else self.of_bias(given.bias)
@@ -252,6 +225,14 @@ def view_for(
         of_y=_Merge(y_axes, batch + m + n),
         y_shape=y_place.shard_shape(geometry.fprop.out_shape(*shapes)),
     )
+
+
+def view_of_weight(recipe: Recipe, axes: WeightAxes, shape: Axes) -> View:
+    """The view of the matmul of a weight of this whole shape, with one row of activations."""
+    geometry = axes.geometry(len(shape))  # first, because it checks the axes
+    x_shape = tuple(shape[axis] for axis in axes.batch)
+    x_shape = (*x_shape, 1, *(shape[axis] for axis in axes.contracted))
+    return view_for(recipe.tile, geometry, (x_shape, shape))
 
 
 def _trailing(batch: int, m: int, k: int, n: int) -> TrainingGeometry:

@@ -324,23 +324,14 @@ def route(
 
 
 def is_positive(number: object) -> bool:
-    """Whether this is a finite number above 0.
-
-    Example:
-      >>> is_positive(1.25), is_positive(True), is_positive(float("inf"))
-      (True, False, False)
-    """
+    """Whether this is a finite number above 0."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         return False
     return 0 < float(number) < math.inf
 
 
 def check_capacity_factor(factor: object) -> None:
-    """Raise ValueError unless this is a number above 0, or None.
-
-    Example:
-      >>> check_capacity_factor(1.25)
-    """
+    """Raise ValueError unless this is a number above 0, or None."""
     if factor is not None and not is_positive(factor):
         raise ValueError(
             f"capacity_factor={factor!r} must be a number above 0, for instance 1.25; None has as "
@@ -349,11 +340,7 @@ def check_capacity_factor(factor: object) -> None:
 
 
 def check_experts(experts: int, devices: int, axis: str) -> None:
-    """Raise ValueError unless the devices of a mesh axis divide the number of experts.
-
-    Example:
-      >>> check_experts(8, 4, "expert")
-    """
+    """Raise ValueError unless the devices of a mesh axis divide the number of experts."""
     if experts % devices:
         raise ValueError(
             f"experts={experts} cannot be split over the {devices} devices of axis={axis!r}. Use a "
@@ -362,15 +349,7 @@ def check_experts(experts: int, devices: int, axis: str) -> None:
 
 
 def choices(given: ArrayLike) -> Array:
-    """The choices as integers [T, k].
-
-    Raises:
-      TypeError, ValueError: if they are something else.
-
-    Example:
-      >>> choices([[0, 2], [2, 1]]).shape
-      (2, 2)
-    """
+    """The choices as integers [T, k]."""
     chosen = as_array("chosen", given)
     if not jnp.issubdtype(chosen.dtype, jnp.integer):
         raise TypeError(
@@ -386,12 +365,7 @@ def choices(given: ArrayLike) -> Array:
 
 
 def in_int32(chosen: Array, experts: int) -> Array:
-    """Choices in int32. A wide number that is no expert stays one: it does not wrap around.
-
-    Example:
-      >>> in_int32(jnp.array([[3_000_000_000]], jnp.uint32), 4)
-      Array([[4]], dtype=int32)
-    """
+    """Choices in int32. A wide number that is no expert stays one: it does not wrap around."""
     if jnp.iinfo(chosen.dtype).max > jnp.iinfo(jnp.int32).max:
         chosen = jnp.clip(chosen, max(-1, int(jnp.iinfo(chosen.dtype).min)), experts)
     return chosen.astype(jnp.int32)

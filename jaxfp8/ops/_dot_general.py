@@ -4,28 +4,46 @@ import functools
 from typing import Any, Unpack
 
 import jax.numpy as jnp
+from jax import lax
 
-from jaxfp8._typing import Array, DotDimensionNumbers, DType
-from jaxfp8.matmul._arrays import QuantizerArrays
-from jaxfp8.matmul._bias import add_bias
-from jaxfp8.matmul._call import Call, amax_axes
-from jaxfp8.matmul._given import read_operands
-from jaxfp8.matmul._options import DotOptions, check_operands, fp8_precision, read_options
+from jaxfp8._geometry import TrainingGeometry, check
+from jaxfp8._quantized_tensor import QuantizedTensor, check_scale, validate_types
+from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
+from jaxfp8.matmul._arrays import Copy, HeldCopies, QuantizerArrays
+from jaxfp8.matmul._bias import add_bias, check_bias
+from jaxfp8.matmul._call import Call, Places, amax_axes
+from jaxfp8.matmul._given import Given, check_whole
+from jaxfp8.matmul._options import (
+    MatmulOptions,
+    Options,
+    check_key,
+    check_operands,
+    fp8_precision,
+    read_options,
+)
 from jaxfp8.matmul._stats import name_of_call
 from jaxfp8.matmul._three_matmuls import three_matmuls
-from jaxfp8.matmul._tile_view import view_for
-from jaxfp8.numerics._formats import check_out_dtype
-from jaxfp8.ops._held_weight import array_of, held_copies
+from jaxfp8.matmul._tile_view import TileView, View, view_for, view_of_weight
+from jaxfp8.numerics._formats import VALUE_FORMATS, check_out_dtype
 from jaxfp8.plan._backends import XLA
 from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
+from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._place import Whole
+from jaxfp8.sharding._shard import place, place_of_result
 from jaxfp8.state._gradient_channel import in_gradient_channel
 from jaxfp8.state._identity import known_scales, matched
 from jaxfp8.state._state import MatmulState
 from jaxfp8.state._value_and_grad import as_traced
-from jaxfp8.weights._quantized_weight import QuantizedWeight
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of, handle
 
 # `dot_general` in FP8, with its gradient. Every other matmul of jaxfp8 calls it.
+
+
+class DotOptions(MatmulOptions, total=False):
+    """The options of `dot_general` and `dot`; see `fp8.dot_general`."""
+
+    bias: Array | None
 
 
 def dot_general(
@@ -126,9 +144,9 @@ def dot_general(
       Micikevicius et al., arXiv:2209.05433; TransformerEngine user guide, FP8 primer.
     """
     how = read_options("fp8.dot_general", DotOptions, options)
-    array, weight = array_of(rhs, recipe, dimension_numbers)
+    array, weight = _array_of(rhs, recipe, dimension_numbers)
     recipe, state = as_traced(recipe, state)
-    given = read_operands(lhs, array, dimension_numbers, recipe, how)
+    given = _read_operands(lhs, array, dimension_numbers, recipe, how)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
     own, kernels = matched(state, recipe), check_kernels(how.kernels)
@@ -166,7 +184,7 @@ def dot_general(
     )
     arrays = view.arrays(given, quantizers)
     if weight is not None:
-        arrays = arrays._replace(held=held_copies(weight, view, given))
+        arrays = arrays._replace(held=_held_copies(weight, view, given))
     y = three_matmuls(call, arrays)
     return view.result(y, how.out_sharding, in_high_precision)
 
@@ -178,6 +196,132 @@ def check_result_dtype(preferred_element_type: DType | None) -> None:
             jnp.dtype(preferred_element_type)
         except TypeError:
             check_out_dtype(preferred_element_type)
+
+
+# A weight that the model holds in FP8, as the right operand of a matmul.
+
+
+def _array_of(
+    weight: Any, recipe: Recipe, numbers: DotDimensionNumbers
+) -> tuple[Any, QuantizedWeight | None]:
+    """The right operand as an array, and the weight if it is a `QuantizedWeight`.
+
+    Raises ValueError if the weight was quantized for another recipe or for other axes.
+    """
+    if not isinstance(weight, QuantizedWeight):
+        return weight, None
+    if weight.recipe.uses("w") != recipe.uses("w"):
+        names = [f"{each.name!r}" for each in (weight.recipe, recipe)]
+        if weight.recipe.name == recipe.name:  # recipes of one function with other arguments
+            names = [
+                f"{each.name!r} with {each.uses('w')[0][1]}" for each in (weight.recipe, recipe)
+            ]
+        raise ValueError(
+            f"rhs was quantized for recipe {names[0]}, but this matmul has recipe {names[1]}, "
+            "which casts weights in another way. Quantize each weight with the recipe of its "
+            "matmul: fp8.quantize_params(params, recipe)."
+        )
+    (_, contracted), (_, batch) = numbers
+    given = WeightAxes(
+        contracted=_positive(contracted, weight.ndim), batch=_positive(batch, weight.ndim)
+    )
+    mine = weight.axes
+    if (set(given.contracted), given.batch) != (set(mine.contracted), mine.batch):
+        raise ValueError(
+            f"this matmul contracts axes {given.contracted} of rhs {list(weight.shape)}, with "
+            f"batch axes {given.batch}. But rhs was quantized for {mine}. Pass "
+            f"WeightAxes(contracted={given.contracted}, batch={given.batch}) to quantize_params."
+        )
+    return handle(weight), weight
+
+
+def _positive(axes: Any, ndim: int) -> Axes:
+    return tuple(axis % ndim for axis in axes)
+
+
+def _held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopies:
+    """The FP8 copies of a weight, as operands of the view. ValueError if they do not fit it."""
+    if isinstance(view, TileView):
+        mine = view_of_weight(weight.recipe, weight.axes, given.shapes[1])
+        assert isinstance(mine, TileView)
+        if mine.of_w != view.of_w:
+            raise ValueError(
+                f"rhs was quantized for {weight.axes}, but this matmul contracts its axes in "
+                "another order, so its tiles run along other axes. Give contracted= in the order "
+                "of the axes of lhs."
+            )
+    copies: list[Copy] = []
+    for planned in casts_of(weight.recipe, view.geometry):
+        assert planned.cast is not None
+        for granularity, readers in zip(planned.cast.granularities, planned.readers, strict=True):
+            i = len(copies)
+            values, rule = view.weight(weight.values[i]), planned.cast.rule
+            tensor = QuantizedTensor(
+                values, weight.scales[i], granularity, weight.dtype, rule.exact
+            )
+            _check_held(tensor, weight)
+            copies.append(Copy(tensor, readers))
+    return HeldCopies(tuple(copies), weight.amaxes)
+
+
+def _check_held(tensor: QuantizedTensor, weight: QuantizedWeight) -> None:
+    name, cure = f"rhs, a {weight},", "fp8.quantize_params(params, recipe)"
+    if (dtype := tensor.values.dtype) not in [format.dtype for format in VALUE_FORMATS]:
+        raise ValueError(
+            f"{name} has values of dtype {dtype}, and they must be FP8. jax.tree.map has cast or "
+            f"replaced its arrays. Do so before the cast, and quantize the result: {cure}."
+        )
+    try:
+        validate_types(tensor, "rhs")
+    except ValueError as error:
+        raise ValueError(
+            f"rhs was quantized for {weight.axes}, and its scales do not fit this matmul: {error} "
+            "If its layers are stacked, for instance for a scan, quantize with "
+            "WeightAxes(stacked=1). Then scan or map over the stacked weights, or index them: "
+            "jax.tree.map(lambda leaf: leaf[i], weight)."
+        ) from None
+    check_scale(tensor, name, cure)
+
+
+# The operands of a call, checked: the arrays, their places in the mesh, and their axes.
+
+
+def _read_operands(
+    lhs: Any, rhs: Any, dimension_numbers: DotDimensionNumbers, recipe: Recipe, how: Options
+) -> Given:
+    """Check the operands that the user passed to a matmul."""
+    arrays, w = check_operands(lhs, rhs, recipe, how.prologue)
+    if how.key is not None:
+        check_key(how.key)
+    made = None if how.prologue is None else produce(how.prologue, *arrays)
+    x = arrays[0] if made is None else made.value
+    places = Places(place("x", x, how.x_shard), place("w", w, how.w_shard), Whole())
+    check_whole(x, places.x, how)
+    shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
+    geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
+    y_shape = geometry.fprop.out_shape(*shapes)
+    places = places._replace(g=place_of_result(y_shape, (x, w), how.y_shard))
+    bias = None
+    if how.bias is not None:
+        batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
+        bias = check_bias(how.bias, batch + kept)
+    # The gradient flows to `made.value`. `three_matmuls` returns no cotangent for these arrays.
+    parts = None if made is None else lax.stop_gradient(made.operands)
+    return Given(x, w, parts, bias, places, shapes, geometry)
+
+
+def _axes(
+    shapes: tuple[Axes, Axes], dimension_numbers: DotDimensionNumbers, how: Options
+) -> DotDimensionNumbers:
+    try:
+        return check(*shapes, dimension_numbers)
+    except ValueError as error:
+        if how.x_shard is None and how.w_shard is None:
+            raise
+        raise ValueError(
+            f"{error} (These are the shapes of whole operands: x_shard={how.x_shard!r}, "
+            f"w_shard={how.w_shard!r}.)"
+        ) from None
 
 
 # `dot`: the matmul of a dense layer.

@@ -26,19 +26,13 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, handle, is_weight
 
 @dataclasses.dataclass(frozen=True)
 class _Equation:
-    """A parsed equation. Each axis has one letter. Letters also replace the axes of '...'.
+    """A parsed equation. Each axis has one letter. Letters also replace the axes of '...'."""
 
-    Attributes:
-      text: the equation as the user wrote it, for messages.
-      lhs, rhs, output: one letter for each axis.
-      lhs_ones, rhs_ones: letters of axes of size 1 that the other operand has with another size.
-    """
-
-    text: str
+    text: str  # as the user wrote it, for messages
     lhs: str
     rhs: str
     output: str
-    lhs_ones: str = ""
+    lhs_ones: str = ""  # axes of size 1 that the other operand has with another size
     rhs_ones: str = ""
 
     @property
@@ -56,8 +50,7 @@ class _Equation:
 
         A letter is kept if the other operand or the output has it, too. Otherwise its axis is
         summed before the matmul. `ones` and `other_ones` are letters of axes of size 1 that
-        broadcast. The operand with size 1 does not keep such a letter, and counts as if it did not
-        have it.
+        broadcast. The operand with size 1 counts as if it did not have such a letter.
         """
         elsewhere = (set(other) - set(other_ones)) | set(self.output)
         return "".join(
@@ -87,17 +80,7 @@ class _Equation:
 
 
 def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> _Equation:
-    """The equation of two operands of these shapes, as `jnp.einsum` reads it.
-
-    Raises:
-      TypeError: if `text` is not a string.
-      ValueError: if `text` does not fit the shapes. The message names the indices that the user
-        wrote.
-
-    Example:
-      >>> parse("...d,dk", (2, 3, 4), (4, 5)).output[-1]
-      'k'
-    """
+    """The equation of two operands of these shapes, as `jnp.einsum` reads it."""
     if not isinstance(text, str):
         raise TypeError(f"equation={text!r} must be a string. Write for instance 'bd,dk->bk'.")
     shapes = {"lhs": lhs_shape, "rhs": rhs_shape}

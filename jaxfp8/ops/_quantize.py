@@ -11,12 +11,20 @@ import numpy as np
 from jaxfp8._call import check_options
 from jaxfp8._geometry import Geometry, OperandAxes, check
 from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor, validate
-from jaxfp8._typing import Array, ArrayLike, DotDimensionNumbers, DType, Rounding, ScaleRounding
+from jaxfp8._typing import (
+    Array,
+    ArrayLike,
+    DotDimensionNumbers,
+    DType,
+    PyTree,
+    Rounding,
+    ScaleRounding,
+)
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
 from jaxfp8.kernels.scaled_matmul._api import check_add_to, multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.matmul._arrays import constant
+from jaxfp8.matmul._arrays import undifferentiable
 from jaxfp8.matmul._options import check_arrays, check_float
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._formats import E5M2, Format, check_out_dtype, product_dtype
@@ -174,21 +182,9 @@ def _check_tiles(lhs: QuantizedTensor, rhs: QuantizedTensor, geometry: Geometry)
 
 
 class CastOptions(TypedDict, total=False):
-    """Options of `fp8.quantize` and `fp8.fake_quantize`.
+    """Options of `fp8.quantize` and `fp8.fake_quantize`; see there.
 
     The functions take `**options: Unpack[CastOptions]`, so type checkers find a misspelt option.
-
-    Attributes:
-      power_of_two: whether to round the multiplier down to a power of two; default False.
-      scale_format: None (the default) for float32 scales. E8M0 for the scales of MXFP8, with
-        PerBlock only.
-      scale_rounding: how E8M0 scales are rounded. "rceil" (the default) rounds up, so that no value
-        overflows. "floor" rounds as the OCP specification does.
-      rounding: "nearest" (ties to even, the default) or "stochastic" (needs `key`).
-
-    Example:
-      >>> sorted(CastOptions(power_of_two=True))
-      ['power_of_two']
     """
 
     power_of_two: bool
@@ -198,16 +194,7 @@ class CastOptions(TypedDict, total=False):
 
 
 def _split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleRule, Rounding]:
-    """The scale rule and the rounding that these options select.
-
-    Args:
-      function: the name of the function that was called, for the message.
-      options: the keyword arguments that it was given.
-
-    Raises:
-      TypeError: for an unknown option.
-      TypeError, ValueError: see `ScaleRule`.
-    """
+    """The scale rule and the rounding that the options of a function select."""
     check_options(function, CastOptions, options)
     given: dict[str, Any] = dict(options)
     rounding: Rounding = given.pop("rounding", "nearest")
@@ -215,6 +202,19 @@ def _split_options(function: str, options: Mapping[str, object]) -> tuple[ScaleR
 
 
 # `quantize`: the cast of an array to a QuantizedTensor.
+
+
+def _of_quantize(arrays: PyTree) -> Exception:
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in jax.tree.leaves(arrays))
+    return TypeError(
+        f"fp8.quantize of x {shapes} is being differentiated, but it has no gradient. Use "
+        "fp8.fake_quantize for a straight-through gradient, fp8.dot for a matmul in FP8, or "
+        "jax.lax.stop_gradient(x)."
+    )
+
+
+_constant = undifferentiable(_of_quantize)
+"""For the arrays of `fp8.quantize`, which has no gradient."""
 
 
 @overload
@@ -304,7 +304,7 @@ def quantize(
       scales).
     """
     rule, rounding = _split_options("fp8.quantize", options)
-    arrays = constant(check_arrays("x", x, prologue))
+    arrays = _constant(check_arrays("x", x, prologue))
     source = arrays[0] if prologue is None else produce(prologue, *arrays)
     check_value_format(format)
     granularity = PerTensor() if granularity is None else granularity

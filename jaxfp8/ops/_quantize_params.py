@@ -1,32 +1,41 @@
 """`quantize_params`: the weights of a model in FP8."""
 
+import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from jaxfp8._typing import DType, FP8StateError, PyTree
+from jaxfp8._quantized_tensor import QuantizedTensor
+from jaxfp8._typing import Array, DType, FP8StateError, PyTree
+from jaxfp8.matmul._arrays import QuantizerArrays, undifferentiable
+from jaxfp8.matmul._call import NO_VARIATION, AmaxAxes, Call, Places, Variation, amax_axes
+from jaxfp8.matmul._operands import quantize_operand
 from jaxfp8.matmul._options import check_float
+from jaxfp8.matmul._tile_view import View, view_of_weight
 from jaxfp8.numerics._formats import check_out_dtype
-from jaxfp8.ops._held_weight import quantize_weight
+from jaxfp8.plan._backends import Backends
+from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._place import Place, Whole
+from jaxfp8.sharding._shard import place
+from jaxfp8.state._identity import known_scales, matched
+from jaxfp8.state._ledger import zero_ledgers
 from jaxfp8.state._state import MatmulState, is_state
 from jaxfp8.state._value_and_grad import in_high_precision
-from jaxfp8.weights._quantized_weight import WeightAxes, is_weight
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of, is_weight
 
 # The quantizer states of weights: found by the paths of both in their trees.
 
 
 def states_by_path(state: PyTree) -> dict[str, MatmulState]:
-    """The states of a tree by their paths.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> list(states_by_path({"layer": fp8.init_state(fp8.recipes.delayed())}))
-      ['layer']
-    """
+    """The states of a tree by their paths."""
     return {
         path_name(path): node
         for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state)
@@ -60,6 +69,157 @@ def state_at(name: str, states: dict[str, MatmulState]) -> MatmulState:
         f"{layer!r}. There are {below[:6]}. Pass state=, the states of init or of the last step, "
         f"with the structure of params. All paths are {list(states)[:20]}."
     )
+
+
+# The cast of one weight that the model will hold in FP8.
+
+
+def _quantize_weight(
+    w: Array,
+    recipe: Recipe,
+    axes: WeightAxes,
+    *,
+    state: MatmulState | None = None,
+    primary: bool = False,
+    name: str = "w",
+) -> QuantizedWeight:
+    """One weight [...] in FP8, for all matmuls of the recipe; see `fp8.quantize_params`."""
+    return _quantize(w, recipe, axes, axes.stacked, state, primary=primary, name=name)
+
+
+def requantize(
+    weight: QuantizedWeight, w: Array, *, state: MatmulState | None = None, name: str = "w"
+) -> QuantizedWeight:
+    """The weight with new values w [...] of any float dtype, cast as it was.
+
+    The weight may be one layer of a stack.
+    """
+    return _quantize(  # rounded first, as the layers would do
+        w.astype(weight.dtype), weight.recipe, weight.axes, weight.stacked, state,
+        primary=weight.original is None, name=name,
+    )  # fmt: skip
+
+
+def _of_primary(arrays: PyTree) -> Exception:
+    (w,) = arrays
+    return TypeError(
+        f"quantize_params of a weight {list(w.shape)} is being differentiated, but primary=True "
+        "drops the weight that its gradient would flow to. Call it outside of the loss, and take "
+        "gradients with fp8.value_and_grad. Or leave primary=True out."
+    )
+
+
+_dropped = undifferentiable(_of_primary)
+"""For a weight of which only the FP8 copies are left."""
+
+
+def _quantize(
+    w: Array,
+    recipe: Recipe,
+    axes: WeightAxes,
+    stacked: int,
+    state: MatmulState | None,
+    *,
+    primary: bool,
+    name: str,
+) -> QuantizedWeight:
+    w = check_float(name, w)
+    if w.ndim <= stacked:
+        raise ValueError(
+            f"{name} {list(w.shape)} has no axes besides the {stacked} stacked ones. Lower "
+            "WeightAxes.stacked."
+        )
+    cast: Callable[..., QuantizedWeight] = functools.partial(
+        _cast, recipe=recipe, axes=axes, name=name
+    )
+    for _ in range(stacked):
+        cast = jax.vmap(cast)
+    if primary:
+        w = _dropped(w)
+    # The gradient flows to the original, and not through the cast.
+    weight = cast(*lax.stop_gradient((w, state)))
+    return weight if primary else dataclasses.replace(weight, original=w)
+
+
+def _cast(
+    w: Array, state: MatmulState | None, *, recipe: Recipe, axes: WeightAxes, name: str
+) -> QuantizedWeight:
+    """One weight [...] that is not stacked, without its original."""
+    if isinstance(state, MatmulState) and state.scale.ndim > 1:
+        raise FP8StateError(
+            f"{name} has stacked states, state.scale {list(state.scale.shape)}. If they are those "
+            "of the layers of a scan, raise WeightAxes.stacked, the number of their axes. If they "
+            "are those of experts, leave the kernel out by rules=: experts take it in high "
+            "precision."
+        )
+    own = matched(state, recipe)
+    where = place("w", w, axes.shard)
+    view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
+    casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
+    across = amax_axes(recipe, axes.reduce_axes, None)
+    where = view.places(Places(Whole(), where, Whole())).w
+    call = _call(recipe, view, where, across, own)
+    arrays = QuantizerArrays()
+    if own is not None:
+        known = known_scales(own) if own.probe is None else own.probe.known
+        arrays = QuantizerArrays(known, zero_ledgers(own))
+    variation = _variation(w, where, across, recipe, name)
+    cast = quantize_operand(call, "w", view.weight(w), arrays, variation)
+    copies: dict[int, QuantizedTensor] = {}  # two matmuls may read one copy
+    for operand in cast.now.values():
+        assert isinstance(operand, QuantizedTensor)
+        copies[id(operand)] = operand
+    seen = [cast.seen[key] for key in sorted(cast.seen)]
+    return QuantizedWeight(
+        values=tuple(view.weight_again(each.values, w) for each in copies.values()),
+        scales=tuple(each.scale for each in copies.values()),
+        amaxes=jnp.stack(seen) if seen else None,
+        original=None,
+        recipe=recipe,
+        axes=axes,
+        dtype=w.dtype,
+        scale_axes=tuple(_scale_axes(each, view.weight_axes(w.ndim)) for each in copies.values()),
+    )
+
+
+def _scale_axes(copy: QuantizedTensor, axes: tuple[int | None, ...]) -> tuple[int | None, ...]:
+    """The axis of the weight for each axis of a scale, from those of the values."""
+    if not copy.scale.ndim:
+        return ()
+    cells = (copy.granularity.has_cells_along(i, copy.ndim) for i in range(copy.ndim))
+    return tuple(axis if many else None for axis, many in zip(axes, cells, strict=True))
+
+
+def _call(
+    recipe: Recipe, view: View, where: Place, across: AmaxAxes, own: MatmulState | None
+) -> Call:
+    """A call that only casts a weight."""
+    none: Any = None
+    return Call(
+        recipe=recipe, geometry=view.geometry, out_dtype=none, precision=none,
+        fast_accumulation=False, out_sharding=none, collected=own is not None,
+        in_gradient_channel=False, settled=own is not None and own.settled, amax_axes=across,
+        places=Places(Whole(), where, Whole()), kernels=Kernels(), backends=Backends(),
+        prologue=None, save_original=(), watched=None,
+    )  # fmt: skip
+
+
+def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: str) -> Variation:
+    """The mesh axes over which the weight varies inside `jax.shard_map`."""
+    if not across.manual:
+        return NO_VARIATION
+    axes = varying(w) - where.manual_axes
+    if axes and "w" in recipe.tensors_in_rows:
+        raise ValueError(
+            f"{name} varies over {sorted(axes)} inside jax.shard_map, and recipe {recipe.name!r} "
+            "has a scale for each row of it. Types do not say whether these mesh axes split its "
+            "rows. Call quantize_params outside of shard_map, or name the split in "
+            "WeightAxes(shard=...)."
+        )
+    none: frozenset[str] = frozenset()
+    # Axes that are not named hold apart stages or experts, as where x varies over them, too.
+    x = none if across.named is None else axes
+    return Variation(x, axes, none, none, across.named, batched=False)
 
 
 # `quantize_params`: the weights of a model in FP8, cast once for all matmuls that read them.
@@ -165,7 +325,7 @@ def quantize_params(
                     )
                 if dtype is not None:
                     leaf = check_float(name, leaf).astype(dtype)
-                return leaf if not in_fp8 else quantize_weight(
+                return leaf if not in_fp8 else _quantize_weight(
                     leaf, recipe, axes, state=state_at(name, states) if recipe.rows else None,
                     primary=primary, name=name,
                 )  # fmt: skip

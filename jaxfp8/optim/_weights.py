@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.ops._held_weight import requantize
-from jaxfp8.ops._quantize_params import path_name, state_at, states_by_path
+from jaxfp8.ops._quantize_params import path_name, requantize, state_at, states_by_path
 from jaxfp8.optim._moment_formats import rounded_to_bfloat16
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight

@@ -11,14 +11,15 @@ import numpy as np
 
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.quantizers._base import Fault, RowState
-from jaxfp8.state._check_weights import Place, check_readable, check_weights, on_host
+from jaxfp8.state._check_weights import Place, check_weights, on_host
 from jaxfp8.state._commit import all_set
 from jaxfp8.state._identity import layout, same_fingerprint, tag_fits, why_not
 from jaxfp8.state._init import fingerprints, same_rows, unset_state
-from jaxfp8.state._saved import names_of, parts_of
+from jaxfp8.state._saved import names_of
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
 
 _SHOWN = 10  # faults that a message lists
+_PLACES_SHOWN = 6
 
 
 def check_state(
@@ -99,9 +100,9 @@ def check_state(
       ...
       jaxfp8._typing.FP8StateError: the quantizer state does not fit the weights of params ...
     """
-    check_readable(params)
+    _check_readable(params)
     checked, found, places = [], [], []
-    for place, expected, part in parts_of(state, like):
+    for place, expected, part in _parts_of(state, like):
         arrays = _arrays(part, place)
         wrong = list(_faults(part, arrays, expected))
         found += [_described(place, arrays, expected, fault) for fault in wrong]
@@ -126,6 +127,63 @@ def check_state(
         names = [names_of(path) for path, _ in paths]
         check_weights(list(map(Place, places, names, checked)), params)
     return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_state), checked)
+
+
+def _check_readable(params: PyTree) -> None:
+    """Raise FP8StateError if arrays have no values that can be read."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            raise FP8StateError(
+                f"params{jax.tree_util.keystr(path)} is {leaf}, whose values cannot be read. Call "
+                "check_state on arrays, outside of jit, before the first step."
+            )
+
+
+# The places of states in a restored tree.
+#
+# The containers of a restored tree often differ from those of the model's tree. A file that is read
+# without a target gives nested dicts. A list becomes a dict with the keys "0", "1" and so on. A
+# Variable of nnx has one more level, "value". So places are compared by name.
+
+
+def _parts_of(state: PyTree, like: PyTree) -> list[tuple[str, MatmulState, Any]]:
+    """For each state of `like`: its place, the state, and the node of `state` in that place."""
+    wanted: dict[tuple[str, ...], tuple[str, Any]] = {}
+    for path, node in jax.tree_util.tree_flatten_with_path(like, is_leaf=is_state)[0]:
+        place = jax.tree_util.keystr(path) or "the state"
+        if not is_state(node):
+            raise FP8StateError(
+                f"like holds a {type(node).__name__} at {place}, where a quantizer state is "
+                "needed. Pass only the states, without parameters."
+            )
+        wanted[names_of(path)] = place, node
+    found, others = {}, []
+
+    def is_part(path: tuple[Any, ...], node: Any) -> bool:
+        return is_state(node) or (isinstance(node, Mapping) and names_of(path) in wanted)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_part, is_leaf_takes_path=True)
+    for path, node in leaves:
+        if names_of(path) in wanted:
+            found[names_of(path)] = _without_value(node)
+        else:
+            others.append(jax.tree_util.keystr(path))
+    missing = [place for names, (place, _) in wanted.items() if names not in found]
+    if missing or others:
+        raise FP8StateError(
+            f"state has another tree than like. It lacks {missing[:_PLACES_SHOWN]} and holds "
+            f"{others[:_PLACES_SHOWN]} besides ({len(missing)} and {len(others)} in all). Restore "
+            "it into the tree of like, or make like from the model that was saved."
+        )
+    return [(place, node, found[names]) for names, (place, node) in wanted.items()]
+
+
+def _without_value(node: Any) -> Any:
+    """The value of a Variable, from a file that was read without a target; else the node itself."""
+    return node["value"] if isinstance(node, Mapping) and set(node) == {"value"} else node
+
+
+# The arrays of one state, their faults, and the state without its bad rows.
 
 
 def _arrays(part: Any, place: str) -> dict[str, Any]:

@@ -31,11 +31,6 @@ def on_host(leaf: Any) -> np.ndarray:
     """The values of an array.
 
     Every process must call it for an array that no process holds whole.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> on_host(jnp.ones(2))
-      array([1., 1.], dtype=float32)
     """
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
@@ -73,13 +68,7 @@ class Place(NamedTuple):
 
 
 def check_weights(places: Sequence[Place], params: PyTree) -> None:
-    """Raise FP8StateError unless each state fits its weight; see `check_state`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> check_weights([Place("['up']", ("up",), state)], {"up": jnp.ones((2, 2))})
-    """
+    """Raise FP8StateError unless each state fits its weight; see `check_state`."""
     weights = _weights_of(
         [place for place in places if any(row.tensor == "w" for row in place.state.rows)], params
     )
@@ -138,26 +127,8 @@ def _misfits(
     return [f"  {leaf}{index} = {float(scale[first]):.4g}: {what}{more}"]
 
 
-def check_readable(params: PyTree) -> None:
-    """Raise FP8StateError if arrays have no values that can be read.
-
-    Example:
-      >>> check_readable({"w": jnp.ones(2)})
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            raise FP8StateError(
-                f"params{jax.tree_util.keystr(path)} is {leaf}, whose values cannot be read. Call "
-                "check_state on arrays, outside of jit, before the first step."
-            )
-
-
 def _weights_of(places: Sequence[Place], params: PyTree) -> list[tuple[Place, str, Any]]:
-    """The weight of each state that has one, with its name.
-
-    Raises:
-      FP8StateError: if a state has no weight, or several arrays may be its weight.
-    """
+    """The weight of each state that has one, with its name. FP8StateError if one is unclear."""
     arrays = {
         names_of(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_leaf)

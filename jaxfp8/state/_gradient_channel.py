@@ -8,9 +8,9 @@ of a state, commits, and returns the state of the next step in the place of a gr
 **JAX adds cotangents, and a sum of states is no state.** So each state must have one use, in one
 backward pass per optimizer step:
 
-- A second use that can be seen while tracing raises an error (`_uses.py`).
+- A second use that can be seen while tracing raises an error (`Use`).
 - Any other sum, mean or scaling is found at the next use. The fingerprints do not fit then
-  (`_tags.py`). The scales of the matmul become NaN, and the state stays as it was found, so that
+  (`_identity.py`). The scales of the matmul become NaN. The state stays as it was found, so that
   `fp8.check_state` can name the cause.
 """
 
@@ -41,14 +41,10 @@ from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax, map_states
 
 @dataclasses.dataclass(eq=False)
 class _Leaf:
-    """A traced array of a state.
+    """A traced array of a state."""
 
-    Attributes:
-      leaf: the tracer. Its memory may be used again later, so its address does not identify it.
-      differentiated: the uses that a gradient goes through.
-    """
-
-    leaf: weakref.ReferenceType[Any]
+    leaf: weakref.ReferenceType[Any]  # its memory may be used again, so an address is no identity
+    # The uses that a gradient goes through.
     differentiated: list["Use"] = dataclasses.field(default_factory=list)
 
 
@@ -58,26 +54,14 @@ _leaves: weakref.WeakValueDictionary[int, _Leaf] = weakref.WeakValueDictionary()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """One use of a state while a function is traced.
+    """One use of a state while a function is traced."""
 
-    Attributes:
-      leaf: the array that identifies the state; None if it is no tracer.
-      trace: the trace of the use. The branches of `lax.cond` may each use a state once, and each
-        has a trace of its own.
-    """
-
-    leaf: _Leaf | None
-    trace: Any
+    leaf: _Leaf | None  # the array that identifies the state; None if it is no tracer
+    trace: Any  # the branches of `lax.cond` may each use a state once, and have their own traces
 
     @classmethod
     def of(cls, array: Any) -> "Use":
-        """A use of the state that has this array.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> Use.of(jnp.ones(3)).leaf is None
-          True
-        """
+        """A use of the state that has this array."""
         if not isinstance(array, jax.core.Tracer):
             return cls(None, None)
         entry = _leaves.get(id(array))
@@ -88,14 +72,8 @@ class Use:
     def differentiate(self) -> None:
         """Note that a gradient goes through this use.
 
-        It may be called again, because JAX may run a forward rule several times.
-
-        Raises:
-          FP8StateError: if a gradient goes through another use of the state in the same trace.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> Use.of(jnp.ones(3)).differentiate()
+        It may be called again, because JAX may run a forward rule several times. FP8StateError if
+        a gradient goes through another use of the state in the same trace.
         """
         if self.leaf is None:
             return

@@ -5,9 +5,7 @@ it can read the values, it raises an error for a wrong fingerprint. A compiled s
 error, so it unsets the row.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -18,8 +16,8 @@ from jax import lax
 from jaxfp8._typing import Array, FP8StateError
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.quantizers._base import stored_multiplier
-from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import fingerprints, history_length, same_rows, unset_leaves
+from jaxfp8.recipes._recipe import Recipe, Row
+from jaxfp8.state._init import fingerprints, same_rows, unset_leaves
 from jaxfp8.state._ledger import BINS
 from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, shown
 
@@ -71,14 +69,7 @@ _SECOND = np.uint32(29_777), np.uint32(52_711)
 
 
 def tagged(state: MatmulState) -> MatmulState:
-    """The state, with its exact fingerprints and the tags of its arrays.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> (tagged(state).fingerprint - state.fingerprint) / UNIT
-      Array([8., 8., 8.], dtype=float32)
-    """
+    """The state, with its exact fingerprints and the tags of its arrays."""
     want = fingerprints(state.rows, state.fingerprint.shape)
     tag = _tag(state.scale, state.amax_history)
     # The select keeps the mesh axes that the state varies over, and XLA removes it.
@@ -90,14 +81,6 @@ def tag_fits(fingerprint: Any, want: np.ndarray, scale: Any, history: Any) -> An
     """Whether rows have the tag of their arrays, or none.
 
     `want` are the checksums. All arrays are NumPy's, or all are JAX's.
-
-    Example:
-      >>> import dataclasses, numpy as np
-      >>> import jaxfp8 as fp8
-      >>> state = tagged(fp8.init_state(fp8.recipes.delayed()))
-      >>> want = fingerprints(state.rows, (3,))
-      >>> tag_fits(state.fingerprint, want, state.scale + 0.6, state.amax_history)
-      Array([False, False, False], dtype=bool)
     """
     found = fingerprint - want
     untagged = abs(found) < _MEAN_ROUNDING
@@ -106,25 +89,12 @@ def tag_fits(fingerprint: Any, want: np.ndarray, scale: Any, history: Any) -> An
 
 
 def same_fingerprint(found: Any, want: np.ndarray) -> Any:
-    """Whether fingerprints are equal, up to a tag and the rounding of a mean over devices.
-
-    Example:
-      >>> import numpy as np
-      >>> same_fingerprint(np.float32([1.5, 1.75]), np.float32([1.5, 1.5]))
-      array([ True, False])
-    """
+    """Whether fingerprints are equal, up to a tag and the rounding of a mean over devices."""
     return (found - want > -_MEAN_ROUNDING) & (found - want < _TAGS)
 
 
 def why_not(found: float, want: float) -> str:
-    """What a sum or a mean of states is called in messages; "" for another wrong fingerprint.
-
-    Example:
-      >>> why_not(1.25, 1.5)
-      ''
-      >>> why_not(4.5 + 40 * UNIT, 1.5).split(".")[0]
-      'This looks like a sum of 3 states'
-    """
+    """What a sum or a mean of states is called in messages; "" for another wrong fingerprint."""
     if not np.isfinite(found):
         return ""
     count = max(1, round(float(found) / want))
@@ -169,7 +139,7 @@ def _bits(x: Any) -> Any:
 
 # Checks at each use that a state belongs to its matmul.
 
-_STACKING = (
+STACKING = (
     "States of several layers or experts must be stacked along leading axes, before the axis of "
     "rows. Write in_axes=0, out_axes=0, variable_axes={COLLECTION: 0} or nnx.StateAxes({FP8State: "
     "0})."
@@ -180,11 +150,7 @@ def check_layout(state: MatmulState) -> None:
     """Raise FP8StateError unless all arrays have the shapes and the dtype of a state.
 
     Rows are the last axis. Shapes cannot distinguish 3 layers from 3 rows, but the ledger can: see
-    `_ledger.py`, and `explained` below.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_layout(fp8.init_state(fp8.recipes.delayed()))
+    `_ledger.py`.
     """
     for name in LEAVES:
         leaf = getattr(state, name)
@@ -207,72 +173,38 @@ def check_layout(state: MatmulState) -> None:
     if state.scale.shape[-1:] != (len(state.rows),):
         raise FP8StateError(
             f"scale has shape {list(state.scale.shape)}, but its last axis must hold the "
-            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {_STACKING}"
+            f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {STACKING}"
         )
     for name, want in layout(state).items():
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
                 f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has "
-                f"shape {list(state.scale.shape)} and history_length={history_length(state.rows)}. "
-                f"For another history_length start from fp8.init_state(recipe). {_STACKING}"
+                f"shape {list(state.scale.shape)} and history_length={_history_length(state.rows)}."
+                f" For another history_length start from fp8.init_state(recipe). {STACKING}"
             )
-
-
-@contextlib.contextmanager
-def explained(states: Iterable[MatmulState]) -> Iterator[None]:
-    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
-
-    JAX's error does not name the cause: the states were mapped over another axis than their layers.
-
-    Example:
-      >>> with explained([]):
-      ...     pass
-    """
-    try:
-        yield
-    except ValueError as error:
-        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
-            error.add_note(
-                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
-                f"{_STACKING}"
-            )
-        raise
 
 
 def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
-    """The shape that each array of a state must have, given the leading axes of its scale.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> layout(fp8.init_state(fp8.recipes.delayed()))["amax_history"]
-      (3, 16)
-    """
+    """The shape that each array of a state must have, given the leading axes of its scale."""
     shape = *state.scale.shape[:-1], len(state.rows)
     return {
-        name: (*shape, history_length(state.rows)) if name == "amax_history" else shape
+        name: (*shape, _history_length(state.rows)) if name == "amax_history" else shape
         for name in LEAVES
     }
+
+
+def _history_length(rows: tuple[Row, ...]) -> int:
+    """H, the history length, which is the same for all rows of a state."""
+    return rows[0].quantizer.history_length
 
 
 def known(state: MatmulState) -> MatmulState:
     """The state, after a check of each row's fingerprint and scale.
 
-    A row passes if two things are true. Its fingerprint is that of its tensor and quantizer. Its
-    scale is 0 or in the range of scales.
-
     A row that does not pass was saved with another recipe, or arithmetic changed it. Examples are
     an optimizer whose parameters held the state, and an average over steps. In a traced state such
-    a row becomes unset. A state that is 0 everywhere becomes unset, too. If the values can be read,
-    the tag of a row is checked as well (`_tags.py`).
-
-    Raises:
-      FP8StateError: for a row that does not pass, if its values can be read.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> known(state) is state
-      True
+    a row becomes unset. If its values can be read, FP8StateError is raised, also for a wrong tag.
+    A state that is 0 everywhere becomes unset.
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     if _readable(state.fingerprint) and _readable(state.scale):
@@ -292,7 +224,7 @@ def known(state: MatmulState) -> MatmulState:
         amax_history=jnp.where(passes[..., None], state.amax_history, history),
         nonfinite_steps=jnp.where(passes, state.nonfinite_steps, nonfinite_steps),
         # Each mean over devices adds a rounding error to a fingerprint, and the errors of many
-        # steps would exceed MEAN_ROUNDING. A tag is not that of the next state. So the exact
+        # steps would exceed `_MEAN_ROUNDING`. A tag is not that of the next state. So the exact
         # fingerprint is written, without a tag. The select keeps the mesh axes that the state
         # varies over, and XLA removes it.
         fingerprint=jnp.where(passes, want, want),
@@ -305,17 +237,11 @@ def known_scales(state: MatmulState) -> Array:
 
     The multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
     not pass `known` counts as unset.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> known_scales(fp8.init_state(fp8.recipes.delayed()))
-      Array([[0., 0., 0.],
-             [0., 0., 0.]], dtype=float32)
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
     multipliers = stored_multiplier(state.scale, is_set, state.settled)
-    # Rows are the last axis, as in all arrays of a state: see `explained`.
+    # Rows are the last axis, as in all arrays of a state: see `check_layout`.
     return jnp.stack([multipliers, state.scale], axis=-2)
 
 
@@ -323,30 +249,19 @@ def checked(state: MatmulState) -> MatmulState:
     """The state, after the checks that are possible here, for a function that gives it a probe.
 
     In a traced state `known_scales` finds rows that are not known, and `commit_one` unsets them.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> checked(state) is state
-      True
     """
     check_layout(state)
     return state if isinstance(state.fingerprint, jax.core.Tracer) else known(state)
 
 
 def identified(state: MatmulState) -> Array:
-    """bool[..., R], which rows pass `known`, without their tags.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> identified(fp8.init_state(fp8.recipes.delayed()))
-      Array([ True,  True,  True], dtype=bool)
-    """
+    """bool[..., R], which rows pass `known`, without their tags."""
     want = fingerprints(state.rows, state.fingerprint.shape)
     return jnp.asarray(_passes(state.fingerprint, want, state.scale))
 
 
 def _passes(fingerprint: Any, want: np.ndarray, scale: Any) -> Any:
+    """Whether rows have the fingerprint of their tensor and quantizer, and a scale in range."""
     return same_fingerprint(fingerprint, want) & (scale >= 0) & (scale <= 1 / TINY)  # False for NaN
 
 
@@ -391,19 +306,8 @@ def matched(
 ) -> MatmulState | None:
     """The state of one matmul, checked; None for a recipe without state.
 
-    Args:
-      state: what the user passed.
-      recipe: the recipe of the matmul.
-      stacked: the number of groups of a grouped matmul. It also takes the states of all groups,
-        stacked along axis 0.
-
-    Raises:
-      FP8StateError: if the state is missing, stacked, was changed, or belongs to another recipe.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> matched((), fp8.recipes.current()) is None
-      True
+    `stacked` is the number of groups of a grouped matmul. It also takes the states of all groups,
+    stacked along axis 0.
     """
     if not recipe.rows:
         if state is None or (isinstance(state, tuple) and not state):
@@ -439,6 +343,6 @@ def matched(
         raise FP8StateError(
             f"state.probe.ledger has shape {list(ledger.shape)} in this call, not "
             f"{[*lead, BINS, len(recipe.rows)]}. The states were mapped over another axis than "
-            f"that of their layers. {_STACKING}"
+            f"that of their layers. {STACKING}"
         )
     return state

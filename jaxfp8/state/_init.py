@@ -44,26 +44,10 @@ def init_state(recipe: Recipe) -> MatmulState | tuple[()]:
     return unset_state(recipe.rows)
 
 
-def history_length(rows: tuple[Row, ...]) -> int:
-    """H, the history length, which is the same for all rows of a state.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> history_length(fp8.recipes.delayed().rows)
-      16
-    """
-    return rows[0].quantizer.history_length
-
-
 def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulState:
     """The state of matmuls before their first step.
 
     `stacked` are the sizes of the leading axes, which stack layers or experts.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> unset_state(fp8.recipes.delayed().rows, (4,)).amax_history.shape
-      (4, 3, 16)
     """
     shape = *stacked, len(rows)
     # Each leaf gets its own array, because a donated buffer must not appear twice.
@@ -75,13 +59,7 @@ def unset_state(rows: tuple[Row, ...], stacked: tuple[int, ...] = ()) -> MatmulS
 
 @functools.lru_cache(maxsize=1024)
 def unset_leaves(rows: tuple[Row, ...], shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """scale, amax_history and nonfinite_steps before the first step, for a state of this shape.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> [leaf.shape for leaf in unset_leaves(fp8.recipes.delayed().rows, (4, 3))]
-      [(4, 3), (4, 3, 16), (4, 3)]
-    """
+    """scale, amax_history and nonfinite_steps before the first step, for a state of this shape."""
     # A step may be traced here, and an `init` may compute with jax. Its results must be values.
     with jax.ensure_compile_time_eval():
         leaves = [np.stack(each) for each in zip(*map(_first, rows), strict=True)]
@@ -89,11 +67,7 @@ def unset_leaves(rows: tuple[Row, ...], shape: tuple[int, ...]) -> tuple[np.ndar
 
 
 def _first(row: Row) -> RowState:
-    """The row before its first step.
-
-    Raises:
-      ValueError: if a quantizer's `init` makes arrays of other shapes than one row has.
-    """
+    """The row before its first step. ValueError if the quantizer makes arrays of other shapes."""
     first = row.quantizer.init()
     shapes = tuple(np.shape(leaf) for leaf in first) if isinstance(first, tuple) else first
     if shapes != ((), (row.quantizer.history_length,), ()):
@@ -108,13 +82,7 @@ def _first(row: Row) -> RowState:
 
 @functools.lru_cache(maxsize=1024)
 def fingerprints(rows: tuple[Row, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """The fingerprints of rows, f32[..., R], for a state of this shape.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> fingerprints(fp8.recipes.delayed().rows, (4, 3)).shape
-      (4, 3)
-    """
+    """The fingerprints of rows, f32[..., R], for a state of this shape."""
     return np.broadcast_to(np.array([row.fingerprint for row in rows], np.float32), shape)
 
 
@@ -122,12 +90,6 @@ def same_rows(first: tuple[Row, ...], second: tuple[Row, ...]) -> bool:
     """Whether a state with the first rows may be used with the second.
 
     Their quantizers may round differently, because a state does not depend on the rounding.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> delayed = fp8.recipes.delayed
-      >>> same_rows(delayed().rows, delayed(gradient_rounding="stochastic").rows)
-      True
     """
     if first == second:
         return True
@@ -142,15 +104,7 @@ def fresh_like(state: MatmulState) -> MatmulState:
     """The state before the first step, stacked, frozen and sharded like `state`.
 
     `state` may be abstract. A leaf without a place on devices becomes a NumPy array, which fits a
-    mesh of any size. If a checkpoint library uses it as a target, the library does not put the
-    restored array on one device.
-
-    Example:
-      >>> import jax
-      >>> import jaxfp8 as fp8
-      >>> abstract = jax.eval_shape(lambda: fp8.init_state(fp8.recipes.delayed()))
-      >>> fresh_like(abstract).scale
-      array([0., 0., 0.], dtype=float32)
+    mesh of any size. A checkpoint library then does not restore it to one device.
     """
     with jax.ensure_compile_time_eval():  # makes arrays, also while a function is traced
         fresh = unset_state(state.rows, state.scale.shape[:-1])
@@ -164,12 +118,7 @@ def _placed(fresh: jax.Array, like: Any) -> Any:
 
 
 def placement(like: Any) -> jax.sharding.Sharding | None:
-    """The sharding of an array or type. None if nobody placed it on devices.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> placement(jnp.ones(3))
-    """
+    """The sharding of an array or type. None if nobody placed it on devices."""
     if isinstance(like, jax.Array) and not getattr(like, "committed", False):
         return None  # jax moves it to the devices of what it is used with
     sharding = getattr(like, "sharding", None)
@@ -187,10 +136,6 @@ def concrete(tree: PyTree) -> PyTree:
 
     `jax.eval_shape` makes abstract states. No step has used such a state, so a fresh one has the
     same values. A state stays abstract on devices that this process can only compile for.
-
-    Example:
-      >>> concrete(())
-      ()
     """
 
     def one(node: Any) -> Any:

@@ -34,7 +34,7 @@ from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, vary_as, varying
-from jaxfp8.state._state import MatmulState, Probe, is_state, map_states
+from jaxfp8.state._state import MatmulState, is_state, map_states
 
 # The ledger: the form in which an amax leaves the backward pass, so that sums cannot change it.
 
@@ -59,11 +59,6 @@ def encode(amaxes: Array) -> Array:
 
     An amax of inf, which stands for NaN, too, is in the last bin. An amax of 0 or below 2^-126
     leaves all bins at 0.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> encode(jnp.float32([3.0, 0.5])).shape
-      (1024, 2)
     """
     amaxes = amaxes[..., None, :]
     lower, upper = (_along_bins(edges, amaxes.ndim) for edges in (_LOWER_EDGES, _UPPER_EDGES))
@@ -94,11 +89,6 @@ def observe(x: Array, like: Array) -> Array:
     `like` is an entry of the ledger. Under vmap, x may have a mapped axis that the state does not
     have, for instance examples. The maximum is then taken over that axis, too. An axis that both
     have, for instance experts or stacked layers, is kept.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> jax.vmap(observe, in_axes=(0, None))(jnp.array([[1.0], [-5.0]]), jnp.float32(0.0))
-      Array([5., 5.], dtype=float32)
     """
     return _observe(0)(x, like)
 
@@ -177,30 +167,6 @@ def fork(state: PyTree) -> tuple[PyTree, PyTree]:
     return first, second
 
 
-def with_probes(
-    state: PyTree, ledgers: PyTree, known: PyTree, *, reduce_axes: tuple[str, ...] | None
-) -> PyTree:
-    """The state with probes, for a differentiated loss.
-
-    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
-    f32[..., 2, R].
-    """
-
-    def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:
-        return dataclasses.replace(
-            s, probe=Probe(None if s.frozen else ledger, scales, reduce_axes)
-        )
-
-    return map_states(one, state, ledgers, known)
-
-
-def without_probes(tree: PyTree) -> PyTree:
-    """The tree without the probes of its states; other nodes do not change."""
-    return jax.tree.map(
-        lambda n: dataclasses.replace(n, probe=None) if is_state(n) else n, tree, is_leaf=is_state
-    )
-
-
 def zero_ledgers(state: PyTree) -> PyTree:
     """Zeros f32[..., BINS, R], stacked and sharded as the states, and varying over their axes."""
 
@@ -216,15 +182,7 @@ def zero_ledgers(state: PyTree) -> PyTree:
 
 
 def axes_named(reduce_axes: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The argument `reduce_axes=` as a tuple.
-
-    Raises:
-      TypeError: if it is one name, and not a sequence of names.
-
-    Example:
-      >>> axes_named(["data"])
-      ('data',)
-    """
+    """The argument `reduce_axes=` as a tuple. TypeError if it is one name."""
     if isinstance(reduce_axes, str):
         raise TypeError(
             f"reduce_axes={reduce_axes!r} must be a sequence of mesh axis names; write "
@@ -237,11 +195,6 @@ def vary_everywhere(ledger: Array) -> Array:
     """The ledger, with a type that varies over all manual mesh axes.
 
     Backward rules then emit no collective for its cotangent. `over_mesh` follows at the end.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> vary_everywhere(jnp.float32(0.0))
-      Array(0., dtype=float32)
     """
     missing = tuple(sorted(set(manual_axes()) - varying(ledger))) if types_tell() else ()
     return lax.pcast(ledger, missing, to="varying") if missing else ledger
@@ -253,12 +206,6 @@ def over_mesh(
     """The amaxes over all devices that must agree on them.
 
     Amaxes of one type that span the same mesh axes share one `pmax`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> over_mesh([state.scale], [state], None)
-      [Array([0., 0., 0.], dtype=float32)]
     """
     spans: dict[Any, list[int]] = {}
     for i, (own, state) in enumerate(zip(amaxes, states, strict=True)):

@@ -28,21 +28,13 @@ from jaxfp8.recipes._recipe import Row
 )
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The part of a state that exists only inside a differentiated loss.
+    """The part of a state that exists only inside a differentiated loss."""
 
-    Attributes:
-      ledger: f32[..., BINS, R] zeros. Its cotangent holds the amaxes. None in a frozen state.
-      known: f32[..., 2, R], the multiplier and the scale of each row (`known_scales`). A loop over
-        stacked layers slices one array for both.
-      reduce_axes: mesh axes that the caller named, because types do not give them (static).
-      channel: "gradient" if `in_gradient_channel` made the probe; None if `value_and_grad` did
-        (static).
-    """
-
-    ledger: Array | None
+    ledger: Array | None  # f32[..., BINS, R] zeros; its cotangent has the amaxes. None if frozen
+    # f32[..., 2, R], see `known_scales`. A loop over stacked layers slices one array for both.
     known: Array
-    reduce_axes: tuple[str, ...] | None
-    channel: Literal["gradient"] | None = None
+    reduce_axes: tuple[str, ...] | None  # named by the caller, because types do not give them
+    channel: Literal["gradient"] | None = None  # None if `value_and_grad` made the probe
 
 
 @functools.partial(
@@ -112,22 +104,12 @@ class SeenAmax:
 
 
 def is_state(node: object) -> bool:
-    """Whether a tree node is the state of one matmul.
-
-    Example:
-      >>> is_state(None)
-      False
-    """
+    """Whether a tree node is the state of one matmul."""
     return isinstance(node, MatmulState)
 
 
 def is_node(node: object) -> bool:
-    """Whether a tree node is a `MatmulState` or a `SeenAmax`.
-
-    Example:
-      >>> is_node(())
-      False
-    """
+    """Whether a tree node is a `MatmulState` or a `SeenAmax`."""
     return isinstance(node, MatmulState | SeenAmax)
 
 
@@ -135,14 +117,7 @@ def is_node(node: object) -> bool:
 
 
 def map_states(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """`jax.tree.map` over states. Anything else in the tree is an error.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> state = fp8.init_state(fp8.recipes.delayed())
-      >>> map_states(lambda state: state.scale.shape, {"layer": state})
-      {'layer': (3,)}
-    """
+    """`jax.tree.map` over states. Anything else in the tree is an error."""
     nodes, flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_node)
     structure: Any = flat  # jax gives it no type
     _check_nodes(nodes)
@@ -157,12 +132,7 @@ RESTORED = (
 
 
 def check_tree(tree: PyTree) -> None:
-    """Raise FP8StateError unless the tree holds states and nothing else.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_tree({"layer": fp8.init_state(fp8.recipes.delayed())})
-    """
+    """Raise FP8StateError unless the tree holds states and nothing else."""
     _check_nodes(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node))
 
 
@@ -185,12 +155,7 @@ def _check_nodes(nodes: Iterable[tuple[Any, object]]) -> None:
 
 
 def shown(node: object) -> str:
-    """How a message shows an object that is no state.
-
-    Example:
-      >>> shown({"scale": 0.0})
-      "a dict with the keys ['scale']"
-    """
+    """How a message shows an object that is no state."""
     if node is None or isinstance(node, str | int | float):
         return repr(node)
     if isinstance(node, dict):

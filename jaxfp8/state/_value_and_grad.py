@@ -10,28 +10,22 @@ such read.
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from jaxfp8._typing import FP8StateError, PyTree
+from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
-from jaxfp8.state._commit import Stacks, commit_one, nothing_seen
-from jaxfp8.state._identity import checked, explained, known_scales
-from jaxfp8.state._ledger import (
-    axes_named,
-    decode,
-    over_mesh,
-    vary_everywhere,
-    with_probes,
-    without_probes,
-    zero_ledgers,
-)
-from jaxfp8.state._state import MatmulState, SeenAmax, is_state, map_states
+from jaxfp8.state._commit import commit_one, nothing_seen
+from jaxfp8.state._identity import STACKING, checked, known_scales
+from jaxfp8.state._ledger import BINS, axes_named, decode, over_mesh, vary_everywhere, zero_ledgers
+from jaxfp8.state._state import MatmulState, Probe, SeenAmax, is_state, map_states
 from jaxfp8.weights._quantized_weight import handles_of, with_handles
 
 # Whether the matmuls of a recipe run in high precision, so that a step can be compared.
@@ -49,44 +43,94 @@ def high_precision() -> Iterator[None]:
     """Run all matmuls that are traced in this context as with `recipes.identity()`.
 
     Quantizer state stays in the trees of the step. No matmul reads it.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> x, w = jnp.full((1, 1), 0.7), jnp.ones((1, 1))
-      >>> with high_precision():
-      ...     fp8.dot(x, w, recipe=fp8.recipes.current(power_of_two=True))
-      Array([[0.7]], dtype=float32)
-      >>> fp8.dot(x, w, recipe=fp8.recipes.current(power_of_two=True))
-      Array([[0.6875]], dtype=float32)
     """
     with _switch(True):
         yield
 
 
 def in_high_precision() -> bool:
-    """Whether matmuls run in high precision here.
-
-    Example:
-      >>> in_high_precision()
-      False
-    """
+    """Whether matmuls run in high precision here."""
     return bool(_switch.value)
 
 
 def as_traced(
     recipe: Recipe, state: MatmulState | tuple[()] | None
 ) -> tuple[Recipe, MatmulState | tuple[()] | None]:
-    """The recipe and the state that a matmul uses here: its own, or none in high precision.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> with high_precision():
-      ...     recipe, state = as_traced(fp8.recipes.current(), None)
-      >>> recipe.is_identity
-      True
-    """
+    """The recipe and the state that a matmul uses here: its own, or none in high precision."""
     return (identity(), None) if in_high_precision() else (recipe, state)
+
+
+# States of many matmuls, computed on together.
+#
+# What a step does with the state of one matmul takes a hundred small operations. States with equal
+# rows are therefore stacked, a few at a time, and one call does it for each stack.
+
+T = TypeVar("T")
+
+_MOST_STACKED = 6
+"""The largest number of states in a stack.
+
+Each result is a slice of its stack. XLA compiles equal slices of equal stacks once, and slices of
+other places again. One stack of all layers would thus compile two kernels for each layer. Small
+stacks repeat the operations of a commit. The program of 24 states compiled fastest with 4 to 6.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stacks:
+    """Which states of a list are computed on together: their places, by groups."""
+
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, states: Sequence[MatmulState]) -> "_Stacks":
+        """The groups of some states, of at most `_MOST_STACKED` each.
+
+        Only traced states of single matmuls are in a group with others. In eager code nothing is
+        compiled, and messages name single states. States that are stacked already may be split
+        over devices, and two of them in different ways.
+        """
+        groups: dict[Any, list[int]] = {}
+        for i, state in enumerate(states):
+            leaves, structure = jax.tree.flatten(state)
+            alone = state.scale.ndim > 1 or not all(
+                isinstance(leaf, jax.core.Tracer) for leaf in leaves
+            )
+            key = i if alone else (structure, *map(jax.typeof, leaves))
+            groups.setdefault(key, []).append(i)
+        return cls(
+            tuple(
+                tuple(places[start : start + _MOST_STACKED])
+                for places in groups.values()
+                for start in range(0, len(places), _MOST_STACKED)
+            )
+        )
+
+    def apply(self, function: Callable[..., T], *lists: Sequence[PyTree]) -> list[T]:
+        """`[function(*each) for each in zip(*lists)]`, with one call for each group.
+
+        The arrays of a group with several states get a leading axis.
+        """
+        results: dict[int, T] = {}
+
+        # Equal stacks are traced and lowered once for each call of `apply`. `together` is defined
+        # anew in each call. A user's quantizer may read a global, and a cache that calls share
+        # would keep its old value.
+        @jax.jit
+        @functools.wraps(function)
+        def together(*stacked: PyTree) -> T:
+            return function(*stacked)
+
+        for group in self.groups:
+            members = [[each[i] for i in group] for each in lists]
+            if len(group) == 1:
+                results[group[0]] = function(*(each[0] for each in members))
+                continue
+            stacked = (jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in members)
+            result = together(*stacked)
+            for place, i in enumerate(group):
+                results[i] = jax.tree.map(lambda leaf, place=place: leaf[place], result)
+        return [results[i] for i in range(len(results))]
 
 
 # `value_and_grad` for losses with quantizer state.
@@ -164,16 +208,16 @@ def value_and_grad(
         scales = structure.unflatten(map(known_scales, states))
 
         def loss(handles: PyTree, ledgers: PyTree) -> Any:
-            probed = with_probes(state, ledgers, scales, reduce_axes=named)
+            probed = _with_probes(state, ledgers, scales, reduce_axes=named)
             out = loss_fn(with_handles(params, handles), probed, *args, **kwargs)
             # Outside of the loss states have no probe. aux may hold a state that had one.
-            return (out[0], without_probes(out[1])) if has_aux else out
+            return (out[0], _without_probes(out[1])) if has_aux else out
 
-        with explained(states):
+        with _explained(states):
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
                 handles_of(params), ledgers
             )
-        stacks = Stacks.of(states)
+        stacks = _Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
         amaxes = over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
@@ -181,3 +225,44 @@ def value_and_grad(
         return value, grads, structure.unflatten(new)
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _explained(states: Iterable[MatmulState]) -> Iterator[None]:
+    """Adds a note to JAX's error about an axis of 1024, if a state has as many layers as rows.
+
+    JAX's error does not name the cause: the states were mapped over another axis than their layers.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(BINS) in str(error) and any(len(s.rows) in s.scale.shape[:-1] for s in states):
+            error.add_note(
+                f"jaxfp8: the axis of size {BINS} belongs to the ledger of a quantizer state. "
+                f"{STACKING}"
+            )
+        raise
+
+
+def _with_probes(
+    state: PyTree, ledgers: PyTree, known: PyTree, *, reduce_axes: tuple[str, ...] | None
+) -> PyTree:
+    """The state with probes, for a differentiated loss.
+
+    `ledgers` is a tree of f32[..., BINS, R], as `zero_ledgers` returns. `known` is a tree of
+    f32[..., 2, R].
+    """
+
+    def one(s: MatmulState, ledger: Array, scales: Array) -> MatmulState:
+        return dataclasses.replace(
+            s, probe=Probe(None if s.frozen else ledger, scales, reduce_axes)
+        )
+
+    return map_states(one, state, ledgers, known)
+
+
+def _without_probes(tree: PyTree) -> PyTree:
+    """The tree without the probes of its states; other nodes do not change."""
+    return jax.tree.map(
+        lambda n: dataclasses.replace(n, probe=None) if is_state(n) else n, tree, is_leaf=is_state
+    )

@@ -20,8 +20,9 @@ from targets import topology
 
 import jaxfp8 as fp8
 from jaxfp8.state._identity import known_scales
-from jaxfp8.state._ledger import with_probes, zero_ledgers
+from jaxfp8.state._ledger import zero_ledgers
 from jaxfp8.state._state import map_states
+from jaxfp8.state._value_and_grad import _with_probes
 
 pytestmark = [pytest.mark.deviceless, needs_mosaic]
 
@@ -74,7 +75,7 @@ def peak(recipe, kernels=None):
 
     def forward(x, w):
         def layer(x, w, ledgers):
-            probed = with_probes(state, ledgers, scales, reduce_axes=None)
+            probed = _with_probes(state, ledgers, scales, reduce_axes=None)
             return fp8.dot(x, w, recipe=recipe, state=probed, kernels=kernels)
 
         return jax.vjp(layer, x, w, zero_ledgers(state))

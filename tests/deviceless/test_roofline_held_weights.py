@@ -9,7 +9,7 @@ from targets import array, compile_for
 from test_roofline_traffic import IN_TILES, RECIPES, K, M, N, by_xla
 
 import jaxfp8 as fp8
-from jaxfp8.ops._held_weight import quantize_weight
+from jaxfp8.ops._quantize_params import _quantize_weight
 from jaxfp8.weights import WeightAxes
 from jaxfp8.weights._quantized_weight import handle
 
@@ -24,7 +24,7 @@ DEFAULT = [(by_xla("h200"), "current"), (by_xla("b200"), "rowwise"), (by_xla("h2
 def moved(recipe, kernels):
     """Bytes that the compiled layer reads and writes, forward and backward."""
     weight = jax.eval_shape(
-        lambda w: quantize_weight(w, recipe, WeightAxes(), primary=True), array(K, N)
+        lambda w: _quantize_weight(w, recipe, WeightAxes(), primary=True), array(K, N)
     )
 
     def step(x, weight, g):

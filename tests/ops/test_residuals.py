@@ -9,8 +9,9 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.state._identity import known_scales
-from jaxfp8.state._ledger import with_probes, zero_ledgers
+from jaxfp8.state._ledger import zero_ledgers
 from jaxfp8.state._state import map_states
+from jaxfp8.state._value_and_grad import _with_probes
 
 M, K, N = 64, 32, 16
 F8, BF16 = "float8_e4m3fn", "bfloat16"
@@ -49,7 +50,7 @@ def saved(recipe, x_shape, w_shape):
         ledgers, scales = zero_ledgers(state), map_states(known_scales, state)
 
         def forward(x, w, ledgers):
-            probed = with_probes(state, ledgers, scales, reduce_axes=None)
+            probed = _with_probes(state, ledgers, scales, reduce_axes=None)
             return fp8.dot(x, w, recipe=recipe, state=probed)
 
         return jax.vjp(forward, x, w, ledgers)[1]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jaxfp8 as fp8
-from jaxfp8.ops._held_weight import quantize_weight
+from jaxfp8.ops._quantize_params import _quantize_weight
 from jaxfp8.optim import BFloat16Plus, Float16, Float32
 from jaxfp8.weights import WeightAxes
 
@@ -31,7 +31,7 @@ def bytes_of(tree):
 
 def quantized(w, recipe=BLOCKWISE, state=None, *, primary=True):
     """A weight [K, N], in bfloat16, as a `QuantizedWeight`."""
-    return quantize_weight(
+    return _quantize_weight(
         w.astype(jnp.bfloat16), recipe, WeightAxes(), state=state, primary=primary
     )
 

@@ -9,7 +9,7 @@ from optim_cases import ADAMW, KINDS, bytes_of, params32, quantized
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.ops._held_weight import quantize_weight
+from jaxfp8.ops._quantize_params import _quantize_weight
 from jaxfp8.optim import (
     Float32,
     init_master_weights,
@@ -172,7 +172,7 @@ def test_fp8_weights_of_float32_are_refused():
     tx = with_master_weights(optax.sgd(0.5), master=Float32())
     w = np.ones((4, 4), np.float32)
     weight = jax.eval_shape(
-        lambda w: quantize_weight(w, RECIPES["current"], WeightAxes(), primary=True), w
+        lambda w: _quantize_weight(w, RECIPES["current"], WeightAxes(), primary=True), w
     )
     with pytest.raises(ValueError, match=r"dtype=jnp\.bfloat16"):
         jax.eval_shape(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
-from jaxfp8.ops._held_weight import quantize_weight, requantize
+from jaxfp8.ops._quantize_params import _quantize_weight, requantize
 from jaxfp8.sharding import Shard
 from jaxfp8.weights import WeightAxes
 
@@ -275,7 +275,7 @@ def test_without_types_the_axes_have_to_be_named():
 def test_one_layer_of_a_stack_is_cast_again(recipe):
     """As an optimizer does that runs in a loop over layers."""
     cast = jax.jit(
-        lambda w: quantize_weight(w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
+        lambda w: _quantize_weight(w, RECIPES[recipe], WeightAxes(stacked=1), primary=True)
     )
     w = weights()["stack"]
     twice = (2 * w.astype(np.float32)).astype(w.dtype)
