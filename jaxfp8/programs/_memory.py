@@ -8,14 +8,220 @@ References:
   XLA, xla/service/hlo_dataflow_analysis.cc: which instructions share the memory of their operands.
 """
 
+import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, parts_of, read_program, tensors_of
-from jaxfp8.programs._storage import Buffer, Memory, Phase, Phases, Storage, latest
+from jaxfp8.programs._hlo import (
+    BRANCHES,
+    Instruction,
+    Program,
+    Tensor,
+    parts_of,
+    read_program,
+    tensors_of,
+)
+
+# The phases of a train step: forward pass, backward pass, and what is neither.
+#
+# JAX writes its transformations into the name of each operation. `jvp(` marks the forward pass of a
+# gradient. `transpose(` marks the backward pass, also the part that `jax.checkpoint` computes
+# again.
+
+_Phase = Literal["other", "forward", "backward"]
+
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ORDER: tuple[_Phase, ...] = ("other", "forward", "backward")
+
+
+def _latest(phases: Iterable[_Phase]) -> _Phase:
+    """The phase that a step reaches last. "other" if there is none."""
+    return max(phases, key=_ORDER.index, default="other")
+
+
+def _named_phase(instruction: Instruction) -> _Phase | None:
+    """The phase that the name of an instruction says. None without a name of JAX."""
+    found = _OP_NAME.search(instruction.attributes)
+    # Parameters have the names of arguments.
+    if found is None or instruction.opcode == "parameter":
+        return None
+    if "transpose(" in found[1]:
+        return "backward"
+    return "forward" if "jvp(" in found[1] else "other"
+
+
+class _Phases:
+    """The phases of the instructions of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._fused: dict[str, tuple[_Phase | None, ...]] = {}
+
+    def of(self, instruction: Instruction) -> tuple[_Phase | None, ...]:
+        """The phase of an instruction. A fusion with several results has one for each.
+
+        XLA adds instructions that have no name of JAX, for instance copies. Their phase is None.
+        The name of a fusion is that of one of its operations, so the phases come from the
+        operations that make its results.
+        """
+        named = _named_phase(instruction)
+        fused = instruction.computations("calls") if instruction.opcode == "fusion" else ()
+        if fused and (named is None or instruction.type.startswith("(")):
+            return tuple(phase or named for phase in self._results(fused[0]))
+        return (named,)
+
+    def _results(self, name: str) -> tuple[_Phase | None, ...]:
+        """The phase of each result of a fused computation."""
+        if name not in self._fused:
+            computation = self._program.computations.get(name, {})
+            nearest: dict[str, _Phase | None] = {}
+            found: tuple[_Phase | None, ...] = (None,)
+            for instruction in computation.values():
+                before = [nearest.get(operand) for operand in instruction.operands]
+                known = [phase for phase in before if phase is not None]
+                own = _named_phase(instruction) or (_latest(known) if known else None)
+                nearest[instruction.name] = own
+                if instruction.is_root:
+                    found = tuple(before) if instruction.opcode == "tuple" else (own,)
+            self._fused[name] = found
+        return self._fused[name]
+
+
+# Which arrays of a program share one piece of memory, and from when to when they need it.
+
+
+@dataclasses.dataclass
+class _Buffer:
+    """A piece of memory, which holds an array or several ones in turn.
+
+    Times count the instructions of the program in the order in which they run.
+
+    Attributes:
+      bytes: its size.
+      elements: the number of elements of its arrays.
+      born: the time of the first instruction that writes it.
+      dies: the time of the last instruction that reads it.
+      makers: the phases of the instructions that write it.
+      readers: the phases of the instructions that read it. A result of the program is read by
+        "other".
+      summed: whether a loop with a backward pass in it writes the buffer outside of that pass. Sums
+        of gradients over microbatches are such buffers.
+      outside: whether it is an argument or a constant of the program, or takes the memory of one.
+      returned: whether it is a result of the program.
+    """
+
+    bytes: int
+    elements: int
+    born: int
+    dies: int
+    makers: set[_Phase]
+    readers: set[_Phase]
+    summed: bool = False
+    outside: bool = False
+    returned: bool = False
+
+
+class _Storage:
+    """The buffers of a program. A buffer is named by a number, and several numbers may name one."""
+
+    def __init__(self) -> None:
+        self._same: list[int] = []
+        self._buffers: list[_Buffer] = []
+
+    def new(self, tensors: Sequence[Tensor], time: int, phases: Sequence[_Phase]) -> list[int]:
+        """A buffer for each of the arrays that an instruction makes.
+
+        Args:
+          tensors: the arrays.
+          time: when they are written.
+          phases: the phase of each array, or one for all.
+        """
+        names = []
+        each = phases if len(phases) == len(tensors) else [_latest(phases)] * len(tensors)
+        for tensor, phase in zip(tensors, each, strict=True):
+            names.append(len(self._same))
+            self._same.append(names[-1])
+            elements = math.prod(tensor.shape)
+            self._buffers.append(_Buffer(tensor.bytes, elements, time, time, {phase}, set()))
+        return names
+
+    def of(self, name: int) -> _Buffer:
+        """The buffer of a name."""
+        return self._buffers[self._find(name)]
+
+    def read(self, names: Iterable[int], time: int, phases: Iterable[_Phase]) -> None:
+        """Note that an instruction reads these buffers."""
+        for name in names:
+            buffer = self.of(name)
+            buffer.dies = max(buffer.dies, time)
+            buffer.readers.update(phases)
+
+    def keep(self, names: Iterable[int], time: int) -> None:
+        """Note that these buffers are needed until this time."""
+        for name in names:
+            buffer = self.of(name)
+            buffer.dies = max(buffer.dies, time)
+
+    def join(self, some: Sequence[int], others: Sequence[int]) -> None:
+        """Make one buffer of each pair."""
+        for one, other in zip(some, others, strict=True):
+            first, second = sorted((self._find(one), self._find(other)))
+            if first == second:
+                continue
+            self._same[second] = first
+            a, b = self._buffers[first], self._buffers[second]
+            self._buffers[first] = _Buffer(
+                max(a.bytes, b.bytes), max(a.elements, b.elements), min(a.born, b.born),
+                max(a.dies, b.dies), a.makers | b.makers, a.readers | b.readers,
+                a.summed or b.summed, a.outside or b.outside, a.returned or b.returned,
+            )  # fmt: skip
+
+    def buffers(self) -> list[_Buffer]:
+        """All buffers."""
+        return [self._buffers[n] for n, same in enumerate(self._same) if n == same]
+
+    def _find(self, name: int) -> int:
+        while self._same[name] != name:
+            self._same[name] = self._same[self._same[name]]
+            name = self._same[name]
+        return name
+
+
+class _Memory(NamedTuple):
+    """The memory of a program over time.
+
+    Attributes:
+      buffers: temporary ones. Arguments, constants and results are none.
+      results: those of results that take no memory of a donated argument.
+      phases: the phase of each instruction, in the order in which they run.
+    """
+
+    buffers: tuple[_Buffer, ...]
+    results: tuple[_Buffer, ...]
+    phases: tuple[_Phase, ...]
+
+    @property
+    def peak(self) -> int:
+        """The time of the instruction before which most bytes are live."""
+        changes = [0] * (len(self.phases) + 3)
+        for buffer in self.buffers:
+            changes[buffer.born + 1] += buffer.bytes
+            changes[buffer.dies + 1] -= buffer.bytes
+        live, most, peak = 0, 0, 0
+        for time, change in enumerate(changes):
+            live += change
+            if live > most:
+                most, peak = live, time
+        return peak
+
+    def live(self, time: int) -> list[_Buffer]:
+        """The buffers that were written before this time, and are read at it or later."""
+        return [buffer for buffer in self.buffers if buffer.born < time <= buffer.dies]
+
 
 # `_buffers_of`: the buffers of a compiled program, read from its text.
 
@@ -29,7 +235,7 @@ _OF_INSTRUCTION = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
 _OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re.MULTILINE)
 
 
-def _buffers_of(text: str) -> Memory:
+def _buffers_of(text: str) -> _Memory:
     r"""The buffers of a program, with the times and the phases in which they are needed.
 
     Args:
@@ -59,7 +265,7 @@ def _buffers_of(text: str) -> Memory:
     for result in results:
         storage.of(result).returned = True
     inside = [buffer for buffer in storage.buffers() if not buffer.outside]
-    return Memory(
+    return _Memory(
         tuple(buffer for buffer in inside if not buffer.returned),
         tuple(buffer for buffer in inside if buffer.returned),
         tuple(walk.phases),
@@ -71,11 +277,11 @@ class _Walk:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.storage = Storage()
-        self._phases = Phases(program)
+        self.storage = _Storage()
+        self._phases = _Phases(program)
         # (operand, results) of instructions that XLA added, for instance copies and casts.
         self.added: list[tuple[int, list[int]]] = []
-        self.phases: list[Phase] = []
+        self.phases: list[_Phase] = []
 
     def parameters(self, name: str) -> list[list[int]]:
         """Buffers of the parameters of the program."""
@@ -83,11 +289,11 @@ class _Walk:
         found.sort(key=lambda i: int(i.inside))
         return [self._outside(i) for i in found]
 
-    def run(self, name: str, parameters: Sequence[list[int]], phase: Phase) -> list[int]:
+    def run(self, name: str, parameters: Sequence[list[int]], phase: _Phase) -> list[int]:
         """The buffers of the results of a computation."""
         computation = self.program.computations[name]
         made: dict[str, list[int]] = {}
-        phases: dict[str, Phase] = {}
+        phases: dict[str, _Phase] = {}
         root: list[int] = []
         for instruction in computation.values():
             of = instruction.name
@@ -99,9 +305,9 @@ class _Walk:
                 operands = [o for o in instruction.operands if o in made]
                 named = self._phases.of(instruction)
                 # What XLA adds belongs to the latest phase of its operands.
-                inherited = latest(phases[o] for o in operands)
+                inherited = _latest(phases[o] for o in operands)
                 each = [phase or inherited for phase in named]
-                phases[of] = latest(each)
+                phases[of] = _latest(each)
                 given = [made[o] for o in operands]
                 passed_on = self._passed_on(instruction, given, computation)
                 if passed_on is None:
@@ -143,10 +349,10 @@ class _Walk:
         return None
 
     def _called(
-        self, instruction: Instruction, given: list[list[int]], phases: Sequence[Phase]
+        self, instruction: Instruction, given: list[list[int]], phases: Sequence[_Phase]
     ) -> list[int]:
         """The buffers of an instruction that calls computations, or makes arrays itself."""
-        opcode, phase = instruction.opcode, latest(phases)
+        opcode, phase = instruction.opcode, _latest(phases)
         if opcode == "while":
             return self._loop(instruction, given[0], phase)
         if opcode == "call":
@@ -173,7 +379,7 @@ class _Walk:
                 self.storage.join(mine[:1], theirs[int(index or 0) :][:1])
         return names
 
-    def _loop(self, loop: Instruction, carried: list[int], phase: Phase) -> list[int]:
+    def _loop(self, loop: Instruction, carried: list[int], phase: _Phase) -> list[int]:
         begin = len(self.phases)
         (condition,), (body,) = loop.computations("condition"), loop.computations("body")
         self.run(condition, [carried], phase)
@@ -187,7 +393,7 @@ class _Walk:
         return carried
 
     def _started(
-        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[Phase]
+        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[_Phase]
     ) -> list[int]:
         """The buffers of an asynchronous start, which has its operands among its results."""
         operands = [name for names in given for name in names]
@@ -196,14 +402,14 @@ class _Walk:
         found: list[int] = []
         for n, tensors in enumerate(parts):
             mine = len(parts) > 1 and n == which and len(tensors) == len(operands)
-            found += operands if mine else self.storage.new(tensors, time, [latest(phases)])
+            found += operands if mine else self.storage.new(tensors, time, [_latest(phases)])
         return found
 
-    def _step(self, read: Iterable[int], phases: Sequence[Phase]) -> int:
+    def _step(self, read: Iterable[int], phases: Sequence[_Phase]) -> int:
         """Read buffers at the next time. Returns it."""
         time = len(self.phases)
         self.storage.read(read, time, phases)
-        self.phases.append(latest(phases))
+        self.phases.append(_latest(phases))
         return time
 
 
@@ -283,7 +489,7 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     )
 
 
-def _at_peak(memory: Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
+def _at_peak(memory: _Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
     """Bytes of residuals and gradients at the peak."""
     live = memory.live(memory.peak)
     residuals = [b for b in live if _is_residual(b)]
@@ -291,7 +497,7 @@ def _at_peak(memory: Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
     return sum(b.bytes for b in residuals), sum(b.bytes for b in gradients)
 
 
-def _is_residual(buffer: Buffer) -> bool:
+def _is_residual(buffer: _Buffer) -> bool:
     return (
         "forward" in buffer.makers
         and "backward" not in buffer.makers
@@ -299,7 +505,7 @@ def _is_residual(buffer: Buffer) -> bool:
     )
 
 
-def _is_gradient(buffer: Buffer, weight_sizes: Collection[int]) -> bool:
+def _is_gradient(buffer: _Buffer, weight_sizes: Collection[int]) -> bool:
     return (
         ("backward" in buffer.makers or buffer.summed)
         and "forward" not in buffer.makers
