@@ -27,13 +27,10 @@ class _Line:
 
 
 def _fold(rows: Iterable[tuple[str, Any]], what: Callable[[Any], Hashable]) -> list[_Line]:
-    """Lines of rows. Rows become one line if a number of their paths counts up, and nothing else.
+    """Lines of pairs (path, row). Rows become one line if only a number of their paths counts up.
 
     Outer numbers come first. Then `block_0/expert_0` to `block_3/expert_7` are one line, too.
-
-    Args:
-      rows: pairs of a path and a row.
-      what: all of a row that has to be equal, besides its path.
+    `what` gives all of a row that has to be equal, besides its path.
     """
     lines = [_Line(path.split("/"), [row]) for path, row in rows]
     for depth in range(max((len(line.parts) for line in lines), default=0)):
@@ -221,12 +218,7 @@ def coverage_of(
     *,
     counted: bool,
 ) -> Coverage:
-    """The table of these layers. `flops` has the operations of each path.
-
-    Example:
-      >>> coverage_of({}, {}, 0, counted=True).share
-      0.0
-    """
+    """The table of these layers. `flops` has the operations of each path."""
     rows = (
         CoverageRow(
             path=layer.path,
@@ -246,18 +238,7 @@ def coverage_of(
 
 
 class Returned(NamedTuple):
-    """A converted model and its table. Use as a model raises an error that says how to unpack.
-
-    Attributes:
-      model: the converted model.
-      coverage: its table.
-
-    Example:
-      >>> pair = Returned({"w": 1.0}, Coverage(rows=()))
-      >>> model, coverage = pair
-      >>> hasattr(pair, "apply")
-      False
-    """
+    """A converted model and its table. Use as a model raises an error that says how to unpack."""
 
     model: Any
     coverage: Coverage

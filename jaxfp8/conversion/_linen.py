@@ -66,8 +66,7 @@ from jaxfp8.state._state import is_state
 def _together(variables: PyTree) -> dict[str, Any]:
     """The variables while a converted model runs: states are in "params".
 
-    Raises:
-      FP8StateError: if a parameter has the path of a state.
+    FP8StateError if a parameter has the path of a state.
     """
     plain: dict[str, Any] = unfreeze(variables)
     states, others = _split(plain.get(COLLECTION, {}))

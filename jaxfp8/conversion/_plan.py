@@ -23,14 +23,6 @@ def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
     A stack is two or more modules of one parent, whose names differ in a number: `block_0`,
     `block_1`, or `layers/0`, `layers/1`. Each contains layers of its own. Their types may differ. A
     stack inside a block is none.
-
-    Args:
-      modules: the path of each module of a model.
-      layers: paths of the layers.
-
-    Example:
-      >>> stacks_of(["h_0", "h_1"], ["h_0/mlp", "h_1/mlp"])
-      [['h_0', 'h_1']]
     """
     parents = {
         "/".join(path.split("/")[:depth])
@@ -55,8 +47,7 @@ def _is_inside(path: str, block: str) -> bool:
 def ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
     """The blocks that `keep_first=` and `keep_last=` leave in high precision.
 
-    Raises:
-      ValueError: if a number is negative, if the model has no stack, or if no block would be left.
+    ValueError if a number is negative, if the model has no stack, or if no block would be left.
     """
     for name, number in (("keep_first", first), ("keep_last", last)):
         if type(number) is not int or number < 0:
@@ -134,13 +125,6 @@ class Plan:
       decided: the decisions for the layers of the example call, as pairs (path, decision). They do
         not change if a later call has other shapes.
       states_in_params: whether states are in "params" while a linen model runs.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> import jaxfp8 as fp8
-      >>> plan = Plan(recipe=fp8.recipes.current())
-      >>> plan.decide(Layer(path="lm_head", type=nn.Dense, shape=(8, 4, 16))).reason
-      'kept: lm_head'
     """
 
     recipe: Recipe
@@ -218,15 +202,7 @@ def _is_router(layer: Layer) -> bool:
 
 
 def check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:
-    """The kinds of layers to keep.
-
-    Raises:
-      ValueError: for an unknown kind.
-
-    Example:
-      >>> check_keep(["router"])
-      ('router',)
-    """
+    """The kinds of layers to keep. ValueError for an unknown one."""
     kinds: tuple[Kept, ...] = tuple(keep)
     if isinstance(keep, str) or any(kind not in KEPT for kind in kinds):
         raise ValueError(

@@ -43,11 +43,6 @@ class Layer:
       batch: B, the product of the axes that kernel and input share.
       calls: how often one pass calls the layer.
       obstacle: why the layer cannot run in FP8. "" if it can.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> Layer(path="block_0/mlp", type=nn.Dense, shape=(8, 4, 16)).flops
-      1024
     """
 
     path: str
@@ -78,15 +73,8 @@ class Layer:
 def own_matmul(layer: Any, attributes: Iterable[str], default: Any) -> str:
     """The obstacle of a layer to which a user gave a matmul. "" if it has none.
 
-    Args:
-      layer: a layer of flax.
-      attributes: where flax keeps such a matmul.
-      default: what flax multiplies with, and what it may name there itself.
-
-    Example:
-      >>> import flax.linen as nn, jax
-      >>> own_matmul(nn.Dense(4), ["dot_general"], jax.lax.dot_general)
-      ''
+    `attributes` are where flax keeps such a matmul. `default` is what flax multiplies with, and
+    what it may name there itself.
     """
     for name in attributes:
         given = getattr(layer, name, None)
@@ -186,12 +174,7 @@ class Rule:
 
 
 def read_rules(rules: Iterable[Rule | tuple[Matcher, Recipe | None]]) -> tuple[Rule, ...]:
-    """The rules, with pairs as rules.
-
-    Example:
-      >>> [rule.called for rule in read_rules([("mlp/.*", None)])]
-      ["'mlp/.*'"]
-    """
+    """The rules, with pairs as rules."""
     if isinstance(rules, Rule | str) or not isinstance(rules, Iterable):
         raise TypeError(
             f"rules={rules!r} must be a sequence of pairs (match, recipe), for instance "
@@ -267,13 +250,6 @@ class Seen:
       flops: operations by path of a layer; see `flops_of`.
       in_loops: paths of layers that a loop runs more than once.
       shared_scopes: paths whose kernels belong to layers with longer paths (`nn.share_scope`).
-
-    Example:
-      >>> seen = Seen()
-      >>> seen.add(Layer(path="up", type=dict))
-      >>> seen.add(Layer(path="up", type=dict))
-      >>> seen.layers["up"].calls
-      2
     """
 
     def __init__(self) -> None:
@@ -310,12 +286,7 @@ class Size(NamedTuple):
 def size_of_dot(
     lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
 ) -> Size:
-    """The size of `lax.dot_general` of an input and a kernel of these shapes.
-
-    Example:
-      >>> size_of_dot((2, 3, 8), (8, 4, 5), (((2,), (0,)), ((), ())))
-      Size(shape=(6, 8, 20), batch=1)
-    """
+    """The size of `lax.dot_general` of an input and a kernel of these shapes."""
     (contracted, _), (shared, _) = dimension_numbers
     k = math.prod(lhs[axis] for axis in contracted)
     batch = math.prod(lhs[axis] for axis in shared)

@@ -331,11 +331,7 @@ def _root(raised: Array, inverse: Array) -> Array:
 
 
 def _tile_of(x: Array, group: int) -> PerBlock:
-    """The groups of an array.
-
-    Raises:
-      ValueError: if a shard inside `jax.shard_map` may have cut a group.
-    """
+    """The groups of an array. ValueError if a shard inside `jax.shard_map` may have cut one."""
     size = x.shape[-1] if x.ndim else 1
     if manual_axes() and size % group and (not types_tell() or varying(x)):
         raise ValueError(

@@ -35,13 +35,10 @@ from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
 
 
 def _has_master(leaf: Any, path: str) -> bool:
-    """Whether a parameter gets a master weight.
+    """Whether a parameter gets a master weight. ValueError for an FP8 array, which has no scale.
 
     Parameters in float32 and float64 are exact enough themselves. Parameters that are no floats are
     not trained in bfloat16.
-
-    Raises:
-      ValueError: if the parameter is an FP8 array, which has no scale.
     """
     dtype = dtype_of(leaf)
     if dtype is None or dtype in (jnp.bfloat16, jnp.float16):
@@ -83,13 +80,9 @@ def _with_originals(weights: PyTree) -> PyTree:
 
 
 def _rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
-    """The parameter that belongs to a master weight.
+    """The parameter in the place of `like`, for a master weight float32 [...].
 
-    Args:
-      master: float32 [...].
-      like: the parameter that it replaces: a bfloat16 or float16 array [...], or a quantized weight
-        [...].
-      state: the quantizer state of its matmul, or None.
+    `state` is the quantizer state of its matmul, or None.
     """
     if dtype_of(like) == jnp.float16:
         return master.astype(jnp.float16)
@@ -128,8 +121,7 @@ def _trees_of(
 def _states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
     """The state of each parameter, from the state of all.
 
-    Raises:
-      ValueError: if a parameter gets a master weight and has none, or the other way round.
+    ValueError if a parameter gets a master weight and has none, or the other way round.
     """
     columns = map(parameters.like, masters)
     states = [type(masters)(*each) for each in zip(*columns, strict=True)]

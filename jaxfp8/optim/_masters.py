@@ -61,14 +61,9 @@ def _half_added(bits: Array, dropped: int) -> Array:
 
 
 def _rounded_to_24_bits(x: Array) -> Array:
-    """`x` without its last 8 mantissa bits, rounded to nearest, ties away from zero.
+    """`x` [...] float32 without its last 8 mantissa bits, to nearest, ties away from zero.
 
-    Args:
-      x: [...] float32.
-
-    Returns:
-      [...] float32, whose last 8 bits are 0. NaN stays NaN. A magnitude of `(2 - 2^-16) * 2^127` or
-      more becomes inf.
+    NaN stays NaN. A magnitude of `(2 - 2^-16) * 2^127` or more becomes inf.
     """
     kept = _half_added(_bits(x), 8) & ~jnp.uint32(0xFF)
     return lax.bitcast_convert_type(kept, jnp.float32)
@@ -90,14 +85,10 @@ def rounded_to_bfloat16(x: Array) -> Array:
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """A float32 as a bfloat16 and its low 16 bits. `joined` makes the float32 of them again.
+    """A float32 [...] as `rounded_to_bfloat16(x)` and its low 16 bits, uint16. Inverse: `_joined`.
 
-    Args:
-      x: [...] float32.
-
-    Returns:
-      `rounded_to_bfloat16(x)` [...], and the remainder [...] uint16. The remainder of NaN is 0, so
-      a NaN keeps its sign and the first 7 bits of its mantissa, with the quiet bit set.
+    The remainder of NaN is 0, so a NaN keeps its sign and the first 7 bits of its mantissa, with
+    the quiet bit set.
     """
     bits = _bits(x)
     low = jnp.where(_is_nan(bits), jnp.uint32(0), bits).astype(jnp.uint16)
@@ -131,21 +122,17 @@ def _to_scaled_float16(
     """`x` as `values * scale`, with the scale of the largest finite magnitude in `x`.
 
     inf and NaN stay what they are, and have no effect on the scale. An x without a finite value
-    other than 0 has the scale 1.
+    other than 0 has the scale 1. The product is inf where x rounded to 11 bits is 2^128. The
+    bfloat16 of such an x is inf, too.
+
+    Inside `jax.shard_map` the largest magnitude is reduced over the mesh axes over which x varies
+    and the old scale does not. Without an old scale it is reduced over all axes over which x
+    varies. ValueError inside `shard_map(check_vma=False)`, where types do not say which these are.
 
     Args:
       x: [...] float32.
-      old_scale: float32 [], the scale that the new one replaces. Inside `jax.shard_map` the largest
-        magnitude is reduced over the mesh axes over which x varies and the old scale does not.
-        Without an old scale it is reduced over all axes over which x varies.
-      u: thresholds of rounding, see `_dither`. None rounds to nearest even.
-
-    Returns:
-      values [...] float16, and scale [] float32. Their product is inf where x rounded to 11 bits is
-      2^128. The bfloat16 of such an x is inf, too.
-
-    Raises:
-      ValueError: inside `shard_map(check_vma=False)`, where types do not say which axes these are.
+      old_scale: float32 [], the scale that the new one replaces.
+      u: `thresholds` of rounding. None rounds to nearest even.
     """
     if not types_tell():
         raise ValueError(
@@ -217,15 +204,10 @@ class AbstractMaster(abc.ABC):
     def store(
         self, master: Array, weight_dtype: DType | None, old: Any = None
     ) -> tuple[Any, Array]:
-        """Store a master weight.
+        """Stores a master weight float32 [...], and returns what `load` will read of the state.
 
-        Args:
-          master: float32 [...].
-          weight_dtype: the dtype of the parameter. None if the parameter is a quantized weight.
-          old: the state that the new one replaces, if there is one.
-
-        Returns:
-          The state, and the master weight float32 [...] that `load` will return.
+        `weight_dtype` is that of the parameter, None for a quantized weight. `old` is the state
+        that the new one replaces, if there is one.
         """
 
     def check_master(self) -> None:  # noqa: B027  # most kinds may

@@ -54,13 +54,7 @@ _STRIDE = 7  # from one u0 to the next, in sixteenths. It is odd, so 16 neighbou
 def thresholds(step: Array | None, shape: tuple[int, ...]) -> Array:
     """The threshold of each value [..., C], an odd multiple of 2^-23: float32 [1, ..., C].
 
-    Args:
-      step: int32 [], the number of the update. None gives 1/2, which rounds to nearest.
-      shape: of the values.
-
-    Example:
-      >>> thresholds(jnp.int32(1), (2, 2)).shape
-      (1, 2)
+    `step` is the number of the update, int32 []. None gives 1/2, which rounds to nearest.
     """
     if step is None:
         return jnp.float32(0.5)
@@ -86,8 +80,7 @@ def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array
 
     Args:
       n: float32 [...], at least 0.
-      below: int32 [...], the last code whose value is at most n. It may be off by 1 where n is next
-        to a value.
+      below: the last code whose value is at most n. It may be off by 1 where n is next to a value.
       value_of: the value float32 [...] of codes int32 [...]. It grows with the code.
       u: thresholds.
 
@@ -100,12 +93,7 @@ def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array
 
 
 def settled_float(n: Array, dtype: DType, u: Array) -> Array:
-    """`settled` among the codes of a short float: `float_below` n, or the next one, [...] int32.
-
-    Example:
-      >>> settled_float(jnp.float32(1.1), jnp.float8_e5m2, jnp.float32(0.3))
-      Array(61, dtype=int32)
-    """
+    """`settled` among the codes of a short float: `float_below` n, or the next one, [...] int32."""
     value_of = functools.partial(float_of, dtype=dtype)
     return settled(n, float_below(n, dtype), value_of, u)
 
@@ -113,9 +101,7 @@ def settled_float(n: Array, dtype: DType, u: Array) -> Array:
 def float_below(n: Array, dtype: DType) -> Array:
     """The code of the largest value of a short float that is at most n, [...] int32.
 
-    Args:
-      n: float32 [...], from 0 to the largest value of the dtype.
-      dtype: of 16 bits or fewer.
+    n is float32, from 0 to the largest value of the dtype. The dtype has 16 bits or fewer.
 
     Example:
       >>> float_below(jnp.float32(449.0), jnp.float8_e4m3fn)
@@ -132,22 +118,12 @@ def float_below(n: Array, dtype: DType) -> Array:
 
 
 def float_of(code: Array, dtype: DType) -> Array:
-    """The value of a code, float32 [...]. It is made of bits, so XLA folds no conversion away.
-
-    Example:
-      >>> float_of(jnp.int32(126), jnp.float8_e4m3fn)
-      Array(448., dtype=float32)
-    """
+    """The value of a code, float32 [...]. It is made of bits, so XLA folds no conversion away."""
     return as_float(code, dtype).astype(jnp.float32)
 
 
 def as_float(code: Array, dtype: DType) -> Array:
-    """Codes [...] as floats of these bits, [...] in the dtype.
-
-    Example:
-      >>> as_float(jnp.int32(126), jnp.float8_e4m3fn)
-      Array(448, dtype=float8_e4m3fn)
-    """
+    """Codes [...] as floats of these bits, [...] in the dtype."""
     unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
     return lax.bitcast_convert_type(code.astype(unsigned), dtype)
 
@@ -174,15 +150,15 @@ class AbstractMomentFormat(abc.ABC):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> Any:
-        """Stores an array.
+        """Stores x, float32 [...].
 
         Args:
-          x: float32 [...].
+          x: the moment.
           old: what it replaces, or None.
           signed: whether x can be negative. A second moment cannot.
           key: a jax PRNG key, for stochastic rounding.
-          step: int32 [], the number of the update. It gives the thresholds of rounding, see
-            `_dither`. None rounds to nearest, as for a moment that no update follows.
+          step: int32 [], the number of the update, for `thresholds`. None rounds to nearest, as for
+            a moment that no update follows.
         """
 
     @abc.abstractmethod
@@ -301,11 +277,7 @@ class PerParameter:
 
 
 def check_rounding(rounding: object) -> None:
-    """Raise ValueError unless moments can be rounded so.
-
-    Example:
-      >>> check_rounding("dithered")
-    """
+    """Raise ValueError unless moments can be rounded so."""
     if rounding == "nearest":
         raise ValueError(
             "rounding='nearest': small moments would never decay, because 0.9 of a small code is "

@@ -30,12 +30,7 @@ _CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def is_stored(node: Any) -> bool:
-    """Whether a node is a moment that a format has stored. A bfloat16 array is no node.
-
-    Example:
-      >>> is_stored(jnp.ones(2))
-      False
-    """
+    """Whether a node is a moment that a format has stored. A bfloat16 array is no node."""
     return isinstance(node, _STORED)
 
 
@@ -44,10 +39,6 @@ def with_nodes(state: PyTree) -> PyTree:
 
     `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields. They are told from
     parameters by their dtypes.
-
-    Example:
-      >>> with_nodes({"w": 1.0})
-      {'w': 1.0}
     """
     return jax.tree.map(
         lambda node: _node_of(node) or node, state, is_leaf=lambda node: bool(_node_of(node))

@@ -32,12 +32,7 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def of(params: PyTree) -> "Parameters":
-        """The parameters of a tree.
-
-        Example:
-          >>> Parameters.of({"w": 1.0, "b": None}).paths
-          ["['w']"]
-        """
+        """The parameters of a tree."""
         found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
         paths = [jax.tree_util.keystr(path) for path, _ in found]
         names = [path_name(path) for path, _ in found]
@@ -61,12 +56,7 @@ class Parameters(NamedTuple):
 
 
 def dtype_of(leaf: Any) -> DType | None:
-    """The dtype of a parameter; None for a quantized weight.
-
-    Example:
-      >>> dtype_of(jnp.ones(2, jnp.bfloat16))
-      dtype(bfloat16)
-    """
+    """The dtype of a parameter; None for a quantized weight."""
     return None if is_weight(leaf) else jnp.result_type(leaf)
 
 

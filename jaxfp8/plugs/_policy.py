@@ -21,34 +21,17 @@ from jaxfp8.state._state import LEAVES, MatmulState
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How a layer of a framework multiplies.
-
-    Attributes:
-      recipe: which quantizer for which operand.
-      pairs: the options of the matmul, as sorted pairs (name, value).
-    """
+    """How a layer of a framework multiplies: the recipe, and its options as sorted pairs."""
 
     recipe: Recipe
     pairs: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def of(cls, function: str, recipe: Recipe, options: LayerOptions) -> "Policy":
-        """The policy of these arguments.
+        """The policy of these arguments. `function` is the public one that got them, for messages.
 
-        Args:
-          function: the public function that got the arguments, for messages.
-          recipe: which quantizer for which operand.
-          options: the options of the matmul.
-
-        Raises:
-          TypeError: if `recipe` is not a Recipe, or if an option is unknown.
-          ValueError: if the recipe needs keys, or if `state_channel` or `save_original` is
-            unknown.
-
-        Example:
-          >>> import jaxfp8 as fp8
-          >>> Policy.of("f", fp8.recipes.current(), {"state_channel": "gradient"}).options
-          {'state_channel': 'gradient'}
+        TypeError if `recipe` is not a Recipe, or if an option is unknown. ValueError if the recipe
+        needs keys, or if `state_channel` or `save_original` is unknown.
         """
         check_recipe(recipe)
         check_options(function, LayerOptions, options)
@@ -72,22 +55,7 @@ class Policy:
 
 
 def guest(module: str, package: str) -> Any:
-    """A module of a framework.
-
-    Args:
-      module: the name of the module.
-      package: what `pip install` calls it.
-
-    Returns:
-      The module.
-
-    Raises:
-      ImportError: if the module cannot be imported. The message names the package to install.
-
-    Example:
-      >>> guest("jax.numpy", "jax").__name__
-      'jax.numpy'
-    """
+    """A module of a framework. ImportError names the package that `pip install` needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -107,13 +75,6 @@ def leaf_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """The shape of each array of a state, by the name of its variable. All are float32.
 
     An array begins as zeros: a state that is 0 everywhere is unset.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> leaf_shapes(fp8.recipes.delayed())["fp8_scale"]
-      (3,)
-      >>> leaf_shapes(fp8.recipes.current())
-      {}
     """
     state = init_state(recipe)
     if not isinstance(state, MatmulState):
@@ -122,23 +83,7 @@ def leaf_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
 
 
 def state_of(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
-    """The state whose arrays are variables.
-
-    Args:
-      recipe: the recipe of the state.
-      variable: returns the variable of a name.
-
-    Returns:
-      A state; () for recipes without state.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> recipe = fp8.recipes.delayed()
-      >>> zeros = {name: jnp.zeros(shape) for name, shape in leaf_shapes(recipe).items()}
-      >>> state_of(recipe, zeros.get).scale.shape
-      (3,)
-    """
+    """The state whose arrays are variables, which `variable` returns by name. () without state."""
     state = init_state(recipe)
     if not isinstance(state, MatmulState):
         return ()

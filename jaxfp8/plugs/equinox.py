@@ -195,18 +195,8 @@ def _layer() -> type:
 def _per_example_dot(policy: Policy, x: Array, w: Array, state: PyTree) -> Array:
     """The FP8 matmul of x [..., K] and w [K, N], which `jax.vmap` maps as one matmul.
 
-    Args:
-      policy: the recipe and the options.
-      x: [..., K], of one example.
-      w: [K, N], shared by all examples. If it is mapped, there is one matmul for each of its
-        slices.
-      state: the state of the matmul; () for recipes without state.
-
-    Returns:
-      [..., N].
-
-    Raises:
-      UncollectedStateError: in the backward pass, if the state is not collected.
+    All examples share w. If it is mapped, there is one matmul for each of its slices.
+    UncollectedStateError in the backward pass, if the state is not collected.
     """
     return _dot(policy, x, w, state)
 

@@ -320,17 +320,11 @@ def _to_bytes(state: Any) -> Any:
 
 
 def _from_bytes(held: Any) -> Any:
-    """The state, whose gradient is a state too. Anything but `StateBytes` is returned unchanged.
+    """The state of what `_to_bytes` returned, after any cast. Anything else is returned unchanged.
 
-    Args:
-      held: what `to_bytes` returned, after any cast.
-
-    Returns:
-      A `MatmulState`, unset if `held` is an average of several states. If its cotangent is the next
-      state, the cotangent of `held` has the bytes of the next state.
-
-    Raises:
-      FP8StateError: while a gradient is traced, if the state has been used before.
+    It is unset if `held` is an average of several states. If the cotangent of the state is the next
+    state, the cotangent of `held` has its bytes. FP8StateError while a gradient is traced, if the
+    state has been used before.
     """
     if not isinstance(held, _StateBytes):
         return held

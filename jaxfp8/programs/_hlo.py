@@ -46,13 +46,6 @@ class Tensor(NamedTuple):
       dtype: as jax names it, `float8_e4m3fn`.
       shape: [...]. A size that the program does not know is replaced by its upper bound.
       bytes: the size of all elements. Two 4-bit elements share a byte if the layout packs them.
-
-    Example:
-      >>> values, counts = tensors_of("(f8e4m3fn[64,32]{1,0}, s4[10]{0:E(4)}, token[])")
-      >>> values
-      Tensor(dtype='float8_e4m3fn', shape=(64, 32), bytes=2048)
-      >>> counts
-      Tensor(dtype='int4', shape=(10,), bytes=5)
     """
 
     dtype: str
@@ -79,18 +72,7 @@ def tensors_of(type: str) -> tuple[Tensor, ...]:
 
 
 class Instruction(NamedTuple):
-    r"""One line of a computation, `%name = type opcode(operands), attributes`.
-
-    Example:
-      >>> program = read_program(
-      ...     "ENTRY %main (x: f32[4]) -> f32[4] {\n"
-      ...     "  %x = f32[4]{0} parameter(0)\n"
-      ...     "  ROOT %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%f\n}"
-      ... )
-      >>> y = program.computations["main"]["y"]
-      >>> y.opcode, y.operands, y.computations("calls")
-      ('fusion', ('x',), ('f',))
-    """
+    """One line of a computation, `%name = type opcode(operands), attributes`."""
 
     name: str
     type: str
@@ -141,7 +123,7 @@ class Program(NamedTuple):
 
     Attributes:
       entry: the name of the computation that runs.
-      computations: by name, in the order of the text.
+      computations: in the order of the text.
       replicas: how many times the program runs in parallel.
       partitions: how many devices each replica runs on.
     """
@@ -153,20 +135,10 @@ class Program(NamedTuple):
 
 
 def read_program(compiled: Any) -> Program:
-    """Reads a compiled program.
+    """Reads what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
 
-    Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
-
-    Raises:
-      TypeError: if `compiled` is neither.
-      ValueError: if the program has no text, or the text holds several programs.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> program = read_program(jax.jit(jnp.sin).lower(jnp.ones(3)).compile())
-      >>> [i.type for i in program.computations[program.entry].values() if i.opcode == "parameter"]
-      ['f32[3]{0}']
+    TypeError for anything else. ValueError if the program has no text, or if the text holds several
+    programs.
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         raise TypeError(
@@ -241,13 +213,7 @@ class Array(NamedTuple):
     Attributes:
       dtype: as the program prints it, `bf16`.
       shape: the logical shape.
-      order: the dimensions in the order of memory, the slowest first.
-
-    Example:
-      >>> array_type("bf16[8,128]{0,1}")
-      Array(dtype='bf16', shape=(8, 128), order=(1, 0))
-      >>> array_type("bf16[8,128]{0,1}").physical_shape
-      (128, 8)
+      order: the dimensions in the order of memory, the slowest first. For `{0,1}` it is (1, 0).
     """
 
     dtype: str
@@ -280,8 +246,7 @@ class Array(NamedTuple):
 def array_type(text: str) -> Array:
     """Reads the type of one array.
 
-    Raises:
-      ValueError: for tuples, tokens, unknown sizes, and layouts in tiles.
+    ValueError for tuples, tokens, unknown sizes, and layouts in tiles.
     """
     found = _ARRAY.match(text.strip())
     layout, _, memory = (found[3] or "").partition(":") if found else ("", "", "")

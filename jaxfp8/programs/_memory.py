@@ -26,14 +26,11 @@ from jaxfp8.programs._hlo import (
     tensors_of,
 )
 
-# The phases of a train step: forward pass, backward pass, and what is neither.
-#
-# JAX writes its transformations into the name of each operation. `jvp(` marks the forward pass of a
-# gradient. `transpose(` marks the backward pass, also the part that `jax.checkpoint` computes
-# again.
+# The phases of a train step. JAX writes its transformations into the name of each operation. `jvp(`
+# marks the forward pass of a gradient. `transpose(` marks the backward pass, also the part that
+# `jax.checkpoint` computes again.
 
 _Phase = Literal["other", "forward", "backward"]
-
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _ORDER: tuple[_Phase, ...] = ("other", "forward", "backward")
 
@@ -62,11 +59,10 @@ class _Phases:
         self._fused: dict[str, tuple[_Phase | None, ...]] = {}
 
     def of(self, instruction: Instruction) -> tuple[_Phase | None, ...]:
-        """The phase of an instruction. A fusion with several results has one for each.
+        """The phase of an instruction, None without a name. A fusion has one for each result.
 
-        XLA adds instructions that have no name of JAX, for instance copies. Their phase is None.
-        The name of a fusion is that of one of its operations, so the phases come from the
-        operations that make its results.
+        XLA adds instructions that have no name of JAX, for instance copies. The name of a fusion is
+        that of one of its operations. So its phases come from the operations that make its results.
         """
         named = _named_phase(instruction)
         fused = instruction.computations("calls") if instruction.opcode == "fusion" else ()
@@ -91,38 +87,21 @@ class _Phases:
         return self._fused[name]
 
 
-# Which arrays of a program share one piece of memory, and from when to when they need it.
-
-
 @dataclasses.dataclass
 class _Buffer:
-    """A piece of memory, which holds an array or several ones in turn.
-
-    Times count the instructions of the program in the order in which they run.
-
-    Attributes:
-      bytes: its size.
-      elements: the number of elements of its arrays.
-      born: the time of the first instruction that writes it.
-      dies: the time of the last instruction that reads it.
-      makers: the phases of the instructions that write it.
-      readers: the phases of the instructions that read it. A result of the program is read by
-        "other".
-      summed: whether a loop with a backward pass in it writes the buffer outside of that pass. Sums
-        of gradients over microbatches are such buffers.
-      outside: whether it is an argument or a constant of the program, or takes the memory of one.
-      returned: whether it is a result of the program.
-    """
+    """A piece of memory for arrays, in turn. Times count the instructions as they run."""
 
     bytes: int
-    elements: int
-    born: int
-    dies: int
-    makers: set[_Phase]
-    readers: set[_Phase]
+    elements: int  # of its arrays
+    born: int  # when the first instruction writes it
+    dies: int  # when the last instruction reads it
+    makers: set[_Phase]  # the phases of the instructions that write it
+    readers: set[_Phase]  # and of those that read it. "other" reads a result of the program
+    # Whether a loop with a backward pass in it writes the buffer outside of that pass. Sums of
+    # gradients over microbatches are such buffers.
     summed: bool = False
-    outside: bool = False
-    returned: bool = False
+    outside: bool = False  # an argument or a constant of the program, or in the memory of one
+    returned: bool = False  # a result of the program
 
 
 class _Storage:
@@ -133,13 +112,7 @@ class _Storage:
         self._buffers: list[_Buffer] = []
 
     def new(self, tensors: Sequence[Tensor], time: int, phases: Sequence[_Phase]) -> list[int]:
-        """A buffer for each of the arrays that an instruction makes.
-
-        Args:
-          tensors: the arrays.
-          time: when they are written.
-          phases: the phase of each array, or one for all.
-        """
+        """A buffer for each array that an instruction writes. `phases` may be one for all."""
         names = []
         each = phases if len(phases) == len(tensors) else [_latest(phases)] * len(tensors)
         for tensor, phase in zip(tensors, each, strict=True):
@@ -150,7 +123,6 @@ class _Storage:
         return names
 
     def of(self, name: int) -> _Buffer:
-        """The buffer of a name."""
         return self._buffers[self._find(name)]
 
     def read(self, names: Iterable[int], time: int, phases: Iterable[_Phase]) -> None:
@@ -181,7 +153,6 @@ class _Storage:
             )  # fmt: skip
 
     def buffers(self) -> list[_Buffer]:
-        """All buffers."""
         return [self._buffers[n] for n, same in enumerate(self._same) if n == same]
 
     def _find(self, name: int) -> int:
@@ -192,17 +163,11 @@ class _Storage:
 
 
 class _Memory(NamedTuple):
-    """The memory of a program over time.
+    """The memory of a program over time."""
 
-    Attributes:
-      buffers: temporary ones. Arguments, constants and results are none.
-      results: those of results that take no memory of a donated argument.
-      phases: the phase of each instruction, in the order in which they run.
-    """
-
-    buffers: tuple[_Buffer, ...]
-    results: tuple[_Buffer, ...]
-    phases: tuple[_Phase, ...]
+    buffers: tuple[_Buffer, ...]  # temporary ones, so no arguments, constants and results
+    results: tuple[_Buffer, ...]  # those that take no memory of a donated argument
+    phases: tuple[_Phase, ...]  # of each instruction, in the order in which they run
 
     @property
     def peak(self) -> int:
@@ -236,14 +201,7 @@ _OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re
 
 
 def _buffers_of(text: str) -> _Memory:
-    r"""The buffers of a program, with the times and the phases in which they are needed.
-
-    Args:
-      text: of the compiled program, `compiled.as_text()`.
-
-    Raises:
-      ValueError: if the text does not say in which order the instructions run.
-    """
+    """The buffers of a compiled program. ValueError if its text has no order of time."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "the text of the program has no is_scheduled=true, so its instructions are in no order "
@@ -424,47 +382,24 @@ def _element(type: str, index: int, names: list[int]) -> list[int]:
 
 
 class _StepMemory(NamedTuple):
-    """Bytes of a program on one device. They add up to what XLA allocates, without code.
+    """Bytes of a program on one device. They add up to what XLA allocates, without code."""
 
-    Attributes:
-      arguments: of all arguments that the program reads or returns.
-      gradients: of gradients of weights, as results or at the peak.
-      residuals: of what the forward pass left for the backward pass, at the peak.
-      temporaries: the rest of XLA's temporary memory.
-      results: of other results, if they do not take the memory of donated arguments.
-    """
-
-    arguments: int
-    gradients: int
-    residuals: int
-    temporaries: int
-    results: int
+    arguments: int  # of all arguments that the program reads or returns
+    gradients: int  # of weights, as results or at the peak
+    residuals: int  # what the forward pass left for the backward pass, at the peak
+    temporaries: int  # the rest of XLA's temporary memory
+    results: int  # others, if they do not take the memory of donated arguments
 
 
 def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
-    """The memory of a compiled train step.
+    """The memory of a compiled train step. ValueError if XLA does not tell it.
 
     The peak is the moment at which most temporary bytes are live. A buffer is a residual if the
     forward pass writes it and the backward pass reads it. It is a gradient if the backward pass
     writes it, the optimizer reads it, and it has as many elements as a weight. A sum of gradients
     over microbatches is one, too. Everything else is a temporary: activations and their gradients
-    while a layer runs, workspaces of matmuls, and gaps between buffers.
-
-    XLA may put a temporary into the memory of a result or of a donated argument, which is not in
-    use at that moment. Then it counts there.
-
-    Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns.
-      weight_sizes: the numbers of elements of the weights, of whole arrays and of shards.
-
-    Raises:
-      ValueError: if XLA does not tell the program's memory.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> step = jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(w) ** 2)))
-      >>> step_memory(step.lower(jnp.ones(64)).compile(), {64}).gradients
-      256
+    while a layer runs, workspaces of matmuls, and gaps between buffers. `weight_sizes` are the
+    numbers of elements of the weights, of whole arrays and of shards.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -476,7 +411,8 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     returned = sum(b.bytes for b in memory.results if _is_gradient(b, weight_sizes))
     residuals, gradients = _at_peak(memory, weight_sizes)
-    # What does not fit lies in memory of results or arguments, see above.
+    # XLA may put a temporary into the memory of a result or of a donated argument, which is not in
+    # use at that moment. What does not fit is there, and counts there.
     returned = min(returned, results)
     residuals = min(residuals, stats.temp_size_in_bytes)
     gradients = min(gradients, stats.temp_size_in_bytes - residuals)

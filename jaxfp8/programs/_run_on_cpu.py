@@ -38,8 +38,7 @@ _OPTIONS = [("xla_allow_excess_precision", False), ("xla_backend_optimization_le
 def _execute(text: str, arguments: Sequence[Any], taps: Taps) -> list[jax.Array]:
     """Compiles and runs the text. Arguments and results are flat lists of arrays.
 
-    Raises:
-      ValueError: if the shapes or dtypes of the arguments are not those of the parameters.
+    ValueError if the arguments do not have the shapes and dtypes of the parameters.
     """
     device = jax.local_devices(backend="cpu")[0]
     module = _hlo.hlo_module_from_text(text)
@@ -113,9 +112,8 @@ _CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 def _portable_text(text: str, taps: Taps) -> str:
     """Rewrites the text of a program for one GPU.
 
-    Raises:
-      ValueError: if one CPU cannot run the program. Causes are several devices, kernels, unknown
-        library calls or opcodes, and constants without their values.
+    ValueError if one CPU cannot run the program. Causes are several devices, kernels, unknown
+    library calls or opcodes, and constants without their values.
     """
     program = read_program(text)
     _check_one_device(program)
@@ -274,11 +272,7 @@ def _unknown(instruction: Instruction) -> str:
 
 
 def _full_text(compiled: jax.stages.Compiled) -> str:
-    """The text of the program, with the constants that `as_text()` leaves out.
-
-    Raises:
-      ValueError: if `compiled` holds other than one program.
-    """
+    """The text of the program, with the constants that `as_text()` leaves out."""
     modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
     if len(modules) != 1:
         raise ValueError(
@@ -292,8 +286,7 @@ def _full_text(compiled: jax.stages.Compiled) -> str:
 def _flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> list[Any]:
     """The arrays that the program takes.
 
-    Raises:
-      ValueError: if the function was compiled for another tree, shape or dtype.
+    ValueError if the function was compiled for another tree, shape or dtype.
     """
     leaves, tree = jax.tree.flatten((tuple(arguments), {}))
     if tree != compiled.in_tree:  # type: ignore[operator]
