@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from jaxfp8.conversion._plan import Decision
 from jaxfp8.conversion._rule import UNCALLED, UNKNOWN, Layer
@@ -232,30 +232,3 @@ def coverage_of(
         for layer, decision in decisions.items()
     )
     return Coverage(rows=tuple(rows), other_flops=other_flops, counted=counted)
-
-
-# `Returned`: the pair that `fp8.convert` returns, with errors if it is used as the model.
-
-
-class Returned(NamedTuple):
-    """A converted model and its table. Use as a model raises an error that says how to unpack."""
-
-    model: Any
-    coverage: Coverage
-
-    def __getattr__(self, name: str) -> NoReturn:
-        owner = "coverage" if hasattr(self.coverage, name) else "model"
-        raise AttributeError(
-            f"{self._called}, which has no attribute {name!r}. {_UNPACK}{owner}.{name}.", name=name
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        raise TypeError(f"{self._called}, which cannot be called. {_UNPACK}model(...).")
-
-    @property
-    def _called(self) -> str:
-        return f"fp8.convert returned two values: ({type(self.model).__name__}, Coverage)"
-
-
-_UNPACK = "Write model, coverage = fp8.convert(...), and then "

@@ -21,22 +21,6 @@ Compute: TypeAlias = Callable[..., Array]
 Foreign: TypeAlias = tuple[tuple[type, Compute], ...]
 
 
-def read_layers(layers: Mapping[type, Compute]) -> Foreign:
-    """The pairs of `layers=`. TypeError unless they are classes and functions."""
-    if not isinstance(layers, Mapping):
-        raise TypeError(
-            f"layers={layers!r} must map classes of layers to functions: "
-            "{Einsum: lambda layer, einsum, x: einsum(layer.equation, x, layer.w)}."
-        )
-    for kind, compute in layers.items():
-        if not isinstance(kind, type) or not callable(compute):
-            raise TypeError(
-                f"layers has {kind!r}: {compute!r}. A class and a function of (layer, einsum, "
-                "*arguments) are needed."
-            )
-    return tuple(layers.items())
-
-
 def compute_of(foreign: Foreign, kind: type) -> Compute | None:
     """The function for a class or one of its bases. None if there is none."""
     return next((compute for base, compute in foreign if issubclass(kind, base)), None)

@@ -44,33 +44,6 @@ def _is_inside(path: str, block: str) -> bool:
     return path.startswith(f"{block}/")
 
 
-def ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
-    """The blocks that `keep_first=` and `keep_last=` leave in high precision.
-
-    ValueError if a number is negative, if the model has no stack, or if no block would be left.
-    """
-    for name, number in (("keep_first", first), ("keep_last", last)):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{name}={number!r} must be a number of blocks, 0 or more.")
-    if first == last == 0:
-        return frozenset()
-    if not stacks:
-        raise ValueError(
-            f"keep_first={first} and keep_last={last} need blocks, but the model has no numbered "
-            "blocks such as block_0 and block_1. The layers of nn.scan share one path and one "
-            "recipe. Name layers in rules=[(pattern, None)] instead."
-        )
-    for stack in stacks:
-        if first + last >= len(stack):
-            raise ValueError(
-                f"keep_first={first} and keep_last={last} leave no block of {stack[0]!r} to "
-                f"{stack[-1]!r} in FP8, which are {len(stack)}. Keep fewer."
-            )
-    return frozenset(
-        block for stack in stacks for block in (*stack[:first], *stack[len(stack) - last :])
-    )
-
-
 # `Plan`: the decision for each layer, as a pure function of what a rule sees.
 
 Kept: TypeAlias = Literal["router", "lm_head", "slow"]
@@ -199,14 +172,3 @@ def _is_router(layer: Layer) -> bool:
     if any(_ROUTER.fullmatch(part) for part in layer.path.split("/")[-2:]):
         return True
     return narrow and _GATE.fullmatch(layer.name) is not None
-
-
-def check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:
-    """The kinds of layers to keep. ValueError for an unknown one."""
-    kinds: tuple[Kept, ...] = tuple(keep)
-    if isinstance(keep, str) or any(kind not in KEPT for kind in kinds):
-        raise ValueError(
-            f"keep={keep!r} must be a sequence of {', '.join(map(repr, KEPT))}. Write keep=() to "
-            "convert all of them."
-        )
-    return kinds
