@@ -1,9 +1,11 @@
 """`convert`: a whole model in FP8."""
 
 import dataclasses
+import difflib
+import re
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, Unpack
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar, Unpack
 
 import flax.linen as nn
 import jax
@@ -11,9 +13,9 @@ from flax import nnx
 
 from jaxfp8._call import Example, check_options
 from jaxfp8.conversion import _linen, _nnx
-from jaxfp8.conversion._coverage import Coverage, Returned, coverage_of
-from jaxfp8.conversion._foreign import Compute, read_layers
-from jaxfp8.conversion._plan import KEPT, Kept, Plan, check_keep, ends_of, stacks_of
+from jaxfp8.conversion._coverage import Coverage, coverage_of
+from jaxfp8.conversion._foreign import Compute, Foreign
+from jaxfp8.conversion._plan import KEPT, Kept, Plan, stacks_of
 from jaxfp8.conversion._rule import (
     APPLIED,
     UNKNOWN,
@@ -22,8 +24,6 @@ from jaxfp8.conversion._rule import (
     Matcher,
     Rule,
     Seen,
-    check_used,
-    read_rules,
 )
 from jaxfp8.jaxprs._flops import OTHER
 from jaxfp8.matmul._options import LayerOptions
@@ -134,12 +134,12 @@ def convert(
             f"model is a {type(model).__name__} that fp8.convert made. Convert the model that it "
             "was made from, or give all rules in one call."
         )
-    given = read_rules(rules)
+    given = _read_rules(rules)
     plan = Plan(
         recipe=recipe,
         rules=given,
-        keep=check_keep(keep),
-        foreign=read_layers(layers),
+        keep=_check_keep(keep),
+        foreign=_read_layers(layers),
         options=tuple(sorted(options.items())),
     )
     example = _example(inputs, arguments)
@@ -163,7 +163,7 @@ def convert(
     seen: Seen = room.look(model, plan, example)
     found = [_with_repeats(layer, seen) for layer in seen.layers.values()]
     plan = _of_model(plan, seen, keep_first, keep_last)
-    check_used(given, found)
+    _check_used(given, found)
     decisions = {layer: plan.decide(layer) for layer in found}
     flops = dict(seen.flops)
     coverage = coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
@@ -243,7 +243,7 @@ def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
     stacks = stacks_of(seen.modules, seen.layers)
     return dataclasses.replace(
         plan,
-        kept_blocks=ends_of(stacks, keep_first, keep_last),
+        kept_blocks=_ends_of(stacks, keep_first, keep_last),
         blocks=frozenset(block for stack in stacks for block in stack),
         # Positions and types of tokens have smaller tables.
         vocabularies=frozenset([max(seen.vocabularies)] if seen.vocabularies else []),
@@ -253,3 +253,148 @@ def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
 def _with_repeats(layer: Layer, seen: Seen) -> Layer:
     """The layer, marked if a loop runs it for a stack of layers."""
     return dataclasses.replace(layer, repeated=layer.repeated or layer.path in seen.in_loops)
+
+
+# The arguments of `convert`.
+
+
+def _read_rules(rules: Iterable[Rule | tuple[Matcher, Recipe | None]]) -> tuple[Rule, ...]:
+    """The rules, with pairs as rules."""
+    if isinstance(rules, Rule | str) or not isinstance(rules, Iterable):
+        raise TypeError(
+            f"rules={rules!r} must be a sequence of pairs (match, recipe), for instance "
+            'rules=[("decoder/.*", fp8.recipes.blockwise())].'
+        )
+
+    def one(given: Any) -> Rule:
+        if isinstance(given, Rule):
+            return given
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise TypeError(
+                f"rules holds {given!r}. Each rule is an fp8.conversion.Rule or a pair "
+                "(match, recipe)."
+            )
+        return Rule(*given)
+
+    return tuple(map(one, rules))
+
+
+def _check_used(rules: Sequence[Rule], layers: Sequence[Layer]) -> None:
+    """Raise ValueError for a rule that decides no layer, or that names one which cannot run FP8."""
+    first = {layer: next((r for r in rules if r.matches(layer)), None) for layer in layers}
+    for rule in rules:
+        matched = [layer for layer in layers if rule.matches(layer)]
+        if not matched:
+            raise ValueError(f"rule {rule.called} matches no layer. {_nearest(rule, layers)}")
+        mine = [layer for layer in matched if first[layer] is rule]
+        if not mine:
+            earlier = first[matched[0]]
+            raise ValueError(
+                f"rule {rule.called} decides no layer: earlier rules match all of its layers, "
+                f"{earlier.called if earlier else ''} for instance {matched[0].path!r}. The first "
+                "match wins, so put the narrower rule first."
+            )
+        if rule.recipe is None or rule.recipe.is_identity:
+            continue
+        able = [layer for layer in mine if layer.can_be_fp8]
+        for layer in mine:
+            # A wide pattern may include embeddings and convolutions. The table then says why they
+            # were left alone. A rule that names one layer, or that is left with none, is a mistake.
+            if not layer.can_be_fp8 and (not able or rule.match == layer.path):
+                raise ValueError(
+                    f"rule {rule.called} gives recipe {rule.recipe.name!r} to layer "
+                    f"{layer.path!r}, of type {layer.type.__name__}, which cannot take it: "
+                    f"{layer.obstacle}. Narrow the rule."
+                )
+
+
+def _nearest(rule: Rule, layers: Sequence[Layer]) -> str:
+    paths = [layer.path for layer in layers]
+    if isinstance(rule.match, str):
+        near = difflib.get_close_matches(rule.match, paths, n=3, cutoff=0.0)
+        inner = [path for path in paths if re.search(rule.match, path)]
+        hint = f" A rule must match the whole path: write '.*{rule.match}.*'." if inner else ""
+        return f"The nearest paths are {near}.{hint}"
+    if isinstance(rule.match, type):
+        return f"The types are {sorted({layer.type.__name__ for layer in layers})}."
+    return f"The paths are {paths[:8]}."
+
+
+def _check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:
+    """The kinds of layers to keep. ValueError for an unknown one."""
+    kinds: tuple[Kept, ...] = tuple(keep)
+    if isinstance(keep, str) or any(kind not in KEPT for kind in kinds):
+        raise ValueError(
+            f"keep={keep!r} must be a sequence of {', '.join(map(repr, KEPT))}. Write keep=() to "
+            "convert all of them."
+        )
+    return kinds
+
+
+def _ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
+    """The blocks that `keep_first=` and `keep_last=` leave in high precision.
+
+    ValueError if a number is negative, if the model has no stack, or if no block would be left.
+    """
+    for name, number in (("keep_first", first), ("keep_last", last)):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{name}={number!r} must be a number of blocks, 0 or more.")
+    if first == last == 0:
+        return frozenset()
+    if not stacks:
+        raise ValueError(
+            f"keep_first={first} and keep_last={last} need blocks, but the model has no numbered "
+            "blocks such as block_0 and block_1. The layers of nn.scan share one path and one "
+            "recipe. Name layers in rules=[(pattern, None)] instead."
+        )
+    for stack in stacks:
+        if first + last >= len(stack):
+            raise ValueError(
+                f"keep_first={first} and keep_last={last} leave no block of {stack[0]!r} to "
+                f"{stack[-1]!r} in FP8, which are {len(stack)}. Keep fewer."
+            )
+    return frozenset(
+        block for stack in stacks for block in (*stack[:first], *stack[len(stack) - last :])
+    )
+
+
+def _read_layers(layers: Mapping[type, Compute]) -> Foreign:
+    """The pairs of `layers=`. TypeError unless they are classes and functions."""
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"layers={layers!r} must map classes of layers to functions: "
+            "{Einsum: lambda layer, einsum, x: einsum(layer.equation, x, layer.w)}."
+        )
+    for kind, compute in layers.items():
+        if not isinstance(kind, type) or not callable(compute):
+            raise TypeError(
+                f"layers has {kind!r}: {compute!r}. A class and a function of (layer, einsum, "
+                "*arguments) are needed."
+            )
+    return tuple(layers.items())
+
+
+# `Returned`: the pair that `fp8.convert` returns, with errors if it is used as the model.
+
+_UNPACK = "Write model, coverage = fp8.convert(...), and then "
+
+
+class Returned(NamedTuple):
+    """A converted model and its table. Use as a model raises an error that says how to unpack."""
+
+    model: Any
+    coverage: Coverage
+
+    def __getattr__(self, name: str) -> NoReturn:
+        owner = "coverage" if hasattr(self.coverage, name) else "model"
+        raise AttributeError(
+            f"{self._called}, which has no attribute {name!r}. {_UNPACK}{owner}.{name}.", name=name
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        del args, kwargs
+        raise TypeError(f"{self._called}, which cannot be called. {_UNPACK}model(...).")
+
+    @property
+    def _called(self) -> str:
+        return f"fp8.convert returned two values: ({type(self.model).__name__}, Coverage)"

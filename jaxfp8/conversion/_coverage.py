@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 from jaxfp8.conversion._plan import Decision
 from jaxfp8.conversion._rule import UNCALLED, UNKNOWN, Layer
@@ -27,13 +27,10 @@ class _Line:
 
 
 def _fold(rows: Iterable[tuple[str, Any]], what: Callable[[Any], Hashable]) -> list[_Line]:
-    """Lines of rows. Rows become one line if a number of their paths counts up, and nothing else.
+    """Lines of pairs (path, row). Rows become one line if only a number of their paths counts up.
 
     Outer numbers come first. Then `block_0/expert_0` to `block_3/expert_7` are one line, too.
-
-    Args:
-      rows: pairs of a path and a row.
-      what: all of a row that has to be equal, besides its path.
+    `what` gives all of a row that has to be equal, besides its path.
     """
     lines = [_Line(path.split("/"), [row]) for path, row in rows]
     for depth in range(max((len(line.parts) for line in lines), default=0)):
@@ -221,12 +218,7 @@ def coverage_of(
     *,
     counted: bool,
 ) -> Coverage:
-    """The table of these layers. `flops` has the operations of each path.
-
-    Example:
-      >>> coverage_of({}, {}, 0, counted=True).share
-      0.0
-    """
+    """The table of these layers. `flops` has the operations of each path."""
     rows = (
         CoverageRow(
             path=layer.path,
@@ -240,41 +232,3 @@ def coverage_of(
         for layer, decision in decisions.items()
     )
     return Coverage(rows=tuple(rows), other_flops=other_flops, counted=counted)
-
-
-# `Returned`: the pair that `fp8.convert` returns, with errors if it is used as the model.
-
-
-class Returned(NamedTuple):
-    """A converted model and its table. Use as a model raises an error that says how to unpack.
-
-    Attributes:
-      model: the converted model.
-      coverage: its table.
-
-    Example:
-      >>> pair = Returned({"w": 1.0}, Coverage(rows=()))
-      >>> model, coverage = pair
-      >>> hasattr(pair, "apply")
-      False
-    """
-
-    model: Any
-    coverage: Coverage
-
-    def __getattr__(self, name: str) -> NoReturn:
-        owner = "coverage" if hasattr(self.coverage, name) else "model"
-        raise AttributeError(
-            f"{self._called}, which has no attribute {name!r}. {_UNPACK}{owner}.{name}.", name=name
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        del args, kwargs
-        raise TypeError(f"{self._called}, which cannot be called. {_UNPACK}model(...).")
-
-    @property
-    def _called(self) -> str:
-        return f"fp8.convert returned two values: ({type(self.model).__name__}, Coverage)"
-
-
-_UNPACK = "Write model, coverage = fp8.convert(...), and then "

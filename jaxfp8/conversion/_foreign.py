@@ -21,49 +21,13 @@ Compute: TypeAlias = Callable[..., Array]
 Foreign: TypeAlias = tuple[tuple[type, Compute], ...]
 
 
-def read_layers(layers: Mapping[type, Compute]) -> Foreign:
-    """The types and functions of `layers=`.
-
-    Raises:
-      TypeError: for a key that is no class, or a value that is no function.
-
-    Example:
-      >>> read_layers({dict: lambda layer, einsum, x: einsum("bd,dk->bk", x, layer["w"])})[0][0]
-      <class 'dict'>
-    """
-    if not isinstance(layers, Mapping):
-        raise TypeError(
-            f"layers={layers!r} must map classes of layers to functions: "
-            "{Einsum: lambda layer, einsum, x: einsum(layer.equation, x, layer.w)}."
-        )
-    for kind, compute in layers.items():
-        if not isinstance(kind, type) or not callable(compute):
-            raise TypeError(
-                f"layers has {kind!r}: {compute!r}. A class and a function of (layer, einsum, "
-                "*arguments) are needed."
-            )
-    return tuple(layers.items())
-
-
 def compute_of(foreign: Foreign, kind: type) -> Compute | None:
-    """The function for a class or one of its bases. None if there is none.
-
-    Example:
-      >>> compute_of((), dict) is None
-      True
-    """
+    """The function for a class or one of its bases. None if there is none."""
     return next((compute for base, compute in foreign if issubclass(kind, base)), None)
 
 
 class Once:
-    """An einsum that may be called once: a layer has one quantizer state.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> einsum = Once(jnp.einsum)
-      >>> einsum("i,i->", jnp.ones(2), jnp.ones(2)).item()
-      2.0
-    """
+    """An einsum that may be called once: a layer has one quantizer state."""
 
     def __init__(self, einsum: Callable[..., Array]) -> None:
         self._einsum, self._called = einsum, False
@@ -98,13 +62,6 @@ class Uses:
       multiplied: the parameters that a matmul outside of layers reads as weights.
       convolved: those that a convolution outside of layers reads as its kernel.
       order: the parameters in the order in which the program uses them first.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> f = lambda w, position, x: (x + position) @ w.T
-      >>> weights = jnp.ones((4, 8)), jnp.ones(8)
-      >>> uses_of(jax.make_jaxpr(f)(*weights, jnp.ones((2, 8))).jaxpr, [0, 1, None])
-      Uses(multiplied=frozenset({0}), convolved=frozenset(), order=(1, 0))
     """
 
     multiplied: frozenset[int]
@@ -115,9 +72,7 @@ class Uses:
 def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
     """How a program uses its parameters.
 
-    Args:
-      jaxpr: from `jax.make_jaxpr`.
-      numbers: the number of each input. None for an input that is no variable of the model.
+    `numbers` has the number of each input, None for an input that is no variable of the model.
     """
     multiplied = convolved = used = 0
     order: list[int] = []
@@ -158,18 +113,9 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
 def known_by_use(
     layers: Mapping[str, Layer], own: Mapping[str, AbstractSet[int]], uses: Uses
 ) -> dict[str, Layer]:
-    """The layers, without modules that have parameters and multiply nothing by them.
+    """The layers by path, without modules that have parameters and multiply nothing by them.
 
-    Args:
-      layers: by path.
-      own: the numbers of the parameters of a layer. A layer without them stays as it is.
-      uses: how a call uses these parameters.
-
-    Example:
-      >>> layers = {name: Layer(path=name, type=dict, obstacle=UNKNOWN) for name in "ab"}
-      >>> uses = Uses(multiplied=frozenset({0}), convolved=frozenset(), order=(0, 1))
-      >>> list(known_by_use(layers, {"a": {0}, "b": {1}}, uses))
-      ['a']
+    `own` has the numbers of the parameters of a layer. A layer without them stays as it is.
     """
     found = {}
     for path, layer in layers.items():

@@ -66,8 +66,7 @@ from jaxfp8.state._state import is_state
 def _together(variables: PyTree) -> dict[str, Any]:
     """The variables while a converted model runs: states are in "params".
 
-    Raises:
-      FP8StateError: if a parameter has the path of a state.
+    FP8StateError if a parameter has the path of a state.
     """
     plain: dict[str, Any] = unfreeze(variables)
     states, others = _split(plain.get(COLLECTION, {}))
@@ -274,7 +273,7 @@ def _variables(model: nn.Module, keys: dict[str, Any], example: Example) -> PyTr
     return example.shapes(lambda *args, **kwargs: nn.Module.init(model, keys, *args, **kwargs))
 
 
-def _look(model: nn.Module, plan: Plan, example: Example) -> Seen:
+def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     """The modules and layers of a model, as a call shows them. Nothing is computed."""
     seen = Seen()
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
@@ -299,7 +298,7 @@ def _look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     return seen
 
 
-def _converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:
+def converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:
     """The model with the matmuls in FP8 that the plan says, after a trace of `init` and `apply`.
 
     A layer that cannot take its recipe raises its error in that trace. If states get lost in their

@@ -205,15 +205,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
-    """The layer whose known method is called.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jaxfp8.conversion._linen_layers import KNOWN
-      >>> dense = KNOWN[nn.Dense.__call__.__wrapped__]
-      >>> layer_of("up", nn.Dense(4), dense, (jnp.ones((2, 8)),), {}).shape
-      (2, 8, 4)
-    """
+    """The layer whose known method is called."""
     size = known.size(module, *args, **kwargs)
     own = own_matmul(module, ("dot_general", "dot_general_cls"), jax.lax.dot_general)
     obstacle = FP8 if isinstance(module, MatmulModule) else own

@@ -220,7 +220,7 @@ def _copy(model: Any) -> Any:
     return nnx.merge(*nnx.split(model))
 
 
-def _look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
+def look(model: nnx.Module, plan: Plan, example: Example | None) -> Seen:
     """The modules and layers of a model, and those that an example call runs."""
     seen = Seen()
     for path, module in _modules(model):
@@ -338,7 +338,7 @@ def _see_uses(seen: Seen, program: Any, model: nnx.Module, state: nnx.State) -> 
     seen.layers = known_by_use({path: seen.layers[path] for path in in_order}, own, uses)
 
 
-def _converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
+def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:
     """A copy of the model with the matmuls in FP8 that were decided.
 
     It is traced, so that a layer that cannot take its recipe raises its error now.

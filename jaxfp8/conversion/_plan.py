@@ -23,14 +23,6 @@ def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
     A stack is two or more modules of one parent, whose names differ in a number: `block_0`,
     `block_1`, or `layers/0`, `layers/1`. Each contains layers of its own. Their types may differ. A
     stack inside a block is none.
-
-    Args:
-      modules: the path of each module of a model.
-      layers: paths of the layers.
-
-    Example:
-      >>> stacks_of(["h_0", "h_1"], ["h_0/mlp", "h_1/mlp"])
-      [['h_0', 'h_1']]
     """
     parents = {
         "/".join(path.split("/")[:depth])
@@ -50,34 +42,6 @@ def stacks_of(modules: Iterable[str], layers: Iterable[str]) -> list[list[str]]:
 def _is_inside(path: str, block: str) -> bool:
     """Whether a path is below that of a block."""
     return path.startswith(f"{block}/")
-
-
-def ends_of(stacks: list[list[str]], first: int, last: int) -> frozenset[str]:
-    """The blocks that `keep_first=` and `keep_last=` leave in high precision.
-
-    Raises:
-      ValueError: if a number is negative, if the model has no stack, or if no block would be left.
-    """
-    for name, number in (("keep_first", first), ("keep_last", last)):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{name}={number!r} must be a number of blocks, 0 or more.")
-    if first == last == 0:
-        return frozenset()
-    if not stacks:
-        raise ValueError(
-            f"keep_first={first} and keep_last={last} need blocks, but the model has no numbered "
-            "blocks such as block_0 and block_1. The layers of nn.scan share one path and one "
-            "recipe. Name layers in rules=[(pattern, None)] instead."
-        )
-    for stack in stacks:
-        if first + last >= len(stack):
-            raise ValueError(
-                f"keep_first={first} and keep_last={last} leave no block of {stack[0]!r} to "
-                f"{stack[-1]!r} in FP8, which are {len(stack)}. Keep fewer."
-            )
-    return frozenset(
-        block for stack in stacks for block in (*stack[:first], *stack[len(stack) - last :])
-    )
 
 
 # `Plan`: the decision for each layer, as a pure function of what a rule sees.
@@ -134,13 +98,6 @@ class Plan:
       decided: the decisions for the layers of the example call, as pairs (path, decision). They do
         not change if a later call has other shapes.
       states_in_params: whether states are in "params" while a linen model runs.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> import jaxfp8 as fp8
-      >>> plan = Plan(recipe=fp8.recipes.current())
-      >>> plan.decide(Layer(path="lm_head", type=nn.Dense, shape=(8, 4, 16))).reason
-      'kept: lm_head'
     """
 
     recipe: Recipe
@@ -215,22 +172,3 @@ def _is_router(layer: Layer) -> bool:
     if any(_ROUTER.fullmatch(part) for part in layer.path.split("/")[-2:]):
         return True
     return narrow and _GATE.fullmatch(layer.name) is not None
-
-
-def check_keep(keep: Iterable[Kept]) -> tuple[Kept, ...]:
-    """The kinds of layers to keep.
-
-    Raises:
-      ValueError: for an unknown kind.
-
-    Example:
-      >>> check_keep(["router"])
-      ('router',)
-    """
-    kinds: tuple[Kept, ...] = tuple(keep)
-    if isinstance(keep, str) or any(kind not in KEPT for kind in kinds):
-        raise ValueError(
-            f"keep={keep!r} must be a sequence of {', '.join(map(repr, KEPT))}. Write keep=() to "
-            "convert all of them."
-        )
-    return kinds

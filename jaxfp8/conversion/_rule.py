@@ -1,11 +1,10 @@
 """`Rule`: which layers get which recipe, and what a rule sees of a model."""
 
 import dataclasses
-import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxfp8._call import check_options
@@ -43,11 +42,6 @@ class Layer:
       batch: B, the product of the axes that kernel and input share.
       calls: how often one pass calls the layer.
       obstacle: why the layer cannot run in FP8. "" if it can.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> Layer(path="block_0/mlp", type=nn.Dense, shape=(8, 4, 16)).flops
-      1024
     """
 
     path: str
@@ -78,15 +72,8 @@ class Layer:
 def own_matmul(layer: Any, attributes: Iterable[str], default: Any) -> str:
     """The obstacle of a layer to which a user gave a matmul. "" if it has none.
 
-    Args:
-      layer: a layer of flax.
-      attributes: where flax keeps such a matmul.
-      default: what flax multiplies with, and what it may name there itself.
-
-    Example:
-      >>> import flax.linen as nn, jax
-      >>> own_matmul(nn.Dense(4), ["dot_general"], jax.lax.dot_general)
-      ''
+    `attributes` are where flax keeps such a matmul. `default` is what flax multiplies with, and
+    what it may name there itself.
     """
     for name in attributes:
         given = getattr(layer, name, None)
@@ -96,7 +83,7 @@ def own_matmul(layer: Any, attributes: Iterable[str], default: Any) -> str:
     return ""
 
 
-# `Rule`: which layers get which recipe, and the errors for rules that match nothing.
+# `Rule`: which layers get which recipe.
 
 Matcher: TypeAlias = str | type | Callable[[str, tuple[int, ...]], bool]
 
@@ -185,73 +172,6 @@ class Rule:
         return getattr(self.match, "__qualname__", repr(self.match))
 
 
-def read_rules(rules: Iterable[Rule | tuple[Matcher, Recipe | None]]) -> tuple[Rule, ...]:
-    """The rules, with pairs as rules.
-
-    Example:
-      >>> [rule.called for rule in read_rules([("mlp/.*", None)])]
-      ["'mlp/.*'"]
-    """
-    if isinstance(rules, Rule | str) or not isinstance(rules, Iterable):
-        raise TypeError(
-            f"rules={rules!r} must be a sequence of pairs (match, recipe), for instance "
-            'rules=[("decoder/.*", fp8.recipes.blockwise())].'
-        )
-
-    def one(given: Any) -> Rule:
-        if isinstance(given, Rule):
-            return given
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise TypeError(
-                f"rules holds {given!r}. Each rule is an fp8.conversion.Rule or a pair "
-                "(match, recipe)."
-            )
-        return Rule(*given)
-
-    return tuple(map(one, rules))
-
-
-def check_used(rules: Sequence[Rule], layers: Sequence[Layer]) -> None:
-    """Raise ValueError for a rule that decides no layer, or that names one which cannot run FP8."""
-    first = {layer: next((r for r in rules if r.matches(layer)), None) for layer in layers}
-    for rule in rules:
-        matched = [layer for layer in layers if rule.matches(layer)]
-        if not matched:
-            raise ValueError(f"rule {rule.called} matches no layer. {_nearest(rule, layers)}")
-        mine = [layer for layer in matched if first[layer] is rule]
-        if not mine:
-            earlier = first[matched[0]]
-            raise ValueError(
-                f"rule {rule.called} decides no layer: earlier rules match all of its layers, "
-                f"{earlier.called if earlier else ''} for instance {matched[0].path!r}. The first "
-                "match wins, so put the narrower rule first."
-            )
-        if rule.recipe is None or rule.recipe.is_identity:
-            continue
-        able = [layer for layer in mine if layer.can_be_fp8]
-        for layer in mine:
-            # A wide pattern may include embeddings and convolutions. The table then says why they
-            # were left alone. A rule that names one layer, or that is left with none, is a mistake.
-            if not layer.can_be_fp8 and (not able or rule.match == layer.path):
-                raise ValueError(
-                    f"rule {rule.called} gives recipe {rule.recipe.name!r} to layer "
-                    f"{layer.path!r}, of type {layer.type.__name__}, which cannot take it: "
-                    f"{layer.obstacle}. Narrow the rule."
-                )
-
-
-def _nearest(rule: Rule, layers: Sequence[Layer]) -> str:
-    paths = [layer.path for layer in layers]
-    if isinstance(rule.match, str):
-        near = difflib.get_close_matches(rule.match, paths, n=3, cutoff=0.0)
-        inner = [path for path in paths if re.search(rule.match, path)]
-        hint = f" A rule must match the whole path: write '.*{rule.match}.*'." if inner else ""
-        return f"The nearest paths are {near}.{hint}"
-    if isinstance(rule.match, type):
-        return f"The types are {sorted({layer.type.__name__ for layer in layers})}."
-    return f"The paths are {paths[:8]}."
-
-
 # `Seen`: what a model is made of.
 
 
@@ -267,13 +187,6 @@ class Seen:
       flops: operations by path of a layer; see `flops_of`.
       in_loops: paths of layers that a loop runs more than once.
       shared_scopes: paths whose kernels belong to layers with longer paths (`nn.share_scope`).
-
-    Example:
-      >>> seen = Seen()
-      >>> seen.add(Layer(path="up", type=dict))
-      >>> seen.add(Layer(path="up", type=dict))
-      >>> seen.layers["up"].calls
-      2
     """
 
     def __init__(self) -> None:
@@ -310,12 +223,7 @@ class Size(NamedTuple):
 def size_of_dot(
     lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
 ) -> Size:
-    """The size of `lax.dot_general` of an input and a kernel of these shapes.
-
-    Example:
-      >>> size_of_dot((2, 3, 8), (8, 4, 5), (((2,), (0,)), ((), ())))
-      Size(shape=(6, 8, 20), batch=1)
-    """
+    """The size of `lax.dot_general` of an input and a kernel of these shapes."""
     (contracted, _), (shared, _) = dimension_numbers
     k = math.prod(lhs[axis] for axis in contracted)
     batch = math.prod(lhs[axis] for axis in shared)

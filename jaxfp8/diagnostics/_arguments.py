@@ -43,13 +43,8 @@ def _with_kinds_of_modules(
 ) -> list[PyTree]:
     """The types of arguments, with a `_Packed` for each list of arrays that stands for a module.
 
-    Args:
-      given: the arguments, with modules.
-      types: the arguments that the program takes.
-      kinds: gives the kind of each leaf of a module.
-
-    Raises:
-      ValueError: if a list does not fit to its module.
+    `kinds` gives the kind of each leaf of a module. ValueError if a list does not fit to its
+    module.
     """
     found = jax.tree.leaves(given, is_leaf=_is_module)
     modules = iter([module for module in found if _is_module(module)])
@@ -126,20 +121,13 @@ def kinds_of(
 ) -> list[ArgumentKind]:
     """The kind of each array of the arguments of a step.
 
+    ValueError if `named` does not fit, or if the weights cannot be found.
+
     Args:
       given: the arguments, with nnx modules as the user passed them.
       types: the arguments that the program takes, `lowered.args_info`, without static ones.
       results: the types of what the step returns.
       named: a kind, or a tree of kinds, for each of `types`; None where it has to be found.
-
-    Raises:
-      ValueError: if `named` does not fit, or if the weights cannot be found.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> params, batch = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
-      >>> kinds_of([params, batch], [params, batch], params, None)
-      ['weights', 'other arguments']
     """
     trees = _with_kinds_of_modules(given, types, _kinds)
     found = [_kinds(tree) for tree in trees]
@@ -354,10 +342,6 @@ def arguments_of_twin(args: Sequence[Any]) -> tuple[Any, ...]:
 
     A bfloat16 weight is a part of its `BFloat16Plus` master weight. So the optimizer of the twin
     does not store that part.
-
-    Example:
-      >>> arguments_of_twin([1.0])
-      (1.0,)
     """
     flat = jax.tree_util.tree_leaves_with_path(args, is_leaf=_is_whole)
     weights = [path_name(path) for path, node in flat if _is_quantized_weight(node)]

@@ -21,12 +21,7 @@ _TOP = "matmul"
 
 
 def layer_name(path: Iterable[Any]) -> str:
-    """The name of a layer from the path of its matmul.
-
-    Example:
-      >>> layer_name(("mlp", "up", "FP8DotGeneral_0"))
-      'mlp/up'
-    """
+    """The name of a layer from the path of its matmul."""
     parts = [str(part) for part in path]
     if parts and parts[-1] in _PLUGS:
         parts.pop()
@@ -37,11 +32,7 @@ def layer_name(path: Iterable[Any]) -> str:
 def _named_matmuls(model: Any) -> Iterator[None]:
     """Give each FP8 matmul of an nnx model its path as a name, until the context ends.
 
-    Args:
-      model: an nnx module; None for other models, which need no names.
-
-    Raises:
-      TypeError: if it is no nnx module.
+    None stands for other models, which need no names. TypeError for what is no nnx module.
     """
     if model is not None and not isinstance(model, nnx.Module):
         raise TypeError(

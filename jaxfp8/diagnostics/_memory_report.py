@@ -247,8 +247,8 @@ class _Step:
 
     Attributes:
       compiled: the program.
-      arguments: the kind of each array that it takes, its bytes on one device, and its number of
-        elements, on all devices and on one.
+      arguments: for each array its kind, its bytes on one device, and its numbers of elements, on
+        all devices and on one.
       returned_state: bytes of quantizer state that it returns in memory of its own, with pointers.
     """
 

@@ -59,8 +59,7 @@ class StateRow:
 def _state_rows(tree: Any) -> list[StateRow]:
     """One row for each row of each state in a tree. Anything else in the tree is left out.
 
-    Raises:
-      FP8StateError: if there is no state, or if its values are not known yet.
+    FP8StateError if there is no state, or if its values are not known yet.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state)
     states = [(path, leaf) for path, leaf in leaves if is_state(leaf)]

@@ -39,16 +39,11 @@ def _no_rule(eqn: Any, labels: list[int], last: bool) -> None:
 def labels_of(
     program: Any, labels: Sequence[int], rule: Rule = _no_rule, last: bool = True
 ) -> list[int]:
-    """The labels of the outputs of a program.
+    """The labels of the outputs of a program, or of a program inside of it.
 
-    The result of `is_finite` has no labels. So an optimizer that skips gradients of NaN in all
-    parameters couples nothing.
-
-    Args:
-      program: of `jax.make_jaxpr`, or a program inside of it.
-      labels: of each input.
-      rule: comes before the rules of this module.
-      last: see `Rule`.
+    `labels` are those of its inputs. `rule` comes before the rules of this module; for `last` see
+    `Rule`. The result of `is_finite` has no labels. So an optimizer that skips gradients of NaN in
+    all parameters couples nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -79,23 +74,12 @@ def labels_of(
 
 
 def union(labels: Iterable[int]) -> int:
-    """The labels of several sets.
-
-    Example:
-      >>> union([0b001, 0b100])
-      5
-    """
+    """The labels of several sets."""
     return functools.reduce(operator.or_, labels, 0)
 
 
 def reads_into(eqn: Any) -> bool:
-    """Whether `labels_of` reads the programs inside of an equation.
-
-    Example:
-      >>> import jax
-      >>> reads_into(jax.make_jaxpr(jax.jit(lambda x: x))(1.0).eqns[0])
-      True
-    """
+    """Whether `labels_of` reads the programs inside of an equation."""
     return eqn.primitive.name in ("cond", "scan", "while") or len(_called(eqn)) == 1
 
 

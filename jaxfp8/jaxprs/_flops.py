@@ -21,15 +21,7 @@ def layer_scope(path: str) -> Any:
 
 
 def is_in_layer(eqn: Any) -> bool:
-    """Whether an operation, or the whole program that it runs, is in the scope of a layer.
-
-    Example:
-      >>> def f(x):
-      ...     with layer_scope("up"):
-      ...         return x + 1
-      >>> is_in_layer(jax.make_jaxpr(f)(1.0).eqns[0])
-      True
-    """
+    """Whether an operation, or the whole program that it runs, is in the scope of a layer."""
     return _MARK in str(eqn.source_info.name_stack)
 
 
@@ -37,17 +29,6 @@ def flops_of(jaxpr: Any) -> Counter[str]:
     """Operations by path of a layer. `OTHER` has those outside of layers.
 
     A scan counts as often as its length, a branch as its largest one, and a `while` once.
-
-    Args:
-      jaxpr: from `jax.make_jaxpr`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> def f(x):
-      ...     with layer_scope("block/up"):
-      ...         return x @ jnp.ones((4, 16))
-      >>> flops_of(jax.make_jaxpr(f)(jnp.ones((8, 4))).jaxpr)
-      Counter({'block/up': 1024})
     """
     found: Counter[str] = Counter()
     _count(jaxpr, 1, "", found)
@@ -55,17 +36,7 @@ def flops_of(jaxpr: Any) -> Counter[str]:
 
 
 def in_loops(jaxpr: Any, times: int = 1, outer: str = "") -> frozenset[str]:
-    """The paths of layers that a loop runs more than once.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> def body(x, w):
-      ...     with layer_scope("up"):
-      ...         return x @ w, None
-      >>> f = lambda x, ws: jax.lax.scan(body, x, ws)
-      >>> in_loops(jax.make_jaxpr(f)(jnp.ones((8, 4)), jnp.ones((3, 4, 4))).jaxpr)
-      frozenset({'up'})
-    """
+    """The paths of layers that a loop runs more than once."""
     found: set[str] = set()
     for eqn in jaxpr.eqns:
         names = f"{outer}/{eqn.source_info.name_stack}"

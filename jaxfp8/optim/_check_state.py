@@ -107,12 +107,9 @@ def _float_faults(
 
 
 def _group_faults(magnitude: np.ndarray, near: int, largest: np.ndarray) -> Iterator[_Fault]:
-    """Of codes [..., C] beside the largest magnitude of each group [..., G].
+    """Of codes [..., C] beside the largest magnitude of each group [..., G], 0 if all codes are 0.
 
-    Args:
-      magnitude: of the codes.
-      near: the least code that the largest value of a group can have.
-      largest: 0 where all codes are 0.
+    The code of the largest value of a group is `near` or more in magnitude.
     """
     normal = np.isfinite(largest) & (largest >= TINY)
     diverged = "it must be finite. One inf or NaN in a gradient makes NaN of a whole group: "
@@ -148,13 +145,10 @@ def _tops(magnitude: np.ndarray, size: int, groups: int) -> np.ndarray:
 def _tensor_faults(
     magnitude: np.ndarray, near: int, scale: np.ndarray, most: float
 ) -> Iterator[_Fault]:
-    """Of codes [..., *axes] beside the scale of each tensor [...].
+    """Of codes [..., *axes] beside the scale of each tensor [...], 1 if all codes are 0.
 
-    Args:
-      magnitude: of the codes.
-      near: the least code that the largest value of a tensor can have.
-      scale: 2^-126 or more. It is 1 where all codes are 0.
-      most: the largest scale.
+    The code of the largest value of a tensor is `near` or more in magnitude. Scales are 2^-126 to
+    `most`.
     """
     yield _Fault("scale", ~np.isfinite(scale), _DIVERGED)
     low = np.isfinite(scale) & ((scale < TINY) | (scale > most))
@@ -168,7 +162,7 @@ def _tensor_faults(
 
 
 def _joined(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """`joined` of `_bfloat16_bits`, in NumPy."""
+    """`_joined` of `_masters`, in NumPy."""
     wide = low.astype(np.uint32) << (8 if low.dtype == np.uint8 else 0)
     top = high.view(np.uint16).astype(np.uint32)
     return (((top - (wide >> 15)) << 16) | wide).view(np.float32)

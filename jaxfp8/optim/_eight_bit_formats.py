@@ -18,12 +18,10 @@ from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.numerics._scale import ScaleRule
 from jaxfp8.optim._masters import AbstractMaster, FP8State, MasterState
 from jaxfp8.optim._moment_formats import (
-    SMALL,
     AbstractMomentFormat,
     MomentRounding,
     as_float,
     check_rounding,
-    check_size,
     float_below,
     float_of,
     settled,
@@ -34,6 +32,10 @@ from jaxfp8.quantizers._base import check_value_format
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 
 # Moments and master weights in FP8, with one scale for a tensor.
+
+
+_SMALL = 4096
+"""Arrays with fewer values stay in float32: norms and biases. They take few bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class FP8(AbstractMaster, AbstractMomentFormat):
 
     format: Format = E4M3
     rounding: MomentRounding = "dithered"
-    min_size: int = SMALL
+    min_size: int = _SMALL
     force: bool = False
     state: ClassVar[type[MasterState]] = FP8State
     for_second_moment: ClassVar[str | None] = (
@@ -75,7 +77,7 @@ class FP8(AbstractMaster, AbstractMomentFormat):
     def __post_init__(self) -> None:
         check_value_format(self.format)
         check_rounding(self.rounding)
-        check_size("min_size", self.min_size, least=0)
+        _check_size("min_size", self.min_size, least=0)
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
@@ -207,11 +209,11 @@ class Int8(AbstractMomentFormat):
 
     group: int = 128
     companding: bool = True
-    min_size: int = SMALL
+    min_size: int = _SMALL
 
     def __post_init__(self) -> None:
-        check_size("group", self.group, least=2)
-        check_size("min_size", self.min_size, least=0)
+        _check_size("group", self.group, least=2)
+        _check_size("min_size", self.min_size, least=0)
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
@@ -281,11 +283,11 @@ class ExpandedFP8(AbstractMomentFormat):
     """
 
     group: int = 128
-    min_size: int = SMALL
+    min_size: int = _SMALL
 
     def __post_init__(self) -> None:
-        check_size("group", self.group, least=2)
-        check_size("min_size", self.min_size, least=0)
+        _check_size("group", self.group, least=2)
+        _check_size("min_size", self.min_size, least=0)
 
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
@@ -329,11 +331,7 @@ def _root(raised: Array, inverse: Array) -> Array:
 
 
 def _tile_of(x: Array, group: int) -> PerBlock:
-    """The groups of an array.
-
-    Raises:
-      ValueError: if a shard inside `jax.shard_map` may have cut a group.
-    """
+    """The groups of an array. ValueError if a shard inside `jax.shard_map` may have cut one."""
     size = x.shape[-1] if x.ndim else 1
     if manual_axes() and size % group and (not types_tell() or varying(x)):
         raise ValueError(
@@ -365,3 +363,9 @@ def _relative(x: Array, tile: PerBlock) -> tuple[Array, Array]:
     n = magnitude * tile.expand(smaller, x.shape) * tile.expand(inverse, x.shape)
     n = jnp.where((magnitude >= TINY) & tile.expand(finite, x.shape), jnp.minimum(n, 1), 0)
     return jnp.where(finite, largest, jnp.nan), n
+
+
+def _check_size(name: str, size: object, *, least: int) -> None:
+    """Raise ValueError unless it is an integer of at least `least`."""
+    if type(size) is not int or size < least:
+        raise ValueError(f"{name}={size!r} must be an integer of at least {least}.")

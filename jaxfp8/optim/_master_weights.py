@@ -1,5 +1,6 @@
 """`with_master_weights`: an optimizer that holds the precise copies of weights."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import optax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType, PyTree
 from jaxfp8.numerics._formats import E4M3, E5M2
-from jaxfp8.ops._quantize_params import path_name
+from jaxfp8.ops._quantize_params import path_name, requantize
 from jaxfp8.optim._eight_bit_formats import FP8
 from jaxfp8.optim._masters import (
     AbstractMaster,
@@ -23,16 +24,77 @@ from jaxfp8.optim._masters import (
     Float32State,
     FP8State,
     MasterState,
+    rounded_to_bfloat16,
 )
-from jaxfp8.optim._weights import (
-    Overwrite,
-    Parameters,
-    dtype_of,
-    has_master,
-    rounded,
-    start_of,
-    with_originals,
-)
+from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of
+from jaxfp8.state._state import MatmulState
+from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+
+# The master weight of one parameter: where it starts, and what it is rounded to.
+
+
+def _has_master(leaf: Any, path: str) -> bool:
+    """Whether a parameter gets a master weight. ValueError for an FP8 array, which has no scale.
+
+    Parameters in float32 and float64 are exact enough themselves. Parameters that are no floats are
+    not trained in bfloat16.
+    """
+    dtype = dtype_of(leaf)
+    if dtype is None or dtype in (jnp.bfloat16, jnp.float16):
+        return True
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16:
+        raise ValueError(
+            f"params{path} is an array of {dtype}, which has no scale. Use bfloat16, float16, "
+            "float32 or a quantized weight."
+        )
+    return False
+
+
+def _start_of(leaf: Any) -> Array:
+    """The float32 value [...] of a parameter, at which its master weight starts.
+
+    It is a copy, so the optimizer state can be donated while the parameter is in use.
+    """
+    if is_weight(leaf):
+        if leaf.original is None:
+            raise ValueError(
+                f"params has {leaf}, from which no master weight can start. Start at the values "
+                "before the cast: params, opt_state = init_master_weights(tx, values, "
+                "weights=params)."
+            )
+        leaf = leaf.original
+    return jnp.array(leaf, jnp.float32, copy=True)
+
+
+def _with_originals(weights: PyTree) -> PyTree:
+    """Weights in FP8 with the type of an original array, for `jax.eval_shape`."""
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, QuantizedWeight):
+            return node
+        original: Any = jax.ShapeDtypeStruct(node.shape, node.dtype)
+        return dataclasses.replace(node, original=original)
+
+    return jax.tree.map(one, weights, is_leaf=is_weight)
+
+
+def _rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
+    """The parameter in the place of `like`, for a master weight float32 [...].
+
+    `state` is the quantizer state of its matmul, or None.
+    """
+    if dtype_of(like) == jnp.float16:
+        return master.astype(jnp.float16)
+    w = rounded_to_bfloat16(master)
+    if not isinstance(like, QuantizedWeight):
+        return w
+    if like.dtype != jnp.bfloat16:
+        raise ValueError(
+            f"params has {like}. Its master weight is rounded to bfloat16 before the cast. Make "
+            "the weight of bfloat16, too: fp8.quantize_params(..., dtype=jnp.bfloat16)."
+        )
+    return requantize(like, w, state=state)
+
 
 # The state of the master weights of a whole tree, and of each parameter in it.
 
@@ -58,8 +120,7 @@ def _trees_of(
 def _states_of(masters: MasterState, parameters: Parameters) -> list[MasterState]:
     """The state of each parameter, from the state of all.
 
-    Raises:
-      ValueError: if a parameter gets a master weight and has none, or the other way round.
+    ValueError if a parameter gets a master weight and has none, or the other way round.
     """
     columns = map(parameters.like, masters)
     states = [type(masters)(*each) for each in zip(*columns, strict=True)]
@@ -73,7 +134,7 @@ def _check(path: str, leaf: Any, state: MasterState) -> None:
     if any(isinstance(field, optax.MaskedNode) for field in state):
         return  # optax.masked hides this parameter from with_master_weights
     arrays, dtype, shape = jax.tree.leaves(state), dtype_of(leaf), np.shape(leaf)
-    fits = has_master(leaf, path) == bool(arrays)
+    fits = _has_master(leaf, path) == bool(arrays)
     if arrays:
         fits &= arrays[0].shape == shape
     if arrays and isinstance(state, BFloat16PlusState):
@@ -193,8 +254,8 @@ def with_master_weights(
     def init(params: PyTree) -> MasterWeightsState:
         parameters = Parameters.of(params)
         pairs = [
-            master.store(start_of(leaf), dtype_of(leaf))
-            if has_master(leaf, path)
+            master.store(_start_of(leaf), dtype_of(leaf))
+            if _has_master(leaf, path)
             else (_nothing(master), leaf)
             for path, leaf in zip(parameters.paths, parameters.leaves, strict=True)
         ]
@@ -234,7 +295,7 @@ def with_master_weights(
                 continue
             new, value = master.store(value + step.astype(jnp.float32), dtype_of(leaf), each)
             states.append(new)
-            written.append(jax.tree.map(Overwrite, rounded(value, leaf, own)))
+            written.append(jax.tree.map(Overwrite, _rounded(value, leaf, own)))
         new_masters = _trees_of(master, states, parameters)
         return parameters.tree(written), MasterWeightsState(new_masters, inner_state)
 
@@ -243,7 +304,7 @@ def with_master_weights(
 
 def _check_some(parameters: Parameters) -> None:
     """Raise ValueError if there are floats, but none in low precision."""
-    if any(map(has_master, parameters.leaves, parameters.paths)):
+    if any(map(_has_master, parameters.leaves, parameters.paths)):
         return
     if any(map(_is_float, parameters.leaves)):
         raise ValueError(
@@ -312,7 +373,7 @@ def init_master_weights(
     """
     if weights is None:
         weights = _as_weights(params, dtype, keep_float32)
-    abstract = _state_of(jax.eval_shape(tx.init, with_originals(weights)))
+    abstract = _state_of(jax.eval_shape(tx.init, _with_originals(weights)))
     opt_state = tx.init(params)  # The wrapped optimizer sees float32 parameters.
     parameters = Parameters.of(weights)
     master, states, leaves = _kind_of(abstract.masters), [], []
@@ -324,11 +385,11 @@ def init_master_weights(
         parameters.states(state),
         strict=True,
     ):
-        value = start_of(x) if has_master(leaf, path) else x
+        value = _start_of(x) if _has_master(leaf, path) else x
         if not _is_empty(made):
             made, value = master.store(value, dtype_of(leaf))
         states.append(made)
-        leaves.append(rounded(value, leaf, own) if has_master(leaf, path) else value)
+        leaves.append(_rounded(value, leaf, own) if _has_master(leaf, path) else value)
     masters = _trees_of(master, states, parameters)
     replaced = jax.tree.map(
         lambda node: node._replace(masters=masters) if _is_state(node) else node,

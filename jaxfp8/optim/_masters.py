@@ -19,13 +19,89 @@ from jaxfp8.numerics._exact import BIAS, power_of_two
 from jaxfp8.optim._moment_formats import (
     AbstractMomentFormat,
     as_float,
-    joined,
-    rounded_to_24_bits,
     settled_float,
-    split,
     thresholds,
 )
 from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
+
+# A float32 as a bfloat16 and a remainder, in integer arithmetic on its bits.
+#
+# The high 16 bits of a float32 are a bfloat16. Rounding adds half of a bfloat16 spacing to the
+# magnitude, and drops the low 16 bits. So a tie is rounded away from zero.
+#
+# Ties cannot go to even here. The remainder has 16 bits, and they say where between two bfloat16
+# values the float32 is. Take an even bfloat16 `e`. With ties to even, the ties half a spacing above
+# and below `e` would both round to `e`. Together with the values between them, `e` would stand for
+# 2^16 + 1 values of float32. 16 bits tell only 2^16 apart. With ties away from zero each bfloat16
+# stands for exactly 2^16 values.
+#
+# Integers keep subnormal numbers, which the float arithmetic of CPUs and GPUs may flush to zero.
+#
+# References:
+#     TransformerEngine, FusedAdam, `store_param_remainders` (the same 16 bits).
+#     FlashOptim, arXiv:2602.23349 (a remainder of 8 bits).
+
+_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
+_INFINITY = 0x7F800000  # a larger magnitude is a NaN
+_QUIET = 0x00400000  # the first mantissa bit: a NaN that has it stays one without its low 16 bits
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _is_nan(bits: Array) -> Array:
+    return (bits & _MAGNITUDE) > _INFINITY
+
+
+def _half_added(bits: Array, dropped: int) -> Array:
+    """The bits plus half of the spacing that is left without the last `dropped` bits, [...]."""
+    # The sum would make -0 of a NaN with all mantissa bits. So a NaN gets its quiet bit instead.
+    return jnp.where(_is_nan(bits), bits | _QUIET, bits + (1 << (dropped - 1)))
+
+
+def _rounded_to_24_bits(x: Array) -> Array:
+    """`x` [...] float32 without its last 8 mantissa bits, to nearest, ties away from zero.
+
+    NaN stays NaN. A magnitude of `(2 - 2^-16) * 2^127` or more becomes inf.
+    """
+    kept = _half_added(_bits(x), 8) & ~jnp.uint32(0xFF)
+    return lax.bitcast_convert_type(kept, jnp.float32)
+
+
+def rounded_to_bfloat16(x: Array) -> Array:
+    """`x` [...] float32 rounded to nearest, ties away from zero, [...] bfloat16.
+
+    NaN stays NaN, and inf stays inf. `x.astype(jnp.bfloat16)` differs at ties: it rounds them to
+    even.
+
+    Example:
+      >>> tie = jnp.float32(1 + 2**-8)
+      >>> rounded_to_bfloat16(tie), tie.astype(jnp.bfloat16)
+      (Array(1.00781, dtype=bfloat16), Array(1, dtype=bfloat16))
+    """
+    high = _half_added(_bits(x), 16) >> 16
+    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    """A float32 [...] as `rounded_to_bfloat16(x)` and its low 16 bits, uint16. Inverse: `_joined`.
+
+    The remainder of NaN is 0, so a NaN keeps its sign and the first 7 bits of its mantissa, with
+    the quiet bit set.
+    """
+    bits = _bits(x)
+    low = jnp.where(_is_nan(bits), jnp.uint32(0), bits).astype(jnp.uint16)
+    return rounded_to_bfloat16(x), low
+
+
+def _joined(high: Array, low: Array) -> Array:
+    """The float32 [...] of a bfloat16 [...] and its remainder [...] uint16, exactly."""
+    top = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
+    wide = low.astype(jnp.uint32)
+    # A remainder of 2^15 or more was rounded up, which added 1 to the high 16 bits.
+    return lax.bitcast_convert_type(((top - (wide >> 15)) << 16) | wide, jnp.float32)
+
 
 # A float32 tensor in float16 with one scale, a power of two.
 #
@@ -35,8 +111,6 @@ from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
 # References:
 #     Peng et al., FP8-LM, arXiv:2310.18313, section 2.3 (a float16 master with tensor scaling).
 
-_MAGNITUDE = 0x7FFFFFFF
-_INFINITY = 0x7F800000
 _LAST_EXPONENT = 15  # of float16, whose largest value is 65504 = 0x1.ffcp15
 _CARRY = 0x7FFFFF - 0x7FE000  # 0x7fe000 is the mantissa of 65504. A larger one needs 2^16
 _SMALLEST = -126  # exponent of the smallest normal float32
@@ -48,21 +122,17 @@ def _to_scaled_float16(
     """`x` as `values * scale`, with the scale of the largest finite magnitude in `x`.
 
     inf and NaN stay what they are, and have no effect on the scale. An x without a finite value
-    other than 0 has the scale 1.
+    other than 0 has the scale 1. The product is inf where x rounded to 11 bits is 2^128. The
+    bfloat16 of such an x is inf, too.
+
+    Inside `jax.shard_map` the largest magnitude is reduced over the mesh axes over which x varies
+    and the old scale does not. Without an old scale it is reduced over all axes over which x
+    varies. ValueError inside `shard_map(check_vma=False)`, where types do not say which these are.
 
     Args:
       x: [...] float32.
-      old_scale: float32 [], the scale that the new one replaces. Inside `jax.shard_map` the largest
-        magnitude is reduced over the mesh axes over which x varies and the old scale does not.
-        Without an old scale it is reduced over all axes over which x varies.
-      u: thresholds of rounding, see `_dither`. None rounds to nearest even.
-
-    Returns:
-      values [...] float16, and scale [] float32. Their product is inf where x rounded to 11 bits is
-      2^128. The bfloat16 of such an x is inf, too.
-
-    Raises:
-      ValueError: inside `shard_map(check_vma=False)`, where types do not say which axes these are.
+      old_scale: float32 [], the scale that the new one replaces.
+      u: `thresholds` of rounding. None rounds to nearest even.
     """
     if not types_tell():
         raise ValueError(
@@ -134,15 +204,10 @@ class AbstractMaster(abc.ABC):
     def store(
         self, master: Array, weight_dtype: DType | None, old: Any = None
     ) -> tuple[Any, Array]:
-        """Store a master weight.
+        """Stores a master weight float32 [...], and returns what `load` will read of the state.
 
-        Args:
-          master: float32 [...].
-          weight_dtype: the dtype of the parameter. None if the parameter is a quantized weight.
-          old: the state that the new one replaces, if there is one.
-
-        Returns:
-          The state, and the master weight float32 [...] that `load` will return.
+        `weight_dtype` is that of the parameter, None for a quantized weight. `old` is the state
+        that the new one replaces, if there is one.
         """
 
     def check_master(self) -> None:  # noqa: B027  # most kinds may
@@ -218,8 +283,8 @@ class BFloat16Plus(AbstractMaster):
         self, master: Array, weight_dtype: DType | None, old: Any = None
     ) -> tuple[BFloat16PlusState, Array]:
         if self.bits == 8:
-            master = rounded_to_24_bits(master)
-        high, low = split(master)
+            master = _rounded_to_24_bits(master)
+        high, low = _split(master)
         if self.bits == 8:
             low = (low >> 8).astype(jnp.uint8)
         return BFloat16PlusState(None if weight_dtype == jnp.bfloat16 else high, low), master
@@ -227,7 +292,7 @@ class BFloat16Plus(AbstractMaster):
     def load(self, stored: BFloat16PlusState, weight: Any) -> Array:
         high = jnp.asarray(weight if stored.high is None else stored.high)
         low = jnp.asarray(stored.low).astype(jnp.uint16)
-        return joined(high, low << 8 if self.bits == 8 else low)
+        return _joined(high, low << 8 if self.bits == 8 else low)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,6 @@ stores is one node of the optimizer state: an array, a `QuantizedTensor` or a Na
 import abc
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -18,109 +17,6 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, DType
-from jaxfp8.sharding._amax import varying
-
-# A float32 as a bfloat16 and a remainder, in integer arithmetic on its bits.
-#
-# The high 16 bits of a float32 are a bfloat16. Rounding adds half of a bfloat16 spacing to the
-# magnitude, and drops the low 16 bits. So a tie is rounded away from zero.
-#
-# Ties cannot go to even here. The remainder has 16 bits, and they say where between two bfloat16
-# values the float32 is. Take an even bfloat16 `e`. With ties to even, the ties half a spacing above
-# and below `e` would both round to `e`. Together with the values between them, `e` would stand for
-# 2^16 + 1 values of float32. 16 bits tell only 2^16 apart. With ties away from zero each bfloat16
-# stands for exactly 2^16 values.
-#
-# Integers keep subnormal numbers, which the float arithmetic of CPUs and GPUs may flush to zero.
-#
-# References:
-#     TransformerEngine, FusedAdam, `store_param_remainders` (the same 16 bits).
-#     FlashOptim, arXiv:2602.23349 (a remainder of 8 bits).
-
-_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
-_INFINITY = 0x7F800000  # a larger magnitude is a NaN
-_QUIET = 0x00400000  # the first mantissa bit: a NaN that has it stays one without its low 16 bits
-
-
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _is_nan(bits: Array) -> Array:
-    return (bits & _MAGNITUDE) > _INFINITY
-
-
-def _half_added(bits: Array, dropped: int) -> Array:
-    """The bits plus half of the spacing that is left without the last `dropped` bits, [...]."""
-    # The sum would make -0 of a NaN with all mantissa bits. So a NaN gets its quiet bit instead.
-    return jnp.where(_is_nan(bits), bits | _QUIET, bits + (1 << (dropped - 1)))
-
-
-def rounded_to_24_bits(x: Array) -> Array:
-    """`x` without its last 8 mantissa bits, rounded to nearest, ties away from zero.
-
-    Args:
-      x: [...] float32.
-
-    Returns:
-      [...] float32, whose last 8 bits are 0. NaN stays NaN. A magnitude of `(2 - 2^-16) * 2^127` or
-      more becomes inf.
-
-    Example:
-      >>> rounded_to_24_bits(jnp.float32(1 + 2**-16)) == 1 + 2**-15
-      Array(True, dtype=bool)
-    """
-    kept = _half_added(_bits(x), 8) & ~jnp.uint32(0xFF)
-    return lax.bitcast_convert_type(kept, jnp.float32)
-
-
-def rounded_to_bfloat16(x: Array) -> Array:
-    """`x` [...] float32 rounded to nearest, ties away from zero, [...] bfloat16.
-
-    NaN stays NaN, and inf stays inf. `x.astype(jnp.bfloat16)` differs at ties: it rounds them to
-    even.
-
-    Example:
-      >>> tie = jnp.float32(1 + 2**-8)
-      >>> rounded_to_bfloat16(tie), tie.astype(jnp.bfloat16)
-      (Array(1.00781, dtype=bfloat16), Array(1, dtype=bfloat16))
-    """
-    high = _half_added(_bits(x), 16) >> 16
-    return lax.bitcast_convert_type(high.astype(jnp.uint16), jnp.bfloat16)
-
-
-def split(x: Array) -> tuple[Array, Array]:
-    """A float32 as a bfloat16 and its low 16 bits. `joined` makes the float32 of them again.
-
-    Args:
-      x: [...] float32.
-
-    Returns:
-      `rounded_to_bfloat16(x)` [...], and the remainder [...] uint16. The remainder of NaN is 0, so
-      a NaN keeps its sign and the first 7 bits of its mantissa, with the quiet bit set.
-
-    Example:
-      >>> split(jnp.float32(1 - 2**-24))
-      (Array(1, dtype=bfloat16), Array(65535, dtype=uint16))
-    """
-    bits = _bits(x)
-    low = jnp.where(_is_nan(bits), jnp.uint32(0), bits).astype(jnp.uint16)
-    return rounded_to_bfloat16(x), low
-
-
-def joined(high: Array, low: Array) -> Array:
-    """The float32 [...] of a bfloat16 [...] and its remainder [...] uint16, exactly.
-
-    Example:
-      >>> x = jnp.float32(0.1)
-      >>> joined(*split(x)) == x
-      Array(True, dtype=bool)
-    """
-    top = lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32)
-    wide = low.astype(jnp.uint32)
-    # A remainder of 2^15 or more was rounded up, which added 1 to the high 16 bits.
-    return lax.bitcast_convert_type(((top - (wide >> 15)) << 16) | wide, jnp.float32)
-
 
 # How moments are rounded: by a threshold that changes at every step, so that all of them decay.
 #
@@ -158,13 +54,7 @@ _STRIDE = 7  # from one u0 to the next, in sixteenths. It is odd, so 16 neighbou
 def thresholds(step: Array | None, shape: tuple[int, ...]) -> Array:
     """The threshold of each value [..., C], an odd multiple of 2^-23: float32 [1, ..., C].
 
-    Args:
-      step: int32 [], the number of the update. None gives 1/2, which rounds to nearest.
-      shape: of the values.
-
-    Example:
-      >>> thresholds(jnp.int32(1), (2, 2)).shape
-      (1, 2)
+    `step` is the number of the update, int32 []. None gives 1/2, which rounds to nearest.
     """
     if step is None:
         return jnp.float32(0.5)
@@ -190,8 +80,7 @@ def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array
 
     Args:
       n: float32 [...], at least 0.
-      below: int32 [...], the last code whose value is at most n. It may be off by 1 where n is next
-        to a value.
+      below: the last code whose value is at most n. It may be off by 1 where n is next to a value.
       value_of: the value float32 [...] of codes int32 [...]. It grows with the code.
       u: thresholds.
 
@@ -204,12 +93,7 @@ def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array
 
 
 def settled_float(n: Array, dtype: DType, u: Array) -> Array:
-    """`settled` among the codes of a short float: `float_below` n, or the next one, [...] int32.
-
-    Example:
-      >>> settled_float(jnp.float32(1.1), jnp.float8_e5m2, jnp.float32(0.3))
-      Array(61, dtype=int32)
-    """
+    """`settled` among the codes of a short float: `float_below` n, or the next one, [...] int32."""
     value_of = functools.partial(float_of, dtype=dtype)
     return settled(n, float_below(n, dtype), value_of, u)
 
@@ -217,9 +101,7 @@ def settled_float(n: Array, dtype: DType, u: Array) -> Array:
 def float_below(n: Array, dtype: DType) -> Array:
     """The code of the largest value of a short float that is at most n, [...] int32.
 
-    Args:
-      n: float32 [...], from 0 to the largest value of the dtype.
-      dtype: of 16 bits or fewer.
+    n is float32, from 0 to the largest value of the dtype. The dtype has 16 bits or fewer.
 
     Example:
       >>> float_below(jnp.float32(449.0), jnp.float8_e4m3fn)
@@ -236,22 +118,12 @@ def float_below(n: Array, dtype: DType) -> Array:
 
 
 def float_of(code: Array, dtype: DType) -> Array:
-    """The value of a code, float32 [...]. It is made of bits, so XLA folds no conversion away.
-
-    Example:
-      >>> float_of(jnp.int32(126), jnp.float8_e4m3fn)
-      Array(448., dtype=float32)
-    """
+    """The value of a code, float32 [...]. It is made of bits, so XLA folds no conversion away."""
     return as_float(code, dtype).astype(jnp.float32)
 
 
 def as_float(code: Array, dtype: DType) -> Array:
-    """Codes [...] as floats of these bits, [...] in the dtype.
-
-    Example:
-      >>> as_float(jnp.int32(126), jnp.float8_e4m3fn)
-      Array(448, dtype=float8_e4m3fn)
-    """
+    """Codes [...] as floats of these bits, [...] in the dtype."""
     unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
     return lax.bitcast_convert_type(code.astype(unsigned), dtype)
 
@@ -259,8 +131,6 @@ def as_float(code: Array, dtype: DType) -> Array:
 # How an optimizer stores its moments, and in how many bytes. Arithmetic stays in float32.
 
 MomentRounding: TypeAlias = Literal["dithered", "stochastic"]
-SMALL = 4096
-"""Arrays with fewer values stay in float32: norms and biases. They take few bytes."""
 
 
 class AbstractMomentFormat(abc.ABC):
@@ -280,15 +150,15 @@ class AbstractMomentFormat(abc.ABC):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> Any:
-        """Stores an array.
+        """Stores x, float32 [...].
 
         Args:
-          x: float32 [...].
+          x: the moment.
           old: what it replaces, or None.
           signed: whether x can be negative. A second moment cannot.
           key: a jax PRNG key, for stochastic rounding.
-          step: int32 [], the number of the update. It gives the thresholds of rounding, see
-            `_dither`. None rounds to nearest, as for a moment that no update follows.
+          step: int32 [], the number of the update, for `thresholds`. None rounds to nearest, as for
+            a moment that no update follows.
         """
 
     @abc.abstractmethod
@@ -407,11 +277,7 @@ class PerParameter:
 
 
 def check_rounding(rounding: object) -> None:
-    """Raise ValueError unless moments can be rounded so.
-
-    Example:
-      >>> check_rounding("dithered")
-    """
+    """Raise ValueError unless moments can be rounded so."""
     if rounding == "nearest":
         raise ValueError(
             "rounding='nearest': small moments would never decay, because 0.9 of a small code is "
@@ -419,26 +285,3 @@ def check_rounding(rounding: object) -> None:
         )
     if rounding not in ("dithered", "stochastic"):
         raise ValueError(f"rounding={rounding!r} is unknown; use 'dithered' or 'stochastic'.")
-
-
-def check_size(name: str, size: object, *, least: int) -> None:
-    """Raise ValueError unless it is an integer of at least `least`.
-
-    Example:
-      >>> check_size("group", 128, least=2)
-    """
-    if type(size) is not int or size < least:
-        raise ValueError(f"{name}={size!r} must be an integer of at least {least}.")
-
-
-def global_size(x: Array) -> int:
-    """The number of values of an array on all devices.
-
-    Inside `jax.shard_map` an array that varies over a mesh axis counts as split over it.
-
-    Example:
-      >>> global_size(jnp.ones((2, 3)))
-      6
-    """
-    axes = varying(x) if isinstance(x, jax.Array) else ()
-    return math.prod(jnp.shape(x)) * math.prod(lax.axis_size(axis) for axis in axes)

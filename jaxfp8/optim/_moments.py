@@ -1,5 +1,6 @@
 """Moments of an optimizer, stored in short formats."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +18,10 @@ from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.ops._quantize_params import path_name
 from jaxfp8.optim._eight_bit_formats import ExpandedFP8State, Int8State, LinearInt8State
 from jaxfp8.optim._masters import Float16State
-from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter, global_size
-from jaxfp8.optim._weights import check_without_weights
+from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter
+from jaxfp8.optim._weights import Parameters
 from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.weights._quantized_weight import is_weight
 
 # The nodes of an optimizer state that hold stored moments.
 
@@ -28,12 +30,7 @@ _CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def is_stored(node: Any) -> bool:
-    """Whether a node is a moment that a format has stored. A bfloat16 array is no node.
-
-    Example:
-      >>> is_stored(jnp.ones(2))
-      False
-    """
+    """Whether a node is a moment that a format has stored. A bfloat16 array is no node."""
     return isinstance(node, _STORED)
 
 
@@ -42,10 +39,6 @@ def with_nodes(state: PyTree) -> PyTree:
 
     `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields. They are told from
     parameters by their dtypes.
-
-    Example:
-      >>> with_nodes({"w": 1.0})
-      {'w': 1.0}
     """
     return jax.tree.map(
         lambda node: _node_of(node) or node, state, is_leaf=lambda node: bool(_node_of(node))
@@ -159,7 +152,7 @@ def with_moment_formats(
             key = jax.random.key(0) if format.is_stochastic else None
             return format.pack(x, None, signed=field in FIRST, key=key)
 
-        check_without_weights(params)
+        _check_without_weights(params)
         wide = inner.init(_widened(params))
         state = _mapped(wide, formats, pack)
         _refuse_others(wide, {*formats})
@@ -284,7 +277,7 @@ def _format_of(format: AbstractMomentFormat | PerParameter, name: str) -> Abstra
 def _is_stored_by(format: AbstractMomentFormat, x: Any) -> bool:
     """Whether a format stores an array. Numbers and small arrays stay as they are."""
     large = _is_float(x) and jnp.ndim(x) > 0 and jnp.size(x) > 0
-    return large and global_size(x) >= format.min_size
+    return large and _global_size(x) >= format.min_size
 
 
 def _seed(seed: Any) -> Array:
@@ -357,3 +350,23 @@ def _check_stored(field: str, format: AbstractMomentFormat, stored: Any) -> None
             f"({arrays}), which another format has stored. Use the format with which the state was "
             "made, or call tx.init."
         )
+
+
+def _check_without_weights(params: PyTree) -> None:
+    """Raise TypeError if a parameter is a weight in FP8, whose moments no optimizer can add to."""
+    parameters = Parameters.of(params)
+    for path, leaf in zip(parameters.paths, parameters.leaves, strict=True):
+        if is_weight(leaf):
+            raise TypeError(
+                f"params{path} is {leaf}, which this optimizer cannot change. Give it the master "
+                "weights: with_master_weights(tx, master=...), and init_master_weights."
+            )
+
+
+def _global_size(x: Array) -> int:
+    """The number of values of an array on all devices.
+
+    Inside `jax.shard_map` an array that varies over a mesh axis counts as split over it.
+    """
+    axes = varying(x) if isinstance(x, jax.Array) else ()
+    return math.prod(jnp.shape(x)) * math.prod(lax.axis_size(axis) for axis in axes)

@@ -40,10 +40,6 @@ def _check_uncoupled(tx: optax.GradientTransformation, params: PyTree) -> None:
 
     In a tree of one parameter, a list of two copies stands in its place. An exception of `tx` is
     raised as it is, with a note.
-
-    Args:
-      tx: the optimizer.
-      params: the parameters of one layer, or their types.
     """
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     alone = len(names) == 1
@@ -83,10 +79,8 @@ def _labels_after_steps(
 ) -> tuple[list[int], dict[str, int]]:
     """What updates and arrays of the state depend on after any number of steps.
 
-    Label i is parameter i, or its gradient.
-
-    Returns:
-      the labels of each parameter's update, and those of each array of the state by its path.
+    Label i is parameter i, or its gradient. The first result has the labels of each parameter's
+    update, the second one those of each array of the state by its path.
     """
     leaves, flat = jax.tree.flatten(params)
     treedef: Any = flat  # jax gives it no type

@@ -26,14 +26,7 @@ from jaxfp8.state._gradient_channel import Use
 
 
 class Operands(NamedTuple):
-    """What the loop differentiates, as lists of arrays. All but `carry` and `consts` are [L, ...].
-
-    Attributes:
-      carry: the first carry.
-      params: the parameters of the layers.
-      xs: what the body gets beside them.
-      consts: what the body closes over.
-    """
+    """What the loop differentiates, as lists of arrays: [L, ...] but for `carry` and `consts`."""
 
     carry: list[Any]
     params: list[Any]
@@ -185,15 +178,9 @@ def release_scan(
 ) -> tuple[list[Array], list[Array]]:
     """`lax.scan` of `body` over layers, with an update of each layer in the backward pass.
 
-    Args:
-      body: `body(carry, params, xs, consts) -> (carry, ys)` for one layer. All are lists.
-      update: `update(grads, params + state) -> params + state` for one layer.
-      operands: what body gets.
-      state: the carriers of the optimizer state, [L, ...] each.
-      seal: of `Released`. If it is broken, the carry becomes NaN.
-
-    Returns:
-      The last carry, and ys. The cotangents of params and of state are their next values.
+    `state` has the carriers of the optimizer state, [L, ...] each. If the seal of `Released` is
+    broken, the carry becomes NaN. Returned are the last carry, and ys. The cotangents of params and
+    of state are their next values.
     """
 
     @jax.custom_vjp

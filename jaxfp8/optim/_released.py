@@ -29,11 +29,7 @@ _BYTE = jnp.dtype(jnp.float8_e4m3fn)
 def carriers_of(x: Array) -> tuple[Array, ...]:
     """The carriers of one array of an optimizer state: one or two floats of its shape.
 
-    Args:
-      x: [...], of a dtype of 8, 16 or 32 bits, or a float.
-
-    Raises:
-      TypeError: if no carrier has these bits.
+    TypeError if no carrier has these bits: those of 8, 16 and 32 bits, and all floats, have one.
 
     Example:
       >>> carriers_of(jnp.array([0, 56], jnp.uint8))
@@ -72,12 +68,7 @@ def _carried(carriers: tuple[Array, ...], dtype: DType) -> Array:
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether JAX differentiates with respect to arrays of this dtype.
-
-    Example:
-      >>> is_float(jnp.float8_e5m2), is_float(jnp.int32)
-      (True, False)
-    """
+    """Whether JAX differentiates with respect to arrays of this dtype."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
@@ -160,13 +151,7 @@ class Released:
 def packed(params: PyTree, opt_state: PyTree) -> Released:
     """A `Released` of stacked parameters and of their stacked optimizer state.
 
-    Raises:
-      ValueError: if the arrays are not all [L, ...], or there are none.
-      TypeError: if a parameter is no array of floats.
-
-    Example:
-      >>> packed({"w": jnp.ones((2, 4))}, {"count": jnp.zeros(2, jnp.int32)}).carriers
-      [(Array([0., 0.], dtype=float32),)]
+    ValueError unless all arrays are [L, ...]. TypeError if a parameter is no array of floats.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
         name = f"params{jax.tree_util.keystr(path)}"
@@ -185,26 +170,12 @@ def packed(params: PyTree, opt_state: PyTree) -> Released:
 
 
 def unpacked(carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treedef: Any) -> PyTree:
-    """The optimizer state of carriers, of one layer or of all.
-
-    Example:
-      >>> one = packed({"w": jnp.ones((2, 4))}, {"count": jnp.zeros(2, jnp.int32)})
-      >>> unpacked(one.carriers, one.dtypes, one.treedef)
-      {'count': Array([0, 0], dtype=int32)}
-    """
+    """The optimizer state of carriers, of one layer or of all."""
     return jax.tree.unflatten(treedef, map(_carried, carriers, dtypes))
 
 
 def layers_of(tree: PyTree) -> int:
-    """The number L of layers of a tree of arrays [L, ...].
-
-    Raises:
-      ValueError: if the arrays do not have the same first axis.
-
-    Example:
-      >>> layers_of({"w": jnp.ones((3, 4))})
-      3
-    """
+    """The number L of layers of a tree of arrays [L, ...]. ValueError without a common L."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     found = {shape[:1] for shape in shapes}
     if len(found) != 1 or found == {()}:

@@ -1,7 +1,7 @@
 """What parameters can be, and the update that overwrites them.
 
 A `QuantizedWeight` is a pytree node that holds FP8 tensors. It is one parameter: it has one master
-weight, and one gradient, which is a plain array. This file alone knows such nodes.
+weight, and one gradient, which is a plain array.
 """
 
 import dataclasses
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.ops._quantize_params import path_name, requantize, state_at, states_by_path
-from jaxfp8.optim._moment_formats import rounded_to_bfloat16
+from jaxfp8.ops._quantize_params import path_name, state_at, states_by_path
 from jaxfp8.state._state import MatmulState
-from jaxfp8.weights._quantized_weight import QuantizedWeight, is_weight
+from jaxfp8.weights._quantized_weight import is_weight
 
 # What parameters can be: arrays, and weights in FP8.
 
@@ -33,12 +32,7 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def of(params: PyTree) -> "Parameters":
-        """The parameters of a tree.
-
-        Example:
-          >>> Parameters.of({"w": 1.0, "b": None}).paths
-          ["['w']"]
-        """
+        """The parameters of a tree."""
         found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
         paths = [jax.tree_util.keystr(path) for path, _ in found]
         names = [path_name(path) for path, _ in found]
@@ -62,123 +56,15 @@ class Parameters(NamedTuple):
 
 
 def dtype_of(leaf: Any) -> DType | None:
-    """The dtype of a parameter; None for a quantized weight.
-
-    Example:
-      >>> dtype_of(jnp.ones(2, jnp.bfloat16))
-      dtype(bfloat16)
-    """
+    """The dtype of a parameter; None for a quantized weight."""
     return None if is_weight(leaf) else jnp.result_type(leaf)
-
-
-def has_master(leaf: Any, path: str) -> bool:
-    """Whether a parameter gets a master weight.
-
-    Parameters in float32 and float64 are exact enough themselves. Parameters that are no floats are
-    not trained in bfloat16.
-
-    Raises:
-      ValueError: if the parameter is an FP8 array, which has no scale.
-
-    Example:
-      >>> has_master(jnp.ones(2, jnp.bfloat16), "['w']"), has_master(jnp.ones(2), "['w']")
-      (True, False)
-    """
-    dtype = dtype_of(leaf)
-    if dtype is None or dtype in (jnp.bfloat16, jnp.float16):
-        return True
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16:
-        raise ValueError(
-            f"params{path} is an array of {dtype}, which has no scale. Use bfloat16, float16, "
-            "float32 or a quantized weight."
-        )
-    return False
-
-
-def check_without_weights(params: PyTree) -> None:
-    """Raise TypeError if a parameter is a weight in FP8, whose moments no optimizer can add to.
-
-    Example:
-      >>> check_without_weights({"w": 1.0})
-    """
-    parameters = Parameters.of(params)
-    for path, leaf in zip(parameters.paths, parameters.leaves, strict=True):
-        if is_weight(leaf):
-            raise TypeError(
-                f"params{path} is {leaf}, which this optimizer cannot change. Give it the master "
-                "weights: with_master_weights(tx, master=...), and init_master_weights."
-            )
-
-
-def start_of(leaf: Any) -> Array:
-    """The float32 value [...] of a parameter, at which its master weight starts.
-
-    It is a copy, so the optimizer state can be donated while the parameter is in use.
-
-    Example:
-      >>> start_of(jnp.ones(2, jnp.bfloat16))
-      Array([1., 1.], dtype=float32)
-    """
-    if is_weight(leaf):
-        if leaf.original is None:
-            raise ValueError(
-                f"params has {leaf}, from which no master weight can start. Start at the values "
-                "before the cast: params, opt_state = init_master_weights(tx, values, "
-                "weights=params)."
-            )
-        leaf = leaf.original
-    return jnp.array(leaf, jnp.float32, copy=True)
-
-
-def with_originals(weights: PyTree) -> PyTree:
-    """Weights in FP8 with the type of an original array, for `jax.eval_shape`.
-
-    Example:
-      >>> with_originals({"w": 1.0})
-      {'w': 1.0}
-    """
-
-    def one(node: Any) -> Any:
-        if not isinstance(node, QuantizedWeight):
-            return node
-        original: Any = jax.ShapeDtypeStruct(node.shape, node.dtype)
-        return dataclasses.replace(node, original=original)
-
-    return jax.tree.map(one, weights, is_leaf=is_weight)
-
-
-def rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
-    """The parameter that belongs to a master weight.
-
-    Args:
-      master: float32 [...].
-      like: the parameter that it replaces: a bfloat16 or float16 array [...], or a quantized weight
-        [...].
-      state: the quantizer state of its matmul, or None.
-
-    Example:
-      >>> rounded(jnp.float32(0.1), jnp.bfloat16(0), None)
-      Array(0.100098, dtype=bfloat16)
-    """
-    if dtype_of(like) == jnp.float16:
-        return master.astype(jnp.float16)
-    w = rounded_to_bfloat16(master)
-    if not isinstance(like, QuantizedWeight):
-        return w
-    if like.dtype != jnp.bfloat16:
-        raise ValueError(
-            f"params has {like}. Its master weight is rounded to bfloat16 before the cast. Make "
-            "the weight of bfloat16, too: fp8.quantize_params(..., dtype=jnp.bfloat16)."
-        )
-    return requantize(like, w, state=state)
 
 
 # `Overwrite`: an update that replaces a parameter, instead of being added to it.
 #
 # `optax.apply_updates` computes `p + u` in the dtype of p. In bfloat16 that sum is rounded once
-#   more,
-# and in FP8 it has no meaning. With `u = Overwrite(value)` the sum is `value`: a JAX array does not
-# know how to add an Overwrite, so Python asks `Overwrite.__radd__`.
+# more, and in FP8 it has no meaning. With `u = Overwrite(value)` the sum is `value`: a JAX array
+# does not know how to add an Overwrite, so Python asks `Overwrite.__radd__`.
 
 
 @jax.tree_util.register_dataclass

@@ -10,10 +10,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxfp8._call import check_options
 from jaxfp8._typing import Array, DotDimensionNumbers, DType, FP8StateError
@@ -21,17 +23,16 @@ from jaxfp8.matmul._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
-from jaxfp8.plugs._bytes import from_bytes, to_bytes
 from jaxfp8.plugs._policy import Policy, guest
+from jaxfp8.recipes._recipe import Recipe, Row
+from jaxfp8.state._gradient_channel import Use
 from jaxfp8.state._init import init_state, unset_state
-
-if TYPE_CHECKING:
-    from jaxfp8.recipes._recipe import Recipe
+from jaxfp8.state._state import LEAVES, MatmulState
 
 T = TypeVar("T")
 
 
-def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
+def dot_general_op(recipe: Recipe, **options: Unpack[LayerOptions]) -> Any:
     """A `DotGeneralOp` of haliax, for `Linear.init(..., dot_general=)`.
 
     Args:
@@ -63,7 +64,7 @@ def dot_general_op(recipe: "Recipe", **options: Unpack[LayerOptions]) -> Any:
 
 
 def ragged_dot_op(
-    recipe: "Recipe", *, groups: int | None = None, **options: Unpack[UnshardedOptions]
+    recipe: Recipe, *, groups: int | None = None, **options: Unpack[UnshardedOptions]
 ) -> Any:
     """A `RaggedDotOp`, for mixtures of experts that take an operation `(lhs, rhs, group_sizes)`.
 
@@ -101,7 +102,7 @@ def ragged_dot_op(
 
 def quantize_linear_layers(
     tree: T,
-    recipe: "Recipe",
+    recipe: Recipe,
     *,
     targets: str | Sequence[str] | None = None,
     **options: Unpack[LayerOptions],
@@ -192,7 +193,7 @@ def _held(state: Any, policy: Policy) -> Any:
     levanter casts the whole model to its compute dtype, so the state is kept as bytes.
     `fp8.value_and_grad` collects only a `MatmulState`.
     """
-    return to_bytes(state) if policy.options["state_channel"] == "gradient" else state
+    return _to_bytes(state) if policy.options["state_channel"] == "gradient" else state
 
 
 def _check_one_backward_pass(policy: Policy) -> None:
@@ -228,7 +229,7 @@ def _base() -> type:
         @property
         def state(self) -> Any:
             """The `MatmulState` of the matmul; () if the recipe has none."""
-            return from_bytes(self.held)
+            return _from_bytes(self.held)
 
         def to_state_dict(self, prefix: str | None = None) -> dict[str, Any]:
             """Nothing: files of weights (torch, Hugging Face) have no quantizer state."""
@@ -280,3 +281,96 @@ def _ragged_operation() -> type:
             )  # fmt: skip
 
     return FP8RaggedDotOp
+
+
+# A state as bytes, because levanter casts a whole model to a shorter dtype, its state too.
+#
+# A cast to bfloat16 would round scales and amaxes, and fingerprints would not fit. So each float32
+# is kept as its four bytes: four floats from 0 to 255. bfloat16 and float16 hold these numbers
+# exactly.
+#
+# An average of models (EMA) also averages these bytes, and bytes that are no whole numbers have no
+# meaning. Such a state counts as unset: each tensor is quantized with its current amax.
+
+_ROUNDING = 2.0**-10
+"""Above the error of a mean over devices of equal bytes, in float32."""
+
+_Leaves = dict[str, Array]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["rows"])
+@dataclasses.dataclass(frozen=True)
+class _StateBytes:
+    """The state of one matmul, whose arrays survive a cast.
+
+    Attributes:
+      leaves: the bytes of each array of the state, [..., 4] of any floating dtype, by its name.
+      rows: the tensor and the quantizer of each row (static).
+    """
+
+    leaves: _Leaves
+    rows: tuple[Row, ...]
+
+
+def _to_bytes(state: Any) -> Any:
+    """The bytes of a state; () for recipes without state."""
+    if not isinstance(state, MatmulState):
+        return state
+    return _StateBytes(_split(state), state.rows)
+
+
+def _from_bytes(held: Any) -> Any:
+    """The state of what `_to_bytes` returned, after any cast. Anything else is returned unchanged.
+
+    It is unset if `held` is an average of several states. If the cotangent of the state is the next
+    state, the cotangent of `held` has its bytes. FP8StateError while a gradient is traced, if the
+    state has been used before.
+    """
+    if not isinstance(held, _StateBytes):
+        return held
+    # `dot_general` sees another array in each call, so it cannot find a second use of the state.
+    use = Use.of(held.leaves["scale"])
+    return _joined(use, held.rows, {n: x.astype(jnp.float32) for n, x in held.leaves.items()})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _joined(use: Use, rows: tuple[Row, ...], leaves: _Leaves) -> MatmulState:
+    del use
+    # A state of zeros is unset.
+    whole = jnp.all(jnp.stack([_is_whole(leaf) for leaf in leaves.values()]))
+    arrays: Any = {n: jnp.where(whole, _float(x), np.float32(0)) for n, x in leaves.items()}
+    return MatmulState(**arrays, probe=None, rows=rows)
+
+
+def _forward_rule(use: Use, rows: tuple[Row, ...], leaves: _Leaves) -> tuple[MatmulState, None]:
+    use.differentiate()
+    return _joined(use, rows, leaves), None
+
+
+def _backward_rule(use: Use, rows: tuple[Row, ...], _: None, new: MatmulState) -> tuple[_Leaves]:
+    del use, rows
+    return (_split(new),)
+
+
+_joined.defvjp(_forward_rule, _backward_rule)
+
+
+def _split(state: MatmulState) -> _Leaves:
+    """The four bytes of each value, as f32[..., 4]."""
+    return {
+        name: lax.bitcast_convert_type(getattr(state, name), jnp.uint8).astype(jnp.float32)
+        for name in LEAVES
+    }
+
+
+def _is_whole(leaf: Array) -> Array:
+    return jnp.all(abs(leaf - jnp.round(leaf)) < _ROUNDING)
+
+
+def _float(leaf: Array) -> Array:
+    """The values f32[...] of bytes f32[..., 4].
+
+    A sum of bytes may be above 255. Clipped, its fingerprint does not fit (`state/_identity.py`).
+    """
+    whole = jnp.clip(jnp.round(leaf), 0, 255).astype(jnp.uint8)
+    return lax.bitcast_convert_type(whole, jnp.float32)

@@ -36,12 +36,6 @@ def _find_gemms(compiled: Any) -> _Gemms:
     FP8 matmuls are calls of cuBLASLt, calls of cuDNN for block scales, and the Pallas kernels of
     layers and of `fp8.dot`. A `dot` of FP8 operands in a Triton fusion counts as high precision,
     because the program does not say how it multiplies them.
-
-    Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
-
-    Raises:
-      TypeError, ValueError: if `compiled` is neither, or the program has no text.
     """
     program = read_program(compiled)
     return _gemms_of(program.entry, program, {})

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program (HLO), its types, its arguments and its results.
+"""Reads the text of a compiled program (HLO), and the types of its arrays.
 
 A program is a list of computations, which call each other. Examples are fusions, loop bodies,
 branches and async wrappers. A function that counts instructions must begin at the entry and follow
@@ -11,13 +11,9 @@ References:
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxlib import _hlo  # type: ignore[attr-defined]
 
 # Reads the text of a compiled program (HLO): its computations, their instructions and calls.
 
@@ -50,13 +46,6 @@ class Tensor(NamedTuple):
       dtype: as jax names it, `float8_e4m3fn`.
       shape: [...]. A size that the program does not know is replaced by its upper bound.
       bytes: the size of all elements. Two 4-bit elements share a byte if the layout packs them.
-
-    Example:
-      >>> values, counts = tensors_of("(f8e4m3fn[64,32]{1,0}, s4[10]{0:E(4)}, token[])")
-      >>> values
-      Tensor(dtype='float8_e4m3fn', shape=(64, 32), bytes=2048)
-      >>> counts
-      Tensor(dtype='int4', shape=(10,), bytes=5)
     """
 
     dtype: str
@@ -83,18 +72,7 @@ def tensors_of(type: str) -> tuple[Tensor, ...]:
 
 
 class Instruction(NamedTuple):
-    r"""One line of a computation, `%name = type opcode(operands), attributes`.
-
-    Example:
-      >>> program = read_program(
-      ...     "ENTRY %main (x: f32[4]) -> f32[4] {\n"
-      ...     "  %x = f32[4]{0} parameter(0)\n"
-      ...     "  ROOT %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%f\n}"
-      ... )
-      >>> y = program.computations["main"]["y"]
-      >>> y.opcode, y.operands, y.computations("calls")
-      ('fusion', ('x',), ('f',))
-    """
+    """One line of a computation, `%name = type opcode(operands), attributes`."""
 
     name: str
     type: str
@@ -145,7 +123,7 @@ class Program(NamedTuple):
 
     Attributes:
       entry: the name of the computation that runs.
-      computations: by name, in the order of the text.
+      computations: in the order of the text.
       replicas: how many times the program runs in parallel.
       partitions: how many devices each replica runs on.
     """
@@ -157,20 +135,10 @@ class Program(NamedTuple):
 
 
 def read_program(compiled: Any) -> Program:
-    """Reads a compiled program.
+    """Reads what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
 
-    Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns, or its `as_text()`.
-
-    Raises:
-      TypeError: if `compiled` is neither.
-      ValueError: if the program has no text, or the text holds several programs.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> program = read_program(jax.jit(jnp.sin).lower(jnp.ones(3)).compile())
-      >>> [i.type for i in program.computations[program.entry].values() if i.opcode == "parameter"]
-      ['f32[3]{0}']
+    TypeError for anything else. ValueError if the program has no text, or if the text holds several
+    programs.
     """
     if not isinstance(compiled, str | jax.stages.Compiled):
         raise TypeError(
@@ -245,13 +213,7 @@ class Array(NamedTuple):
     Attributes:
       dtype: as the program prints it, `bf16`.
       shape: the logical shape.
-      order: the dimensions in the order of memory, the slowest first.
-
-    Example:
-      >>> array_type("bf16[8,128]{0,1}")
-      Array(dtype='bf16', shape=(8, 128), order=(1, 0))
-      >>> array_type("bf16[8,128]{0,1}").physical_shape
-      (128, 8)
+      order: the dimensions in the order of memory, the slowest first. For `{0,1}` it is (1, 0).
     """
 
     dtype: str
@@ -284,8 +246,7 @@ class Array(NamedTuple):
 def array_type(text: str) -> Array:
     """Reads the type of one array.
 
-    Raises:
-      ValueError: for tuples, tokens, unknown sizes, and layouts in tiles.
+    ValueError for tuples, tokens, unknown sizes, and layouts in tiles.
     """
     found = _ARRAY.match(text.strip())
     layout, _, memory = (found[3] or "").partition(":") if found else ("", "", "")
@@ -338,77 +299,3 @@ def split(text: str) -> list[str]:
             start = position + 1
         position += 1
     return [part for part in (*found, text[start:].strip()) if part]
-
-
-# The arguments and results of a jax.stages.Compiled, as the flat arrays of its program.
-#
-# The first parameters of a program are constants that jit moved out of the function. The leaves of
-# the arguments follow. Leaves that the function does not use are left out. PRNG keys are integers.
-#
-# References:
-#     jax, jax/_src/stages.py (Compiled.call) and jax/_src/interpreters/pxla.py (MeshExecutable).
-
-
-def full_text(compiled: jax.stages.Compiled) -> str:
-    """The text of the program, with the constants that `as_text()` leaves out.
-
-    Raises:
-      ValueError: if `compiled` holds other than one program.
-    """
-    modules = compiled.runtime_executable().hlo_modules()  # type: ignore[union-attr]
-    if len(modules) != 1:
-        raise ValueError(
-            f"compiled holds {len(modules)} programs, not one. Compile a function for one device."
-        )
-    options = _hlo.HloPrintOptions()
-    options.print_large_constants = True
-    return modules[0].to_string(options)
-
-
-def flat_arguments(compiled: jax.stages.Compiled, arguments: Sequence[Any]) -> list[Any]:
-    """The arrays that the program takes.
-
-    Raises:
-      ValueError: if the function was compiled for another tree, shape or dtype.
-    """
-    leaves, tree = jax.tree.flatten((tuple(arguments), {}))
-    if tree != compiled.in_tree:  # type: ignore[operator]
-        raise ValueError(
-            f"arguments are the tree {tree}, but the function was compiled for {compiled.in_tree}. "
-            "Pass that tree, by position, and compile the function without keyword arguments."
-        )
-    infos = jax.tree.leaves(compiled.args_info)
-    pairs = enumerate(zip(leaves, infos, strict=True))
-    given = [_argument(position, x, info) for position, (x, info) in pairs]
-    kept = compiled._executable._kept_var_idx  # type: ignore[attr-defined]
-    return [x for n, x in enumerate([*compiled._params.const_args, *given]) if n in kept]
-
-
-def results_tree(compiled: jax.stages.Compiled, results: Sequence[jax.Array]) -> Any:
-    """The results, in the tree that the function returns."""
-    wanted = jax.tree.leaves(compiled.out_info)
-    leaves = [_result(x, info.dtype) for x, info in zip(results, wanted, strict=True)]
-    return jax.tree.unflatten(compiled.out_tree, leaves)
-
-
-def _argument(position: int, x: Any, info: Any) -> Any:
-    # A Python number has no dtype, so it gets that of the parameter. All others must have it.
-    array = np.asarray(x, info.dtype) if isinstance(x, bool | int | float | complex) else x
-    if not isinstance(array, jax.Array):
-        array = np.asarray(array)
-        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
-    if array.dtype != info.dtype or array.shape != info.shape:
-        raise ValueError(
-            f"leaf {position} of the arguments is {array.dtype}{list(array.shape)}, but the "
-            f"function was compiled for {info.dtype}{list(info.shape)}. Pass such an array, or "
-            "compile the function for this one."
-        )
-    return jax.random.key_data(array) if _is_key(info.dtype) else array
-
-
-def _result(x: jax.Array, dtype: Any) -> jax.Array:
-    return jax.random.wrap_key_data(x, impl=dtype._impl) if _is_key(dtype) else x
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -8,14 +8,185 @@ References:
   XLA, xla/service/hlo_dataflow_analysis.cc: which instructions share the memory of their operands.
 """
 
+import dataclasses
+import math
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jaxfp8.programs._hlo import BRANCHES, Instruction, Program, parts_of, read_program, tensors_of
-from jaxfp8.programs._storage import Buffer, Memory, Phase, Phases, Storage, latest
+from jaxfp8.programs._hlo import (
+    BRANCHES,
+    Instruction,
+    Program,
+    Tensor,
+    parts_of,
+    read_program,
+    tensors_of,
+)
+
+# The phases of a train step. JAX writes its transformations into the name of each operation. `jvp(`
+# marks the forward pass of a gradient. `transpose(` marks the backward pass, also the part that
+# `jax.checkpoint` computes again.
+
+_Phase = Literal["other", "forward", "backward"]
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ORDER: tuple[_Phase, ...] = ("other", "forward", "backward")
+
+
+def _latest(phases: Iterable[_Phase]) -> _Phase:
+    """The phase that a step reaches last. "other" if there is none."""
+    return max(phases, key=_ORDER.index, default="other")
+
+
+def _named_phase(instruction: Instruction) -> _Phase | None:
+    """The phase that the name of an instruction says. None without a name of JAX."""
+    found = _OP_NAME.search(instruction.attributes)
+    # Parameters have the names of arguments.
+    if found is None or instruction.opcode == "parameter":
+        return None
+    if "transpose(" in found[1]:
+        return "backward"
+    return "forward" if "jvp(" in found[1] else "other"
+
+
+class _Phases:
+    """The phases of the instructions of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._fused: dict[str, tuple[_Phase | None, ...]] = {}
+
+    def of(self, instruction: Instruction) -> tuple[_Phase | None, ...]:
+        """The phase of an instruction, None without a name. A fusion has one for each result.
+
+        XLA adds instructions that have no name of JAX, for instance copies. The name of a fusion is
+        that of one of its operations. So its phases come from the operations that make its results.
+        """
+        named = _named_phase(instruction)
+        fused = instruction.computations("calls") if instruction.opcode == "fusion" else ()
+        if fused and (named is None or instruction.type.startswith("(")):
+            return tuple(phase or named for phase in self._results(fused[0]))
+        return (named,)
+
+    def _results(self, name: str) -> tuple[_Phase | None, ...]:
+        """The phase of each result of a fused computation."""
+        if name not in self._fused:
+            computation = self._program.computations.get(name, {})
+            nearest: dict[str, _Phase | None] = {}
+            found: tuple[_Phase | None, ...] = (None,)
+            for instruction in computation.values():
+                before = [nearest.get(operand) for operand in instruction.operands]
+                known = [phase for phase in before if phase is not None]
+                own = _named_phase(instruction) or (_latest(known) if known else None)
+                nearest[instruction.name] = own
+                if instruction.is_root:
+                    found = tuple(before) if instruction.opcode == "tuple" else (own,)
+            self._fused[name] = found
+        return self._fused[name]
+
+
+@dataclasses.dataclass
+class _Buffer:
+    """A piece of memory for arrays, in turn. Times count the instructions as they run."""
+
+    bytes: int
+    elements: int  # of its arrays
+    born: int  # when the first instruction writes it
+    dies: int  # when the last instruction reads it
+    makers: set[_Phase]  # the phases of the instructions that write it
+    readers: set[_Phase]  # and of those that read it. "other" reads a result of the program
+    # Whether a loop with a backward pass in it writes the buffer outside of that pass. Sums of
+    # gradients over microbatches are such buffers.
+    summed: bool = False
+    outside: bool = False  # an argument or a constant of the program, or in the memory of one
+    returned: bool = False  # a result of the program
+
+
+class _Storage:
+    """The buffers of a program. A buffer is named by a number, and several numbers may name one."""
+
+    def __init__(self) -> None:
+        self._same: list[int] = []
+        self._buffers: list[_Buffer] = []
+
+    def new(self, tensors: Sequence[Tensor], time: int, phases: Sequence[_Phase]) -> list[int]:
+        """A buffer for each array that an instruction writes. `phases` may be one for all."""
+        names = []
+        each = phases if len(phases) == len(tensors) else [_latest(phases)] * len(tensors)
+        for tensor, phase in zip(tensors, each, strict=True):
+            names.append(len(self._same))
+            self._same.append(names[-1])
+            elements = math.prod(tensor.shape)
+            self._buffers.append(_Buffer(tensor.bytes, elements, time, time, {phase}, set()))
+        return names
+
+    def of(self, name: int) -> _Buffer:
+        return self._buffers[self._find(name)]
+
+    def read(self, names: Iterable[int], time: int, phases: Iterable[_Phase]) -> None:
+        """Note that an instruction reads these buffers."""
+        for name in names:
+            buffer = self.of(name)
+            buffer.dies = max(buffer.dies, time)
+            buffer.readers.update(phases)
+
+    def keep(self, names: Iterable[int], time: int) -> None:
+        """Note that these buffers are needed until this time."""
+        for name in names:
+            buffer = self.of(name)
+            buffer.dies = max(buffer.dies, time)
+
+    def join(self, some: Sequence[int], others: Sequence[int]) -> None:
+        """Make one buffer of each pair."""
+        for one, other in zip(some, others, strict=True):
+            first, second = sorted((self._find(one), self._find(other)))
+            if first == second:
+                continue
+            self._same[second] = first
+            a, b = self._buffers[first], self._buffers[second]
+            self._buffers[first] = _Buffer(
+                max(a.bytes, b.bytes), max(a.elements, b.elements), min(a.born, b.born),
+                max(a.dies, b.dies), a.makers | b.makers, a.readers | b.readers,
+                a.summed or b.summed, a.outside or b.outside, a.returned or b.returned,
+            )  # fmt: skip
+
+    def buffers(self) -> list[_Buffer]:
+        return [self._buffers[n] for n, same in enumerate(self._same) if n == same]
+
+    def _find(self, name: int) -> int:
+        while self._same[name] != name:
+            self._same[name] = self._same[self._same[name]]
+            name = self._same[name]
+        return name
+
+
+class _Memory(NamedTuple):
+    """The memory of a program over time."""
+
+    buffers: tuple[_Buffer, ...]  # temporary ones, so no arguments, constants and results
+    results: tuple[_Buffer, ...]  # those that take no memory of a donated argument
+    phases: tuple[_Phase, ...]  # of each instruction, in the order in which they run
+
+    @property
+    def peak(self) -> int:
+        """The time of the instruction before which most bytes are live."""
+        changes = [0] * (len(self.phases) + 3)
+        for buffer in self.buffers:
+            changes[buffer.born + 1] += buffer.bytes
+            changes[buffer.dies + 1] -= buffer.bytes
+        live, most, peak = 0, 0, 0
+        for time, change in enumerate(changes):
+            live += change
+            if live > most:
+                most, peak = live, time
+        return peak
+
+    def live(self, time: int) -> list[_Buffer]:
+        """The buffers that were written before this time, and are read at it or later."""
+        return [buffer for buffer in self.buffers if buffer.born < time <= buffer.dies]
+
 
 # `_buffers_of`: the buffers of a compiled program, read from its text.
 
@@ -29,15 +200,8 @@ _OF_INSTRUCTION = re.compile(r"output_to_operand_aliasing=\{(.*?\)) ?\}")
 _OF_PROGRAM = re.compile(r"^HloModule .*?\binput_output_alias=\{ (.*?\)) \}", re.MULTILINE)
 
 
-def _buffers_of(text: str) -> Memory:
-    r"""The buffers of a program, with the times and the phases in which they are needed.
-
-    Args:
-      text: of the compiled program, `compiled.as_text()`.
-
-    Raises:
-      ValueError: if the text does not say in which order the instructions run.
-    """
+def _buffers_of(text: str) -> _Memory:
+    """The buffers of a compiled program. ValueError if its text has no order of time."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "the text of the program has no is_scheduled=true, so its instructions are in no order "
@@ -59,7 +223,7 @@ def _buffers_of(text: str) -> Memory:
     for result in results:
         storage.of(result).returned = True
     inside = [buffer for buffer in storage.buffers() if not buffer.outside]
-    return Memory(
+    return _Memory(
         tuple(buffer for buffer in inside if not buffer.returned),
         tuple(buffer for buffer in inside if buffer.returned),
         tuple(walk.phases),
@@ -71,11 +235,11 @@ class _Walk:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.storage = Storage()
-        self._phases = Phases(program)
+        self.storage = _Storage()
+        self._phases = _Phases(program)
         # (operand, results) of instructions that XLA added, for instance copies and casts.
         self.added: list[tuple[int, list[int]]] = []
-        self.phases: list[Phase] = []
+        self.phases: list[_Phase] = []
 
     def parameters(self, name: str) -> list[list[int]]:
         """Buffers of the parameters of the program."""
@@ -83,11 +247,11 @@ class _Walk:
         found.sort(key=lambda i: int(i.inside))
         return [self._outside(i) for i in found]
 
-    def run(self, name: str, parameters: Sequence[list[int]], phase: Phase) -> list[int]:
+    def run(self, name: str, parameters: Sequence[list[int]], phase: _Phase) -> list[int]:
         """The buffers of the results of a computation."""
         computation = self.program.computations[name]
         made: dict[str, list[int]] = {}
-        phases: dict[str, Phase] = {}
+        phases: dict[str, _Phase] = {}
         root: list[int] = []
         for instruction in computation.values():
             of = instruction.name
@@ -99,9 +263,9 @@ class _Walk:
                 operands = [o for o in instruction.operands if o in made]
                 named = self._phases.of(instruction)
                 # What XLA adds belongs to the latest phase of its operands.
-                inherited = latest(phases[o] for o in operands)
+                inherited = _latest(phases[o] for o in operands)
                 each = [phase or inherited for phase in named]
-                phases[of] = latest(each)
+                phases[of] = _latest(each)
                 given = [made[o] for o in operands]
                 passed_on = self._passed_on(instruction, given, computation)
                 if passed_on is None:
@@ -143,10 +307,10 @@ class _Walk:
         return None
 
     def _called(
-        self, instruction: Instruction, given: list[list[int]], phases: Sequence[Phase]
+        self, instruction: Instruction, given: list[list[int]], phases: Sequence[_Phase]
     ) -> list[int]:
         """The buffers of an instruction that calls computations, or makes arrays itself."""
-        opcode, phase = instruction.opcode, latest(phases)
+        opcode, phase = instruction.opcode, _latest(phases)
         if opcode == "while":
             return self._loop(instruction, given[0], phase)
         if opcode == "call":
@@ -173,7 +337,7 @@ class _Walk:
                 self.storage.join(mine[:1], theirs[int(index or 0) :][:1])
         return names
 
-    def _loop(self, loop: Instruction, carried: list[int], phase: Phase) -> list[int]:
+    def _loop(self, loop: Instruction, carried: list[int], phase: _Phase) -> list[int]:
         begin = len(self.phases)
         (condition,), (body,) = loop.computations("condition"), loop.computations("body")
         self.run(condition, [carried], phase)
@@ -187,7 +351,7 @@ class _Walk:
         return carried
 
     def _started(
-        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[Phase]
+        self, start: Instruction, given: list[list[int]], time: int, phases: Sequence[_Phase]
     ) -> list[int]:
         """The buffers of an asynchronous start, which has its operands among its results."""
         operands = [name for names in given for name in names]
@@ -196,14 +360,14 @@ class _Walk:
         found: list[int] = []
         for n, tensors in enumerate(parts):
             mine = len(parts) > 1 and n == which and len(tensors) == len(operands)
-            found += operands if mine else self.storage.new(tensors, time, [latest(phases)])
+            found += operands if mine else self.storage.new(tensors, time, [_latest(phases)])
         return found
 
-    def _step(self, read: Iterable[int], phases: Sequence[Phase]) -> int:
+    def _step(self, read: Iterable[int], phases: Sequence[_Phase]) -> int:
         """Read buffers at the next time. Returns it."""
         time = len(self.phases)
         self.storage.read(read, time, phases)
-        self.phases.append(latest(phases))
+        self.phases.append(_latest(phases))
         return time
 
 
@@ -218,47 +382,24 @@ def _element(type: str, index: int, names: list[int]) -> list[int]:
 
 
 class _StepMemory(NamedTuple):
-    """Bytes of a program on one device. They add up to what XLA allocates, without code.
+    """Bytes of a program on one device. They add up to what XLA allocates, without code."""
 
-    Attributes:
-      arguments: of all arguments that the program reads or returns.
-      gradients: of gradients of weights, as results or at the peak.
-      residuals: of what the forward pass left for the backward pass, at the peak.
-      temporaries: the rest of XLA's temporary memory.
-      results: of other results, if they do not take the memory of donated arguments.
-    """
-
-    arguments: int
-    gradients: int
-    residuals: int
-    temporaries: int
-    results: int
+    arguments: int  # of all arguments that the program reads or returns
+    gradients: int  # of weights, as results or at the peak
+    residuals: int  # what the forward pass left for the backward pass, at the peak
+    temporaries: int  # the rest of XLA's temporary memory
+    results: int  # others, if they do not take the memory of donated arguments
 
 
 def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
-    """The memory of a compiled train step.
+    """The memory of a compiled train step. ValueError if XLA does not tell it.
 
     The peak is the moment at which most temporary bytes are live. A buffer is a residual if the
     forward pass writes it and the backward pass reads it. It is a gradient if the backward pass
     writes it, the optimizer reads it, and it has as many elements as a weight. A sum of gradients
     over microbatches is one, too. Everything else is a temporary: activations and their gradients
-    while a layer runs, workspaces of matmuls, and gaps between buffers.
-
-    XLA may put a temporary into the memory of a result or of a donated argument, which is not in
-    use at that moment. Then it counts there.
-
-    Args:
-      compiled: what `jax.jit(f).lower(...).compile()` returns.
-      weight_sizes: the numbers of elements of the weights, of whole arrays and of shards.
-
-    Raises:
-      ValueError: if XLA does not tell the program's memory.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> step = jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(w) ** 2)))
-      >>> step_memory(step.lower(jnp.ones(64)).compile(), {64}).gradients
-      256
+    while a layer runs, workspaces of matmuls, and gaps between buffers. `weight_sizes` are the
+    numbers of elements of the weights, of whole arrays and of shards.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -270,7 +411,8 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     returned = sum(b.bytes for b in memory.results if _is_gradient(b, weight_sizes))
     residuals, gradients = _at_peak(memory, weight_sizes)
-    # What does not fit lies in memory of results or arguments, see above.
+    # XLA may put a temporary into the memory of a result or of a donated argument, which is not in
+    # use at that moment. What does not fit is there, and counts there.
     returned = min(returned, results)
     residuals = min(residuals, stats.temp_size_in_bytes)
     gradients = min(gradients, stats.temp_size_in_bytes - residuals)
@@ -283,7 +425,7 @@ def step_memory(compiled: Any, weight_sizes: Collection[int]) -> _StepMemory:
     )
 
 
-def _at_peak(memory: Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
+def _at_peak(memory: _Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
     """Bytes of residuals and gradients at the peak."""
     live = memory.live(memory.peak)
     residuals = [b for b in live if _is_residual(b)]
@@ -291,7 +433,7 @@ def _at_peak(memory: Memory, weight_sizes: Collection[int]) -> tuple[int, int]:
     return sum(b.bytes for b in residuals), sum(b.bytes for b in gradients)
 
 
-def _is_residual(buffer: Buffer) -> bool:
+def _is_residual(buffer: _Buffer) -> bool:
     return (
         "forward" in buffer.makers
         and "backward" not in buffer.makers
@@ -299,7 +441,7 @@ def _is_residual(buffer: Buffer) -> bool:
     )
 
 
-def _is_gradient(buffer: Buffer, weight_sizes: Collection[int]) -> bool:
+def _is_gradient(buffer: _Buffer, weight_sizes: Collection[int]) -> bool:
     return (
         ("backward" in buffer.makers or buffer.summed)
         and "forward" not in buffer.makers

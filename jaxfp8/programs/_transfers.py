@@ -105,9 +105,8 @@ def _transfers_of(
 ) -> list[Transfer]:
     """The transfers of an instruction each time that it runs, without those of its calls.
 
-    Raises:
-      ValueError: if its devices are printed in an unknown way.
-      NotImplementedError: if it sends slices of buffers in place, as some programs for TPUs do.
+    ValueError if its devices are printed in an unknown way. NotImplementedError if it sends slices
+    of buffers in place, as some programs for TPUs do.
     """
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS or (kind == "send" and "is_host_transfer=true" in instruction.attributes):
@@ -203,12 +202,8 @@ def _unknown(instruction: Instruction) -> str:
 class Traffic:
     """The transfers of the computations of a program. Each computation is read once.
 
-    Args:
-      program: read by `read_program`.
-      trip_count: how often a loop runs if the program does not know its count. With None, such a
-        loop is an error if it contains a collective.
-      every_branch: whether to count all branches of a conditional. By default only the branch that
-        sends the most bytes counts.
+    `trip_count` is how often a loop runs if the program does not know it. By default only the
+    branch of a conditional that sends the most bytes counts.
     """
 
     def __init__(
@@ -223,8 +218,7 @@ class Traffic:
     def of(self, name: str) -> tuple[Transfer, ...]:
         """The transfers of one run of a computation and of all that it calls.
 
-        Raises:
-          ValueError: if a collective is in a loop of unknown length, or the text is not complete.
+        ValueError if a collective is in a loop of unknown length, or if the text is not complete.
         """
         if name not in self._known:
             if name not in self.program.computations:

@@ -54,13 +54,8 @@ class Writer:
     ) -> str:
         """Writes `%name = type opcode(operands), attributes` and returns the name.
 
-        Args:
-          type: the type of the result.
-          opcode: the operation.
-          *operands: names of the operands.
-          inside: the text between the brackets, if it is not a list of operands.
-          name: the name of the instruction; by default a new one.
-          also: attributes.
+        `inside` is the text between the brackets, if it is not a list of operands. By default the
+        name is a new one. `also` has the attributes.
         """
         name = name or f"rewritten.{len(self._lines)}"
         inside = ", ".join(f"%{operand}" for operand in operands) if inside is None else inside
@@ -218,8 +213,7 @@ def _as_array(x: Any, dtype: str) -> np.ndarray:
 def bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
     """`x` of type `source`, read as `result`.
 
-    Raises:
-      ValueError: if the sizes differ. Also if elements change their type and are not whole bytes.
+    ValueError if the sizes differ, or if elements change their type and are not whole bytes.
     """
     if source.size * source.bits != result.size * result.bits:
         raise ValueError(

@@ -11,7 +11,7 @@ from zoo import LM, NNXLM, TOKENS, WIDTH
 
 import jaxfp8 as fp8
 from jaxfp8.conversion import Rule
-from jaxfp8.conversion._plan import ends_of
+from jaxfp8.conversion._convert import _ends_of
 from jaxfp8.conversion._rule import Layer
 
 CURRENT, BLOCKWISE = fp8.recipes.current(), fp8.recipes.blockwise()
@@ -198,8 +198,8 @@ def test_first_and_last_blocks_are_kept(convert):
 
 def test_blocks_of_one_end_are_kept():
     stacks = [["h_0", "h_1", "h_2"], ["g/0", "g/1", "g/2"]]
-    assert ends_of(stacks, 1, 0) == {"h_0", "g/0"}
-    assert ends_of(stacks, 0, 2) == {"h_1", "h_2", "g/1", "g/2"}
+    assert _ends_of(stacks, 1, 0) == {"h_0", "g/0"}
+    assert _ends_of(stacks, 0, 2) == {"h_1", "h_2", "g/1", "g/2"}
 
 
 @pytest.mark.parametrize(

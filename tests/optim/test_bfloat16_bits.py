@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.optim._moment_formats import joined, rounded_to_24_bits, rounded_to_bfloat16, split
+from jaxfp8.optim._masters import _joined, _rounded_to_24_bits, _split, rounded_to_bfloat16
 
 INFINITY = 0x7F800000
 # Of the low 16 bits: ends, ties at 16 and at 24 bits, and their neighbours.
@@ -21,8 +21,8 @@ LOW += [0xFF80, 0xFFFF]
 @jax.jit
 def everything(bits):
     x = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    high, low = split(x)
-    return high, low, joined(high, low), rounded_to_24_bits(x), rounded_to_bfloat16(x)
+    high, low = _split(x)
+    return high, low, _joined(high, low), _rounded_to_24_bits(x), rounded_to_bfloat16(x)
 
 
 def check(bits):
@@ -63,9 +63,9 @@ def test_any_bits(bits):
 def test_the_weight_is_the_rounding_of_the_master_of_24_bits(magnitude, negative):
     bits = np.full(64, magnitude | negative << 31, np.uint32)
     short = everything(bits)[3]
-    high, low = split(short)
+    high, low = _split(short)
     assert not np.any(np.asarray(low) & 0xFF)
-    again = joined(high, (low >> 8).astype(jnp.uint8).astype(jnp.uint16) << 8)
+    again = _joined(high, (low >> 8).astype(jnp.uint8).astype(jnp.uint16) << 8)
     np.testing.assert_array_equal(np.asarray(again), np.asarray(short))
 
 

@@ -10,7 +10,7 @@ from same_bits import assert_same_bits
 
 from jaxfp8.optim import BFloat16Plus, Float32, init_master_weights, master_weights
 from jaxfp8.optim import with_master_weights as with_masters
-from jaxfp8.optim._moment_formats import rounded_to_24_bits, rounded_to_bfloat16
+from jaxfp8.optim._masters import _rounded_to_24_bits, rounded_to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -36,7 +36,7 @@ def test_masters_of_24_bits_start_at_the_nearest():
     params = params32() | {"ties": ties() + 2.0**-17}
     tx = with_masters(optax.sgd(0.1), master=BFloat16Plus(bits=8))
     weights, opt_state = init_master_weights(tx, params)
-    nearest = jax.tree.map(rounded_to_24_bits, params)
+    nearest = jax.tree.map(_rounded_to_24_bits, params)
     assert_same_bits(master_weights(opt_state, weights), nearest)
     assert_same_bits(weights, jax.tree.map(rounded_to_bfloat16, nearest))
 
@@ -76,7 +76,7 @@ def test_the_wrapped_optimizer_starts_at_the_float32_values():
 def test_inside_of_other_transformations():
     tx = optax.chain(optax.clip(1.0), with_masters(optax.adam(0.1), master=BFloat16Plus(bits=8)))
     weights, opt_state = init_master_weights(tx, params32())
-    nearest = jax.tree.map(rounded_to_24_bits, params32())
+    nearest = jax.tree.map(_rounded_to_24_bits, params32())
     assert_same_bits(master_weights(opt_state, weights), nearest)
     assert jax.tree.structure(opt_state) == jax.tree.structure(tx.init(weights))
 

@@ -19,7 +19,7 @@ from jaxfp8.optim import (
     master_weights,
     with_master_weights,
 )
-from jaxfp8.optim._moment_formats import rounded_to_bfloat16
+from jaxfp8.optim._masters import rounded_to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
