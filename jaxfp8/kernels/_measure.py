@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import itertools
 import math
 import os
 import time
@@ -18,7 +19,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.kernels._timings import Time, Way
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError, search_space
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, NoRoomError, Tiling
 
 # How many seconds programs take on a GPU.
 #
@@ -117,13 +118,33 @@ def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iter
     before anything is compiled.
     """
     for backend in backends:
-        for tiling in search_space() if backend == "mosaic" else (None,):
+        for tiling in _search_space() if backend == "mosaic" else (None,):
             way = Way(backend=backend, tiling=tiling)
             try:
                 jax.eval_shape(_multiplied_by(way, call), *operands)
             except (NotImplementedError, NoRoomError):
                 continue
             yield way
+
+
+def _search_space() -> Iterator[Tiling]:
+    """The tilings that an autotuner tries: those of `CHOICES`, and others of similar shape.
+
+    Not every tiling fits every matmul.
+    """
+    yield from CHOICES.values()
+    shapes = (
+        (64, 32, True),
+        (64, 32, False),
+        (64, 64, True),
+        (64, 64, False),
+        (64, 128, False),
+        (128, 64, False),
+    )
+    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
+        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
+        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
+            yield tiling
 
 
 def _multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:

@@ -219,8 +219,3 @@ def in_order(x: Array) -> Array:
     reshape to one axis.
     """
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
-
-
-def in_order_on_mesh(x: Array) -> Array:
-    """`in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
-    return on_mesh(lambda x: (in_order(x),), (1,), ((1,),))(x)[0]

@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels._on_mesh import in_order_on_mesh
+from jaxfp8.kernels._on_mesh import in_order, on_mesh
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
 
@@ -38,9 +38,14 @@ def cast_by_xla(
             multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
         spread = direction.granularity.expand(multiplier, array.shape)
         value = saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key)
-        values.append(in_order_on_mesh(value) if direction.transposed else value)
+        values.append(_in_order_on_mesh(value) if direction.transposed else value)
         known.append(scale)
     return cast.copies(tuple(values), tuple(known), array.dtype), CastExtras()
+
+
+def _in_order_on_mesh(x: Array) -> Array:
+    """`in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
+    return on_mesh(lambda x: (in_order(x),), (1,), ((1,),))(x)[0]
 
 
 def _in_its_layout(x: Array) -> Array:

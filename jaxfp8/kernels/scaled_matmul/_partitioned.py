@@ -27,7 +27,7 @@ from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.sharding._specs import whole_mesh_axes
 
-Dot: TypeAlias = Callable[..., Array]
+_Dot: TypeAlias = Callable[..., Array]
 """(values [B, M, K], values [B, N, K], scales of lhs, scales of rhs) -> [B, M, N]"""
 _Spec: TypeAlias = tuple[tuple[str, ...], ...]  # mesh axes along each axis
 
@@ -117,7 +117,7 @@ def in_auto_mesh(
     return inside(lhs, rhs)
 
 
-def partitioned(local: Dot, cells: Cells) -> Dot:
+def partitioned(local: _Dot, cells: Cells) -> _Dot:
     """`local` on the devices of an Auto mesh."""
 
     def specs(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:

@@ -12,8 +12,6 @@ elementwise pass scales the result.
 On other platforms the payloads are multiplied as bfloat16 with float32 accumulation, because every
 FP8 value is exact in bfloat16. Then the float32 product is scaled.
 
-Operands in tiles go to `_xla_blocks.py`.
-
 References:
   XLA, gpu/transforms/gemm_rewriter.cc; JAX-Toolbox, NATIVE_FP8.md.
 """
@@ -28,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from jaxfp8._geometry import Geometry
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall, along_output, scaled
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._exact import converted_factors_of, factors_of, times
 from jaxfp8.numerics._per_block import devices_of, is_explicit
 
@@ -86,6 +85,46 @@ def _as_laid_out(x: Array) -> Array:
     transposed view.
     """
     return jnp.squeeze(lax.optimization_barrier(jnp.expand_dims(x, 0)), 0)
+
+
+# Scales that are constant along contracted axes: they are multiplied onto the product.
+
+
+def _along_output(scale: Array, geometry: Geometry, side: int) -> Array:
+    """A scale with the axes of the product, [*batch, *lhs kept, *rhs kept].
+
+    It has size 1 along the axes that its operand does not have.
+
+    Args:
+      scale: of lhs or rhs, with the rank of the operand and size 1 along contracted axes. A scale
+        [] is returned as it is.
+      geometry: the axes of the matmul.
+      side: 0 for lhs, 1 for rhs.
+    """
+    if not scale.ndim:
+        return scale
+    axes = geometry.sides[side]
+    contracted = axes.in_order.contracted  # of size 1: other scales are rejected before
+    scale = jnp.squeeze(scale.transpose(axes.order), contracted)
+    return jnp.expand_dims(scale, geometry.added_axes[side])
+
+
+def _scaled(product: Array, *scales: Array) -> Array:
+    """`product * scale * scale`, [batch, lhs kept, rhs kept] float32."""
+    first, second = scales
+    if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
+        first, second = (_laid_as(each, product) if each.ndim else each for each in scales)
+    # The smaller scale first. Otherwise a product times the larger scale could overflow, although
+    # the result is finite.
+    return (product * jnp.minimum(first, second)) * jnp.maximum(first, second)
+
+
+def _laid_as(scale: Array, product: Array) -> Array:
+    """A scale with the sharding of the product, which it must have in an Explicit mesh."""
+    sharding = jax.typeof(product).sharding
+    axes = zip(sharding.spec, scale.shape, strict=True)
+    spec = jax.P(*(along if size > 1 else None for along, size in axes))
+    return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
 
 
 # The scaled matmul of operands in tiles, for XLA.
@@ -168,8 +207,8 @@ def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
                 # left, which broadcasts.
                 shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
                 scale = operand.granularity.expand(scale, tuple(shape))
-            scales.append(along_output(scale, call.geometry, side))
-        return scaled(_bfloat16_dot(values[0], values[1], call), *scales)
+            scales.append(_along_output(scale, call.geometry, side))
+        return _scaled(_bfloat16_dot(values[0], values[1], call), *scales)
 
     # The loop starts from the first partial product, not from zeros: a carry must keep its type.
     # Its type has the sharding of the result, and the manual axes over which it varies.
@@ -245,14 +284,14 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         out_sharding=call.out_sharding,
     )
     scales = [
-        along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
+        _along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
         for side, operand in enumerate((lhs, rhs))
     ]
     # cuBLASLt writes bfloat16 or float32. A float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
-        return scaled(product.astype(jnp.float32), *scales).astype(out_dtype)
+        return _scaled(product.astype(jnp.float32), *scales).astype(out_dtype)
 
     def bare(a: Array, b: Array, *scales: Array) -> Array:
         return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)

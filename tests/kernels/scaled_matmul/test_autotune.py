@@ -18,7 +18,7 @@ from jaxfp8.kernels import _measure
 from jaxfp8.kernels._timings import Time, Way, describe
 from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
 from jaxfp8.plan import _autotune
 from jaxfp8.plan._autotune import _Recorder
 
@@ -269,7 +269,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(_measure, "_ROUNDS", 3)
     monkeypatch.setattr(_measure, "_SECONDS", 0.0)
     monkeypatch.setitem(_api.BACKENDS, "mosaic", _api.BACKENDS["xla"])
-    monkeypatch.setattr(_measure, "search_space", lambda: (None,))
+    monkeypatch.setattr(_measure, "_search_space", lambda: (None,))
     return monkeypatch
 
 
@@ -396,6 +396,6 @@ def test_a_loop_does_all_of_its_work():
 
 
 def test_the_search_has_what_the_table_has():
-    tilings = list(search_space())
+    tilings = list(_measure._search_space())
     assert len(set(tilings)) == len(tilings) <= 48
     assert set(CHOICES.values()) <= set(tilings)

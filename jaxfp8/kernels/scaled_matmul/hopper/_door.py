@@ -41,7 +41,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
 )
 from jaxfp8.kernels.scaled_matmul.hopper._memory import whole_row
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling, choose
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, MULTIPROCESSORS, Tiling
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
 
@@ -72,7 +72,7 @@ def scaled_matmul(
         sums stay in the tensor cores, unless the operands are in tiles. Otherwise each 128 products
         are added in float32, or each 32 with tiles of 32.
       add_to: bfloat16, float16 or float32, of the result's shape.
-      tiling: how the product is divided; by default `_tiling.choose` takes one for its shape.
+      tiling: how the product is divided; by default `_choose` takes one for its shape.
 
     Raises:
       NotImplementedError: for any of these:
@@ -224,6 +224,19 @@ def _multiply(
     return product
 
 
+def _choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
+    """The tiling from `CHOICES` for a batch of results [M, N].
+
+    `added` is whether the product is added to an array. "wide" has no registers for that.
+    """
+    if m <= 64:
+        return CHOICES["decode"]
+    if batch * -(-m // 128) * -(-n // 128) < MULTIPROCESSORS:
+        return CHOICES["few" if m <= 128 else "small"]
+    enough = batch * -(-m // 256) * -(-n // 128) >= MULTIPROCESSORS
+    return CHOICES["wide" if scaling.fast and enough and not added else "large"]
+
+
 def _padded_product(
     out_dtype: DType,
     tiling: Tiling | None,
@@ -237,7 +250,7 @@ def _padded_product(
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
     lhs, rhs = transposed_last((lhs, rhs), transposed)
-    tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
+    tiling = _choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
     # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
     # the two tiles of a cluster.
     down, across = tiling.tile

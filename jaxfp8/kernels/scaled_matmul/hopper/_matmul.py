@@ -13,7 +13,7 @@ Letters: B batch, M N K the axes of the matmul, R x C a share, W the width of a 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,10 +24,13 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.scaled_matmul._call import as_matrix, repeated_scale
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, of_bytes
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Grouping, Tiling
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
 from jaxfp8.numerics._formats import E8M0
 
 # One matmul, as Hopper's kernel divides it: the sizes that are known before the kernel runs.
+
+
+_Grouping: TypeAlias = Literal["rows", "groups"]
 
 
 class Tile(NamedTuple):
@@ -77,7 +80,7 @@ class Matmul:
     tiling: Tiling
     scaling: Scaling
     add_to: DType | None = None
-    grouping: Grouping | None = None
+    grouping: _Grouping | None = None
     out_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +117,7 @@ class Matmul:
         """How many patches of its result a warpgroup has in shared memory.
 
         It divides the number of `patches`. So slots are used in turn, also from one tile to the
-        next (`_epilogue.Epilogue._write` waits for that).
+        next (`_consumer._Epilogue._write` waits for that).
         """
         return self.tiling.slots(**self._sizes)
 

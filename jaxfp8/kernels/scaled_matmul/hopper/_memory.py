@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul, Tile
-from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T, of_bytes
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, GroupSteps, RowTiles
 
 # The ring of slots through which the producer passes steps to the consumers.
@@ -34,11 +34,9 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, GroupS
 # continues from one tile to the next. Two barriers guard each slot.
 #
 #     filled    The producer's copies have arrived. Consumers wait for it before they read the slot.
-#                         Without it they would multiply the slot's old contents, or half of a step.
+#               Without it they would multiply the slot's old contents, or half of a step.
 #     emptied   All consumers have read the slot. The producer waits for it before it copies into
-#     the
-#                         slot again. Without it a copy would overwrite a step that is still
-#               multiplied.
+#               the slot again. Without it a copy would overwrite a step that is still multiplied.
 #
 # In a cluster each block copies half of a step of lhs to both blocks. So a producer must also know
 # that the slot of the other block is free. Consumers report an emptied slot to both blocks.
@@ -252,20 +250,6 @@ def whole_row(n: int, itemsize: int) -> int:
       (208, 200)
     """
     return n + -n % (_LEAST // itemsize)
-
-
-def load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
-    """Scales as float32. Each thread gets the scales of the values that it holds.
-
-    Args:
-      scales: in shared or global memory.
-      across: the axis of a patch along which values share a scale: 1 for scales of rows, 0 for
-        scales of columns.
-      shared: whether they are in shared memory. For global memory jax 0.11 has only plain loads.
-    """
-    load: Any = plgpu.load  # before jax 0.11 it has no layout=
-    found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
-    return of_bytes(found) if found.dtype == jnp.uint8 else found
 
 
 # The turns of a block of threads: the tiles that it computes, one after the other.

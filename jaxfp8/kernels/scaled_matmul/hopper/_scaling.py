@@ -49,7 +49,6 @@ T = 128
 """The values along K of one step, which are copied to shared memory together."""
 ALIGNED = 128
 """TMA writes to addresses in shared memory that are multiples of so many bytes."""
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,28 +134,3 @@ def of_bytes(scales: Array) -> Array:
     exponent = scales.astype(jnp.int32)
     power = lax.bitcast_convert_type(jnp.maximum(exponent << 23, 1 << 22), jnp.float32)
     return jnp.where(exponent == 255, jnp.float32(jnp.nan), power)
-
-
-def of_step(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
-    """[R, C]: the products of two scales, at most the largest finite number.
-
-    Without this limit, an infinite product of scales times a zero would be NaN. `of_columns` is
-    [C], or [] if all columns share a scale.
-    """
-    if of_columns.ndim == 0:
-        return lax.broadcast_in_dim(jnp.minimum(of_rows * of_columns, _LARGEST), shape, (0,))
-    both = lax.broadcast_in_dim(of_rows, shape, (0,)) * lax.broadcast_in_dim(
-        of_columns, shape, (1,)
-    )
-    return jnp.minimum(both, _LARGEST)
-
-
-def scaled_sum(sums: Array, of_rows: Array, of_columns: Array) -> Array:
-    """[R, C]: sums over all of K, scaled by rows and columns.
-
-    The order is that of `_along_output.scaled`, so the results have the same bits.
-    """
-    rows, columns = (
-        lax.broadcast_in_dim(x, sums.shape, (axis,)) for axis, x in enumerate((of_rows, of_columns))
-    )
-    return sums * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)

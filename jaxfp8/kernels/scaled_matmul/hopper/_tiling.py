@@ -39,9 +39,7 @@ References:
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 
@@ -51,16 +49,9 @@ ROWS = 64
 """Rows of one `wgmma`."""
 WARPGROUPS = 2
 """Warpgroups of a block that multiply."""
-COPYING_REGISTERS = 40
-MULTIPLYING_REGISTERS = 232
-"""The registers that a thread asks for while it copies, and while it multiplies.
-
-128 threads copy and 256 multiply: 128 * 40 + 256 * 232 registers, as many as 384 * 168. A
-multiprocessor has 65536.
-"""
 _SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
 # The registers with which each of 384 threads starts: 65536 / 384, rounded down to a multiple of 8.
-# If ptxas links the kernel, it keeps to this number and ignores the two above.
+# If ptxas links the kernel, it keeps to this number and ignores those of `_kernel`.
 _REGISTERS = 168
 # For addresses, counters and scales of rows: the most that compiled kernels had besides sums,
 # products and scales of columns.
@@ -70,7 +61,7 @@ _LINE = 128
 _BARRIERS = 1024  # bytes for barriers, and for the gaps that align arrays
 # Those of an H100 or H200 (SXM). On a GPU with fewer, some blocks start later, but results are the
 # same.
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 
 
 class NoRoomError(ValueError):
@@ -105,7 +96,7 @@ class Tiling:
     stages: int = 4
     cluster: int = 1
     group: int = 8
-    blocks: int = _MULTIPROCESSORS
+    blocks: int = MULTIPROCESSORS
 
     def __post_init__(self) -> None:
         if (
@@ -229,51 +220,9 @@ CHOICES = {
 }
 """These tilings are estimated from budgets and counts of bytes.
 
-An H200 has timed those that `choose` takes for large matmuls. Other tilings were not compared.
+An H200 has timed those that `_door._choose` takes for large matmuls. Other tilings were not
+compared.
 """
-
-
-def choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
-    """The tiling from `CHOICES` for a batch of results [M, N].
-
-    `added` is whether the product is added to an array. "wide" has no registers for that.
-
-    Example:
-      >>> choose(1, 64, 4096, Scaling()) is CHOICES["decode"]
-      True
-      >>> choose(1, 8192, 4096, Scaling()) is CHOICES["large"]
-      True
-    """
-    if m <= 64:
-        return CHOICES["decode"]
-    if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
-        return CHOICES["few" if m <= 128 else "small"]
-    enough = batch * -(-m // 256) * -(-n // 128) >= _MULTIPROCESSORS
-    return CHOICES["wide" if scaling.fast and enough and not added else "large"]
-
-
-def search_space() -> Iterator[Tiling]:
-    """The tilings that an autotuner tries: those of `CHOICES`, and others of similar shape.
-
-    Not every tiling fits every matmul.
-
-    Example:
-      >>> set(CHOICES.values()) <= set(search_space())
-      True
-    """
-    yield from CHOICES.values()
-    shapes = (
-        (64, 32, True),
-        (64, 32, False),
-        (64, 64, True),
-        (64, 64, False),
-        (64, 128, False),
-        (128, 64, False),
-    )
-    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
-        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
-        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
-            yield tiling
 
 
 # Grouped matmuls: which rows, which matrix and how many steps each tile of the product has.
@@ -282,18 +231,13 @@ def search_space() -> Iterator[Tiling]:
 # all sizes. There are two kinds of grouped matmuls:
 #
 #     rows     The rows of lhs are in groups, each with its own matrix of rhs. A tile of rows is
-#     inside
-#                       one group. Missing rows of a ragged tile are not written, because they are
-#              rows of
-#                       another tile in the result. A tile of no group has no steps, and writes
+#              inside one group. Missing rows of a ragged tile are not written, because they are
+#              rows of another tile in the result. A tile of no group has no steps, and writes
 #              zeros.
 #     groups   The contracted axis is in groups, each with its own product. A product has the steps
-#     of
-#                       its group, maybe none.
+#              of its group, maybe none.
 #
 # Letters: T rows of the result, E groups, D tiles of rows; B batch, M N K the axes of the matmul.
-
-Grouping: TypeAlias = Literal["rows", "groups"]
 
 
 class RowTiles(NamedTuple):
