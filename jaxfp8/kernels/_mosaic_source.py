@@ -29,7 +29,7 @@ from jaxfp8.kernels._mosaic_tiles import (
 )
 from jaxfp8.prologues._prologue import AbstractPrologue, Gathered, Produced, Source
 
-Kind: TypeAlias = Literal["tile", "rows", "columns"]
+_Kind: TypeAlias = Literal["tile", "rows", "columns"]
 """An operand [L, M, K], or a value for each row [L, M] or column [L, K] in float32."""
 # Columns for which a prologue is computed at once. With all T columns, two operands and an
 # exponential take all 255 registers of a thread.
@@ -61,11 +61,7 @@ def _as_matrices(x: Array) -> Array:
 
 
 def operands_of(x: Source) -> tuple[Array, ...]:
-    """The arrays that a kernel reads for x, the first with its shape.
-
-    Raises:
-      NotImplementedError: see `_check_array`.
-    """
+    """The arrays that a kernel reads for x, the first with its shape."""
     if isinstance(x, Gathered):
         raise NotImplementedError(
             f"The rows of {list(x.rows.shape)} are gathered into tiles. This kernel reads whole "
@@ -77,37 +73,22 @@ def operands_of(x: Source) -> tuple[Array, ...]:
 
 
 class Staged(NamedTuple):
-    """The shared memory in which a tile arrives: types for `plgpu.kernel`, then refs.
+    """The shared memory in which a tile arrives: types for `plgpu.kernel`, then refs."""
 
-    Attributes:
-      operands: for each operand a tile, or the values of its rows, or of its columns.
-      arrived: the barrier that counts one arrival for each copy to shared memory.
-    """
-
-    operands: list[Any]
-    arrived: Any
+    operands: list[Any]  # for each operand a tile, or the values of its rows, or of its columns
+    arrived: Any  # the barrier that counts one arrival for each copy to shared memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """How a kernel reads an array [L, M, K].
+    """How a kernel reads an array [L, M, K]."""
 
-    Attributes:
-      shape: L, M, K.
-      prologue: computes the array from its operands; None for an array in memory.
-      operands: kind and dtype of each operand. An operand of kind "tile" has the array's shape.
-    """
-
-    shape: Axes
-    prologue: AbstractPrologue | None
-    operands: tuple[tuple[Kind, DType], ...]
+    shape: Axes  # L, M, K
+    prologue: AbstractPrologue | None  # None for an array in memory
+    operands: tuple[tuple[_Kind, DType], ...]  # one of kind "tile" has the array's shape
 
     def staged(self, *, beside: int = 0) -> Staged:
-        """Shared memory for the operands.
-
-        Args:
-          beside: how many more copies the kernel starts that arrive at the same barrier.
-        """
+        """Shared memory for the operands. `beside` more copies arrive at the same barrier."""
         operands = [
             shared_tile(dtype, self.shape) if kind == "tile" else plgpu.SMEM((T,), dtype)
             for kind, dtype in self.operands
@@ -153,7 +134,7 @@ class Reader:
         return tile
 
 
-def _loaded(kind: Kind, staged: Any, rows: Any, columns: Any) -> Array:
+def _loaded(kind: _Kind, staged: Any, rows: Any, columns: Any) -> Array:
     """Some rows and columns of a staged operand, in float32 registers."""
     index = {"tile": (rows, columns), "rows": (rows,), "columns": (columns,)}[kind]
     layout = {"tile": plgpu.Layout.WGMMA, "rows": ONE_A_ROW, "columns": _ONE_A_COLUMN}[kind]
@@ -167,13 +148,9 @@ def _loaded(kind: Kind, staged: Any, rows: Any, columns: Any) -> Array:
 def reader(
     operands: Sequence[Array], prologue: AbstractPrologue | None, *, separate: bool = False
 ) -> tuple[Reader, list[Array]]:
-    """The reader, and the operands as it reads them.
+    """The reader, and the operands as it reads them. All but the first may have axes of size 1.
 
-    Args:
-      operands: the first is [..., M, K]. Each axis of the others has the same size or size 1.
-      prologue: see `Reader`.
-      separate: whether the matrices [M, K] of the array stay separate. Otherwise they become one
-        matrix, if that cuts no tile.
+    Matrices [M, K] become one matrix if that cuts no tile, unless `separate`.
     """
     x, *others = operands
     # Matrices also stay separate if each has its own values for columns: the rows of one matrix
@@ -182,7 +159,7 @@ def reader(
         each.shape[-2] == 1 and each.size > each.shape[-1] for each in others
     )
     matrices = x.reshape(-1, *x.shape[-2:]) if separate else _as_matrices(x)
-    described: list[tuple[Kind, DType]] = [("tile", x.dtype)]
+    described: list[tuple[_Kind, DType]] = [("tile", x.dtype)]
     arrays = [matrices]
     for each in others:
         if each.shape[-2:] == x.shape[-2:]:
@@ -195,13 +172,10 @@ def reader(
 
 
 def lined(values: Array, shape: Axes, matrices: int) -> Array:
-    """Values of rows or columns as a kernel reads them: [L], [L, M] of rows, or [L, K] of columns.
-
-    M or K is padded with zeros to whole tiles. Pallas copies one dimension without a check for the
-    end of a row, so a row must not end inside a tile.
-    """
+    """Values of rows [L, M], or of columns [L, K], or [L], as a kernel reads them."""
     *lead, _, _ = shape
     if values.shape[-2] > 1 or matrices > 1:
         values = jnp.broadcast_to(values, (*lead, *values.shape[-2:]))
     flat = values.reshape(matrices, -1)
+    # A row must not end inside a tile: Pallas copies one dimension without a check for that.
     return flat[:, 0] if flat.shape[1] == 1 else jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % T)))

@@ -65,10 +65,7 @@ class Place(NamedTuple):
 
 
 def grid(shape: Axes) -> dict[str, Any]:
-    """The grid of a kernel with a block of threads for each tile of [L, M, K].
-
-    `place` says which tile a block has.
-    """
+    """The grid of a kernel with a block of threads for each tile of [L, M, K]; see `place`."""
     counts = _counts(shape)
     # Pallas makes the last axis the first one of CUDA, whose limit is 2^31 - 1.
     if max(counts[:2]) > _MOST_BLOCKS:
@@ -96,12 +93,10 @@ def _counts(shape: Axes) -> Axes:
 
 
 def shared_tile(dtype: DType, shape: Axes) -> Any:
-    """Shared memory for a tile of [.., M, K], which threads can read by rows or by columns.
-
-    TMA writes it and `ldmatrix` reads it. TMA splits a tile into boxes and permutes their rows. A
-    box is as wide as the widest swizzle that divides the rows of the array, so that no box is cut.
-    """
+    """Shared memory for a tile of [.., M, K], which threads can read by rows or by columns."""
     itemsize = jnp.dtype(dtype).itemsize
+    # TMA splits a tile into boxes and permutes their rows. A box is as wide as the widest swizzle
+    # that divides the rows of the array, so that no box is cut.
     inner = math.gcd(_SWIZZLE // itemsize, shape[-1])
     return plgpu.SMEM(
         (T, T),
@@ -111,12 +106,9 @@ def shared_tile(dtype: DType, shape: Axes) -> Any:
 
 
 def parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[Any, Array]]:
-    """The tile in parts: the index of some of its rows, and these rows [rows, T] in float32.
-
-    The columns of the tile are the rows of a transposed copy. A whole tile would be 128 values for
-    each of the 128 threads, half of a thread's registers. So a tile is loaded in parts.
-    """
+    """The tile, or its transpose, in parts: their index, and their rows [rows, T] in float32."""
     source = tile.transpose((1, 0)) if transposed else tile
+    # A whole tile would be 128 values for each of the 128 threads, half of a thread's registers.
     for first in range(0, T, rows):
         index = pl.ds(first, rows)
         load: Any = plgpu.load  # before jax 0.11 it has no layout=
@@ -134,23 +126,16 @@ def parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[An
 
 @dataclasses.dataclass(frozen=True)
 class ColumnSums:
-    """How the columns of an array [L, M, K] are summed: one sum for each S rows of a tile.
+    """How the columns of an array [L, M, K] are summed: one sum for each S rows of a tile."""
 
-    Attributes:
-      shape: L, M, K.
-      side: S, a divisor of T.
-    """
-
-    shape: Axes
-    side: int
+    shape: Axes  # L, M, K
+    side: int  # S, a divisor of T
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """The type of the sums, [L, M/S, K] with M and K of whole tiles.
-
-        A block writes the sums of a whole tile, without a check for the end of a row.
-        """
+        """The type of the sums, [L, M/S, K] with M and K of whole tiles."""
         lead, m, k = self.shape
+        # A block writes the sums of a whole tile, without a check for the end of a row.
         return jax.ShapeDtypeStruct(
             (lead, pl.cdiv(m, T) * (T // self.side), pl.cdiv(k, T) * T), jnp.float32
         )
@@ -168,13 +153,7 @@ class ColumnSums:
             )
 
     def write(self, staged: Any, result: Any, tile: Any = None) -> None:
-        """Start to write the sums of this block's tile.
-
-        Args:
-          staged: shared memory for the sums.
-          result: the sums in global memory.
-          tile: in shared memory; None if `take` has summed its columns, and `commit_smem` followed.
-        """
+        """Start to write the sums of a tile. Without `tile`, `take` has summed its columns."""
         if tile is not None:
             for index, columns in parts(tile, transposed=True):
                 self.take(staged, index, columns)

@@ -49,12 +49,9 @@ def _in_order_on_mesh(x: Array) -> Array:
 
 
 def _in_its_layout(x: Array) -> Array:
-    """x, laid out in memory in the order of its axes.
-
-    Otherwise XLA may give all of the cast the layout of the copy that cuBLASLt reads transposed.
-    Parts of the cast that both copies share are then written to memory, for instance the masks of
-    values that are finite.
-    """
+    """x, laid out in memory in the order of its axes."""
+    # Otherwise XLA may give all of the cast the layout of the copy that cuBLASLt reads transposed.
+    # Parts of the cast that both copies share are then written to memory, for instance masks.
     layout = Layout(tuple(range(x.ndim)))
     return lax.platform_dependent(
         x, cuda=lambda x: with_layout_constraint(x, layout), default=lambda x: x
@@ -115,16 +112,12 @@ def cast_copies(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """The copies of x that a cast asks for, in one call, so that a kernel can read x once.
 
-    Args:
-      x: [...] floating point, or the result of a prologue with its arrays. XLA fuses the prologue.
-        Kernels in Pallas read the arrays.
-      cast: which copies. Of its rule only `exact` is used: whether scales are powers of two.
-      scales: one for each direction.
-      key: a jax PRNG key, for stochastic rounding.
+    x is floating point, or the result of a prologue with its arrays. Of the cast's rule only
+    `exact` is used: whether scales are powers of two. There is one scale for each direction. The
+    key is for stochastic rounding.
 
-    Returns:
-      The copies, and extra results of a kernel. XLA's cast has none: the caller computes the amax,
-      and XLA fuses it with the cast.
+    The extras are empty for XLA's cast: the caller computes the amax, and XLA fuses it with the
+    cast.
     """
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
         "cast", BACKENDS, cast.backends, x, cast, scales, key=key

@@ -58,21 +58,10 @@ def grouped_matmul(
     *,
     tiling: Tiling | None = None,
 ) -> Array:
-    """See `kernels.grouped_matmul._api.multiply`.
+    """See `kernels.grouped_matmul._api.multiply`. P is 128.
 
-    Args:
-      lhs: tiles of rows, scaled as the dense kernel takes it.
-      rhs: matrices, or tiles of rows.
-      groups: which rows belong to which group. P is 128.
-      call: axes and options of the matmul of one group.
-      tiling: how the product is divided; by default one of `CHOICES`.
-
-    Raises:
-      NotImplementedError: for any of these:
-
-        - other operands than the dense kernel takes, and P other than 128;
-        - several devices, except inside `jax.shard_map` with all axes manual;
-        - `jax_enable_x64`, or jax older than 0.11.
+    Raises NotImplementedError for operands that the dense kernel does not take, and for another P.
+    Also for several devices, except inside `jax.shard_map` with all axes manual.
     """
     one = _first(lhs), _first(rhs)
     check_operands(*one, call)

@@ -38,16 +38,9 @@ def quantize(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.quantize._api.quantize`.
 
-    Raises:
-      NotImplementedError: for any of these:
-
-        - tiles that are not 1 x S, S x 1 or S x S, with S = 128 or 32;
-        - different S in two directions, or tiles together with other granularities;
-        - a scale for each value;
-        - stochastic rounding;
-        - x is float64, or its last two axes are no multiples of 32;
-        - some axes of the mesh are manual and others are not;
-        - jax is older than 0.11.
+    Raises NotImplementedError for stochastic rounding and for a scale for each value. Tiles must be
+    1 x S, S x 1 or S x S, with one S of 128 or 32 in all directions. `operands_of` refuses some
+    arrays, and `on_mesh` some meshes.
     """
     del key
     if cast.rounding != "nearest":
@@ -62,6 +55,7 @@ def quantize(
 
 def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """`quantize` if every copy is in tiles."""
+    # Before axes are merged, so that an error names the tile that the user wrote.
     for granularity in cast.granularities:
         check_sides(granularity, x.ndim)
     if x.ndim > 2 and not (merged := _Merged.of(x.shape, cast)).is_trivial:
@@ -81,23 +75,14 @@ def _in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastE
 
 @dataclasses.dataclass(frozen=True)
 class _Merged:
-    """How trailing axes of an array become one.
+    """How trailing axes of an array become one."""
 
-    Attributes:
-      counts: for each axis of the merged array, how many axes of x it holds.
-      rows: the axis of x in front of the merged axes.
-    """
-
-    counts: Axes
-    rows: int
+    counts: Axes  # for each axis of the merged array, how many axes of x it holds
+    rows: int  # the axis of x in front of the merged axes
 
     @classmethod
     def of(cls, shape: Axes, cast: Cast) -> "_Merged":
-        """How to merge the axes of an array whose tiles run along the last axis or one before it.
-
-        Raises:
-          NotImplementedError: if a tile of x would not be a tile of the merged array.
-        """
+        """How to merge the axes of an array with tiles along the last axis or one before it."""
         ndim = len(shape)
         tiles = [granularity.along(ndim) for granularity in cast.granularities]
         rows = max((axis for tile in tiles for axis in range(ndim - 1) if tile[axis] > 1),
@@ -116,12 +101,7 @@ class _Merged:
         return self.counts[-1] == 1
 
     def source(self, x: Source) -> Source:
-        """x with merged axes.
-
-        Raises:
-          NotImplementedError: if an array of a prologue has only some of the merged axes. Also if
-            an Explicit mesh splits a merged axis other than the first.
-        """
+        """x with merged axes. It refuses an array of a prologue that has only some of them."""
         if not isinstance(x, Produced):
             return self._array(value_of(x))
         for each in x.operands:
@@ -180,11 +160,7 @@ _CELLS: dict[_Along, Axes] = {"tensor": (T, T), "rows": (1, T), "columns": (T, 1
 
 
 def _quantize_in_two_reads(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.quantize._api.quantize`; for the granularities that `_along` accepts.
-
-    Raises:
-      NotImplementedError: see `_along` and `kernels.cast._mosaic.copies`.
-    """
+    """See `quantize`; for the granularities that `_along` accepts."""
     kinds = tuple(_along(granularity, x.ndim) for granularity in cast.granularities)
     largest = _largest_of_tiles(x, tuple(dict.fromkeys(kinds)))
     multipliers, scales = zip(
@@ -199,11 +175,7 @@ def _quantize_in_two_reads(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor
 
 
 def _along(granularity: AbstractGranularity, ndim: int) -> _Along:
-    """Which values share a scale: all of x, those along K, or those along M (and axes in front).
-
-    Raises:
-      NotImplementedError: for another granularity.
-    """
+    """Which values share a scale: all of x, those along K, or those along M (and axes in front)."""
     if granularity.in_one:
         return "tensor"
     if granularity.in_rows and ndim >= 2:
@@ -250,18 +222,15 @@ class _Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _AmaxKernel:
-    """The kernel that finds amaxes in x [L, M, K].
-
-    It writes amaxes of rows [L, K/T, M], of columns [L, M/T, K], and of tiles [L, M/T, K/T] for the
-    tensor. For rows and columns, M and K are rounded up to whole tiles. Pallas copies one dimension
-    without a check for the end of a row.
-    """
+    """The kernel that finds amaxes in x [L, M, K]: of rows, of columns, and of tiles."""
 
     source: Reader
     kinds: Sequence[_Along]
 
     def __call__(self, operands: Sequence[Array]) -> Sequence[Array]:
         lead, (down, across) = self.source.shape[0], tiles_of(self.source.shape)
+        # M and K of rows and columns are rounded up to whole tiles: Pallas copies one dimension
+        # without a check for the end of a row.
         shapes = {
             "tensor": (lead, down, across),
             "rows": (lead, across, down * T),

@@ -57,17 +57,11 @@ class _Copy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiling:
-    """The tiles of one copy: 1 x S, S x 1 or S x S.
+    """The tiles of one copy: 1 x S, S x 1 or S x S."""
 
-    Attributes:
-      side: S.
-      transposed: whether the copy is written transposed. A copy in tiles of S x 1 always is.
-      square: whether tiles are S x S.
-    """
-
-    side: int
-    transposed: bool
-    square: bool
+    side: int  # S
+    transposed: bool  # whether the copy is written transposed; in tiles of S x 1 it always is
+    square: bool  # whether tiles are S x S
 
     @property
     def whole(self) -> bool:
@@ -88,12 +82,12 @@ class _Tiling:
     def written(self, shape: Axes, format: Format, rule: ScaleRule) -> _Copy:
         """The arrays that the kernel writes: values [L, M, K] and scales [L, K/S, M].
 
-        Of a transposed copy they are [L, K, M] and [L, M/S, K]. There are scales for whole tiles of
-        T, because Pallas copies one dimension without a check for the end of a row. For squares
-        smaller than T, each scale is written for every row.
+        Of a transposed copy they are [L, K, M] and [L, M/S, K].
         """
         lead, m, k = shape
         rows, columns = (k, m) if self.transposed else (m, k)
+        # There are scales for whole tiles of T, because Pallas copies one dimension without a check
+        # for the end of a row. For squares smaller than T, each scale is written for every row.
         across = pl.cdiv(rows, T) * (1 if self.whole else T)
         return _Copy(
             jax.ShapeDtypeStruct((lead, rows, columns), format.dtype),
@@ -106,13 +100,10 @@ class _Tiling:
         return _Copy(shared_tile(written.values.dtype, written.values.shape), scales)
 
     def with_axes_of_x(self, copy: _Copy, shape: Axes, rule: ScaleRule) -> _Copy:
-        """The arrays that the kernel wrote, with the axes of x.
-
-        The transpositions here need not cost anything. If the reader transposes back, XLA drops
-        both.
-        """
+        """The arrays that the kernel wrote, with the axes of x."""
         *lead, m, k = shape
         values, scale = copy
+        # If the reader transposes back, XLA drops both transpositions.
         if self.square and self.side < T:
             scale = scale[..., :: self.side]
         if self.transposed:
@@ -129,11 +120,7 @@ class _Tiling:
 
 
 def _tiling_of(direction: Direction, ndim: int) -> _Tiling:
-    """The tiling of an array of `ndim` axes.
-
-    Raises:
-      NotImplementedError: for other granularities than tiles of 1 x S, S x 1, S x S.
-    """
+    """The tiling of an array of `ndim` axes, for tiles of 1 x S, S x 1, S x S."""
     granularity = direction.granularity
     check_sides(granularity, ndim)
     *lead, m, k = granularity.along(ndim)
@@ -144,10 +131,7 @@ def _tiling_of(direction: Direction, ndim: int) -> _Tiling:
 
 
 def check_sides(granularity: AbstractGranularity, ndim: int) -> None:
-    """Raises NotImplementedError unless a tile has one side S, along one axis or two.
-
-    Axes may be merged only after this check, so that its error names the tile that the user wrote.
-    """
+    """Raise NotImplementedError unless a tile has one side S, along one axis or two."""
     sides = [side for side in granularity.along(ndim) if side > 1]
     if ndim < 2 or len(set(sides)) != 1 or len(sides) > 2 or sides[0] not in _SIDES:
         raise _cannot(granularity, ndim)
@@ -209,10 +193,9 @@ def _check_gathered(x: Gathered) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _GatheringReader(Reader):
-    """A `Reader` of [1, R P, K], whose rows come from an array [1, T, K].
+    """A `Reader` of [1, R P, K], whose rows come from an array [1, T, K]."""
 
-    Its operands are the array, and for each S rows of a tile the first row and the number of rows.
-    """
+    # Its operands are the array, and for each S rows the first row and the number of rows.
 
     def staged(self, *, beside: int = 0) -> Staged:
         (_, dtype), *_ = self.operands
@@ -275,15 +258,10 @@ def _gathering_reader(x: Gathered) -> tuple[_GatheringReader, list[Array]]:
 
 
 class _Written(NamedTuple):
-    """What the kernel writes: types, refs inside the kernel, arrays after it.
+    """What the kernel writes: types, refs inside the kernel, arrays after it."""
 
-    Attributes:
-      copies: see `Tiling.written`.
-      sums: `ColumnSums.result`, or None.
-    """
-
-    copies: Sequence[_Copy]
-    sums: Any
+    copies: Sequence[_Copy]  # see `_Tiling.written`
+    sums: Any  # `ColumnSums.result`, or None
 
 
 class _Scratch(NamedTuple):
@@ -296,14 +274,7 @@ class _Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _TilesKernel:
-    """The kernel that writes copies of x [L, M, K] in tiles with their scales, and sums of columns.
-
-    Attributes:
-      source: how x is read.
-      cast: the format and the scale rule.
-      tilings: the tiles of each copy.
-      sums: how columns are summed; None if they are not.
-    """
+    """The kernel that writes copies of x [L, M, K] in tiles, their scales, and sums of columns."""
 
     source: Reader
     cast: Cast
@@ -430,12 +401,7 @@ def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...
 def _of_gathered(
     x: Gathered, cast: Cast, tilings: tuple[_Tiling, ...]
 ) -> tuple[QuantizedTensor, ...]:
-    """`quantize` of tiles of rows that the kernel reads where they are.
-
-    Raises:
-      NotImplementedError: see `_check_gathered`, and for several devices outside of
-        `jax.shard_map`.
-    """
+    """`quantize` of rows that the kernel reads where they are, on one device or in `shard_map`."""
     _check_gathered(x)
     kinds = {*mesh_of(x.rows).axis_types}
     if kinds not in ({AxisType.Manual}, set()) and mesh_of(x.rows).size > 1:

@@ -62,13 +62,7 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @functools.cache
 def _block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Callable[..., Array]:
-    """The operation, for CUDA; E8M0 scales.
-
-    Args:
-      out_dtype: the dtype of the result, bfloat16, float16 or float32.
-      transposed: for lhs and rhs, whether XLA wrote values [B, M, K] as [B, K, M] in memory. Then
-        it has to transpose them for this operation.
-    """
+    """The operation, for CUDA; E8M0 scales. `transposed` is what `left_to_xla` says."""
     local = functools.partial(_call, out_dtype, transposed)
     return _mapped(local, partitioned(local, Cells(step=_TILE)))
 
@@ -92,11 +86,7 @@ def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> 
 
 
 def _mapped(local: Callable[..., Array], on_mesh: Callable[..., Array]) -> Callable[..., Array]:
-    """`local` inside `jax.shard_map`, `on_mesh` elsewhere. Under `jax.vmap` it is still one call.
-
-    If both operands are mapped, B grows. If only one operand is mapped, its rows grow, so that the
-    other one is not repeated.
-    """
+    """`local` inside `jax.shard_map`, `on_mesh` elsewhere. It is one call under `jax.vmap`, too."""
 
     @custom_vmap
     def dot(*arguments: Array) -> Array:
@@ -113,6 +103,7 @@ def _mapped(local: Callable[..., Array], on_mesh: Callable[..., Array]) -> Calla
             jnp.broadcast_to(x, (size, *x.shape)) if sides[n % 2] and not is_mapped[n] else x
             for n, x in enumerate(arguments)
         ]
+        # If only one operand is mapped, its rows grow, so that the other one is not repeated.
         if all(sides):
             product = dot(*(x.reshape(-1, *x.shape[2:]) for x in full))
             return product.reshape(size, -1, *product.shape[1:]), True

@@ -77,13 +77,10 @@ def _cpu_dot(a: Array, b: Array, call: MatmulCall) -> Array:
 
 
 def _as_laid_out(x: Array) -> Array:
-    """x [...], as an array that XLA:CPU must read in row-major order.
-
-    XLA:CPU chooses a matmul by the layouts of the operands. Afterwards it may fold a transposition
-    into that matmul, which then fails ("Unsupported element type for DotThunk"). The barrier keeps
-    transpositions out of the matmul. The added axis makes a reshape of what would otherwise be a
-    transposed view.
-    """
+    """x [...], as an array that XLA:CPU must read in row-major order."""
+    # XLA:CPU chooses a matmul by the layouts of the operands. Afterwards it may fold a
+    # transposition into it, which then fails ("Unsupported element type for DotThunk"). The barrier
+    # keeps transpositions out of it. The added axis makes a reshape of a transposed view.
     return jnp.squeeze(lax.optimization_barrier(jnp.expand_dims(x, 0)), 0)
 
 
@@ -91,16 +88,7 @@ def _as_laid_out(x: Array) -> Array:
 
 
 def _along_output(scale: Array, geometry: Geometry, side: int) -> Array:
-    """A scale with the axes of the product, [*batch, *lhs kept, *rhs kept].
-
-    It has size 1 along the axes that its operand does not have.
-
-    Args:
-      scale: of lhs or rhs, with the rank of the operand and size 1 along contracted axes. A scale
-        [] is returned as it is.
-      geometry: the axes of the matmul.
-      side: 0 for lhs, 1 for rhs.
-    """
+    """A scale of lhs (side 0) or rhs, with the axes of the product, of size 1 where it has none."""
     if not scale.ndim:
         return scale
     axes = geometry.sides[side]
@@ -151,11 +139,7 @@ def scaled_matmul_in_blocks(lhs: QuantizedTensor, rhs: QuantizedTensor, call: Ma
 
 @jax.jit  # traced once for each shape
 def _fold(operand: QuantizedTensor) -> Array:
-    """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
-
-    There is one exception. The largest float32, rounded up to FP8, is 2^128, which bfloat16 cannot
-    hold. It becomes the largest bfloat16.
-    """
+    """`values * scale`, [...] bfloat16, exact for scales that are powers of two."""
 
     def product(
         values: Array, scale: Array, *, factors: Callable[[Array], tuple[Array, ...]], dtype: DType
@@ -170,8 +154,9 @@ def _fold(operand: QuantizedTensor) -> Array:
             # GPUs keep subnormal numbers, so XLA may multiply factors first. With a bound between
             # them XLA would write a padded operand once more.
             values = functools.reduce(operator.mul, expanded, values)
-        # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as
-        # large as the operand.
+        # The largest float32, rounded up to FP8, is 2^128. bfloat16 cannot hold that, and takes its
+        # largest value. The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to
+        # memory, each as large as the operand.
         return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
 
     # XLA:CPU computes in float32, and rounds each product in bfloat16. XLA for GPUs writes factors
@@ -224,10 +209,7 @@ def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
 
 
 def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> tuple[Array, Array]:
-    """Values padded with zeros to whole tiles, and float32 scales.
-
-    Scales that are powers of two are folded into the values, which stay exact.
-    """
+    """Values padded with zeros to whole tiles, and float32 scales unless they are folded."""
     values, scale = operand.values, operand.scale
     if operand.power_of_two:
         values, scale = _fold(operand), jnp.float32(1.0)
@@ -327,10 +309,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
 def _unless_scales_are_mapped(
     function: Callable[..., Array], otherwise: Callable[..., Array]
 ) -> Callable[..., Array]:
-    """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale.
-
-    A mapped scale is no scalar in the graph, so XLA's rewriter would not recognise `function`.
-    """
+    """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale."""
 
     @custom_vmap
     def product(*arguments: Array) -> Array:
@@ -340,6 +319,7 @@ def _unless_scales_are_mapped(
     def batched(size: int, mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
         axes = [0 if m else None for m in mapped]
         batch = functools.partial(jax.vmap, in_axes=axes, axis_size=size)
+        # A mapped scale is no scalar in the graph, so XLA would not recognise `function`.
         if any(mapped[2:]):
             return batch(otherwise)(*arguments), True
         return _unless_scales_are_mapped(batch(function), batch(otherwise))(*arguments), True

@@ -85,7 +85,10 @@ def test_the_fastest_that_can(called):
     c = jax.ShapeDtypeStruct((M, N), jnp.float32)  # for which that tiling may have no room
     jax.eval_shape(lambda c: fp8.scaled_matmul(*operands(), add_to=c, kernels=kernels), c)
     assert called == [("mosaic", None), ("reference", None)]
-    assert timings.fastest(describe(*operands(), CALL)) == Way(backend="mosaic", tiling=large)
+    row = describe(*operands(), CALL)
+    lhs, rhs = "e4m3[8,256] 1x128 float32", "e4m3[256,24] 128x128 float32"
+    assert row == f"{lhs} @ {rhs}, contracting 1 with 0 -> float32"
+    assert timings.fastest(row) == Way(backend="mosaic", tiling=large)
 
 
 def test_another_matmul_is_done_as_by_none(called):

@@ -1,7 +1,7 @@
 """The consumers: two warpgroups. Each multiplies, scales and stores its share of every tile.
 
 Letters: M N K the axes of the matmul, R x C the share of a warpgroup, W the width of a patch, S the
-  side of a tile along K, C the array that the product is added to; T = 128.
+  side of a tile along K; T = 128.
 
 References:
   DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2.
@@ -35,25 +35,15 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Share:
-    """One consumer's share of one tile.
-
-    Attributes:
-      block: the matmul, and the memory of the block of threads.
-      warpgroup: which consumer, 0 or 1.
-      before: the number of steps of the tiles that the block has computed before this one.
-      tile: which tile of the product.
-      row: the share's first row in the tile.
-      column: its first column in the tile.
-      column_of_product: its first column in the product.
-    """
+    """One consumer's share of one tile."""
 
     block: Block
-    warpgroup: Array
-    before: Array
-    tile: Tile
-    row: Array | int
-    column: Array | int
-    column_of_product: Array
+    warpgroup: Array  # which consumer, 0 or 1
+    before: Array  # the number of steps of the tiles that the block has computed before this one
+    tile: Tile  # of the product
+    row: Array | int  # the share's first row in the tile
+    column: Array | int  # its first column in the tile
+    column_of_product: Array  # its first column in the product
 
     def patch(self, index: int) -> tuple[Any, Any]:
         """Rows and columns of the product that a patch covers, with all rows of ragged tiles."""
@@ -73,15 +63,9 @@ class _Share:
 
 
 def _load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
-    """Scales as float32. Each thread gets the scales of the values that it holds.
-
-    Args:
-      scales: in shared or global memory.
-      across: the axis of a patch along which values share a scale: 1 for scales of rows, 0 for
-        scales of columns.
-      shared: whether they are in shared memory. For global memory jax 0.11 has only plain loads.
-    """
+    """Scales of rows (`across` 1) or columns (0) in float32, for the values of each thread."""
     load: Any = plgpu.load  # before jax 0.11 it has no layout=
+    # For global memory jax 0.11 has only plain loads.
     found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
     return of_bytes(found) if found.dtype == jnp.uint8 else found
 
@@ -109,17 +93,11 @@ def _sums_in_registers(share: _Share) -> tuple[Array, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step that has arrived, as one consumer reads it.
-
-    Attributes:
-      share: of the consumer.
-      index: of the step in its tile.
-      slot: its slot in the ring.
-    """
+    """A step that has arrived, as one consumer reads it."""
 
     share: _Share
-    index: Array
-    slot: Array
+    index: Array  # of the step in its tile
+    slot: Array  # in the ring
 
     def added_to(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         """The sums with the products of this step. The slot is freed once all of it is read."""
@@ -143,13 +121,11 @@ class _Step:
         return tuple(summed)
 
     def _multiplied(self, part: int, above: int) -> tuple[Array | None, Array | None, Array]:
-        """Scales of 64 rows, the scale of a square of 128, and the product [64, C] of a tile.
-
-        Scales are read before the wait for the tensor cores, so that the two overlap.
-        """
+        """Scales of 64 rows, the scale of a square of 128, and the product [64, C] of a tile."""
         share, tile = self.share, self.share.block.matmul.scaling.tile
         staged = share.block.shared.staged
         rows, along = share.rows(above), pl.ds(part * tile, tile)
+        # Scales are read before the wait for the tensor cores, so that the two overlap.
         of_square = self._scale_of_square()
         of_rows = None
         if staged.lhs_scale is not None:
@@ -159,15 +135,13 @@ class _Step:
         return of_rows, of_square, _product(lhs, rhs)
 
     def _scale_of_square(self) -> Array | None:
-        """The scale of a square of T columns and T values along K; None for other scales.
-
-        It is read from global memory: a warpgroup needs only one of them in a step. The columns of
-        a share are inside one square, because C divides T.
-        """
+        """The scale of a square of T columns and T values along K; None for other scales."""
         share = self.share
         matmul, given, tile = share.block.matmul, share.block.given, share.tile
         if matmul.scaling.at_end or matmul.boxes[1] is not None:
             return None
+        # It is read from global memory: a warpgroup needs only one of them in a step. The columns
+        # of a share are inside one square, because C divides T.
         step = tile.first_step + self.index
         return given.rhs_scale[tile.of_rhs, lax.div(share.column_of_product, T), step]
 
@@ -184,26 +158,20 @@ class _Step:
         return _load_scales(scales.at[self.slot, part, columns], 0)
 
     def _free(self) -> None:
-        """Let the producer fill the slot again: this warpgroup has read its values and scales.
-
-        In a cluster one thread reports for the whole warpgroup. Values are read by the tensor
-        cores, and `_product` has waited for these: a `wgmma` is one operation of the warpgroup.
-        Scales are read by each thread. `commit_smem` waits for all threads, and orders their reads
-        before writes of TMA. Without it TMA could overwrite a scale that a slower warp has not
-        read yet.
-        """
+        """Let the producer fill the slot again: this warpgroup has read its values and scales."""
         block = self.share.block
+        # In a cluster one thread reports for the whole warpgroup. Values are read by the tensor
+        # cores, and `_product` has waited for these. Scales are read by each thread. `commit_smem`
+        # waits for all threads, and orders their reads before writes of TMA. Without it TMA could
+        # overwrite a scale that a slower warp has not read yet.
         if block.shared.staged.lhs_scale is not None:
             plgpu.commit_smem()
         block.ring.free(self.slot)
 
 
 def _of_step(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
-    """[R, C]: the products of two scales, at most the largest finite number.
-
-    Without this limit, an infinite product of scales times a zero would be NaN. `of_columns` is
-    [C], or [] if all columns share a scale.
-    """
+    """[R, C]: the products of two scales. `of_columns` is [C], or [] if all columns share one."""
+    # Without the limit, an infinite product of scales times a zero would be NaN.
     if of_columns.ndim == 0:
         return lax.broadcast_in_dim(jnp.minimum(of_rows * of_columns, _LARGEST), shape, (0,))
     both = lax.broadcast_in_dim(of_rows, shape, (0,)) * lax.broadcast_in_dim(
@@ -213,14 +181,11 @@ def _of_step(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
 
 
 def _product(lhs: Any, rhs: Any) -> Array:
-    """[64, C] float32 of lhs [64, S] and rhs [C, S] in shared memory.
-
-    Reading the accumulator waits for the tensor cores.
-    """
+    """[64, C] float32 of lhs [64, S] and rhs [C, S] in shared memory."""
 
     def product(accumulator: Any) -> Array:
         plgpu.wgmma(accumulator, lhs, rhs.transpose((1, 0)))
-        return accumulator[...]
+        return accumulator[...]  # waits for the tensor cores
 
     shape = lhs.shape[0], rhs.shape[0]
     return pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
@@ -248,13 +213,11 @@ def _sums_in_tensor_cores(share: _Share) -> tuple[Array, ...]:
 
 
 def _accumulate(share: _Share, accumulators: tuple[Any, ...]) -> None:
-    """Add all steps to the accumulators [64, C], one for each 64 rows of the share.
-
-    Each step is started before the wait for the previous step. Otherwise the tensor cores would
-    idle between two steps. So after the wait, the `wgmma` of this step may still read their slot,
-    but those of the previous step have read theirs. Only the slot of the previous step is freed.
-    If the slot of this step were freed, the producer could overwrite it while it is multiplied.
-    """
+    """Add all steps to the accumulators [64, C], one for each 64 rows of the share."""
+    # Each step is started before the wait for the previous step. Otherwise the tensor cores would
+    # idle between two steps. So after the wait, the `wgmma` of this step may still read their slot,
+    # but those of the previous step have read theirs. Only the slot of the previous step is freed.
+    # If the slot of this step were freed, the producer could overwrite it while it is multiplied.
     ring, steps = share.block.ring, share.tile.steps
 
     @pl.loop(0, steps)
@@ -290,25 +253,18 @@ def _begin(share: _Share, slot: Array, accumulators: tuple[Any, ...]) -> None:
 
 # The epilogue: a consumer makes the result from its sums, one patch after the other.
 #
-# For each patch: scale the sum, add C, round, store in shared memory, let TMA write it.
+# For each patch: scale the sum, add C, round, store in shared memory, let TMA write it. Here C is
+# the array that the product is added to.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Epilogue:
-    """The last steps for the sums of a share: scale, add C, write.
-
-    For each warpgroup, shared memory has room for one patch of C and for `Matmul.slots` patches of
-    the result.
-    """
+    """The last steps for the sums of a share: scale, add C, write."""
 
     share: _Share
 
     def bring_addend(self, patch: int) -> None:
-        """Start to copy a patch of C to shared memory. After the last patch it does nothing.
-
-        It overwrites the previous patch of C. So all threads of the warpgroup must have read that,
-        and a `commit_smem` must have followed.
-        """
+        """Start to copy a patch of C to shared memory. After the last patch it does nothing."""
         block, warpgroup = self.share.block, self.share.warpgroup
         outgoing, matmul = block.shared.outgoing, block.matmul
         if matmul.add_to is None or patch >= len(matmul.patches):
@@ -316,13 +272,12 @@ class _Epilogue:
         source = block.result if matmul.in_place else block.given.addend
         there = source.at[self.share.tile.lead, *self.share.patch(patch)]
         here, filled = outgoing.addend.at[warpgroup], outgoing.addend_filled.at[warpgroup]
+        # It overwrites the previous patch of C. So all threads of the warpgroup must have read
+        # that, and a `commit_smem` must have followed.
         plgpu.copy_gmem_to_smem(there, here, filled)
 
     def store(self, sums: tuple[Array, ...]) -> None:
-        """Make patches of the result from their sums [64, W], and start to write them.
-
-        `bring_addend(0)` has started to copy the first patch of C.
-        """
+        """Make patches of the result from their sums [64, W], and start to write them."""
         for patch, result in enumerate(sums):
             rows, columns = self.share.patch(patch)
             result = self._scaled(result, rows, columns)
@@ -350,39 +305,31 @@ class _Epilogue:
         return jnp.where(steps > 0, scaled, jnp.zeros_like(scaled))
 
     def _added(self, sums: Array) -> Array:
-        """The sum plus the patch of C.
-
-        The barrier says that the patch has arrived. Before that, shared memory has an older patch.
-        """
+        """The sum plus the patch of C."""
         outgoing, warpgroup = self.share.block.shared.outgoing, self.share.warpgroup
         if self.share.block.matmul.add_to is None:
             return sums
+        # The patch has arrived. Before that, shared memory has an older patch.
         plgpu.barrier_wait(outgoing.addend_filled.at[warpgroup])
         here, layout = outgoing.addend.at[warpgroup], plgpu.Layout.WGMMA
         addend = plgpu.load(here, layout=layout)  # type: ignore[call-arg]  # of jax before 0.11
         return sums + addend.astype(jnp.float32)
 
     def _write(self, patch: int, result: Array, rows: Any, columns: Any) -> None:
-        """Round a patch, store it in shared memory, and let TMA write it to the result.
-
-        There are four steps, in this order:
-
-        1. Wait until TMA has read the old patch of this slot. That was `slots` writes ago, so the
-           wait is for all writes except the latest `slots` - 1. `slots` divides the patches of a
-           tile, so the count is also right from one tile to the next. Without the wait, the old
-           patch would be overwritten before TMA has written it.
-        2. Store the patch, then `commit_smem`: all threads have stored, and TMA sees it. Without it
-           TMA would write values that a slower warp has not stored yet.
-        3. Start to copy the next patch of C. It overwrites the previous patch of C. The same
-           `commit_smem` guarantees that all threads have read that one.
-        4. Start to write the patch. The order of 3 and 4 is free. 3 comes first because this
-           warpgroup waits for C next. It waits for the write only when it uses the slot again.
-        """
+        """Round a patch, store it in shared memory, and let TMA write it to the result."""
         block, warpgroup, matmul = self.share.block, self.share.warpgroup, self.share.block.matmul
         patches, slot = block.shared.outgoing.patches, patch % matmul.slots
+        # TMA has read the old patch of this slot. That was `slots` writes ago, so the wait is for
+        # all writes but the latest `slots` - 1. `slots` divides the patches of a tile, so the count
+        # is right from one tile to the next. Else the old patch would be overwritten before it is
+        # written.
         plgpu.wait_smem_to_gmem(matmul.slots - 1, wait_read_only=True)
         patches[warpgroup, slot] = result.astype(matmul.out_dtype)
+        # All threads have stored, and TMA sees it. Without it TMA would write values that a slower
+        # warp has not stored yet. All threads have also read the previous patch of C.
         plgpu.commit_smem()
+        # Before the write of the patch: this warpgroup waits for C next, and for the write only
+        # when it uses the slot again.
         self.bring_addend(patch + 1)
         if self.share.tile.rows is not None:
             self._write_rows(patch, patches.at[warpgroup, slot], columns)
@@ -391,17 +338,15 @@ class _Epilogue:
         plgpu.copy_smem_to_gmem(patches.at[warpgroup, slot], there)
 
     def _write_rows(self, patch: int, stored: Any, columns: Any) -> None:
-        """Let TMA write the rows of a patch that its group has.
-
-        TMA copies a fixed number of rows. So a ragged patch is written in parts, one for each bit
-        of its number of rows. All parts are one group of copies, which may be empty: `_write`
-        counts a group for each patch.
-        """
+        """Let TMA write the rows of a patch that its group has."""
         share = self.share
         assert share.tile.rows is not None
         first, count = share.tile.rows
         above = share.row + share.block.matmul.patches[patch][0]
         left = jnp.clip(count - above, 0, ROWS)
+        # TMA copies a fixed number of rows. So a ragged patch is written in parts, one for each bit
+        # of its number of rows. All parts are one group of copies, which may be empty: `_write`
+        # counts a group for each patch.
         written: Array | int = 0
         for bit in reversed(range(ROWS.bit_length())):
             rows = 1 << bit
@@ -414,30 +359,26 @@ class _Epilogue:
 
 
 def _scaled_sum(sums: Array, of_rows: Array, of_columns: Array) -> Array:
-    """[R, C]: sums over all of K, scaled by rows and columns.
-
-    The order is that of `scaled_matmul._xla._scaled`, so the results have the same bits.
-    """
+    """[R, C]: sums over all of K, scaled by rows and columns."""
     rows, columns = (
         lax.broadcast_in_dim(x, sums.shape, (axis,)) for axis, x in enumerate((of_rows, of_columns))
     )
+    # The order of `scaled_matmul._xla._scaled`, so that results have the same bits.
     return sums * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)
 
 
 def _wait_until_written() -> None:
-    """For a consumer, at the end: wait until TMA has written all of its patches.
-
-    Without it the block could end before TMA has read them. Its shared memory would then go to
-    another block.
-    """
+    """For a consumer, at the end: wait until TMA has written all of its patches."""
+    # Otherwise the block could end before TMA has read them. Its shared memory would then go to
+    # another block.
     plgpu.wait_smem_to_gmem(0)
 
 
 def consume(block: Block, warpgroup: Array) -> None:
-    """Compute and store this warpgroup's share of each tile of the block.
+    """Compute and store a warpgroup's share of each tile.
 
-    The two consumers never wait for each other. They share only the ring, where the producer waits
-    for the slower one.
+    The consumers never wait for each other. They share only the ring, where the producer waits for
+    the slower one.
     """
     matmul = block.matmul
     row, column = _first_in_tile(block, warpgroup)

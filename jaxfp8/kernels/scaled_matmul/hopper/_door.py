@@ -62,25 +62,16 @@ def scaled_matmul(
     add_to: Array | None = None,
     tiling: Tiling | None = None,
 ) -> Array:
-    """See `fp8.scaled_matmul`.
+    """See `fp8.scaled_matmul`. `_choose` takes a tiling if there is none.
 
-    Args:
-      lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32
-        along a contracted axis.
-      rhs: scaled like lhs; in tiles if lhs is in tiles.
-      call: axes and options; the result is bfloat16, float16 or float32. With fast accumulation
-        sums stay in the tensor cores, unless the operands are in tiles. Otherwise each 128 products
-        are added in float32, or each 32 with tiles of 32.
-      add_to: bfloat16, float16 or float32, of the result's shape.
-      tiling: how the product is divided; by default `_choose` takes one for its shape.
+    Both operands are in tiles of a multiple of 32 along a contracted axis, or both are scaled per
+    tensor or along axes that are not contracted. With fast accumulation sums stay in the tensor
+    cores, unless the operands are in tiles. Otherwise each 128 products are added in float32, or
+    each 32 with tiles of 32. `add_to` is of the result's shape.
 
-    Raises:
-      NotImplementedError: for any of these:
-
-        - other tiles, other scales, or an empty operand;
-        - some axes of the mesh are manual and others are not;
-        - `add_to` on several devices or in an Explicit mesh, except inside `jax.shard_map`;
-        - `jax_enable_x64`, or jax older than 0.11.
+    Raises NotImplementedError for other operands, meshes with some axes manual, and
+    `jax_enable_x64`. Also for `add_to` on several devices or in an Explicit mesh, except inside
+    `jax.shard_map`.
     """
     check_operands(lhs, rhs, call)
     _check_call(lhs, rhs, call, add_to)
@@ -197,8 +188,7 @@ def _multiply(
 ) -> Any:
     """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
 
-    A fifth argument [B, M, N] is added to the result. Under `jax.vmap` B grows. `transposed` says
-    which values XLA has to transpose for the kernel.
+    A fifth argument [B, M, N] is added to the result. `transposed` is what `left_to_xla` says.
     """
 
     @custom_vmap
@@ -225,15 +215,13 @@ def _multiply(
 
 
 def _choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
-    """The tiling from `CHOICES` for a batch of results [M, N].
-
-    `added` is whether the product is added to an array. "wide" has no registers for that.
-    """
+    """The tiling from `CHOICES` for a batch of results [M, N], to which an array may be added."""
     if m <= 64:
         return CHOICES["decode"]
     if batch * -(-m // 128) * -(-n // 128) < MULTIPROCESSORS:
         return CHOICES["few" if m <= 128 else "small"]
     enough = batch * -(-m // 256) * -(-n // 128) >= MULTIPROCESSORS
+    # "wide" has no registers for an addend.
     return CHOICES["wide" if scaling.fast and enough and not added else "large"]
 
 

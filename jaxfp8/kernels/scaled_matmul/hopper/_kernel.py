@@ -75,13 +75,11 @@ def _produce(block: Block) -> None:
 
 
 def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
-    """Start to copy the values of a step. Each copy arrives once at `filled`.
-
-    The two blocks of a cluster need the same rows of lhs. Each block reads half of them, and TMA
-    writes this half to both blocks.
-    """
+    """Start to copy the values of a step. Each copy arrives once at `filled`."""
     given, staged, tiling = block.given, block.shared.staged, block.matmul.tiling
     filled = block.shared.barriers.filled.at[slot]
+    # The two blocks of a cluster need the same rows of lhs. Each block reads half of them, and TMA
+    # writes this half to both blocks.
     shared: dict[str, Any] = {"collective_axes": "cluster"} if tiling.cluster == 2 else {}
     tile_m, tile_n = tiling.tile
     rows, columns = pl.ds(tile.down * tile_m, tile_m), pl.ds(tile.across * tile_n, tile_n)
@@ -92,10 +90,7 @@ def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
 
 
 def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
-    """Start to copy the scales of a step, for operands that have a box in `Matmul.boxes`.
-
-    Each copy arrives once at `filled`, like those of values. So one wait covers them all.
-    """
+    """Start to copy the scales of a step, for operands that have a box in `Matmul.boxes`."""
     given, staged, matmul = block.given, block.shared.staged, block.matmul
     filled = block.shared.barriers.filled.at[slot]
     tile_m, tile_n = matmul.tiling.tile
@@ -107,16 +102,14 @@ def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
     ):
         if box is not None:
             there, here = _of_step(box[0], matmul.scaling, step, first)
+            # It arrives at `filled`, like the values. So one wait covers them all.
             plgpu.copy_gmem_to_smem(source.at[lead, *there], to.at[slot, *here], filled)
 
 
 def _of_step(
     box: Axes, scaling: Scaling, step: Array, first: Array
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Indices of a step's scales: in global memory (without B), and in a slot.
-
-    `first` is the tile's first row of lhs or column of rhs.
-    """
+    """Indices of a step's scales: in global memory (without B), and in a slot."""
     # Square tiles of 32: `_matmul.laid` makes the scales of a step adjacent. A slot may be longer
     # than the box, because it is rounded up to whole units of TMA.
     if len(box) == 1:
@@ -184,10 +177,8 @@ def _to_new_array(matmul: Matmul, given: Given) -> Array:
 
 
 def _over_addend(matmul: Matmul, given: Given) -> Array:
-    """The kernel that writes its result over C.
-
-    That is safe: each patch belongs to one warpgroup, and it reads the patch of C before it writes.
-    """
+    """The kernel that writes its result over C."""
+    # Each patch belongs to one warpgroup, which reads the patch of C before it writes.
     result = jax.new_ref(given.addend)
     _launched(matmul, ())(given._replace(addend=None), result)
     return jax.freeze(result)

@@ -54,13 +54,11 @@ class _RingBarriers(NamedTuple):
 
     @classmethod
     def allocated(cls, copies: int, stages: int, cluster: int) -> "_RingBarriers":
-        """The barriers to allocate. `copies` fill a slot, and each consumer frees it once.
-
-        `ClusterBarrier` counts the arrivals of each block of the cluster: four in all.
-        """
+        """The barriers to allocate. `copies` fill a slot, and each consumer frees it once."""
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if cluster == 1:
             return cls(filled, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages))
+        # It counts the arrivals of each block of the cluster: four in all.
         of_both = plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=WARPGROUPS, num_barriers=stages
         )
@@ -69,12 +67,7 @@ class _RingBarriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Slots in the order in which they are used.
-
-    Attributes:
-      stages: slots of the ring.
-      barriers: of each slot.
-    """
+    """Slots in the order in which they are used."""
 
     stages: int
     barriers: _RingBarriers
@@ -97,23 +90,20 @@ class _Ring:
         plgpu.barrier_arrive(self.barriers.emptied.at[slot])
 
     def wait_emptied(self, count: Array, slot: Array) -> None:
-        """For the producer, before it fills a slot.
+        """For the producer, before it fills a slot."""
 
-        The first `stages` steps do not wait: their slots are still unused, so nobody frees them.
-        """
-
+        # The first `stages` steps do not wait: their slots are still unused, so nobody frees them.
         @pl.when(count >= self.stages)
         def _wait() -> None:
             plgpu.barrier_wait(self.barriers.emptied.at[slot])
 
     def drain(self, total: Array) -> None:
-        """For the producer, after `total` steps: wait until the slots it filled last are emptied.
+        """For the producer, after `total` steps: wait until its last slots are emptied."""
 
-        Consumers of the other block of a cluster report to this block's barriers, too. Without this
-        wait the block could end before they report. Then they would write to shared memory that
-        belongs to another block by then. Without a cluster the wait is not needed.
-        """
-
+        # Consumers of the other block of a cluster report to this block's barriers, too. Without
+        # this wait the block could end before they report. Then they would write to shared memory
+        # that belongs to another block by then. Without a cluster the wait is not needed.
+        #
         # The last `stages` steps are those whose slots nobody has waited for yet.
         @pl.loop(jnp.maximum(total - self.stages, 0), total)
         def _slot(count: Array) -> None:
@@ -224,12 +214,10 @@ def _outgoing(matmul: Matmul) -> _Outgoing:
 
 
 def _permuted(shape: Axes, dtype: DType, row: int) -> Any:
-    """An array in shared memory, permuted as TMA writes it and the tensor cores read it.
-
-    TMA copies boxes of 8 rows. `row` is the length of a row in global memory, or the tile along K
-    that one `wgmma` reads. A box is no wider than that, so that no box is cut.
-    """
+    """An array in shared memory, permuted as TMA writes it and the tensor cores read it."""
     itemsize = jnp.dtype(dtype).itemsize
+    # TMA copies boxes of 8 rows. `row` is the length of a row in global memory, or the tile along K
+    # that one `wgmma` reads. A box is no wider than that, so that no box is cut.
     inner = math.gcd(128 // itemsize, shape[-1], row)
     transforms = (plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * itemsize))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -243,12 +231,7 @@ def _scales(stages: int, shape: Axes, dtype: Any) -> Any:
 
 
 def whole_row(n: int, itemsize: int) -> int:
-    """N rounded up, so that a row of global memory is a multiple of 32 bytes.
-
-    Example:
-      >>> whole_row(200, 2), whole_row(200, 4)
-      (208, 200)
-    """
+    """N rounded up, so that a row of global memory is a multiple of 32 bytes."""
     return n + -n % (_LEAST // itemsize)
 
 
@@ -259,11 +242,7 @@ def whole_row(n: int, itemsize: int) -> int:
 
 
 def for_each_tile(block: Block, work: Callable[[Tile, Array], None]) -> Array:
-    """Call `work(tile, before)` for each tile of the block; `before` counts the steps before it.
-
-    Returns:
-      The number of steps of all tiles of the block.
-    """
+    """Call `work(tile, steps before it)` for each tile of the block; return the steps of all."""
     matmul = block.matmul
     if matmul.grouping is None:  # all tiles have the same steps
 

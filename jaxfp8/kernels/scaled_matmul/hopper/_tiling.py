@@ -70,33 +70,18 @@ class NoRoomError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the result of a matmul is divided.
+    """How the result of a matmul is divided."""
 
-    Attributes:
-      rows: R, 64 or 128.
-      columns: C, 32, 64 or 128. It divides 128, so that a warpgroup needs one scale of a square
-        tile.
-      beside: whether the two shares are side by side and have the same rows. Otherwise they are one
-        above the other.
-      stages: how many steps along K fit in shared memory at once.
-      cluster: how many blocks share what they copy of lhs, 1 or 2. Their tiles are adjacent along
-        N.
-      group: how many tiles along M are computed for each column of tiles, before the next column.
-        So their rows stay in L2.
-      blocks: the largest number of blocks of threads. Each computes one tile after the other.
-
-    Example:
-      >>> Tiling(rows=64, columns=128).tile
-      (128, 128)
-    """
-
-    rows: int
-    columns: int
-    beside: bool = False
-    stages: int = 4
+    rows: int  # R, 64 or 128
+    columns: int  # C, 32, 64 or 128. It divides T, so a warpgroup needs one scale of a square.
+    beside: bool = False  # whether the two shares are side by side, not one above the other
+    stages: int = 4  # how many steps along K fit in shared memory at once
+    # How many blocks share what they copy of lhs, 1 or 2. Their tiles are adjacent along N.
     cluster: int = 1
+    # How many tiles along M are computed for each column of tiles, before the next column. So their
+    # rows stay in L2.
     group: int = 8
-    blocks: int = MULTIPROCESSORS
+    blocks: int = MULTIPROCESSORS  # at most; each computes one tile after the other
 
     def __post_init__(self) -> None:
         if (
@@ -122,25 +107,20 @@ class Tiling:
         return WARPGROUPS * self.rows, self.columns
 
     def width(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """W: the columns of a patch, whose 64 rows are scaled and stored at once.
-
-        A patch is at most a share wide, and at most `_LINE` bytes. If square tiles have scales, a
-        patch is at most one tile wide, so that it has one scale.
-        """
+        """W: the columns of a patch, whose 64 rows are scaled and stored at once."""
+        # If square tiles have scales, a patch is at most one tile wide, so that it has one scale.
         return min(
             self.columns, _LINE // max(itemsize, added), scaling.tile if scaling.square else _LINE
         )
 
     def slots(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """How many patches of its result a warpgroup has in shared memory.
-
-        It is the largest number for which there is room and which divides the patches of a share.
-        It is at least 1: then `check` raises if there is no room.
-        """
+        """How many patches of its result a warpgroup has in shared memory."""
         width = self.width(scaling=scaling, itemsize=itemsize, added=added)
         parts = (self.rows // ROWS) * (self.columns // width)
         part = WARPGROUPS * ROWS * width
         room = (_SHARED - _BARRIERS - self._steps(scaling) - part * added) // (part * itemsize)
+        # As many as have room and divide the patches of a share. At least 1: then `check` raises if
+        # there is no room.
         return max(
             count
             for count in range(1, parts + 1)
@@ -148,20 +128,14 @@ class Tiling:
         )
 
     def shared_bytes(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """The bytes of shared memory that a block of threads needs.
-
-        `itemsize` is that of the result. `added` is that of an array C to which the product is
-        added, or 0.
-        """
+        """The bytes of shared memory that a block needs. `added` is the itemsize of C, or 0."""
         part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize, added=added)
         slots = self.slots(scaling=scaling, itemsize=itemsize, added=added)
         return self._steps(scaling) + part * (slots * itemsize + added) + _BARRIERS
 
     def registers(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """About how many registers a multiplying thread needs.
-
-        They hold sums, a product of 64 x C, and scales of the columns of a patch.
-        """
+        """About how many registers a multiplying thread needs."""
+        # For sums, a product of 64 x C, and scales of the columns of a patch.
         # A warpgroup has 128 threads, so a thread has R C / 128 sums. In the layout of `wgmma` it
         # has a quarter of the columns of a row.
         sums, product = (
@@ -241,19 +215,12 @@ compared.
 
 
 class RowTiles(NamedTuple):
-    """What each tile of rows is. Arrays i32[D]; refs inside the kernel.
+    """What each tile of rows is. Arrays i32[D]; refs inside the kernel."""
 
-    Attributes:
-      matrix: the matrix of rhs that multiplies the tile.
-      first_row: where its first row is in the result.
-      rows: how many rows it writes.
-      steps: the steps along K: all, or 0 for zeros.
-    """
-
-    matrix: Any
-    first_row: Any
-    rows: Any
-    steps: Any
+    matrix: Any  # the matrix of rhs that multiplies the tile
+    first_row: Any  # where its first row is in the result
+    rows: Any  # how many rows it writes
+    steps: Any  # the steps along K: all, or 0 for zeros
 
 
 class GroupSteps(NamedTuple):
