@@ -193,8 +193,8 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
     whole = {*inside, *(f"t{axis}" for axis in ragged)}
     # Shardy takes these factors only in the order in which the rule names them.
-    in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
-    return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}
+    ordered = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
+    return {"sharding_rule": rule, "need_replication_factors": tuple(ordered), **compound}
 
 
 # FP8 values that XLA writes in the order of their axes, before a kernel reads them transposed.

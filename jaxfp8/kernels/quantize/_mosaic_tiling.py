@@ -199,9 +199,9 @@ class _GatheringReader(Reader):
 
     def staged(self, *, beside: int = 0) -> Staged:
         (_, dtype), *_ = self.operands
-        parts = T // _PART_COLUMNS
-        tiles = [shared_tile(dtype, self.shape), plgpu.SMEM((parts, T, _PART_COLUMNS), dtype)]
-        return Staged(tiles, plgpu.Barrier(num_arrivals=parts + beside))
+        count = T // _PART_COLUMNS
+        tiles = [shared_tile(dtype, self.shape), plgpu.SMEM((count, T, _PART_COLUMNS), dtype)]
+        return Staged(tiles, plgpu.Barrier(num_arrivals=count + beside))
 
     def start(self, operands: Sequence[Any], staged: Staged) -> None:
         array, first_row, count = operands
@@ -247,8 +247,8 @@ def _gathering_reader(x: Gathered) -> tuple[_GatheringReader, list[Array]]:
     rows = jnp.clip(x.count[:, None] - part, 0, T).reshape(-1)
     # A part without rows reads the first rows of the array, and drops them.
     first_row = jnp.where(rows > 0, first_row, 0)
-    reader = _GatheringReader((1, count * tile, k), None, (("tile", x.dtype),))
-    return reader, [x.rows[None], first_row, rows]
+    gathering = _GatheringReader((1, count * tile, k), None, (("tile", x.dtype),))
+    return gathering, [x.rows[None], first_row, rows]
 
 
 # The kernel of the quantizer in tiles, in Pallas (Mosaic GPU).
