@@ -67,7 +67,7 @@ print(json.dumps(loaded))
     [
         ("quantize._mosaic", QUANTIZE),
         pytest.param("cast._mosaic", CAST, marks=pytest.mark.slow),
-        pytest.param("scaled_matmul.hopper", MATMUL, marks=pytest.mark.slow),
+        pytest.param("scaled_matmul.hopper._door", MATMUL, marks=pytest.mark.slow),
     ],
 )
 def test_only_a_kernel_that_is_asked_for_is_loaded(operation, call):

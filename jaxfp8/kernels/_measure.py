@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import itertools
 import math
 import os
 import time
@@ -18,7 +19,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.kernels._timings import Time, Way
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError, search_space
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, NoRoomError, Tiling
 
 # How many seconds programs take on a GPU.
 #
@@ -78,10 +79,7 @@ def _sets_of(types: PyTree) -> list[PyTree]:
 def _times(
     programs: Sequence[Callable[..., Any]], arguments: Any, repetitions: int
 ) -> list[list[float]]:
-    """The seconds of one repetition: a list for each program, with a number for each round.
-
-    Each program must have been called once before, so that it is compiled.
-    """
+    """Seconds of one repetition, of each compiled program in each round."""
 
     def once(program: Callable[..., Any], calls: int) -> float:
         start = time.perf_counter()
@@ -111,19 +109,33 @@ _MOST_THREADS = 8
 
 
 def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
-    """Every way to do a matmul by these backends.
-
-    Tracing is enough to find them. If a backend cannot do a case or a tiling, it raises an error
-    before anything is compiled.
-    """
+    """Every way to do a matmul by these backends."""
     for backend in backends:
-        for tiling in search_space() if backend == "mosaic" else (None,):
+        for tiling in _search_space() if backend == "mosaic" else (None,):
             way = Way(backend=backend, tiling=tiling)
             try:
+                # A backend that cannot do a case or a tiling raises before anything is compiled.
                 jax.eval_shape(_multiplied_by(way, call), *operands)
             except (NotImplementedError, NoRoomError):
                 continue
             yield way
+
+
+def _search_space() -> Iterator[Tiling]:
+    """The tilings that an autotuner tries: `CHOICES` and similar ones. Some do not fit a matmul."""
+    yield from CHOICES.values()
+    shapes = (
+        (64, 32, True),
+        (64, 32, False),
+        (64, 64, True),
+        (64, 64, False),
+        (64, 128, False),
+        (128, 64, False),
+    )
+    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
+        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
+        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
+            yield tiling
 
 
 def _multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:
@@ -135,11 +147,7 @@ def _multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:
 def measure(
     matmul: str, operands: Operands, call: MatmulCall, backends: Iterable[str]
 ) -> tuple[Time, ...]:
-    """The time of every way to do a matmul by these backends.
-
-    Raises:
-      RuntimeError: if a way gives a wrong result.
-    """
+    """The time of every way to do a matmul. Raises RuntimeError if a way gives a wrong result."""
     tried = list(_ways(operands, call, backends))
     sets = _sets_of(operands)
 
@@ -170,12 +178,7 @@ def _check(
     product: np.ndarray[Any, Any],
     products: dict[str, np.ndarray[Any, Any]],
 ) -> None:
-    """Compare a product with the first one, and bit by bit with the first one of its backend.
-
-    The products are finite, because the operands are.
-
-    Tilings of one kernel add in the same order, so their products have equal bits.
-    """
+    """Compare a product of finite operands with the first one, and with that of its backend."""
     if not np.isfinite(product).all():
         raise RuntimeError(
             f"{way} gives inf or NaN for {matmul}, whose operands are finite. Report this as a bug."
@@ -186,6 +189,7 @@ def _check(
             f"{way} gives a wrong product of {matmul}: it differs from the product of "
             f"{next(iter(products))}. Report this as a bug."
         )
+    # Tilings of one kernel add in the same order.
     if not np.array_equal(product, products.setdefault(way.backend, product)):
         raise RuntimeError(
             f"{way} gives other bits than another tiling, of {matmul}. All tilings must give the "

@@ -21,12 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxfp8._quantized_tensor import Cast, QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.numerics._per_block import PerBlock, devices_of, is_explicit, merge_axes
-from jaxfp8.prologues._prologue import Produced, Source, value_of
-
-# Tiles in the shared memory of Hopper and Blackwell, for kernels in Pallas (Mosaic GPU).
 
 T = 128
 RAGGED = 32
@@ -52,27 +47,6 @@ def check_jax() -> None:
         )
 
 
-def check_array(x: Array) -> None:
-    """Raise NotImplementedError for an array that TMA or Pallas cannot copy."""
-    check_jax()
-    if x.dtype.itemsize > 4:
-        raise NotImplementedError(
-            f"The array is of dtype {x.dtype}. The kernel reads at most 4 bytes a value. Cast it "
-            "to float32."
-        )
-    if x.ndim < 2 or not x.size or x.shape[-1] % RAGGED or x.shape[-2] % RAGGED:
-        raise NotImplementedError(
-            f"The array has shape {list(x.shape)}. The kernel needs two axes or more, the last two "
-            f"multiples of {RAGGED} and not 0. Pad the array, or use another backend."
-        )
-
-
-def as_matrices(x: Array) -> Array:
-    """x [..., M, K] as [L, M, K]. L is 1 if M has whole tiles: then the other axes merge into M."""
-    *lead, m, k = x.shape
-    return x.reshape(1, -1, k) if m % T == 0 else x.reshape(math.prod(lead), m, k)
-
-
 class Place(NamedTuple):
     """Which tile of [L, M, K] a block of threads works on. `row` and `column` count tiles."""
 
@@ -91,10 +65,7 @@ class Place(NamedTuple):
 
 
 def grid(shape: Axes) -> dict[str, Any]:
-    """The grid of a kernel with a block of threads for each tile of [L, M, K].
-
-    `place` says which tile a block has.
-    """
+    """The grid of a kernel with a block of threads for each tile of [L, M, K]; see `place`."""
     counts = _counts(shape)
     # Pallas makes the last axis the first one of CUDA, whose limit is 2^31 - 1.
     if max(counts[:2]) > _MOST_BLOCKS:
@@ -122,12 +93,10 @@ def _counts(shape: Axes) -> Axes:
 
 
 def shared_tile(dtype: DType, shape: Axes) -> Any:
-    """Shared memory for a tile of [.., M, K], which threads can read by rows or by columns.
-
-    TMA writes it and `ldmatrix` reads it. TMA splits a tile into boxes and permutes their rows. A
-    box is as wide as the widest swizzle that divides the rows of the array, so that no box is cut.
-    """
+    """Shared memory for a tile of [.., M, K], which threads can read by rows or by columns."""
     itemsize = jnp.dtype(dtype).itemsize
+    # TMA splits a tile into boxes and permutes their rows. A box is as wide as the widest swizzle
+    # that divides the rows of the array, so that no box is cut.
     inner = math.gcd(_SWIZZLE // itemsize, shape[-1])
     return plgpu.SMEM(
         (T, T),
@@ -137,12 +106,9 @@ def shared_tile(dtype: DType, shape: Axes) -> Any:
 
 
 def parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[Any, Array]]:
-    """The tile in parts: the index of some of its rows, and these rows [rows, T] in float32.
-
-    The columns of the tile are the rows of a transposed copy. A whole tile would be 128 values for
-    each of the 128 threads, half of a thread's registers. So a tile is loaded in parts.
-    """
+    """The tile, or its transpose, in parts: their index, and their rows [rows, T] in float32."""
     source = tile.transpose((1, 0)) if transposed else tile
+    # A whole tile would be 128 values for each of the 128 threads, half of a thread's registers.
     for first in range(0, T, rows):
         index = pl.ds(first, rows)
         load: Any = plgpu.load  # before jax 0.11 it has no layout=
@@ -160,23 +126,16 @@ def parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[An
 
 @dataclasses.dataclass(frozen=True)
 class ColumnSums:
-    """How the columns of an array [L, M, K] are summed: one sum for each S rows of a tile.
+    """How the columns of an array [L, M, K] are summed: one sum for each S rows of a tile."""
 
-    Attributes:
-      shape: L, M, K.
-      side: S, a divisor of T.
-    """
-
-    shape: Axes
-    side: int
+    shape: Axes  # L, M, K
+    side: int  # S, a divisor of T
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """The type of the sums, [L, M/S, K] with M and K of whole tiles.
-
-        A block writes the sums of a whole tile, without a check for the end of a row.
-        """
+        """The type of the sums, [L, M/S, K] with M and K of whole tiles."""
         lead, m, k = self.shape
+        # A block writes the sums of a whole tile, without a check for the end of a row.
         return jax.ShapeDtypeStruct(
             (lead, pl.cdiv(m, T) * (T // self.side), pl.cdiv(k, T) * T), jnp.float32
         )
@@ -194,13 +153,7 @@ class ColumnSums:
             )
 
     def write(self, staged: Any, result: Any, tile: Any = None) -> None:
-        """Start to write the sums of this block's tile.
-
-        Args:
-          staged: shared memory for the sums.
-          result: the sums in global memory.
-          tile: in shared memory; None if `take` has summed its columns, and `commit_smem` followed.
-        """
+        """Start to write the sums of a tile. Without `tile`, `take` has summed its columns."""
         if tile is not None:
             for index, columns in parts(tile, transposed=True):
                 self.take(staged, index, columns)
@@ -215,113 +168,3 @@ class ColumnSums:
         *lead, m, k = shape
         sums = sums[:, : pl.cdiv(self.shape[1], self.side), :k]
         return sums.reshape(*lead, pl.cdiv(m, self.side), k)
-
-
-# Arrays whose tiles run along other axes than the last two, reshaped to matrices.
-#
-# Attention has such arrays. The gradient of heads, [B, S, H, D], is contracted along S in one
-# matmul and along D (or H and D) in another. Its tiles of 128x1 run along S, and its tiles of 1x128
-# along D. If H and D are merged into one axis, both kinds of tiles are tiles of the last two axes.
-#
-# Letters: B batch, S tokens, H heads, D values of a head.
-
-
-@dataclasses.dataclass(frozen=True)
-class Merged:
-    """How trailing axes of an array become one.
-
-    Attributes:
-      counts: for each axis of the merged array, how many axes of x it holds.
-      rows: the axis of x in front of the merged axes.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8._quantized_tensor import Direction
-      >>> tiles = Direction(fp8.PerBlock((1, 128))), Direction(fp8.PerBlock((128, 1, 1)))
-      >>> Merged.of((2, 512, 16, 128), Cast(format=fp8.E4M3, directions=tiles)).counts
-      (1, 1, 2)
-    """
-
-    counts: Axes
-    rows: int
-
-    @classmethod
-    def of(cls, shape: Axes, cast: Cast) -> "Merged":
-        """How to merge the axes of an array whose tiles run along the last axis or one before it.
-
-        Raises:
-          NotImplementedError: if a tile of x would not be a tile of the merged array.
-        """
-        ndim = len(shape)
-        tiles = [granularity.along(ndim) for granularity in cast.granularities]
-        rows = max((axis for tile in tiles for axis in range(ndim - 1) if tile[axis] > 1),
-                   default=ndim - 2)  # fmt: skip
-        # A ragged last tile of one head would continue into the next head of the merged axis.
-        if rows < ndim - 2 and any(shape[-1] % tile[-1] for tile in tiles):
-            raise NotImplementedError(
-                f"The array has shape {list(shape)} and tiles along axis {rows}. The kernel merges "
-                "the axes after it, whose last axis has no whole tiles. Pad the last axis."
-            )
-        return cls((1,) * (rows + 1) + (ndim - 1 - rows,), rows)
-
-    @property
-    def is_trivial(self) -> bool:
-        """Whether no axes are merged."""
-        return self.counts[-1] == 1
-
-    def source(self, x: Source) -> Source:
-        """x with merged axes.
-
-        Raises:
-          NotImplementedError: if an array of a prologue has only some of the merged axes. Also if
-            an Explicit mesh splits a merged axis other than the first.
-        """
-        if not isinstance(x, Produced):
-            return self._array(value_of(x))
-        for each in x.operands:
-            last = each.shape[self.rows + 1 :]
-            if last != x.shape[self.rows + 1 :] and math.prod(last) > 1:
-                raise NotImplementedError(
-                    f"prologue={x.prologue!r} of {list(x.shape)} reads an array of "
-                    f"{list(each.shape)}. The kernel merges trailing axes, and the array has only "
-                    "some of them. Quantize prologue(*arrays)."
-                )
-        return Produced(self._array(x.value), tuple(map(self._array, x.operands)), x.prologue)
-
-    def cast(self, cast: Cast) -> Cast:
-        """The cast of the merged array. It sums no columns: x has other columns than that array."""
-        directions = tuple(
-            dataclasses.replace(direction, granularity=PerBlock((tile[self.rows], tile[-1])))
-            for direction in cast.directions
-            for tile in [direction.granularity.along(self.rows + 1 + self.counts[-1])]
-        )
-        return dataclasses.replace(cast, directions=directions, column_sums=False)
-
-    def copies(
-        self, copies: tuple[QuantizedTensor, ...], x: Source, cast: Cast
-    ) -> tuple[QuantizedTensor, ...]:
-        """Copies of the merged array as copies of x."""
-        like = value_of(x)
-        values = tuple(_shaped(copy.values, like.shape, like) for copy in copies)
-        scales = tuple(
-            _shaped(copy.scale, granularity.scale_shape(like.shape), like)
-            for copy, granularity in zip(copies, cast.granularities, strict=True)
-        )
-        return cast.copies(values, scales, like.dtype)
-
-    def _array(self, x: Array) -> Array:
-        if is_explicit(x):
-            sharding = jax.typeof(x).sharding
-            if any(devices_of(sharding.mesh, each) > 1 for each in sharding.spec[self.rows + 2 :]):
-                raise NotImplementedError(
-                    f"The array {list(x.shape)} is split as {sharding.spec}. The mesh splits an "
-                    "axis that the kernel merges into the axis before it. Split the first of the "
-                    f"merged axes, axis {self.rows + 1}."
-                )
-        return merge_axes(x, self.counts)
-
-
-def _shaped(result: Array, shape: Axes, like: Array) -> Array:
-    """A result of the merged array, with the axes and the sharding of x."""
-    sharding = jax.typeof(like).sharding if is_explicit(like) else None
-    return lax.reshape(result, shape, out_sharding=sharding)

@@ -24,24 +24,19 @@ from jaxfp8.sharding._specs import mesh_axes, whole_mesh_axes
 
 # A kernel on the devices of a mesh: each device runs it on its own shard.
 
-Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
+_Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
-def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
-    """`kernel`, as a function that works on any mesh and under `jax.vmap`.
+def on_mesh(kernel: _Kernel, sides: Axes, cells: tuple[Axes, ...]) -> _Kernel:
+    """`kernel(x, *others)`, as a function that works on any mesh and under `jax.vmap`.
 
-    Args:
-      kernel: a function of x [...] and of other arrays. Each axis of these has the size of x's axis
-        or size 1. The results have the axes of x. The kernel takes any number of axes in front of
-        those of `sides`.
-      sides: the side of a tile along each trailing axis. Each shard of a split axis must hold whole
-        tiles. An axis that is not split may end in a ragged tile.
-      cells: for each result, how many values of x become one value, along each of these axes. Along
-        one axis that is 1 or the same number in all results.
+    Each axis of the others has the size of x's axis or size 1. The results have the axes of x.
+    `sides` has the side of a tile along each trailing axis. Each shard of a split axis must hold
+    whole tiles. `cells` has for each result how many values of x become one value, along these
+    axes. Along one axis that is 1 or the same number in all results.
 
-    Raises:
-      NotImplementedError: in a mesh whose axes have different types (Auto, Explicit, Manual), and
-        in an Explicit mesh whose shards would cut tiles.
+    Raises NotImplementedError in a mesh whose axes have different types, and in an Explicit mesh
+    whose shards would cut tiles.
     """
 
     @custom_vmap
@@ -78,10 +73,8 @@ def on_mesh(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...]) -> Kernel:
 
 
 def mesh_of(*operands: Array) -> AbstractMesh:
-    """The mesh that is set, or else the mesh in the type of an operand.
-
-    `jax.jit` of sharded arrays sets no mesh.
-    """
+    """The mesh that is set, or else that of an operand's type."""
+    # `jax.jit` of sharded arrays sets no mesh.
     meshes = (
         jax.sharding.get_abstract_mesh(),
         *(jax.typeof(each).sharding.mesh for each in operands),
@@ -94,7 +87,7 @@ def _of_other(spec: Any, shape: Axes) -> Any:
     return jax.P(*(entry if size > 1 else None for entry, size in zip(spec, shape, strict=True)))
 
 
-def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Array, ...]:
+def _explicit(kernel: _Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Array, ...]:
     sharding = jax.typeof(x).sharding
     spec = jax.P(*(*sharding.spec, *[None] * x.ndim)[: x.ndim])
     for axis, side in zip(range(x.ndim - len(sides), x.ndim), sides, strict=True):
@@ -118,17 +111,17 @@ def _explicit(kernel: Kernel, sides: Axes, x: Array, *others: Array) -> tuple[Ar
     )
 
 
-def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *others: Array) -> Kernel:
-    """The kernel with its partitioning rules for XLA.
-
-    If shards of an axis would cut tiles, each device gets all of the axis.
-    """
+def _auto(
+    kernel: _Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *others: Array
+) -> _Kernel:
+    """The kernel with its partitioning rules for XLA."""
     ndim = x.ndim
 
     def placed(mesh: Any, x: Any) -> NamedSharding:
         spec = list(whole_mesh_axes(x, mesh))
         sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         for axis, side in zip(range(ndim - len(sides), ndim), sides, strict=True):
+            # If shards would cut tiles, each device gets all of the axis.
             if x.shape[axis] % (side * math.prod(sizes[name] for name in spec[axis])):
                 spec[axis] = ()
         return NamedSharding(mesh, jax.P(*spec))
@@ -155,18 +148,16 @@ def _auto(kernel: Kernel, sides: Axes, cells: tuple[Axes, ...], x: Array, *other
 
 
 def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str, Any]:
-    """Shardy's rule, as keyword arguments of `def_partition`.
-
-    The factors of the rule, numbered by axis:
-
-      l  a leading axis
-      t  the tiles of an axis, or the axis itself if it has no tiles
-      i  the values inside one tile; never split
-      u  an axis of size 1 of another operand
-
-    An axis with a single tile, or with a ragged last tile, has only `i` in x. So it is never split.
-    A ragged axis has `t` in results with one value a tile, and that is not split either.
-    """
+    """Shardy's rule, as keyword arguments of `def_partition`."""
+    # The factors of the rule, numbered by axis:
+    #
+    # - l: a leading axis
+    # - t: the tiles of an axis, or the axis itself if it has no tiles
+    # - i: the values inside one tile; never split
+    # - u: an axis of size 1 of another operand
+    #
+    # An axis with a single tile, or with a ragged last tile, has only `i` in x, so it is never
+    # split. A ragged axis has `t` in results with one value a tile, and that is not split either.
     lead = len(shape) - len(cells[0])
     sides = [max(of[axis] for of in cells) for axis in range(len(cells[0]))]
     ragged = [axis for axis, side in enumerate(sides) if shape[lead + axis] % side]
@@ -202,25 +193,16 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
     compound = {name: side for name, side in inside.items() if f" {name})" in rule}
     whole = {*inside, *(f"t{axis}" for axis in ragged)}
     # Shardy takes these factors only in the order in which the rule names them.
-    in_order = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
-    return {"sharding_rule": rule, "need_replication_factors": tuple(in_order), **compound}
+    ordered = dict.fromkeys(factor for factor in re.findall(r"\w+", rule) if factor in whole)
+    return {"sharding_rule": rule, "need_replication_factors": tuple(ordered), **compound}
 
 
 # FP8 values that XLA writes in the order of their axes, before a kernel reads them transposed.
 
 
 def in_order(x: Array) -> Array:
-    """x [...], written to memory in the order of its axes, on one device.
-
-    A kernel may read x transposed. Without the barrier XLA moves the transposition in front of the
-    cast that made x. Then XLA also writes masks, magnitudes and the copy of the other direction in
-    the transposed order, in wider dtypes. Layers for Hopper move three times the bytes, and layers
-    for Blackwell a third more. The barrier holds a flat array, because no transposition passes a
-    reshape to one axis.
-    """
+    """x [...], written to memory in the order of its axes, on one device."""
+    # A kernel may read x transposed. Without the barrier XLA moves the transposition before the
+    # cast that made x. Then it also writes masks, magnitudes and the other copy in that order, in
+    # wider dtypes: three times the bytes on Hopper. No transposition passes a reshape to one axis.
     return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
-
-
-def in_order_on_mesh(x: Array) -> Array:
-    """`in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
-    return on_mesh(lambda x: (in_order(x),), (1,), ((1,),))(x)[0]

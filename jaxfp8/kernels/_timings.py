@@ -24,15 +24,10 @@ _SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """A way to do a matmul.
+    """A way to do a matmul."""
 
-    Attributes:
-      backend: its name in `kernels/scaled_matmul/_api.py`.
-      tiling: of the backend "mosaic". With None the backend chooses its tiling.
-    """
-
-    backend: str
-    tiling: Tiling | None = None
+    backend: str  # its name in `kernels.scaled_matmul._api.BACKENDS`
+    tiling: Tiling | None = None  # of the backend "mosaic", which chooses one for None
 
     def __post_init__(self) -> None:
         if not isinstance(self.backend, str):
@@ -52,13 +47,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Time:
-    """How long a way takes.
-
-    Attributes:
-      way: backend and tiling.
-      seconds: the median time of one matmul.
-      quartiles: the lower and the upper quartile in seconds.
-    """
+    """How long a way takes: the median of one matmul in seconds, and its quartiles."""
 
     way: Way
     seconds: float
@@ -197,16 +186,9 @@ class Timings:
 
 
 def describe(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> str:
-    """The description of a matmul, with everything that its time may depend on.
+    """The row of a matmul in `Timings`, with everything that its time may depend on.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8._geometry import Geometry
-      >>> q = fp8.quantize(jnp.ones((256, 128)), fp8.E4M3, fp8.PerBlock((1, 128)))
-      >>> geometry = Geometry.of((((1,), (1,)), ((), ())), 2, 2)
-      >>> describe(q, q, MatmulCall(geometry=geometry, out_dtype=jnp.dtype("bfloat16")))
-      'e4m3[256,128] 1x128 float32 @ e4m3[256,128] 1x128 float32, contracting 1 with 1 -> bfloat16'
+    It begins with 'e4m3[256,128] 1x128 float32 @ ', the format, shape, tiles and scales of lhs.
     """
     contracted, batch = (
         " with ".join(" ".join(map(str, axes)) for axes in pair)

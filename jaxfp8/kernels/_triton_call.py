@@ -26,21 +26,12 @@ def triton_call(
     overwrites: Sequence[int] = (),
     **constants: Any,
 ) -> Sequence[Array]:
-    """`kernel(*arrays, *results, **constants)`, which writes the results.
+    """`kernel(*arrays, *results, **constants)`: a kernel under `triton.jit` writes the results.
 
-    Args:
-      *arrays: [...] what the kernel reads.
-      kernel: a function under `triton.jit`.
-      results: shape and dtype of each array that it writes.
-      grid: the number of programs.
-      warps: the number of warps of a program.
-      compute_capability: of the GPU to compile for, 90 for an H200; None asks the GPU.
-      overwrites: the indices of arrays that the kernel overwrites, one for each result. Since
-        version 0.4 such results are no arguments of the kernel. It needs arguments same_0, ... for
-        them nonetheless.
-      **constants: the kernel's `tl.constexpr` arguments, and None for an array that it does not
-        read or write. Sizes are constants, too: Triton then knows that they are multiples of 16,
-        and it stores 16 bytes at once.
+    `grid` counts programs. `overwrites` has the indices of arrays that the kernel overwrites, one
+    for each result. Without a compute capability jax-triton asks the GPU. A constant is None for an
+    array that the kernel does not use. Sizes are constants, too: Triton then knows that they are
+    multiples of 16, and it stores 16 bytes at once.
     """
     # No fused multiply-add: it rounds once instead of twice, so the bits would depend on what the
     # compiler fuses.
@@ -48,6 +39,8 @@ def triton_call(
         how: dict[str, Any] = {"out_shape": results, "enable_fp_fusion": False}
     else:
         how = {"out_type": results, "backend_options": {"enable_fp_fusion": False}}
+    # Since version 0.4 such results are no arguments of the kernel. It needs arguments same_0, ...
+    # for them nonetheless.
     if overwrites:
         first = len(results) if _BEFORE_0_4 else 0
         same = [name for name in kernel.arg_names if name.startswith("same_")]

@@ -120,11 +120,11 @@ def test_a_line_of_scales_ends_inside_of_its_row():
     So there are whole tiles.
     """
     from jaxfp8._quantized_tensor import Direction
-    from jaxfp8.kernels.quantize._mosaic_tiling import tiling_of
+    from jaxfp8.kernels.quantize._mosaic_tiling import _tiling_of
     from jaxfp8.numerics._scale import ScaleRule
 
     for granularity in (*BOTH, SQUARES, *MX_BOTH, MX_SQUARES):
-        tiling = tiling_of(Direction(granularity), 2)
+        tiling = _tiling_of(Direction(granularity), 2)
         _, scale = tiling.written((1, 288, 160), fp8.E4M3, ScaleRule())
         assert scale.shape[1] % (128 // tiling.side) == 0
         assert tiling.whole or scale.shape[2] % 128 == 0

@@ -25,12 +25,10 @@ _FP8_SINCE = 89  # compute capability of the first GPUs with FP8 conversions, Ad
 
 
 class _Weight(NamedTuple):
-    """A weight and all that belongs to it. An update replaces all fields but the gradient.
+    """A weight and all that belongs to it. An update replaces all fields but the gradient."""
 
-    A moment is a NamedTuple. Its first field holds values [..., C]. The others hold one float32 for
-    each group, [..., C / 128]. The last axis of a weight has whole groups.
-    """
-
+    # A moment is a NamedTuple. Its first field holds values [..., C]. The others hold one float32
+    # for each group, [..., C / 128]. The last axis of a weight has whole groups.
     first: Any  # the first moment, as `Int8` or `ExpandedFP8` store it
     second: Any  # the second moment
     weight: Array  # [..., C] float32, or bfloat16 if it has a remainder
@@ -45,18 +43,14 @@ def update(
     *,
     steps: Sequence[AdamWStep],
 ) -> list[tuple[Any, ...]]:
-    """New moments, weight and remainder of each weight.
+    """New moments, weight and remainder of each weight, given as the fields of a `_Weight`.
 
-    Args:
-      weights: the fields of a `_Weight` each.
-      scalars: []: the learning rate, the bias corrections `1 / (1 - b**step)`, the threshold of
-        the first value of a group, and whether to skip the step.
-      elsewhere: what other platforms return.
-      steps: the constants of each weight.
+    The scalars, [] each, are the learning rate, the bias corrections `1 / (1 - b**step)`, the
+    threshold of the first value of a group, and whether to skip the step. `elsewhere` is what other
+    platforms return.
 
-    Raises:
-      NotImplementedError: on a GPU without FP8, if moments are in FP8; in a mesh of which some axes
-        are manual and others are not; in an Explicit mesh whose shards cut groups.
+    Raises NotImplementedError on a GPU without FP8, if moments are in FP8. Also for the meshes that
+    `on_mesh` refuses.
     """
     del elsewhere
     return [_one(_Weight(*each), scalars, step) for each, step in zip(weights, steps, strict=True)]

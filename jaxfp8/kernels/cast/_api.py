@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels._on_mesh import in_order_on_mesh
+from jaxfp8.kernels._on_mesh import in_order, on_mesh
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
 
@@ -38,18 +38,20 @@ def cast_by_xla(
             multiplier, scale = jax.lax.optimization_barrier((multiplier, scale))
         spread = direction.granularity.expand(multiplier, array.shape)
         value = saturating_cast(array, spread, cast.format, rounding=cast.rounding, key=key)
-        values.append(in_order_on_mesh(value) if direction.transposed else value)
+        values.append(_in_order_on_mesh(value) if direction.transposed else value)
         known.append(scale)
     return cast.copies(tuple(values), tuple(known), array.dtype), CastExtras()
 
 
-def _in_its_layout(x: Array) -> Array:
-    """x, laid out in memory in the order of its axes.
+def _in_order_on_mesh(x: Array) -> Array:
+    """`in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
+    return on_mesh(lambda x: (in_order(x),), (1,), ((1,),))(x)[0]
 
-    Otherwise XLA may give all of the cast the layout of the copy that cuBLASLt reads transposed.
-    Parts of the cast that both copies share are then written to memory, for instance the masks of
-    values that are finite.
-    """
+
+def _in_its_layout(x: Array) -> Array:
+    """x, laid out in memory in the order of its axes."""
+    # Otherwise XLA may give all of the cast the layout of the copy that cuBLASLt reads transposed.
+    # Parts of the cast that both copies share are then written to memory, for instance masks.
     layout = Layout(tuple(range(x.ndim)))
     return lax.platform_dependent(
         x, cuda=lambda x: with_layout_constraint(x, layout), default=lambda x: x
@@ -110,16 +112,12 @@ def cast_copies(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """The copies of x that a cast asks for, in one call, so that a kernel can read x once.
 
-    Args:
-      x: [...] floating point, or the result of a prologue with its arrays. XLA fuses the prologue.
-        Kernels in Pallas read the arrays.
-      cast: which copies. Of its rule only `exact` is used: whether scales are powers of two.
-      scales: one for each direction.
-      key: a jax PRNG key, for stochastic rounding.
+    x is floating point, or the result of a prologue with its arrays. Of the cast's rule only
+    `exact` is used: whether scales are powers of two. There is one scale for each direction. The
+    key is for stochastic rounding.
 
-    Returns:
-      The copies, and extra results of a kernel. XLA's cast has none: the caller computes the amax,
-      and XLA fuses it with the cast.
+    The extras are empty for XLA's cast: the caller computes the amax, and XLA fuses it with the
+    cast.
     """
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
         "cast", BACKENDS, cast.backends, x, cast, scales, key=key

@@ -41,17 +41,11 @@ from jaxfp8.prologues._prologue import Source, prologue_of
 
 
 class _Written(NamedTuple):
-    """What the kernel writes: types, refs inside the kernel, arrays after it.
+    """What the kernel writes: types, refs inside the kernel, arrays after it."""
 
-    Attributes:
-      copies: [L, M, K] each, or [L, K, M] if the copy is transposed.
-      largest: float32 [L, M/T, K/T], the amax of each tile.
-      sums: `ColumnSums.result`, or None.
-    """
-
-    copies: Sequence[Any]
-    largest: Any
-    sums: Any
+    copies: Sequence[Any]  # [L, M, K] each, or [L, K, M] if the copy is transposed
+    largest: Any  # float32 [L, M/T, K/T], the amax of each tile
+    sums: Any  # `ColumnSums.result`, or None
 
 
 class _Read(NamedTuple):
@@ -78,20 +72,12 @@ class _Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CopiesKernel:
-    """The kernel that writes copies of x [L, M, K], the amax of each tile, and sums of columns.
-
-    Attributes:
-      source: how x is read.
-      format: of the values.
-      transposed: for each copy, whether it is transposed.
-      in_lines: for each copy, whether its multipliers are [L, M], or [L, K] if it is transposed.
-        Otherwise they are [L].
-      sums: how columns are summed; None if they are not.
-    """
+    """The kernel that writes copies of x [L, M, K], the amax of each tile, and sums of columns."""
 
     source: Reader
     format: Format
-    transposed: tuple[bool, ...]
+    transposed: tuple[bool, ...]  # for each copy
+    # For each copy, whether its multipliers are [L, M], or [L, K] if it is transposed. Else [L].
     in_lines: tuple[bool, ...]
     sums: ColumnSums | None
 
@@ -159,16 +145,14 @@ class _CopiesKernel:
         plgpu.wait_smem_to_gmem(0)
 
     def _start_multipliers(self, here: Place, read: _Read, scratch: _Scratch) -> None:
-        """Start to copy the multipliers of the tile's rows. Each copy is one arrival.
-
-        They arrive at the reader's barrier, so one wait covers the operands and the multipliers.
-        """
+        """Start to copy the multipliers of the tile's rows. Each copy is one arrival."""
         for transposed, multipliers, staged in zip(
             self.transposed, read.multipliers, scratch.copies, strict=True
         ):
             if staged.multipliers is not None:
                 at = here.of_copy(transposed=transposed)
                 line = multipliers.at[at.matrix, pl.ds(at.row * T, T)]
+                # At the reader's barrier, so one wait covers operands and multipliers.
                 plgpu.copy_gmem_to_smem(line, staged.multipliers, scratch.read.arrived)
 
     def _cast(self, staged: _StagedCopy, index: Any, rows: Array, one: Array | None) -> None:
@@ -188,11 +172,7 @@ class _CopiesKernel:
 def cast_copies(
     x: Source, cast: Cast, scales: Sequence[tuple[Array, Array]], *, key: Array | None
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """See `kernels.cast._api.cast_copies`.
-
-    Raises:
-      NotImplementedError: for tiles, for stochastic rounding, and for all that `copies` names.
-    """
+    """See `kernels.cast._api.cast_copies`. It takes no tiles, and rounds to nearest."""
     del key
     if cast.rounding != "nearest" or any(each.in_tiles for each in cast.granularities):
         raise NotImplementedError(
@@ -208,24 +188,15 @@ def cast_copies(
 def copies(
     x: Source, cast: Cast, multipliers: tuple[Array, ...]
 ) -> tuple[tuple[Array, ...], CastExtras]:
-    """The values of each copy of x, and the amax of each tile T x T of x, in one read of x.
+    """The values of each copy of x [..., M, K], and the amax of each tile T x T, in one read of x.
 
-    A copy is written transposed if its direction says so. It is also written transposed if it has a
-    multiplier for each column, because a matmul then contracts it along M.
+    A copy is written transposed if its direction says so, or if it has a multiplier for each
+    column: a matmul then contracts it along M. There is an array of multipliers for each copy, of
+    shape [] or with the axes of x, whose size may be 1. Axis K must have size 1; if the copy is
+    transposed, axis M must.
 
-    Args:
-      x: [..., M, K].
-      cast: which copies.
-      multipliers: one array for each copy, of shape [] or with the axes of x. An axis may have size
-        1. Axis K must have size 1; if the copy is transposed, axis M must.
-
-    Raises:
-      NotImplementedError: for any of these:
-
-        - x is float64, or its last two axes are no multiples of 32;
-        - a transposed copy has a multiplier for each row, or another copy has one for each column;
-        - some axes of the mesh are manual and others are not;
-        - jax is older than 0.11.
+    Raises NotImplementedError for other multipliers, for an array that `operands_of` refuses, and
+    for a mesh that `on_mesh` refuses.
     """
     operands, prologue = operands_of(x), prologue_of(x)
     transposed = tuple(

@@ -55,21 +55,16 @@ def _grouped_by_definition(
 #
 # Letters: T rows, E groups, P rows of a tile, R tiles; K N the axes of a matrix.
 
-Product = Callable[[Any, Any], Array]
+_Product = Callable[[Any, Any], Array]
 
 
 def rows_product(
-    product: Product, lhs: PyTree, rhs: PyTree, groups: Groups, columns: int, out_dtype: DType
+    product: _Product, lhs: PyTree, rhs: PyTree, groups: Groups, columns: int, out_dtype: DType
 ) -> Array:
     """[T, N]: each row of a group times the group's matrix. Rows of the tail are 0.
 
-    Args:
-      product: multiplies [P, K] and [K, N], or the axes that it takes.
-      lhs: tiles of rows. Each leaf is [R, ...].
-      rhs: matrices. Each leaf is [E, ...].
-      groups: which rows belong to which group.
-      columns: N.
-      out_dtype: the dtype of the result.
+    `product` multiplies [P, K] and [K, N], or the axes that it takes. Each leaf of lhs is [R, ...],
+    and each leaf of rhs [E, ...]. `columns` is N.
     """
     matrix, rows = groups.matrix, groups.live_rows
     place = jnp.arange(groups.tile, dtype=jnp.int32)[:, None]
@@ -93,18 +88,13 @@ def rows_product(
 
 
 def groups_product(
-    product: Product, lhs: PyTree, rhs: PyTree, groups: Groups, shape: tuple[int, int],
+    product: _Product, lhs: PyTree, rhs: PyTree, groups: Groups, shape: tuple[int, int],
     out_dtype: DType,
 ) -> Array:  # fmt: skip
     """[E, K, N]: for each group the sum of the products of its tiles. 0 for a group without rows.
 
-    Args:
-      product: multiplies [P, K] and [P, N] over the rows, with a result that is not rounded yet.
-      lhs: tiles of rows. Each leaf is [R, ...].
-      rhs: tiles of rows. Each leaf is [R, ...].
-      groups: which rows belong to which group.
-      shape: (K, N).
-      out_dtype: the dtype of the result.
+    `product` multiplies [P, K] and [P, N] over the rows, and does not round. Each leaf of lhs and
+    rhs is [R, ...]. `shape` is (K, N).
     """
     wide = sum_dtype(out_dtype)
 
@@ -159,15 +149,7 @@ def _varying_as(x: Array, arrays: PyTree) -> Array:
 def _grouped_by_xla(
     lhs: QuantizedTensor, rhs: QuantizedTensor, groups: Groups, call: MatmulCall, *, backend: str
 ) -> Array:
-    """See `kernels.grouped_matmul._api.multiply`.
-
-    Args:
-      lhs: tiles of rows.
-      rhs: matrices, or tiles of rows.
-      groups: which rows belong to which group.
-      call: axes and options of the matmul of one group.
-      backend: the scaled matmul that multiplies a tile, "xla" or "cudnn".
-    """
+    """See `multiply`. `backend` is the scaled matmul that multiplies a tile, "xla" or "cudnn"."""
     multiply = functools.partial(scaled_matmul.multiply, attempts=(backend,))
     rows, columns = call.geometry.out_shape(lhs.shape[1:], rhs.shape[1:])
     if call.sums_rows:
@@ -216,19 +198,12 @@ def multiply(
 ) -> Array:
     """The matmul of each group: of its rows with its matrix, or of its rows with its rows.
 
-    Letters: T rows, E groups, P rows of a tile, R tiles.
+    Letters: T rows, E groups, P rows of a tile, R tiles. lhs has tiles of rows [R, P, K], and rhs
+    matrices [E, K, N], or the axes that the call names. The result is [T, N], with 0 in the rows of
+    no group.
 
-    Args:
-      lhs: tiles of rows [R, P, K].
-      rhs: matrices [E, K, N], or with the axes that the call names. If the call sums over rows
-        (`MatmulCall.sums_rows`), tiles of rows [R, P, N].
-      groups: which rows belong to which group.
-      call: axes and options of the matmul of one group, as if it stood alone.
-      attempts: names of backends, best first.
-
-    Returns:
-      [T, N], with 0 in the rows of no group. If the call sums over rows, [E, K, N], with 0 for a
-      group without rows.
+    If the call sums over rows (`MatmulCall.sums_rows`), rhs has tiles of rows [R, P, N]. The result
+    is [E, K, N], with 0 for a group without rows.
     """
     product: Array = dispatch("grouped_matmul", _BACKENDS, attempts, lhs, rhs, groups, call)
     return product

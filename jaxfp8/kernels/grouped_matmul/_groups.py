@@ -30,15 +30,6 @@ from jaxfp8._typing import Array
 class Groups:
     """The tiles of rows that cover all groups, and the tail behind them.
 
-    Attributes:
-      group: i32[R], the group of each tile; E for a tile of the tail, E + 1 for an unused tile.
-      first_row: i32[R], the first row of each tile; T for an unused tile.
-      rows: i32[R], how many rows of a tile exist; 0 for an unused tile.
-      first_tile: i32[E], the first tile of each group.
-      tiles: i32[E], the number of tiles of each group.
-      tokens: T (static).
-      tile: P (static).
-
     Example:
       >>> import jax.numpy as jnp
       >>> groups = Groups.of(jnp.array([5, 0, 3]), tokens=10, tile=4)
@@ -46,25 +37,20 @@ class Groups:
       (Array([0, 0, 2, 3, 4], dtype=int32), Array([4, 1, 3, 2, 0], dtype=int32))
     """
 
-    group: Array
-    first_row: Array
-    rows: Array
-    first_tile: Array
-    tiles: Array
-    tokens: int
-    tile: int
+    group: Array  # i32[R], the group of each tile; E in the tail, E + 1 for an unused tile
+    first_row: Array  # i32[R], the first row of each tile; T for an unused tile
+    rows: Array  # i32[R], how many rows of a tile exist; 0 for an unused tile
+    first_tile: Array  # i32[E], the first tile of each group
+    tiles: Array  # i32[E], the number of tiles of each group
+    tokens: int  # T (static)
+    tile: int  # P (static)
 
     @classmethod
     def of(cls, sizes: Array, *, tokens: int, tile: int) -> "Groups":
-        """The tiles of groups of these sizes.
+        """The tiles of groups of sizes i32[E]. T is `tokens`, and P is `tile`.
 
-        A size below 0 counts as 0. If the sizes add up to more than T, the last groups get the rows
-        that are left.
-
-        Args:
-          sizes: i32[E], the number of rows of each group.
-          tokens: T.
-          tile: P.
+        A size below 0 counts as 0. If the sizes add up to more than T, the last groups get what is
+        left.
         """
         ends = group_ends(sizes, tokens)
         # The tail is one more group.
@@ -105,10 +91,8 @@ class Groups:
 
     @property
     def matrix(self) -> Array:
-        """i32[R], the group of each tile; that of the last used tile for tiles of no group.
-
-        So it is the index of a matrix for each tile, and never decreases.
-        """
+        """i32[R], the index of a matrix for each tile, which never decreases."""
+        # Tiles of no group have that of the last used tile.
         last = jnp.max(jnp.where(self.tiles > 0, jnp.arange(self.experts), 0))
         return jnp.minimum(self.group, last.astype(jnp.int32))
 
@@ -124,14 +108,11 @@ class Groups:
         return x.at[self.row].get(mode="fill", fill_value=0)
 
     def largest(self, of_tiles: Array) -> Array:
-        """The maximum of each group, [E, ...], of numbers of tiles [R, ...] that are not negative.
-
-        It is 0 for a group without tiles.
-        """
+        """The maximum of each group, [E, ...], of numbers [R, ...] that are not negative."""
         found = jax.ops.segment_max(
             of_tiles, self.group, self.experts, indices_are_sorted=True, mode="drop"
         )
-        return jnp.maximum(found, 0)
+        return jnp.maximum(found, 0)  # 0 for a group without tiles
 
     def of_tiles(self, of_groups: Array) -> Array:
         """For each tile the entry of its group, [R, ...], of [E, ...]."""
@@ -139,13 +120,7 @@ class Groups:
 
 
 def group_ends(sizes: Array, tokens: int) -> Array:
-    """i32[E], where the rows of each group end, for sizes i32[E]; see `Groups.of`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> group_ends(jnp.array([5, -1, 3, 2**31 - 1]), 10).tolist()
-      [5, 5, 8, 10]
-    """
+    """i32[E], where the rows of each group end, for sizes i32[E]: [5, -1, 3] gives [5, 5, 8]."""
     # Each size is at most T before it is added, so that no sum overflows.
     limited = jnp.clip(sizes, 0, tokens)
     ends: Array = lax.associative_scan(lambda a, b: jnp.minimum(a + b, tokens), limited)
@@ -153,9 +128,7 @@ def group_ends(sizes: Array, tokens: int) -> Array:
 
 
 def _tile_count(tokens: int, experts: int, tile: int) -> int:
-    """R: the most tiles that groups of any sizes, and the tail, can need.
-
-    A group that has rows needs at most one tile more than its full tiles, and that one has a row.
-    """
+    """R: the most tiles that groups of any sizes, and the tail, can need."""
+    # A group that has rows needs at most one tile more than its full tiles, and that one has a row.
     ragged = min(experts + 1, tokens)
     return (tokens - ragged) // tile + ragged

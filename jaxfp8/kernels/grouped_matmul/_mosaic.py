@@ -37,12 +37,17 @@ from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
     shares_columns,
 )
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, GroupSteps, RowTiles, Tiling
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import (
+    CHOICES,
+    MULTIPROCESSORS,
+    GroupSteps,
+    RowTiles,
+    Tiling,
+)
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
 
 _BOX = 8  # rows of a box in shared memory
-_ENOUGH = 132  # tiles for all multiprocessors of an H100 or H200
 
 
 def grouped_matmul(
@@ -53,21 +58,10 @@ def grouped_matmul(
     *,
     tiling: Tiling | None = None,
 ) -> Array:
-    """See `kernels.grouped_matmul._api.multiply`.
+    """See `kernels.grouped_matmul._api.multiply`. P is 128.
 
-    Args:
-      lhs: tiles of rows, scaled as the dense kernel takes it.
-      rhs: matrices, or tiles of rows.
-      groups: which rows belong to which group. P is 128.
-      call: axes and options of the matmul of one group.
-      tiling: how the product is divided; by default one of `CHOICES`.
-
-    Raises:
-      NotImplementedError: for any of these:
-
-        - other operands than the dense kernel takes, and P other than 128;
-        - several devices, except inside `jax.shard_map` with all axes manual;
-        - `jax_enable_x64`, or jax older than 0.11.
+    Raises NotImplementedError for operands that the dense kernel does not take, and for another P.
+    Also for several devices, except inside `jax.shard_map` with all axes manual.
     """
     one = _first(lhs), _first(rhs)
     check_operands(*one, call)
@@ -120,7 +114,7 @@ def _rows(
     b, n = values[1], values[1].shape[1]
     a, b = transposed_last((a, b), left_to_xla(geometry.sides, call.written_transposed))
     tiles_of_n = -(-n // 128)
-    tiling = tiling or CHOICES["large" if groups.count * tiles_of_n >= _ENOUGH else "small"]
+    tiling = tiling or CHOICES["large" if groups.count * tiles_of_n >= MULTIPROCESSORS else "small"]
     down, across = tiling.tile
     b = padded(b, 1, _BOX)
     matmul = Matmul(
@@ -166,7 +160,7 @@ def _groups(
         else:
             scales.append(scale.swapaxes(0, 1).reshape(1, scale.shape[1], -1))
     tiles = groups.experts * -(-m // 128) * -(-n // 128)
-    tiling = tiling or CHOICES["large" if tiles >= _ENOUGH else "small"]
+    tiling = tiling or CHOICES["large" if tiles >= MULTIPROCESSORS else "small"]
     down, across = tiling.tile
     a, b = (padded(x, 1, _BOX) for x in values)
     matmul = Matmul(

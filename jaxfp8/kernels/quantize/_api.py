@@ -72,14 +72,8 @@ def quantize(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """The copies of x that a cast asks for, all of them from the high-precision x.
 
-    Args:
-      x: [...] floating point, or the result of a prologue with its arrays. XLA fuses the prologue.
-        Kernels in Pallas read the arrays.
-      cast: which copies.
-      key: a jax PRNG key, for stochastic rounding.
-
-    Returns:
-      The copies, and extra results of a kernel.
+    x is floating point, or the result of a prologue with its arrays. XLA fuses the prologue, and
+    kernels in Pallas read the arrays. The key is for stochastic rounding.
     """
     result: tuple[tuple[QuantizedTensor, ...], CastExtras] = dispatch(
         "quantize", BACKENDS, cast.backends, x, cast, key=key

@@ -32,7 +32,7 @@ from jaxfp8.kernels.quantize import _triton_kernels as kernels
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.prologues._prologue import Produced, Source, value_of
 
-Cell: TypeAlias = tuple[int, int]
+_Cell: TypeAlias = tuple[int, int]
 """How many values share a scale, along M and along K."""
 
 # Side of a tile -> side of the block of values that a program reads, and its warps. That is at most
@@ -54,17 +54,9 @@ def quantize(
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
     """See `kernels.quantize._api.quantize`. It ignores `transposed`, and sums no columns.
 
-    It takes tiles of 1xT, Tx1 and TxT with one T, 32 or 128. It also takes PerAxis of all axes but
-    the last, if the last one has at most 32768 values.
-
-    Raises:
-      NotImplementedError: for any of these:
-
-        - other granularities;
-        - a prologue, stochastic rounding, float64 or an empty array;
-        - a GPU without FP8;
-        - some axes of the mesh are manual and others are not;
-        - an Explicit mesh whose shards cut tiles or rows (an Auto mesh gathers x).
+    It takes tiles of 1xT, Tx1 and TxT with one T, 32 or 128, or PerAxis of all axes but the last,
+    of at most 32768 values. It takes no prologue, no stochastic rounding, no float64 and no empty
+    array. `on_mesh` refuses some meshes, and an Auto mesh gathers x if its shards cut tiles.
     """
     del key
     if isinstance(x, Produced):
@@ -109,7 +101,7 @@ def _quantize(x: Array, cast: Cast) -> tuple[QuantizedTensor, ...]:
     return cast.copies(values, scales, x.dtype)
 
 
-def _cell(granularity: AbstractGranularity, shape: Axes) -> Cell:
+def _cell(granularity: AbstractGranularity, shape: Axes) -> _Cell:
     ndim = len(shape)
     if granularity.in_tiles:
         *lead, down, across = (1, *granularity.along(ndim))
@@ -126,17 +118,11 @@ def _cell(granularity: AbstractGranularity, shape: Axes) -> Cell:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A kernel for one cast and one GPU.
-
-    Attributes:
-      cast: the format and the scale rule.
-      cells: the kinds of tiles, one for each copy that it writes.
-      compute_capability: of the GPU to compile for; None asks the GPU.
-    """
+    """A kernel for one cast and one GPU."""
 
     cast: Cast
-    cells: tuple[Cell, ...]
-    compute_capability: int | None
+    cells: tuple[_Cell, ...]  # the kinds of tiles, one for each copy that it writes
+    compute_capability: int | None  # of the GPU to compile for; None asks the GPU
 
     def in_format(self, result: Array) -> Array:
         """A result of the kernel; if it is a scale in E8M0, in that format instead of bytes."""
@@ -146,11 +132,7 @@ class _Kernel:
         return lax.bitcast_convert_type(result, scale_format.dtype)
 
     def launcher(self, shape: Axes) -> Callable[[Array], tuple[Array, ...]]:
-        """The method that launches the kernel for tiles, or the one for rows.
-
-        Raises:
-          NotImplementedError: for other cells.
-        """
+        """The method that launches the kernel for tiles, or the one for rows."""
         side, k = max(self.cells[0]), shape[-1]
         if side in _BLOCKS and {*self.cells} <= {(1, side), (side, 1), (side, side)}:
             return self._in_tiles
@@ -211,10 +193,7 @@ class _Kernel:
         return values, scale
 
     def _in_tiles(self, x: Array) -> tuple[Array, ...]:
-        """x [.., M, K] in tiles.
-
-        Values [.., M, K] and scale [.., ceil(M / down), ceil(K / across)] of each cell.
-        """
+        """Values [.., M, K] and scale [.., ceil(M / down), ceil(K / across)] of each cell."""
         cells = self.cells
         block, warps = _BLOCKS[max(cells[0])]
         k = x.shape[-1]
@@ -252,7 +231,7 @@ class _Kernel:
         return tuple(shaped)
 
     def _with_axes_of_x(
-        self, shape: Axes, cell: Cell, values: Array, scale: Array
+        self, shape: Axes, cell: _Cell, values: Array, scale: Array
     ) -> tuple[Array, Array]:
         """The values and scales that the kernel wrote, with the axes of x."""
         down, across = cell

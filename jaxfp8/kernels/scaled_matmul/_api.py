@@ -22,19 +22,7 @@ from jaxfp8.numerics._formats import FLOAT_DTYPES
 
 
 def check_add_to(add_to: Array, shape: Axes) -> None:
-    """Raise unless `add_to` is an array with a float dtype and the shape of the product.
-
-    Args:
-      add_to: C.
-      shape: the shape of the product, [..., M, N].
-
-    Raises:
-      ValueError: for another shape.
-      TypeError: for another dtype, and for anything that is no array.
-
-    Example:
-      >>> check_add_to(jnp.zeros((2, 3)), (2, 3))
-    """
+    """Raise ValueError for another shape than the product's, and TypeError for another dtype."""
     if not isinstance(add_to, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(
             f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}."
@@ -51,10 +39,7 @@ def check_add_to(add_to: Array, shape: Axes) -> None:
 
 
 def _adding(backend: Callable[..., Array]) -> Callable[..., Array]:
-    """The backend of a scaled matmul, with an argument `add_to` for C.
-
-    The backend writes its product in float32, and C is added to that. So the sum is rounded once.
-    """
+    """The backend of a scaled matmul, with an argument `add_to` for C."""
 
     @functools.wraps(backend)
     def scaled_matmul(
@@ -66,7 +51,7 @@ def _adding(backend: Callable[..., Array]) -> Callable[..., Array]:
     ) -> Array:
         if add_to is None:
             return backend(lhs, rhs, call)
-        product = backend(lhs, rhs, call.in_float32)
+        product = backend(lhs, rhs, call.in_float32)  # so the sum is rounded once
         return (add_to.astype(jnp.float32) + product).astype(call.out_dtype)
 
     return scaled_matmul
@@ -128,12 +113,9 @@ def multiply(
 ) -> Array:
     """`dequantize(lhs) @ dequantize(rhs)`, accumulated in float32.
 
-    Args:
-      lhs: [..., M, K], or with the axes that the call names.
-      rhs: [K, N], or with the axes that the call names. Its sizes fit lhs.
-      call: axes and options.
-      attempts: names of backends, best first. A name may come with extra arguments.
-      add_to: [..., M, N], added in float32 before the result is rounded.
+    lhs is [..., M, K] and rhs [K, N], or they have the axes that the call names. Attempts are names
+    of backends, best first. A name may come with extra arguments. `add_to` [..., M, N] is added in
+    float32 before the result is rounded.
     """
     if add_to is None:
         product: Array = dispatch("scaled_matmul", BACKENDS, attempts, lhs, rhs, call)

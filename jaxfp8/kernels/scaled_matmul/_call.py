@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxfp8._geometry import Geometry, OperandAxes
@@ -20,31 +19,18 @@ from jaxfp8.numerics._per_block import PerBlock
 class MatmulCall:
     """One matmul: its axes and its options. Hashable.
 
-    A backend is a function `(lhs, rhs, call, *, add_to=None)`. `lhs` and `rhs` are
-    `QuantizedTensor`s. `add_to` is an array of the result's shape, and the product is added to it.
-    A new option is a new field here. A backend that cannot do it raises `NotImplementedError`.
-
-    Attributes:
-      geometry: the axes.
-      out_dtype: the dtype of the result.
-      fast_accumulation: whether tensor cores may keep about 14 bits of each partial sum.
-      out_sharding: as in `jax.lax.dot_general`; None outside of Explicit meshes.
-      written_transposed: for lhs and rhs, whether a kernel wrote the operand with the contracted
-        axis last in memory, although that is not its last axis. cuDNN then reads it without a
-        transposition. XLA writes an array in the order of its axes, and transposes it afterwards.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> geometry = Geometry.of((((1,), (0,)), ((), ())), 2, 2)
-      >>> call = MatmulCall(geometry=geometry, out_dtype=jnp.dtype("bfloat16"))
-      >>> call.in_float32.out_dtype
-      dtype('float32')
+    A backend is a function `(lhs, rhs, call, *, add_to=None)` of two `QuantizedTensor`s. `add_to`
+    is an array of the result's shape, and the product is added to it. A new option is a new field
+    here. A backend that cannot do it raises `NotImplementedError`.
     """
 
     geometry: Geometry
     out_dtype: DType
-    fast_accumulation: bool = False
-    out_sharding: Any = None
+    fast_accumulation: bool = False  # may tensor cores keep about 14 bits of each partial sum?
+    out_sharding: Any = None  # as in `jax.lax.dot_general`; None outside of Explicit meshes
+    # For lhs and rhs, whether a kernel wrote the operand with the contracted axis last in memory,
+    # although that is not its last axis. cuDNN then reads it without a transposition. XLA writes an
+    # array in the order of its axes, and transposes it afterwards.
     written_transposed: tuple[bool, bool] = (False, False)
 
     @property
@@ -69,22 +55,14 @@ class MatmulCall:
 
 
 def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:
-    """x [...] as [B, M, K]; an array of rhs as [B, N, K].
-
-    The innermost contracted axis is padded with zeros to whole tiles.
-    """
+    """x [...] as [B, M, K]; an array of rhs as [B, N, K]. K is padded with zeros to whole tiles."""
     pads = [(0, -x.shape[a] % tile if a == axes.contracted[-1] else 0) for a in range(x.ndim)]
     x = jnp.pad(x, pads) if any(after for _, after in pads) else x
     return x.transpose(axes.order).reshape(axes.matrix_shape(x.shape))
 
 
 def left_to_xla(sides: Iterable[OperandAxes], written: Iterable[bool]) -> tuple[bool, ...]:
-    """For each operand, whether XLA has to transpose it for a kernel that reads K last.
-
-    Args:
-      sides: the axes of each operand.
-      written: see `MatmulCall.written_transposed`.
-    """
+    """For each operand, whether XLA has to transpose it for a kernel that reads K last."""
     return tuple(
         axes.contracted[-1] < max(axes.kept, default=-1) and not done
         for axes, done in zip(sides, written, strict=True)
@@ -100,14 +78,9 @@ def transposed_last(values: Iterable[Array], transposed: Iterable[bool]) -> list
 def repeated_scale(operand: QuantizedTensor, scale: Array, inner: int, values: int) -> Array:
     """A scale for each S values along the axis `inner`, and for each value along other axes.
 
-    Args:
-      operand: [...] in tiles. Their side along `inner` is a multiple of S.
-      scale: the operand's scale, or another array of that shape.
-      inner: an axis of the operand.
-      values: S.
-
-    Returns:
-      The shape of the operand, with ceil(size / S) along `inner`.
+    The operand [...] is in tiles, whose side along `inner` is a multiple of S. The result has the
+    shape of the operand, with ceil(size / S) along `inner`. `scale` has the shape of the operand's
+    scale.
     """
     shape, sides = list(operand.shape), list(operand.granularity.along(operand.ndim))
     shape[inner] = -(-shape[inner] // values)
@@ -115,43 +88,3 @@ def repeated_scale(operand: QuantizedTensor, scale: Array, inner: int, values: i
     if all(side == 1 for side in sides):
         return scale
     return jnp.broadcast_to(PerBlock(tuple(sides)).expand(scale, tuple(shape)), shape)
-
-
-# Scales that are constant along contracted axes: they are multiplied onto the product.
-
-
-def along_output(scale: Array, geometry: Geometry, side: int) -> Array:
-    """A scale with the axes of the product, [*batch, *lhs kept, *rhs kept].
-
-    It has size 1 along the axes that its operand does not have.
-
-    Args:
-      scale: of lhs or rhs, with the rank of the operand and size 1 along contracted axes. A scale
-        [] is returned as it is.
-      geometry: the axes of the matmul.
-      side: 0 for lhs, 1 for rhs.
-    """
-    if not scale.ndim:
-        return scale
-    axes = geometry.sides[side]
-    contracted = axes.in_order.contracted  # of size 1: other scales are rejected before
-    scale = jnp.squeeze(scale.transpose(axes.order), contracted)
-    return jnp.expand_dims(scale, geometry.added_axes[side])
-
-
-def scaled(product: Array, *scales: Array) -> Array:
-    """`product * scale * scale`, [batch, lhs kept, rhs kept] float32."""
-    first, second = scales
-    if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
-        first, second = (_laid_as(each, product) if each.ndim else each for each in scales)
-    # The smaller scale first. Otherwise a product times the larger scale could overflow, although
-    # the result is finite.
-    return (product * jnp.minimum(first, second)) * jnp.maximum(first, second)
-
-
-def _laid_as(scale: Array, product: Array) -> Array:
-    """A scale with the sharding of the product, which it must have in an Explicit mesh."""
-    sharding = jax.typeof(product).sharding
-    axes = zip(sharding.spec, scale.shape, strict=True)
-    spec = jax.P(*(along if size > 1 else None for along, size in axes))
-    return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))

@@ -6,7 +6,7 @@ there if their scales are powers of two and their tiles along K are multiples of
 
 Use it only on Blackwell. XLA has no such matmul for Hopper. There the call compiles to a bfloat16
 matmul or, from jax 0.11 on, to a loop of scalar code. On other platforms than CUDA the same call
-takes the path of `_xla_blocks.py`.
+takes the path of `_xla.py`.
 
 References:
   cuBLAS documentation, "1D block scaling"; XLA, gpu/transforms/block_scaling_rewriter.
@@ -15,6 +15,7 @@ References:
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,6 @@ from jaxfp8.kernels.scaled_matmul._call import (
 )
 from jaxfp8.kernels.scaled_matmul._partitioned import (
     Cells,
-    Dot,
     in_auto_mesh,
     partitioned,
     takes_mesh,
@@ -61,14 +61,8 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @functools.cache
-def _block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Dot:
-    """The operation, for CUDA; E8M0 scales.
-
-    Args:
-      out_dtype: the dtype of the result, bfloat16, float16 or float32.
-      transposed: for lhs and rhs, whether XLA wrote values [B, M, K] as [B, K, M] in memory. Then
-        it has to transpose them for this operation.
-    """
+def _block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Callable[..., Array]:
+    """The operation, for CUDA; E8M0 scales. `transposed` is what `left_to_xla` says."""
     local = functools.partial(_call, out_dtype, transposed)
     return _mapped(local, partitioned(local, Cells(step=_TILE)))
 
@@ -91,12 +85,8 @@ def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> 
     return call(*values, *arguments[2:])
 
 
-def _mapped(local: Dot, on_mesh: Dot) -> Dot:
-    """`local` inside `jax.shard_map`, `on_mesh` elsewhere. Under `jax.vmap` it is still one call.
-
-    If both operands are mapped, B grows. If only one operand is mapped, its rows grow, so that the
-    other one is not repeated.
-    """
+def _mapped(local: Callable[..., Array], on_mesh: Callable[..., Array]) -> Callable[..., Array]:
+    """`local` inside `jax.shard_map`, `on_mesh` elsewhere. It is one call under `jax.vmap`, too."""
 
     @custom_vmap
     def dot(*arguments: Array) -> Array:
@@ -113,6 +103,7 @@ def _mapped(local: Dot, on_mesh: Dot) -> Dot:
             jnp.broadcast_to(x, (size, *x.shape)) if sides[n % 2] and not is_mapped[n] else x
             for n, x in enumerate(arguments)
         ]
+        # If only one operand is mapped, its rows grow, so that the other one is not repeated.
         if all(sides):
             product = dot(*(x.reshape(-1, *x.shape[2:]) for x in full))
             return product.reshape(size, -1, *product.shape[1:]), True

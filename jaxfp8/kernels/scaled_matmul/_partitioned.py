@@ -27,42 +27,33 @@ from jaxfp8._typing import Array
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.sharding._specs import whole_mesh_axes
 
-Dot: TypeAlias = Callable[..., Array]
+_Dot: TypeAlias = Callable[..., Array]
 """(values [B, M, K], values [B, N, K], scales of lhs, scales of rhs) -> [B, M, N]"""
 _Spec: TypeAlias = tuple[tuple[str, ...], ...]  # mesh axes along each axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cells:
-    """Which values share a scale, and which values must stay on one device.
+    """Which values share a scale, and which values must stay on one device."""
 
-    Attributes:
-      step: the values along K that stay on one device. K is a multiple.
-      parts: how many scales a row has in each step; scales are [B, M, parts C]. With 0 a row has
-        one scale for all of K, [B, M, 1].
-      columns: how many columns of rhs share a scale; scales are [B, ceil(N / columns), parts C].
-
-    Example:
-      >>> Cells(step=128, columns=128).rule((2, 64, 256), (2, 512, 256))[0]
-      'b m (t k), b (c j) (t k), b m t, b c t -> b m (c j)'
-    """
-
-    step: int
+    step: int  # the values along K that stay on one device; K is a multiple
+    # How many scales a row has in each step; scales are [B, M, parts C]. With 0 a row has one scale
+    # for all of K, [B, M, 1].
     parts: int = 1
+    # How many columns of rhs share a scale; scales are [B, ceil(N / columns), parts C].
     columns: int = 1
 
     def rule(
         self, lhs: tuple[int, ...], rhs: tuple[int, ...]
     ) -> tuple[str, dict[str, int], tuple[str, ...]]:
-        """Shardy's rule for operands of these shapes, the sizes that it needs, and whole factors.
+        """Shardy's rule for these shapes, the sizes that it needs, and factors that stay whole.
 
-        Whole factors are never split. A factor in parentheses must not be 1. So if there is only
-        one step, or one tile of columns, the rule has one whole factor for it.
-
-        The factors b, m and n are the axes B, M and N. Along K, t counts steps, k the values of
-        one step, and p the scales of one step. Along N, c counts tiles of columns, and j the
-        columns of one tile. u is an axis of size 1.
+        For instance 'b m (t k), b (c j) (t k), b m t, b c t -> b m (c j)'. The factors b, m and n
+        are B, M and N. Along K, t counts steps, k the values of one step, and p its scales. Along
+        N, c counts tiles of columns, and j the columns of one tile. u is an axis of size 1.
         """
+        # A factor in parentheses must not be 1. So if there is only one step, or one tile of
+        # columns, the rule has one whole factor for it.
         steps, n = lhs[2] // self.step, rhs[1]
         inner = "(t k)" if steps > 1 else "k"
         cells = {0: "u", 1: "t"}.get(self.parts, "(t p)" if steps > 1 else "p")
@@ -99,11 +90,8 @@ def in_auto_mesh(
 ) -> Array:
     """`scaled_matmul(lhs, rhs, call)` of operands on an Explicit mesh, traced in an Auto mesh.
 
-    The result has the type that `jax.lax.dot_general` would give it.
-
-    Raises:
-      ShardingTypeError: an error of JAX, if the types do not determine how the result is split and
-        `call.out_sharding` is None.
+    The result has the type that `jax.lax.dot_general` would give it. JAX raises ShardingTypeError
+    if the types do not determine it and `call.out_sharding` is None.
     """
     dot = functools.partial(
         lax.dot_general,
@@ -117,7 +105,7 @@ def in_auto_mesh(
     return inside(lhs, rhs)
 
 
-def partitioned(local: Dot, cells: Cells) -> Dot:
+def partitioned(local: _Dot, cells: Cells) -> _Dot:
     """`local` on the devices of an Auto mesh."""
 
     def specs(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
@@ -165,10 +153,7 @@ def partitioned(local: Dot, cells: Cells) -> Dot:
 def _specs(
     mesh: Any, cells: Cells, k: int, n: int, lhs: _Spec, rhs: _Spec
 ) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:
-    """Specs of lhs [B, M, K], rhs [B, N, K] and the result, and the mesh axes that split K.
-
-    Partial results are summed over the axes that split K.
-    """
+    """Specs of lhs [B, M, K], rhs [B, N, K] and the result, and the mesh axes that split K."""
     sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     taken: set[str] = set()
 

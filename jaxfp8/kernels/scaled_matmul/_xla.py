@@ -12,8 +12,6 @@ elementwise pass scales the result.
 On other platforms the payloads are multiplied as bfloat16 with float32 accumulation, because every
 FP8 value is exact in bfloat16. Then the float32 product is scaled.
 
-Operands in tiles go to `_xla_blocks.py`.
-
 References:
   XLA, gpu/transforms/gemm_rewriter.cc; JAX-Toolbox, NATIVE_FP8.md.
 """
@@ -28,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+from jaxfp8._geometry import Geometry
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall, along_output, scaled
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._exact import converted_factors_of, factors_of, times
 from jaxfp8.numerics._per_block import devices_of, is_explicit
 
@@ -78,14 +77,42 @@ def _cpu_dot(a: Array, b: Array, call: MatmulCall) -> Array:
 
 
 def _as_laid_out(x: Array) -> Array:
-    """x [...], as an array that XLA:CPU must read in row-major order.
-
-    XLA:CPU chooses a matmul by the layouts of the operands. Afterwards it may fold a transposition
-    into that matmul, which then fails ("Unsupported element type for DotThunk"). The barrier keeps
-    transpositions out of the matmul. The added axis makes a reshape of what would otherwise be a
-    transposed view.
-    """
+    """x [...], as an array that XLA:CPU must read in row-major order."""
+    # XLA:CPU chooses a matmul by the layouts of the operands. Afterwards it may fold a
+    # transposition into it, which then fails ("Unsupported element type for DotThunk"). The barrier
+    # keeps transpositions out of it. The added axis makes a reshape of a transposed view.
     return jnp.squeeze(lax.optimization_barrier(jnp.expand_dims(x, 0)), 0)
+
+
+# Scales that are constant along contracted axes: they are multiplied onto the product.
+
+
+def _along_output(scale: Array, geometry: Geometry, side: int) -> Array:
+    """A scale of lhs (side 0) or rhs, with the axes of the product, of size 1 where it has none."""
+    if not scale.ndim:
+        return scale
+    axes = geometry.sides[side]
+    contracted = axes.in_order.contracted  # of size 1: other scales are rejected before
+    scale = jnp.squeeze(scale.transpose(axes.order), contracted)
+    return jnp.expand_dims(scale, geometry.added_axes[side])
+
+
+def _scaled(product: Array, *scales: Array) -> Array:
+    """`product * scale * scale`, [batch, lhs kept, rhs kept] float32."""
+    first, second = scales
+    if jax.sharding.AxisType.Explicit in jax.typeof(product).sharding.mesh.axis_types:
+        first, second = (_laid_as(each, product) if each.ndim else each for each in scales)
+    # The smaller scale first. Otherwise a product times the larger scale could overflow, although
+    # the result is finite.
+    return (product * jnp.minimum(first, second)) * jnp.maximum(first, second)
+
+
+def _laid_as(scale: Array, product: Array) -> Array:
+    """A scale with the sharding of the product, which it must have in an Explicit mesh."""
+    sharding = jax.typeof(product).sharding
+    axes = zip(sharding.spec, scale.shape, strict=True)
+    spec = jax.P(*(along if size > 1 else None for along, size in axes))
+    return jax.sharding.reshard(scale, jax.sharding.NamedSharding(sharding.mesh, spec))
 
 
 # The scaled matmul of operands in tiles, for XLA.
@@ -112,11 +139,7 @@ def scaled_matmul_in_blocks(lhs: QuantizedTensor, rhs: QuantizedTensor, call: Ma
 
 @jax.jit  # traced once for each shape
 def _fold(operand: QuantizedTensor) -> Array:
-    """`values * scale`, [...] bfloat16, exact for scales that are powers of two.
-
-    There is one exception. The largest float32, rounded up to FP8, is 2^128, which bfloat16 cannot
-    hold. It becomes the largest bfloat16.
-    """
+    """`values * scale`, [...] bfloat16, exact for scales that are powers of two."""
 
     def product(
         values: Array, scale: Array, *, factors: Callable[[Array], tuple[Array, ...]], dtype: DType
@@ -131,8 +154,9 @@ def _fold(operand: QuantizedTensor) -> Array:
             # GPUs keep subnormal numbers, so XLA may multiply factors first. With a bound between
             # them XLA would write a padded operand once more.
             values = functools.reduce(operator.mul, expanded, values)
-        # The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to memory, each as
-        # large as the operand.
+        # The largest float32, rounded up to FP8, is 2^128. bfloat16 cannot hold that, and takes its
+        # largest value. The bounds are scalars. XLA:CPU would write the bounds of `jnp.clip` to
+        # memory, each as large as the operand.
         return lax.clamp(dtype(-_LARGEST), values, dtype(_LARGEST)).astype(jnp.bfloat16)
 
     # XLA:CPU computes in float32, and rounds each product in bfloat16. XLA for GPUs writes factors
@@ -168,8 +192,8 @@ def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
                 # left, which broadcasts.
                 shape = [1 if axis in axes else size for axis, size in enumerate(operand.shape)]
                 scale = operand.granularity.expand(scale, tuple(shape))
-            scales.append(along_output(scale, call.geometry, side))
-        return scaled(_bfloat16_dot(values[0], values[1], call), *scales)
+            scales.append(_along_output(scale, call.geometry, side))
+        return _scaled(_bfloat16_dot(values[0], values[1], call), *scales)
 
     # The loop starts from the first partial product, not from zeros: a carry must keep its type.
     # Its type has the sharding of the result, and the manual axes over which it varies.
@@ -185,10 +209,7 @@ def _tile(lhs: QuantizedTensor, i: int, rhs: QuantizedTensor, j: int) -> int:
 
 
 def _parts(operand: QuantizedTensor, axes: Sequence[int], tiles: list[int]) -> tuple[Array, Array]:
-    """Values padded with zeros to whole tiles, and float32 scales.
-
-    Scales that are powers of two are folded into the values, which stay exact.
-    """
+    """Values padded with zeros to whole tiles, and float32 scales unless they are folded."""
     values, scale = operand.values, operand.scale
     if operand.power_of_two:
         values, scale = _fold(operand), jnp.float32(1.0)
@@ -245,14 +266,14 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
         out_sharding=call.out_sharding,
     )
     scales = [
-        along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
+        _along_output(operand.scale, call.geometry, side) if operand.scale.ndim else operand.scale
         for side, operand in enumerate((lhs, rhs))
     ]
     # cuBLASLt writes bfloat16 or float32. A float16 result is rounded from float32.
     matmul_dtype = out_dtype if out_dtype == jnp.bfloat16 else jnp.float32
 
     def scale_by_rows(product: Array, *scales: Array) -> Array:
-        return scaled(product.astype(jnp.float32), *scales).astype(out_dtype)
+        return _scaled(product.astype(jnp.float32), *scales).astype(out_dtype)
 
     def bare(a: Array, b: Array, *scales: Array) -> Array:
         return scale_by_rows(dot(a, b, preferred_element_type=matmul_dtype), *scales)
@@ -288,10 +309,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
 def _unless_scales_are_mapped(
     function: Callable[..., Array], otherwise: Callable[..., Array]
 ) -> Callable[..., Array]:
-    """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale.
-
-    A mapped scale is no scalar in the graph, so XLA's rewriter would not recognise `function`.
-    """
+    """`function(lhs, rhs, *scales)`, or `otherwise` under a `jax.vmap` that maps a scale."""
 
     @custom_vmap
     def product(*arguments: Array) -> Array:
@@ -301,6 +319,7 @@ def _unless_scales_are_mapped(
     def batched(size: int, mapped: list[bool], *arguments: Array) -> tuple[Array, bool]:
         axes = [0 if m else None for m in mapped]
         batch = functools.partial(jax.vmap, in_axes=axes, axis_size=size)
+        # A mapped scale is no scalar in the graph, so XLA would not recognise `function`.
         if any(mapped[2:]):
             return batch(otherwise)(*arguments), True
         return _unless_scales_are_mapped(batch(function), batch(otherwise))(*arguments), True

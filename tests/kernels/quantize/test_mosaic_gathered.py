@@ -74,11 +74,11 @@ def test_what_the_kernel_cannot_read_is_said():
 )
 def test_rows_must_have_whole_boxes(dtype, k, able):
     """Pallas raises ValueError for others, but only when it compiles for a GPU."""
-    from jaxfp8.kernels._mosaic_source import check_gathered
+    from jaxfp8.kernels.quantize._mosaic_tiling import _check_gathered
 
     x = gathered([5], 8, k, jnp.dtype(dtype))
     if able:
-        check_gathered(x)
+        _check_gathered(x)
     else:
         with pytest.raises(NotImplementedError, match=f"{k}.*multiples of 128 bytes.*Pad the rows"):
-            check_gathered(x)
+            _check_gathered(x)

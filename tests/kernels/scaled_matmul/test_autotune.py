@@ -18,7 +18,7 @@ from jaxfp8.kernels import _measure
 from jaxfp8.kernels._timings import Time, Way, describe
 from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
 from jaxfp8.plan import _autotune
 from jaxfp8.plan._autotune import _Recorder
 
@@ -85,7 +85,10 @@ def test_the_fastest_that_can(called):
     c = jax.ShapeDtypeStruct((M, N), jnp.float32)  # for which that tiling may have no room
     jax.eval_shape(lambda c: fp8.scaled_matmul(*operands(), add_to=c, kernels=kernels), c)
     assert called == [("mosaic", None), ("reference", None)]
-    assert timings.fastest(describe(*operands(), CALL)) == Way(backend="mosaic", tiling=large)
+    row = describe(*operands(), CALL)
+    lhs, rhs = "e4m3[8,256] 1x128 float32", "e4m3[256,24] 128x128 float32"
+    assert row == f"{lhs} @ {rhs}, contracting 1 with 0 -> float32"
+    assert timings.fastest(row) == Way(backend="mosaic", tiling=large)
 
 
 def test_another_matmul_is_done_as_by_none(called):
@@ -269,7 +272,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(_measure, "_ROUNDS", 3)
     monkeypatch.setattr(_measure, "_SECONDS", 0.0)
     monkeypatch.setitem(_api.BACKENDS, "mosaic", _api.BACKENDS["xla"])
-    monkeypatch.setattr(_measure, "search_space", lambda: (None,))
+    monkeypatch.setattr(_measure, "_search_space", lambda: (None,))
     return monkeypatch
 
 
@@ -396,6 +399,6 @@ def test_a_loop_does_all_of_its_work():
 
 
 def test_the_search_has_what_the_table_has():
-    tilings = list(search_space())
+    tilings = list(_measure._search_space())
     assert len(set(tilings)) == len(tilings) <= 48
     assert set(CHOICES.values()) <= set(tilings)

@@ -281,8 +281,9 @@ def test_a_tiling_without_room_is_refused():
 
 @needs_mosaic
 def test_a_tiling_is_chosen_by_the_shape_and_by_what_has_registers():
+    from jaxfp8.kernels.scaled_matmul.hopper._door import _choose
     from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling
-    from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, choose
+    from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
 
     fast = Scaling(at_end=True, fast=True)
     shapes = {
@@ -292,9 +293,9 @@ def test_a_tiling_is_chosen_by_the_shape_and_by_what_has_registers():
         "large": (8, 1024, 1024),
     }
     for name, shape in shapes.items():
-        assert choose(*shape, Scaling()) is CHOICES[name]
-    assert choose(1, 8192, 8192, fast) is CHOICES["wide"]
-    assert choose(1, 8192, 8192, fast, added=True) is CHOICES["large"]
+        assert _choose(*shape, Scaling()) is CHOICES[name]
+    assert _choose(1, 8192, 8192, fast) is CHOICES["wide"]
+    assert _choose(1, 8192, 8192, fast, added=True) is CHOICES["large"]
 
 
 @pytest.mark.skipif(LOADS_TRANSPOSED, reason="jax 0.11 and later have the kernel")

@@ -41,7 +41,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
 )
 from jaxfp8.kernels.scaled_matmul.hopper._memory import whole_row
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling, choose
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, MULTIPROCESSORS, Tiling
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.sharding._amax import vary_as
 
@@ -62,25 +62,16 @@ def scaled_matmul(
     add_to: Array | None = None,
     tiling: Tiling | None = None,
 ) -> Array:
-    """See `fp8.scaled_matmul`.
+    """See `fp8.scaled_matmul`. `_choose` takes a tiling if there is none.
 
-    Args:
-      lhs: scaled per tensor or along axes that are not contracted, or in tiles of a multiple of 32
-        along a contracted axis.
-      rhs: scaled like lhs; in tiles if lhs is in tiles.
-      call: axes and options; the result is bfloat16, float16 or float32. With fast accumulation
-        sums stay in the tensor cores, unless the operands are in tiles. Otherwise each 128 products
-        are added in float32, or each 32 with tiles of 32.
-      add_to: bfloat16, float16 or float32, of the result's shape.
-      tiling: how the product is divided; by default `_tiling.choose` takes one for its shape.
+    Both operands are in tiles of a multiple of 32 along a contracted axis, or both are scaled per
+    tensor or along axes that are not contracted. With fast accumulation sums stay in the tensor
+    cores, unless the operands are in tiles. Otherwise each 128 products are added in float32, or
+    each 32 with tiles of 32. `add_to` is of the result's shape.
 
-    Raises:
-      NotImplementedError: for any of these:
-
-        - other tiles, other scales, or an empty operand;
-        - some axes of the mesh are manual and others are not;
-        - `add_to` on several devices or in an Explicit mesh, except inside `jax.shard_map`;
-        - `jax_enable_x64`, or jax older than 0.11.
+    Raises NotImplementedError for other operands, meshes with some axes manual, and
+    `jax_enable_x64`. Also for `add_to` on several devices or in an Explicit mesh, except inside
+    `jax.shard_map`.
     """
     check_operands(lhs, rhs, call)
     _check_call(lhs, rhs, call, add_to)
@@ -197,8 +188,7 @@ def _multiply(
 ) -> Any:
     """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
 
-    A fifth argument [B, M, N] is added to the result. Under `jax.vmap` B grows. `transposed` says
-    which values XLA has to transpose for the kernel.
+    A fifth argument [B, M, N] is added to the result. `transposed` is what `left_to_xla` says.
     """
 
     @custom_vmap
@@ -224,6 +214,17 @@ def _multiply(
     return product
 
 
+def _choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
+    """The tiling from `CHOICES` for a batch of results [M, N], to which an array may be added."""
+    if m <= 64:
+        return CHOICES["decode"]
+    if batch * -(-m // 128) * -(-n // 128) < MULTIPROCESSORS:
+        return CHOICES["few" if m <= 128 else "small"]
+    enough = batch * -(-m // 256) * -(-n // 128) >= MULTIPROCESSORS
+    # "wide" has no registers for an addend.
+    return CHOICES["wide" if scaling.fast and enough and not added else "large"]
+
+
 def _padded_product(
     out_dtype: DType,
     tiling: Tiling | None,
@@ -237,7 +238,7 @@ def _padded_product(
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
     lhs, rhs = transposed_last((lhs, rhs), transposed)
-    tiling = choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
+    tiling = _choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
     # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
     # the two tiles of a cluster.
     down, across = tiling.tile

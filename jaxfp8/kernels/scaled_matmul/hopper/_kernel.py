@@ -2,13 +2,12 @@
 
 A block of threads computes one tile of the product after the other. It has three warpgroups:
 
-  one producer     copies steps of 128 along K to shared memory          `_producer.produce`
+  one producer     copies steps of 128 along K to shared memory          `_produce`
   two consumers    multiply the steps, add them, scale, store a tile     `_consumer.consume`
 
-The producer passes steps to the consumers in a ring of slots (`_ring`). A consumer adds them in
-float32 registers (`_in_registers`), or in the tensor cores (`_in_tensor_cores`, fast accumulation).
-Then it stores the result (`_epilogue`). `_matmul` has the sizes, which are known before the kernel
-runs. `_memory` has the memory of a block.
+The producer passes steps to the consumers in a ring of slots. A consumer adds them in float32
+registers, or in the tensor cores (fast accumulation). Then it stores the result. `_matmul` has the
+sizes, which are known before the kernel runs. `_memory` has the memory of a block.
 
 Letters: B batch, M N K the axes of the matmul, C the array that the product is added to, S the side
   of a tile along K that shares a scale; T = 128.
@@ -27,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels.scaled_matmul.hopper._epilogue import Epilogue, wait_until_written
+from jaxfp8.kernels.scaled_matmul.hopper._consumer import consume
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul, Tile
 from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     Block,
@@ -38,12 +37,15 @@ from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     whole_row,
 )
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
-from jaxfp8.kernels.scaled_matmul.hopper._sums import Share, sums_in_registers, sums_in_tensor_cores
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import (
-    COPYING_REGISTERS,
-    MULTIPLYING_REGISTERS,
-    WARPGROUPS,
-)
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import WARPGROUPS
+
+_COPYING_REGISTERS = 40
+_MULTIPLYING_REGISTERS = 232
+"""The registers that a thread asks for while it copies, and while it multiplies.
+
+128 threads copy and 256 multiply: 128 * 40 + 256 * 232 registers, as many as 384 * 168. A
+multiprocessor has 65536.
+"""
 
 # The producer: one warpgroup that copies steps to shared memory by TMA.
 #
@@ -57,7 +59,7 @@ def _produce(block: Block) -> None:
     """Fill slot after slot with the steps of all tiles of the block."""
     ring = block.ring
     # It needs few registers. The consumers' request waits until it has given back the rest.
-    plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+    plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
 
     def fill(tile: Tile, before: Array) -> None:
         @pl.loop(0, tile.steps)
@@ -73,13 +75,11 @@ def _produce(block: Block) -> None:
 
 
 def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
-    """Start to copy the values of a step. Each copy arrives once at `filled`.
-
-    The two blocks of a cluster need the same rows of lhs. Each block reads half of them, and TMA
-    writes this half to both blocks.
-    """
+    """Start to copy the values of a step. Each copy arrives once at `filled`."""
     given, staged, tiling = block.given, block.shared.staged, block.matmul.tiling
     filled = block.shared.barriers.filled.at[slot]
+    # The two blocks of a cluster need the same rows of lhs. Each block reads half of them, and TMA
+    # writes this half to both blocks.
     shared: dict[str, Any] = {"collective_axes": "cluster"} if tiling.cluster == 2 else {}
     tile_m, tile_n = tiling.tile
     rows, columns = pl.ds(tile.down * tile_m, tile_m), pl.ds(tile.across * tile_n, tile_n)
@@ -90,10 +90,7 @@ def _copy_values(block: Block, tile: Tile, step: Array, slot: Array) -> None:
 
 
 def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
-    """Start to copy the scales of a step, for operands that have a box in `Matmul.boxes`.
-
-    Each copy arrives once at `filled`, like those of values. So one wait covers them all.
-    """
+    """Start to copy the scales of a step, for operands that have a box in `Matmul.boxes`."""
     given, staged, matmul = block.given, block.shared.staged, block.matmul
     filled = block.shared.barriers.filled.at[slot]
     tile_m, tile_n = matmul.tiling.tile
@@ -105,17 +102,15 @@ def _copy_scales(block: Block, tile: Tile, step: Array, slot: Array) -> None:
     ):
         if box is not None:
             there, here = _of_step(box[0], matmul.scaling, step, first)
+            # It arrives at `filled`, like the values. So one wait covers them all.
             plgpu.copy_gmem_to_smem(source.at[lead, *there], to.at[slot, *here], filled)
 
 
 def _of_step(
     box: Axes, scaling: Scaling, step: Array, first: Array
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Indices of a step's scales: in global memory (without B), and in a slot.
-
-    `first` is the tile's first row of lhs or column of rhs.
-    """
-    # Square tiles of 32: `_scales.laid` makes the scales of a step adjacent. A slot may be longer
+    """Indices of a step's scales: in global memory (without B), and in a slot."""
+    # Square tiles of 32: `_matmul.laid` makes the scales of a step adjacent. A slot may be longer
     # than the box, because it is rounded up to whole units of TMA.
     if len(box) == 1:
         cells = pl.ds(lax.div(first, scaling.tile) * scaling.parts, box[0])
@@ -123,47 +118,11 @@ def _of_step(
     return (pl.ds(step * scaling.parts, box[0]), pl.ds(first, box[1])), ()
 
 
-# The consumers: two warpgroups. Each multiplies, scales and stores its share of every tile.
-
-
 def _consume(block: Block, warpgroup: Array) -> None:
-    """Compute and store this warpgroup's share of each tile of the block.
-
-    The two consumers never wait for each other. They share only the ring, where the producer waits
-    for the slower one.
-    """
-    matmul = block.matmul
-    # It takes the registers that the producer gives back (`_producer.produce`).
-    plgpu.set_max_registers(MULTIPLYING_REGISTERS, action="increase")
-    row, column = _first_in_tile(block, warpgroup)
-
-    def compute(tile: Tile, before: Array) -> None:
-        share = Share(
-            block=block,
-            warpgroup=warpgroup,
-            before=before,
-            tile=tile,
-            row=row,
-            column=column,
-            column_of_product=tile.across * matmul.tiling.tile[1] + column,
-        )
-        epilogue = Epilogue(share)
-        # The copy of C overlaps with the matmul of the tile. Its shared memory is free: the last
-        # `Epilogue._write` of the previous tile has waited for all threads to read it.
-        epilogue.bring_addend(0)
-        fast = matmul.scaling.fast
-        epilogue.store(sums_in_tensor_cores(share) if fast else sums_in_registers(share))
-
-    for_each_tile(block, compute)
-    wait_until_written()
-
-
-def _first_in_tile(block: Block, warpgroup: Array) -> tuple[Array | int, Array | int]:
-    """First row and column of a warpgroup's share in each tile."""
-    tiling = block.matmul.tiling
-    if tiling.beside:
-        return 0, warpgroup * tiling.columns
-    return warpgroup * tiling.rows, 0
+    """Compute and store this warpgroup's share of each tile of the block."""
+    # It takes the registers that the producer gives back (`_produce`).
+    plgpu.set_max_registers(_MULTIPLYING_REGISTERS, action="increase")
+    consume(block, warpgroup)
 
 
 # The kernel of Hopper's scaled matmul.
@@ -218,10 +177,8 @@ def _to_new_array(matmul: Matmul, given: Given) -> Array:
 
 
 def _over_addend(matmul: Matmul, given: Given) -> Array:
-    """The kernel that writes its result over C.
-
-    That is safe: each patch belongs to one warpgroup, and it reads the patch of C before it writes.
-    """
+    """The kernel that writes its result over C."""
+    # Each patch belongs to one warpgroup, which reads the patch of C before it writes.
     result = jax.new_ref(given.addend)
     _launched(matmul, ())(given._replace(addend=None), result)
     return jax.freeze(result)

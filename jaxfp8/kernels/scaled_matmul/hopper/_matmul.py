@@ -13,7 +13,7 @@ Letters: B batch, M N K the axes of the matmul, R x C a share, W the width of a 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,21 +24,22 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.scaled_matmul._call import as_matrix, repeated_scale
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, of_bytes
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Grouping, Tiling
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
 from jaxfp8.numerics._formats import E8M0
 
 # One matmul, as Hopper's kernel divides it: the sizes that are known before the kernel runs.
 
 
-class Tile(NamedTuple):
-    """Which tile of the product a block computes: its matrix, and indices that count tiles.
+_Grouping: TypeAlias = Literal["rows", "groups"]
 
-    The last five fields differ from those of a dense matmul in grouped matmuls only.
-    """
+
+class Tile(NamedTuple):
+    """Which tile of the product a block computes: its matrix, and indices that count tiles."""
 
     lead: Array  # along B
     down: Array  # along M
     across: Array  # along N
+    # What follows differs from a dense matmul in grouped matmuls only.
     of_lhs: Array  # the matrix of lhs that the tile reads,
     of_rhs: Array  # and that of rhs
     first_step: Array | int
@@ -48,37 +49,21 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """Sizes, dtypes, tiling and scaling of one matmul.
+    """Sizes, dtypes, tiling and scaling of one matmul. A tiling without room raises NoRoomError."""
 
-    Attributes:
-      batch: B.
-      m: M, a multiple of 8.
-      n: N, a multiple of 8.
-      k: K, a multiple of T.
-      formats: dtypes of the values of lhs and rhs.
-      out_dtype: of the result.
-      tiling: how the product is divided.
-      scaling: when the product is scaled.
-      add_to: the dtype of an array C that the product is added to; None without C.
-      grouping: which axis is in groups; None for a dense matmul. With "rows" B is 1, and M counts
-        rows of tiles. With "groups" B counts groups, and K the values of all groups.
-      out_rows: the rows of the result, with grouping "rows".
-
-    Raises:
-      NoRoomError: for a tiling that needs more shared memory or registers than there are.
-    """
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    formats: tuple[DType, DType]
+    batch: int  # B
+    m: int  # M, a multiple of 8
+    n: int  # N, a multiple of 8
+    k: int  # K, a multiple of T
+    formats: tuple[DType, DType]  # dtypes of the values of lhs and rhs
     out_dtype: DType
     tiling: Tiling
     scaling: Scaling
-    add_to: DType | None = None
-    grouping: Grouping | None = None
-    out_rows: int | None = None
+    add_to: DType | None = None  # the dtype of C; None without C
+    # Which axis is in groups. With "rows" B is 1, and M counts rows of tiles. With "groups" B
+    # counts groups, and K the values of all groups.
+    grouping: _Grouping | None = None
+    out_rows: int | None = None  # the rows of the result, with grouping "rows"
 
     def __post_init__(self) -> None:
         self.tiling.check(**self._sizes)
@@ -111,11 +96,9 @@ class Matmul:
 
     @functools.cached_property
     def slots(self) -> int:
-        """How many patches of its result a warpgroup has in shared memory.
-
-        It divides the number of `patches`. So slots are used in turn, also from one tile to the
-        next (`_epilogue.Epilogue._write` waits for that).
-        """
+        """How many patches of its result a warpgroup has in shared memory."""
+        # A divisor of `patches`. So slots are used in turn, also from one tile to the next
+        # (`_consumer._Epilogue._write`).
         return self.tiling.slots(**self._sizes)
 
     @property
@@ -135,22 +118,14 @@ class Matmul:
 
     @property
     def boxes(self) -> tuple[tuple[Axes, Any] | None, tuple[Axes, Any] | None]:
-        """Shape and dtype of the scales of lhs and of rhs that come with a step.
-
-        None for scales that stay in global memory. These are the scales that are used at the end,
-        and those of squares of 128. A warpgroup needs only one of the latter in a step.
-        """
+        """`Scaling.box` of lhs and of rhs: the scales that come with a step."""
         tile_m, tile_n = self.tiling.tile
         return self.scaling.box(0, tile_m), self.scaling.box(1, tile_n)
 
     def tile(self, index: Array) -> Tile:
-        """The tile of this block, if its cluster computes the tile number `index`.
-
-        It is that of a dense matmul. `Block.tile` finds what differs in a grouped one.
-
-        The numbers run along M first, in groups of `tiling.group` tiles, and then along N. So tiles
-        that are computed at one time read the same rows and columns, which are still in L2.
-        """
+        """The tile of this block of a dense matmul. `index` is the number of its cluster's tile."""
+        # The numbers run along M first, in groups of `tiling.group` tiles, and then along N. So
+        # tiles that are computed at one time read the same rows and columns, which are still in L2.
         tiles_m, tiles_n = self._tiles_of_matrix
         lead, index = lax.div(index, tiles_m * tiles_n), lax.rem(index, tiles_m * tiles_n)
         first = lax.div(index, self.tiling.group * tiles_n) * self.tiling.group
@@ -161,11 +136,9 @@ class Matmul:
         return Tile(lead, first + row, across, lead, lead, 0, self.steps)
 
     def _in_group(self, index: Array, is_last: Array) -> tuple[Array, Array]:
-        """Column and row of a tile, by its number in its group. The last group may have fewer rows.
-
-        Each divisor is a constant. ptxas makes a call of a division by a small variable. Because of
-        the call, each `wgmma` would wait for the previous one.
-        """
+        """Column and row of a tile by its number in its group. The last one may have fewer rows."""
+        # Each divisor is a constant. ptxas makes a call of a division by a small variable. Because
+        # of the call, each `wgmma` would wait for the previous one.
         tiles_m, _ = self._tiles_of_matrix
         group = min(self.tiling.group, tiles_m)
         across, row = lax.div(index, group), lax.rem(index, group)
@@ -198,12 +171,8 @@ _LEAST = 32
 
 
 def inner_tile(lhs: QuantizedTensor, geometry: Geometry) -> tuple[int, int]:
-    """Which pair of contracted axes has tiles, and S.
-
-    S is 128 if the tiles are multiples of 128, and 32 if they are multiples of 32. Along contracted
-    axes lhs and rhs have the same tiles.
-    """
-    along = lhs.granularity.along(lhs.ndim)
+    """Which pair of contracted axes has tiles, and S: 128 or 32, of which tiles are multiples."""
+    along = lhs.granularity.along(lhs.ndim)  # rhs has the same tiles along contracted axes
     tiles = [along[axis] for axis in geometry.lhs.contracted]
     for tile in (T, _LEAST):
         whole = [pair for pair, side in enumerate(tiles) if side % tile == 0]
@@ -216,10 +185,7 @@ def inner_tile(lhs: QuantizedTensor, geometry: Geometry) -> tuple[int, int]:
 
 
 def shares_columns(rhs: QuantizedTensor, axes: OperandAxes, tile: int) -> bool:
-    """Whether rhs is in square tiles: S columns and S values along K have one scale.
-
-    Then the kernel reads one scale for all of these columns.
-    """
+    """Whether rhs is in square tiles: S columns and S values along K have one scale."""
     if len(axes.kept) != 1:
         return False
     square = dict.fromkeys((axes.kept[0], axes.contracted[-1]), tile)
@@ -245,10 +211,7 @@ def scale_matrix(operand: QuantizedTensor, axes: OperandAxes, side: int, scaling
 
 
 def laid(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
-    """A scale matrix in the layout that the kernel reads (`_kernel.kernel`).
-
-    It is padded with zeros to whole tiles of `extent` rows of lhs or columns of rhs.
-    """
+    """A scale matrix in the layout of `_kernel.kernel`, with zeros to whole tiles of `extent`."""
     if not (scaling.square and side == 1):
         return padded(scale.mT, 2, extent)
     scale = padded(scale, 1, pl.cdiv(extent, scaling.tile))

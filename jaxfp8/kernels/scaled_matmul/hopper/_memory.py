@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul, Tile
-from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T, of_bytes
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import ALIGNED, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, GroupSteps, RowTiles
 
 # The ring of slots through which the producer passes steps to the consumers.
@@ -34,11 +34,9 @@ from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, WARPGROUPS, GroupS
 # continues from one tile to the next. Two barriers guard each slot.
 #
 #     filled    The producer's copies have arrived. Consumers wait for it before they read the slot.
-#                         Without it they would multiply the slot's old contents, or half of a step.
+#               Without it they would multiply the slot's old contents, or half of a step.
 #     emptied   All consumers have read the slot. The producer waits for it before it copies into
-#     the
-#                         slot again. Without it a copy would overwrite a step that is still
-#               multiplied.
+#               the slot again. Without it a copy would overwrite a step that is still multiplied.
 #
 # In a cluster each block copies half of a step of lhs to both blocks. So a producer must also know
 # that the slot of the other block is free. Consumers report an emptied slot to both blocks.
@@ -56,13 +54,11 @@ class _RingBarriers(NamedTuple):
 
     @classmethod
     def allocated(cls, copies: int, stages: int, cluster: int) -> "_RingBarriers":
-        """The barriers to allocate. `copies` fill a slot, and each consumer frees it once.
-
-        `ClusterBarrier` counts the arrivals of each block of the cluster: four in all.
-        """
+        """The barriers to allocate. `copies` fill a slot, and each consumer frees it once."""
         filled = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
         if cluster == 1:
             return cls(filled, plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages))
+        # It counts the arrivals of each block of the cluster: four in all.
         of_both = plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=WARPGROUPS, num_barriers=stages
         )
@@ -71,12 +67,7 @@ class _RingBarriers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """Slots in the order in which they are used.
-
-    Attributes:
-      stages: slots of the ring.
-      barriers: of each slot.
-    """
+    """Slots in the order in which they are used."""
 
     stages: int
     barriers: _RingBarriers
@@ -99,23 +90,20 @@ class _Ring:
         plgpu.barrier_arrive(self.barriers.emptied.at[slot])
 
     def wait_emptied(self, count: Array, slot: Array) -> None:
-        """For the producer, before it fills a slot.
+        """For the producer, before it fills a slot."""
 
-        The first `stages` steps do not wait: their slots are still unused, so nobody frees them.
-        """
-
+        # The first `stages` steps do not wait: their slots are still unused, so nobody frees them.
         @pl.when(count >= self.stages)
         def _wait() -> None:
             plgpu.barrier_wait(self.barriers.emptied.at[slot])
 
     def drain(self, total: Array) -> None:
-        """For the producer, after `total` steps: wait until the slots it filled last are emptied.
+        """For the producer, after `total` steps: wait until its last slots are emptied."""
 
-        Consumers of the other block of a cluster report to this block's barriers, too. Without this
-        wait the block could end before they report. Then they would write to shared memory that
-        belongs to another block by then. Without a cluster the wait is not needed.
-        """
-
+        # Consumers of the other block of a cluster report to this block's barriers, too. Without
+        # this wait the block could end before they report. Then they would write to shared memory
+        # that belongs to another block by then. Without a cluster the wait is not needed.
+        #
         # The last `stages` steps are those whose slots nobody has waited for yet.
         @pl.loop(jnp.maximum(total - self.stages, 0), total)
         def _slot(count: Array) -> None:
@@ -226,12 +214,10 @@ def _outgoing(matmul: Matmul) -> _Outgoing:
 
 
 def _permuted(shape: Axes, dtype: DType, row: int) -> Any:
-    """An array in shared memory, permuted as TMA writes it and the tensor cores read it.
-
-    TMA copies boxes of 8 rows. `row` is the length of a row in global memory, or the tile along K
-    that one `wgmma` reads. A box is no wider than that, so that no box is cut.
-    """
+    """An array in shared memory, permuted as TMA writes it and the tensor cores read it."""
     itemsize = jnp.dtype(dtype).itemsize
+    # TMA copies boxes of 8 rows. `row` is the length of a row in global memory, or the tile along K
+    # that one `wgmma` reads. A box is no wider than that, so that no box is cut.
     inner = math.gcd(128 // itemsize, shape[-1], row)
     transforms = (plgpu.TilingTransform((8, inner)), plgpu.SwizzleTransform(inner * itemsize))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
@@ -245,27 +231,8 @@ def _scales(stages: int, shape: Axes, dtype: Any) -> Any:
 
 
 def whole_row(n: int, itemsize: int) -> int:
-    """N rounded up, so that a row of global memory is a multiple of 32 bytes.
-
-    Example:
-      >>> whole_row(200, 2), whole_row(200, 4)
-      (208, 200)
-    """
+    """N rounded up, so that a row of global memory is a multiple of 32 bytes."""
     return n + -n % (_LEAST // itemsize)
-
-
-def load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
-    """Scales as float32. Each thread gets the scales of the values that it holds.
-
-    Args:
-      scales: in shared or global memory.
-      across: the axis of a patch along which values share a scale: 1 for scales of rows, 0 for
-        scales of columns.
-      shared: whether they are in shared memory. For global memory jax 0.11 has only plain loads.
-    """
-    load: Any = plgpu.load  # before jax 0.11 it has no layout=
-    found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
-    return of_bytes(found) if found.dtype == jnp.uint8 else found
 
 
 # The turns of a block of threads: the tiles that it computes, one after the other.
@@ -275,11 +242,7 @@ def load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
 
 
 def for_each_tile(block: Block, work: Callable[[Tile, Array], None]) -> Array:
-    """Call `work(tile, before)` for each tile of the block; `before` counts the steps before it.
-
-    Returns:
-      The number of steps of all tiles of the block.
-    """
+    """Call `work(tile, steps before it)` for each tile of the block; return the steps of all."""
     matmul = block.matmul
     if matmul.grouping is None:  # all tiles have the same steps
 

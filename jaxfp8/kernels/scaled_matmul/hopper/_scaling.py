@@ -49,31 +49,20 @@ T = 128
 """The values along K of one step, which are copied to shared memory together."""
 ALIGNED = 128
 """TMA writes to addresses in shared memory that are multiples of so many bytes."""
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """When a product is scaled, and where the scales are.
+    """When a product is scaled, and where the scales are."""
 
-    Attributes:
-      tile: S, the values along K that share a scale, 128 or 32. It is 128 if all of K shares one.
-      at_end: whether all of K shares a scale. Each row of lhs and each column of rhs has one.
-      square: whether S columns of rhs share a scale, too. Not with `at_end`.
-      in_bytes: whether scales of lhs, and of rhs, are E8M0 as uint8. Only for tiles of 32 that are
-        not square.
-      fast: whether a sum stays in the tensor cores, which keep about 14 bits of it. Only with
-        `at_end`.
-
-    Example:
-      >>> Scaling(square=True).bytes_of_step((128, 64)), Scaling(tile=32).parts
-      (512, 4)
-    """
-
-    tile: int = T
+    tile: int = T  # S, the values along K that share a scale, 128 or 32; 128 with `at_end`
+    # Whether all of K shares a scale. Each row of lhs and each column of rhs has one.
     at_end: bool = False
-    square: bool = False
+    square: bool = False  # whether S columns of rhs share a scale, too; not with `at_end`
+    # Whether scales of lhs, and of rhs, are E8M0 as uint8. Only for tiles of 32 that are not
+    # square.
     in_bytes: tuple[bool, bool] = (False, False)
+    # Whether a sum stays in the tensor cores, which keep about 14 bits of it. Only with `at_end`.
     fast: bool = False
 
     def __post_init__(self) -> None:
@@ -107,8 +96,7 @@ class Scaling:
     def box(self, side: int, extent: int) -> tuple[Axes, Any] | None:
         """Shape and dtype of the scales that are copied to shared memory with a step.
 
-        `extent` is the number of rows of lhs (side 0), or of columns of rhs (side 1), in the step.
-        The result is None for scales that are read from global memory.
+        `extent` counts rows of lhs (side 0) or columns of rhs. None for scales in global memory.
         """
         if self.at_end or (side == 1 and self.square and self.tile == T):
             return None
@@ -125,38 +113,11 @@ class Scaling:
 
 
 def of_bytes(scales: Array) -> Array:
-    """E8M0 bytes e [...] as float32: 2^(e - 127), and NaN for 255.
-
-    Byte 0 is 2^-127, a subnormal number. Hopper multiplies it exactly. XLA on a CPU, where the
-    kernel is interpreted, flushes it to 0.
-    """
+    """E8M0 bytes e [...] as float32: 2^(e - 127), and NaN for 255."""
     # `exponent << 23` is the exponent field, which for byte 0 would be the number 0. The bits of
     # 2^-127 are 1 << 22. For byte 255 the field gives inf, which becomes NaN.
+    # Hopper multiplies 2^-127, a subnormal number, exactly. XLA on a CPU, where the kernel is
+    # interpreted, flushes it to 0.
     exponent = scales.astype(jnp.int32)
     power = lax.bitcast_convert_type(jnp.maximum(exponent << 23, 1 << 22), jnp.float32)
     return jnp.where(exponent == 255, jnp.float32(jnp.nan), power)
-
-
-def of_step(of_rows: Array, of_columns: Array, shape: Axes) -> Array:
-    """[R, C]: the products of two scales, at most the largest finite number.
-
-    Without this limit, an infinite product of scales times a zero would be NaN. `of_columns` is
-    [C], or [] if all columns share a scale.
-    """
-    if of_columns.ndim == 0:
-        return lax.broadcast_in_dim(jnp.minimum(of_rows * of_columns, _LARGEST), shape, (0,))
-    both = lax.broadcast_in_dim(of_rows, shape, (0,)) * lax.broadcast_in_dim(
-        of_columns, shape, (1,)
-    )
-    return jnp.minimum(both, _LARGEST)
-
-
-def scaled_sum(sums: Array, of_rows: Array, of_columns: Array) -> Array:
-    """[R, C]: sums over all of K, scaled by rows and columns.
-
-    The order is that of `_along_output.scaled`, so the results have the same bits.
-    """
-    rows, columns = (
-        lax.broadcast_in_dim(x, sums.shape, (axis,)) for axis, x in enumerate((of_rows, of_columns))
-    )
-    return sums * jnp.minimum(rows, columns) * jnp.maximum(rows, columns)

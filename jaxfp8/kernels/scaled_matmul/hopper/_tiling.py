@@ -39,9 +39,7 @@ References:
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 
@@ -51,16 +49,9 @@ ROWS = 64
 """Rows of one `wgmma`."""
 WARPGROUPS = 2
 """Warpgroups of a block that multiply."""
-COPYING_REGISTERS = 40
-MULTIPLYING_REGISTERS = 232
-"""The registers that a thread asks for while it copies, and while it multiplies.
-
-128 threads copy and 256 multiply: 128 * 40 + 256 * 232 registers, as many as 384 * 168. A
-multiprocessor has 65536.
-"""
 _SHARED = 227 * 1024  # bytes that a block of threads can have on Hopper
 # The registers with which each of 384 threads starts: 65536 / 384, rounded down to a multiple of 8.
-# If ptxas links the kernel, it keeps to this number and ignores the two above.
+# If ptxas links the kernel, it keeps to this number and ignores those of `_kernel`.
 _REGISTERS = 168
 # For addresses, counters and scales of rows: the most that compiled kernels had besides sums,
 # products and scales of columns.
@@ -70,7 +61,7 @@ _LINE = 128
 _BARRIERS = 1024  # bytes for barriers, and for the gaps that align arrays
 # Those of an H100 or H200 (SXM). On a GPU with fewer, some blocks start later, but results are the
 # same.
-_MULTIPROCESSORS = 132
+MULTIPROCESSORS = 132
 
 
 class NoRoomError(ValueError):
@@ -79,33 +70,18 @@ class NoRoomError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the result of a matmul is divided.
+    """How the result of a matmul is divided."""
 
-    Attributes:
-      rows: R, 64 or 128.
-      columns: C, 32, 64 or 128. It divides 128, so that a warpgroup needs one scale of a square
-        tile.
-      beside: whether the two shares are side by side and have the same rows. Otherwise they are one
-        above the other.
-      stages: how many steps along K fit in shared memory at once.
-      cluster: how many blocks share what they copy of lhs, 1 or 2. Their tiles are adjacent along
-        N.
-      group: how many tiles along M are computed for each column of tiles, before the next column.
-        So their rows stay in L2.
-      blocks: the largest number of blocks of threads. Each computes one tile after the other.
-
-    Example:
-      >>> Tiling(rows=64, columns=128).tile
-      (128, 128)
-    """
-
-    rows: int
-    columns: int
-    beside: bool = False
-    stages: int = 4
+    rows: int  # R, 64 or 128
+    columns: int  # C, 32, 64 or 128. It divides T, so a warpgroup needs one scale of a square.
+    beside: bool = False  # whether the two shares are side by side, not one above the other
+    stages: int = 4  # how many steps along K fit in shared memory at once
+    # How many blocks share what they copy of lhs, 1 or 2. Their tiles are adjacent along N.
     cluster: int = 1
+    # How many tiles along M are computed for each column of tiles, before the next column. So their
+    # rows stay in L2.
     group: int = 8
-    blocks: int = _MULTIPROCESSORS
+    blocks: int = MULTIPROCESSORS  # at most; each computes one tile after the other
 
     def __post_init__(self) -> None:
         if (
@@ -131,25 +107,20 @@ class Tiling:
         return WARPGROUPS * self.rows, self.columns
 
     def width(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """W: the columns of a patch, whose 64 rows are scaled and stored at once.
-
-        A patch is at most a share wide, and at most `_LINE` bytes. If square tiles have scales, a
-        patch is at most one tile wide, so that it has one scale.
-        """
+        """W: the columns of a patch, whose 64 rows are scaled and stored at once."""
+        # If square tiles have scales, a patch is at most one tile wide, so that it has one scale.
         return min(
             self.columns, _LINE // max(itemsize, added), scaling.tile if scaling.square else _LINE
         )
 
     def slots(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """How many patches of its result a warpgroup has in shared memory.
-
-        It is the largest number for which there is room and which divides the patches of a share.
-        It is at least 1: then `check` raises if there is no room.
-        """
+        """How many patches of its result a warpgroup has in shared memory."""
         width = self.width(scaling=scaling, itemsize=itemsize, added=added)
         parts = (self.rows // ROWS) * (self.columns // width)
         part = WARPGROUPS * ROWS * width
         room = (_SHARED - _BARRIERS - self._steps(scaling) - part * added) // (part * itemsize)
+        # As many as have room and divide the patches of a share. At least 1: then `check` raises if
+        # there is no room.
         return max(
             count
             for count in range(1, parts + 1)
@@ -157,20 +128,14 @@ class Tiling:
         )
 
     def shared_bytes(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """The bytes of shared memory that a block of threads needs.
-
-        `itemsize` is that of the result. `added` is that of an array C to which the product is
-        added, or 0.
-        """
+        """The bytes of shared memory that a block needs. `added` is the itemsize of C, or 0."""
         part = WARPGROUPS * ROWS * self.width(scaling=scaling, itemsize=itemsize, added=added)
         slots = self.slots(scaling=scaling, itemsize=itemsize, added=added)
         return self._steps(scaling) + part * (slots * itemsize + added) + _BARRIERS
 
     def registers(self, *, scaling: Scaling, itemsize: int, added: int = 0) -> int:
-        """About how many registers a multiplying thread needs.
-
-        They hold sums, a product of 64 x C, and scales of the columns of a patch.
-        """
+        """About how many registers a multiplying thread needs."""
+        # For sums, a product of 64 x C, and scales of the columns of a patch.
         # A warpgroup has 128 threads, so a thread has R C / 128 sums. In the layout of `wgmma` it
         # has a quarter of the columns of a row.
         sums, product = (
@@ -229,51 +194,9 @@ CHOICES = {
 }
 """These tilings are estimated from budgets and counts of bytes.
 
-An H200 has timed those that `choose` takes for large matmuls. Other tilings were not compared.
+An H200 has timed those that `_door._choose` takes for large matmuls. Other tilings were not
+compared.
 """
-
-
-def choose(batch: int, m: int, n: int, scaling: Scaling, *, added: bool = False) -> Tiling:
-    """The tiling from `CHOICES` for a batch of results [M, N].
-
-    `added` is whether the product is added to an array. "wide" has no registers for that.
-
-    Example:
-      >>> choose(1, 64, 4096, Scaling()) is CHOICES["decode"]
-      True
-      >>> choose(1, 8192, 4096, Scaling()) is CHOICES["large"]
-      True
-    """
-    if m <= 64:
-        return CHOICES["decode"]
-    if batch * -(-m // 128) * -(-n // 128) < _MULTIPROCESSORS:
-        return CHOICES["few" if m <= 128 else "small"]
-    enough = batch * -(-m // 256) * -(-n // 128) >= _MULTIPROCESSORS
-    return CHOICES["wide" if scaling.fast and enough and not added else "large"]
-
-
-def search_space() -> Iterator[Tiling]:
-    """The tilings that an autotuner tries: those of `CHOICES`, and others of similar shape.
-
-    Not every tiling fits every matmul.
-
-    Example:
-      >>> set(CHOICES.values()) <= set(search_space())
-      True
-    """
-    yield from CHOICES.values()
-    shapes = (
-        (64, 32, True),
-        (64, 32, False),
-        (64, 64, True),
-        (64, 64, False),
-        (64, 128, False),
-        (128, 64, False),
-    )
-    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
-        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
-        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
-            yield tiling
 
 
 # Grouped matmuls: which rows, which matrix and how many steps each tile of the product has.
@@ -282,34 +205,22 @@ def search_space() -> Iterator[Tiling]:
 # all sizes. There are two kinds of grouped matmuls:
 #
 #     rows     The rows of lhs are in groups, each with its own matrix of rhs. A tile of rows is
-#     inside
-#                       one group. Missing rows of a ragged tile are not written, because they are
-#              rows of
-#                       another tile in the result. A tile of no group has no steps, and writes
+#              inside one group. Missing rows of a ragged tile are not written, because they are
+#              rows of another tile in the result. A tile of no group has no steps, and writes
 #              zeros.
 #     groups   The contracted axis is in groups, each with its own product. A product has the steps
-#     of
-#                       its group, maybe none.
+#              of its group, maybe none.
 #
 # Letters: T rows of the result, E groups, D tiles of rows; B batch, M N K the axes of the matmul.
 
-Grouping: TypeAlias = Literal["rows", "groups"]
-
 
 class RowTiles(NamedTuple):
-    """What each tile of rows is. Arrays i32[D]; refs inside the kernel.
+    """What each tile of rows is. Arrays i32[D]; refs inside the kernel."""
 
-    Attributes:
-      matrix: the matrix of rhs that multiplies the tile.
-      first_row: where its first row is in the result.
-      rows: how many rows it writes.
-      steps: the steps along K: all, or 0 for zeros.
-    """
-
-    matrix: Any
-    first_row: Any
-    rows: Any
-    steps: Any
+    matrix: Any  # the matrix of rhs that multiplies the tile
+    first_row: Any  # where its first row is in the result
+    rows: Any  # how many rows it writes
+    steps: Any  # the steps along K: all, or 0 for zeros
 
 
 class GroupSteps(NamedTuple):
