@@ -18,7 +18,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.kernels._timings import Time, Way
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError, search_space
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError
 
 # How many seconds programs take on a GPU.
 #
@@ -117,7 +117,8 @@ def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iter
     before anything is compiled.
     """
     for backend in backends:
-        for tiling in search_space() if backend == "mosaic" else (None,):
+        tilings = BACKENDS[backend].tilings
+        for tiling in (None,) if tilings is None else tilings():
             way = Way(backend=backend, tiling=tiling)
             try:
                 jax.eval_shape(_multiplied_by(way, call), *operands)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling
 
@@ -28,7 +29,7 @@ class Way:
 
     Attributes:
       backend: its name in `kernels/scaled_matmul/_api.py`.
-      tiling: of the backend "mosaic". With None the backend chooses its tiling.
+      tiling: of a backend that has tilings. With None the backend chooses its tiling.
     """
 
     backend: str
@@ -39,9 +40,11 @@ class Way:
             raise TypeError(
                 f"backend={self.backend!r} must be a name. Write a string, 'xla' for instance."
             )
-        if self.tiling is not None and self.backend != "mosaic":
+        tiled = [name for name, row in BACKENDS.items() if row.tilings is not None]
+        if self.tiling is not None and self.backend not in tiled:
             raise ValueError(
-                f"backend={self.backend!r} takes no tiling, only 'mosaic' does; got "
+                f"backend={self.backend!r} takes no tiling, only {', '.join(map(repr, tiled))} "
+                "does; got "
                 f"{self.tiling!r}. Leave tiling= out."
             )
 

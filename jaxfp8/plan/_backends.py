@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._dispatch import Chip, chip_named
+from jaxfp8.kernels._dispatch import Chip, Route, chip_named, written_for
+from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
-from jaxfp8.plan._costs import Route, Sides, kernels_for, matmul_cost, route_of, sides_of, stream
+from jaxfp8.plan._costs import Sides, kernels_for, matmul_cost, route_of, sides_of, stream
 from jaxfp8.plan._peaks import PEAKS
 from jaxfp8.plan._report import Shape
 from jaxfp8.recipes._recipe import Recipe
@@ -107,7 +108,7 @@ def cast_seconds(
     whole = Casts(recipe, tensor, values, rows, routes, described, PEAKS[chip])
     return {
         name: cast_cost(name, whole).seconds
-        for name in _casting_kernels(described, [q.granularity for q in casts])
+        for name in _casting_backends(described, [q.granularity for q in casts])
     }
 
 
@@ -130,19 +131,21 @@ def copy_seconds(
     # Each copy is written as 1 byte. The kernel finds amaxes in the pass in which it casts.
     by_xla = stream(peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True)
     by_kernel = stream(peak, (2 + copies) * values, by_pallas=True)
-    seconds = {"mosaic": by_kernel.seconds, "xla": by_xla.seconds}
-    return {name: seconds[name] for name in _casting_kernels(chip_named(chip), granularities)}
+    return {
+        name: (by_xla if name == "xla" else by_kernel).seconds
+        for name in _casting_backends(chip_named(chip), granularities)
+    }
 
 
-def _casting_kernels(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
+def _casting_backends(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
     """The backends of casts that are estimated for a chip.
 
-    The Pallas kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
+    Kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
     with the operation that makes the tensor. So XLA casts.
     """
-    with_kernels = chip.is_hopper or chip.block_scaled_matmul
-    in_tiles = all(granularity.in_tiles for granularity in granularities)
-    return ("mosaic", "xla") if with_kernels and in_tiles else XLA
+    if not all(granularity.in_tiles for granularity in granularities):
+        return XLA
+    return (*(name for name in written_for(chip, CASTS) if CASTS[name].estimated), *XLA)
 
 
 def best(seconds: Mapping[str, float]) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from jaxfp8._geometry import OPERANDS
 from jaxfp8._typing import Array, DType, Matmul, Tensor
-from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels._dispatch import Route, chip_named
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax
 from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, sizes_of
 from jaxfp8.plan._cast_costs import MATRICES
-from jaxfp8.plan._costs import Route, route_of, sides_of
+from jaxfp8.plan._costs import route_of, sides_of
 from jaxfp8.plan._report import MATMULS, Footnotes, Shape
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts

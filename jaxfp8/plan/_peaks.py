@@ -60,13 +60,13 @@ class Peak:
       bf16: operations/s of bfloat16 matmuls.
       fp8: operations/s of FP8 matmuls; None without FP8 units.
       bandwidth: bytes/s of device memory.
-      split_k: how XLA splits small matmuls.
+      split_k: how XLA splits small matmuls; None where it does not.
     """
 
     bf16: float
     fp8: float | None
     bandwidth: float
-    split_k: _SplitK
+    split_k: _SplitK | None = None
 
 
 # From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.

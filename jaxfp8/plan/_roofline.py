@@ -13,7 +13,9 @@ from numbers import Integral
 from typing import Any
 
 from jaxfp8._typing import Matmul
-from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels._dispatch import Route, chip_named, written_for
+from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
+from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.plan._backends import (
     XLA,
     Backends,
@@ -25,7 +27,7 @@ from jaxfp8.plan._backends import (
     values_of,
 )
 from jaxfp8.plan._cast_costs import MATRICES, Casts, cast_cost, copies_of, wants_contracted_last
-from jaxfp8.plan._costs import LAUNCH, Cost, Route, gemm, matmul_cost, route_of, sides_of, stream
+from jaxfp8.plan._costs import LAUNCH, Cost, gemm, matmul_cost, route_of, sides_of, stream
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._peaks import PEAKS, Peak, estimable
 from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape, check_shape
@@ -36,15 +38,15 @@ from jaxfp8.recipes._recipe import Recipe
 # Letters: T rows (tokens) in E groups (experts); a group [T_e, K] @ [K, N]; P rows of a tile.
 
 _SMALLEST, _LARGEST = 16, 1024  # rows of a tile
-_OF_PALLAS = 128  # rows of a tile of kernels in Pallas
 _XLA = Backends()
 
 
 def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = _XLA) -> int:
     """P, the rows of a tile: about a quarter of a group of average size, in tiles of values.
 
-    More rows read matrices less often. Fewer rows are padded less. Kernels in Pallas need whole
-    tiles of 128 rows. Hopper's matmul takes no more than that: it keeps matrices in L2.
+    More rows read matrices less often. Fewer rows are padded less. Kernels may need whole tiles of
+    more rows (`Backend.rows`). A grouped kernel takes no more than it needs, because it keeps
+    matrices in L2.
 
     Args:
       tokens: T.
@@ -56,10 +58,11 @@ def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = 
       >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
       (1024, 256, 32)
     """
-    by_pallas = any("mosaic" in names for names in backends)
-    tile = math.lcm(_SMALLEST if side is None else side, _OF_PALLAS if by_pallas else 1)
-    if "mosaic" in (*backends.fprop, *backends.dgrad, *backends.wgrad):
-        return tile
+    casts = (*backends.x, *backends.w, *backends.g)
+    matmuls = {*backends.fprop, *backends.dgrad, *backends.wgrad} & grouped_matmul.BACKENDS.keys()
+    tile = math.lcm(_SMALLEST if side is None else side, *(CASTS[name].rows for name in casts))
+    if any(grouped_matmul.BACKENDS[name].rows > 1 for name in matmuls):
+        return math.lcm(tile, *(grouped_matmul.BACKENDS[name].rows for name in matmuls))
     while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
         tile *= 2
     return tile
@@ -72,9 +75,9 @@ def grouped_backends(
 ) -> Backends:  # fmt: skip
     """The backends of a grouped matmul.
 
-    On Hopper the kernel in Pallas multiplies every FP8 matmul: XLA's program reads the matrix of a
-    group once for each of its tiles. Elsewhere XLA loops over tiles, and estimates choose what
-    multiplies one.
+    If a kernel for all groups is written for the chip, it multiplies every FP8 matmul: XLA's
+    program reads the matrix of a group once for each of its tiles. On other chips XLA loops over
+    tiles, and estimates choose what multiplies one.
 
     Args:
       chip: name of the chip that the program is for. None: XLA's backends, for every chip.
@@ -94,20 +97,23 @@ def grouped_backends(
     """
     tokens, k, n = shape
     chosen: dict[str, tuple[str, ...]] = {}
-    hopper = chip is not None and chip_named(chip).is_hopper
+    kernels = () if chip is None else written_for(chip_named(chip), grouped_matmul.BACKENDS)
     rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
     for name, size in sizes_of((rows, k, n)).items():
         operands = getattr(recipe, name)
         if matmuls is not None:
             chosen[name] = (matmuls,)
-        elif hopper and operands.in_fp8:
-            chosen[name] = ("mosaic", "xla")
-        elif chip is not None and not hopper:
-            chosen[name] = best(matmul_seconds(sides_of(operands), chip, size, recipe.tile))
+        elif kernels and operands.in_fp8:
+            chosen[name] = (*kernels, *XLA)
+        elif chip is not None and not kernels:
+            seconds = matmul_seconds(sides_of(operands), chip, size, recipe.tile)
+            chosen[name] = best(
+                {by: s for by, s in seconds.items() if by in grouped_matmul.BACKENDS}
+            )
         else:
             chosen[name] = XLA
-    by = "mosaic" if chosen["fprop"][0] == "mosaic" else None
-    dense = backends_for(chip, casts, by if hopper else None, recipe, shape)
+    by = chosen["fprop"][0] if chosen["fprop"][0] in kernels else None
+    dense = backends_for(chip, casts, by, recipe, shape)
     return dense._replace(**chosen)
 
 
@@ -128,7 +134,7 @@ def _loop_cost(
     Args:
       recipe: which quantizer for which operand.
       name: the matmul.
-      backend: what multiplies a tile, "xla" or "cudnn".
+      backend: what multiplies a tile.
       chip: name of the chip.
       shape: (T, K, N).
       groups: E.
@@ -350,7 +356,7 @@ def _of_groups(
         size = sizes_of(padded)[name]
         routes[name] = route_of(sides, backend, described, size)
         how = routes[name].value
-        if backend == "mosaic":
+        if backend in written_for(described, grouped_matmul.BACKENDS):
             if recipe.tile == _OF_32:  # the kernel reads square tiles as tiles of 1x32
                 sides = sides[0], sides[1]._replace(granularity=sides[0].granularity)
             cost = _cost_of_groups(

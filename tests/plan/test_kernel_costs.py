@@ -7,15 +7,14 @@ from hard_inputs import mentions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.kernels._dispatch import _CHIPS
-from jaxfp8.plan._cast_costs import _padding_for_pallas
+from jaxfp8.kernels._dispatch import _CHIPS, Route
+from jaxfp8.plan._cast_costs import _padding_for_hopper
 from jaxfp8.plan._costs import (
     _ATTAINED_BANDWIDTH,
     _ATTAINED_PEAK,
     _XLA_TILE_RATE,
     LAUNCH,
     Cost,
-    Route,
     _matmul,
     gemm,
     stream,
@@ -74,7 +73,7 @@ def test_padding_is_a_launch_unless_xla_pads_in_another_kernel():
     """[333, 1024] becomes [384, 1024]."""
     before, after = 333 * 1024, 384 * 1024
     alone, fused = (
-        _padding_for_pallas(ROUND, (333, 1024), {True}, by_kernel=each) for each in (True, False)
+        _padding_for_hopper(ROUND, (333, 1024), {True}, by_kernel=each) for each in (True, False)
     )
     copied, added = before + after, after - before
     assert alone == Cost(bytes=copied, seconds=pytest.approx(copied / 1e9 + LAUNCH))
@@ -146,7 +145,7 @@ def test_ragged_sizes_are_padded_for_pallas():
     # 333 -> 336 rows in boxes of 8; 333 -> 384 along K, in tiles of 128. The result is sliced.
     moved = 336 * 384 + 384 * 1024 + 2 * 336 * 1024 + 2 * (336 + 333) * 1024
     scales = 4 * (333 * 333 // 128 + 333 * 1024 // 128)
-    assert _matmul(ROUND, Route.PALLAS, 333, 333, 1024, tile=128).bytes == moved + scales
+    assert _matmul(ROUND, Route.HOPPER_PALLAS, 333, 333, 1024, tile=128).bytes == moved + scales
 
 
 @given(m=sizes, k=sizes, n=sizes, more=st.floats(1, 10))
