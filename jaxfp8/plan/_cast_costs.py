@@ -12,11 +12,26 @@ from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.numerics._amax import rows_read_together
-from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded, stream, turns
+from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded, stream
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
 from jaxfp8.recipes._recipe import Recipe, planned_casts
+
+
+def _turns(chip: Chip) -> bool:
+    """Whether XLA transposes FP8 operands whose contracted axis is not the last.
+
+    It does so on Ada and Hopper. There cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS
+    documentation, `cublasLtMatmul`).
+
+    Example:
+      >>> from jaxfp8.kernels._dispatch import chip_named
+      >>> _turns(chip_named("h200")), _turns(chip_named("b200"))
+      (True, False)
+    """
+    return chip.compute_capability is not None and (8, 9) <= chip.compute_capability < (10, 0)
+
 
 # The cost of padding the FP8 operands of a matmul.
 #
@@ -44,7 +59,7 @@ def _padding(
     before, after = rows * columns, padded(rows) * padded(columns)
     if before == after:
         return Cost()
-    if not turns(chip):
+    if not _turns(chip):
         return stream(peak, before + after) if first else Cost()
     if len(layouts) == 1 and not first:
         # A copy with scales of its own, those of rows or columns. One kernel casts and pads it, or
@@ -247,7 +262,7 @@ def _by_xla(casts: Casts) -> Cost:
     if len(copies) == 2 and in_tiles and for_hopper and sides[1] % WHOLE_TILE:
         # The copy that is padded along its tiles has a kernel of its own, which reads the tensor.
         cost += stream(peak, 2 * values, in_tiles=True)
-    if len(copies) == 2 and not in_tiles and turns(chip):
+    if len(copies) == 2 and not in_tiles and _turns(chip):
         cost += stream(peak, 2 * values * _more_passes(sides), kernels=_more_passes(sides))
     return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
 
@@ -301,4 +316,4 @@ def wants_contracted_last(route: Route, chip: Chip) -> bool:
       >>> wants_contracted_last(Route.FP8, chip_named("h200"))
       True
     """
-    return route in (Route.BLOCK_SCALED, Route.HOPPER_PALLAS) or (route.in_fp8 and turns(chip))
+    return route in (Route.BLOCK_SCALED, Route.HOPPER_PALLAS) or (route.in_fp8 and _turns(chip))

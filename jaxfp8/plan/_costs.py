@@ -10,16 +10,41 @@ Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8.kernels._dispatch import Chip, Route, written_for
+from jaxfp8._typing import Matmul
+from jaxfp8.kernels._dispatch import Chip, Route
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.recipes._recipe import Operands
+
+Shape: TypeAlias = tuple[int, int, int]
+
+MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
+
+
+def check_shape(shape: object) -> Shape:
+    """Raise ValueError unless it is three positive integers.
+
+    Example:
+      >>> check_shape((1, 2, 3))
+      (1, 2, 3)
+    """
+    if not (
+        isinstance(shape, tuple)
+        and len(shape) == 3
+        and all(type(size) is int and size > 0 for size in shape)
+    ):
+        raise ValueError(
+            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in and "
+            "features out on one device. Write for instance shape=(8192, 4096, 4096)."
+        )
+    return shape
+
 
 # How long kernels take at best: what they attain, and the cost of a matmul by each route.
 
@@ -59,20 +84,6 @@ _FEW_ROWS = 128
 # axes and slices the result.
 _ALIGNMENT = 16
 _ALIGNMENT_OF_BF16 = 8
-
-
-def turns(chip: Chip) -> bool:
-    """Whether XLA transposes FP8 operands whose contracted axis is not the last.
-
-    It does so on Ada and Hopper. There cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS
-    documentation, `cublasLtMatmul`).
-
-    Example:
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> turns(chip_named("h200")), turns(chip_named("b200"))
-      (True, False)
-    """
-    return chip.compute_capability is not None and (8, 9) <= chip.compute_capability < (10, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,9 +279,6 @@ def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:
 #
 # The route depends on operands, chip and backend.
 
-_TILE = 32
-"""Values along the contracted axis that share a scale on Blackwell."""
-
 
 class Side(NamedTuple):
     """The properties of one operand that decide the route of its matmul.
@@ -315,27 +323,6 @@ def sides_of(operands: Operands) -> Sides:
       True
     """
     return Side.by(operands.lhs), Side.by(operands.rhs)
-
-
-def kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
-    """The kernels that are written for a chip, and chosen without timings.
-
-    They are for tiles, which XLA multiplies in bfloat16. If a kernel cannot do a case, it raises an
-    error when it is called.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> recipes, h200 = (fp8.recipes.blockwise(), fp8.recipes.rowwise()), chip_named("h200")
-      >>> [kernels_for(sides_of(recipe.fprop), h200) for recipe in recipes]
-      [('mosaic',), ()]
-    """
-    if not all(side.in_fp8 and side.granularity.in_tiles for side in sides):
-        return ()
-    # Blackwell's tensor cores read scales that are powers of two, one for each 32 values.
-    fits = all(side.exact and side.granularity.along(2)[1] % _TILE == 0 for side in sides)
-    kernels = written_for(chip, BACKENDS)
-    return tuple(n for n in kernels if fits or BACKENDS[n].route is not Route.BLOCK_SCALED)
 
 
 def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int]) -> Route:

@@ -19,8 +19,7 @@ from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._backends import XLA, Backends, backends_for, best, copy_seconds, matmul_seconds
 from jaxfp8.plan._choices import Choices, explained
-from jaxfp8.plan._costs import Side
-from jaxfp8.plan._report import Shape, check_shape
+from jaxfp8.plan._costs import Shape, Side, check_shape
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
 
@@ -87,14 +86,8 @@ def _cure_of(kernels: object) -> str:
 # The options with which XLA compiles a recipe to the intended kernels and numbers.
 
 
-def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
-    """See `fp8.Kernels.compiler_options`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> compiler_options(fp8.recipes.blockwise(), "h200")
-      {'xla_allow_excess_precision': False}
-    """
+def _compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
+    """See `fp8.Kernels.compiler_options`."""
     described = chip_named(chip)
     in_fp8 = [
         operands for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad) if operands.in_fp8
@@ -311,7 +304,7 @@ class Kernels:
                 f"{self!r} names no chip, but compiler options depend on the chip. Write for "
                 'instance fp8.Kernels("h200").'
             )
-        return compiler_options(recipe, self.chip)
+        return _compiler_options(recipe, self.chip)
 
     def backends(self, recipe: Recipe, shape: Shape) -> Backends:
         """Names of backends for each matmul and cast of a layer (M, K, N) on one device."""

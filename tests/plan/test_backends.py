@@ -12,8 +12,8 @@ from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.quantize import _api as quantize
 from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
-from jaxfp8.plan._backends import Backends, _casting_backends, best
-from jaxfp8.plan._costs import kernels_for, sides_of
+from jaxfp8.plan._backends import Backends, _casting_backends, _kernels_for, best
+from jaxfp8.plan._costs import sides_of
 from jaxfp8.plan._peaks import PEAKS, Peak
 
 SHAPE = (8192, 4096, 4096)
@@ -82,7 +82,7 @@ def test_tiles(chip):
 @pytest.mark.parametrize("name", NOT_FOR_CUDNN)
 def test_what_cudnn_cannot_do(name):
     recipe, says = NOT_FOR_CUDNN[name]
-    assert kernels_for(sides_of(recipe.fprop), chip_named("b200")) == ()
+    assert _kernels_for(sides_of(recipe.fprop), chip_named("b200")) == ()
     assert fp8.Kernels("b200").backends(recipe, SHAPE).fprop == ("xla",)
     # By name it says why.
     by_name = fp8.Kernels("b200", casts="xla", matmuls="cudnn")

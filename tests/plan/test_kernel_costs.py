@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxfp8.kernels._dispatch import _CHIPS, Route
-from jaxfp8.plan._cast_costs import _padding_for_hopper
+from jaxfp8.plan._cast_costs import _padding_for_hopper, _turns
 from jaxfp8.plan._costs import (
     _ATTAINED_BANDWIDTH,
     _ATTAINED_PEAK,
@@ -18,9 +18,9 @@ from jaxfp8.plan._costs import (
     _matmul,
     gemm,
     stream,
-    turns,
 )
-from jaxfp8.plan._peaks import _HOPPER, PEAKS, Peak, _SplitK, estimable
+from jaxfp8.plan._peaks import _HOPPER, PEAKS, Peak, _SplitK
+from jaxfp8.plan._roofline import _estimable
 
 # Round figures: 1e12 operations/s and 1e9 bytes/s once derated.
 ROUND = Peak(
@@ -46,16 +46,16 @@ def test_figures():
 @pytest.mark.parametrize("name", ["cpu", "tpu", "mi300x"])
 def test_a_chip_without_figures(name):
     with pytest.raises(ValueError, match=mentions(name, "no figures", "h200")):
-        estimable(name)
+        _estimable(name)
 
 
 def test_an_unknown_chip():
     with pytest.raises(ValueError, match=mentions("h300", "unknown", "h200")):
-        estimable("h300")
+        _estimable("h300")
 
 
 def test_which_chips_want_transposed_operands():
-    assert {name for name, chip in _CHIPS.items() if turns(chip)} == {"l4", "l40s", "h100", "h200"}
+    assert {name for name, chip in _CHIPS.items() if _turns(chip)} == {"l4", "l40s", "h100", "h200"}
 
 
 def test_bytes_take_their_time():
