@@ -91,7 +91,10 @@ def backends_of(path: str, house: House) -> Iterator[tuple[int, str]]:
             and isinstance(node.func, ast.Name)
             and node.func.id == "Backend"
         ):
-            module = node.args[0] if node.args else None
+            keywords = {each.arg: each.value for each in node.keywords}
+            module = node.args[0] if node.args else keywords.get("module")
+            if module is None:
+                continue  # a function, which the file has imported already
             yield (
                 node.lineno,
                 module.value if isinstance(module, ast.Constant) else "an unknown module",

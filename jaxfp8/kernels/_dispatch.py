@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import enum
 import functools
 import importlib
 import logging
@@ -19,19 +20,25 @@ from jax.sharding import AbstractMesh
 
 from jaxfp8.sharding._amax import varying, varying_type
 
-# A kernel for CUDA and its replacement on other platforms, in one program.
+# A kernel for one platform and its replacement on the others, in one program.
 #
 # A program that is written for a GPU can be debugged on a CPU without a change. XLA compiles only
 # the branch of the platform. The kernel is traced on every platform, so what it needs must be
 # installed.
 
 
-def _on_cuda(
-    kernel: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any, **kwargs: Any
+def _on_platform(
+    platform: str,
+    kernel: Callable[..., Any],
+    elsewhere: Callable[..., Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """`kernel(*args, **kwargs)` on CUDA, and `elsewhere(like, *args, **kwargs)` on other platforms.
+    """`kernel(*args, **kwargs)` on a platform, `elsewhere(like, *args, **kwargs)` on the others.
 
     Args:
+      platform: jax's name of the platform, "cuda" or "tpu" for instance.
       kernel: returns a tree of arrays.
       elsewhere: returns a tree of the same structure, shapes and dtypes. `like` is that tree, with
         `jax.ShapeDtypeStruct`s as leaves.
@@ -55,11 +62,11 @@ def _on_cuda(
         return run
 
     # The kernel is traced before the choice of a platform, because `elsewhere` needs the types of
-    # its results. The branch for CUDA runs this trace.
+    # its results. The branch of the platform runs this trace.
     traced, like = jax.make_jaxpr(of_arrays(kernel), return_shape=True)(*dynamic)
     of_results: Any = jax.tree.structure(like)
 
-    def cuda(*arrays: Any) -> list[Any]:
+    def here(*arrays: Any) -> list[Any]:
         return list(jaxpr_as_fun(traced)(*arrays))
 
     def other(*arrays: Any) -> list[Any]:
@@ -68,7 +75,8 @@ def _on_cuda(
         leaves = jax.tree.leaves(results)
         return [_as(x, aval) for x, aval in zip(leaves, traced.out_avals, strict=True)]
 
-    return jax.tree.unflatten(of_results, platform_dependent(*dynamic, cuda=cuda, default=other))
+    results = platform_dependent(*dynamic, default=other, **{platform: here})
+    return jax.tree.unflatten(of_results, results)
 
 
 def _as(x: jax.Array, aval: Any) -> jax.Array:
@@ -154,47 +162,105 @@ def _backend(
     return backends[name]
 
 
+class Route(enum.Enum):
+    """How a matmul is computed. The value is its text in tables."""
+
+    PLAIN = "bf16"
+    DEQUANTIZED = "bf16, operands dequantized"
+    DEQUANTIZED_ROWS = "bf16, then a pass for scales of rows"
+    FOLDED = "bf16, scales of tiles folded in"
+    TILE_BY_TILE = "bf16, tile by tile"
+    FP8 = "FP8"
+    FP8_ROWS = "FP8, then a pass for scales of rows"
+    BLOCK_SCALED = "FP8, block-scaled"
+    HOPPER_PALLAS = "FP8, scaled by the Pallas kernel"
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether a kernel for the chip multiplies. Otherwise XLA's program does."""
+        return self in (Route.BLOCK_SCALED, Route.HOPPER_PALLAS)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the FP8 units of the chip multiply."""
+        return self.by_kernel or self in (Route.FP8, Route.FP8_ROWS)
+
+    @property
+    def reads_fp8(self) -> bool:
+        """Whether the route reads FP8 values. Otherwise it reads bfloat16 values."""
+        return self.in_fp8 or self is Route.TILE_BY_TILE
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend for CUDA, given by name. The first call imports it.
+    """A row of the table of an operation. Its key in the table is the name that users write.
 
-    On other platforms the same program runs `elsewhere`.
+    `plan/` chooses by these fields, not by names. Only "xla" is named: it can do every case.
 
     `import jaxfp8` does not import Pallas, because Pallas would take most of the import's time
     (`benchmarks/structure/import_time.py`). Also, Pallas of jax 0.10 needs absl, which jax does not
-    install. The module of a `Backend` imports Pallas or Triton at its top. `tests/test_floors.py`
-    reads `module` as an import of the file that names it.
+    install. So a kernel is given by names, and the first call imports `module`. The module imports
+    Pallas or Triton at its top. `tests/test_floors.py` reads `module` as an import of the file that
+    names it.
 
     Attributes:
-      module: the module to import, for instance "jaxfp8.kernels.cast._mosaic".
-      function: the name of the backend in that module.
+      module: the module to import, for instance "jaxfp8.kernels.cast._mosaic". None: `function` is
+        not a name.
+      function: the function, or its name in `module`.
       needs: what must be installed, for the message.
-      elsewhere: the function that other platforms run, see `_on_cuda`.
+      platform: the platform that runs the function: "any", or jax's name.
+      elsewhere: what other platforms run, see `_on_platform`. None: the same function.
+      families: the families of chips that it is written for. Empty: every chip of the platform.
+      route: of a matmul: how it multiplies, which decides its cost. None: as XLA does.
+      estimated: of a cast: whether `plan/` knows its cost, that of one pass over the tensor. Other
+        kernels cast only if the user names them.
+      writes_transposed: of a cast: whether it writes a copy transposed if its direction says so.
+      adds: of a matmul: whether it takes `add_to`. If not, XLA adds.
+      tilings: of a matmul: gives every `tiling=` that it takes, for timings.
+      rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it.
 
     Raises:
       NotImplementedError: when called, if something that it needs cannot be imported. Then the next
         backend is tried.
-
-    Example:
-      >>> tomorrow = Backend("jaxfp8.kernels.cast._tomorrow", "cast", needs="It", elsewhere=print)
-      >>> tomorrow.needs
-      'It'
     """
 
-    module: str
-    function: str
-    needs: str
-    elsewhere: Callable[..., Any]
+    module: str | None = None
+    function: Callable[..., Any] | str = ""
+    _: dataclasses.KW_ONLY
+    needs: str = ""
+    platform: Literal["any", "cuda", "rocm", "tpu"] = "any"
+    elsewhere: Callable[..., Any] | None = None
+    families: tuple[str, ...] = ()
+    route: Route | None = None
+    estimated: bool = False
+    writes_transposed: bool = False
+    adds: bool = False
+    tilings: Callable[[], Iterable[Any]] | None = None
+    rows: int = 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        function = self._imported()
+        if self.elsewhere is None:
+            return function(*args, **kwargs)
+        return _on_platform(self.platform, function, self.elsewhere, *args, **kwargs)
+
+    def _imported(self) -> Callable[..., Any]:
+        if callable(self.function):
+            return self.function
         try:
-            module = importlib.import_module(self.module)
+            module = importlib.import_module(str(self.module))
         except ImportError as error:
             # An import error inside jaxfp8 is a bug. Do not try the next backend.
             if (error.name or "").partition(".")[0] == __name__.partition(".")[0]:
                 raise
             raise NotImplementedError(f"{self.needs} cannot be imported: {error}") from error
-        return _on_cuda(getattr(module, self.function), self.elsewhere, *args, **kwargs)
+        function: Callable[..., Any] = getattr(module, self.function)
+        return function
+
+
+def written_for(chip: "Chip", backends: Mapping[str, Backend]) -> tuple[str, ...]:
+    """The names of the backends of a table that are written for the family of a chip."""
+    return tuple(name for name, row in backends.items() if chip.family in row.families)
 
 
 # The chips that FP8 code is written for. The user names a chip; nothing detects it.
@@ -207,46 +273,51 @@ class Chip:
     Attributes:
       name: the name that users write.
       platform: jax's platform name.
+      family: the name of its architecture, as messages write it. Kernels are written for a family.
       compute_capability: (major, minor) of an NVIDIA GPU; None for other chips.
       fp8_matmul: whether XLA can multiply FP8 in the hardware of this chip.
-      block_scaled_matmul: whether its tensor cores apply the scales of tiles (MXFP8).
     """
 
     name: str
     platform: Literal["cpu", "cuda", "rocm", "tpu"]
+    family: str
     compute_capability: tuple[int, int] | None = None
     fp8_matmul: bool = False
-    block_scaled_matmul: bool = False
-
-    @property
-    def is_hopper(self) -> bool:
-        """Whether it is an NVIDIA Hopper, for which some kernels are written."""
-        return (self.compute_capability or (0, 0))[0] == 9
 
 
 # cuBLASLt multiplies FP8 from compute capability 8.9 on (cuBLAS documentation, "8-bit floating
 # point"). ROCm and TPU have FP8 units, too. But nothing here was compiled or run for them, so they
 # take the portable path.
+_FP8_SINCE = (8, 9)
+
+
+def _nvidia(name: str, family: str, compute_capability: tuple[int, int]) -> Chip:
+    fp8_matmul = compute_capability >= _FP8_SINCE
+    return Chip(
+        name=name, platform="cuda", family=family, compute_capability=compute_capability,
+        fp8_matmul=fp8_matmul,
+    )  # fmt: skip
+
+
 _CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(name="cpu", platform="cpu"),
-        Chip(name="a100", platform="cuda", compute_capability=(8, 0)),
-        Chip(name="l4", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
-        Chip(name="l40s", platform="cuda", compute_capability=(8, 9), fp8_matmul=True),
-        Chip(name="h100", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
-        Chip(name="h200", platform="cuda", compute_capability=(9, 0), fp8_matmul=True),
-        Chip(
-            name="b200",
-            platform="cuda",
-            compute_capability=(10, 0),
-            fp8_matmul=True,
-            block_scaled_matmul=True,
-        ),
-        Chip(name="mi300x", platform="rocm"),
-        Chip(name="tpu", platform="tpu"),
+        Chip(name="cpu", platform="cpu", family="CPU"),
+        _nvidia("a100", "Ampere", (8, 0)),
+        _nvidia("l4", "Ada", (8, 9)),
+        _nvidia("l40s", "Ada", (8, 9)),
+        _nvidia("h100", "Hopper", (9, 0)),
+        _nvidia("h200", "Hopper", (9, 0)),
+        _nvidia("b200", "Blackwell", (10, 0)),
+        Chip(name="mi300x", platform="rocm", family="CDNA 3"),
+        Chip(name="tpu", platform="tpu", family="TPU"),
     )
 }
+
+
+def chips_of(backend: Backend) -> list[Chip]:
+    """The chips that a backend is written for."""
+    return [chip for chip in _CHIPS.values() if chip.family in backend.families]
 
 
 def chip_named(name: str) -> Chip:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import functools
-import itertools
 import math
 import os
 import time
@@ -19,7 +18,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.kernels._timings import Time, Way
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, NoRoomError, Tiling
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import NoRoomError
 
 # How many seconds programs take on a GPU.
 #
@@ -111,7 +110,8 @@ _MOST_THREADS = 8
 def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iterator[Way]:
     """Every way to do a matmul by these backends."""
     for backend in backends:
-        for tiling in _search_space() if backend == "mosaic" else (None,):
+        tilings = BACKENDS[backend].tilings
+        for tiling in (None,) if tilings is None else tilings():
             way = Way(backend=backend, tiling=tiling)
             try:
                 # A backend that cannot do a case or a tiling raises before anything is compiled.
@@ -119,23 +119,6 @@ def _ways(operands: Operands, call: MatmulCall, backends: Iterable[str]) -> Iter
             except (NotImplementedError, NoRoomError):
                 continue
             yield way
-
-
-def _search_space() -> Iterator[Tiling]:
-    """The tilings that an autotuner tries: `CHOICES` and similar ones. Some do not fit a matmul."""
-    yield from CHOICES.values()
-    shapes = (
-        (64, 32, True),
-        (64, 32, False),
-        (64, 64, True),
-        (64, 64, False),
-        (64, 128, False),
-        (128, 64, False),
-    )
-    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
-        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
-        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
-            yield tiling
 
 
 def _multiplied_by(way: Way, call: MatmulCall) -> Callable[..., Array]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import Tiling
 
@@ -27,16 +28,18 @@ class Way:
     """A way to do a matmul."""
 
     backend: str  # its name in `kernels.scaled_matmul._api.BACKENDS`
-    tiling: Tiling | None = None  # of the backend "mosaic", which chooses one for None
+    tiling: Tiling | None = None  # of a backend that has tilings, which chooses one for None
 
     def __post_init__(self) -> None:
         if not isinstance(self.backend, str):
             raise TypeError(
                 f"backend={self.backend!r} must be a name. Write a string, 'xla' for instance."
             )
-        if self.tiling is not None and self.backend != "mosaic":
+        tiled = [name for name, row in BACKENDS.items() if row.tilings is not None]
+        if self.tiling is not None and self.backend not in tiled:
             raise ValueError(
-                f"backend={self.backend!r} takes no tiling, only 'mosaic' does; got "
+                f"backend={self.backend!r} takes no tiling, only {', '.join(map(repr, tiled))} "
+                "does; got "
                 f"{self.tiling!r}. Leave tiling= out."
             )
 

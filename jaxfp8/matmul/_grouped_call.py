@@ -16,8 +16,8 @@ from jaxfp8.matmul._call import AmaxAxes, Call, Places, amax_axes
 from jaxfp8.matmul._options import Options, fp8_precision
 from jaxfp8.matmul._stats import name_of_call
 from jaxfp8.numerics._formats import check_out_dtype, product_dtype, sum_dtype
+from jaxfp8.plan._backends import grouped_backends, tile_rows
 from jaxfp8.plan._kernels import check_kernels
-from jaxfp8.plan._roofline import grouped_backends, tile_rows
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Whole
 from jaxfp8.state._gradient_channel import in_gradient_channel

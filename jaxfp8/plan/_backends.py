@@ -7,17 +7,20 @@ Letters: a layer (M, K, N) computes y [M, N] = x [M, K] @ w [K, N]. g [M, N] is 
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._dispatch import Chip, chip_named
+from jaxfp8.kernels._dispatch import Chip, Route, chip_named, written_for
+from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
+from jaxfp8.kernels.quantize._api import CASTS
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
-from jaxfp8.plan._costs import Route, Sides, kernels_for, matmul_cost, route_of, sides_of, stream
+from jaxfp8.plan._costs import Shape, Sides, matmul_cost, route_of, sides_of, stream
 from jaxfp8.plan._peaks import PEAKS
-from jaxfp8.plan._report import Shape
 from jaxfp8.recipes._recipe import Recipe
 
 XLA = ("xla",)
@@ -67,6 +70,31 @@ def rows_of(shape: Shape) -> dict[Tensor, int]:
     return {"x": m, "w": k, "g": m}
 
 
+_OF_BLACKWELL = 32
+"""Values along the contracted axis that share a scale on Blackwell."""
+
+
+def _kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
+    """The kernels that are written for a chip, and chosen without timings.
+
+    They are for tiles, which XLA multiplies in bfloat16. If a kernel cannot do a case, it raises an
+    error when it is called.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> from jaxfp8.kernels._dispatch import chip_named
+      >>> recipes, h200 = (fp8.recipes.blockwise(), fp8.recipes.rowwise()), chip_named("h200")
+      >>> [_kernels_for(sides_of(recipe.fprop), h200) for recipe in recipes]
+      [('mosaic',), ()]
+    """
+    if not all(side.in_fp8 and side.granularity.in_tiles for side in sides):
+        return ()
+    # Blackwell's tensor cores read scales that are powers of two, one for each 32 values.
+    fits = all(side.exact and side.granularity.along(2)[1] % _OF_BLACKWELL == 0 for side in sides)
+    kernels = written_for(chip, BACKENDS)
+    return tuple(n for n in kernels if fits or BACKENDS[n].route is not Route.BLOCK_SCALED)
+
+
 def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> dict[str, float]:
     """Estimated seconds of a matmul, for each backend of a chip.
 
@@ -84,7 +112,7 @@ def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> di
         return {}
     return {
         name: matmul_cost(sides, name, described, PEAKS[chip], size, tile).seconds
-        for name in (*kernels_for(sides, described), "xla")
+        for name in (*_kernels_for(sides, described), "xla")
     }
 
 
@@ -107,7 +135,7 @@ def cast_seconds(
     whole = Casts(recipe, tensor, values, rows, routes, described, PEAKS[chip])
     return {
         name: cast_cost(name, whole).seconds
-        for name in _casting_kernels(described, [q.granularity for q in casts])
+        for name in _casting_backends(described, [q.granularity for q in casts])
     }
 
 
@@ -130,19 +158,21 @@ def copy_seconds(
     # Each copy is written as 1 byte. The kernel finds amaxes in the pass in which it casts.
     by_xla = stream(peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True)
     by_kernel = stream(peak, (2 + copies) * values, by_pallas=True)
-    seconds = {"mosaic": by_kernel.seconds, "xla": by_xla.seconds}
-    return {name: seconds[name] for name in _casting_kernels(chip_named(chip), granularities)}
+    return {
+        name: (by_xla if name == "xla" else by_kernel).seconds
+        for name in _casting_backends(chip_named(chip), granularities)
+    }
 
 
-def _casting_kernels(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
+def _casting_backends(chip: Chip, granularities: Iterable[AbstractGranularity]) -> tuple[str, ...]:
     """The backends of casts that are estimated for a chip.
 
-    The Pallas kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
+    Kernels are for tiles. With scales of whole tensors and of rows, XLA fuses a cast
     with the operation that makes the tensor. So XLA casts.
     """
-    with_kernels = chip.is_hopper or chip.block_scaled_matmul
-    in_tiles = all(granularity.in_tiles for granularity in granularities)
-    return ("mosaic", "xla") if with_kernels and in_tiles else XLA
+    if not all(granularity.in_tiles for granularity in granularities):
+        return XLA
+    return (*(name for name in written_for(chip, CASTS) if CASTS[name].estimated), *XLA)
 
 
 def best(seconds: Mapping[str, float]) -> tuple[str, ...]:
@@ -197,3 +227,87 @@ def backends_for(
 def _known(shape: tuple[int, ...]) -> bool:
     """Whether all sizes are numbers. An exported program may have symbolic sizes."""
     return all(isinstance(size, int) for size in shape)
+
+
+# Grouped matmuls: rows of a tile, and backends.
+#
+# Letters: T rows (tokens) in E groups (experts); a group [T_e, K] @ [K, N]; P rows of a tile.
+
+SMALLEST, _LARGEST = 16, 1024  # rows of a tile
+_XLA = Backends()
+
+
+def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = _XLA) -> int:
+    """P, the rows of a tile: about a quarter of a group of average size, in tiles of values.
+
+    More rows read matrices less often. Fewer rows are padded less. Kernels may need whole tiles of
+    more rows (`Backend.rows`). A grouped kernel takes no more than it needs, because it keeps
+    matrices in L2.
+
+    Args:
+      tokens: T.
+      experts: E.
+      side: how many rows all tiles of values divide (`Recipe.whole_tiles`); None without tiles.
+      backends: what casts and multiplies.
+
+    Example:
+      >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
+      (1024, 256, 32)
+    """
+    casts = (*backends.x, *backends.w, *backends.g)
+    matmuls = {*backends.fprop, *backends.dgrad, *backends.wgrad} & grouped_matmul.BACKENDS.keys()
+    tile = math.lcm(SMALLEST if side is None else side, *(CASTS[name].rows for name in casts))
+    if any(grouped_matmul.BACKENDS[name].rows > 1 for name in matmuls):
+        return math.lcm(tile, *(grouped_matmul.BACKENDS[name].rows for name in matmuls))
+    while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
+        tile *= 2
+    return tile
+
+
+@functools.lru_cache(maxsize=4096)
+def grouped_backends(
+    chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape,
+    groups: int,
+) -> Backends:  # fmt: skip
+    """The backends of a grouped matmul.
+
+    If a kernel for all groups is written for the chip, it multiplies every FP8 matmul: XLA's
+    program reads the matrix of a group once for each of its tiles. On other chips XLA loops over
+    tiles, and estimates choose what multiplies one.
+
+    Args:
+      chip: name of the chip that the program is for. None: XLA's backends, for every chip.
+      casts: name of the backend of all casts. None: estimates choose.
+      matmuls: name of the backend of all matmuls. None: the choice above.
+      recipe: which quantizer for which operand.
+      shape: (T, K, N).
+      groups: E.
+
+    Example:
+      >>> import jaxfp8 as fp8
+      >>> shape, recipe = (65536, 4096, 2048), fp8.recipes.current()
+      >>> grouped_backends("h200", None, None, recipe, shape, 8).fprop
+      ('mosaic', 'xla')
+      >>> grouped_backends("b200", None, None, recipe, shape, 8).fprop
+      ('xla',)
+    """
+    tokens, k, n = shape
+    chosen: dict[str, tuple[str, ...]] = {}
+    kernels = () if chip is None else written_for(chip_named(chip), grouped_matmul.BACKENDS)
+    rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
+    for name, size in sizes_of((rows, k, n)).items():
+        operands = getattr(recipe, name)
+        if matmuls is not None:
+            chosen[name] = (matmuls,)
+        elif kernels and operands.in_fp8:
+            chosen[name] = (*kernels, *XLA)
+        elif chip is not None and not kernels:
+            seconds = matmul_seconds(sides_of(operands), chip, size, recipe.tile)
+            chosen[name] = best(
+                {by: s for by, s in seconds.items() if by in grouped_matmul.BACKENDS}
+            )
+        else:
+            chosen[name] = XLA
+    by = chosen["fprop"][0] if chosen["fprop"][0] in kernels else None
+    dense = backends_for(chip, casts, by, recipe, shape)
+    return dense._replace(**chosen)

@@ -9,13 +9,29 @@ from typing import NamedTuple
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._dispatch import Chip
+from jaxfp8.kernels._dispatch import Chip, Route
+from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.numerics._amax import rows_read_together
-from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, Route, padded, stream, turns
+from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded, stream
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
 from jaxfp8.recipes._recipe import Recipe, planned_casts
+
+
+def _turns(chip: Chip) -> bool:
+    """Whether XLA transposes FP8 operands whose contracted axis is not the last.
+
+    It does so on Ada and Hopper. There cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS
+    documentation, `cublasLtMatmul`).
+
+    Example:
+      >>> from jaxfp8.kernels._dispatch import chip_named
+      >>> _turns(chip_named("h200")), _turns(chip_named("b200"))
+      (True, False)
+    """
+    return chip.compute_capability is not None and (8, 9) <= chip.compute_capability < (10, 0)
+
 
 # The cost of padding the FP8 operands of a matmul.
 #
@@ -43,7 +59,7 @@ def _padding(
     before, after = rows * columns, padded(rows) * padded(columns)
     if before == after:
         return Cost()
-    if not turns(chip):
+    if not _turns(chip):
         return stream(peak, before + after) if first else Cost()
     if len(layouts) == 1 and not first:
         # A copy with scales of its own, those of rows or columns. One kernel casts and pads it, or
@@ -59,7 +75,7 @@ def _padding(
     return stream(peak, after, kernels=0) if first and True in layouts else Cost()
 
 
-def _padding_for_pallas(
+def _padding_for_hopper(
     peak: Peak, sides: tuple[int, int], layouts: set[bool], *, by_kernel: bool
 ) -> Cost:
     """The cost of padding the FP8 copies of a matrix for Hopper's Pallas matmul.
@@ -97,6 +113,8 @@ _WIDENED_CELL = 8
 # XLA fuses less if a tensor has fewer values. For an H200 the limit is between 6.3 and 7.3 million
 # if it transposes in the cast, and between 8.4 and 15 million if it writes magnitudes.
 _SMALL = 7e6
+# A kernel whose cost is not known (`Backend.estimated`) is estimated like this one.
+_LIKE = "mosaic"
 # Matmuls of cuBLASLt, whose operands XLA pads.
 _PADDED = (Route.FP8, Route.FP8_ROWS)
 
@@ -139,7 +157,7 @@ def cast_cost(backend: str, casts: Casts) -> Cost:
                 f"{name} quantizes {casts.tensor} by {quantizer!r}. The cost of its casts is not "
                 "known. Use quantizers of fp8.quantizers."
             )
-    return _by_xla(casts) if backend == "xla" else _by_kernel(casts)
+    return _by_xla(casts) if backend == "xla" else _by_kernel(casts, backend)
 
 
 def has_known_cost(quantizer: AbstractQuantizer) -> bool:
@@ -153,17 +171,16 @@ def has_known_cost(quantizer: AbstractQuantizer) -> bool:
     return isinstance(quantizer, Current | Delayed | Static | Identity)
 
 
-def _by_kernel(casts: Casts) -> Cost:
+def _by_kernel(casts: Casts, backend: str) -> Cost:
     """The cost of a kernel that reads the tensor once and writes all copies.
 
     The kernel writes each copy in the layout that its matmuls read, so nothing is transposed later.
     """
     recipe, tensor, values, rows, routes, chip, peak = casts
     cost = Cost()
-    by_xla = frozenset(
-        name for name, route in routes.items() if route not in (Route.PALLAS, Route.BLOCK_SCALED)
-    )
-    for planned in planned_casts(recipe, MATRICES, tensor, ("mosaic",), by_xla=by_xla):
+    by_xla = frozenset(name for name, route in routes.items() if not route.by_kernel)
+    like = backend if CASTS[backend].estimated else _LIKE
+    for planned in planned_casts(recipe, MATRICES, tensor, (like,), by_xla=by_xla):
         if planned.cast is None:
             continue
         granularities = planned.cast.granularities
@@ -180,8 +197,8 @@ def _by_kernel(casts: Casts) -> Cost:
             if any(routes[name] in _PADDED for name in readers):
                 cost += _padding(peak, chip, (rows, values // rows), {False}, first=True)
             layouts = {MATRICES.axes(name, tensor).is_transposed for name in readers}
-            if any(routes[name] is Route.PALLAS for name in readers):
-                cost += _padding_for_pallas(peak, (rows, values // rows), layouts, by_kernel=True)
+            if any(routes[name] is Route.HOPPER_PALLAS for name in readers):
+                cost += _padding_for_hopper(peak, (rows, values // rows), layouts, by_kernel=True)
             widened = sum(not routes[name].reads_fp8 for name in readers)
             if widened:
                 # The copy is read once, 1 byte a value. It is written as bfloat16 (2 bytes) for
@@ -233,19 +250,19 @@ def _by_xla(casts: Casts) -> Cost:
             cost += stream(peak, 2 * values)
         if any(routes[name] in _PADDED for name in readers):
             cost += _padding(peak, chip, sides, layouts, first=bool(first))
-        if any(routes[name] is Route.PALLAS for name in readers):
-            cost += _padding_for_pallas(peak, sides, layouts, by_kernel=False)
+        if any(routes[name] is Route.HOPPER_PALLAS for name in readers):
+            cost += _padding_for_hopper(peak, sides, layouts, by_kernel=False)
         if quantizer.granularity.in_tiles:
             widened = widened[:1]  # tiles are widened once for both matmuls
         if isinstance(quantizer, Delayed) and widened:
             cost += stream(peak, (1 + 2 * len(widened)) * values)
         else:
             written += 2 * len(widened)
-    for_pallas = any(routes[name] is Route.PALLAS for name, _ in recipe.uses(tensor))
-    if len(copies) == 2 and in_tiles and for_pallas and sides[1] % WHOLE_TILE:
+    for_hopper = any(routes[name] is Route.HOPPER_PALLAS for name, _ in recipe.uses(tensor))
+    if len(copies) == 2 and in_tiles and for_hopper and sides[1] % WHOLE_TILE:
         # The copy that is padded along its tiles has a kernel of its own, which reads the tensor.
         cost += stream(peak, 2 * values, in_tiles=True)
-    if len(copies) == 2 and not in_tiles and turns(chip):
+    if len(copies) == 2 and not in_tiles and _turns(chip):
         cost += stream(peak, 2 * values * _more_passes(sides), kernels=_more_passes(sides))
     return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
 
@@ -299,4 +316,4 @@ def wants_contracted_last(route: Route, chip: Chip) -> bool:
       >>> wants_contracted_last(Route.FP8, chip_named("h200"))
       True
     """
-    return route in (Route.BLOCK_SCALED, Route.PALLAS) or (route.in_fp8 and turns(chip))
+    return route in (Route.BLOCK_SCALED, Route.HOPPER_PALLAS) or (route.in_fp8 and _turns(chip))

@@ -5,7 +5,7 @@ Each kernel is traced for its case. If it cannot do the case, the table shows th
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -13,20 +13,46 @@ import jax.numpy as jnp
 
 from jaxfp8._geometry import OPERANDS
 from jaxfp8._typing import Array, DType, Matmul, Tensor
-from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels._dispatch import Route, chip_named
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax
 from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, sizes_of
 from jaxfp8.plan._cast_costs import MATRICES
-from jaxfp8.plan._costs import Route, route_of, sides_of
-from jaxfp8.plan._report import MATMULS, Footnotes, Shape
+from jaxfp8.plan._costs import MATMULS, Shape, route_of, sides_of
 from jaxfp8.quantizers._base import ScaleInputs
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
 
 _TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
 _ALONE = "no other kernel is considered"
 Evidence: TypeAlias = Literal["measured", "estimated", "compiled"]
+
+
+class Footnotes:
+    """Texts that many rows of a table have. The table says each of them once, below its rows.
+
+    Example:
+      >>> notes = Footnotes()
+      >>> [notes.shorten(f"{us} us, FP8, block-scaled", ["block-scaled"]) for us in (3, 4)]
+      ['3 us, FP8 [1]', '4 us, FP8 [1]']
+      >>> notes.lines()
+      ['[1] block-scaled']
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def shorten(self, text: str, notes: Iterable[str]) -> str:
+        """The text with a number in the place of each note."""
+        for note in notes:
+            number = self._numbers.setdefault(note, len(self._numbers) + 1)
+            for separator in ",;":
+                text = text.replace(f"{separator} {note}", f" [{number}]")
+        return text
+
+    def lines(self) -> list[str]:
+        """The notes, each with its number."""
+        return [f"[{number}] {note}" for note, number in self._numbers.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

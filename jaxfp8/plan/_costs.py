@@ -9,17 +9,42 @@ Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a
 """
 
 import dataclasses
-import enum
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8.kernels._dispatch import Chip
+from jaxfp8._typing import Matmul
+from jaxfp8.kernels._dispatch import Chip, Route
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.recipes._recipe import Operands
+
+Shape: TypeAlias = tuple[int, int, int]
+
+MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
+
+
+def check_shape(shape: object) -> Shape:
+    """Raise ValueError unless it is three positive integers.
+
+    Example:
+      >>> check_shape((1, 2, 3))
+      (1, 2, 3)
+    """
+    if not (
+        isinstance(shape, tuple)
+        and len(shape) == 3
+        and all(type(size) is int and size > 0 for size in shape)
+    ):
+        raise ValueError(
+            f"shape={shape!r} must be three positive integers (M, K, N): tokens, features in and "
+            "features out on one device. Write for instance shape=(8192, 4096, 4096)."
+        )
+    return shape
+
 
 # How long kernels take at best: what they attain, and the cost of a matmul by each route.
 
@@ -61,20 +86,6 @@ _ALIGNMENT = 16
 _ALIGNMENT_OF_BF16 = 8
 
 
-def turns(chip: Chip) -> bool:
-    """Whether XLA transposes FP8 operands whose contracted axis is not the last.
-
-    It does so on Ada and Hopper. There cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS
-    documentation, `cublasLtMatmul`).
-
-    Example:
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> turns(chip_named("h200")), turns(chip_named("b200"))
-      (True, False)
-    """
-    return chip.compute_capability is not None and (8, 9) <= chip.compute_capability < (10, 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """The work of kernels, and the time that it takes at best.
@@ -106,30 +117,6 @@ class Cost:
           Cost(bytes=1, flops=0, seconds=0.25)
         """
         return Cost(round(self.bytes * number), round(self.flops * number), self.seconds * number)
-
-
-class Route(enum.Enum):
-    """How a matmul is computed. The value is its text in tables."""
-
-    PLAIN = "bf16"
-    DEQUANTIZED = "bf16, operands dequantized"
-    DEQUANTIZED_ROWS = "bf16, then a pass for scales of rows"
-    FOLDED = "bf16, scales of tiles folded in"
-    TILE_BY_TILE = "bf16, tile by tile"
-    FP8 = "FP8"
-    FP8_ROWS = "FP8, then a pass for scales of rows"
-    BLOCK_SCALED = "FP8, block-scaled"
-    PALLAS = "FP8, scaled by the Pallas kernel"
-
-    @property
-    def in_fp8(self) -> bool:
-        """Whether the FP8 units of the chip multiply."""
-        return self in (Route.FP8, Route.FP8_ROWS, Route.BLOCK_SCALED, Route.PALLAS)
-
-    @property
-    def reads_fp8(self) -> bool:
-        """Whether the route reads FP8 values. Otherwise it reads bfloat16 values."""
-        return self.in_fp8 or self is Route.TILE_BY_TILE
 
 
 def stream(
@@ -174,7 +161,7 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bo
         flops / (operations * _ATTAINED_PEAK), moved / (peak.bandwidth * _ATTAINED_BANDWIDTH)
     )
     cost = Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
-    parts = peak.split_k.parts(m, k, n) if by_triton else 1
+    parts = peak.split_k.parts(m, k, n) if by_triton and peak.split_k else 1
     return cost + stream(peak, 2 * 4 * parts * m * n) if parts > 1 else cost
 
 
@@ -203,8 +190,8 @@ def _matmul(
       in_bytes: whether scales are E8M0.
       by_triton: whether XLA multiplies bfloat16 by Triton. Otherwise cuBLASLt multiplies it.
     """
-    if route is Route.PALLAS:
-        return _by_pallas(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
+    if route is Route.HOPPER_PALLAS:
+        return _by_hopper(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
     if route is Route.TILE_BY_TILE:
         return _tile_by_tile(peak, m, k, n, tile or k)
     multiple = _ALIGNMENT if route.in_fp8 else 1 if by_triton else _ALIGNMENT_OF_BF16
@@ -247,7 +234,7 @@ def padded(size: int, multiple: int = _ALIGNMENT) -> int:
     return -(-size // multiple) * multiple
 
 
-def _by_pallas(
+def _by_hopper(
     peak: Peak, m: int, k: int, n: int, tile: int | None, *, square: bool, in_bytes: bool
 ) -> Cost:
     """The cost of Hopper's kernel (`kernels/scaled_matmul/hopper/`) and of converted scales."""
@@ -291,9 +278,6 @@ def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:
 # The route of a matmul, which is the way that it is computed.
 #
 # The route depends on operands, chip and backend.
-
-_TILE = 32
-"""Values along the contracted axis that share a scale on Blackwell."""
 
 
 class Side(NamedTuple):
@@ -341,45 +325,12 @@ def sides_of(operands: Operands) -> Sides:
     return Side.by(operands.lhs), Side.by(operands.rhs)
 
 
-def kernels_of(chip: Chip) -> tuple[str, ...]:
-    """The backends of matmuls that are written for a chip, besides XLA's.
-
-    Example:
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> [kernels_of(chip_named(name)) for name in ("l4", "h200", "b200")]
-      [(), ('mosaic',), ('cudnn',)]
-    """
-    if chip.is_hopper:
-        return ("mosaic",)
-    return ("cudnn",) if chip.block_scaled_matmul else ()
-
-
-def kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
-    """The kernels of `kernels_of` that are chosen without timings.
-
-    They are for tiles, which XLA multiplies in bfloat16. If a kernel cannot do a case, it raises an
-    error when it is called.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> recipes, h200 = (fp8.recipes.blockwise(), fp8.recipes.rowwise()), chip_named("h200")
-      >>> [kernels_for(sides_of(recipe.fprop), h200) for recipe in recipes]
-      [('mosaic',), ()]
-    """
-    if not all(side.in_fp8 and side.granularity.in_tiles for side in sides):
-        return ()
-    # Blackwell's tensor cores read scales that are powers of two, one for each 32 values.
-    fits = all(side.exact and side.granularity.along(2)[1] % _TILE == 0 for side in sides)
-    return tuple(name for name in kernels_of(chip) if fits or name != "cudnn")
-
-
 def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int]) -> Route:
     """How a backend computes a matmul on a chip.
 
     Args:
       sides: both operands.
-      backend: name of the backend: "xla", "mosaic" or "cudnn".
+      backend: name of the backend.
       chip: the chip that the matmul runs on.
       size: (M, K, N) of the matmul.
 
@@ -393,11 +344,10 @@ def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int])
     tiles = [side.granularity.in_tiles for side in sides]
     if not all(side.in_fp8 for side in sides):
         return Route.DEQUANTIZED if any(side.in_fp8 for side in sides) else Route.PLAIN
-    if backend == "mosaic":
-        return Route.PALLAS
+    route = BACKENDS[backend].route
+    if route is not None and (any(tiles) or route is not Route.BLOCK_SCALED):
+        return route
     if any(tiles):
-        if backend == "cudnn":
-            return Route.BLOCK_SCALED
         return Route.FOLDED if all(side.exact for side in sides) else Route.TILE_BY_TILE
     # XLA makes no FP8 call for a matmul with one row or one column.
     in_fp8 = chip.fp8_matmul and 1 not in (size[0], size[2])

@@ -11,27 +11,22 @@ import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels._dispatch import Attempt, Chip, chip_named
-from jaxfp8.kernels.cast import _api as cast
-from jaxfp8.kernels.quantize import _api as quantize
-from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
+from jaxfp8.kernels._dispatch import Attempt, Backend, Chip, chip_named, chips_of
+from jaxfp8.kernels.quantize._api import CASTS
+from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._backends import XLA, Backends, backends_for, best, copy_seconds, matmul_seconds
 from jaxfp8.plan._choices import Choices, explained
-from jaxfp8.plan._costs import Side
-from jaxfp8.plan._report import Shape, check_shape
+from jaxfp8.plan._costs import Shape, Side, check_shape
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
 
 # The backends that a user can name, and the chips that each backend is made for.
 
-_KNOWN = {
-    "casts": tuple(sorted({*cast.BACKENDS, *quantize.BACKENDS})),
-    "matmuls": tuple(sorted(scaled_matmul.BACKENDS)),
-}
-"""The names of backends that each field of `fp8.Kernels` takes."""
+_TABLES: dict[str, Mapping[str, Backend]] = {"casts": CASTS, "matmuls": BACKENDS}
+"""The backends that each field of `fp8.Kernels` takes."""
 
 
 def _check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
@@ -40,54 +35,59 @@ def _check_named(casts: object, matmuls: object, chip: Chip | None) -> None:
     None is valid: then the user names no backend, or no chip.
     """
     for field, name in (("casts", casts), ("matmuls", matmuls)):
-        if name is not None and (not isinstance(name, str) or name not in _KNOWN[field]):
+        if name is None:
+            continue
+        if not isinstance(name, str) or name not in _TABLES[field]:
             raise ValueError(
                 f"{field}={name!r} is no backend of {field}. Use None or one of "
-                f"{list(_KNOWN[field])}."
+                f"{sorted(_TABLES[field])}."
             )
-    given = None if chip is None else chip.name
-    if matmuls == "cudnn" and (chip is None or not chip.block_scaled_matmul):
+        _check_made_for(chip, field, name)
+
+
+def _check_made_for(chip: Chip | None, field: str, name: str) -> None:
+    """Raise ValueError for a backend that is written for other chips."""
+    row = _TABLES[field][name]
+    if not row.families or (chip is not None and chip.family in row.families):
+        return
+    given, others = None if chip is None else chip.name, chips_of(row)
+    why = f"{field}={name!r} is made for {' and '.join(row.families)}, but chip={given!r}."
+    if row.elsewhere is None:
+        # XLA compiles it for every chip, to a slow program. So nothing later would refuse.
         raise ValueError(
-            f"matmuls='cudnn' is made for Blackwell, but chip={given!r}. XLA has no such matmul "
-            'for other chips. Write fp8.Kernels("b200"), or leave matmuls out.'
+            f"{why} XLA has no such matmul for other chips. Write "
+            f'fp8.Kernels("{others[0].name}"), or leave {field} out.'
         )
     if chip is None:
         return
-    if matmuls == "mosaic" and not chip.is_hopper:
-        raise ValueError(
-            f"matmuls='mosaic' is made for Hopper, but chip={given!r}. Leave matmuls out."
-        )
-    # "xla" and "reference" run on every chip, so they need (0, 0).
-    needed = {"mosaic": (9, 0), "triton": (8, 9)}.get(str(casts), (0, 0))
-    if (chip.compute_capability or (0, 0)) < needed:
+    if field == "casts" and row.platform == "cuda":
+        needed = min(other.compute_capability or (0, 0) for other in others)
         has = ".".join(map(str, chip.compute_capability or ("none",)))
-        raise ValueError(
-            f"casts={casts!r} needs compute capability {needed[0]}.{needed[1]}, but "
-            f"chip={given!r} has {has}. Leave casts out."
+        why = (
+            f"casts={name!r} needs compute capability {needed[0]}.{needed[1]}, but "
+            f"chip={given!r} has {has}."
         )
+    raise ValueError(f"{why} Leave {field} out.")
 
 
 def _cure_of(kernels: object) -> str:
     """The code to write instead of a value that is not `fp8.Kernels`, for messages."""
     if not isinstance(kernels, str):
         return 'fp8.Kernels("h200")'
-    words = [f"{field}={kernels!r}" for field, names in _KNOWN.items() if kernels in names]
-    if kernels == "cudnn":
-        words.insert(0, "'b200'")
+    rows = {field: table[kernels] for field, table in _TABLES.items() if kernels in table}
+    words = [f"{field}={kernels!r}" for field in rows]
+    # A chip, for a backend that does not go without.
+    words[:0] = [
+        repr(chips_of(row)[0].name) for row in rows.values() if row.families and not row.elsewhere
+    ]
     return f"fp8.Kernels({', '.join(words) or repr(kernels)})"
 
 
 # The options with which XLA compiles a recipe to the intended kernels and numbers.
 
 
-def compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
-    """See `fp8.Kernels.compiler_options`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> compiler_options(fp8.recipes.blockwise(), "h200")
-      {'xla_allow_excess_precision': False}
-    """
+def _compiler_options(recipe: Recipe, chip: str) -> dict[str, bool | str]:
+    """See `fp8.Kernels.compiler_options`."""
     described = chip_named(chip)
     in_fp8 = [
         operands for operands in (recipe.fprop, recipe.dgrad, recipe.wgrad) if operands.in_fp8
@@ -304,7 +304,7 @@ class Kernels:
                 f"{self!r} names no chip, but compiler options depend on the chip. Write for "
                 'instance fp8.Kernels("h200").'
             )
-        return compiler_options(recipe, self.chip)
+        return _compiler_options(recipe, self.chip)
 
     def backends(self, recipe: Recipe, shape: Shape) -> Backends:
         """Names of backends for each matmul and cast of a layer (M, K, N) on one device."""

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-from jaxfp8.kernels._dispatch import Chip, chip_named
-
 # In how many parts XLA divides a matmul in bfloat16 that is too small for all multiprocessors.
 #
 # XLA splits K, the contracted axis. Each part writes its sum in float32, and another kernel adds
@@ -60,13 +58,13 @@ class Peak:
       bf16: operations/s of bfloat16 matmuls.
       fp8: operations/s of FP8 matmuls; None without FP8 units.
       bandwidth: bytes/s of device memory.
-      split_k: how XLA splits small matmuls.
+      split_k: how XLA splits small matmuls; None where it does not.
     """
 
     bf16: float
     fp8: float | None
     bandwidth: float
-    split_k: _SplitK
+    split_k: _SplitK | None = None
 
 
 # From NVIDIA's data sheets. If a data sheet gives a figure with sparsity, half of it is used.
@@ -81,22 +79,3 @@ PEAKS = {
     # DGX B200, an eighth
     "b200": Peak(bf16=2.25e15, fp8=4.5e15, bandwidth=8e12, split_k=_SplitK(148, *_BLACKWELL)),
 }
-
-
-def estimable(name: str) -> Chip:
-    """The chip of that name, if its figures are known.
-
-    Raises:
-      ValueError: for an unknown chip, or one without figures.
-
-    Example:
-      >>> estimable("h200").compute_capability
-      (9, 0)
-    """
-    chip = chip_named(name)
-    if name not in PEAKS:
-        raise ValueError(
-            f"chip={name!r} has no figures to estimate from. jaxfp8 has compiled nothing for FP8 "
-            f"units of platform {chip.platform}. Use one of {sorted(PEAKS)}."
-        )
-    return chip

@@ -7,108 +7,131 @@ counts with such programs.
 Letters: M tokens, K features in, N features out. A layer computes y [M, N] = x [M, K] @ w [K, N].
 """
 
-import functools
-import math
+import dataclasses
 from numbers import Integral
 from typing import Any
 
 from jaxfp8._typing import Matmul
-from jaxfp8.kernels._dispatch import chip_named
+from jaxfp8.kernels._dispatch import Chip, Route, chip_named, written_for
+from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.plan._backends import (
-    XLA,
-    Backends,
-    backends_for,
-    best,
-    matmul_seconds,
+    SMALLEST,
+    grouped_backends,
     rows_of,
     sizes_of,
+    tile_rows,
     values_of,
 )
 from jaxfp8.plan._cast_costs import MATRICES, Casts, cast_cost, copies_of, wants_contracted_last
-from jaxfp8.plan._costs import LAUNCH, Cost, Route, gemm, matmul_cost, route_of, sides_of, stream
+from jaxfp8.plan._choices import Footnotes
+from jaxfp8.plan._costs import (
+    LAUNCH,
+    MATMULS,
+    Cost,
+    Shape,
+    check_shape,
+    gemm,
+    matmul_cost,
+    route_of,
+    sides_of,
+    stream,
+)
 from jaxfp8.plan._kernels import Kernels, check_kernels
-from jaxfp8.plan._peaks import PEAKS, Peak, estimable
-from jaxfp8.plan._report import MATMULS, Part, Roofline, Shape, check_shape
+from jaxfp8.plan._peaks import PEAKS, Peak
 from jaxfp8.recipes._recipe import Recipe
 
-# Grouped matmuls: rows of a tile, backends, and costs.
+# The result of `roofline`: the cost of each matmul and of all casts, and a table of them.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One matmul, or all casts, of a training step of a layer.
+
+    Attributes:
+      bf16: its cost in a layer in bfloat16.
+      recipe: its cost in a layer of the recipe.
+      how: text for tables: the route of the matmul, or bytes for each value that is cast.
+    """
+
+    bf16: Cost
+    recipe: Cost
+    how: str
+
+    @property
+    def speedup(self) -> float:
+        """Time in bfloat16 / time in the recipe."""
+        return self.bf16.seconds / self.recipe.seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """An estimate of one dense layer, forward and backward, in a recipe and in bfloat16.
+
+    `str()` is a table.
+
+    Attributes:
+      shape: (M, K, N): tokens, features in and features out.
+      recipe: the name of the recipe.
+      chip: the name of the chip.
+      fprop: y = x @ w.
+      dgrad: dx = g @ w^T.
+      wgrad: dw = x^T @ g.
+      casts: amaxes, casts to FP8 and transpositions of x, w and g. In bfloat16 there are none.
+      groups: the number of groups of a grouped matmul; None for a dense layer.
+    """
+
+    shape: Shape
+    recipe: str
+    chip: str
+    fprop: Part
+    dgrad: Part
+    wgrad: Part
+    casts: Part
+    groups: int | None = None
+
+    @property
+    def total(self) -> Part:
+        """The sum of the three matmuls and the casts."""
+        parts = (self.fprop, self.dgrad, self.wgrad, self.casts)
+        bf16, recipe = (
+            sum((getattr(part, side) for part in parts), Cost()) for side in ("bf16", "recipe")
+        )
+        return Part(bf16=bf16, recipe=recipe, how="")
+
+    @property
+    def speedup(self) -> float:
+        """Time in bfloat16 / time in the recipe. Below 1 the recipe is slower."""
+        return self.total.speedup
+
+    def __str__(self) -> str:
+        m, k, n = self.shape
+        of_groups = "" if self.groups is None else f"{self.groups}, "
+        lines = [
+            f"[{m}, {k}] @ [{of_groups}{k}, {n}], {self.recipe} on {self.chip}: "
+            f"{self.speedup:.2f}x of bf16's speed, estimated",
+            f"{'':6}{'GFLOP':>8}{'bf16 MB':>10}{'bf16 us':>10}{'MB':>10}{'us':>10}  how",
+        ]
+        notes = Footnotes()
+        for name in (*MATMULS, "casts", "total"):
+            part = getattr(self, name)
+            how = part.how
+            if name in MATMULS and (detail := how.partition(", ")[2]):
+                how = notes.shorten(how, [detail])
+            numbers = (
+                part.recipe.flops / 1e9, part.bf16.bytes / 1e6, part.bf16.seconds * 1e6,
+                part.recipe.bytes / 1e6, part.recipe.seconds * 1e6,
+            )  # fmt: skip
+            lines.append(
+                f"{name:6}{numbers[0]:8.0f}"
+                + "".join(f"{x:10.1f}" for x in numbers[1:])
+                + f"  {how}"
+            )
+        return "\n".join(line.rstrip() for line in [*lines, *notes.lines()])
+
+
+# Grouped matmuls: what they cost.
 #
-# Letters: T rows (tokens) in E groups (experts); a group [T_e, K] @ [K, N]; P rows of a tile.
-
-_SMALLEST, _LARGEST = 16, 1024  # rows of a tile
-_OF_PALLAS = 128  # rows of a tile of kernels in Pallas
-_XLA = Backends()
-
-
-def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = _XLA) -> int:
-    """P, the rows of a tile: about a quarter of a group of average size, in tiles of values.
-
-    More rows read matrices less often. Fewer rows are padded less. Kernels in Pallas need whole
-    tiles of 128 rows. Hopper's matmul takes no more than that: it keeps matrices in L2.
-
-    Args:
-      tokens: T.
-      experts: E.
-      side: how many rows all tiles of values divide (`Recipe.whole_tiles`); None without tiles.
-      backends: what casts and multiplies.
-
-    Example:
-      >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
-      (1024, 256, 32)
-    """
-    by_pallas = any("mosaic" in names for names in backends)
-    tile = math.lcm(_SMALLEST if side is None else side, _OF_PALLAS if by_pallas else 1)
-    if "mosaic" in (*backends.fprop, *backends.dgrad, *backends.wgrad):
-        return tile
-    while 2 * tile <= min(tokens // (4 * experts), _LARGEST):
-        tile *= 2
-    return tile
-
-
-@functools.lru_cache(maxsize=4096)
-def grouped_backends(
-    chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape,
-    groups: int,
-) -> Backends:  # fmt: skip
-    """The backends of a grouped matmul.
-
-    On Hopper the kernel in Pallas multiplies every FP8 matmul: XLA's program reads the matrix of a
-    group once for each of its tiles. Elsewhere XLA loops over tiles, and estimates choose what
-    multiplies one.
-
-    Args:
-      chip: name of the chip that the program is for. None: XLA's backends, for every chip.
-      casts: name of the backend of all casts. None: estimates choose.
-      matmuls: name of the backend of all matmuls. None: the choice above.
-      recipe: which quantizer for which operand.
-      shape: (T, K, N).
-      groups: E.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> shape, recipe = (65536, 4096, 2048), fp8.recipes.current()
-      >>> grouped_backends("h200", None, None, recipe, shape, 8).fprop
-      ('mosaic', 'xla')
-      >>> grouped_backends("b200", None, None, recipe, shape, 8).fprop
-      ('xla',)
-    """
-    tokens, k, n = shape
-    chosen: dict[str, tuple[str, ...]] = {}
-    hopper = chip is not None and chip_named(chip).is_hopper
-    rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
-    for name, size in sizes_of((rows, k, n)).items():
-        operands = getattr(recipe, name)
-        if matmuls is not None:
-            chosen[name] = (matmuls,)
-        elif hopper and operands.in_fp8:
-            chosen[name] = ("mosaic", "xla")
-        elif chip is not None and not hopper:
-            chosen[name] = best(matmul_seconds(sides_of(operands), chip, size, recipe.tile))
-        else:
-            chosen[name] = XLA
-    by = "mosaic" if chosen["fprop"][0] == "mosaic" else None
-    dense = backends_for(chip, casts, by if hopper else None, recipe, shape)
-    return dense._replace(**chosen)
+# Letters: T rows (tokens) in E groups (experts); a group [T_e, K] @ [K, N].
 
 
 def _cost_of_groups(of_group: Cost, groups: int) -> Cost:
@@ -128,7 +151,7 @@ def _loop_cost(
     Args:
       recipe: which quantizer for which operand.
       name: the matmul.
-      backend: what multiplies a tile, "xla" or "cudnn".
+      backend: what multiplies a tile.
       chip: name of the chip.
       shape: (T, K, N).
       groups: E.
@@ -157,7 +180,7 @@ def _group_sizes_of(shape: Shape, groups: int, rows: int) -> Shape:
     """
     tokens, k, n = shape
     padded = -(-tokens // groups) + rows // 2
-    return -(-padded // _SMALLEST) * _SMALLEST if rows else padded, k, n
+    return -(-padded // SMALLEST) * SMALLEST if rows else padded, k, n
 
 
 # What w costs if it is not cast once for each forward and backward pass.
@@ -350,7 +373,7 @@ def _of_groups(
         size = sizes_of(padded)[name]
         routes[name] = route_of(sides, backend, described, size)
         how = routes[name].value
-        if backend == "mosaic":
+        if backend in written_for(described, grouped_matmul.BACKENDS):
             if recipe.tile == _OF_32:  # the kernel reads square tiles as tiles of 1x32
                 sides = sides[0], sides[1]._replace(granularity=sides[0].granularity)
             cost = _cost_of_groups(
@@ -398,6 +421,25 @@ def check_groups(groups: object) -> int:
     return int(groups)
 
 
+def _estimable(name: str) -> Chip:
+    """The chip of that name, if its figures are known.
+
+    Raises:
+      ValueError: for an unknown chip, or one without figures.
+
+    Example:
+      >>> _estimable("h200").compute_capability
+      (9, 0)
+    """
+    chip = chip_named(name)
+    if name not in PEAKS:
+        raise ValueError(
+            f"chip={name!r} has no figures to estimate from. jaxfp8 has compiled nothing for FP8 "
+            f"units of platform {chip.platform}. Use one of {sorted(PEAKS)}."
+        )
+    return chip
+
+
 def check_estimable(kernels: Kernels) -> str:
     """The name of the chip to estimate for.
 
@@ -417,4 +459,4 @@ def check_estimable(kernels: Kernels) -> str:
         )
     if "reference" in (given.casts, given.matmuls):
         raise ValueError(f"kernels={given!r}: the backend 'reference' is for tests. Leave it out.")
-    return estimable(given.chip).name
+    return _estimable(given.chip).name

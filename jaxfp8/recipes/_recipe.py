@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._quantized_tensor import Cast, Direction
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels.cast._api import WRITE_TRANSPOSED
+from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.numerics._formats import E5M2
 from jaxfp8.quantizers._base import AbstractQuantizer
 
@@ -342,7 +342,7 @@ def planned_casts(
         granularity = quantizer.granularity.for_matmul(axes.not_contracted, len(axes.order))
         # Hopper's matmuls read operands with the contracted axis last. So a backend that can write
         # a copy transposed does it here, and nobody has to transpose it later.
-        transposed = axes.is_transposed and backends[0] in WRITE_TRANSPOSED
+        transposed = axes.is_transposed and CASTS[backends[0]].writes_transposed
         if (gathered and granularity.in_one) or (matmul in by_xla and granularity.in_tiles):
             transposed = False
         direction = Direction(granularity, transposed)

@@ -70,7 +70,7 @@ def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
     (tmp_path / "waiting_backend.py").write_text("def double(x, *, plus):\n  return 2 * x + plus\n")
     monkeypatch.syspath_prepend(tmp_path)
     elsewhere = lambda like, x, *, plus: -(2 * x + plus)
-    backend = Backend("waiting_backend", "double", needs="a file", elsewhere=elsewhere)
+    backend = Backend("waiting_backend", "double", platform="cuda", elsewhere=elsewhere)
     assert "waiting_backend" not in sys.modules
     assert dispatch("op", {"a": backend}, ("a",), jnp.int32(3), plus=1) == -7  # on a CPU
     monkeypatch.setattr(_dispatch, "platform_dependent", cuda)
@@ -85,7 +85,7 @@ def test_a_backend_is_imported_by_its_first_call(tmp_path, monkeypatch):
 def test_a_backend_that_cannot_be_imported_cannot_do_the_case(tmp_path, monkeypatch, source):
     (tmp_path / "lacking_backend.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    backend = Backend("lacking_backend", "f", needs="Triton (pip install it)", elsewhere=broken)
+    backend = Backend("lacking_backend", "f", needs="Triton (pip install it)")
     with pytest.raises(
         NotImplementedError, match=mentions("Triton (pip install it) cannot be imported: ")
     ):
@@ -97,7 +97,7 @@ def test_a_backend_that_cannot_be_imported_cannot_do_the_case(tmp_path, monkeypa
 def test_a_wrong_import_of_our_own_is_a_bug(tmp_path, monkeypatch, source):
     (tmp_path / "wrong_backend.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    backend = Backend("wrong_backend", "f", needs="Pallas", elsewhere=broken)
+    backend = Backend("wrong_backend", "f", needs="Pallas")
     with pytest.raises(ImportError, match=r"(?i)nothing"):
         dispatch("op", {"a": backend, "b": lambda: 1}, ("a", "b"))
 

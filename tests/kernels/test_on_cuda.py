@@ -1,4 +1,4 @@
-"""`on_cuda` with plain functions instead of a kernel, and XLA's extras in place of a kernel's."""
+"""A plain function in place of a kernel for CUDA, and XLA's extras in place of a kernel's."""
 
 import functools
 
@@ -14,9 +14,10 @@ from platforms import mesh_of, text_for, types
 
 import jaxfp8 as fp8
 from jaxfp8._quantized_tensor import CastExtras
-from jaxfp8.kernels._dispatch import _on_cuda
+from jaxfp8.kernels._dispatch import _on_platform
 from jaxfp8.prologues._prologue import Produced, produce, value_of
 
+_on_cuda = functools.partial(_on_platform, "cuda")
 X = jnp.arange(1.0, 9.0)
 
 
@@ -57,7 +58,16 @@ def test_elsewhere_gets_what_the_kernel_gets():
     x = produce(fp8.prologues.SwiGLU(), jnp.ones((4, 64)), jnp.ones((4, 64)))
     cast = cast_in(fp8.E4M3, fp8.PerTensor(), fp8.PerAxis(0), column_sums=True)
     result = _on_cuda(
-        kernel, elsewhere, tiles, x, cast, known(X[0], X[1]), 3, [X], key=None, how={"by": "name"}
+        kernel,
+        elsewhere,
+        tiles,
+        x,
+        cast,
+        known(X[0], X[1]),
+        3,
+        [X],
+        key=None,
+        how={"by": "name"},
     )
     np.testing.assert_array_equal(result["sum"].astype(jnp.float32), np.full((2, 3), 2))
     assert result["none"] is None

@@ -7,6 +7,7 @@ from flax import linen, nnx
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
+from jaxfp8.kernels._dispatch import Backend
 from jaxfp8.kernels.cast import _api
 from jaxfp8.plan._autotune import _Recorder
 
@@ -58,7 +59,7 @@ def test_kernels_of_a_layer(run, make, monkeypatch):
         return reference(x, *args, **kwargs)
 
     reference = _api.BACKENDS["reference"]
-    monkeypatch.setitem(_api.BACKENDS, "reference", spied)
+    monkeypatch.setitem(_api.BACKENDS, "reference", Backend(function=spied))
     kernels = fp8.Kernels(casts="reference", timings=asked)
     run(make, recipe=fp8.recipes.current(), kernels=kernels)
     assert len(asked.matmuls) == 1

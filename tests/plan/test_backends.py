@@ -1,12 +1,20 @@
 """Which backends are taken for which recipe on which chip, by tables and estimates."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._dispatch import _CHIPS, chip_named
-from jaxfp8.plan._backends import Backends, _casting_kernels, best
-from jaxfp8.plan._costs import kernels_for, kernels_of, sides_of
+from jaxfp8.kernels._dispatch import _CHIPS, Backend, Route, chip_named, written_for
+from jaxfp8.kernels.cast import _api as cast
+from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
+from jaxfp8.kernels.quantize import _api as quantize
+from jaxfp8.kernels.scaled_matmul import _api as scaled_matmul
+from jaxfp8.plan._backends import Backends, _casting_backends, _kernels_for, best
+from jaxfp8.plan._costs import sides_of
+from jaxfp8.plan._peaks import PEAKS, Peak
 
 SHAPE = (8192, 4096, 4096)
 STATIC = {"x_scale": 0.1, "w_scale": 0.1, "g_scale": 0.1}
@@ -74,7 +82,7 @@ def test_tiles(chip):
 @pytest.mark.parametrize("name", NOT_FOR_CUDNN)
 def test_what_cudnn_cannot_do(name):
     recipe, says = NOT_FOR_CUDNN[name]
-    assert kernels_for(sides_of(recipe.fprop), chip_named("b200")) == ()
+    assert _kernels_for(sides_of(recipe.fprop), chip_named("b200")) == ()
     assert fp8.Kernels("b200").backends(recipe, SHAPE).fprop == ("xla",)
     # By name it says why.
     by_name = fp8.Kernels("b200", casts="xla", matmuls="cudnn")
@@ -95,15 +103,66 @@ def test_without_a_chip_shapes_do_not_matter():
 
 
 def test_backends_that_are_written_for_a_chip():
-    assert {chip: kernels_of(chip_named(chip)) for chip in _CHIPS if kernels_of(_CHIPS[chip])} == {
+    written = {name: written_for(chip, scaled_matmul.BACKENDS) for name, chip in _CHIPS.items()}
+    assert {name: kernels for name, kernels in written.items() if kernels} == {
         "h100": ("mosaic",),
         "h200": ("mosaic",),
         "b200": ("cudnn",),
     }
     tile = [fp8.PerBlock((1, 128))]
-    casting = {chip for chip in _CHIPS if _casting_kernels(_CHIPS[chip], tile) != ("xla",)}
+    casting = {chip for chip in _CHIPS if _casting_backends(_CHIPS[chip], tile) != ("xla",)}
     assert casting == {"h100", "h200", "b200"}
-    assert _casting_kernels(_CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
+    assert _casting_backends(_CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
+
+
+def test_rows_of_one_name_state_the_same_facts():
+    """A cast is planned before it is known whether its scales are, so both tables must agree."""
+    fields = ("needs", "platform", "families", "estimated", "writes_transposed", "rows")
+    for name in cast.BACKENDS.keys() & quantize.BACKENDS:
+        rows = cast.BACKENDS[name], quantize.BACKENDS[name]
+        one, other = ([getattr(row, field) for field in fields] for row in rows)
+        assert one == other, name
+    assert grouped_matmul.BACKENDS.keys() <= scaled_matmul.BACKENDS.keys()
+
+
+def test_a_kernel_for_a_tpu_is_a_row_and_figures(monkeypatch):
+    """The program has these kernels on a TPU. A CPU runs `elsewhere`."""
+    multiply, cast_all = (of.BACKENDS["xla"].function for of in (scaled_matmul, quantize))
+    of_tpu = {"platform": "tpu", "families": ("TPU",)}
+    matmul = Backend(
+        function=lambda lhs, rhs, call: jnp.sin(multiply(lhs, rhs, call)),
+        elsewhere=lambda like, *operands: multiply(*operands),
+        route=Route.BLOCK_SCALED,
+        **of_tpu,
+    )
+    casting = Backend(
+        function=lambda x, cast, *, key: cast_all(jnp.tanh(x), cast, key=key),
+        elsewhere=lambda like, *given, **how: cast_all(*given, **how),
+        estimated=True,
+        **of_tpu,
+    )
+    monkeypatch.setitem(scaled_matmul.BACKENDS, "of tpu", matmul)
+    monkeypatch.setitem(quantize.BACKENDS, "of tpu", casting)
+    monkeypatch.setitem(PEAKS, "tpu", Peak(bf16=1e15, fp8=2e15, bandwidth=4e12))
+    recipe, tpu, shape = TILES["blockwise"], fp8.Kernels("tpu"), (4096, 4096, 4224)
+    # Choices are cached. No other test asks for this shape.
+    assert set(tpu.backends(recipe, shape)) == {("of tpu", "xla")}
+    assert "FP8, block-scaled; xla" in tpu.choices(recipe, shape).wgrad.why
+    assert fp8.Kernels("h200").backends(recipe, shape).x == ("mosaic", "xla")
+    with pytest.raises(ValueError, match=mentions("casts='of tpu' is made for TPU", "'h200'")):
+        fp8.Kernels("h200", casts="of tpu")
+    x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in (shape[:2], shape[1:]))
+    run = jax.jit(lambda x, w: fp8.dot(x, w, recipe=recipe, kernels=tpu))
+    traced = run.trace(x, w)
+    for platform, has in (("tpu", True), ("cpu", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert [f"stablehlo.{each}" in text for each in ("sine", "tanh")] == [has] * 2, platform
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((128, 128)), jnp.float32)
+    dots = [
+        fp8.dot(x, x, recipe=recipe, kernels=kernels)
+        for kernels in (fp8.Kernels("tpu", casts="of tpu", matmuls="of tpu"), fp8.Kernels())
+    ]
+    np.testing.assert_array_equal(*dots)
 
 
 def test_only_what_is_faster_is_taken():

@@ -5,7 +5,7 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8.kernels.grouped_matmul._groups import _tile_count
-from jaxfp8.plan._roofline import grouped_backends, tile_rows
+from jaxfp8.plan._backends import grouped_backends, tile_rows
 
 SHAPE = (32768, 4096, 2048)
 

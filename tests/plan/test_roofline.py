@@ -14,9 +14,8 @@ from pages import ROOT
 
 import jaxfp8 as fp8
 from jaxfp8.plan._backends import sizes_of
-from jaxfp8.plan._costs import LAUNCH, gemm
+from jaxfp8.plan._costs import LAUNCH, MATMULS, gemm
 from jaxfp8.plan._peaks import PEAKS
-from jaxfp8.plan._report import MATMULS
 from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity
 
 STATIC = fp8.recipes.static(x_scale=0.1, w_scale=0.2, g_scale=0.3)

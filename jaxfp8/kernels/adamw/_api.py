@@ -15,5 +15,6 @@ TRITON = Backend(
     "jaxfp8.kernels.adamw._triton",
     "update",
     needs="jax-triton (pip install 'jaxfp8[triton]')",
+    platform="cuda",
     elsewhere=_given,
 )

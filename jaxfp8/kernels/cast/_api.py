@@ -1,8 +1,8 @@
 """The entry to the cast with known scales: high precision in, QuantizedTensors out."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -78,10 +78,6 @@ class KnownScale(NamedTuple):
     scale: Array
 
 
-WRITE_TRANSPOSED = frozenset({"mosaic"})
-"""The backends that write a copy transposed if its direction says so."""
-
-
 def _elsewhere(
     like: tuple[tuple[QuantizedTensor, ...], CastExtras],
     x: Source,
@@ -90,20 +86,25 @@ def _elsewhere(
     *,
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """The cast that other platforms than CUDA run instead of a kernel."""
+    """The cast that other platforms run instead of a kernel."""
     copies, _ = cast_by_xla(x, cast, scales, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
 
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "xla": functools.partial(cast_by_xla, barriers=False),
+BACKENDS: dict[str, Backend] = {
+    "xla": Backend(function=functools.partial(cast_by_xla, barriers=False)),
     "mosaic": Backend(
         "jaxfp8.kernels.cast._mosaic",
         "cast_copies",
         needs="Pallas Mosaic GPU",
+        platform="cuda",
         elsewhere=_elsewhere,
+        families=("Hopper", "Blackwell"),
+        estimated=True,
+        writes_transposed=True,
+        rows=128,
     ),
-    "reference": functools.partial(cast_by_xla, barriers=True),
+    "reference": Backend(function=functools.partial(cast_by_xla, barriers=True)),
 }
 
 

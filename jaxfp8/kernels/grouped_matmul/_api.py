@@ -171,21 +171,26 @@ def _elsewhere(
     *,
     tiling: Any = None,
 ) -> Array:
-    """The grouped matmul that other platforms than CUDA run instead of a kernel."""
+    """The grouped matmul that other platforms run instead of a kernel."""
     del like, tiling
     return _grouped_by_xla(lhs, rhs, groups, call, backend="xla")
 
 
-_BACKENDS: dict[str, Callable[..., Any]] = {
-    "cudnn": functools.partial(_grouped_by_xla, backend="cudnn"),
-    "xla": functools.partial(_grouped_by_xla, backend="xla"),
+# Names are those of scaled matmuls, which also say the routes. A row with families is one kernel
+# for all groups. The others loop over tiles.
+BACKENDS: dict[str, Backend] = {
+    "cudnn": Backend(function=functools.partial(_grouped_by_xla, backend="cudnn")),
+    "xla": Backend(function=functools.partial(_grouped_by_xla, backend="xla")),
     "mosaic": Backend(
         "jaxfp8.kernels.grouped_matmul._mosaic",
         "grouped_matmul",
         needs="Pallas Mosaic GPU",
+        platform="cuda",
         elsewhere=_elsewhere,
+        families=("Hopper",),
+        rows=128,
     ),
-    "reference": _grouped_by_definition,
+    "reference": Backend(function=_grouped_by_definition),
 }
 
 
@@ -205,5 +210,5 @@ def multiply(
     If the call sums over rows (`MatmulCall.sums_rows`), rhs has tiles of rows [R, P, N]. The result
     is [E, K, N], with 0 for a group without rows.
     """
-    product: Array = dispatch("grouped_matmul", _BACKENDS, attempts, lhs, rhs, groups, call)
+    product: Array = dispatch("grouped_matmul", BACKENDS, attempts, lhs, rhs, groups, call)
     return product

@@ -5,15 +5,15 @@ this device. For scales that span devices, and for scales from a state, use `ker
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections import ChainMap
+from collections.abc import Mapping
 
 import jax
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels.cast._api import cast_by_xla
+from jaxfp8.kernels.cast import _api as cast_api
 from jaxfp8.numerics._amax import amax
 from jaxfp8.prologues._prologue import Source, value_of
 
@@ -30,7 +30,7 @@ def _quantize_by_xla(
     array = value_of(x)
     cut = jax.lax.optimization_barrier if barriers else lambda arrays: arrays
     scales = [cast.rule.apply(cut(amax(array, each)), cast.format) for each in cast.granularities]
-    return cast_by_xla(array, cast, scales, key=key, barriers=barriers)
+    return cast_api.cast_by_xla(array, cast, scales, key=key, barriers=barriers)
 
 
 # The entry to the quantizer: amax, scale and cast in one call, for every direction.
@@ -43,28 +43,38 @@ def _elsewhere(
     *,
     key: Array | None,
 ) -> tuple[tuple[QuantizedTensor, ...], CastExtras]:
-    """The quantizer that other platforms than CUDA run instead of a kernel."""
+    """The quantizer that other platforms run instead of a kernel."""
     copies, _ = _quantize_by_xla(x, cast, key=key, barriers=False)
     return copies, CastExtras.of(value_of(x), like[1])
 
 
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "xla": functools.partial(_quantize_by_xla, barriers=False),
+BACKENDS: dict[str, Backend] = {
+    "xla": Backend(function=functools.partial(_quantize_by_xla, barriers=False)),
     "mosaic": Backend(
         "jaxfp8.kernels.quantize._mosaic",
         "quantize",
         needs="Pallas Mosaic GPU",
+        platform="cuda",
         elsewhere=_elsewhere,
+        families=("Hopper", "Blackwell"),
+        estimated=True,
+        writes_transposed=True,
+        rows=128,
     ),
     # jax-triton before 0.4 cannot be imported without the CUDA wheels.
     "triton": Backend(
         "jaxfp8.kernels.quantize._triton",
         "quantize",
         needs="Triton (pip install 'jaxfp8[triton]', with cuda12 or cuda13)",
+        platform="cuda",
         elsewhere=_elsewhere,
+        families=("Ada", "Hopper", "Blackwell"),
     ),
-    "reference": functools.partial(_quantize_by_xla, barriers=True),
+    "reference": Backend(function=functools.partial(_quantize_by_xla, barriers=True)),
 }
+
+CASTS: Mapping[str, Backend] = ChainMap(cast_api.BACKENDS, BACKENDS)
+"""Every backend that casts. Rows of one name in both tables state the same facts."""
 
 
 def quantize(

@@ -11,9 +11,10 @@ from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels._dispatch import Attempt, Backend, dispatch
+from jaxfp8.kernels._dispatch import Attempt, Backend, Route, dispatch
 from jaxfp8.kernels.scaled_matmul import _cudnn, _xla
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import search_space
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 
 # C + product: a matmul that adds its product to an array C, like cuBLAS with beta = 1.
@@ -85,21 +86,32 @@ def _elsewhere(
     add_to: Array | None = None,
     tiling: Any = None,
 ) -> Array:
-    """The matmul that other platforms than CUDA run instead of a kernel."""
+    """The matmul that other platforms run instead of a kernel."""
     del like, tiling
     return _adding(_xla.scaled_matmul)(lhs, rhs, call, add_to=add_to)
 
 
-BACKENDS: dict[str, Callable[..., Any]] = {
-    "cudnn": _cudnn.scaled_matmul,
-    "xla": _xla.scaled_matmul,
+BACKENDS: dict[str, Backend] = {
+    # XLA compiles the same function for other platforms.
+    "cudnn": Backend(
+        function=_cudnn.scaled_matmul,
+        platform="cuda",
+        families=("Blackwell",),
+        route=Route.BLOCK_SCALED,
+    ),
+    "xla": Backend(function=_xla.scaled_matmul),
     "mosaic": Backend(
         "jaxfp8.kernels.scaled_matmul.hopper._door",
         "scaled_matmul",
         needs="Pallas Mosaic GPU",
+        platform="cuda",
         elsewhere=_elsewhere,
+        families=("Hopper",),
+        route=Route.HOPPER_PALLAS,
+        adds=True,
+        tilings=search_space,
     ),
-    "reference": _multiply_by_definition,
+    "reference": Backend(function=_multiply_by_definition),
 }
 
 
@@ -120,11 +132,7 @@ def multiply(
     if add_to is None:
         product: Array = dispatch("scaled_matmul", BACKENDS, attempts, lhs, rhs, call)
         return product
-    # The kernel in Pallas (a `Backend`) adds C before it writes. The other backends write float32,
-    # and XLA adds C.
-    backends = {
-        name: backend if isinstance(backend, Backend) else _adding(backend)
-        for name, backend in BACKENDS.items()
-    }
+    # Hopper's kernel adds C before it writes. The other backends write float32, and XLA adds C.
+    backends = {name: row if row.adds else _adding(row) for name, row in BACKENDS.items()}
     product = dispatch("scaled_matmul", backends, attempts, lhs, rhs, call, add_to=add_to)
     return product

@@ -18,7 +18,7 @@ from jaxfp8.kernels import _measure
 from jaxfp8.kernels._timings import Time, Way, describe
 from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES
+from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, search_space
 from jaxfp8.plan import _autotune
 from jaxfp8.plan._autotune import _Recorder
 
@@ -56,6 +56,13 @@ def table(*times, matmul=None, chip="h200"):
     )
 
 
+def runs(monkeypatch, name, function):
+    """Replace what a backend runs, on every platform. Its only tiling is None."""
+    row = _api.BACKENDS[name]
+    changed = dataclasses.replace(row, function=function, elsewhere=None, tilings=lambda: (None,))
+    monkeypatch.setitem(_api.BACKENDS, name, changed)
+
+
 @pytest.fixture
 def called(monkeypatch):
     """The backends of a matmul, in the order in which they are called; "mosaic" cannot."""
@@ -68,7 +75,7 @@ def called(monkeypatch):
         return backend(*args, **kwargs)
 
     for name, backend in _api.BACKENDS.items():
-        monkeypatch.setitem(_api.BACKENDS, name, functools.partial(spy, name, backend))
+        runs(monkeypatch, name, functools.partial(spy, name, backend))
     return names
 
 
@@ -271,8 +278,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(_measure, "_MOST_SETS", 2)
     monkeypatch.setattr(_measure, "_ROUNDS", 3)
     monkeypatch.setattr(_measure, "_SECONDS", 0.0)
-    monkeypatch.setitem(_api.BACKENDS, "mosaic", _api.BACKENDS["xla"])
-    monkeypatch.setattr(_measure, "_search_space", lambda: (None,))
+    runs(monkeypatch, "mosaic", _api.BACKENDS["xla"].function)
     return monkeypatch
 
 
@@ -322,7 +328,7 @@ def test_autotune_keeps_the_casts():
 
 def test_autotune_refuses_a_wrong_product(gpu):
     xla = _api.BACKENDS["xla"]
-    gpu.setitem(_api.BACKENDS, "mosaic", lambda *args, **kwargs: 1.1 * xla(*args, **kwargs))
+    runs(gpu, "mosaic", lambda *args, **kwargs: 1.1 * xla(*args, **kwargs))
     with pytest.raises(RuntimeError, match="xla gives a wrong product"):
         fp8.plan.autotune(step, *TYPES, kernels=H200)
 
@@ -357,7 +363,8 @@ def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
     def broken(*args, **kwargs):
         raise ValueError("a bug")
 
-    monkeypatch.setitem(_api.BACKENDS, "mosaic", broken)
+    row = dataclasses.replace(_api.BACKENDS["mosaic"], function=broken)
+    monkeypatch.setitem(_api.BACKENDS, "mosaic", row)
     with pytest.raises(ValueError, match="a bug"):
         list(_measure._ways(operands(), CALL, ("mosaic", "xla")))
 
@@ -399,6 +406,6 @@ def test_a_loop_does_all_of_its_work():
 
 
 def test_the_search_has_what_the_table_has():
-    tilings = list(_measure._search_space())
+    tilings = list(search_space())
     assert len(set(tilings)) == len(tilings) <= 48
     assert set(CHOICES.values()) <= set(tilings)

@@ -39,6 +39,8 @@ References:
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
@@ -228,3 +230,20 @@ class GroupSteps(NamedTuple):
 
     first: Any
     count: Any
+
+
+def search_space() -> Iterator[Tiling]:
+    """The tilings that an autotuner tries: `CHOICES` and similar ones. Some do not fit a matmul."""
+    yield from CHOICES.values()
+    shapes = (
+        (64, 32, True),
+        (64, 32, False),
+        (64, 64, True),
+        (64, 64, False),
+        (64, 128, False),
+        (128, 64, False),
+    )
+    for (rows, columns, beside), stages, cluster in itertools.product(shapes, (4, 5, 6, 8), (1, 2)):
+        tiling = Tiling(rows=rows, columns=columns, beside=beside, stages=stages, cluster=cluster)
+        if tiling not in CHOICES.values() and (columns > 32 or stages == 8):
+            yield tiling
