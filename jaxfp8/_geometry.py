@@ -73,7 +73,7 @@ class Geometry:
 
     @classmethod
     def of(cls, dimension_numbers: DotDimensionNumbers, lhs_ndim: int, rhs_ndim: int) -> "Geometry":
-        """From dimension numbers that `check` returned, and the numbers of axes of the operands."""
+        """From the result of `check_dimension_numbers`, and the numbers of axes of the operands."""
         (lhs, rhs), (lhs_batch, rhs_batch) = dimension_numbers
         return cls(_axes(lhs_ndim, lhs_batch, lhs), _axes(rhs_ndim, rhs_batch, rhs))
 
@@ -192,7 +192,7 @@ def _axes(ndim: int, batch: Sequence[int], contracted: Sequence[int]) -> Operand
     return OperandAxes(batch, kept, contracted)
 
 
-def check(
+def check_dimension_numbers(
     x_shape: tuple[int, ...], w_shape: tuple[int, ...], dimension_numbers: DotDimensionNumbers
 ) -> DotDimensionNumbers:
     """The dimension numbers with non-negative axes. ValueError if they do not fit the shapes."""

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfp8._geometry import Geometry, OperandAxes, TrainingGeometry, check, inverse_permutation
+from jaxfp8._geometry import (
+    Geometry,
+    OperandAxes,
+    TrainingGeometry,
+    check_dimension_numbers,
+    inverse_permutation,
+)
 
 CASES = {
     "matrices": ((2, 3), (3, 4), (((1,), (0,)), ((), ()))),
@@ -42,7 +48,7 @@ def dot_general(x, w, dimension_numbers):
 def arrays_of(name):
     """Integers, whose products are exact: x, w, g, and of JAX y and the gradients of x and w."""
     x_shape, w_shape, dimension_numbers = CASES[name]
-    dimension_numbers = check(x_shape, w_shape, dimension_numbers)
+    dimension_numbers = check_dimension_numbers(x_shape, w_shape, dimension_numbers)
     product = functools.partial(lax.dot_general, dimension_numbers=dimension_numbers)
     random = np.random.default_rng(0)
     x, w = (np.float32(random.integers(-8, 9, shape)) for shape in (x_shape, w_shape))

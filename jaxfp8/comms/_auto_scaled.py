@@ -14,7 +14,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
 from jaxfp8.comms._sum_methods import AutoScaledFP8, SumMethod, check_method
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._exact import LARGEST, TINY, widened
+from jaxfp8.numerics._exact import LARGEST, TINY, widen
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.numerics._scale import encoding_multiplier, inverse
@@ -148,7 +148,7 @@ def _next_row(row: GradientSumState, sums: _Sums, method: AutoScaledFP8) -> Grad
 # `AutoScaledFP8` for one gradient.
 
 
-def whole_sum(
+def all_reduce_auto_scaled(
     x: Array,
     slices: Slices,
     names: tuple[str, ...],
@@ -175,8 +175,8 @@ def whole_sum(
     share = jnp.clip(share, -method.format.max, method.format.max)
     result = share * inverse(multiplier)
 
-    # `widened` would clip a float64 above the largest float32, and nothing would count that.
-    magnitude = jnp.abs(x if x.dtype == jnp.float64 else widened(x))
+    # `widen` would clip a float64 above the largest float32, and nothing would count that.
+    magnitude = jnp.abs(x if x.dtype == jnp.float64 else widen(x))
     # A mean is in the range of float32. Above it, it is rounded, not clipped.
     beyond = jnp.float32(0) if mean else _count(jnp.abs(result) > LARGEST)
     counts = jnp.stack(

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor, validate
 from jaxfp8._typing import Array
-from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 from jaxfp8.sharding._place import in_bytes
 from jaxfp8.sharding._specs import check_borders
 
@@ -201,14 +201,14 @@ def _check_axis_name(axis_name: str) -> None:
 
 def _check_common_scale(tensor: QuantizedTensor, axis_name: str, axis: int, common: bool) -> None:
     """Raise ValueError unless all devices have the same scale, by its type or by `common`."""
-    if not types_tell() and not common:
+    if not types_show_varying() and not common:
         raise ValueError(
             f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
             f"{axis}, which is split over {axis_name!r}. With check_vma=False types cannot show "
             "that all devices have the same scale. Quantize with the amax of all shards, and pass "
             "common_scale=True."
         )
-    if axis_name in varying(tensor.scale):
+    if axis_name in varying_axes(tensor.scale):
         raise ValueError(
             f"the scale of a tensor {list(tensor.shape)} with {tensor.granularity!r} spans axis "
             f"{axis}, which is split over {axis_name!r}. But each device has its own scale. "

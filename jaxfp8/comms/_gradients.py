@@ -19,10 +19,10 @@ from jaxfp8.comms._sum_methods import (
     SumMethod,
     TwoPhaseFP8,
     check_method,
-    in_bfloat16,
-    in_high_precision,
+    sum_in_bfloat16,
+    sum_in_float32,
 )
-from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 # Which gradients can be summed over which mesh axes: the checks of `all_reduce_gradients`.
 
@@ -100,7 +100,9 @@ def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
             f"{where} has the dtype {leaf.dtype}, which has no scale. Pass the gradient in "
             "bfloat16 or float32. The method casts it to FP8."
         )
-    if types_tell() and (missing := [name for name in names if name not in varying(leaf)]):
+    if types_show_varying() and (
+        missing := [name for name in names if name not in varying_axes(leaf)]
+    ):
         raise ValueError(
             f"{where} does not vary over {missing}. JAX has already summed it, because the "
             "parameters do not vary over these axes. Differentiate with respect to "
@@ -110,7 +112,7 @@ def _check_leaf(path: str, leaf: Any, names: tuple[str, ...]) -> None:
 
 def _check_state_varies_not(path: str, state: Sequence[Array], names: tuple[str, ...]) -> None:
     """Raise ValueError if the state of a gradient differs between the devices that are summed."""
-    found = sorted({name for leaf in state for name in varying(leaf)} & set(names))
+    found = sorted({name for leaf in state for name in varying_axes(leaf)} & set(names))
     if found:
         raise ValueError(
             f"the state of the gradient {path or 'grads'} varies over {found}, over which the "
@@ -261,16 +263,16 @@ def all_reduce_gradients(
         if not isinstance(method, BFloat16Sum):
             x = _not_differentiated(x)
         if devices == 1 or _is_small(x, devices, method):
-            return in_high_precision(x, method, devices, factor, psum), row
+            return sum_in_float32(x, method, devices, factor, psum), row
         if isinstance(method, BFloat16Sum):
-            return in_bfloat16(x, devices, factor, psum), row
+            return sum_in_bfloat16(x, devices, factor, psum), row
         slices = Slices(x.shape, devices, getattr(method, "group", _ALIGNED))
         if isinstance(method, TwoPhaseFP8):
-            return _sum_methods.whole_sum(x, slices, names, method, factor), row
+            return _sum_methods.all_reduce_two_phase(x, slices, names, method, factor), row
         assert row is not None
         _check_state_varies_not(path, row, names)
         also = _also_split_over(x, row, names, also_split_over)
-        return _auto_scaled.whole_sum(x, slices, names, method, row, also, mean)
+        return _auto_scaled.all_reduce_auto_scaled(x, slices, names, method, row, also, mean)
 
     results = [reduced(*each) for each in zip(paths, leaves, rows, strict=True)]
     next_state = _state_from([row for _, row in results], structure, method)
@@ -283,8 +285,8 @@ def _also_split_over(
     """The mesh axes over which a gradient is split and its state is not, without `names`."""
     if named is not None:
         return tuple(name for name in _names_of(named, "also_split_over") if name not in names)
-    if types_tell():
-        return tuple(sorted(varying(x) - varying(row.mu) - set(names)))
+    if types_show_varying():
+        return tuple(sorted(varying_axes(x) - varying_axes(row.mu) - set(names)))
     others = [name for name in manual_axes() if name not in names and lax.axis_size(name) > 1]
     if others:
         raise ValueError(
@@ -359,12 +361,12 @@ def reduce_scatter_gradients(
             return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
         if devices == 1 or _is_small(x, devices, method):
-            return in_high_precision(x, method, devices, factor, scatter)
+            return sum_in_float32(x, method, devices, factor, scatter)
         if isinstance(method, BFloat16Sum):
-            return in_bfloat16(x, devices, factor, scatter)
+            return sum_in_bfloat16(x, devices, factor, scatter)
         x = _not_differentiated(x)
         slices = Slices(x.shape, devices, method.group, axis)
-        return slices.shard(_sum_methods.slice_sum(x, slices, names, method, factor))
+        return slices.shard(_sum_methods.reduce_scatter_two_phase(x, slices, names, method, factor))
 
     results = [scattered(*each) for each in zip(paths, leaves, axes, strict=True)]
     return structure.unflatten(results)

@@ -13,7 +13,7 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._exact import LARGEST, factors_of, is_finite, widened
+from jaxfp8.numerics._exact import LARGEST, factors_of, is_finite, widen
 from jaxfp8.numerics._formats import E4M3, VALUE_FORMATS, Format
 from jaxfp8.numerics._granularity import PerAxis
 from jaxfp8.numerics._rounding import saturating_cast
@@ -201,12 +201,12 @@ def _shrinking(devices: int) -> float:
     return 2.0 ** -(devices - 1).bit_length()
 
 
-def in_high_precision(
+def sum_in_float32(
     x: Array, method: SumMethod, devices: int, factor: float, collective: Callable[[Array], Array]
 ) -> Array:
     """The sum in float32, times `factor`, in the dtype in which the method returns gradients."""
     dtype = x.dtype if isinstance(method, BFloat16Sum) else jnp.dtype(jnp.float32)
-    x = widened(x)
+    x = widen(x)
     if devices == 1:
         return _scaled(collective(x), factor, dtype)
     # The first sum may overflow, even if the mean does not. The second may lose values near 2^-126.
@@ -218,7 +218,7 @@ def in_high_precision(
     return jnp.where(is_finite(total), _scaled(total, factor, dtype), shrunk)
 
 
-def in_bfloat16(
+def sum_in_bfloat16(
     x: Array, devices: int, factor: float, collective: Callable[[Array], Array]
 ) -> Array:
     """The sum in bfloat16, times `factor`, in the dtype of x.
@@ -227,7 +227,7 @@ def in_bfloat16(
     """
     shrink = _shrinking(devices)
     # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
-    clipped = _scaled(widened(x), 1.0, jnp.bfloat16).astype(jnp.float32)
+    clipped = _scaled(widen(x), 1.0, jnp.bfloat16).astype(jnp.float32)
     shrunk = (clipped * np.float32(shrink)).astype(jnp.bfloat16)
     return _scaled(collective(shrunk), factor / shrink, x.dtype)
 
@@ -243,7 +243,7 @@ def _scaled(x: Array, factor: float, dtype: Any) -> Array:
 # `TwoPhaseFP8` for one gradient.
 
 
-def slice_sum(
+def reduce_scatter_two_phase(
     x: Array, slices: Slices, names: tuple[str, ...], method: TwoPhaseFP8, factor: float
 ) -> Array:
     """The sum of this device's slice over all devices, times `factor`: [groups, group] float32.
@@ -264,11 +264,11 @@ def slice_sum(
     return jnp.clip(result, -LARGEST, LARGEST)  # NaN stays
 
 
-def whole_sum(
+def all_reduce_two_phase(
     x: Array, slices: Slices, names: tuple[str, ...], method: TwoPhaseFP8, factor: float
 ) -> Array:
     """The sum over all devices, times `factor`: [slices.shape] float32, the same everywhere."""
-    values, scale = _quantized(slice_sum(x, slices, names, method, factor), method)
+    values, scale = _quantized(reduce_scatter_two_phase(x, slices, names, method, factor), method)
     return slices.join(_dequantized(gather(values, names), gather(scale, names), method))
 
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxfp8._typing import Array
 from jaxfp8.conversion._rule import CONVOLUTION, LOOKUP, TIED, UNKNOWN, Layer
-from jaxfp8.jaxprs._data_flow import labels_of, reads_into, union
+from jaxfp8.jaxprs._data_flow import labels_of, reads_into, union_of_labels
 from jaxfp8.jaxprs._flops import CONVOLUTIONS, MATMULS, is_in_layer
 
 # Layers that are not flax's: what `layers=` of `fp8.convert` says of them.
@@ -26,7 +26,7 @@ def compute_of(foreign: Foreign, kind: type) -> Compute | None:
     return next((compute for base, compute in foreign if issubclass(kind, base)), None)
 
 
-class Once:
+class OneCallEinsum:
     """An einsum that may be called once: a layer has one quantizer state."""
 
     def __init__(self, einsum: Callable[..., Array]) -> None:
@@ -81,20 +81,20 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
         nonlocal multiplied, convolved, used
         read = None
         if eqn is None or _hides_a_matmul(eqn):
-            read = union(_weights(labels))
+            read = union_of_labels(_weights(labels))
             multiplied |= read if last else 0
         elif is_in_layer(eqn):
-            read = union(labels)
+            read = union_of_labels(labels)
         elif eqn.primitive.name in MATMULS and all(labels[:2]):
-            read = union(_weights(labels[:2]))
+            read = union_of_labels(_weights(labels[:2]))
             multiplied |= read if last else 0
         elif eqn.primitive.name in CONVOLUTIONS:
-            read = union(_weights(labels[1:2]))
+            read = union_of_labels(_weights(labels[1:2]))
             convolved |= read if last else 0
         elif reads_into(eqn):
             return None
-        mixed = union(labels) & _ACTIVATION
-        now = union(labels) if mixed or read is not None else 0
+        mixed = union_of_labels(labels) & _ACTIVATION
+        now = union_of_labels(labels) if mixed or read is not None else 0
         if last and (new := now & ~used):
             order.extend(_numbers(new))
             used |= new
@@ -110,7 +110,7 @@ def uses_of(jaxpr: Any, numbers: Sequence[int | None]) -> Uses:
     return Uses(read, kernels, tuple(number for number in order if number < len(numbers)))
 
 
-def known_by_use(
+def drop_layers_without_matmul(
     layers: Mapping[str, Layer], own: Mapping[str, AbstractSet[int]], uses: Uses
 ) -> dict[str, Layer]:
     """The layers by path, without modules that have parameters and multiply nothing by them.

@@ -36,7 +36,7 @@ from flax.core import freeze, unfreeze
 
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.conversion._foreign import Once, compute_of
+from jaxfp8.conversion._foreign import OneCallEinsum, compute_of
 from jaxfp8.conversion._linen_layers import (
     KNOWN,
     Known,
@@ -179,7 +179,7 @@ def _intercept(
     try:
         if compute is not None and context.method_name == "__call__":
             multiply = functools.partial(_einsum_of, running, path, module)
-            return compute(module, Once(multiply), *args, **kwargs)
+            return compute(module, OneCallEinsum(multiply), *args, **kwargs)
         if method in KNOWN:
             return _call(running, path, module, KNOWN[method], next_fun, args, kwargs)
     except Exception as error:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.conversion._foreign import known_by_use, uses_of
+from jaxfp8.conversion._foreign import drop_layers_without_matmul, uses_of
 from jaxfp8.conversion._plan import Decision
 from jaxfp8.conversion._rule import (
     CONVOLUTION,
@@ -29,7 +29,7 @@ from jaxfp8.conversion._rule import (
     size_of_einsum,
 )
 from jaxfp8.linen._dot_general import Plug
-from jaxfp8.linen._layers import apply_einsum, dense
+from jaxfp8.linen._layers import apply_dense, apply_einsum
 from jaxfp8.linen._matmul_module import MatmulModule, matmul_options
 from jaxfp8.linen._moe import ExpertKernels, FP8GroupedLinear, FP8MoE
 from jaxfp8.linen._state import NAME, matmul_state
@@ -66,7 +66,7 @@ def _dense_size(module: nn.Dense, inputs: Any) -> Size:
 
 def _run_dense(module: nn.Dense, decision: Decision, next_fun: Any, inputs: Any) -> Array:
     del next_fun
-    return dense(module, LayerInput.read(inputs, None), _plug(decision)())
+    return apply_dense(module, LayerInput.read(inputs, None), _plug(decision)())
 
 
 def _tuple(axes: Any) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ def see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
             module = "/".join(parts[:depth])
             if name in seen.kernels.get(module, ()):
                 own[module].add(i)
-    seen.layers = known_by_use(seen.layers, own, uses_of(program, numbers))
+    seen.layers = drop_layers_without_matmul(seen.layers, own, uses_of(program, numbers))
 
 
 def _obstacle(module: nn.Module) -> str:

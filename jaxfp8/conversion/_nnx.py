@@ -12,7 +12,14 @@ from flax import nnx
 
 from jaxfp8._call import Example
 from jaxfp8._typing import Array
-from jaxfp8.conversion._foreign import Compute, Foreign, Once, compute_of, known_by_use, uses_of
+from jaxfp8.conversion._foreign import (
+    Compute,
+    Foreign,
+    OneCallEinsum,
+    compute_of,
+    drop_layers_without_matmul,
+    uses_of,
+)
 from jaxfp8.conversion._plan import Plan
 from jaxfp8.conversion._rule import (
     CONVOLUTION,
@@ -140,7 +147,7 @@ def _computed(kind: type, compute: Compute) -> type:
     """The class of a layer that is not flax's, with `compute` as its call."""
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        return compute(layer, Once(getattr(layer, _EINSUM)), *args, **kwargs)
+        return compute(layer, OneCallEinsum(getattr(layer, _EINSUM)), *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
 
@@ -335,7 +342,9 @@ def _see_uses(seen: Seen, program: Any, model: nnx.Module, state: nnx.State) -> 
             obstacle = UNKNOWN if place[path] < len(first) else UNCALLED
             seen.layers[path] = dataclasses.replace(layer, obstacle=obstacle)
     in_order = sorted(seen.layers, key=place.__getitem__)
-    seen.layers = known_by_use({path: seen.layers[path] for path in in_order}, own, uses)
+    seen.layers = drop_layers_without_matmul(
+        {path: seen.layers[path] for path in in_order}, own, uses
+    )
 
 
 def converted(model: M, plan: Plan, example: Example | None, rngs: Any) -> M:

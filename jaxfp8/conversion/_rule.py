@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jaxfp8._call import check_options
 from jaxfp8._typing import DotDimensionNumbers
 from jaxfp8.matmul._options import LayerOptions
-from jaxfp8.ops._einsum import parse
+from jaxfp8.ops._einsum import parse_equation
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
 
@@ -238,7 +238,7 @@ def size_of_einsum(equation: str, lhs: tuple[int, ...], rhs: tuple[int, ...]) ->
       >>> size_of_einsum("btd,dhk->bthk", (2, 3, 8), (8, 4, 5))
       Size(shape=(6, 8, 20), batch=1)
     """
-    parsed = parse(equation.replace(" ", ""), lhs, rhs)
+    parsed = parse_equation(equation.replace(" ", ""), lhs, rhs)
     sizes = dict(zip(parsed.lhs + parsed.rhs, (*lhs, *rhs), strict=True))
     x, w = set(parsed.lhs_kept), set(parsed.rhs_kept)
     batch = x & w & set(parsed.output)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.matmul._stats import CastStats, watching
+from jaxfp8.matmul._stats import CastStats, watch_casts
 from jaxfp8.nnx._dot_general import AbstractFP8Matmul
 
 # Names of layers: the path of a matmul or of its state, without the parts that say nothing.
@@ -228,7 +228,7 @@ def collect(model: Any = None) -> Iterator[Records]:
       act above 0.1 % saturated, 2 % underflowed (marked !)
     """
     records = Records()
-    with _named_matmuls(model), watching(records.receive):
+    with _named_matmuls(model), watch_casts(records.receive):
         yield records
     if not len(records):
         raise RuntimeError(

@@ -57,7 +57,7 @@ def labels_of(
     if any(hasattr(x.aval, "inner_aval") for x in variables):
         # A reference: an equation writes to one of its inputs, which no output shows.
         rule(None, list(labels), last)
-        return [union(labels)] * len(jaxpr.outvars)
+        return [union_of_labels(labels)] * len(jaxpr.outvars)
     known = dict(zip(jaxpr.invars, labels, strict=True))
 
     def read(values: Any) -> list[int]:
@@ -73,7 +73,7 @@ def labels_of(
     return read(jaxpr.outvars)
 
 
-def union(labels: Iterable[int]) -> int:
+def union_of_labels(labels: Iterable[int]) -> int:
     """The labels of several sets."""
     return functools.reduce(operator.or_, labels, 0)
 
@@ -100,14 +100,14 @@ def _of_equation(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[in
     if name == "cond":
         index, *operands = labels
         branches = [labels_of(branch, operands, rule, last) for branch in params["branches"]]
-        return [index | union(each) for each in zip(*branches, strict=True)]
+        return [index | union_of_labels(each) for each in zip(*branches, strict=True)]
     if name == "scan":
         return _of_scan(eqn, labels, rule, last)
     if name == "while":
         return _of_while(params, labels, rule, last)
     if len(programs := _called(eqn)) == 1:
         return labels_of(programs[0], labels, rule, last)
-    return [union(labels)] * len(eqn.outvars)
+    return [union_of_labels(labels)] * len(eqn.outvars)
 
 
 def _of_scan(eqn: Any, labels: list[int], rule: Rule, last: bool) -> list[int]:

@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.lax import platform_dependent
 from jax.sharding import AbstractMesh
 
-from jaxfp8.sharding._amax import varying, varying_type
+from jaxfp8.sharding._amax import varying_axes, varying_axes_of_type
 
 # A kernel for one platform and its replacement on the others, in one program.
 #
@@ -84,7 +84,7 @@ def _as(x: jax.Array, aval: Any) -> jax.Array:
 
     The branches of `platform_dependent` must return equal types.
     """
-    if missing := varying_type(aval) - varying(x):
+    if missing := varying_axes_of_type(aval) - varying_axes(x):
         x = lax.pcast(x, tuple(sorted(missing)), to="varying")
     mesh = aval.sharding.mesh
     if not mesh.empty and jax.sharding.AxisType.Explicit in mesh.axis_types:

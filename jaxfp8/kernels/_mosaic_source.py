@@ -145,7 +145,7 @@ def _loaded(kind: _Kind, staged: Any, rows: Any, columns: Any) -> Array:
     return lax.broadcast_in_dim(loaded, (PART, _COLUMNS), (0 if kind == "rows" else 1,))
 
 
-def reader(
+def make_reader(
     operands: Sequence[Array], prologue: AbstractPrologue | None, *, separate: bool = False
 ) -> tuple[Reader, list[Array]]:
     """The reader, and the operands as it reads them. All but the first may have axes of size 1.
@@ -167,11 +167,11 @@ def reader(
             arrays.append(jnp.broadcast_to(each, x.shape).reshape(matrices.shape))
         else:
             described.append(("rows" if each.shape[-1] == 1 else "columns", each.dtype))
-            arrays.append(lined(each, x.shape, len(matrices)))
+            arrays.append(pad_lines(each, x.shape, len(matrices)))
     return Reader(matrices.shape, prologue, tuple(described)), arrays
 
 
-def lined(values: Array, shape: Axes, matrices: int) -> Array:
+def pad_lines(values: Array, shape: Axes, matrices: int) -> Array:
     """Values of rows [L, M], or of columns [L, K], or [L], as a kernel reads them."""
     *lead, _, _ = shape
     if values.shape[-2] > 1 or matrices > 1:

@@ -83,13 +83,13 @@ def place(shape: Axes) -> Place:
     return Place(lax.axis_index("l"), lax.axis_index("m"), lax.axis_index("k"))
 
 
-def tiles_of(shape: Axes) -> Axes:
+def count_tiles(shape: Axes) -> Axes:
     """How many tiles an array [.., M, K] has along M and along K."""
     return pl.cdiv(shape[-2], T), pl.cdiv(shape[-1], T)
 
 
 def _counts(shape: Axes) -> Axes:
-    return shape[0], *tiles_of(shape)
+    return shape[0], *count_tiles(shape)
 
 
 def shared_tile(dtype: DType, shape: Axes) -> Any:
@@ -105,7 +105,7 @@ def shared_tile(dtype: DType, shape: Axes) -> Any:
     )
 
 
-def parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[Any, Array]]:
+def load_parts(tile: Any, *, transposed: bool, rows: int = PART) -> Iterator[tuple[Any, Array]]:
     """The tile, or its transpose, in parts: their index, and their rows [rows, T] in float32."""
     source = tile.transpose((1, 0)) if transposed else tile
     # A whole tile would be 128 values for each of the 128 threads, half of a thread's registers.
@@ -155,7 +155,7 @@ class ColumnSums:
     def write(self, staged: Any, result: Any, tile: Any = None) -> None:
         """Start to write the sums of a tile. Without `tile`, `take` has summed its columns."""
         if tile is not None:
-            for index, columns in parts(tile, transposed=True):
+            for index, columns in load_parts(tile, transposed=True):
                 self.take(staged, index, columns)
             plgpu.commit_smem()  # all threads have stored their sums, and TMA sees them
         here = place(self.shape)

@@ -200,7 +200,7 @@ def _rule(shape: Axes, cells: tuple[Axes, ...], others: list[Axes]) -> dict[str,
 # FP8 values that XLA writes in the order of their axes, before a kernel reads them transposed.
 
 
-def in_order(x: Array) -> Array:
+def write_in_order(x: Array) -> Array:
     """x [...], written to memory in the order of its axes, on one device."""
     # A kernel may read x transposed. Without the barrier XLA moves the transposition before the
     # cast that made x. Then it also writes masks, magnitudes and the other copy in that order, in

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
-from jaxfp8.linen._matmul_module import MatmulModule, is_part, part_of
+from jaxfp8.linen._matmul_module import MatmulModule, init_local_shard, is_local_shard
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.matmul._bias import fits
+from jaxfp8.matmul._bias import bias_fits
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, as_array, check_prologue, options_of
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.prologues._prologue import AbstractPrologue
@@ -51,8 +51,8 @@ class _KernelModule(MatmulModule):
         self, name: str, init_fn: Callable[..., Any], *init_args: Any, **arguments: Any
     ) -> Any:
         """See `flax.linen.Module.param`. Inside `jax.shard_map` it makes a shard of the kernel."""
-        if name == "kernel" and self.w_shard is not None and is_part(self.w_shard):
-            init_fn = part_of(init_fn, self.w_shard)
+        if name == "kernel" and self.w_shard is not None and is_local_shard(self.w_shard):
+            init_fn = init_local_shard(init_fn, self.w_shard)
         return super().param(name, init_fn, *init_args, **arguments)
 
 
@@ -128,10 +128,10 @@ class FP8Dense(_PrologueModule, nn.Dense):
         The matmul adds the bias if that gives the result of `flax.linen.Dense`. Then the backward
         pass of the matmul also sums the gradient of the bias.
         """
-        return dense(self, LayerInput.read(inputs, self.prologue), self.dot_general_cls())
+        return apply_dense(self, LayerInput.read(inputs, self.prologue), self.dot_general_cls())
 
 
-def dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]) -> Array:
+def apply_dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]) -> Array:
     """What a layer with the fields of `nn.Dense` computes, with an `FP8DotGeneral` as matmul."""
     kernel = layer.param(
         "kernel", layer.kernel_init, (given.like.shape[-1], layer.features), layer.param_dtype
@@ -147,7 +147,7 @@ def dense(layer: nn.Dense, given: LayerInput, matmul: Callable[..., Array]) -> A
     dot_general = functools.partial(
         matmul, given.lhs, w, dimension_numbers, precision=layer.precision, prologue=given.prologue
     )
-    if bias is None or fits(bias, given.like, w):
+    if bias is None or bias_fits(bias, given.like, w):
         return dot_general(bias=bias)
     y = dot_general()
     return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))

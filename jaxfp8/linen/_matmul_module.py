@@ -64,14 +64,14 @@ def matmul_options(module: nn.Module, recipe: Recipe, given: LayerOptions) -> Ma
     if module.is_initializing():
         for name in ("x_shard", "w_shard", "y_shard"):
             shard: Any = options.get(name)
-            if shard is not None and not is_part(shard):
+            if shard is not None and not is_local_shard(shard):
                 options[name] = None
     if recipe.needs_key and (module.has_rng(_KEYS) or module.is_initializing()):
         options["key"] = module.make_rng(_KEYS)
     return options
 
 
-def is_part(shard: Shard) -> bool:
+def is_local_shard(shard: Shard) -> bool:
     """Whether this code runs inside `jax.shard_map` over the axes of the shard.
 
     An array with this shard is then one device's shard, not the global array.
@@ -79,7 +79,7 @@ def is_part(shard: Shard) -> bool:
     return set(shard.axis_names) <= set(manual_axes())
 
 
-def part_of(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:
+def init_local_shard(init_fn: Callable[..., PyTree], shard: Shard) -> Callable[..., PyTree]:
     """An initializer that calls `init_fn` and returns this device's shard of its result.
 
     All devices draw the same global kernel, so their shards belong to one kernel.

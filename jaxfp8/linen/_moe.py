@@ -12,7 +12,7 @@ from flax.linen.dtypes import promote_dtype as flax_promote_dtype
 
 from jaxfp8._typing import Array, Axes, DType, Tensor
 from jaxfp8.linen._layers import FP8Dense
-from jaxfp8.linen._matmul_module import matmul_options, part_of
+from jaxfp8.linen._matmul_module import init_local_shard, matmul_options
 from jaxfp8.linen._state import matmul_state
 from jaxfp8.matmul._options import (
     LayerOptions,
@@ -22,13 +22,13 @@ from jaxfp8.matmul._options import (
     check_save_original,
     check_state_channel,
 )
-from jaxfp8.moe._experts import ExpertParallel, check_clamp, shared_parts
+from jaxfp8.moe._experts import ExpertParallel, check_clamp, split_gate
 from jaxfp8.moe._mixture import (
     MoEStats,
+    apply_mixture,
     check_mixture,
     check_tokens,
-    experts_here,
-    mixture,
+    count_local_experts,
 )
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.ops._ragged_dot import ragged_dot
@@ -58,7 +58,10 @@ class ExpertKernels(nn.Module):
         """The kernel [E, K, N] and its state. With `axis` they are those of this device."""
         init, here = self.kernel_init, self.shape[0]
         if self.axis is not None:
-            init, here = part_of(init, Shard(0, self.axis)), here // jax.lax.axis_size(self.axis)
+            init, here = (
+                init_local_shard(init, Shard(0, self.axis)),
+                here // jax.lax.axis_size(self.axis),
+            )
         kernel = self.param("kernel", init, self.shape, self.param_dtype)
         stacked = (here,) if self.state_per_expert else ()
         return kernel, matmul_state(self, self.recipe, self.state_channel, stacked=stacked)
@@ -158,11 +161,11 @@ class FP8MoE(nn.Module):
         check_high_precision("FP8MoE", w_in=w_in, w_out=w_out)
         x, w_in, w_out = flax_promote_dtype(inputs, w_in, w_out, dtype=self.dtype)
         keys: Any = matmul_options(self, self.recipe, options)
-        is_global = experts_here(self.experts, self.parallel) == self.experts
+        is_global = count_local_experts(self.experts, self.parallel) == self.experts
         parallel = self.parallel
         if parallel is not None and self.is_initializing() and is_global:
             parallel = dataclasses.replace(parallel, axis=None, tokens=None)
-        y, stats = mixture(
+        y, stats = apply_mixture(
             inputs, x, router, (w_in, w_out), k=self.k, recipe=self.recipe,
             states=(state_in, state_out), parallel=parallel, scores=self.scores,
             normalized=self.normalized, clamp=self.clamp, **keys,
@@ -173,7 +176,7 @@ class FP8MoE(nn.Module):
                 recipe=self.recipe, **options,
             )  # fmt: skip
             h = dense(2 * self.shared, name="shared_in")(x)
-            parts = shared_parts(h, self.clamp)
+            parts = split_gate(h, self.clamp)
             y += dense(features, name="shared_out", prologue=SwiGLU())(parts)
         return y, stats
 
@@ -185,7 +188,7 @@ class FP8MoE(nn.Module):
 
     def _kernels(self, name: str, k: int, n: int) -> tuple[Array, MatmulState | tuple[()]]:
         """A kernel [E, K, N] and its state, those of this device."""
-        is_global = experts_here(self.experts, self.parallel) == self.experts
+        is_global = count_local_experts(self.experts, self.parallel) == self.experts
         axis = None if is_global or self.parallel is None else self.parallel.axis
         return ExpertKernels(
             (self.experts, k, n), self.kernel_init, self.param_dtype, self.recipe,

@@ -24,9 +24,9 @@ from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.matmul._options import StateChannel
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._check_state import check_state
-from jaxfp8.state._init import concrete, unset_state
+from jaxfp8.state._init import make_concrete, unset_state
 from jaxfp8.state._init import state_specs as specs_of_states
-from jaxfp8.state._state import LEAVES, MatmulState, check_tree, is_state, shown
+from jaxfp8.state._state import LEAVES, MatmulState, check_tree, describe_node, is_state
 from jaxfp8.weights._quantized_weight import QuantizedWeight
 
 # Quantizer state and weights in FP8 in flax's serialization, for instance `to_bytes`.
@@ -157,7 +157,7 @@ def matmul_state(
 
 def stored_state(module: nn.Module, recipe: Recipe, name: str = NAME) -> MatmulState | tuple[()]:
     """The state that `matmul_state` created or found. () for a recipe without state."""
-    return concrete(meta.unbox(module.get_variable(home.get(), name))) if recipe.rows else ()
+    return make_concrete(meta.unbox(module.get_variable(home.get(), name))) if recipe.rows else ()
 
 
 def _refuse_carry(module: nn.Module) -> None:
@@ -263,8 +263,8 @@ def state_specs(state: PyTree, param_specs: PyTree) -> PyTree:
             node = node[key.key]
         if not (isinstance(node, Mapping) and "kernel" in node):
             raise ValueError(
-                f"param_specs is {shown(param_specs)}, which has no kernel for the state at "
-                f"{jax.tree_util.keystr(path)}. Give a jax.P for each parameter, for instance "
+                f"param_specs is {describe_node(param_specs)}, which has no kernel for the state "
+                f"at {jax.tree_util.keystr(path)}. Give a jax.P for each parameter, for instance "
                 'flax.linen.get_partition_spec(variables)["params"]. '
                 "For matmuls without a kernel of their own (FP8EinsumOp) use fp8.state_specs."
             )

@@ -15,9 +15,9 @@ from flax.core import meta, unfreeze
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.linen._state import COLLECTION
-from jaxfp8.state._init import concrete
-from jaxfp8.state._saved import matched, names_of, saved_leaves
-from jaxfp8.state._state import check_tree, shown
+from jaxfp8.state._init import make_concrete
+from jaxfp8.state._saved import match_leaves, names_of, saved_leaves
+from jaxfp8.state._state import check_tree, describe_node
 from jaxfp8.weights._quantized_weight import is_weight
 
 # flax's `TrainState`, with quantizer state beside the parameters.
@@ -206,23 +206,23 @@ def add_state(
       ['_overwrite_with_gradient', 'params']
     """
     if not isinstance(model, nn.Module) or model.scope is not None:
+        what = "a bound module" if isinstance(model, nn.Module) else describe_node(model)
         raise TypeError(
-            f"model is {shown(model) if not isinstance(model, nn.Module) else 'a bound module'}, "
-            "but an unbound flax.linen.Module is needed. Write for instance "
+            f"model is {what}, but an unbound flax.linen.Module is needed. Write for instance "
             "add_state(variables, FP8Dense(16), x). For nnx see fp8.nnx.add_state."
         )
     _check_variables(variables)
     keys = {"params": jax.random.key(0)}  # flax draws from it for every stream that is missing
     types_of = Example(args, kwargs).shapes(lambda *a, **k: nn.Module.init(model, keys, *a, **k))
     fresh: dict[str, Any] = dict(unfreeze(types_of))
-    states = concrete(fresh.pop(COLLECTION, {}))
+    states = make_concrete(fresh.pop(COLLECTION, {}))
     check_tree(states)
     # What a call sows or caches is in no checkpoint. A call makes it anew, or flax names it.
     for name in set(fresh) - {"params", "batch_stats"} - set(variables):
         del fresh[name]
     wanted = saved_leaves(fresh, {}, called="model", read=_unboxed)
     given = saved_leaves(variables, rename, called="variables", read=_unboxed, kept=1)
-    found = matched(wanted, given, called="variables", optional=())
+    found = match_leaves(wanted, given, called="variables", optional=())
 
     def joined(path: Any, node: Any) -> Any:
         array = found[names_of(path)]
@@ -235,7 +235,7 @@ def add_state(
 def _check_variables(variables: Any) -> None:
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"variables is {shown(variables)}, but a dict of collections is needed. Write "
+            f"variables is {describe_node(variables)}, but a dict of collections is needed. Write "
             "{'params': params}."
         )
     if COLLECTION in variables:

@@ -80,7 +80,7 @@ def _named_copy(x: Array, tensor: Tensor) -> Array:
     return checkpoint_name(checkpoint_name(x, _RESIDUAL), _ALIAS)
 
 
-def named_amax(x: Array) -> Array:
+def name_amax(x: Array) -> Array:
     """An amax, or another small result of the forward pass, under both of its names."""
     return checkpoint_name(checkpoint_name(x, _AMAX), _ALIAS)
 
@@ -131,7 +131,7 @@ class Copy:
         return dataclasses.replace(self.operand, scale=known[1, self.row])
 
 
-def named(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
+def name_residuals(copies: list[Copy], tensor: Tensor) -> tuple[list[Copy], list[Copy]]:
     """The same copies with the names of residuals, twice: for this pass and the backward pass."""
 
     def one(leaf: Array) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.matmul._options import check_float
 from jaxfp8.numerics._formats import FLOAT_DTYPES, product_dtype, sum_dtype
-from jaxfp8.sharding._amax import varying, varying_type
+from jaxfp8.sharding._amax import varying_axes, varying_axes_of_type
 
 
 def check_bias(bias: ArrayLike, shape: Axes) -> Array:
@@ -56,7 +56,7 @@ def bias_gradient(
     summed = gradient if column_sums is None else column_sums
     total = jnp.sum(summed, axes, sum_dtype(summed.dtype))
     # Devices that share the bias must share its gradient.
-    missing = varying(total) - varying_type(bias)
+    missing = varying_axes(total) - varying_axes_of_type(bias)
     if missing:
         total = lax.psum(total, tuple(sorted(missing)))
     total = total.astype(bias.dtype)
@@ -65,7 +65,9 @@ def bias_gradient(
     return total
 
 
-def fits(bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None) -> bool:
+def bias_fits(
+    bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None
+) -> bool:
     """Whether `dot` can add the bias of a layer: lhs [..., K] times rhs [K, N].
 
     If not, flax adds the bias after the matmul. flax then broadcasts the bias, and promotes the

@@ -25,7 +25,7 @@ from jaxfp8.plan._kernels import Kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
 from jaxfp8.sharding._place import Place
 
 # The mesh axes over which the amaxes of one matmul are reduced inside `jax.shard_map`.
@@ -112,7 +112,7 @@ def amax_axes(
         # flax also initializes layers for shard_map outside of it. Their named axes are ignored
         # here, so that `init` does not raise an error.
         return _GLOBAL
-    typed = types_tell()
+    typed = types_show_varying()
     if named is None:
         if not typed and recipe.combines_amaxes:
             raise _unknown(recipe)

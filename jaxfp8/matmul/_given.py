@@ -15,7 +15,7 @@ from jaxfp8.matmul._options import (
 )
 from jaxfp8.numerics._formats import check_out_dtype, product_dtype
 from jaxfp8.sharding._place import Place
-from jaxfp8.sharding._specs import parts_of
+from jaxfp8.sharding._specs import shard_counts
 
 # The operands of a matmul, checked: the arrays, their places in the mesh, and their axes.
 
@@ -41,7 +41,7 @@ class Given:
         """
         lhs, rhs = self.geometry.fprop.sides
         x, w = (
-            tuple(size // parts for size, parts in zip(shape, parts_of(array), strict=True))
+            tuple(size // parts for size, parts in zip(shape, shard_counts(array), strict=True))
             for shape, array in zip(self.shapes, (self.x, self.w), strict=True)
         )
         batch, m, _ = lhs.matrix_shape(x)
@@ -67,7 +67,7 @@ class Given:
         return check_out_dtype(preferred_element_type)
 
 
-def check_whole(x: Array, x_place: Place, how: Options) -> None:
+def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
     """Raise ValueError if a prologue needs a whole axis that is split over devices.
 
     `x` has the shape of the array that the prologue makes.

@@ -21,9 +21,9 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Whole
 from jaxfp8.state._gradient_channel import in_gradient_channel
-from jaxfp8.state._identity import known_scales, matched
+from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._state import MatmulState
-from jaxfp8.state._value_and_grad import as_traced
+from jaxfp8.state._value_and_grad import recipe_in_context
 
 # The call of a grouped matmul: everything about it except its operands and its rows.
 
@@ -49,10 +49,10 @@ class GroupedCall:
         x are rows, or the tokens that become rows. `tokens` says how many rows all groups have
         together, or about as many.
         """
-        recipe, state = as_traced(recipe, state)
+        recipe, state = recipe_in_context(recipe, state)
         if how.state_channel == "gradient" and isinstance(state, MatmulState):
             state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
-        own = matched(state, recipe, stacked=w.shape[0])
+        own = match_state(state, recipe, stacked=w.shape[0])
         kernels = check_kernels(how.kernels)
         probe = own.probe if own else None
         experts, k, n = w.shape

@@ -19,16 +19,16 @@ from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.matmul._arrays import Copy, QuantizerArrays, named
+from jaxfp8.matmul._arrays import Copy, QuantizerArrays, name_residuals
 from jaxfp8.matmul._call import Call, Variation
 from jaxfp8.matmul._operands import Quantized, Seen, rounding_key
-from jaxfp8.matmul._stats import CastStats, cast_stats, joined_stats
+from jaxfp8.matmul._stats import CastStats, cast_stats, join_stats
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.prologues._prologue import Gathered, Source
 from jaxfp8.quantizers._base import ScaleInputs
-from jaxfp8.recipes._recipe import PlannedCast, planned_casts
-from jaxfp8.sharding._amax import pmax, varying
+from jaxfp8.recipes._recipe import PlannedCast, plan_casts
+from jaxfp8.sharding._amax import pmax, varying_axes
 from jaxfp8.state._ledger import observe
 
 
@@ -50,7 +50,7 @@ def quantize_groups(
     stack = Stack(groups, call, tensor, value, variation)
     copies: list[Copy] = []
     largest = None
-    for planned in planned_casts(
+    for planned in plan_casts(
         call.recipe, call.geometry, tensor, getattr(call.backends, tensor), only=only
     ):
         if planned.cast is None:
@@ -65,7 +65,7 @@ def quantize_groups(
     seen = stack.seen(arrays.ledger, stack.values if largest is None else largest)
     saved = copies
     if tensor != "g":
-        copies, saved = named(copies, tensor)
+        copies, saved = name_residuals(copies, tensor)
     return Quantized(
         now={matmul: copy.operand for copy in copies for matmul in copy.readers},
         saved={matmul: copy for copy in saved for matmul in copy.readers},
@@ -168,8 +168,8 @@ class Stack:
         if granularity.in_one:
             apart = self.variation.apart
             if known is not None:
-                apart |= varying(known.scale)
-            return pmax(found, (varying(found) - apart) | axes.untyped)
+                apart |= varying_axes(known.scale)
+            return pmax(found, (varying_axes(found) - apart) | axes.untyped)
         readers: list[Matmul] = [
             matmul
             for matmul, quantizer in self.call.recipe.uses(self.tensor)
@@ -177,7 +177,7 @@ class Stack:
             and self._granularity(matmul, quantizer.granularity) == granularity
         ]
         contracted = [self.variation.contracted(each, self.tensor) for each in readers[:1]]
-        return pmax(found, frozenset().union(*contracted) & varying(found))
+        return pmax(found, frozenset().union(*contracted) & varying_axes(found))
 
     def _granularity(self, matmul: Matmul, granularity: AbstractGranularity) -> AbstractGranularity:
         axes = self.call.geometry.axes(matmul, self.tensor)
@@ -212,7 +212,7 @@ class Stack:
         likes = {(self.tensor, r): ledger[..., 0, r] for r in rows}
         # If a mapped axis shares the state, the maximum is taken over that axis, too.
         each = jax.vmap(observe) if ledger.ndim == 3 else observe
-        axes = varying(found) - varying(ledger)
+        axes = varying_axes(found) - varying_axes(ledger)
         return {key: pmax(each(found, like), axes) for key, like in likes.items()}
 
     def watched(self, copies: list[Copy]) -> tuple[CastStats, ...]:
@@ -227,4 +227,4 @@ class Stack:
         each = jax.vmap(lambda x, copy: cast_stats(x, copy, self.tensor, readers))(
             self.values, operand
         )
-        return joined_stats(each, self.value.size)
+        return join_stats(each, self.value.size)

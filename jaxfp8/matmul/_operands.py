@@ -13,15 +13,15 @@ from jax import lax
 from jaxfp8._quantized_tensor import CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, FP8StateError, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
-from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, named, named_amax
+from jaxfp8.matmul._arrays import Copy, KnownAmaxes, QuantizerArrays, name_amax, name_residuals
 from jaxfp8.matmul._call import Call, Variation
 from jaxfp8.matmul._stats import CastStats, cast_stats
 from jaxfp8.numerics._amax import amaxes
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.prologues._prologue import Source, value_of
 from jaxfp8.quantizers._base import Operand, ScaleInputs
-from jaxfp8.recipes._recipe import PlannedCast, planned_casts
-from jaxfp8.sharding._amax import manual_axes, pmax, varying
+from jaxfp8.recipes._recipe import PlannedCast, plan_casts
+from jaxfp8.sharding._amax import manual_axes, pmax, varying_axes
 from jaxfp8.sharding._place import Place, Whole
 from jaxfp8.state._ledger import observe
 
@@ -59,7 +59,7 @@ def rounding_key(key: Array | None, call: Call, tensor: Tensor, value: Array) ->
             f"shards of {tensor} from replicas, which must get the same random bits. Use "
             "jax.shard_map(check_vma=True)."
         )
-    if axes := tuple(sorted(varying(value))):
+    if axes := tuple(sorted(varying_axes(value))):
         key = jax.random.fold_in(key, lax.axis_index(axes))
     return key
 
@@ -105,7 +105,7 @@ def quantize_operand(
     backends = getattr(call.backends, tensor)
     # Both copies of g are gathered in one pass, those of x and w in different passes.
     gathered = tensor == "g" and not isinstance(place, Whole)
-    for planned in planned_casts(
+    for planned in plan_casts(
         call.recipe, call.geometry, tensor, backends, column_sums, gathered, call.by_xla, only
     ):
         if planned.cast is None:
@@ -132,7 +132,7 @@ def quantize_operand(
     if tensor != "g":
         # The copies are named before any matmul reads them. A rematerialized fprop then starts
         # from a saved copy, if it reads the same one as the backward pass.
-        copies, saved = named(copies, tensor)
+        copies, saved = name_residuals(copies, tensor)
     # One operand for all readers of a copy: `gathered_once` compares identities.
     whole = [(copy.whole(arrays.known), copy.readers) for copy in copies]
     now = {matmul: operand for operand, readers in whole for matmul in readers}
@@ -159,7 +159,7 @@ def _stored(call: Call, tensor: Tensor, row: int, arrays: QuantizerArrays) -> Kn
     known = KnownScale(arrays.known[0, row], arrays.known[1, row])
     if not call.amax_axes.manual:
         return known
-    if split := getattr(call.places, tensor).manual_axes & varying(known.scale):
+    if split := getattr(call.places, tensor).manual_axes & varying_axes(known.scale):
         raise FP8StateError(
             f"{tensor} is gathered over {sorted(split)}, but its state varies over it. All shards "
             "need one scale. Pass the state to shard_map with a spec that does not split it over "
@@ -210,7 +210,7 @@ class _Amaxes:
             amax = self._find(across, found, granularity)
             # Remat may save it if it is small. The amaxes of tiles are found in the cast.
             if self.tensor != "g" and not granularity.in_tiles:
-                amax = named_amax(amax)
+                amax = name_amax(amax)
             self.known[self.row, granularity] = amax
         return self.known[self.row, granularity]
 
@@ -238,9 +238,9 @@ class _Amaxes:
         if not self.call.amax_axes.manual:
             return amax  # arrays are global, so the amax is global, too
         if self.stored is not None:
-            axes |= varying(self.value) - varying(self.stored.scale)
+            axes |= varying_axes(self.value) - varying_axes(self.stored.scale)
         elif granularity.in_one:
-            axes |= varying(self.value) - self.variation.apart
+            axes |= varying_axes(self.value) - self.variation.apart
         if self.stored is not None or granularity.in_one:
             axes |= self.call.amax_axes.untyped
         return pmax(amax, axes)
@@ -263,6 +263,6 @@ def _seen(call: Call, tensor: Tensor, value: Array, ledger: Array | None) -> See
     gathered = getattr(call.places, tensor).manual_axes
     untyped = frozenset() if call.amax_axes.typed else gathered - named
     return {
-        key: pmax(observe(value, like), (varying(value) - varying(like)) | untyped)
+        key: pmax(observe(value, like), (varying_axes(value) - varying_axes(like)) | untyped)
         for key, like in likes.items()
     }

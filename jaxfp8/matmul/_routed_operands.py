@@ -25,15 +25,15 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.kernels.cast._api import KnownScale
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, named
+from jaxfp8.matmul._arrays import Copy, QuantizerArrays, Rows, name_residuals
 from jaxfp8.matmul._call import Call, Variation
 from jaxfp8.matmul._grouped_operands import Stack, quantize_groups
 from jaxfp8.matmul._operands import Quantized, rounding_key
-from jaxfp8.matmul._stats import CastStats, cast_stats, joined_stats
+from jaxfp8.matmul._stats import CastStats, cast_stats, join_stats
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
 from jaxfp8.quantizers._base import Operand, ScaleInputs
-from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
+from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 from jaxfp8.sharding._place import take_rows
 from jaxfp8.sharding._route import Route
 
@@ -88,14 +88,14 @@ def quantize_rows(
     if route is None or rows.routed != tensor:
         return quantize_groups(groups, call, tensor, value, arrays, variation, only=only)
     first = _FIRST[tensor]
-    (planned,) = planned_casts(
+    (planned,) = plan_casts(
         call.recipe, call.geometry, tensor, getattr(call.backends, tensor), only=first
     )
     sender = _Sender(route, Stack(groups, call, tensor, value, variation), planned, arrays)
     packed = sender.packed()
     saved = copies = [Copy(_each(route.exchanged, packed), (first, "wgrad"))]
     if tensor == "x":
-        copies, saved = named(copies, tensor)
+        copies, saved = name_residuals(copies, tensor)
     received = copies[0].operand
     now = {first: _tiled(route, groups, received)}
     if tensor == "g":
@@ -239,7 +239,7 @@ class _Sender:
         if not packed.granularity.in_one:
             return (cast_stats(value, packed, tensor, readers),)
         each = jax.vmap(lambda x, copy: cast_stats(x, copy, tensor, readers))(value, packed)
-        return (joined_stats(each, value.size),)
+        return (join_stats(each, value.size),)
 
 
 def _tiled(route: Route, groups: Groups, received: Operand) -> Operand:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Matmul, Tensor
 from jaxfp8.numerics._amax import magnitude
-from jaxfp8.numerics._exact import TINY, factors_of, times, widened
+from jaxfp8.numerics._exact import TINY, factors_of, times, widen
 from jaxfp8.numerics._formats import Format
 
 # Statistics of one cast: how much of a tensor the format and its scales lose.
@@ -62,7 +62,7 @@ def cast_stats(
     x: Array, copy: QuantizedTensor, tensor: Tensor, matmuls: tuple[Matmul, ...]
 ) -> CastStats:
     """The statistics of `copy`, the copy of x [...] that these matmuls read."""
-    size = widened(magnitude(x))
+    size = widen(magnitude(x))
     finite = size < jnp.inf
     nonzero = finite & (size >= TINY)
     factors = factors_of(copy.scale)
@@ -87,7 +87,7 @@ def cast_stats(
     )
 
 
-def joined_stats(each: CastStats, values: int) -> CastStats:
+def join_stats(each: CastStats, values: int) -> CastStats:
     """The statistics of a stack, from those of its arrays, [n].
 
     `values` says how many values the stack has, without padding.
@@ -130,7 +130,7 @@ _LIBRARIES = frozenset({"jaxfp8", "jax", "flax", "functools", "contextlib"})
 
 
 @contextlib.contextmanager
-def watching(receive: Receive) -> Iterator[None]:
+def watch_casts(receive: Receive) -> Iterator[None]:
     """Watch the casts of all matmuls that run in this context.
 
     Raises RuntimeError if casts are watched already.
@@ -203,7 +203,7 @@ def _module(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def send(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
+def send_stats(layer: str | None, statistics: tuple[CastStats, ...]) -> None:
     """Send statistics of a layer to the host when the program runs. Nothing if there are none."""
     if statistics:
         assert layer is not None

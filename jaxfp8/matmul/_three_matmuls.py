@@ -37,17 +37,17 @@ from jaxfp8.matmul._arrays import (
     KnownAmaxes,
     QuantizerArrays,
     Rows,
-    named_amax,
+    name_amax,
     undifferentiable,
 )
 from jaxfp8.matmul._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
 from jaxfp8.matmul._routed_operands import quantize_rows, wgrad_operand
-from jaxfp8.matmul._stats import CastStats, send
+from jaxfp8.matmul._stats import CastStats, send_stats
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
-from jaxfp8.sharding._amax import manual_axes, vary_as, varying, varying_type
+from jaxfp8.sharding._amax import manual_axes, vary_as, varying_axes, varying_axes_of_type
 from jaxfp8.sharding._place import Place
 from jaxfp8.state._ledger import encode
 
@@ -101,7 +101,7 @@ def three_matmuls(call: Call, arrays: Arrays) -> Array:
     # Nothing differentiates this call, so no cotangent can bring amaxes back: none are computed.
     arrays = arrays._replace(quantizers=arrays.quantizers._replace(ledger=None))
     forward = _fprop(call, arrays)
-    send(call.watched, tuple(each for each in forward.watched if "fprop" in each.matmuls))
+    send_stats(call.watched, tuple(each for each in forward.watched if "fprop" in each.matmuls))
     return add_bias(forward.y, arrays.bias, call.geometry)
 
 
@@ -186,11 +186,15 @@ def _variation(call: Call, x: Any, w: Any, rows: Rows | None, g: Array | None = 
     """
     if not call.amax_axes.manual:
         return NO_VARIATION
-    of_x = varying_type(x) if rows is None else varying_type(x) | varying(rows.groups.tiles)
+    of_x = (
+        varying_axes_of_type(x)
+        if rows is None
+        else varying_axes_of_type(x) | varying_axes(rows.groups.tiles)
+    )
     return Variation(
         x=of_x - call.places.x.manual_axes,
-        w=varying_type(w) - call.places.w.manual_axes,
-        g=frozenset() if g is None else varying(g) - call.places.g.manual_axes,
+        w=varying_axes_of_type(w) - call.places.w.manual_axes,
+        g=frozenset() if g is None else varying_axes(g) - call.places.g.manual_axes,
         summed=call.places.g.manual_axes,
         named=call.amax_axes.named,
         batched=bool(call.geometry.fprop.lhs.batch),
@@ -250,7 +254,7 @@ def _forward_rule(call: Call, primals: Any) -> tuple[Array, Any]:
         x_saved = _Original((x,) if given.parts is None else given.parts, x_saved)
     if isinstance(w_saved, KnownAmaxes):
         w_saved = _Original((w,), w_saved)
-    scalars = jax.tree.map(named_amax, scalars)
+    scalars = jax.tree.map(name_amax, scalars)
     # The sums for a bias that is not differentiated would be computed for nothing.
     learned = primals.bias is not None and primals.bias.perturbed
     types = _Types(jax.typeof(x), jax.typeof(w), jax.typeof(given.bias) if learned else None)
@@ -277,7 +281,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     )  # fmt: skip
     x, of_x = _read(call, "x", x, own, variation, gradient, rows)
     w, of_w = _read(call, "w", w, own, variation, gradient, rows)
-    send(call.watched, watched + g.watched + of_x + of_w)
+    send_stats(call.watched, watched + g.watched + of_x + of_w)
     dgrad, wgrad = _gathered_once(call.places.g, g.now["dgrad"], g.now["wgrad"])
     x, dgrad, wgrad = _in_turn(rows, x, dgrad, wgrad)
     dx_axes, dw_axes = call.geometry.dx_axes, call.geometry.dw_axes
@@ -396,7 +400,7 @@ def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
 
     It is summed over the manual mesh axes that the tensor does not vary over.
     """
-    missing = varying(result) - varying_type(aval)
+    missing = varying_axes(result) - varying_axes_of_type(aval)
     if missing:
         result = lax.psum(result, tuple(sorted(missing)))
     return result.transpose(inverse_permutation(axes))

@@ -29,7 +29,7 @@ from jaxfp8.ops._dispatch_matmul import (
     route,
 )
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 from jaxfp8.sharding._route import dispatch
 from jaxfp8.sharding._specs import mesh_axes
 from jaxfp8.state._state import MatmulState
@@ -304,7 +304,7 @@ def _gated(h: Array, weight: Array, clamp: tuple[float, float] | None) -> Array:
     return (jax.nn.silu(gate) * linear * weight[:, None]).astype(h.dtype)
 
 
-def shared_parts(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
+def split_gate(h: Array, clamp: tuple[float, float] | None) -> tuple[Array, Array]:
     """The gate and the linear part of a shared expert, [..., F] each, for `SwiGLU`."""
     gate, linear = jnp.split(h, 2, axis=-1)
     return _clamped(gate, linear, clamp)
@@ -355,8 +355,8 @@ def _summed(dropped: Array, w_in: Array, parallel: ExpertParallel) -> Array:
     Stages of a pipeline have experts of their own. They keep their own numbers.
     """
     experts = set() if parallel.axis is None else {parallel.axis}
-    if types_tell():
-        axes = varying(dropped) - (varying(w_in) - experts)
+    if types_show_varying():
+        axes = varying_axes(dropped) - (varying_axes(w_in) - experts)
     else:
         axes = frozenset((set(parallel.tokens or ()) | experts) & set(manual_axes()))
     return lax.psum(dropped, tuple(sorted(axes))) if axes else dropped

@@ -1,4 +1,4 @@
-"""`mixture`: a layer of experts without its parameters, which linen and nnx share."""
+"""`apply_mixture`: a layer of experts without its parameters, which linen and nnx share."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jaxfp8.moe._router import Scores, load, load_balancing_loss, top_k, z_loss
 from jaxfp8.numerics._per_block import is_explicit, merge_axes
 from jaxfp8.ops._dispatch_matmul import check_experts
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 
 class MoEStats(NamedTuple):
@@ -41,7 +41,7 @@ class MoEStats(NamedTuple):
     dropped: Array
 
 
-def mixture(
+def apply_mixture(
     x: Array,
     promoted: Array,
     router: Array,
@@ -82,7 +82,7 @@ def mixture(
     return _restored(y, x), stats
 
 
-def experts_here(experts: int, parallel: ExpertParallel | None) -> int:
+def count_local_experts(experts: int, parallel: ExpertParallel | None) -> int:
     """The number of experts of this device: fewer inside `jax.shard_map` over their axis.
 
     ValueError if the devices do not divide the number of experts.
@@ -138,8 +138,8 @@ def _axes_of_tokens(logits: Array, router: Array, parallel: ExpertParallel) -> t
     """
     named = parallel.tokens or (() if parallel.axis is None else (parallel.axis,))
     manual = set(named) & set(manual_axes())
-    if types_tell():
-        manual = manual & varying(logits) | varying(logits) - varying(router)
+    if types_show_varying():
+        manual = manual & varying_axes(logits) | varying_axes(logits) - varying_axes(router)
     return tuple(sorted(manual))
 
 
@@ -160,7 +160,7 @@ def _restored(y: Array, x: Array) -> Array:
 
 
 def _check_experts(experts: int, here: int, parallel: ExpertParallel) -> None:
-    wanted = experts_here(experts, parallel)
+    wanted = count_local_experts(experts, parallel)
     if here != wanted:
         raise ValueError(
             f"the kernels have {here} experts, but {wanted} of the router's {experts} experts are "

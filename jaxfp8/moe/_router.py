@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxfp8._typing import Array, ArrayLike
 from jaxfp8.matmul._options import check_float
-from jaxfp8.ops._dispatch_matmul import choices, in_int32
+from jaxfp8.ops._dispatch_matmul import check_choices, to_int32
 
 Scores: TypeAlias = Literal["softmax", "sigmoid"]
 """How logits become scores: over all experts together, or for each expert by itself."""
@@ -101,7 +101,7 @@ def load(chosen: ArrayLike, experts: int, *, axes: tuple[str, ...] = ()) -> Arra
       >>> load(jnp.array([[0, 2], [2, 1]]), 4)
       Array([1, 1, 2, 0], dtype=int32)
     """
-    chosen = in_int32(choices(chosen), experts)
+    chosen = to_int32(check_choices(chosen), experts)
     # Without a reshape, so that tokens may be split over an Explicit mesh.
     each = jnp.arange(experts, dtype=jnp.int32)[None, None]
     count = jnp.sum(chosen[:, :, None] == each, axis=(0, 1), dtype=jnp.int32)

@@ -21,7 +21,7 @@ from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._presets import check_recipe, delayed
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.state._init import concrete, init_state
+from jaxfp8.state._init import init_state, make_concrete
 from jaxfp8.state._state import MatmulState
 
 LATER: Any = object()
@@ -124,7 +124,7 @@ class AbstractFP8Matmul(nnx.Module):
                 "own object: layer.dot_general = nnx.data(fp8.nnx.FP8DotGeneral(recipe)). For "
                 "nnx.MultiHeadAttention do so for each of its layers query, key, value and out."
             )
-        return concrete(self.state.get_value())
+        return make_concrete(self.state.get_value())
 
 
 class FP8DotGeneral(AbstractFP8Matmul):

@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jaxfp8._call import option_names
 from jaxfp8._typing import Array
-from jaxfp8.matmul._bias import fits
+from jaxfp8.matmul._bias import bias_fits
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, LayerOptions, as_array, check_prologue
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.prologues._prologue import AbstractPrologue
@@ -163,7 +163,7 @@ class FP8Linear(nnx.Linear):
             self.dot_general, given.lhs, w, dimension_numbers, self.precision,
             self.preferred_element_type, out_sharding=out_sharding, prologue=self.prologue,
         )  # fmt: skip
-        if bias is None or fits(bias, given.like, w, self.preferred_element_type):
+        if bias is None or bias_fits(bias, given.like, w, self.preferred_element_type):
             return dot_general(bias=bias)
         y = dot_general()
         return y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))

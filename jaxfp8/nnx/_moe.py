@@ -9,8 +9,8 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jaxfp8._call import option_names
 from jaxfp8._typing import Array, DType, Tensor
 from jaxfp8.matmul._options import LayerOptions, StateChannel, as_array, check_high_precision
-from jaxfp8.moe._experts import ExpertParallel, check_clamp, shared_parts
-from jaxfp8.moe._mixture import MoEStats, check_mixture, check_tokens, mixture
+from jaxfp8.moe._experts import ExpertParallel, check_clamp, split_gate
+from jaxfp8.moe._mixture import MoEStats, apply_mixture, check_mixture, check_tokens
 from jaxfp8.moe._router import Scores, check_scores
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul
 from jaxfp8.nnx._layers import FP8Linear
@@ -164,13 +164,13 @@ class FP8MoE(nnx.Module):
         options: Any = {name: value for name, value in given.items() if name in known}
         if options["name"] is not None:  # the path of w_in
             options["name"] = options["name"].rpartition("/")[0]
-        y, stats = mixture(
+        y, stats = apply_mixture(
             inputs, x, self.router[...], (w_in, w_out), k=self.k, recipe=self.w_in.recipe,
             states=(self.w_in.matmul_state, self.w_out.matmul_state), parallel=self.parallel,
             scores=self.scores, normalized=self.normalized, clamp=self.clamp, **options,
         )  # fmt: skip
         if self.shared_in is not None:
-            y += self.shared_out(shared_parts(self.shared_in(x), self.clamp))
+            y += self.shared_out(split_gate(self.shared_in(x), self.clamp))
         return y, stats
 
 

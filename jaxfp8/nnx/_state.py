@@ -14,9 +14,9 @@ from flax import nnx
 
 from jaxfp8._typing import PyTree
 from jaxfp8.state._commit import settle as settle_states
-from jaxfp8.state._init import concrete, fresh_like, placement
-from jaxfp8.state._saved import Path, matched, names_of, saved_leaves
-from jaxfp8.state._state import MatmulState, is_state, shown
+from jaxfp8.state._init import fresh_like, make_concrete, placement
+from jaxfp8.state._saved import Path, match_leaves, names_of, saved_leaves
+from jaxfp8.state._state import MatmulState, describe_node, is_state
 from jaxfp8.state._state import freeze as freeze_states
 
 # The Variables in which nnx layers keep their quantizer state.
@@ -42,7 +42,7 @@ class FP8State(nnx.Variable[MatmulState]):
     def _new(cls, value: Any, metadata: dict[str, Any]) -> Any:
         # flax calls this method for each Variable that it makes without the constructor. nnx.jit
         # would raise an error for an abstract state.
-        return super()._new(concrete(value), metadata)
+        return super()._new(make_concrete(value), metadata)
 
 
 def holds_state(path: tuple[Any, ...], value: Any) -> bool:
@@ -57,7 +57,7 @@ def holds_state(path: tuple[Any, ...], value: Any) -> bool:
 
 def states_of(model: Any) -> PyTree:
     """The quantizer states of a model. Abstract states become fresh states."""
-    return concrete(nnx.state(model, holds_state))
+    return make_concrete(nnx.state(model, holds_state))
 
 
 def freeze(model: M) -> M:
@@ -87,7 +87,7 @@ def freeze(model: M) -> M:
     """
     graphdef, *parts = nnx.split(model, holds_state, ...)
     states, rest = parts
-    frozen: M = nnx.merge(graphdef, freeze_states(concrete(states)), rest)
+    frozen: M = nnx.merge(graphdef, freeze_states(make_concrete(states)), rest)
     return frozen
 
 
@@ -164,12 +164,12 @@ def add_state(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(
-            f"model is {shown(model)}, but a flax.nnx.Module is needed. Write "
+            f"model is {describe_node(model)}, but a flax.nnx.Module is needed. Write "
             "add_state(model, saved). For linen see fp8.linen.add_state."
         )
     if not isinstance(saved, Mapping):
         raise TypeError(
-            f"saved is {shown(saved)}, but an nnx.State or a dict is needed. Write "
+            f"saved is {describe_node(saved)}, but an nnx.State or a dict is needed. Write "
             "nnx.state(old_model)."
         )
     rest = nnx.to_flat_state(nnx.state(model, nnx.Not(holds_state)))
@@ -182,7 +182,7 @@ def add_state(
             if isinstance(variable, _OPTIONAL) and not isinstance(leaf, jax.ShapeDtypeStruct):
                 optional.add(names)
     given = saved_leaves(saved, rename, called="saved", read=_raw)
-    found = matched(wanted, given, called="saved", optional=optional)
+    found = match_leaves(wanted, given, called="saved", optional=optional)
 
     def joined(path: tuple[Any, ...], variable: Any) -> Any:
         def one(below: tuple[Any, ...], like: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.interpreters import batching, mlir, partial_eval
 from jaxfp8._typing import FP8StateError, PyTree, UncollectedStateError
 from jaxfp8.nnx._state import holds_state, states_of
 from jaxfp8.state._commit import commit as commit_seen
-from jaxfp8.state._init import concrete
+from jaxfp8.state._init import make_concrete
 from jaxfp8.state._state import is_state
 from jaxfp8.state._value_and_grad import value_and_grad as functional_value_and_grad
 
@@ -160,7 +160,7 @@ def _split(model: Any, wrt: Any) -> tuple[Any, tuple[PyTree, PyTree, PyTree]]:
     """The graph of a model, and its parameters, quantizer states and other Variables."""
     graphdef, *parts = nnx.split(model, holds_state, wrt, ...)
     states, params, rest = parts
-    return graphdef, (params, concrete(states), rest)
+    return graphdef, (params, make_concrete(states), rest)
 
 
 def _split_arguments(*arguments: Any) -> tuple[Any, tuple[PyTree, PyTree]]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array
-from jaxfp8.numerics._exact import constant_like, widened
+from jaxfp8.numerics._exact import constant_like, widen
 from jaxfp8.numerics._granularity import AbstractGranularity
 
 # The largest magnitude of each scale cell, that is of the values that share one scale.
@@ -56,11 +56,11 @@ def amax(x: Array, granularity: AbstractGranularity) -> Array:
         without_sign = (1 << (8 * x.dtype.itemsize - 1)) - 1
         bits = lax.bitcast_convert_type(x, integers) & integers.type(without_sign)
         largest = jnp.minimum(granularity.maximum(bits), np.array(np.inf, x.dtype).view(integers))
-        return widened(lax.bitcast_convert_type(largest, x.dtype))
+        return widen(lax.bitcast_convert_type(largest, x.dtype))
 
     def of_floats(x: Array) -> Array:
         # The conversion to float32 is monotonic, so it may follow the maximum.
-        return widened(granularity.maximum(magnitude(x)))
+        return widen(granularity.maximum(magnitude(x)))
 
     return lax.platform_dependent(x, cpu=of_bits, default=of_floats)
 
@@ -151,7 +151,7 @@ def _rows_and_columns(x: Array, columns: AbstractGranularity, rows: int) -> list
     largest = lax.optimization_barrier(functools.reduce(jnp.maximum, members))
     of_rows = jnp.max(jnp.stack(found, axis=-2), axis=-1).reshape(*leading, m, 1)
     of_columns = columns.maximum(largest.reshape(*leading, m // rows, n))
-    return [widened(of_rows), widened(of_columns)]
+    return [widen(of_rows), widen(of_columns)]
 
 
 def _parts(columns: int) -> int:

@@ -39,7 +39,7 @@ def is_finite(x: Array) -> Array:
     return jnp.abs(x) < jnp.inf  # False for NaN, as every comparison with it
 
 
-def widened(x: Array) -> Array:
+def widen(x: Array) -> Array:
     """`x` [...] in float32. A float64 that overflows becomes the largest float32."""
     if x.dtype == jnp.float64:
         # The conversion alone would make inf of a float64 that float32 cannot hold.
@@ -48,8 +48,8 @@ def widened(x: Array) -> Array:
 
 
 def to_float32(x: Array) -> Array:
-    """`widened(x)`, [...], where a magnitude below 2^-126 becomes a zero of the same sign."""
-    x = widened(x)
+    """`widen(x)`, [...], where a magnitude below 2^-126 becomes a zero of the same sign."""
+    x = widen(x)
     # The sign is a bit mask, because kernel languages lack jnp.copysign.
     sign = lax.bitcast_convert_type(x, jnp.int32) & -(2**31)
     return jnp.where(jnp.abs(x) < TINY, lax.bitcast_convert_type(sign, jnp.float32), x)

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, Rounding
-from jaxfp8.numerics._exact import TINY, constant_like, is_finite, power_of_two, to_float32, widened
+from jaxfp8.numerics._exact import TINY, constant_like, is_finite, power_of_two, to_float32, widen
 from jaxfp8.numerics._formats import Format
 
 _FLOAT32_MANTISSA = 23  # stored bits
@@ -81,7 +81,7 @@ def _converted(x: Array, multiplier: Array, *, format: Format) -> Array:
 
     It has less than half of the operations of `_built`, so programs compile in less time.
     """
-    x = widened(x)
+    x = widen(x)
     magnitude = jnp.abs(x)
     zero = magnitude - magnitude  # NaN if x is not finite
     # A magnitude below 2^-126 counts as zero. The product keeps the sign of x.
@@ -100,7 +100,7 @@ def _built(x: Array, multiplier: Array, *, format: Format, key: Array | None = N
     by default folds float32 -> FP8 -> bfloat16 into float32 -> bfloat16
     (`xla_allow_excess_precision=true`). A byte that is bitcast cannot be folded, under any option.
     """
-    x = widened(x)
+    x = widen(x)
     magnitude = jnp.abs(x)
     zero = magnitude - magnitude  # NaN if x is not finite
     # A magnitude below 2^-126 counts as zero. The second product is 0, or NaN if x or the

@@ -26,7 +26,7 @@ from jaxfp8.matmul._routed_operands import check_sent_in_fp8
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 from jaxfp8.sharding._route import Route, combine, dispatch
 from jaxfp8.state._state import MatmulState
 
@@ -348,7 +348,7 @@ def check_experts(experts: int, devices: int, axis: str) -> None:
         )
 
 
-def choices(given: ArrayLike) -> Array:
+def check_choices(given: ArrayLike) -> Array:
     """The choices as integers [T, k]."""
     chosen = as_array("chosen", given)
     if not jnp.issubdtype(chosen.dtype, jnp.integer):
@@ -364,7 +364,7 @@ def choices(given: ArrayLike) -> Array:
     return chosen
 
 
-def in_int32(chosen: Array, experts: int) -> Array:
+def to_int32(chosen: Array, experts: int) -> Array:
     """Choices in int32. A wide number that is no expert stays one: it does not wrap around."""
     if jnp.iinfo(chosen.dtype).max > jnp.iinfo(jnp.int32).max:
         chosen = jnp.clip(chosen, max(-1, int(jnp.iinfo(chosen.dtype).min)), experts)
@@ -375,7 +375,7 @@ def _checked(given: ArrayLike, experts: int) -> Array:
     """The choices as i32[T, k]."""
     if type(experts) is not int or experts < 1:
         raise ValueError(f"experts={experts!r} must be the number of experts, 1 or more.")
-    chosen = choices(given)
+    chosen = check_choices(given)
     if not all(isinstance(size, int) for size in chosen.shape):
         raise ValueError(
             f"chosen has a symbolic size: {list(chosen.shape)}. The number of slots depends on it. "
@@ -393,7 +393,7 @@ def _checked(given: ArrayLike, experts: int) -> Array:
                 f"chosen has expert {largest}, but experts={experts} have the numbers 0 to "
                 f"{experts - 1}. Use -1 for a choice without an expert."
             )
-    return in_int32(chosen, experts)
+    return to_int32(chosen, experts)
 
 
 def _check_axis(axis: str, experts: int, chosen: Array) -> None:
@@ -404,7 +404,7 @@ def _check_axis(axis: str, experts: int, chosen: Array) -> None:
             "leave axis= out if this device has all experts."
         )
     check_experts(experts, jax.lax.axis_size(axis), axis)
-    if types_tell() and axis not in varying(chosen):
+    if types_show_varying() and axis not in varying_axes(chosen):
         raise ValueError(
             f"chosen is the same on all devices of axis={axis!r}, by its type {jax.typeof(chosen)}."
             " Each expert would get each token once from every device. Split tokens over the axis, "

@@ -6,13 +6,13 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._geometry import TrainingGeometry, check
+from jaxfp8._geometry import TrainingGeometry, check_dimension_numbers
 from jaxfp8._quantized_tensor import QuantizedTensor, check_scale, validate_types
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
 from jaxfp8.matmul._arrays import Copy, HeldCopies, QuantizerArrays
 from jaxfp8.matmul._bias import add_bias, check_bias
 from jaxfp8.matmul._call import Call, Places, amax_axes
-from jaxfp8.matmul._given import Given, check_whole
+from jaxfp8.matmul._given import Given, check_whole_axis
 from jaxfp8.matmul._options import (
     MatmulOptions,
     Options,
@@ -30,12 +30,12 @@ from jaxfp8.plan._kernels import NO_SHAPE, check_kernels
 from jaxfp8.prologues._prologue import produce
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.sharding._place import Whole
-from jaxfp8.sharding._shard import place, place_of_result
+from jaxfp8.sharding._shard import place_operand, place_result
 from jaxfp8.state._gradient_channel import in_gradient_channel
-from jaxfp8.state._identity import known_scales, matched
+from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._state import MatmulState
-from jaxfp8.state._value_and_grad import as_traced
-from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of, handle
+from jaxfp8.state._value_and_grad import recipe_in_context
+from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, handle, plan_weight_casts
 
 # `dot_general` in FP8, with its gradient. Every other matmul of jaxfp8 calls it.
 
@@ -145,11 +145,11 @@ def dot_general(
     """
     how = read_options("fp8.dot_general", DotOptions, options)
     array, weight = _array_of(rhs, recipe, dimension_numbers)
-    recipe, state = as_traced(recipe, state)
+    recipe, state = recipe_in_context(recipe, state)
     given = _read_operands(lhs, array, dimension_numbers, recipe, how)
     if how.state_channel == "gradient" and isinstance(state, MatmulState):
         state = in_gradient_channel(state, reduce_axes=how.reduce_axes)
-    own, kernels = matched(state, recipe), check_kernels(how.kernels)
+    own, kernels = match_state(state, recipe), check_kernels(how.kernels)
     in_high_precision = functools.partial(
         given.high_precision, precision, preferred_element_type, how.out_sharding
     )
@@ -251,7 +251,7 @@ def _held_copies(weight: QuantizedWeight, view: View, given: Given) -> HeldCopie
                 "of the axes of lhs."
             )
     copies: list[Copy] = []
-    for planned in casts_of(weight.recipe, view.geometry):
+    for planned in plan_weight_casts(weight.recipe, view.geometry):
         assert planned.cast is not None
         for granularity, readers in zip(planned.cast.granularities, planned.readers, strict=True):
             i = len(copies)
@@ -295,12 +295,12 @@ def _read_operands(
         check_key(how.key)
     made = None if how.prologue is None else produce(how.prologue, *arrays)
     x = arrays[0] if made is None else made.value
-    places = Places(place("x", x, how.x_shard), place("w", w, how.w_shard), Whole())
-    check_whole(x, places.x, how)
+    places = Places(place_operand("x", x, how.x_shard), place_operand("w", w, how.w_shard), Whole())
+    check_whole_axis(x, places.x, how)
     shapes = places.x.whole_shape(x.shape), places.w.whole_shape(w.shape)
     geometry = TrainingGeometry.of(_axes(shapes, dimension_numbers, how), x.ndim, w.ndim)
     y_shape = geometry.fprop.out_shape(*shapes)
-    places = places._replace(g=place_of_result(y_shape, (x, w), how.y_shard))
+    places = places._replace(g=place_result(y_shape, (x, w), how.y_shard))
     bias = None
     if how.bias is not None:
         batch, kept, _ = geometry.fprop.rhs.shape(shapes[1])
@@ -314,7 +314,7 @@ def _axes(
     shapes: tuple[Axes, Axes], dimension_numbers: DotDimensionNumbers, how: Options
 ) -> DotDimensionNumbers:
     try:
-        return check(*shapes, dimension_numbers)
+        return check_dimension_numbers(*shapes, dimension_numbers)
     except ValueError as error:
         if how.x_shard is None and how.w_shard is None:
             raise

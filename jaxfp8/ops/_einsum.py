@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import opt_einsum
 
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
-from jaxfp8.matmul._given import check_whole
+from jaxfp8.matmul._given import check_whole_axis
 from jaxfp8.matmul._options import MatmulOptions, check_operands, read_options
 from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.ops._dot_general import check_result_dtype, dot_general
 from jaxfp8.plan._kernels import check_kernels
 from jaxfp8.prologues._prologue import AbstractPrologue
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._shard import Shard, place, place_of_result
-from jaxfp8.state._identity import matched
+from jaxfp8.sharding._shard import Shard, place_operand, place_result
+from jaxfp8.state._identity import match_state
 from jaxfp8.state._state import MatmulState
-from jaxfp8.state._value_and_grad import as_traced
+from jaxfp8.state._value_and_grad import recipe_in_context
 from jaxfp8.weights._quantized_weight import QuantizedWeight, handle, is_weight
 
 # The equation of an einsum of two operands, and the matmul that it describes.
@@ -79,7 +79,7 @@ class _Equation:
         return f"index {name!r}" if name in self.text else "an index of '...'"
 
 
-def parse(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> _Equation:
+def parse_equation(text: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> _Equation:
     """The equation of two operands of these shapes, as `jnp.einsum` reads it."""
     if not isinstance(text, str):
         raise TypeError(f"equation={text!r} must be a string. Write for instance 'bd,dk->bk'.")
@@ -183,17 +183,17 @@ def einsum(
       (2, 3, 5)
     """
     how = read_options("fp8.einsum", MatmulOptions, options)
-    recipe, state = as_traced(recipe, state)
+    recipe, state = recipe_in_context(recipe, state)
     arrays, rhs = check_operands(lhs, rhs, recipe, how.prologue)
     like = arrays[0]  # has the shape and dtype of the left operand, with a prologue too
     w: Any = handle(rhs) if isinstance(rhs, QuantizedWeight) else rhs
-    x_place, w_place = place("x", like, how.x_shard), place("w", w, how.w_shard)
+    x_place, w_place = place_operand("x", like, how.x_shard), place_operand("w", w, how.w_shard)
     shapes = x_place.whole_shape(like.shape), w_place.whole_shape(rhs.shape)
     if how.prologue is not None:
-        check_whole(like, x_place, how)
-        _refuse_alone(parse(equation, *shapes), how.prologue)
+        check_whole_axis(like, x_place, how)
+        _refuse_alone(parse_equation(equation, *shapes), how.prologue)
     if recipe.is_identity:
-        matched(state, recipe)
+        match_state(state, recipe)
         check_kernels(how.kernels)
         check_result_dtype(preferred_element_type)
         x = like if how.prologue is None else how.prologue(*arrays)
@@ -201,10 +201,10 @@ def einsum(
             equation, x_place.gather(x), w_place.gather(w), precision=precision,
             preferred_element_type=preferred_element_type, out_sharding=how.out_sharding,
         )  # fmt: skip
-        return place_of_result(y.shape, (x, w), how.y_shard).scatter(y)
+        return place_result(y.shape, (x, w), how.y_shard).scatter(y)
     if preferred_element_type is None:
         preferred_element_type = jnp.promote_types(like.dtype, w.dtype)
-    parsed = parse(equation, *shapes)
+    parsed = parse_equation(equation, *shapes)
     dimension_numbers, order = parsed.matmul()
     options["x_shard"] = _shard_of_kept("x", how.x_shard, parsed)
     options["w_shard"] = _shard_of_kept("w", how.w_shard, parsed)

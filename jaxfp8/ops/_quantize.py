@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._call import check_options
-from jaxfp8._geometry import Geometry, OperandAxes, check
+from jaxfp8._geometry import Geometry, OperandAxes, check_dimension_numbers
 from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor, validate
 from jaxfp8._typing import (
     Array,
@@ -114,7 +114,7 @@ def scaled_matmul(
         raise ValueError(
             "lhs and rhs are both E5M2, which no hardware multiplies; quantize one of them to E4M3."
         )
-    dimension_numbers = check(lhs.shape, rhs.shape, dimension_numbers)
+    dimension_numbers = check_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     geometry = Geometry.of(dimension_numbers, lhs.ndim, rhs.ndim)
     # A scale is applied to a sum of products. All products of one sum must have the same scales.
     _check_tiles(lhs, rhs, geometry)

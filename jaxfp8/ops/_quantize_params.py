@@ -22,14 +22,19 @@ from jaxfp8.plan._backends import Backends
 from jaxfp8.plan._kernels import Kernels
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._amax import varying_axes
 from jaxfp8.sharding._place import Place, Whole
-from jaxfp8.sharding._shard import place
-from jaxfp8.state._identity import known_scales, matched
+from jaxfp8.sharding._shard import place_operand
+from jaxfp8.state._identity import known_scales, match_state
 from jaxfp8.state._ledger import zero_ledgers
 from jaxfp8.state._state import MatmulState, is_state
 from jaxfp8.state._value_and_grad import in_high_precision
-from jaxfp8.weights._quantized_weight import QuantizedWeight, WeightAxes, casts_of, is_weight
+from jaxfp8.weights._quantized_weight import (
+    QuantizedWeight,
+    WeightAxes,
+    is_weight,
+    plan_weight_casts,
+)
 
 # The quantizer states of weights: found by the paths of both in their trees.
 
@@ -50,7 +55,7 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def state_at(name: str, states: dict[str, MatmulState]) -> MatmulState:
+def find_state(name: str, states: dict[str, MatmulState]) -> MatmulState:
     """The state of the matmul that reads the weight of this path."""
     if name in states:
         return states[name]
@@ -152,10 +157,12 @@ def _cast(
             "are those of experts, leave the kernel out by rules=: experts take it in high "
             "precision."
         )
-    own = matched(state, recipe)
-    where = place("w", w, axes.shard)
+    own = match_state(state, recipe)
+    where = place_operand("w", w, axes.shard)
     view = view_of_weight(recipe, axes, where.whole_shape(w.shape))
-    casts_of(recipe, view.geometry)  # raises an error for recipes that need the weight itself
+    plan_weight_casts(
+        recipe, view.geometry
+    )  # raises an error for recipes that need the weight itself
     across = amax_axes(recipe, axes.reduce_axes, None)
     where = view.places(Places(Whole(), where, Whole())).w
     call = _call(recipe, view, where, across, own)
@@ -208,7 +215,7 @@ def _variation(w: Array, where: Place, across: AmaxAxes, recipe: Recipe, name: s
     """The mesh axes over which the weight varies inside `jax.shard_map`."""
     if not across.manual:
         return NO_VARIATION
-    axes = varying(w) - where.manual_axes
+    axes = varying_axes(w) - where.manual_axes
     if axes and "w" in recipe.tensors_in_rows:
         raise ValueError(
             f"{name} varies over {sorted(axes)} inside jax.shard_map, and recipe {recipe.name!r} "
@@ -326,7 +333,7 @@ def quantize_params(
                 if dtype is not None:
                     leaf = check_float(name, leaf).astype(dtype)
                 return leaf if not in_fp8 else _quantize_weight(
-                    leaf, recipe, axes, state=state_at(name, states) if recipe.rows else None,
+                    leaf, recipe, axes, state=find_state(name, states) if recipe.rows else None,
                     primary=primary, name=name,
                 )  # fmt: skip
         return leaf

@@ -17,7 +17,7 @@ from jaxfp8.numerics._formats import format_of
 from jaxfp8.numerics._granularity import PerTensor
 from jaxfp8.optim._eight_bit_formats import LEAST_ROOT, ExpandedFP8State, Int8State, LinearInt8State
 from jaxfp8.optim._masters import BFloat16PlusState, Float16State, Float32State, FP8State
-from jaxfp8.optim._moments import FIRST, SECOND, is_stored, with_nodes
+from jaxfp8.optim._moments import FIRST, SECOND, is_stored_moment, restore_moment_nodes
 from jaxfp8.optim._released import Released
 from jaxfp8.state._check_weights import on_host
 from jaxfp8.state._saved import names_of
@@ -268,7 +268,7 @@ def _refuse_released(*trees: PyTree) -> None:
 
 
 def _is_node(node: Any) -> bool:
-    return is_stored(node) or isinstance(node, Float32State | BFloat16PlusState | FP8State)
+    return is_stored_moment(node) or isinstance(node, Float32State | BFloat16PlusState | FP8State)
 
 
 def _names_of(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -282,7 +282,7 @@ def _parts(like: PyTree) -> Iterator[_Part]:
     def is_signed(node: Any) -> bool:
         return isinstance(node, _SIGNED)
 
-    like = with_nodes(like)
+    like = restore_moment_nodes(like)
     nodes = tree_flatten_with_path(like, is_leaf=is_signed)[0]
     signed = {path for path, node in nodes if is_signed(node)}
     for path, node in tree_flatten_with_path(like, is_leaf=_is_node)[0]:

@@ -22,14 +22,14 @@ from jaxfp8.optim._moment_formats import (
     MomentRounding,
     as_float,
     check_rounding,
-    float_below,
+    float_code_below,
     float_of,
-    settled,
-    settled_float,
+    round_code,
+    round_to_float_code,
     thresholds,
 )
 from jaxfp8.quantizers._base import check_value_format
-from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, varying_axes
 
 # Moments and master weights in FP8, with one scale for a tensor.
 
@@ -82,15 +82,15 @@ class FP8(AbstractMaster, AbstractMomentFormat):
     def pack(
         self, x: Array, old: Any, *, signed: bool, key: Array | None, step: Array | None = None
     ) -> QuantizedTensor:
-        if not types_tell():
+        if not types_show_varying():
             raise ValueError(
                 f"{self} inside shard_map(check_vma=False) over {manual_axes()}: types do not say "
                 "over which axes its scale is shared. Use check_vma=True, or Int8()."
             )
-        replaced = frozenset() if old is None else varying(old.scale)
+        replaced = frozenset() if old is None else varying_axes(old.scale)
         # One inf or NaN must not give the whole tensor the scale 1, under which small values are 0.
         finite = jnp.where(jnp.isfinite(x), x, 0)
-        largest = pmax(amax(finite, PerTensor()), varying(x) - replaced)
+        largest = pmax(amax(finite, PerTensor()), varying_axes(x) - replaced)
         known = KnownScale(*ScaleRule().apply(largest, self.format))
         if not (self.is_stochastic or step is None):
             return self._dithered(x, known, thresholds(step, x.shape))
@@ -105,7 +105,7 @@ class FP8(AbstractMaster, AbstractMomentFormat):
         # A magnitude below 2^-126 counts as 0, as in every cast.
         n = jnp.where(magnitude < TINY, 0, magnitude) * known.multiplier
         n = jnp.minimum(n, format.max)
-        code = jnp.where(zero == zero, settled_float(n, format.dtype, u), format.nan_byte)
+        code = jnp.where(zero == zero, round_to_float_code(n, format.dtype, u), format.nan_byte)
         values = as_float(jnp.where(x < 0, code | 0x80, code), format.dtype)
         return QuantizedTensor(values, known.scale, PerTensor(), jnp.dtype(jnp.float32))
 
@@ -225,7 +225,7 @@ class Int8(AbstractMomentFormat):
         else:
             below = 255 * jnp.sqrt(jnp.sqrt(n))
         value_of = functools.partial(self._value, signed=signed)
-        code = settled(n, below.astype(jnp.int32), value_of, thresholds(step, x.shape))
+        code = round_code(n, below.astype(jnp.int32), value_of, thresholds(step, x.shape))
         if not signed:
             code = jnp.where(n > 0, jnp.maximum(code, LEAST_ROOT), 0)
             return Int8State(code.astype(jnp.uint8), largest)
@@ -304,7 +304,9 @@ class ExpandedFP8(AbstractMomentFormat):
         def value_of(code: Array) -> Array:
             return _root(float_of(code, E4M3.dtype), inverse)
 
-        code = settled(n, float_below(raised, E4M3.dtype), value_of, thresholds(step, x.shape))
+        code = round_code(
+            n, float_code_below(raised, E4M3.dtype), value_of, thresholds(step, x.shape)
+        )
         if not signed:
             code = jnp.where(n > 0, jnp.maximum(code, 1), 0)
         values = as_float(jnp.where(x < 0, code | 0x80, code), E4M3.dtype)
@@ -333,7 +335,7 @@ def _root(raised: Array, inverse: Array) -> Array:
 def _tile_of(x: Array, group: int) -> PerBlock:
     """The groups of an array. ValueError if a shard inside `jax.shard_map` may have cut one."""
     size = x.shape[-1] if x.ndim else 1
-    if manual_axes() and size % group and (not types_tell() or varying(x)):
+    if manual_axes() and size % group and (not types_show_varying() or varying_axes(x)):
         raise ValueError(
             f"group={group} does not divide the last axis of a shard {list(x.shape)} inside "
             f"shard_map over {manual_axes()}, so a group may have values on several devices. Use a "

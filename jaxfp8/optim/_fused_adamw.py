@@ -15,7 +15,7 @@ from jaxfp8.optim._eight_bit_formats import ExpandedFP8, ExpandedFP8State, Int8,
 from jaxfp8.optim._master_weights import MasterWeightsState, with_master_weights
 from jaxfp8.optim._masters import BFloat16Plus, BFloat16PlusState, Float32
 from jaxfp8.optim._moment_formats import PerParameter, thresholds
-from jaxfp8.optim._moments import MomentFormatsState, with_nodes
+from jaxfp8.optim._moments import MomentFormatsState, restore_moment_nodes
 from jaxfp8.optim._optimizers import adamw
 from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of
 
@@ -95,7 +95,7 @@ def fused_adamw(
             )
         if skip is not None and jnp.shape(skip):
             raise ValueError(f"skip={skip!r} must be one bool, with shape ().")
-        state = with_nodes(state)
+        state = restore_moment_nodes(state)
         updates, new = plain.update(grads, state, params, **extra_args)
         tree = Parameters.of(params)
         values = list(map(_new_value, tree.leaves, tree.like(updates)))

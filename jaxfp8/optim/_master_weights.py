@@ -24,7 +24,7 @@ from jaxfp8.optim._masters import (
     Float32State,
     FP8State,
     MasterState,
-    rounded_to_bfloat16,
+    round_to_bfloat16,
 )
 from jaxfp8.optim._weights import Overwrite, Parameters, dtype_of
 from jaxfp8.state._state import MatmulState
@@ -85,7 +85,7 @@ def _rounded(master: Array, like: Any, state: MatmulState | None) -> Any:
     """
     if dtype_of(like) == jnp.float16:
         return master.astype(jnp.float16)
-    w = rounded_to_bfloat16(master)
+    w = round_to_bfloat16(master)
     if not isinstance(like, QuantizedWeight):
         return w
     if like.dtype != jnp.bfloat16:

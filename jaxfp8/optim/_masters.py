@@ -19,10 +19,10 @@ from jaxfp8.numerics._exact import BIAS, power_of_two
 from jaxfp8.optim._moment_formats import (
     AbstractMomentFormat,
     as_float,
-    settled_float,
+    round_to_float_code,
     thresholds,
 )
-from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, varying_axes
 
 # A float32 as a bfloat16 and a remainder, in integer arithmetic on its bits.
 #
@@ -69,7 +69,7 @@ def _rounded_to_24_bits(x: Array) -> Array:
     return lax.bitcast_convert_type(kept, jnp.float32)
 
 
-def rounded_to_bfloat16(x: Array) -> Array:
+def round_to_bfloat16(x: Array) -> Array:
     """`x` [...] float32 rounded to nearest, ties away from zero, [...] bfloat16.
 
     NaN stays NaN, and inf stays inf. `x.astype(jnp.bfloat16)` differs at ties: it rounds them to
@@ -77,7 +77,7 @@ def rounded_to_bfloat16(x: Array) -> Array:
 
     Example:
       >>> tie = jnp.float32(1 + 2**-8)
-      >>> rounded_to_bfloat16(tie), tie.astype(jnp.bfloat16)
+      >>> round_to_bfloat16(tie), tie.astype(jnp.bfloat16)
       (Array(1.00781, dtype=bfloat16), Array(1, dtype=bfloat16))
     """
     high = _half_added(_bits(x), 16) >> 16
@@ -85,14 +85,14 @@ def rounded_to_bfloat16(x: Array) -> Array:
 
 
 def _split(x: Array) -> tuple[Array, Array]:
-    """A float32 [...] as `rounded_to_bfloat16(x)` and its low 16 bits, uint16. Inverse: `_joined`.
+    """A float32 [...] as `round_to_bfloat16(x)` and its low 16 bits, uint16. Inverse: `_joined`.
 
     The remainder of NaN is 0, so a NaN keeps its sign and the first 7 bits of its mantissa, with
     the quiet bit set.
     """
     bits = _bits(x)
     low = jnp.where(_is_nan(bits), jnp.uint32(0), bits).astype(jnp.uint16)
-    return rounded_to_bfloat16(x), low
+    return round_to_bfloat16(x), low
 
 
 def _joined(high: Array, low: Array) -> Array:
@@ -134,7 +134,7 @@ def _to_scaled_float16(
       old_scale: float32 [], the scale that the new one replaces.
       u: `thresholds` of rounding. None rounds to nearest even.
     """
-    if not types_tell():
+    if not types_show_varying():
         raise ValueError(
             f"master=Float16() inside shard_map(check_vma=False) over {manual_axes()}: types do "
             "not say over which axes its scale is shared. Use check_vma=True, or another master."
@@ -143,7 +143,7 @@ def _to_scaled_float16(
     # The order of magnitudes is the order of their bits.
     finite = jnp.where(magnitude < _INFINITY, magnitude, 0)
     largest = jnp.max(finite, initial=0)
-    shared = varying(x) - (frozenset() if old_scale is None else varying(old_scale))
+    shared = varying_axes(x) - (frozenset() if old_scale is None else varying_axes(old_scale))
     largest = pmax(largest, shared)
     exponent = ((largest + _CARRY) >> 23) - (BIAS + _LAST_EXPONENT)
     exponent = jnp.where(largest == 0, 0, jnp.maximum(exponent, _SMALLEST))
@@ -151,7 +151,7 @@ def _to_scaled_float16(
     if u is None:
         return scaled.astype(jnp.float16), scale
     n = jnp.minimum(jnp.abs(scaled), float(jnp.finfo(jnp.float16).max))
-    code = settled_float(n, jnp.float16, u)
+    code = round_to_float_code(n, jnp.float16, u)
     values = as_float(jnp.where(scaled < 0, code | 0x8000, code), jnp.float16)
     return jnp.where(jnp.isfinite(scaled), values, scaled.astype(jnp.float16)), scale
 

@@ -75,7 +75,7 @@ def _hash(step: Array) -> Array:
     return h ^ (h >> 16)
 
 
-def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array) -> Array:
+def round_code(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array) -> Array:
     """The code `below`, or the next one if n is far enough on the way to it, [...] int32.
 
     Args:
@@ -85,26 +85,26 @@ def settled(n: Array, below: Array, value_of: Callable[[Array], Array], u: Array
       u: thresholds.
 
     Example:
-      >>> settled(jnp.float32(2.3), jnp.int32(2), lambda code: code * 1.0, jnp.float32(0.2))
+      >>> round_code(jnp.float32(2.3), jnp.int32(2), lambda code: code * 1.0, jnp.float32(0.2))
       Array(3, dtype=int32)
     """
     low, high = value_of(below), value_of(below + 1)
     return below + (n - low > u * (high - low)).astype(jnp.int32)
 
 
-def settled_float(n: Array, dtype: DType, u: Array) -> Array:
-    """`settled` among the codes of a short float: `float_below` n, or the next one, [...] int32."""
+def round_to_float_code(n: Array, dtype: DType, u: Array) -> Array:
+    """`round_code` for codes of a short float: `float_code_below` n, or the next, int32 [...]."""
     value_of = functools.partial(float_of, dtype=dtype)
-    return settled(n, float_below(n, dtype), value_of, u)
+    return round_code(n, float_code_below(n, dtype), value_of, u)
 
 
-def float_below(n: Array, dtype: DType) -> Array:
+def float_code_below(n: Array, dtype: DType) -> Array:
     """The code of the largest value of a short float that is at most n, [...] int32.
 
     n is float32, from 0 to the largest value of the dtype. The dtype has 16 bits or fewer.
 
     Example:
-      >>> float_below(jnp.float32(449.0), jnp.float8_e4m3fn)
+      >>> float_code_below(jnp.float32(449.0), jnp.float8_e4m3fn)
       Array(126, dtype=int32)
     """
     info = jnp.finfo(dtype)

@@ -20,7 +20,7 @@ from jaxfp8.optim._eight_bit_formats import ExpandedFP8State, Int8State, LinearI
 from jaxfp8.optim._masters import Float16State
 from jaxfp8.optim._moment_formats import AbstractMomentFormat, PerParameter
 from jaxfp8.optim._weights import Parameters
-from jaxfp8.sharding._amax import manual_axes, types_tell, varying
+from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 from jaxfp8.weights._quantized_weight import is_weight
 
 # The nodes of an optimizer state that hold stored moments.
@@ -29,12 +29,12 @@ _STORED = (QuantizedTensor, Float16State, Int8State, LinearInt8State, ExpandedFP
 _CODES, _FP8 = (jnp.int8, jnp.uint8), (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
-def is_stored(node: Any) -> bool:
+def is_stored_moment(node: Any) -> bool:
     """Whether a node is a moment that a format has stored. A bfloat16 array is no node."""
     return isinstance(node, _STORED)
 
 
-def with_nodes(state: PyTree) -> PyTree:
+def restore_moment_nodes(state: PyTree) -> PyTree:
     """An optimizer state whose stored moments are nodes again.
 
     `nnx.Optimizer.update` turns a node into an `nnx.State` with its fields. They are told from
@@ -174,18 +174,18 @@ def with_moment_formats(
         def unpack(field: str, name: str, x: Any, index: int) -> Any:
             old.append(x)
             format = _format_of(formats[field], name)
-            if is_stored(x) or _is_stored_by(format, x):
+            if is_stored_moment(x) or _is_stored_by(format, x):
                 _check_stored(field, format, x)
                 return format.unpack(x)
             return x
 
-        loaded = _mapped(with_nodes(state.inner), formats, unpack)
+        loaded = _mapped(restore_moment_nodes(state.inner), formats, unpack)
         updates, new = inner.update(_widened(grads), loaded, params, **extra_args)
         base = jax.random.fold_in(jax.random.key(state.seed), state.step)
 
         def pack(field: str, name: str, x: Any, index: int) -> Any:
             format, before = _format_of(formats[field], name), old[index]
-            if not is_stored(before) and not _is_stored_by(format, before):
+            if not is_stored_moment(before) and not _is_stored_by(format, before):
                 return x
             x = x.astype(jnp.float32)
             key = _shard_key(jax.random.fold_in(base, index), x) if format.is_stochastic else None
@@ -204,7 +204,7 @@ def _mapped(
     count = 0
 
     def is_node(node: Any) -> bool:
-        return not is_stored(node) and bool({*getattr(node, "_fields", ())} & {*formats})
+        return not is_stored_moment(node) and bool({*getattr(node, "_fields", ())} & {*formats})
 
     def leaf(field: str) -> Callable[[Any, Any], Any]:
         def mapped(path: Any, x: Any) -> Any:
@@ -220,7 +220,7 @@ def _mapped(
         return node._replace(
             **{
                 field: jax.tree_util.tree_map_with_path(
-                    leaf(field), getattr(node, field), is_leaf=is_stored
+                    leaf(field), getattr(node, field), is_leaf=is_stored_moment
                 )
                 for field in node._fields
                 if field in formats
@@ -308,13 +308,13 @@ def _shard_key(key: Array, x: Array) -> Array:
     """The key of an array. Inside `jax.shard_map` each shard has its own, and replicas have one."""
     if not manual_axes():
         return key
-    if not types_tell():
+    if not types_show_varying():
         raise ValueError(
             f"rounding='stochastic' inside shard_map(check_vma=False) over {manual_axes()}: types "
             "do not distinguish shards from replicas, which must get the same random bits. Use "
             "check_vma=True."
         )
-    axes = tuple(sorted(varying(x)))
+    axes = tuple(sorted(varying_axes(x)))
     return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
 
 
@@ -368,5 +368,5 @@ def _global_size(x: Array) -> int:
 
     Inside `jax.shard_map` an array that varies over a mesh axis counts as split over it.
     """
-    axes = varying(x) if isinstance(x, jax.Array) else ()
+    axes = varying_axes(x) if isinstance(x, jax.Array) else ()
     return math.prod(jnp.shape(x)) * math.prod(lax.axis_size(axis) for axis in axes)

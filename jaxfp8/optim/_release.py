@@ -12,11 +12,11 @@ import optax
 from jax import lax
 
 from jaxfp8._typing import Array, PyTree
-from jaxfp8.jaxprs._data_flow import labels_of, union
+from jaxfp8.jaxprs._data_flow import labels_of, union_of_labels
 from jaxfp8.optim._moments import MomentFormatsState
 from jaxfp8.optim._release_scan import Operands, release_scan
-from jaxfp8.optim._released import Released, carriers_of, layers_of, packed, unpacked
-from jaxfp8.sharding._amax import manual_axes, types_tell
+from jaxfp8.optim._released import Released, carriers_of, count_layers, pack_released, unpack_state
+from jaxfp8.sharding._amax import manual_axes, types_show_varying
 
 # Whether an optimizer couples parameters, read from its program.
 #
@@ -109,7 +109,7 @@ def _labels_after_steps(
     # An update is an array, an `Overwrite` with one, or nothing.
     sizes = [len(jax.tree.leaves(each)) for each in treedef.flatten_up_to(update_types)]
     left = iter(outs)
-    updates = [union(itertools.islice(left, size)) for size in sizes]
+    updates = [union_of_labels(itertools.islice(left, size)) for size in sizes]
     places = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state_types)]
     return updates, dict(zip(places, state, strict=True))
 
@@ -162,7 +162,7 @@ class Release:
           >>> layers.params["w"].shape, layers.opt_state[0].mu["w"].shape
           ((3, 4, 4), (3, 4, 4))
         """
-        layers = layers_of(params)
+        layers = count_layers(params)
         return self.pack(params, _seeded(jax.vmap(self.tx.init)(params), layers))
 
     def pack(self, params: PyTree, opt_state: PyTree) -> Released:
@@ -183,7 +183,7 @@ class Release:
           >>> params = {"w": jnp.ones((3, 4, 4))}
           >>> layers = release(tx).pack(params, jax.vmap(tx.init)(params))
         """
-        layers = packed(params, opt_state)
+        layers = pack_released(params, opt_state)
         if not self.per_layer:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
             _check_uncoupled(self.tx, one)
@@ -219,7 +219,7 @@ class Release:
           >>> jax.grad(loss_fn)(layers, jnp.ones(2)).params["b"][:, 0]
           Array([-0.5, -0.5, -0.5], dtype=float32)
         """
-        if manual_axes() and not types_tell():
+        if manual_axes() and not types_show_varying():
             raise ValueError(
                 f"Release.scan inside shard_map(check_vma=False) or pmap over {manual_axes()}: a "
                 "layer is updated before its gradients are reduced over the mesh. Use "
@@ -236,7 +236,7 @@ class Release:
         layers: Released = nodes.pop(place)
         values, structure = jax.tree.flatten(layers._values)
         groups = [len(group) for group in layers.carriers]
-        layers_of((values, nodes))
+        count_layers((values, nodes))
         carry, flat = jax.tree.flatten(init)
         carry_structure: Any = flat  # jax gives it no type
         carry = [lax.convert_element_type(x, jnp.result_type(x)) for x in carry]  # no weak types
@@ -277,7 +277,7 @@ class Release:
             params = jax.tree.unflatten(structure, old[: len(values)])
             left = iter(old[len(values) :])
             carriers = [tuple(next(left) for _ in range(size)) for size in groups]
-            opt_state = unpacked(carriers, layers.dtypes, layers.treedef)
+            opt_state = unpack_state(carriers, layers.dtypes, layers.treedef)
             updates, new_state = self.tx.update(
                 jax.tree.unflatten(structure, grads), opt_state, params
             )

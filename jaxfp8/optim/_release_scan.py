@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.optim._released import is_float, is_sealed
-from jaxfp8.sharding._amax import vary_as, varying_type
+from jaxfp8.sharding._amax import vary_as, varying_axes_of_type
 from jaxfp8.state._gradient_channel import Use
 
 # The arrays that the loop of released layers differentiates, and which of them have a gradient.
@@ -81,7 +81,7 @@ def _instantiated(cotangents: list[Any]) -> list[Array]:
             return x
         aval: Any = x.aval
         zeros = jnp.zeros(aval.shape, aval.dtype)
-        axes = tuple(sorted(varying_type(aval)))
+        axes = tuple(sorted(varying_axes_of_type(aval)))
         return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
     return [one(x) for x in cotangents if is_float(_dtype_of(x))]

@@ -124,7 +124,7 @@ class Released:
     @property
     def opt_state(self) -> PyTree:
         """The optimizer state, [L, ...] each, as `jax.vmap(tx.init)` makes it."""
-        return unpacked(self.carriers, self.dtypes, self.treedef)
+        return unpack_state(self.carriers, self.dtypes, self.treedef)
 
     def check(self) -> None:
         """Raise ValueError if arithmetic changed this tree. It reads the seal, so not under jit.
@@ -148,7 +148,7 @@ class Released:
             )
 
 
-def packed(params: PyTree, opt_state: PyTree) -> Released:
+def pack_released(params: PyTree, opt_state: PyTree) -> Released:
     """A `Released` of stacked parameters and of their stacked optimizer state.
 
     ValueError unless all arrays are [L, ...]. TypeError if a parameter is no array of floats.
@@ -161,20 +161,22 @@ def packed(params: PyTree, opt_state: PyTree) -> Released:
                 "parameters must be arrays of floats. Scan over other arrays beside them, and "
                 "train weights in FP8 with the usual update."
             )
-    layers_of(params)
+    count_layers(params)
     leaves, treedef = jax.tree.flatten(opt_state)
-    layers_of((params, leaves))
+    count_layers((params, leaves))
     dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
     carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
     return Released(params, carriers, _fresh_seal(), dtypes, treedef)
 
 
-def unpacked(carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treedef: Any) -> PyTree:
+def unpack_state(
+    carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treedef: Any
+) -> PyTree:
     """The optimizer state of carriers, of one layer or of all."""
     return jax.tree.unflatten(treedef, map(_carried, carriers, dtypes))
 
 
-def layers_of(tree: PyTree) -> int:
+def count_layers(tree: PyTree) -> int:
     """The number L of layers of a tree of arrays [L, ...]. ValueError without a common L."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     found = {shape[:1] for shape in shapes}

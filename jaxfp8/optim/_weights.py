@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.ops._quantize_params import path_name, state_at, states_by_path
+from jaxfp8.ops._quantize_params import find_state, path_name, states_by_path
 from jaxfp8.state._state import MatmulState
 from jaxfp8.weights._quantized_weight import is_weight
 
@@ -46,7 +46,7 @@ class Parameters(NamedTuple):
         """The quantizer state of each weight in FP8, from those of the model."""
         found = states_by_path(state)
         return [
-            state_at(name, found) if is_weight(leaf) and leaf.recipe.rows else None
+            find_state(name, found) if is_weight(leaf) and leaf.recipe.rows else None
             for name, leaf in zip(self.names, self.leaves, strict=True)
         ]
 

@@ -19,7 +19,7 @@ from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.numerics._granularity import AbstractGranularity
 from jaxfp8.plan._cast_costs import Casts, cast_cost, has_known_cost
-from jaxfp8.plan._costs import Shape, Sides, matmul_cost, route_of, sides_of, stream
+from jaxfp8.plan._costs import Shape, Sides, matmul_cost, route_of, sides_of, stream_cost
 from jaxfp8.plan._peaks import PEAKS
 from jaxfp8.recipes._recipe import Recipe
 
@@ -37,33 +37,33 @@ class Backends(NamedTuple):
     g: tuple[str, ...] = XLA
 
 
-def sizes_of(shape: Shape) -> dict[Matmul, Shape]:
+def matmul_sizes(shape: Shape) -> dict[Matmul, Shape]:
     """The sizes (M, K, N) of each of the three matmuls of a layer (M, K, N).
 
     Example:
-      >>> sizes_of((1, 2, 3))["wgrad"]
+      >>> matmul_sizes((1, 2, 3))["wgrad"]
       (2, 1, 3)
     """
     m, k, n = shape
     return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}
 
 
-def values_of(shape: Shape) -> dict[Tensor, int]:
+def value_counts(shape: Shape) -> dict[Tensor, int]:
     """The number of values of x, w and g.
 
     Example:
-      >>> values_of((1, 2, 3))
+      >>> value_counts((1, 2, 3))
       {'x': 2, 'w': 6, 'g': 3}
     """
     m, k, n = shape
     return {"x": m * k, "w": k * n, "g": m * n}
 
 
-def rows_of(shape: Shape) -> dict[Tensor, int]:
+def row_counts(shape: Shape) -> dict[Tensor, int]:
     """The number of rows of x, w and g.
 
     Example:
-      >>> rows_of((1, 2, 3))
+      >>> row_counts((1, 2, 3))
       {'x': 1, 'w': 2, 'g': 1}
     """
     m, k, _ = shape
@@ -131,7 +131,7 @@ def cast_seconds(
     if not all(map(has_known_cost, quantizers)):
         return {}
     described = chip_named(chip)
-    values, rows = values_of(shape)[tensor], rows_of(shape)[tensor]
+    values, rows = value_counts(shape)[tensor], row_counts(shape)[tensor]
     whole = Casts(recipe, tensor, values, rows, routes, described, PEAKS[chip])
     return {
         name: cast_cost(name, whole).seconds
@@ -156,8 +156,10 @@ def copy_seconds(
     peak, copies = PEAKS[chip], len(granularities)
     # XLA reads bfloat16 (2 bytes) once for each amax, and once more for the cast of all copies.
     # Each copy is written as 1 byte. The kernel finds amaxes in the pass in which it casts.
-    by_xla = stream(peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True)
-    by_kernel = stream(peak, (2 + copies) * values, by_pallas=True)
+    by_xla = stream_cost(
+        peak, (2 + 2 * copies + copies) * values, kernels=1 + copies, in_tiles=True
+    )
+    by_kernel = stream_cost(peak, (2 + copies) * values, by_pallas=True)
     return {
         name: (by_xla if name == "xla" else by_kernel).seconds
         for name in _casting_backends(chip_named(chip), granularities)
@@ -175,11 +177,11 @@ def _casting_backends(chip: Chip, granularities: Iterable[AbstractGranularity]) 
     return (*(name for name in written_for(chip, CASTS) if CASTS[name].estimated), *XLA)
 
 
-def best(seconds: Mapping[str, float]) -> tuple[str, ...]:
+def faster_than_xla(seconds: Mapping[str, float]) -> tuple[str, ...]:
     """Names of backends that are estimated to be faster than XLA's, fastest first, then XLA's.
 
     Example:
-      >>> best({"mosaic": 1.0, "xla": 2.0}), best({"mosaic": 2.0, "xla": 1.0}), best({})
+      >>> faster_than_xla({"mosaic": 1.0, "xla": 2.0}), best({"mosaic": 2.0, "xla": 1.0}), best({})
       (('mosaic', 'xla'), ('xla',), ('xla',))
     """
     faster = {name: s for name, s in seconds.items() if name != "xla" and s < seconds["xla"]}
@@ -207,20 +209,20 @@ def backends_for(
     """
     chosen: dict[str, tuple[str, ...]] = {}
     routes: dict[Matmul, Route] = {}
-    for name, size in sizes_of(shape).items():
+    for name, size in matmul_sizes(shape).items():
         sides = sides_of(getattr(recipe, name))
         if matmuls is not None:
             chosen[name] = (matmuls,)
         elif chip is not None:
-            chosen[name] = best(matmul_seconds(sides, chip, size, recipe.tile))
+            chosen[name] = faster_than_xla(matmul_seconds(sides, chip, size, recipe.tile))
         if chip is not None:  # what a cast costs depends on the route of the matmuls that read it
             first = chosen[name][0]
             routes[name] = route_of(sides, first, chip_named(chip), size)
-    for tensor in values_of(shape):
+    for tensor in value_counts(shape):
         if casts is not None:
             chosen[tensor] = (casts,)
         elif chip is not None:
-            chosen[tensor] = best(cast_seconds(recipe, tensor, chip, shape, routes))
+            chosen[tensor] = faster_than_xla(cast_seconds(recipe, tensor, chip, shape, routes))
     return Backends(**chosen)
 
 
@@ -295,7 +297,7 @@ def grouped_backends(
     chosen: dict[str, tuple[str, ...]] = {}
     kernels = () if chip is None else written_for(chip_named(chip), grouped_matmul.BACKENDS)
     rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
-    for name, size in sizes_of((rows, k, n)).items():
+    for name, size in matmul_sizes((rows, k, n)).items():
         operands = getattr(recipe, name)
         if matmuls is not None:
             chosen[name] = (matmuls,)
@@ -303,7 +305,7 @@ def grouped_backends(
             chosen[name] = (*kernels, *XLA)
         elif chip is not None and not kernels:
             seconds = matmul_seconds(sides_of(operands), chip, size, recipe.tile)
-            chosen[name] = best(
+            chosen[name] = faster_than_xla(
                 {by: s for by, s in seconds.items() if by in grouped_matmul.BACKENDS}
             )
         else:

@@ -12,11 +12,11 @@ from jaxfp8._typing import Matmul, Tensor
 from jaxfp8.kernels._dispatch import Chip, Route
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.numerics._amax import rows_read_together
-from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded, stream
+from jaxfp8.plan._costs import BOX, WHOLE_TILE, Cost, padded_size, stream_cost
 from jaxfp8.plan._peaks import Peak
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
-from jaxfp8.recipes._recipe import Recipe, planned_casts
+from jaxfp8.recipes._recipe import Recipe, plan_casts
 
 
 def _turns(chip: Chip) -> bool:
@@ -56,23 +56,23 @@ def _padding(
       first: whether XLA writes FP8 to memory before another kernel transposes it.
     """
     rows, columns = sides
-    before, after = rows * columns, padded(rows) * padded(columns)
+    before, after = rows * columns, padded_size(rows) * padded_size(columns)
     if before == after:
         return Cost()
     if not _turns(chip):
-        return stream(peak, before + after) if first else Cost()
+        return stream_cost(peak, before + after) if first else Cost()
     if len(layouts) == 1 and not first:
         # A copy with scales of its own, those of rows or columns. One kernel casts and pads it, or
         # casts and transposes it. Then another kernel pads it.
-        return stream(peak, before + after) if True in layouts else Cost()
-    if any(padded(size, 8) != padded(size) for size in sides):
-        cost = stream(peak, (before + after) * len(layouts), kernels=len(layouts))
+        return stream_cost(peak, before + after) if True in layouts else Cost()
+    if any(padded_size(size, 8) != padded_size(size) for size in sides):
+        cost = stream_cost(peak, (before + after) * len(layouts), kernels=len(layouts))
         if True in layouts and not first and any(size % 8 for size in sides):
             # The cast pads neither layout. So it writes one, which another kernel transposes.
-            cost += stream(peak, before)
+            cost += stream_cost(peak, before)
         return cost
     # The kernel that transposes FP8 also writes the other layout, padded.
-    return stream(peak, after, kernels=0) if first and True in layouts else Cost()
+    return stream_cost(peak, after, kernels=0) if first and True in layouts else Cost()
 
 
 def _padding_for_hopper(
@@ -90,12 +90,12 @@ def _padding_for_hopper(
     before, cost = rows * columns, Cost()
     for transposed in layouts:
         kept, contracted = (columns, rows) if transposed else (rows, columns)
-        after = padded(kept, BOX) * padded(contracted, WHOLE_TILE)
+        after = padded_size(kept, BOX) * padded_size(contracted, WHOLE_TILE)
         if after == before:
             continue
         # XLA pads in the kernel that transposes. If nothing is transposed, it pads in the cast.
         fused = not by_kernel and (transposed or len(layouts) == 1)
-        cost += stream(peak, after - before if fused else after + before, kernels=not fused)
+        cost += stream_cost(peak, after - before if fused else after + before, kernels=not fused)
     return cost
 
 
@@ -180,7 +180,7 @@ def _by_kernel(casts: Casts, backend: str) -> Cost:
     cost = Cost()
     by_xla = frozenset(name for name, route in routes.items() if not route.by_kernel)
     like = backend if CASTS[backend].estimated else _LIKE
-    for planned in planned_casts(recipe, MATRICES, tensor, (like,), by_xla=by_xla):
+    for planned in plan_casts(recipe, MATRICES, tensor, (like,), by_xla=by_xla):
         if planned.cast is None:
             continue
         granularities = planned.cast.granularities
@@ -192,7 +192,7 @@ def _by_kernel(casts: Casts, backend: str) -> Cost:
         size = 4 if planned.cast.rule.scale_format is None else 1
         # The tensor is read as bfloat16, 2 bytes a value. Each copy is written, 1 byte a value.
         moved = (2 + len(granularities)) * values + size * sum(scales)
-        cost += stream(peak, moved, by_pallas=True)
+        cost += stream_cost(peak, moved, by_pallas=True)
         for readers, cells in zip(planned.readers, scales, strict=True):
             if any(routes[name] in _PADDED for name in readers):
                 cost += _padding(peak, chip, (rows, values // rows), {False}, first=True)
@@ -204,7 +204,7 @@ def _by_kernel(casts: Casts, backend: str) -> Cost:
                 # The copy is read once, 1 byte a value. It is written as bfloat16 (2 bytes) for
                 # each of its readers, or with tiles once for both.
                 both = 1 if in_tiles else widened
-                cost += stream(peak, (1 + 2 * both) * values + _WIDENED_CELL * cells)
+                cost += stream_cost(peak, (1 + 2 * both) * values + _WIDENED_CELL * cells)
     return cost
 
 
@@ -230,9 +230,9 @@ def _by_xla(casts: Casts) -> Cost:
         cells = values / math.prod(granularity.along(2)) if tiles else 0
         # A second, small kernel ends the reduction and makes the scale.
         moved = 2 * values + _CELL[converted] * cells
-        cost += stream(peak, moved, kernels=2, in_tiles=tiles)
+        cost += stream_cost(peak, moved, kernels=2, in_tiles=tiles)
     if len(found) == 2 and not in_tiles and values < _SMALL:
-        cost += stream(peak, 2 * values, kernels=0)  # one amax writes magnitudes for the other
+        cost += stream_cost(peak, 2 * values, kernels=0)  # one amax writes magnitudes for the other
     for (quantizer, _), readers in copies.items():
         # The layouts in which matmuls read FP8: False for that of the tensor, True for transposed.
         layouts = {
@@ -247,7 +247,7 @@ def _by_xla(casts: Casts) -> Cost:
         first = isinstance(quantizer, Delayed) or (layouts and quantizer.granularity.in_tiles)
         written += 1 if first else len(layouts)
         if first and transposed:  # FP8 is read and written once more
-            cost += stream(peak, 2 * values)
+            cost += stream_cost(peak, 2 * values)
         if any(routes[name] in _PADDED for name in readers):
             cost += _padding(peak, chip, sides, layouts, first=bool(first))
         if any(routes[name] is Route.HOPPER_PALLAS for name in readers):
@@ -255,16 +255,16 @@ def _by_xla(casts: Casts) -> Cost:
         if quantizer.granularity.in_tiles:
             widened = widened[:1]  # tiles are widened once for both matmuls
         if isinstance(quantizer, Delayed) and widened:
-            cost += stream(peak, (1 + 2 * len(widened)) * values)
+            cost += stream_cost(peak, (1 + 2 * len(widened)) * values)
         else:
             written += 2 * len(widened)
     for_hopper = any(routes[name] is Route.HOPPER_PALLAS for name, _ in recipe.uses(tensor))
     if len(copies) == 2 and in_tiles and for_hopper and sides[1] % WHOLE_TILE:
         # The copy that is padded along its tiles has a kernel of its own, which reads the tensor.
-        cost += stream(peak, 2 * values, in_tiles=True)
+        cost += stream_cost(peak, 2 * values, in_tiles=True)
     if len(copies) == 2 and not in_tiles and _turns(chip):
-        cost += stream(peak, 2 * values * _more_passes(sides), kernels=_more_passes(sides))
-    return cost + stream(peak, (2 + written) * values, in_tiles=in_tiles)
+        cost += stream_cost(peak, 2 * values * _more_passes(sides), kernels=_more_passes(sides))
+    return cost + stream_cost(peak, (2 + written) * values, in_tiles=in_tiles)
 
 
 def copies_of(
@@ -291,9 +291,9 @@ def _amaxes(peak: Peak, values: int, rows: int, granularities: int) -> Cost:
     """The cost of amaxes of the tensor, or of its rows, its columns or both."""
     together = rows_read_together(rows) if granularities == 2 else 0
     if together:  # the largest values of each group of rows are written, and read once more
-        return stream(peak, 2 * values + 2 * 2 * values / together, kernels=3)
+        return stream_cost(peak, 2 * values + 2 * 2 * values / together, kernels=3)
     # XLA finds the amaxes of each granularity separately, with two kernels.
-    return stream(peak, 2 * values * granularities, kernels=2 * granularities)
+    return stream_cost(peak, 2 * values * granularities, kernels=2 * granularities)
 
 
 def _more_passes(sides: tuple[int, int]) -> int:
@@ -302,7 +302,7 @@ def _more_passes(sides: tuple[int, int]) -> int:
     One of the copies is transposed. A pass moves 2 bytes a value. It reads bfloat16, or it writes
     and reads FP8.
     """
-    is_padded = any(padded(size) != size for size in sides)  # one kernel for each copy
+    is_padded = any(padded_size(size) != size for size in sides)  # one kernel for each copy
     # XLA transposes small tensors in a kernel after the cast.
     is_small = math.prod(sides) < _SMALL and all(size % 8 == 0 for size in sides)
     return is_padded + is_small

@@ -17,11 +17,11 @@ from jaxfp8.kernels._dispatch import Route, chip_named
 from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._amax import amax
-from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, sizes_of
+from jaxfp8.plan._backends import XLA, Backends, cast_seconds, matmul_seconds, matmul_sizes
 from jaxfp8.plan._cast_costs import MATRICES
 from jaxfp8.plan._costs import MATMULS, Shape, route_of, sides_of
 from jaxfp8.quantizers._base import ScaleInputs
-from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
+from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 
 _TENSORS: tuple[Tensor, ...] = ("x", "w", "g")
 _ALONE = "no other kernel is considered"
@@ -155,7 +155,7 @@ def _first_that_can(names: Sequence[str], trace: Callable[[str], Any]) -> _Tried
     return _Tried("xla", refusals)
 
 
-def explained(kernels: Any, recipe: Recipe, shape: Shape, dtype: DType) -> Choices:
+def explain_choices(kernels: Any, recipe: Recipe, shape: Shape, dtype: DType) -> Choices:
     """See `fp8.Kernels.choices`; `kernels` are `fp8.Kernels`."""
     return _in_mesh(jax.sharding.get_abstract_mesh(), kernels, recipe, shape, dtype)
 
@@ -176,7 +176,7 @@ def _in_mesh(mesh: Any, kernels: Any, recipe: Recipe, shape: Shape, dtype: DType
         casts[tensor] = _first_that_can(getattr(names, tensor), copies[tensor])
     chosen: dict[str, Choice] = {}
     routes: dict[Matmul, Route] = {}
-    for name, size in sizes_of(shape).items():
+    for name, size in matmul_sizes(shape).items():
         operands = [functools.partial(copies[t], casts[t].backend) for t in OPERANDS[name]]
         chosen[name], routes[name] = _matmul(kernels, recipe, name, size, operands, dtype, names)
     for tensor, tried in casts.items():
@@ -195,7 +195,7 @@ def _copies(
 ) -> dict[Matmul, Any]:
     """The copy of a tensor that each matmul reads, if a backend casts it."""
     copies: dict[Matmul, Any] = {}
-    for planned in planned_casts(recipe, MATRICES, tensor, (backend,)):
+    for planned in plan_casts(recipe, MATRICES, tensor, (backend,)):
         made: Any = (array,)
         if planned.cast is not None:
             made = jax.eval_shape(functools.partial(_quantized, planned), array)

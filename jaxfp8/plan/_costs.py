@@ -119,7 +119,7 @@ class Cost:
         return Cost(round(self.bytes * number), round(self.flops * number), self.seconds * number)
 
 
-def stream(
+def stream_cost(
     peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False, by_pallas: bool = False
 ) -> Cost:
     """The cost of elementwise kernels and reductions.
@@ -133,7 +133,7 @@ def stream(
 
     Example:
       >>> from jaxfp8.plan._peaks import PEAKS
-      >>> stream(PEAKS["h200"], 4.416e9).seconds
+      >>> stream_cost(PEAKS["h200"], 4.416e9).seconds
       0.001002
     """
     rate = peak.bandwidth * _ATTAINED_BANDWIDTH
@@ -142,7 +142,9 @@ def stream(
     return Cost(bytes=round(moved), seconds=moved / rate + kernels * LAUNCH)
 
 
-def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bool = False) -> Cost:
+def gemm_cost(
+    peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bool = False
+) -> Cost:
     """The cost of one matmul [M, K] @ [K, N].
 
     Each operand is read once, with 2 bytes a value, or 1 in FP8. The result is written with 2 bytes
@@ -150,7 +152,7 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bo
 
     Example:
       >>> from jaxfp8.plan._peaks import PEAKS
-      >>> gemm(PEAKS["h200"], 8192, 8192, 8192).flops
+      >>> gemm_cost(PEAKS["h200"], 8192, 8192, 8192).flops
       1099511627776
     """
     moved = (m * k + k * n) * (1 if fp8 else 2) + 2 * m * n
@@ -162,7 +164,7 @@ def gemm(peak: Peak, m: int, k: int, n: int, *, fp8: bool = False, by_triton: bo
     )
     cost = Cost(bytes=moved, flops=flops, seconds=busy + LAUNCH)
     parts = peak.split_k.parts(m, k, n) if by_triton and peak.split_k else 1
-    return cost + stream(peak, 2 * 4 * parts * m * n) if parts > 1 else cost
+    return cost + stream_cost(peak, 2 * 4 * parts * m * n) if parts > 1 else cost
 
 
 def _matmul(
@@ -195,12 +197,12 @@ def _matmul(
     if route is Route.TILE_BY_TILE:
         return _tile_by_tile(peak, m, k, n, tile or k)
     multiple = _ALIGNMENT if route.in_fp8 else 1 if by_triton else _ALIGNMENT_OF_BF16
-    wide = [padded(size, multiple) for size in (m, k, n)]
-    cost = gemm(peak, *wide, fp8=route.in_fp8, by_triton=by_triton and not route.in_fp8)
+    wide = [padded_size(size, multiple) for size in (m, k, n)]
+    cost = gemm_cost(peak, *wide, fp8=route.in_fp8, by_triton=by_triton and not route.in_fp8)
     if route is Route.BLOCK_SCALED:
         # Each tile 1x32 has a scale of 1 byte, which is moved 4 times. The cast writes it. One
         # kernel reads it and writes it in the order of the hardware. The matmul reads it.
-        cost += stream(peak, 4 * (m * k + k * n) / 32, kernels=2)
+        cost += stream_cost(peak, 4 * (m * k + k * n) / 32, kernels=2)
     if route is Route.BLOCK_SCALED or not route.in_fp8:
         # `_padding.py` has the padding for other matmuls.
         cost += _padded_operand(peak, route, m, k, multiple)
@@ -208,27 +210,27 @@ def _matmul(
     by_rows = route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS)
     if by_rows or m * n != wide[0] * wide[2]:
         # One pass scales the result in float32, and slices it. It reads and writes bfloat16.
-        cost += stream(peak, 2 * (wide[0] * wide[2] + m * n))
+        cost += stream_cost(peak, 2 * (wide[0] * wide[2] + m * n))
     return cost
 
 
 def _padded_operand(peak: Peak, route: Route, rows: int, columns: int, multiple: int) -> Cost:
     """The cost of padding an operand."""
-    before, after = rows * columns, padded(rows, multiple) * padded(columns, multiple)
+    before, after = rows * columns, padded_size(rows, multiple) * padded_size(columns, multiple)
     if before == after:
         return Cost()
     size = 1 if route.in_fp8 else 2
-    if not route.in_fp8 and after == padded(rows) * padded(columns):
+    if not route.in_fp8 and after == padded_size(rows) * padded_size(columns):
         # Other matmuls read the operand in FP8. The kernel that casts and pads it pads this one.
-        return stream(peak, size * after, kernels=0)
-    return stream(peak, size * (before + after))
+        return stream_cost(peak, size * after, kernels=0)
+    return stream_cost(peak, size * (before + after))
 
 
-def padded(size: int, multiple: int = _ALIGNMENT) -> int:
+def padded_size(size: int, multiple: int = _ALIGNMENT) -> int:
     """The size to which XLA pads an axis of an FP8 matmul.
 
     Example:
-      >>> padded(333)
+      >>> padded_size(333)
       336
     """
     return -(-size // multiple) * multiple
@@ -238,8 +240,8 @@ def _by_hopper(
     peak: Peak, m: int, k: int, n: int, tile: int | None, *, square: bool, in_bytes: bool
 ) -> Cost:
     """The cost of Hopper's kernel (`kernels/scaled_matmul/hopper/`) and of converted scales."""
-    wide = padded(m, BOX), padded(k, WHOLE_TILE), padded(n)
-    best = gemm(peak, *wide, fp8=True)
+    wide = padded_size(m, BOX), padded_size(k, WHOLE_TILE), padded_size(n)
+    best = gemm_cost(peak, *wide, fp8=True)
     busy = (best.seconds - LAUNCH) / _UNTIMED
     side = tile or k
     if side < WHOLE_TILE:
@@ -253,9 +255,9 @@ def _by_hopper(
     cost = Cost(best.bytes + read, best.flops, busy + LAUNCH)
     for number, is_byte in zip(scales, as_bytes, strict=True):
         if in_bytes and not is_byte:
-            cost += stream(peak, _CONVERTED * number)
+            cost += stream_cost(peak, _CONVERTED * number)
     if m * n != wide[0] * wide[2]:
-        cost += stream(peak, 2 * (wide[0] * wide[2] + m * n))  # the result is sliced
+        cost += stream_cost(peak, 2 * (wide[0] * wide[2] + m * n))  # the result is sliced
     return cost
 
 
@@ -266,13 +268,15 @@ def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:
     result, and adds it to a float32 sum.
     """
     steps = math.ceil(k / tile)
-    product = gemm(peak, m, tile, n)
+    product = gemm_cost(peak, m, tile, n)
     # 2 (m + n) tile: the slices are read and written. 2 m n: the result is float32, twice what
-    # `gemm` counts. 12 m n: result and sum are read, and the sum is written.
+    # `gemm_cost` counts. 12 m n: result and sum are read, and the sum is written.
     moved = 2 * (m + n) * tile + 2 * m * n + 12 * m * n
-    step = product + stream(peak, moved, kernels=3)
+    step = product + stream_cost(peak, moved, kernels=3)
     # After the loop the float32 sum is read (4 bytes) and written as bfloat16 (2 bytes).
-    return Cost(step.bytes * steps, 2 * m * k * n, step.seconds * steps) + stream(peak, 6 * m * n)
+    return Cost(step.bytes * steps, 2 * m * k * n, step.seconds * steps) + stream_cost(
+        peak, 6 * m * n
+    )
 
 
 # The route of a matmul, which is the way that it is computed.

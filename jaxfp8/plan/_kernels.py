@@ -17,8 +17,15 @@ from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.numerics._formats import FLOAT_DTYPES
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.plan._backends import XLA, Backends, backends_for, best, copy_seconds, matmul_seconds
-from jaxfp8.plan._choices import Choices, explained
+from jaxfp8.plan._backends import (
+    XLA,
+    Backends,
+    backends_for,
+    copy_seconds,
+    faster_than_xla,
+    matmul_seconds,
+)
+from jaxfp8.plan._choices import Choices, explain_choices
 from jaxfp8.plan._costs import Shape, Side, check_shape
 from jaxfp8.recipes._presets import check_recipe
 from jaxfp8.recipes._recipe import Operands, Recipe
@@ -254,7 +261,7 @@ class Kernels:
             raise TypeError(
                 f"dtype={dtype!r} cannot be quantized. Use one of {list(FLOAT_DTYPES)}."
             )
-        return explained(self, recipe, check_shape(shape), jnp.dtype(dtype))
+        return explain_choices(self, recipe, check_shape(shape), jnp.dtype(dtype))
 
     def compiler_options(self, recipe: Recipe) -> dict[str, bool | str]:
         """The options with which XLA compiles a recipe to the intended kernels and numbers.
@@ -321,7 +328,11 @@ class Kernels:
         """
         if self.casts is not None:
             return (self.casts,)
-        return XLA if self.chip is None else best(copy_seconds(granularities, self.chip, values))
+        return (
+            XLA
+            if self.chip is None
+            else faster_than_xla(copy_seconds(granularities, self.chip, values))
+        )
 
     def attempts(
         self,
@@ -355,7 +366,7 @@ class Kernels:
             tiles = [s.granularity.along(2)[1] for s in sides if s.granularity.in_tiles]
             tile = max(tiles, default=None)
             seconds = matmul_seconds(sides, self.chip, (batch * m, k, n), tile)
-        return self.attempts(best(seconds), lhs, rhs, call, add_to=add_to)
+        return self.attempts(faster_than_xla(seconds), lhs, rhs, call, add_to=add_to)
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("casts", "matmuls")}

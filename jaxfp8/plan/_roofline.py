@@ -17,10 +17,10 @@ from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.plan._backends import (
     SMALLEST,
     grouped_backends,
-    rows_of,
-    sizes_of,
+    matmul_sizes,
+    row_counts,
     tile_rows,
-    values_of,
+    value_counts,
 )
 from jaxfp8.plan._cast_costs import MATRICES, Casts, cast_cost, copies_of, wants_contracted_last
 from jaxfp8.plan._choices import Footnotes
@@ -30,11 +30,11 @@ from jaxfp8.plan._costs import (
     Cost,
     Shape,
     check_shape,
-    gemm,
+    gemm_cost,
     matmul_cost,
     route_of,
     sides_of,
-    stream,
+    stream_cost,
 )
 from jaxfp8.plan._kernels import Kernels, check_kernels
 from jaxfp8.plan._peaks import PEAKS, Peak
@@ -160,16 +160,16 @@ def _loop_cost(
     rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
     steps = tokens // rows + groups
     peak: Peak = PEAKS[chip]
-    size = sizes_of((rows, k, n))[name]
+    size = matmul_sizes((rows, k, n))[name]
     one = matmul_cost(
         sides_of(getattr(recipe, name)), backend, chip_named(chip), peak, size, recipe.tile
     )
     if name == "wgrad":
         # The float32 product and sum are read, and the sum is written in float32 and in bfloat16.
-        one += stream(peak, (4 + 4 + 4 + 2) * k * n, kernels=2)
+        one += stream_cost(peak, (4 + 4 + 4 + 2) * k * n, kernels=2)
     else:
         written = rows * (n if name == "fprop" else k)
-        one += stream(peak, 2 * k * n + 4 * written, kernels=2)
+        one += stream_cost(peak, 2 * k * n + 4 * written, kernels=2)
     return one.times(steps)
 
 
@@ -218,11 +218,11 @@ def _cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
             and wants_contracted_last(route, casts.chip)
             for name, route in routes.items()
         ):
-            cost += stream(casts.peak, 2 * casts.values)
+            cost += stream_cost(casts.peak, 2 * casts.values)
         widened = sum(not route.reads_fp8 for route in routes.values())
         if widened:  # tiles are widened once for both matmuls
             both = 1 if quantizer.granularity.in_tiles else widened
-            cost += stream(casts.peak, (1 + 2 * both) * casts.values)
+            cost += stream_cost(casts.peak, (1 + 2 * both) * casts.values)
     return cost
 
 
@@ -324,14 +324,14 @@ def roofline(
     choices = kernels.choices(recipe, shape)
     described, peak = chip_named(chip), PEAKS[chip]
     by_triton = bool(kernels.compiler_options(recipe).get("xla_gpu_enable_triton_gemm", True))
-    sizes, values, rows = sizes_of(shape), values_of(shape), rows_of(shape)
+    sizes, values, rows = matmul_sizes(shape), value_counts(shape), row_counts(shape)
     routes: dict[Matmul, Route] = {}
     parts: dict[str, Any] = {}
     for name in MATMULS:
         sides, backend = sides_of(getattr(recipe, name)), getattr(choices, name).backend
         routes[name] = route_of(sides, backend, described, sizes[name])
         parts[name] = Part(
-            bf16=gemm(peak, *sizes[name], by_triton=True),
+            bf16=gemm_cost(peak, *sizes[name], by_triton=True),
             recipe=matmul_cost(
                 sides, backend, described, peak, sizes[name], recipe.tile, by_triton=by_triton
             ),
@@ -370,7 +370,7 @@ def _of_groups(
     parts: dict[str, Any] = {}
     for name in MATMULS:
         sides, backend = sides_of(getattr(recipe, name)), getattr(names, name)[0]
-        size = sizes_of(padded)[name]
+        size = matmul_sizes(padded)[name]
         routes[name] = route_of(sides, backend, described, size)
         how = routes[name].value
         if backend in written_for(described, grouped_matmul.BACKENDS):
@@ -381,10 +381,10 @@ def _of_groups(
             )
         else:
             cost, how = _loop_cost(recipe, name, backend, chip, shape, groups), f"{how}, in a loop"
-        bf16 = _cost_of_groups(gemm(peak, *sizes_of(average)[name]), groups)
+        bf16 = _cost_of_groups(gemm_cost(peak, *matmul_sizes(average)[name]), groups)
         parts[name] = Part(bf16=bf16, recipe=cost, how=how)
-    values = {tensor: groups * count for tensor, count in values_of(padded).items()}
-    counts = {tensor: groups * count for tensor, count in rows_of(padded).items()}
+    values = {tensor: groups * count for tensor, count in value_counts(padded).items()}
+    counts = {tensor: groups * count for tensor, count in row_counts(padded).items()}
     each: dict[str, Cost] = {}
     for tensor, count in values.items():
         casts = Casts(recipe, tensor, count, counts[tensor], routes, described, peak)

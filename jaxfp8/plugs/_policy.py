@@ -54,7 +54,7 @@ class Policy:
 # The import of a framework by its plug.
 
 
-def guest(module: str, package: str) -> Any:
+def import_guest(module: str, package: str) -> Any:
     """A module of a framework. ImportError names the package that `pip install` needs."""
     try:
         return importlib.import_module(module)
@@ -82,7 +82,7 @@ def leaf_shapes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     return {PREFIX + name: jnp.shape(getattr(state, name)) for name in LEAVES}
 
 
-def state_of(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
+def state_from_variables(recipe: Recipe, variable: Callable[[str], Array]) -> Any:
     """The state whose arrays are variables, which `variable` returns by name. () without state."""
     state = init_state(recipe)
     if not isinstance(state, MatmulState):

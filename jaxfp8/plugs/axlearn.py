@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.plugs._policy import PREFIX, Policy, guest, leaf_shapes, state_of
+from jaxfp8.plugs._policy import PREFIX, Policy, import_guest, leaf_shapes, state_from_variables
 from jaxfp8.recipes._recipe import Recipe
 
 UPDATE_RULES = (f".*/{PREFIX}.*",)
@@ -65,10 +65,10 @@ def quantized_einsum_config(recipe: Recipe, **options: Unpack[LayerOptions]) -> 
 def _layer() -> Any:
     """The class of layers. axlearn defines its base, so it is made by its first use."""
     package = "git+https://github.com/apple/axlearn"
-    layers = guest("axlearn.common.quantized_dot_general.layers", package)
-    base_layer = guest("axlearn.common.base_layer", package)
-    config = guest("axlearn.common.config", package)
-    zero = guest("axlearn.common.param_init", package).constant_initializer(0.0)
+    layers = import_guest("axlearn.common.quantized_dot_general.layers", package)
+    base_layer = import_guest("axlearn.common.base_layer", package)
+    config = import_guest("axlearn.common.config", package)
+    zero = import_guest("axlearn.common.param_init", package).constant_initializer(0.0)
 
     class FP8Einsum(layers.BaseQuantizedEinsum):  # type: ignore[name-defined]
         @config.config_class
@@ -88,7 +88,7 @@ def _layer() -> Any:
             self, subscripts: str, *, activation: Array, kernel: Array
         ) -> Array:
             policy: Policy = self.config.policy
-            state = state_of(policy.recipe, lambda name: self.parameters[name])
+            state = state_from_variables(policy.recipe, lambda name: self.parameters[name])
             return einsum(
                 subscripts, activation, kernel, recipe=policy.recipe, state=state,
                 **policy.options,

@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 from jaxfp8._typing import Array, PyTree, UncollectedStateError
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._dot_general import dot
-from jaxfp8.plugs._policy import Policy, guest
+from jaxfp8.plugs._policy import Policy, import_guest
 from jaxfp8.recipes._recipe import Recipe
 from jaxfp8.state._init import init_state
 from jaxfp8.state._state import MatmulState
@@ -54,7 +54,7 @@ def convert(model: M, recipe: Recipe, paths: str = ".*", **options: Unpack[Layer
             updates, opt_state = tx.update(grads, opt_state, fp8_eqx.params(model))
             return eqx.apply_updates(model, updates), opt_state, loss
     """
-    linear = guest("equinox.nn", "equinox").Linear
+    linear = import_guest("equinox.nn", "equinox").Linear
     policy = Policy.of("jaxfp8.plugs.equinox.convert", recipe, options)
     seen: list[str] = []
     changed = 0
@@ -93,7 +93,7 @@ def params(model: M) -> M:
 
         opt_state = tx.init(fp8_eqx.params(model))
     """
-    inexact = guest("equinox", "equinox").is_inexact_array
+    inexact = import_guest("equinox", "equinox").is_inexact_array
     return jax.tree.map(
         lambda node: node if not _is_state(node) and inexact(node) else None,
         model,
@@ -129,7 +129,7 @@ def value_and_grad(
             "commit= would return amaxes, but a model has states. To accumulate gradients, "
             "take the mean of the loss over microbatches in loss_fn."
         )
-    eqx = guest("equinox", "equinox")
+    eqx = import_guest("equinox", "equinox")
 
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -157,7 +157,7 @@ def _is_state(node: object) -> bool:
 @functools.cache
 def _layer() -> type:
     """The class of FP8 layers. equinox defines its base, so it is made by its first use."""
-    eqx = guest("equinox", "equinox")
+    eqx = import_guest("equinox", "equinox")
 
     class FP8Linear(eqx.nn.Linear):  # type: ignore[name-defined]
         state: Any

@@ -23,7 +23,7 @@ from jaxfp8.matmul._options import LayerOptions, UnshardedOptions
 from jaxfp8.ops._dot_general import dot_general
 from jaxfp8.ops._ragged_dot import ragged_dot
 from jaxfp8.plan._roofline import check_groups
-from jaxfp8.plugs._policy import Policy, guest
+from jaxfp8.plugs._policy import Policy, import_guest
 from jaxfp8.recipes._recipe import Recipe, Row
 from jaxfp8.state._gradient_channel import Use
 from jaxfp8.state._init import init_state, unset_state
@@ -137,8 +137,8 @@ def quantize_linear_layers(
         updates, opt_state = tx.update(grads, opt_state, params)
         model = haliax.quantization.apply_updates(model, updates, overwrites)
     """
-    haliax, nn = guest("haliax", "haliax"), guest("haliax.nn", "haliax")
-    tree_at = guest("equinox", "equinox").tree_at
+    haliax, nn = import_guest("haliax", "haliax"), import_guest("haliax.nn", "haliax")
+    tree_at = import_guest("equinox", "equinox").tree_at
     make = functools.partial(dot_general_op, recipe, **options)
     make()  # raises the errors of bad arguments
     seen: list[str] = []
@@ -219,8 +219,8 @@ def _check_one_backward_pass(policy: Policy) -> None:
 @functools.cache
 def _base() -> type:
     """What both operations share. haliax defines the base, so it is made by its first use."""
-    eqx = guest("equinox", "equinox")
-    overwrite = guest("haliax.quantization", "haliax").OverwriteWithGradient
+    eqx = import_guest("equinox", "equinox")
+    overwrite = import_guest("haliax.quantization", "haliax").OverwriteWithGradient
 
     class FP8Op(overwrite):  # type: ignore[misc, valid-type]
         held: Any

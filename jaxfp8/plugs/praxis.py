@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import einsum
-from jaxfp8.plugs._policy import Policy, guest, leaf_shapes, state_of
+from jaxfp8.plugs._policy import Policy, import_guest, leaf_shapes, state_from_variables
 from jaxfp8.recipes._recipe import Recipe
 
 
@@ -42,13 +42,13 @@ def einsum_tpl(recipe: Recipe, **options: Unpack[LayerOptions]) -> Any:
     """
     options.setdefault("state_channel", "gradient")
     policy = Policy.of("jaxfp8.plugs.praxis.einsum_tpl", recipe, options)
-    return guest("praxis.pax_fiddle", "praxis").Config(_layer(), policy=policy)
+    return import_guest("praxis.pax_fiddle", "praxis").Config(_layer(), policy=policy)
 
 
 @functools.cache
 def _layer() -> Any:
     """The class of layers. praxis defines its base, so it is made by its first use."""
-    base_layer = guest("praxis.base_layer", "praxis")
+    base_layer = import_guest("praxis.base_layer", "praxis")
     collections = base_layer.WeightHParamsCollection
 
     class FP8EinsumOp(base_layer.BaseLayer):  # type: ignore[name-defined]
@@ -71,7 +71,7 @@ def _layer() -> Any:
             policy: Policy = self.policy
             return einsum(
                 equation, x.astype(w.dtype), w, recipe=policy.recipe,
-                state=state_of(policy.recipe, lambda name: getattr(self.theta, name)),
+                state=state_from_variables(policy.recipe, lambda name: getattr(self.theta, name)),
                 **policy.options,
             )  # fmt: skip
 

@@ -236,14 +236,14 @@ class Array(NamedTuple):
 
     @property
     def text(self) -> str:
-        return spelled(self.dtype, self.shape)
+        return format_array_type(self.dtype, self.shape)
 
     @property
     def is_float(self) -> bool:
         return self.dtype.startswith(("f", "bf"))
 
 
-def array_type(text: str) -> Array:
+def read_array_type(text: str) -> Array:
     """Reads the type of one array.
 
     ValueError for tuples, tokens, unknown sizes, and layouts in tiles.
@@ -260,27 +260,27 @@ def array_type(text: str) -> Array:
     return Array(found[1], shape, order)
 
 
-def spelled(dtype: str, shape: tuple[int, ...]) -> str:
+def format_array_type(dtype: str, shape: tuple[int, ...]) -> str:
     """The type in the syntax of a program's text, without a layout."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def without_layouts(type: str) -> str:
+def strip_layouts(type: str) -> str:
     """A type, or a tuple of types, with the default layout everywhere."""
     return _LAYOUT.sub(r"\1", type)
 
 
-def parts_of(type: str) -> list[str]:
+def tuple_types(type: str) -> list[str]:
     """The types in a tuple, one level deep. For another type, the type itself.
 
     Example:
-      >>> parts_of("(f32[2,3]{1,0}, (s8[4]{0}, token[]))")
+      >>> tuple_types("(f32[2,3]{1,0}, (s8[4]{0}, token[]))")
       ['f32[2,3]{1,0}', '(s8[4]{0}, token[])']
     """
-    return split(type.strip()[1:-1]) if type.strip().startswith("(") else [type.strip()]
+    return split_at_commas(type.strip()[1:-1]) if type.strip().startswith("(") else [type.strip()]
 
 
-def split(text: str) -> list[str]:
+def split_at_commas(text: str) -> list[str]:
     """`text` split at the commas that no bracket and no string encloses."""
     found, depth, start, quoted, position = [], 0, 0, False, 0
     while position < len(text):

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 from jaxfp8.programs._hlo import (
     Array,
     Instruction,
-    array_type,
-    parts_of,
-    spelled,
-    split,
-    without_layouts,
+    format_array_type,
+    read_array_type,
+    split_at_commas,
+    strip_layouts,
+    tuple_types,
 )
 from jaxfp8.programs._writer import Taps, Writer
 
@@ -54,7 +54,7 @@ class _Dimensions(NamedTuple):
 
     @property
     def attributes(self) -> list[str]:
-        """The attributes of a `dot` with these dimensions."""
+        """The attributes of a `write_dot` with these dimensions."""
         return [
             f"{side}_dims={{{','.join(map(str, dimensions))}}}"
             for side, dimensions in zip(self._fields, self, strict=True)
@@ -74,7 +74,7 @@ class _Dimensions(NamedTuple):
 
 
 def _dimensions_of(attributes: str) -> _Dimensions:
-    """The dimensions of a `dot`."""
+    """The dimensions of a `write_dot`."""
     return _Dimensions(
         **{
             f"{side}_{kind}": tuple(int(d) for d in found.split(",") if d)
@@ -83,8 +83,8 @@ def _dimensions_of(attributes: str) -> _Dimensions:
     )
 
 
-def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
-    """A `dot` of the program, rewritten."""
+def write_dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
+    """A `write_dot` of the program, rewritten."""
     name = instruction.name
     if "sparsity=" in instruction.attributes:
         raise ValueError(
@@ -93,7 +93,7 @@ def dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     lhs, rhs = instruction.operands
     taps.show(writer, instruction.label, lhs, rhs)
     algorithm = _ALGORITHM.search(instruction.attributes)
-    result = array_type(instruction.type)
+    result = read_array_type(instruction.type)
     lhs, rhs = (_rounded(writer, x, algorithm[1] if algorithm else "") for x in (lhs, rhs))
     product = _accumulated(writer, lhs, rhs, _dimensions_of(instruction.attributes), result.dtype)
     return writer.emit(result.text, "convert", product, name=name)
@@ -111,7 +111,7 @@ def _accumulated(writer: Writer, lhs: str, rhs: str, dimensions: _Dimensions, dt
         dtype = "f64" if "f64" in (dtype, *(type.dtype for type in types)) else "f32"
         lhs, rhs = writer.convert(lhs, dtype), writer.convert(rhs, dtype)
     return writer.emit(
-        spelled(dtype, shape),
+        format_array_type(dtype, shape),
         "dot",
         lhs,
         rhs,
@@ -120,7 +120,7 @@ def _accumulated(writer: Writer, lhs: str, rhs: str, dimensions: _Dimensions, dt
 
 
 def _rounded(writer: Writer, x: str, algorithm: str) -> str:
-    """A float32 operand, rounded as the algorithm of the `dot` rounds it.
+    """A float32 operand, rounded as the algorithm of the `write_dot` rounds it.
 
     Algorithms that end in x3, x6 or x9 add up several matmuls of low precision. They are close to
     float32, so the operand is not rounded.
@@ -158,11 +158,11 @@ _EPILOGUES = (
 )
 
 
-def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
+def write_cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     """A call of `__cublas$gemm`, `__cublas$lt$matmul` or `__cublas$lt$matmul$f8`, in HLO."""
     config = _config(instruction)
     is_fp8 = instruction.call_target == "__cublas$lt$matmul$f8"
-    results = [array_type(part) for part in parts_of(instruction.type)]
+    results = [read_array_type(part) for part in tuple_types(instruction.type)]
     epilogue = config.get("epilogue", "DEFAULT")
     _check(instruction, config, epilogue, is_fp8)
 
@@ -206,13 +206,13 @@ def cublas_matmul(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     return _tuple(writer, instruction, [_saturated(writer, d, results[0].dtype), *further])
 
 
-def block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
+def write_block_scaled_dot(writer: Writer, taps: Taps, instruction: Instruction) -> str:
     """A call of `__cudnn$blockScaledDot`, in HLO.
 
     Its operands are A [.., M, K], B [.., N, K] and their scales in the order that cuDNN reads.
     """
     lhs, rhs, *scales = instruction.operands
-    result = array_type(parts_of(instruction.type)[0])
+    result = read_array_type(tuple_types(instruction.type)[0])
     scales = [_unswizzled(writer, x, scale) for x, scale in zip((lhs, rhs), scales, strict=True)]
     taps.show(writer, instruction.label, lhs, rhs, *scales)
     d = _scaled(writer, lhs, rhs, *scales)
@@ -268,7 +268,9 @@ def _unswizzled(writer: Writer, x: str, scale: str) -> str:
     limits = (*batch, rows, columns // tile)
     ranges = ", ".join(f"[0:{limit}]" for limit in limits)
     dtype = writer.type_of(scale).dtype
-    return writer.emit(spelled(dtype, limits), "slice", scale, also=[f"slice={{{ranges}}}"])
+    return writer.emit(
+        format_array_type(dtype, limits), "slice", scale, also=[f"slice={{{ranges}}}"]
+    )
 
 
 def _tile(columns: int, padded: int) -> int:
@@ -288,7 +290,7 @@ def _tile(columns: int, padded: int) -> int:
 
 
 def _config(instruction: Instruction) -> dict[str, Any]:
-    for attribute in split(instruction.attributes):
+    for attribute in split_at_commas(instruction.attributes):
         if attribute.startswith("backend_config="):
             return json.loads(attribute.removeprefix("backend_config="))["gemm_backend_config"]
     raise ValueError(
@@ -365,10 +367,10 @@ def _saturated(writer: Writer, x: str, dtype: str) -> str:
 
 def _tuple(writer: Writer, instruction: Instruction, results: list[str]) -> str:
     """The results in the form that the call returns them, with zeros for its workspace."""
-    types: list[Array] = [array_type(part) for part in parts_of(instruction.type)]
+    types: list[Array] = [read_array_type(part) for part in tuple_types(instruction.type)]
     if not instruction.type.startswith("("):
         result = writer.reshape(results[0], types[0].shape)
         return writer.emit(types[0].text, "copy", result, name=instruction.name)
     shaped = [writer.reshape(x, type.shape) for x, type in zip(results, types, strict=False)]
     shaped += [writer.filled(type, "0") for type in types[len(results) :]]
-    return writer.emit(without_layouts(instruction.type), "tuple", *shaped, name=instruction.name)
+    return writer.emit(strip_layouts(instruction.type), "tuple", *shaped, name=instruction.name)

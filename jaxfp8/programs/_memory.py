@@ -21,9 +21,9 @@ from jaxfp8.programs._hlo import (
     Instruction,
     Program,
     Tensor,
-    parts_of,
     read_program,
     tensors_of,
+    tuple_types,
 )
 
 # The phases of a train step. JAX writes its transformations into the name of each operation. `jvp(`
@@ -298,7 +298,7 @@ class _Walk:
         if opcode.endswith("-done"):
             started = computation[instruction.operands[0]]
             # A start has its operands, its results, and more. A copy has its result first.
-            parts = parts_of(started.type)
+            parts = tuple_types(started.type)
             which = 0 if len(parts) == 1 or started.opcode in ("copy-start", "recv") else 1
             count = len(tensors_of(instruction.type))
             self.storage.keep(given[0], len(self.phases))
@@ -355,7 +355,7 @@ class _Walk:
     ) -> list[int]:
         """The buffers of an asynchronous start, which has its operands among its results."""
         operands = [name for names in given for name in names]
-        parts = [tensors_of(part) for part in parts_of(start.type)]
+        parts = [tensors_of(part) for part in tuple_types(start.type)]
         which = 1 if start.opcode == "copy-start" else 0
         found: list[int] = []
         for n, tensors in enumerate(parts):
@@ -373,7 +373,7 @@ class _Walk:
 
 def _element(type: str, index: int, names: list[int]) -> list[int]:
     """The buffers of one element of a tuple."""
-    counts = [len(tensors_of(part)) for part in parts_of(type)]
+    counts = [len(tensors_of(part)) for part in tuple_types(type)]
     start = sum(counts[:index])
     return names[start : start + counts[index]]
 

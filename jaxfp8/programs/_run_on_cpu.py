@@ -16,13 +16,13 @@ from jaxfp8.programs._hlo import (
     CALLS,
     Instruction,
     Program,
-    array_type,
+    read_array_type,
     read_program,
-    split,
-    without_layouts,
+    split_at_commas,
+    strip_layouts,
 )
-from jaxfp8.programs._library_calls import block_scaled_dot, cublas_matmul, dot
-from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Seen, Taps, Writer, bitcast
+from jaxfp8.programs._library_calls import write_block_scaled_dot, write_cublas_matmul, write_dot
+from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Seen, Taps, Writer, write_bitcast
 
 # Compiles and runs the text of a portable program on this machine's CPU.
 #
@@ -188,15 +188,18 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
     """Writes instructions that compute the same as `instruction`. The last one has its name."""
     name, opcode = instruction.name, instruction.opcode
     if opcode == "dot":
-        dot(writer, taps, instruction)
+        write_dot(writer, taps, instruction)
     elif opcode == "bitcast":
-        source, result = writer.source_type(instruction.operands[0]), array_type(instruction.type)
-        x = bitcast(writer, instruction.operands[0], source, result)
+        source, result = (
+            writer.source_type(instruction.operands[0]),
+            read_array_type(instruction.type),
+        )
+        x = write_bitcast(writer, instruction.operands[0], source, result)
         writer.emit(result.text, "copy", x, name=name)
     elif opcode == "fusion":
         called = instruction.computations("calls")[0]
         writer.emit(
-            without_layouts(instruction.type),
+            strip_layouts(instruction.type),
             "call",
             *instruction.operands,
             name=name,
@@ -213,9 +216,9 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
 def _custom_call(writer: Writer, taps: Taps, instruction: Instruction) -> None:
     target = instruction.call_target
     if target in _CUBLAS:
-        cublas_matmul(writer, taps, instruction)
+        write_cublas_matmul(writer, taps, instruction)
     elif target == "__cudnn$blockScaledDot":
-        block_scaled_dot(writer, taps, instruction)
+        write_block_scaled_dot(writer, taps, instruction)
     else:
         raise ValueError(
             f"cannot run on a CPU: {instruction.name} calls {target}, which is code for a GPU. "
@@ -234,7 +237,7 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
             "print_large_constants."
         )
     writer.emit(
-        without_layouts(instruction.type),
+        strip_layouts(instruction.type),
         instruction.opcode,
         *instruction.operands,
         inside=inside,
@@ -244,7 +247,7 @@ def _copied(writer: Writer, instruction: Instruction) -> None:
 
 
 def _attributes(instruction: Instruction) -> Iterator[str]:
-    for attribute in split(instruction.attributes.lstrip(", ")):
+    for attribute in split_at_commas(instruction.attributes.lstrip(", ")):
         if not _DROPPED.fullmatch(attribute.partition("=")[0]):
             yield attribute
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8.programs._hlo import Array, Instruction, array_type, spelled, tensors_of
+from jaxfp8.programs._hlo import Array, Instruction, format_array_type, read_array_type, tensors_of
 
 # The text of one computation of the rewritten program, written line by line.
 
@@ -37,11 +37,11 @@ class Writer:
 
     def source_type(self, name: str) -> Array:
         """The type of an instruction of the program, with its layout."""
-        return array_type(self.source[name].type)
+        return read_array_type(self.source[name].type)
 
     def type_of(self, name: str) -> Array:
         """The type of an array that this writer has written."""
-        return array_type(self._types[name])
+        return read_array_type(self._types[name])
 
     def emit(
         self,
@@ -76,11 +76,19 @@ class Writer:
 
     def convert(self, x: str, dtype: str) -> str:
         type = self.type_of(x)
-        return x if type.dtype == dtype else self.emit(spelled(dtype, type.shape), "convert", x)
+        return (
+            x
+            if type.dtype == dtype
+            else self.emit(format_array_type(dtype, type.shape), "convert", x)
+        )
 
     def reshape(self, x: str, shape: tuple[int, ...]) -> str:
         type = self.type_of(x)
-        return x if type.shape == shape else self.emit(spelled(type.dtype, shape), "reshape", x)
+        return (
+            x
+            if type.shape == shape
+            else self.emit(format_array_type(type.dtype, shape), "reshape", x)
+        )
 
     def transpose(self, x: str, permutation: tuple[int, ...]) -> str:
         if permutation == tuple(range(len(permutation))):
@@ -88,13 +96,15 @@ class Writer:
         type = self.type_of(x)
         shape = tuple(type.shape[d] for d in permutation)
         also = [_dimensions(permutation)]
-        return self.emit(spelled(type.dtype, shape), "transpose", x, also=also)
+        return self.emit(format_array_type(type.dtype, shape), "transpose", x, also=also)
 
     def broadcast(self, x: str, shape: tuple[int, ...], dimensions: tuple[int, ...] = ()) -> str:
         type = self.type_of(x)
         if type.shape == shape:
             return x
-        return self.emit(spelled(type.dtype, shape), "broadcast", x, also=[_dimensions(dimensions)])
+        return self.emit(
+            format_array_type(type.dtype, shape), "broadcast", x, also=[_dimensions(dimensions)]
+        )
 
     def elementwise(self, opcode: str, *operands: str, also: Iterable[str] = ()) -> str:
         """An operation on operands of one type, with a result of that type."""
@@ -190,14 +200,14 @@ def _as_bytes(writer: Writer, x: str) -> str:
         return writer.convert(x, "f32")
     if not type.is_float or type.bits > 16:
         return x
-    return writer.emit(spelled(f"u{type.bits}", type.shape), "bitcast-convert", x)
+    return writer.emit(format_array_type(f"u{type.bits}", type.shape), "bitcast-convert", x)
 
 
 def _as_array(x: Any, dtype: str) -> np.ndarray:
     """A copy of `x` in its own dtype. XLA reuses the memory of `x` after the callback."""
     named = jnp.dtype(tensors_of(f"{dtype}[]")[0].dtype)
     array = np.array(x)
-    return array.astype(named) if array_type(f"{dtype}[]").bits < 8 else array.view(named)
+    return array.astype(named) if read_array_type(f"{dtype}[]").bits < 8 else array.view(named)
 
 
 # A bitcast without layouts: the same bytes in memory, read as another type.
@@ -210,7 +220,7 @@ def _as_array(x: Any, dtype: str) -> np.ndarray:
 #     XLA, xla/hlo/ir/hlo_opcode.h (kBitcast) and xla/shape_util.cc (ShapeUtil::DecomposeBitcast).
 
 
-def bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
+def write_bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
     """`x` of type `source`, read as `result`.
 
     ValueError if the sizes differ, or if elements change their type and are not whole bytes.
@@ -246,7 +256,7 @@ def _same_width(writer: Writer, x: str, dtype: str) -> str:
         return writer.convert(_same_width(writer, x, "u8"), "pred")
     if writer.type_of(x).dtype == dtype:
         return x
-    return writer.emit(spelled(dtype, type.shape), "bitcast-convert", x)
+    return writer.emit(format_array_type(dtype, type.shape), "bitcast-convert", x)
 
 
 def _other_width(writer: Writer, x: str, source: Array, result: Array) -> str:
@@ -257,7 +267,7 @@ def _other_width(writer: Writer, x: str, source: Array, result: Array) -> str:
         # The elements that become one wider element must be the last dimension.
         x = writer.reshape(x, (result.size, result.bits // source.bits))
         shape = (result.size,)
-    x = writer.emit(spelled(f"u{result.bits}", shape), "bitcast-convert", x)
+    x = writer.emit(format_array_type(f"u{result.bits}", shape), "bitcast-convert", x)
     return _same_width(writer, x, result.dtype)
 
 

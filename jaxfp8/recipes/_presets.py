@@ -346,19 +346,21 @@ def get(name: str, **fields: Any) -> Recipe:
       >>> fp8.recipes.get("delayed", margin=1) == fp8.recipes.delayed(margin=1)
       True
     """
-    return make(name, fields)
+    return make_preset(name, fields)
 
 
-def make(name: str, fields: dict[str, Any]) -> Recipe:
+def make_preset(name: str, fields: dict[str, Any]) -> Recipe:
     """See `get`. The fields are a dict, so that a field called "name" is an error of `get`, too."""
     if name not in PRESETS:
         raise ValueError(
-            f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}.{nearest(name, PRESETS)}"
+            f"recipe {name!r} is unknown; use one of {sorted(PRESETS)}."
+            + suggest_name(name, PRESETS)
         )
     known = list(parameters_of(name))
     if unknown := sorted(set(fields) - set(known)):
         raise TypeError(
-            f"recipe {name!r} has no fields {unknown}; it has {known}.{nearest(unknown[0], known)}"
+            f"recipe {name!r} has no fields {unknown}; it has {known}."
+            + suggest_name(unknown[0], known)
         )
     return PRESETS[name](**fields)
 
@@ -368,7 +370,7 @@ def parameters_of(name: str) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(PRESETS[name]).parameters)
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
+def suggest_name(name: object, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the known name that is most like it, if any."""
     found = difflib.get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""

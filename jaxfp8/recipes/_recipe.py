@@ -316,7 +316,7 @@ class PlannedCast(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def planned_casts(
+def plan_casts(
     recipe: Recipe,
     geometry: TrainingGeometry,
     tensor: Tensor,

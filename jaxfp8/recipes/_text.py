@@ -10,7 +10,7 @@ from jaxfp8.numerics._granularity import PerRow, PerTensor
 from jaxfp8.numerics._per_block import PerBlock
 from jaxfp8.quantizers._base import AbstractQuantizer
 from jaxfp8.quantizers._kinds import Current, Delayed, Identity, Static
-from jaxfp8.recipes._presets import PRESETS, check_recipe, make, nearest, parameters_of
+from jaxfp8.recipes._presets import PRESETS, check_recipe, make_preset, parameters_of, suggest_name
 from jaxfp8.recipes._recipe import Operands, Recipe
 
 # The fields that a preset needs to make a recipe: the inverse of the presets.
@@ -176,7 +176,7 @@ def _with_formats(name: str, fields: dict[str, Any]) -> Recipe:
         if field in known and known[field].annotation is Format:
             value = _format_named(field, value)
         read[field] = value
-    return make(name, read)
+    return make_preset(name, read)
 
 
 def _format_named(field: str, value: Any) -> Format:
@@ -186,7 +186,7 @@ def _format_named(field: str, value: Any) -> Format:
     if not isinstance(value, str) or value not in _FORMATS:
         raise ValueError(
             f"{field}={value!r} is no format; use one of {[E4M3.name, E5M2.name]}."
-            f"{nearest(str(value).upper(), _FORMATS)}"
+            f"{suggest_name(str(value).upper(), _FORMATS)}"
         )
     return _FORMATS[value]
 
@@ -199,7 +199,7 @@ def _value(text: str, field: str, node: ast.expr) -> Any:
         raise _unreadable(
             text,
             f"{field}={node.id} is no number, True, False or format. Put a string in quotes, "
-            f"{field}={node.id!r}.{nearest(node.id.upper(), _FORMATS)}",
+            f"{field}={node.id!r}.{suggest_name(node.id.upper(), _FORMATS)}",
         )
     sign, literal = 1, node
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -393,7 +393,7 @@ def _object(where: str, plain: Any, classes: Classes) -> Any:
         cure = "" if _GRANULARITIES.items() <= classes.items() else " Pass your own in quantizers=."
         raise ValueError(
             f"{where} has the unknown class {name!r}; use one of {sorted(classes)}.{cure}"
-            f"{nearest(name, classes)}"
+            f"{suggest_name(name, classes)}"
         )
     kind: Any = classes[name]
     fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
@@ -404,7 +404,7 @@ def _object(where: str, plain: Any, classes: Classes) -> Any:
         if field not in fields:
             raise ValueError(
                 f"{where} is a {name}, which has no field {field!r}; it has {list(fields)}."
-                f"{nearest(field, fields)}"
+                f"{suggest_name(field, fields)}"
             )
         read[field] = _plain_value(f"{where}.{field}", value)
     try:
@@ -429,7 +429,7 @@ def _check_keys(what: str, plain: Any, keys: tuple[str, ...], more: str = "") ->
     if not isinstance(plain, Mapping):
         raise ValueError(f"{what} is {plain!r}, but it must be a dict with the keys {list(keys)}.")
     missing, unknown = [k for k in keys if k not in plain], [k for k in plain if k not in keys]
-    hint = nearest(unknown[0], ("preset", *keys)) if unknown else ""
+    hint = suggest_name(unknown[0], ("preset", *keys)) if unknown else ""
     raise ValueError(
         f"{what} has the keys {list(plain)}. Missing are {missing}, and unknown are {unknown}. "
         f"Write exactly {list(keys)}. {more}{hint}".rstrip()

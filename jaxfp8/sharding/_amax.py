@@ -17,12 +17,12 @@ from jax import lax
 from jaxfp8._typing import Array, FP8StateError
 
 
-def varying(x: Array) -> frozenset[str]:
+def varying_axes(x: Array) -> frozenset[str]:
     """The manual mesh axes over which x varies, by its type."""
-    return varying_type(jax.typeof(x))
+    return varying_axes_of_type(jax.typeof(x))
 
 
-def varying_type(aval: Any) -> frozenset[str]:
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
     """The manual mesh axes over which a value of this type varies."""
     return frozenset(aval.manual_axis_type.varying)
 
@@ -43,14 +43,14 @@ def check_axes(named: Iterable[str]) -> None:
         )
 
 
-def types_tell() -> bool:
+def types_show_varying() -> bool:
     """Whether types say over which manual axes a value varies, as with `check_vma=True`.
 
     True if there are none.
     """
     axes = manual_axes()
     # With check_vma=False a type never shows a varying axis, not even after this cast.
-    return not axes or bool(varying(lax.pcast(jnp.zeros(()), axes[:1], to="varying")))
+    return not axes or bool(varying_axes(lax.pcast(jnp.zeros(()), axes[:1], to="varying")))
 
 
 def pmax(x: Array, axes: Iterable[str]) -> Array:
@@ -61,5 +61,5 @@ def pmax(x: Array, axes: Iterable[str]) -> Array:
 
 def vary_as(x: Array, like: Array) -> Array:
     """x with a type that varies also over every mesh axis over which `like` varies."""
-    names = tuple(sorted(varying(like) - varying(x)))
+    names = tuple(sorted(varying_axes(like) - varying_axes(x)))
     return lax.pcast(x, names, to="varying") if names else x

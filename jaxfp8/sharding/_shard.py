@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes
 from jaxfp8.numerics._granularity import AbstractGranularity
-from jaxfp8.sharding._amax import types_tell, varying
+from jaxfp8.sharding._amax import types_show_varying, varying_axes
 from jaxfp8.sharding._place import Place, Whole, in_bytes
 from jaxfp8.sharding._specs import check_borders, mesh_axes
 
@@ -256,7 +256,7 @@ _scatter_auto.defvjp(
 )
 
 
-def place(name: str, x: Array, shard: Shard | None) -> Place:
+def place_operand(name: str, x: Array, shard: Shard | None) -> Place:
     """How x is placed in its mesh: whole, or split as `shard` says. Without a mesh x is whole.
 
     TypeError if `shard` is no `Shard`. ValueError if the array or the mesh lacks the axis, if
@@ -266,7 +266,7 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
         return Whole()
     given = f"{name}_shard={shard!r}"
     if placed.kind == AxisType.Manual:
-        if same := _same(placed, varying(x)):
+        if same := _same(placed, varying_axes(x)):
             raise ValueError(
                 f"{given}: by its type every device along {same} has the same {name}, so it is no "
                 "shard. Split it in in_specs of jax.shard_map, or leave the shard out. (flax's "
@@ -282,16 +282,17 @@ def place(name: str, x: Array, shard: Shard | None) -> Place:
     return placed
 
 
-def place_of_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | None) -> Place:
+def place_result(shape: Axes, operands: tuple[Array, Array], shard: Shard | None) -> Place:
     """How the result of a matmul, of this shape, is placed: whole, or summed and split.
 
-    Inside `jax.shard_map` x or w, the operands, must vary over the mesh axes. Errors: see `place`.
+    Inside `jax.shard_map` x or w, the operands, must vary over the mesh axes. Errors: see
+    `place_operand`.
     """
     if shard is None or (placed := _placed("y", shape, operands, shard)) is None:
         return Whole()
     _check_equal("y", shape, placed)
     if placed.kind == AxisType.Manual and (
-        same := _same(placed, frozenset().union(*map(varying, operands)))
+        same := _same(placed, frozenset().union(*map(varying_axes, operands)))
     ):
         raise ValueError(
             f"y_shard={shard!r}: by their types every device along {same} has the same x and the "
@@ -329,7 +330,7 @@ def _placed(
 
 def _same(placed: _PlacedShard, varies: frozenset[str]) -> list[str]:
     """The mesh axes of the shard over which, by the types, an array does not vary."""
-    return sorted(set(placed.axis_names) - varies) if types_tell() else []
+    return sorted(set(placed.axis_names) - varies) if types_show_varying() else []
 
 
 def _check_equal(name: str, shape: Axes, placed: _PlacedShard) -> None:

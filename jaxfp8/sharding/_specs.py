@@ -21,7 +21,7 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def parts_of(x: jax.Array) -> tuple[int, ...]:
+def shard_counts(x: jax.Array) -> tuple[int, ...]:
     """The number of shards along each axis of an array, by its type.
 
     Types say this in Explicit meshes only. On other meshes all numbers are 1.

@@ -12,8 +12,8 @@ import numpy as np
 from jaxfp8._typing import FP8StateError, PyTree
 from jaxfp8.quantizers._base import Fault, RowState
 from jaxfp8.state._check_weights import Place, check_weights, on_host
-from jaxfp8.state._commit import all_set
-from jaxfp8.state._identity import layout, same_fingerprint, tag_fits, why_not
+from jaxfp8.state._commit import scales_are_set
+from jaxfp8.state._identity import explain_fingerprint, same_fingerprint, state_shapes, tag_fits
 from jaxfp8.state._init import fingerprints, same_rows, unset_state
 from jaxfp8.state._saved import names_of
 from jaxfp8.state._state import LEAVES, MatmulState, is_state
@@ -109,7 +109,9 @@ def check_state(
         frozen = part.frozen if isinstance(part, MatmulState) else expected.frozen
         mended = dataclasses.replace(_mended(arrays, expected, wrong), frozen=frozen)
         places.append(place)
-        checked.append(dataclasses.replace(mended, settled=expected.settled and all_set(mended)))
+        checked.append(
+            dataclasses.replace(mended, settled=expected.settled and scales_are_set(mended))
+        )
     if found:
         text = f"{len(found)} fault{'s' * (len(found) > 1)} in the quantizer state:\n" + "\n".join(
             found[:_SHOWN]
@@ -218,7 +220,7 @@ def _arrays(part: Any, place: str) -> dict[str, Any]:
 def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterator[Fault]:
     """The faults of one state. A wrong shape or dtype is a fault of all its rows."""
     everywhere = np.ones(expected.scale.shape, bool)
-    for name, shape in layout(expected).items():
+    for name, shape in state_shapes(expected).items():
         if name not in arrays:
             yield Fault(
                 name, everywhere, "it is missing: another program or version wrote the file"
@@ -243,7 +245,8 @@ def _faults(part: Any, arrays: dict[str, Any], expected: MatmulState) -> Iterato
     whats = np.full(foreign.shape, "", object)
     for at in map(tuple, np.argwhere(foreign)):
         whats[at] = (
-            why_not(found[at], want[at]) or "the row was saved for another tensor or quantizer"
+            explain_fingerprint(found[at], want[at])
+            or "the row was saved for another tensor or quantizer"
         )
     for what in dict.fromkeys(whats[foreign]):
         yield Fault("fingerprint", foreign & (whats == what), what)
@@ -273,7 +276,7 @@ def _described(place: str, arrays: dict[str, Any], expected: MatmulState, fault:
     if fault.leaf not in arrays:
         return f"  {place}.{fault.leaf}: {fault.what} ({whose})"
     value = on_host(arrays[fault.leaf])
-    if value.shape != layout(expected)[fault.leaf] or not len(indices):
+    if value.shape != state_shapes(expected)[fault.leaf] or not len(indices):
         return f"  {place}.{fault.leaf} has shape {list(value.shape)}: {fault.what} ({whose})"
     shown = np.array2string(value[tuple(indices[0])], threshold=6, max_line_width=10_000)
     return f"  {place}.{fault.leaf}{indices[0].tolist()} = {shown}: {fault.what} ({whose})"

@@ -12,7 +12,7 @@ import numpy as np
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.quantizers._base import RowState
 from jaxfp8.state._check_weights import on_host
-from jaxfp8.state._identity import check_layout, known
+from jaxfp8.state._identity import check_layout, unset_foreign_rows
 from jaxfp8.state._state import MatmulState, SeenAmax, check_tree, is_node, map_states
 
 # The amaxes that a step saw, and the state after it: `nothing_seen`, `merge_seen`, `commit`.
@@ -131,7 +131,7 @@ def commit(state: PyTree, seen: PyTree) -> PyTree:
 
 def commit_one(state: MatmulState, seen: SeenAmax) -> MatmulState:
     """`commit` of one state, which may be stacked, without checks."""
-    state = known(state)
+    state = unset_foreign_rows(state)
     return state if state.frozen else _updated(state, seen.amax)
 
 
@@ -221,10 +221,12 @@ def settle(state: PyTree) -> PyTree:
       >>> fp8.settle(state).settled
       True
     """
-    return map_states(lambda s: dataclasses.replace(s, settled=s.settled or all_set(s)), state)
+    return map_states(
+        lambda s: dataclasses.replace(s, settled=s.settled or scales_are_set(s)), state
+    )
 
 
-def all_set(state: MatmulState) -> bool:
+def scales_are_set(state: MatmulState) -> bool:
     """Whether all scales of a state are set. True for a state of types."""
     if isinstance(state.scale, jax.core.Tracer):
         raise FP8StateError(

@@ -26,11 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import Array, FP8StateError, PyTree
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import checked, identified, known_scales, tag_fits, tagged
+from jaxfp8.state._identity import check_at_use, known_scales, rows_fit, tag_fits, tag_state
 from jaxfp8.state._init import fingerprints
-from jaxfp8.state._ledger import axes_named, decode, over_mesh, vary_everywhere, zero_ledgers
+from jaxfp8.state._ledger import (
+    decode,
+    read_reduce_axes,
+    reduce_over_mesh,
+    vary_everywhere,
+    zero_ledgers,
+)
 from jaxfp8.state._state import LEAVES, MatmulState, Probe, SeenAmax, map_states
 
 # Uses of a state: a state in the gradient channel may be used once in a trace.
@@ -134,7 +140,7 @@ def in_gradient_channel(state: PyTree, *, reduce_axes: Sequence[str] | None = No
       >>> state.amax_history[:, -1].round(3)
       Array([1., 1., 1.], dtype=float32)
     """
-    return map_states(functools.partial(_one, named=axes_named(reduce_axes)), state)
+    return map_states(functools.partial(_one, named=read_reduce_axes(reduce_axes)), state)
 
 
 def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
@@ -146,7 +152,7 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
             "state leaves the backward pass by one channel. Drop state_channel, or use "
             "jax.value_and_grad over all variables, and overwrite the state with its gradient."
         )
-    if types_tell():
+    if types_show_varying():
         named = None  # types say over which axes an amax is reduced
     elif named is None:
         raise FP8StateError(
@@ -156,7 +162,7 @@ def _one(state: MatmulState, *, named: tuple[str, ...] | None) -> MatmulState:
         )
     check_axes(named or ())
     channel = _Channel(Use.of(state.scale), named)
-    ledger, known = _collect(channel, checked(state))
+    ledger, known = _collect(channel, check_at_use(state))
     return dataclasses.replace(state, probe=Probe(ledger, known, named, "gradient"))
 
 
@@ -189,7 +195,7 @@ def _broken(state: MatmulState) -> Array:
     A row of zeros is unset. JAX gives it for a layer that the loss does not use.
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
-    passes = identified(state) & tag_fits(state.fingerprint, want, state.scale, state.amax_history)
+    passes = rows_fit(state) & tag_fits(state.fingerprint, want, state.scale, state.amax_history)
     zero = (state.fingerprint == 0) & (state.scale == 0) & jnp.all(state.amax_history == 0, axis=-1)
     return jnp.any(~(passes | zero), axis=-1, keepdims=True)
 
@@ -204,8 +210,8 @@ def _backward_rule(channel: _Channel, state: MatmulState, cotangents: Any) -> tu
     if state.frozen:
         return (state,)  # its scales have a cotangent of zeros, so JAX calls this rule
     ledger, _ = cotangents
-    (amax,) = over_mesh([decode(ledger)], [state], channel.reduce_axes)
-    new = tagged(commit_one(state, SeenAmax(amax, state.rows)))
+    (amax,) = reduce_over_mesh([decode(ledger)], [state], channel.reduce_axes)
+    new = tag_state(commit_one(state, SeenAmax(amax, state.rows)))
     broken = _broken(state)
     kept: Any = {
         name: jnp.where(

@@ -1,8 +1,8 @@
 """Checks at each use that a state belongs to its matmul.
 
-`check_layout` reads shapes and dtypes while a function is traced. `known` compares fingerprints. If
-it can read the values, it raises an error for a wrong fingerprint. A compiled step cannot raise an
-error, so it unsets the row.
+`check_layout` reads shapes and dtypes while a function is traced. `unset_foreign_rows` compares
+fingerprints. If it can read the values, it raises an error for a wrong fingerprint. A compiled step
+cannot raise an error, so it unsets the row.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxfp8.quantizers._base import stored_multiplier
 from jaxfp8.recipes._recipe import Recipe, Row
 from jaxfp8.state._init import fingerprints, same_rows, unset_leaves
 from jaxfp8.state._ledger import BINS
-from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, shown
+from jaxfp8.state._state import LEAVES, RESTORED, MatmulState, describe_node
 
 # Tags: how a state shows that it is a mean of states, and not one of them.
 #
@@ -68,7 +68,7 @@ _FIRST = np.uint32(171_575), np.uint32(141_201)  # of the newest amax, and of th
 _SECOND = np.uint32(29_777), np.uint32(52_711)
 
 
-def tagged(state: MatmulState) -> MatmulState:
+def tag_state(state: MatmulState) -> MatmulState:
     """The state, with its exact fingerprints and the tags of its arrays."""
     want = fingerprints(state.rows, state.fingerprint.shape)
     tag = _tag(state.scale, state.amax_history)
@@ -93,7 +93,7 @@ def same_fingerprint(found: Any, want: np.ndarray) -> Any:
     return (found - want > -_MEAN_ROUNDING) & (found - want < _TAGS)
 
 
-def why_not(found: float, want: float) -> str:
+def explain_fingerprint(found: float, want: float) -> str:
     """What a sum or a mean of states is called in messages; "" for another wrong fingerprint."""
     if not np.isfinite(found):
         return ""
@@ -161,9 +161,9 @@ def check_layout(state: MatmulState) -> None:
             )
         if not hasattr(leaf, "dtype"):
             raise FP8StateError(
-                f"{name} is {shown(leaf)}, but it must be an array of float32. Pass a state of "
-                "lists, for instance from JSON, through fp8.check_state(state, like=fresh_state) "
-                "first."
+                f"{name} is {describe_node(leaf)}, but it must be an array of float32. Pass a "
+                "state of lists, for instance from JSON, through fp8.check_state(state, "
+                "like=fresh_state) first."
             )
         if leaf.dtype != jnp.float32:
             raise FP8StateError(
@@ -175,7 +175,7 @@ def check_layout(state: MatmulState) -> None:
             f"scale has shape {list(state.scale.shape)}, but its last axis must hold the "
             f"{len(state.rows)} rows {', '.join(row.tensor for row in state.rows)}. {STACKING}"
         )
-    for name, want in layout(state).items():
+    for name, want in state_shapes(state).items():
         if (shape := getattr(state, name).shape) != want:
             raise FP8StateError(
                 f"{name} has shape {list(shape)}. It must have {list(want)}, because scale has "
@@ -184,7 +184,7 @@ def check_layout(state: MatmulState) -> None:
             )
 
 
-def layout(state: MatmulState) -> dict[str, tuple[int, ...]]:
+def state_shapes(state: MatmulState) -> dict[str, tuple[int, ...]]:
     """The shape that each array of a state must have, given the leading axes of its scale."""
     shape = *state.scale.shape[:-1], len(state.rows)
     return {
@@ -198,7 +198,7 @@ def _history_length(rows: tuple[Row, ...]) -> int:
     return rows[0].quantizer.history_length
 
 
-def known(state: MatmulState) -> MatmulState:
+def unset_foreign_rows(state: MatmulState) -> MatmulState:
     """The state, after a check of each row's fingerprint and scale.
 
     A row that does not pass was saved with another recipe, or arithmetic changed it. Examples are
@@ -236,7 +236,7 @@ def known_scales(state: MatmulState) -> Array:
     """The encoding multiplier and the scale of each row, f32[..., 2, R].
 
     The multiplier is 0 for a row that is unset, and NaN if the state is settled. A row that does
-    not pass `known` counts as unset.
+    not pass `unset_foreign_rows` counts as unset.
     """
     want = fingerprints(state.rows, state.fingerprint.shape)
     is_set = _passes(state.fingerprint, want, state.scale) & (state.scale > 0)
@@ -245,17 +245,17 @@ def known_scales(state: MatmulState) -> Array:
     return jnp.stack([multipliers, state.scale], axis=-2)
 
 
-def checked(state: MatmulState) -> MatmulState:
+def check_at_use(state: MatmulState) -> MatmulState:
     """The state, after the checks that are possible here, for a function that gives it a probe.
 
     In a traced state `known_scales` finds rows that are not known, and `commit_one` unsets them.
     """
     check_layout(state)
-    return state if isinstance(state.fingerprint, jax.core.Tracer) else known(state)
+    return state if isinstance(state.fingerprint, jax.core.Tracer) else unset_foreign_rows(state)
 
 
-def identified(state: MatmulState) -> Array:
-    """bool[..., R], which rows pass `known`, without their tags."""
+def rows_fit(state: MatmulState) -> Array:
+    """bool[..., R], which rows pass `unset_foreign_rows`, without their tags."""
     want = fingerprints(state.rows, state.fingerprint.shape)
     return jnp.asarray(_passes(state.fingerprint, want, state.scale))
 
@@ -269,7 +269,7 @@ def _refuse(
     state: MatmulState, leaves: dict[str, np.ndarray], want: np.ndarray, index: np.ndarray
 ) -> NoReturn:
     row, at = state.rows[index[-1]], tuple(index)
-    arithmetic = why_not(leaves["fingerprint"][at], want[at])
+    arithmetic = explain_fingerprint(leaves["fingerprint"][at], want[at])
     raise FP8StateError(
         f"row {index.tolist()} of a state has fingerprint {leaves['fingerprint'][at]} and scale "
         f"{leaves['scale'][at]}, which {row.tensor} by {row.quantizer} cannot have. "
@@ -301,7 +301,7 @@ _OF_GROUPS = (
 )
 
 
-def matched(
+def match_state(
     state: MatmulState | tuple[()] | None, recipe: Recipe, *, stacked: int | None = None
 ) -> MatmulState | None:
     """The state of one matmul, checked; None for a recipe without state.
@@ -317,8 +317,8 @@ def matched(
         )
     if not isinstance(state, MatmulState):
         raise FP8StateError(
-            f"recipe {recipe.name!r} needs the state of this matmul, got state={shown(state)}. "
-            f"Make it with fp8.init_state(recipe). {RESTORED}"
+            f"recipe {recipe.name!r} needs the state of this matmul, got "
+            f"state={describe_node(state)}. Make it with fp8.init_state(recipe). {RESTORED}"
         )
     if not same_rows(state.rows, recipe.rows):
         raise FP8StateError(
@@ -337,7 +337,9 @@ def matched(
             f"[{len(recipe.rows)}]{of_groups}. {cure}"
         )
     if state.probe is None:
-        return known(state)  # `value_and_grad` already checked a state that has a probe
+        return unset_foreign_rows(
+            state
+        )  # `value_and_grad` already checked a state that has a probe
     ledger = state.probe.ledger
     if ledger is not None and ledger.shape != (*lead, BINS, len(recipe.rows)):
         raise FP8StateError(

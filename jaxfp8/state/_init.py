@@ -131,7 +131,7 @@ def _of_an_abstract_mesh(sharding: jax.sharding.Sharding) -> bool:
     return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
 
 
-def concrete(tree: PyTree) -> PyTree:
+def make_concrete(tree: PyTree) -> PyTree:
     """The same tree, with a fresh state in place of each abstract one.
 
     `jax.eval_shape` makes abstract states. No step has used such a state, so a fresh one has the

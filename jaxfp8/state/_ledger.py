@@ -33,7 +33,7 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.numerics._amax import amax
 from jaxfp8.numerics._exact import TINY
 from jaxfp8.numerics._granularity import PerAxis, PerTensor
-from jaxfp8.sharding._amax import manual_axes, pmax, types_tell, vary_as, varying
+from jaxfp8.sharding._amax import manual_axes, pmax, types_show_varying, vary_as, varying_axes
 from jaxfp8.state._state import MatmulState, is_state, map_states
 
 # The ledger: the form in which an amax leaves the backward pass, so that sums cannot change it.
@@ -181,7 +181,7 @@ def zero_ledgers(state: PyTree) -> PyTree:
 # Amaxes over the mesh: the maximum over all devices that must agree on a state.
 
 
-def axes_named(reduce_axes: Sequence[str] | None) -> tuple[str, ...] | None:
+def read_reduce_axes(reduce_axes: Sequence[str] | None) -> tuple[str, ...] | None:
     """The argument `reduce_axes=` as a tuple. TypeError if it is one name."""
     if isinstance(reduce_axes, str):
         raise TypeError(
@@ -194,13 +194,15 @@ def axes_named(reduce_axes: Sequence[str] | None) -> tuple[str, ...] | None:
 def vary_everywhere(ledger: Array) -> Array:
     """The ledger, with a type that varies over all manual mesh axes.
 
-    Backward rules then emit no collective for its cotangent. `over_mesh` follows at the end.
+    Backward rules then emit no collective for its cotangent. `reduce_over_mesh` follows at the end.
     """
-    missing = tuple(sorted(set(manual_axes()) - varying(ledger))) if types_tell() else ()
+    missing = (
+        tuple(sorted(set(manual_axes()) - varying_axes(ledger))) if types_show_varying() else ()
+    )
     return lax.pcast(ledger, missing, to="varying") if missing else ledger
 
 
-def over_mesh(
+def reduce_over_mesh(
     amaxes: list[Array], states: list[MatmulState], named: tuple[str, ...] | None
 ) -> list[Array]:
     """The amaxes over all devices that must agree on them.
@@ -209,8 +211,8 @@ def over_mesh(
     """
     spans: dict[Any, list[int]] = {}
     for i, (own, state) in enumerate(zip(amaxes, states, strict=True)):
-        if types_tell():
-            axes = varying(own) - varying(state.scale)
+        if types_show_varying():
+            axes = varying_axes(own) - varying_axes(state.scale)
         else:
             axes = frozenset(named or ()) & frozenset(manual_axes())
         if axes:

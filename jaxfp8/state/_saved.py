@@ -2,7 +2,7 @@
 
 A checkpoint that was saved before a model ran in FP8 has all its arrays but the quantizer state.
 `saved_leaves` reads them by name, since the containers of a restored tree often differ from those
-of the model (see `_saved_tree`). `matched` finds the array for each place of the model.
+of the model (see `_saved_tree`). `match_leaves` finds the array for each place of the model.
 """
 
 import difflib
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.state._state import LEAVES, is_state, shown
+from jaxfp8.state._state import LEAVES, describe_node, is_state
 
 # Names along a path. The containers of a restored tree often differ from those of the model's tree.
 
@@ -135,7 +135,7 @@ def _expanded(match: re.Match[str], replacement: str) -> str:
         ) from None
 
 
-def matched(
+def match_leaves(
     wanted: Mapping[Path, Any], found: Mapping[Path, Any], *, called: str, optional: Container[Path]
 ) -> dict[Path, Any]:
     """The saved leaf for each place of a model, in the model's dtype.
@@ -180,7 +180,7 @@ def _nearest(path: Path, others: Container[Path]) -> str:
 def _faults(wanted: Any, leaf: Any) -> Iterator[str]:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if shape is None or dtype is None:
-        yield f"it is {shown(leaf)}, but an array is needed"
+        yield f"it is {describe_node(leaf)}, but an array is needed"
     elif shape != wanted.shape:
         yield f"its shape is {list(shape)}, but the model's is {list(wanted.shape)}"
     elif dtype != wanted.dtype and not _holds(wanted.dtype, dtype):

@@ -147,14 +147,14 @@ def _check_nodes(nodes: Iterable[tuple[Any, object]]) -> None:
             )
         if not isinstance(node, MatmulState):
             raise FP8StateError(
-                f"expected quantizer state, found {shown(node)} at "
+                f"expected quantizer state, found {describe_node(node)} at "
                 f"{jax.tree_util.keystr(path) or 'the top of the tree'}. Pass only the state from "
                 "fp8.init_state, from variables[COLLECTION] or from the last step. "
                 f"{RESTORED}"
             )
 
 
-def shown(node: object) -> str:
+def describe_node(node: object) -> str:
     """How a message shows an object that is no state."""
     if node is None or isinstance(node, str | int | float):
         return repr(node)

@@ -21,10 +21,17 @@ import jax.numpy as jnp
 from jaxfp8._typing import Array, FP8StateError, PyTree
 from jaxfp8.recipes._presets import identity
 from jaxfp8.recipes._recipe import Recipe
-from jaxfp8.sharding._amax import check_axes, manual_axes, types_tell
+from jaxfp8.sharding._amax import check_axes, manual_axes, types_show_varying
 from jaxfp8.state._commit import commit_one, nothing_seen
-from jaxfp8.state._identity import STACKING, checked, known_scales
-from jaxfp8.state._ledger import BINS, axes_named, decode, over_mesh, vary_everywhere, zero_ledgers
+from jaxfp8.state._identity import STACKING, check_at_use, known_scales
+from jaxfp8.state._ledger import (
+    BINS,
+    decode,
+    read_reduce_axes,
+    reduce_over_mesh,
+    vary_everywhere,
+    zero_ledgers,
+)
 from jaxfp8.state._state import MatmulState, Probe, SeenAmax, is_state, map_states
 from jaxfp8.weights._quantized_weight import handles_of, with_handles
 
@@ -53,7 +60,7 @@ def in_high_precision() -> bool:
     return bool(_switch.value)
 
 
-def as_traced(
+def recipe_in_context(
     recipe: Recipe, state: MatmulState | tuple[()] | None
 ) -> tuple[Recipe, MatmulState | tuple[()] | None]:
     """The recipe and the state that a matmul uses here: its own, or none in high precision."""
@@ -179,25 +186,25 @@ def value_and_grad(
       >>> state.amax_history[:, -1]
       Array([1., 1., 1.], dtype=float32)
     """
-    named = axes_named(reduce_axes)
+    named = read_reduce_axes(reduce_axes)
 
     @functools.wraps(loss_fn)
     def wrapped(
         params: PyTree, state: PyTree, *args: Any, **kwargs: Any
     ) -> tuple[Any, PyTree, PyTree]:
-        if not types_tell() and named is None and jax.tree.leaves(state):
+        if not types_show_varying() and named is None and jax.tree.leaves(state):
             raise FP8StateError(
                 f"inside shard_map(check_vma=False) or pmap over {manual_axes()} types do not say "
                 "over which mesh axes an amax is reduced. Name the axes, all but those of pipeline "
                 "stages: fp8.value_and_grad(..., reduce_axes=(...))."
             )
-        if named and manual_axes() and types_tell():
+        if named and manual_axes() and types_show_varying():
             raise ValueError(
                 f"reduce_axes={named} is not used here. JAX's types say over which axes a value "
                 "varies. Drop it."
             )
         check_axes(named or ())
-        state = map_states(checked, state)
+        state = map_states(check_at_use, state)
         if in_high_precision():  # no matmul reads the state
             high = jax.value_and_grad(loss_fn, has_aux=has_aux)
             value, grads = high(params, state, *args, **kwargs)
@@ -219,7 +226,7 @@ def value_and_grad(
             )
         stacks = _Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
-        amaxes = over_mesh(amaxes, states, named)
+        amaxes = reduce_over_mesh(amaxes, states, named)
         seen = [SeenAmax(amax, s.rows) for amax, s in zip(amaxes, states, strict=True)]
         new = stacks.apply(commit_one, states, seen) if commit else seen
         return value, grads, structure.unflatten(new)

@@ -8,7 +8,7 @@ import jax
 
 from jaxfp8._geometry import TrainingGeometry
 from jaxfp8._typing import Array, Axes, DType, PyTree
-from jaxfp8.recipes._recipe import PlannedCast, Recipe, planned_casts
+from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 from jaxfp8.sharding._shard import Shard
 
 # QuantizedWeight: the FP8 copies of one weight that a model holds.
@@ -233,12 +233,12 @@ def is_weight(node: object) -> bool:
     return isinstance(node, QuantizedWeight)
 
 
-def casts_of(recipe: Recipe, geometry: TrainingGeometry) -> tuple[PlannedCast, ...]:
+def plan_weight_casts(recipe: Recipe, geometry: TrainingGeometry) -> tuple[PlannedCast, ...]:
     """The casts of a weight for the matmuls of a recipe.
 
     ValueError if the recipe reads the weight in high precision, or rounds it stochastically.
     """
-    planned = planned_casts(recipe, geometry, "w", ("xla",))
+    planned = plan_casts(recipe, geometry, "w", ("xla",))
     for each in planned:
         if each.cast is None:
             raise ValueError(

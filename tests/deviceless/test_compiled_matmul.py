@@ -43,11 +43,11 @@ def compiled_code(folder, tiling, formats, out_dtype, scaling, k, add_to=None, m
 
     A kernel that this process compiled before is not dumped: k is its own.
     """
-    from jaxfp8.kernels.scaled_matmul.hopper._kernel import kernel
+    from jaxfp8.kernels.scaled_matmul.hopper._kernel import dense_kernel
     from jaxfp8.kernels.scaled_matmul.hopper._matmul import Matmul
 
     dtypes = tuple(jnp.dtype(format.dtype) for format in formats)
-    call = kernel(
+    call = dense_kernel(
         Matmul(
             batch=2,
             m=m,

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfp8 as fp8
-from jaxfp8.sharding._amax import varying
+from jaxfp8.sharding._amax import varying_axes
 from jaxfp8.state import _ledger
 
 N = 8
@@ -125,7 +125,9 @@ def test_it_fails_where_the_pipeline_axis_is_reduced(case):
 
 
 def test_it_fails_where_the_library_reduces_every_axis(monkeypatch):
-    everywhere = lambda x, axes: lax.pmax(x, tuple(sorted(varying(x)))) if varying(x) else x
+    everywhere = lambda x, axes: (
+        lax.pmax(x, tuple(sorted(varying_axes(x)))) if varying_axes(x) else x
+    )
     monkeypatch.setattr(_ledger, "pmax", everywhere)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         check(*RIGHT["delayed, types"])

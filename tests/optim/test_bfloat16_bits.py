@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.optim._masters import _joined, _rounded_to_24_bits, _split, rounded_to_bfloat16
+from jaxfp8.optim._masters import _joined, _rounded_to_24_bits, _split, round_to_bfloat16
 
 INFINITY = 0x7F800000
 # Of the low 16 bits: ends, ties at 16 and at 24 bits, and their neighbours.
@@ -22,7 +22,7 @@ LOW += [0xFF80, 0xFFFF]
 def everything(bits):
     x = jax.lax.bitcast_convert_type(bits, jnp.float32)
     high, low = _split(x)
-    return high, low, _joined(high, low), _rounded_to_24_bits(x), rounded_to_bfloat16(x)
+    return high, low, _joined(high, low), _rounded_to_24_bits(x), round_to_bfloat16(x)
 
 
 def check(bits):
@@ -83,14 +83,14 @@ def test_the_weight_is_the_rounding_of_the_master_of_24_bits(magnitude, negative
     }.values(),
 )
 def test_examples(x, expected):
-    mine = np.asarray(rounded_to_bfloat16(jnp.float32(x))).view(np.uint16)
+    mine = np.asarray(round_to_bfloat16(jnp.float32(x))).view(np.uint16)
     assert mine == np.float32(expected).view(np.uint32) >> 16
 
 
 def test_a_nan_of_all_ones_does_not_become_minus_zero():
     bits = jnp.array([0x7FFFFFFF, 0x7F800001, 0xFF800001], jnp.uint32)
     x = jax.lax.bitcast_convert_type(bits, jnp.float32)
-    assert np.isnan(np.asarray(rounded_to_bfloat16(x)).astype(np.float32)).all()
+    assert np.isnan(np.asarray(round_to_bfloat16(x)).astype(np.float32)).all()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from same_bits import assert_same_bits
 
 from jaxfp8.optim import BFloat16Plus, Float32, init_master_weights, master_weights
 from jaxfp8.optim import with_master_weights as with_masters
-from jaxfp8.optim._masters import _rounded_to_24_bits, rounded_to_bfloat16
+from jaxfp8.optim._masters import _rounded_to_24_bits, round_to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -29,7 +29,7 @@ def test_masters_start_at_the_float32_values(kind):
         with_masters(optax.sgd(0.1), master=KINDS[kind]), params
     )
     assert_same_bits(master_weights(opt_state, weights), params)
-    assert_same_bits(weights, jax.tree.map(rounded_to_bfloat16, params))
+    assert_same_bits(weights, jax.tree.map(round_to_bfloat16, params))
 
 
 def test_masters_of_24_bits_start_at_the_nearest():
@@ -38,7 +38,7 @@ def test_masters_of_24_bits_start_at_the_nearest():
     weights, opt_state = init_master_weights(tx, params)
     nearest = jax.tree.map(_rounded_to_24_bits, params)
     assert_same_bits(master_weights(opt_state, weights), nearest)
-    assert_same_bits(weights, jax.tree.map(rounded_to_bfloat16, nearest))
+    assert_same_bits(weights, jax.tree.map(round_to_bfloat16, nearest))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +110,7 @@ def test_dtype_must_be_low_precision(dtype):
 @pytest.mark.parametrize("count", [0, 2])
 def test_exactly_one_state(count):
     tx = optax.chain(optax.clip(1.0), *[with_masters(optax.sgd(0.1), master=Float32())] * count)
-    weights = jax.tree.map(rounded_to_bfloat16, params32())
+    weights = jax.tree.map(round_to_bfloat16, params32())
     with pytest.raises(ValueError, match=f"has {count} states of with_master_weights"):
         master_weights(tx.init(weights), weights)
     with pytest.raises(ValueError, match=f"has {count} states of with_master_weights"):

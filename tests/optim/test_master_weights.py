@@ -19,7 +19,7 @@ from jaxfp8.optim import (
     master_weights,
     with_master_weights,
 )
-from jaxfp8.optim._masters import rounded_to_bfloat16
+from jaxfp8.optim._masters import round_to_bfloat16
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -83,7 +83,7 @@ def test_16_bits_train_as_float32_does(optimizer):
         runs.append((params, masters_of(opt_state, params), opt_state.inner))
     assert_same_bits(runs[1], runs[0])
     params, masters, _ = runs[0]
-    assert_same_bits(params["dense"], jax.tree.map(rounded_to_bfloat16, masters["dense"]))
+    assert_same_bits(params["dense"], jax.tree.map(round_to_bfloat16, masters["dense"]))
     moved = np.asarray(masters["dense"]["kernel"]) - np.asarray(params32()["dense"]["kernel"])
     assert np.abs(moved).max() > 0.01
 
@@ -111,7 +111,7 @@ def test_shorter_masters_stay_near(kind, bound):
         params, opt_state = train(tx, params, opt_state, 100)
         masters = masters_of(opt_state, params)
         runs.append(np.asarray(masters["dense"]["kernel"]))
-        assert_same_bits(params, jax.tree.map(rounded_to_bfloat16, masters))
+        assert_same_bits(params, jax.tree.map(round_to_bfloat16, masters))
     exact, short = runs
     assert 0 < np.linalg.norm(short - exact) / np.linalg.norm(exact) < bound
 

@@ -16,8 +16,8 @@ from jaxfp8.plan._costs import (
     LAUNCH,
     Cost,
     _matmul,
-    gemm,
-    stream,
+    gemm_cost,
+    stream_cost,
 )
 from jaxfp8.plan._peaks import _HOPPER, PEAKS, Peak, _SplitK
 from jaxfp8.plan._roofline import _estimable
@@ -59,14 +59,14 @@ def test_which_chips_want_transposed_operands():
 
 
 def test_bytes_take_their_time():
-    assert stream(ROUND, 2e9, kernels=3) == Cost(
+    assert stream_cost(ROUND, 2e9, kernels=3) == Cost(
         bytes=2_000_000_000, seconds=pytest.approx(2 + 3 * LAUNCH)
     )
-    assert stream(PEAKS["h200"], 1e12, in_tiles=True).seconds == pytest.approx(
+    assert stream_cost(PEAKS["h200"], 1e12, in_tiles=True).seconds == pytest.approx(
         1e12 / _XLA_TILE_RATE, rel=1e-5
     )
     # A memory that is slower than XLA's quantizer is what limits it.
-    assert stream(ROUND, 1e9, in_tiles=True) == stream(ROUND, 1e9)
+    assert stream_cost(ROUND, 1e9, in_tiles=True) == stream_cost(ROUND, 1e9)
 
 
 def test_padding_is_a_launch_unless_xla_pads_in_another_kernel():
@@ -82,12 +82,12 @@ def test_padding_is_a_launch_unless_xla_pads_in_another_kernel():
 
 def test_a_gemm_takes_the_larger_of_operations_and_bytes():
     # 2 * 1000^3 = 2e9 operations: 2 ms; 6e6 bytes: 6 ms.
-    assert gemm(ROUND, 1000, 1000, 1000) == Cost(
+    assert gemm_cost(ROUND, 1000, 1000, 1000) == Cost(
         6_000_000, 2_000_000_000, pytest.approx(6e-3 + LAUNCH)
     )
     # 2 * 10000^3: 2 s; 6e8 bytes: 0.6 s. In FP8 1 s; 4e8 bytes.
-    assert gemm(ROUND, 10_000, 10_000, 10_000).seconds == pytest.approx(2 + LAUNCH)
-    assert gemm(ROUND, 10_000, 10_000, 10_000, fp8=True) == Cost(
+    assert gemm_cost(ROUND, 10_000, 10_000, 10_000).seconds == pytest.approx(2 + LAUNCH)
+    assert gemm_cost(ROUND, 10_000, 10_000, 10_000, fp8=True) == Cost(
         4 * 10**8, 2 * 10**12, pytest.approx(1 + LAUNCH)
     )
 
@@ -155,4 +155,4 @@ def test_more_bandwidth_never_hurts(m, k, n, more):
         slow, fast = (_matmul(peak, route, m, k, n, tile=128) for peak in (ROUND, faster))
         assert fast.seconds <= slow.seconds
         assert (fast.bytes, fast.flops) == (slow.bytes, slow.flops)
-    assert stream(faster, m * k).seconds <= stream(ROUND, m * k).seconds
+    assert stream_cost(faster, m * k).seconds <= stream_cost(ROUND, m * k).seconds

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pages import ROOT
 
 import jaxfp8 as fp8
-from jaxfp8.plan._backends import sizes_of
-from jaxfp8.plan._costs import LAUNCH, MATMULS, gemm
+from jaxfp8.plan._backends import matmul_sizes
+from jaxfp8.plan._costs import LAUNCH, MATMULS, gemm_cost
 from jaxfp8.plan._peaks import PEAKS
 from jaxfp8.quantizers import AbstractQuantizer, Current, Delayed, Identity
 
@@ -326,7 +326,7 @@ SCALING = [name for name, recipe in RECIPES.items() if recipe.tile is None]
 @given(shape=st.tuples(sizes, sizes, sizes), factor=st.integers(2, 8))
 def test_a_larger_layer_gains_no_less(name, chip, shape, factor):
     # In a small layer XLA splits matmuls in bfloat16, which takes another kernel.
-    assume(all(PEAKS[chip].split_k.parts(*size) == 1 for size in sizes_of(shape).values()))
+    assume(all(PEAKS[chip].split_k.parts(*size) == 1 for size in matmul_sizes(shape).values()))
     small = fp8.plan.roofline(shape, recipe=RECIPES[name], kernels=fp8.Kernels(chip))
     large = fp8.plan.roofline(
         tuple(factor * size for size in shape), recipe=RECIPES[name], kernels=fp8.Kernels(chip)
@@ -336,7 +336,7 @@ def test_a_larger_layer_gains_no_less(name, chip, shape, factor):
 
 def check_bounds(name, shape, kernels):
     estimate = fp8.plan.roofline(shape, recipe=RECIPES[name], kernels=kernels)
-    floor = sum(gemm(PEAKS["h200"], *shape, fp8=True).seconds for _ in range(3)) - 3 * LAUNCH
+    floor = sum(gemm_cost(PEAKS["h200"], *shape, fp8=True).seconds for _ in range(3)) - 3 * LAUNCH
     assert estimate.total.recipe.seconds >= floor * (1 - 1e-9)
     assert 0 < estimate.speedup < 2
     assert estimate == fp8.plan.roofline(shape, recipe=RECIPES[name], kernels=kernels)

@@ -17,7 +17,7 @@ from same_bits import assert_same_bits
 
 import jaxfp8 as fp8
 from jaxfp8.plugs import axlearn, equinox, haliax, praxis
-from jaxfp8.plugs._policy import guest, leaf_shapes, state_of
+from jaxfp8.plugs._policy import import_guest, leaf_shapes, state_from_variables
 from jaxfp8.plugs.haliax import _from_bytes, _to_bytes
 
 RECIPES = ("delayed", "current", "blockwise", "mxfp8")
@@ -46,7 +46,7 @@ def test_trains_as_the_op_does(name):
     def loss_fn(parameters, x):
         y = fp8.einsum(
             "...y,yz->...z", x, parameters["w"], recipe=recipe,
-            state=state_of(recipe, parameters.__getitem__), state_channel="gradient",
+            state=state_from_variables(recipe, parameters.__getitem__), state_channel="gradient",
         )  # fmt: skip
         return jnp.mean(y**2)
 
@@ -199,7 +199,7 @@ def test_haliax_s_messages(message, haliax_op):
 
 def test_a_missing_framework_names_its_package():
     with pytest.raises(ImportError, match="pip install nothing-here") as raised:
-        guest("nothing_here.inner", "nothing-here")
+        import_guest("nothing_here.inner", "nothing-here")
     assert raised.value.name == "nothing_here.inner"
 
 
@@ -213,7 +213,9 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plug_without_its_framework(name, monkeypatch):
-    monkeypatch.setattr(f"jaxfp8.plugs.{name}.guest", lambda module, package: guest("absent", name))
+    monkeypatch.setattr(
+        f"jaxfp8.plugs.{name}.guest", lambda module, package: import_guest("absent", name)
+    )
     for cached in ("_layer", "_base", "_operation"):
         if function := getattr(__import__(f"jaxfp8.plugs.{name}", fromlist=[name]), cached, None):
             function.cache_clear()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from jaxfp8.programs._hlo import array_type, parts_of, split, tensors_of
+from jaxfp8.programs._hlo import read_array_type, split_at_commas, tensors_of, tuple_types
 from jaxfp8.programs._run_on_cpu import run_on_cpu
 
 
@@ -101,14 +101,14 @@ def test_sizes_that_differ():
 
 
 def test_types_are_read():
-    array = array_type("bf16[8,128]{0,1:S(1)}")
+    array = read_array_type("bf16[8,128]{0,1:S(1)}")
     assert (array.dtype, array.shape, array.order, array.bits) == ("bf16", (8, 128), (1, 0), 16)
-    assert parts_of("(f32[2,3]{1,0}, (s8[4]{0}, token[]))") == [
+    assert tuple_types("(f32[2,3]{1,0}, (s8[4]{0}, token[]))") == [
         "f32[2,3]{1,0}",
         "(s8[4]{0}, token[])",
     ]
-    assert split('a={1,2}, b="x,\\"y", c') == ["a={1,2}", 'b="x,\\"y"', "c"]
+    assert split_at_commas('a={1,2}, b="x,\\"y", c') == ["a={1,2}", 'b="x,\\"y"', "c"]
     with pytest.raises(ValueError, match="not an array of known size"):
-        array_type("f32[<=4]{0}")
+        read_array_type("f32[<=4]{0}")
     with pytest.raises(ValueError, match="plain layout"):
-        array_type("f32[8,128]{1,0:T(8,128)}")
+        read_array_type("f32[8,128]{1,0:T(8,128)}")

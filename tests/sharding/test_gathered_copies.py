@@ -4,7 +4,7 @@ import pytest
 
 import jaxfp8 as fp8
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8.recipes._recipe import planned_casts
+from jaxfp8.recipes._recipe import plan_casts
 
 MATMUL = TrainingGeometry.of((((1,), (0,)), ((), ())), 2, 2)
 
@@ -18,7 +18,7 @@ def test_a_kernel_that_writes_transposed_copies(recipe, written, gathered):
     recipe = getattr(fp8.recipes, recipe)()
 
     def copies(gathered):
-        planned = planned_casts(recipe, MATMUL, "g", ("mosaic", "xla"), gathered=gathered)
+        planned = plan_casts(recipe, MATMUL, "g", ("mosaic", "xla"), gathered=gathered)
         return sum(len(each.readers) for each in planned)
 
     assert (copies(gathered=False), copies(gathered=True)) == (written, gathered)

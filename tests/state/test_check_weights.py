@@ -21,7 +21,7 @@ from state.saved_states import fresh, recipe
 
 import jaxfp8 as fp8
 from jaxfp8.linen import COLLECTION, FP8Dense
-from jaxfp8.state._init import concrete
+from jaxfp8.state._init import make_concrete
 from jaxfp8.state._state import is_state
 
 RECIPE = recipe()
@@ -243,7 +243,7 @@ def variables_of(kind, name):
         variables = made(make(), *inputs, recipe=RECIPE)
         return variables[COLLECTION], variables["params"]
     model = nnx.eval_shape(NNX[name])
-    return concrete(nnx.state(model, fp8.nnx.FP8State)), nnx.state(model, nnx.Param)
+    return make_concrete(nnx.state(model, fp8.nnx.FP8State)), nnx.state(model, nnx.Param)
 
 
 def names_and_arrays(params):

@@ -11,7 +11,14 @@ import pytest
 import jaxfp8 as fp8
 from jaxfp8.recipes._recipe import Row
 from jaxfp8.state._commit import commit_one
-from jaxfp8.state._identity import _MEAN_ROUNDING, _TAGS, _UNIT, same_fingerprint, tag_fits, tagged
+from jaxfp8.state._identity import (
+    _MEAN_ROUNDING,
+    _TAGS,
+    _UNIT,
+    same_fingerprint,
+    tag_fits,
+    tag_state,
+)
 from jaxfp8.state._init import fingerprints, unset_state
 from jaxfp8.state._state import SeenAmax
 
@@ -33,7 +40,7 @@ AMAXES = {  # of the second microbatch, given that of the first
 
 @jax.jit
 def commit(state, amax):
-    return tagged(commit_one(state, SeenAmax(amax, state.rows)))
+    return tag_state(commit_one(state, SeenAmax(amax, state.rows)))
 
 
 def after(recipe, *amaxes):

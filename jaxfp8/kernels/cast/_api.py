@@ -11,7 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Backend, dispatch
-from jaxfp8.kernels._on_mesh import in_order, on_mesh
+from jaxfp8.kernels._on_mesh import on_mesh, write_in_order
 from jaxfp8.numerics._rounding import saturating_cast
 from jaxfp8.prologues._prologue import Source, value_of
 
@@ -44,8 +44,8 @@ def cast_by_xla(
 
 
 def _in_order_on_mesh(x: Array) -> Array:
-    """`in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
-    return on_mesh(lambda x: (in_order(x),), (1,), ((1,),))(x)[0]
+    """`write_in_order` of each device's shard, in every kind of mesh and under `jax.vmap`."""
+    return on_mesh(lambda x: (write_in_order(x),), (1,), ((1,),))(x)[0]
 
 
 def _in_its_layout(x: Array) -> Array:

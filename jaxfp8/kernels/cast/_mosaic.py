@@ -18,16 +18,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array
-from jaxfp8.kernels._mosaic_source import ONE_A_ROW, Reader, Staged, lined, operands_of, reader
+from jaxfp8.kernels._mosaic_source import (
+    ONE_A_ROW,
+    Reader,
+    Staged,
+    make_reader,
+    operands_of,
+    pad_lines,
+)
 from jaxfp8.kernels._mosaic_tiles import (
     ColumnSums,
     Place,
     T,
+    count_tiles,
     grid,
-    parts,
+    load_parts,
     place,
     shared_tile,
-    tiles_of,
 )
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.numerics._amax import magnitude
@@ -97,7 +104,7 @@ class _CopiesKernel:
             jax.ShapeDtypeStruct((lead, k, m) if each else (lead, m, k), self.format.dtype)
             for each in self.transposed
         ]
-        largest = jax.ShapeDtypeStruct((lead, *tiles_of(shape)), jnp.float32)
+        largest = jax.ShapeDtypeStruct((lead, *count_tiles(shape)), jnp.float32)
         return _Written(copies, largest, self.sums.result if self.sums else None)
 
     def _scratch(self, written: _Written) -> _Scratch:
@@ -125,7 +132,7 @@ class _CopiesKernel:
             # One multiplier for the tile is a scalar in global memory: it needs no shared memory.
             one = None if self.in_lines[n] else read.multipliers[n][at.matrix]
             amaxes = []
-            for index, rows in parts(tile, transposed=transposed):
+            for index, rows in load_parts(tile, transposed=transposed):
                 amaxes.append(jnp.max(magnitude(rows, kernel_language=True), axis=1))
                 if self.sums and n == summing:
                     self.sums.take(scratch.sums, index, rows)
@@ -220,8 +227,8 @@ def copies(
         separate = cast.separate or any(
             each.shape[-2] == 1 and each.size > each.shape[-1] for each in multipliers
         )
-        source, read = reader(arrays[: len(operands)], prologue, separate=separate)
-        lines = [lined(each, x.shape, source.shape[0]) for each in multipliers]
+        source, read = make_reader(arrays[: len(operands)], prologue, separate=separate)
+        lines = [pad_lines(each, x.shape, source.shape[0]) for each in multipliers]
         kernel = _CopiesKernel(
             source=source,
             format=cast.format,
@@ -235,7 +242,7 @@ def copies(
             for each, is_transposed in zip(written.copies, transposed, strict=True)
         ]
         sums = [] if kernel.sums is None else [kernel.sums.shaped(written.sums, x.shape)]
-        tiles = *x.shape[:-2], *tiles_of(x.shape)
+        tiles = *x.shape[:-2], *count_tiles(x.shape)
         return *(each.reshape(x.shape) for each in values), written.largest.reshape(tiles), *sums
 
     # The kernel returns one amax for each T x T, so each shard must have whole tiles.

@@ -25,14 +25,14 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.kernels._on_mesh import mesh_of
 from jaxfp8.kernels.grouped_matmul._groups import Groups
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, left_to_xla, transposed_last
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, transpose_last, xla_transposes
 from jaxfp8.kernels.scaled_matmul.hopper._door import check_operands
 from jaxfp8.kernels.scaled_matmul.hopper._kernel import grouped_kernel
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
     Matmul,
     inner_tile,
-    laid,
-    padded,
+    lay_out_scales,
+    pad_to_multiple,
     scale_matrix,
     shares_columns,
 )
@@ -112,18 +112,18 @@ def _rows(
     # Tiles of rows follow each other in one matrix.
     a, a_scale = (x.reshape(1, -1, x.shape[-1]) for x in (values[0], scales[0]))
     b, n = values[1], values[1].shape[1]
-    a, b = transposed_last((a, b), left_to_xla(geometry.sides, call.written_transposed))
+    a, b = transpose_last((a, b), xla_transposes(geometry.sides, call.written_transposed))
     tiles_of_n = -(-n // 128)
     tiling = tiling or CHOICES["large" if groups.count * tiles_of_n >= MULTIPROCESSORS else "small"]
     down, across = tiling.tile
-    b = padded(b, 1, _BOX)
+    b = pad_to_multiple(b, 1, _BOX)
     matmul = Matmul(
         batch=1, m=a.shape[1], n=b.shape[1], k=a.shape[2], formats=(a.dtype, b.dtype),
         out_dtype=call.out_dtype, tiling=tiling, scaling=scaling, grouping="rows",
         out_rows=groups.tokens,
     )  # fmt: skip
-    a_scale = laid(a_scale, 0, down, scaling)
-    b_scale = laid(scales[1], 1, across * tiling.cluster, scaling)
+    a_scale = lay_out_scales(a_scale, 0, down, scaling)
+    b_scale = lay_out_scales(scales[1], 1, across * tiling.cluster, scaling)
     tiles = _row_tiles(groups, down, matmul.steps)
     return grouped_kernel(matmul)(a, b, a_scale, b_scale, tiles)[0, :, :n]
 
@@ -150,7 +150,7 @@ def _groups(
     sides = [_matrices(each, geometry, side, scaling) for side, each in enumerate((lhs, rhs))]
     # Rows of all tiles follow each other along the contracted axis, the last one.
     values = [values.swapaxes(0, 1).reshape(1, values.shape[1], -1) for values, _ in sides]
-    values = transposed_last(values, left_to_xla(geometry.sides, call.written_transposed))
+    values = transpose_last(values, xla_transposes(geometry.sides, call.written_transposed))
     (_, m, k), n = values[0].shape, values[1].shape[1]
     scales = []
     for _, scale in sides:
@@ -162,13 +162,13 @@ def _groups(
     tiles = groups.experts * -(-m // 128) * -(-n // 128)
     tiling = tiling or CHOICES["large" if tiles >= MULTIPROCESSORS else "small"]
     down, across = tiling.tile
-    a, b = (padded(x, 1, _BOX) for x in values)
+    a, b = (pad_to_multiple(x, 1, _BOX) for x in values)
     matmul = Matmul(
         batch=groups.experts, m=a.shape[1], n=b.shape[1], k=k, formats=(a.dtype, b.dtype),
         out_dtype=call.out_dtype, tiling=tiling, scaling=scaling, grouping="groups",
     )  # fmt: skip
-    a_scale = laid(scales[0], 0, down, scaling)
-    b_scale = laid(scales[1], 1, across * tiling.cluster, scaling)
+    a_scale = lay_out_scales(scales[0], 0, down, scaling)
+    b_scale = lay_out_scales(scales[1], 1, across * tiling.cluster, scaling)
     steps = GroupSteps(first=groups.first_tile, count=groups.tiles)
     return grouped_kernel(matmul)(a, b, a_scale, b_scale, steps)[:, :m, :n]
 

@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, QuantizedTensor
 from jaxfp8._typing import Array, Axes
-from jaxfp8.kernels._mosaic_source import Reader, Staged, operands_of, reader
-from jaxfp8.kernels._mosaic_tiles import T, grid, parts, place, tiles_of
+from jaxfp8.kernels._mosaic_source import Reader, Staged, make_reader, operands_of
+from jaxfp8.kernels._mosaic_tiles import T, count_tiles, grid, load_parts, place
 from jaxfp8.kernels._on_mesh import on_mesh
 from jaxfp8.kernels.cast._mosaic import copies
 from jaxfp8.kernels.quantize._mosaic_tiling import check_sides, quantize_in_tiles
@@ -198,7 +198,7 @@ def _largest_of_tiles(x: Source, kinds: tuple[_Along, ...]) -> dict[_Along, Arra
     operands, prologue = operands_of(x), prologue_of(x)
 
     def local(*arrays: Array) -> tuple[Array, ...]:
-        source, read = reader(arrays, prologue)
+        source, read = make_reader(arrays, prologue)
         *lead, m, k = arrays[0].shape
         results = []
         # The kernel writes whole tiles. Amaxes past the end of the array are cut off.
@@ -228,7 +228,7 @@ class _AmaxKernel:
     kinds: Sequence[_Along]
 
     def __call__(self, operands: Sequence[Array]) -> Sequence[Array]:
-        lead, (down, across) = self.source.shape[0], tiles_of(self.source.shape)
+        lead, (down, across) = self.source.shape[0], count_tiles(self.source.shape)
         # M and K of rows and columns are rounded up to whole tiles: Pallas copies one dimension
         # without a check for the end of a row.
         shapes = {
@@ -252,7 +252,7 @@ class _AmaxKernel:
         for kind, result, line in zip(self.kinds, results, scratch.lines, strict=True):
             at = place(self.source.shape).of_copy(transposed=kind == "columns")
             amaxes = []
-            for index, rows in parts(tile, transposed=kind == "columns"):
+            for index, rows in load_parts(tile, transposed=kind == "columns"):
                 amaxes.append(jnp.max(magnitude(rows, kernel_language=True), axis=1))
                 if line is not None:
                     line[index] = amaxes[-1]

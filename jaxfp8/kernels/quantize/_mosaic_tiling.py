@@ -24,7 +24,7 @@ from jax.sharding import AxisType
 
 from jaxfp8._quantized_tensor import Cast, CastExtras, Direction, QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels._mosaic_source import Reader, Staged, operands_of, reader
+from jaxfp8.kernels._mosaic_source import Reader, Staged, make_reader, operands_of
 from jaxfp8.kernels._mosaic_tiles import (
     PART,
     RAGGED,
@@ -32,7 +32,7 @@ from jaxfp8.kernels._mosaic_tiles import (
     T,
     check_jax,
     grid,
-    parts,
+    load_parts,
     place,
     shared_tile,
 )
@@ -308,7 +308,7 @@ class _TilesKernel:
             at = place(self.source.shape).of_copy(transposed=tiling.transposed)
             # A square of T x T is loaded at once, because its first row is cast with the amax of
             # all rows. Smaller squares fit in a part, which needs fewer registers.
-            for index, rows in parts(
+            for index, rows in load_parts(
                 tile, transposed=tiling.transposed, rows=T if tiling.whole else PART
             ):
                 staged.values[index], scales = _encode(rows, self.cast, tiling)
@@ -376,7 +376,7 @@ def quantize_in_tiles(x: Source, cast: Cast) -> tuple[tuple[QuantizedTensor, ...
     operands, prologue = operands_of(x), prologue_of(x)
 
     def local(*arrays: Array) -> tuple[Array, ...]:
-        source, read = reader(arrays, prologue, separate=cast.separate)
+        source, read = make_reader(arrays, prologue, separate=cast.separate)
         sums = ColumnSums(source.shape, side) if cast.column_sums else None
         written = _TilesKernel(source=source, cast=cast, tilings=tilings, sums=sums)(read)
         shape = arrays[0].shape

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxfp8._geometry import Geometry, OperandAxes
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels._on_mesh import in_order
+from jaxfp8.kernels._on_mesh import write_in_order
 from jaxfp8.numerics._per_block import PerBlock
 
 # MatmulCall: the arguments of a backend of the scaled matmul, besides its operands.
@@ -61,7 +61,7 @@ def as_matrix(x: Array, axes: OperandAxes, *, tile: int = 1) -> Array:
     return x.transpose(axes.order).reshape(axes.matrix_shape(x.shape))
 
 
-def left_to_xla(sides: Iterable[OperandAxes], written: Iterable[bool]) -> tuple[bool, ...]:
+def xla_transposes(sides: Iterable[OperandAxes], written: Iterable[bool]) -> tuple[bool, ...]:
     """For each operand, whether XLA has to transpose it for a kernel that reads K last."""
     return tuple(
         axes.contracted[-1] < max(axes.kept, default=-1) and not done
@@ -69,13 +69,13 @@ def left_to_xla(sides: Iterable[OperandAxes], written: Iterable[bool]) -> tuple[
     )
 
 
-def transposed_last(values: Iterable[Array], transposed: Iterable[bool]) -> list[Array]:
+def transpose_last(values: Iterable[Array], transposed: Iterable[bool]) -> list[Array]:
     """Values [B, M, K]. XLA casts those that it transposes in the order of their axes."""
     pairs = zip(values, transposed, strict=True)
-    return [in_order(x.mT).mT if was else x for x, was in pairs]
+    return [write_in_order(x.mT).mT if was else x for x, was in pairs]
 
 
-def repeated_scale(operand: QuantizedTensor, scale: Array, inner: int, values: int) -> Array:
+def repeat_scale(operand: QuantizedTensor, scale: Array, inner: int, values: int) -> Array:
     """A scale for each S values along the axis `inner`, and for each value along other axes.
 
     The operand [...] is in tiles, whose side along `inner` is a multiple of S. The result has the

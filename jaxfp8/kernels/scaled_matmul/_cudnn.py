@@ -31,14 +31,14 @@ from jaxfp8.kernels.scaled_matmul import _xla
 from jaxfp8.kernels.scaled_matmul._call import (
     MatmulCall,
     as_matrix,
-    left_to_xla,
-    repeated_scale,
-    transposed_last,
+    repeat_scale,
+    transpose_last,
+    xla_transposes,
 )
 from jaxfp8.kernels.scaled_matmul._partitioned import (
     Cells,
     in_auto_mesh,
-    partitioned,
+    partition_matmul,
     takes_mesh,
 )
 from jaxfp8.numerics._formats import E8M0
@@ -62,14 +62,14 @@ _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @functools.cache
 def _block_scaled_dot(out_dtype: DType, transposed: tuple[bool, ...]) -> Callable[..., Array]:
-    """The operation, for CUDA; E8M0 scales. `transposed` is what `left_to_xla` says."""
+    """The operation, for CUDA; E8M0 scales. `transposed` is what `xla_transposes` says."""
     local = functools.partial(_call, out_dtype, transposed)
-    return _mapped(local, partitioned(local, Cells(step=_TILE)))
+    return _mapped(local, partition_matmul(local, Cells(step=_TILE)))
 
 
 def _call(out_dtype: DType, transposed: tuple[bool, ...], *arguments: Array) -> Array:
     """XLA's operation on the arrays of one device."""
-    values = transposed_last(arguments[:2], transposed)
+    values = transpose_last(arguments[:2], transposed)
     (batch, rows, _), (_, columns, _) = (x.shape for x in values)
     config = {
         "lhs_batch_dimensions": [0],
@@ -142,7 +142,7 @@ def scaled_matmul(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) 
             as_matrix(_per_32(operand, scale, axes), axes)
             for operand, scale, axes in zip((lhs, rhs), (a_scale, b_scale), sides, strict=True)
         ]
-        dot = _block_scaled_dot(jnp.dtype(written), left_to_xla(sides, call.written_transposed))
+        dot = _block_scaled_dot(jnp.dtype(written), xla_transposes(sides, call.written_transposed))
         product = dot(*matrices, *scales)
         return product.reshape(call.geometry.out_shape(lhs.shape, rhs.shape)).astype(out_dtype)
 
@@ -190,7 +190,7 @@ def _per_32(operand: QuantizedTensor, scale: Array, axes: OperandAxes) -> Array:
         if scale.dtype == E8M0.dtype
         else _exponent_byte(scale)
     )
-    byte = repeated_scale(operand, byte, axes.contracted[-1], _TILE)
+    byte = repeat_scale(operand, byte, axes.contracted[-1], _TILE)
     return lax.bitcast_convert_type(byte, E8M0.dtype)
 
 

@@ -105,7 +105,7 @@ def in_auto_mesh(
     return inside(lhs, rhs)
 
 
-def partitioned(local: _Dot, cells: Cells) -> _Dot:
+def partition_matmul(local: _Dot, cells: Cells) -> _Dot:
     """`local` on the devices of an Auto mesh."""
 
     def specs(mesh: Any, arguments: Any) -> tuple[_Spec, _Spec, _Spec, tuple[str, ...]]:

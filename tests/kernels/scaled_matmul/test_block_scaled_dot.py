@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfp8.kernels.scaled_matmul._cudnn import _TILE, _mapped
-from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partitioned, takes_mesh
+from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partition_matmul, takes_mesh
 
 B, M, N = 2, 16, 8
 
@@ -93,7 +93,7 @@ def test_partitioned(layout, k):
             jax.lax.with_sharding_constraint(x, NamedSharding(mesh(), P(*spec)))
             for x, spec in zip(arguments[:2], (lhs_spec, rhs_spec), strict=True)
         ]
-        return partitioned(local, Cells(step=_TILE))(*values, *arguments[2:])
+        return partition_matmul(local, Cells(step=_TILE))(*values, *arguments[2:])
 
     compiled = jax.jit(dot).lower(*arguments).compile()
     np.testing.assert_array_equal(compiled(*arguments), expected)

@@ -111,9 +111,9 @@ def test_bytes_at_the_ends(left, right):
 
 
 def test_every_byte_becomes_its_power_of_two():
-    from jaxfp8.kernels.scaled_matmul.hopper._scaling import of_bytes
+    from jaxfp8.kernels.scaled_matmul.hopper._scaling import float32_of_bytes
 
-    found = np.asarray(jax.jit(of_bytes)(jnp.arange(256, dtype=jnp.uint8)))
+    found = np.asarray(jax.jit(float32_of_bytes)(jnp.arange(256, dtype=jnp.uint8)))
     np.testing.assert_array_equal(
         found[:255].view(np.uint32), np.ldexp(np.float32(1), np.arange(-127, 128)).view(np.uint32)
     )

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partitioned
+from jaxfp8.kernels.scaled_matmul._partitioned import Cells, partition_matmul
 
 B, M, STEP = 2, 8, 128
 CELLS = {
@@ -94,7 +94,7 @@ def test_is_the_product_of_one_device(name, layout, shape):
             jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
             for x, spec in zip(arguments[:2], specs, strict=True)
         ]
-        return partitioned(local(cells), cells)(*values, *arguments[2:])
+        return partition_matmul(local(cells), cells)(*values, *arguments[2:])
 
     compiled = jax.jit(dot).lower(*arguments).compile()
     np.testing.assert_array_equal(compiled(*arguments), expected(cells, *arguments))

@@ -23,7 +23,7 @@ from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     Block,
     for_each_tile,
 )
-from jaxfp8.kernels.scaled_matmul.hopper._scaling import T, of_bytes
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import T, float32_of_bytes
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -67,7 +67,7 @@ def _load_scales(scales: Any, across: int, *, shared: bool = True) -> Array:
     load: Any = plgpu.load  # before jax 0.11 it has no layout=
     # For global memory jax 0.11 has only plain loads.
     found = load(scales, layout=plgpu.Layout.WGMMA.reduce(across), optimized=shared)
-    return of_bytes(found) if found.dtype == jnp.uint8 else found
+    return float32_of_bytes(found) if found.dtype == jnp.uint8 else found
 
 
 # Sums in float32 registers: the product of each tile along K is scaled, and then added.

@@ -28,18 +28,18 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels._mosaic_tiles import check_jax
 from jaxfp8.kernels._on_mesh import mesh_of
-from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, left_to_xla, transposed_last
-from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partitioned, takes_mesh
-from jaxfp8.kernels.scaled_matmul.hopper._kernel import kernel
+from jaxfp8.kernels.scaled_matmul._call import MatmulCall, as_matrix, transpose_last, xla_transposes
+from jaxfp8.kernels.scaled_matmul._partitioned import in_auto_mesh, partition_matmul, takes_mesh
+from jaxfp8.kernels.scaled_matmul.hopper._kernel import dense_kernel
 from jaxfp8.kernels.scaled_matmul.hopper._matmul import (
     Matmul,
     inner_tile,
-    laid,
-    padded,
+    lay_out_scales,
+    pad_to_multiple,
     scale_matrix,
     shares_columns,
 )
-from jaxfp8.kernels.scaled_matmul.hopper._memory import whole_row
+from jaxfp8.kernels.scaled_matmul.hopper._memory import round_up_row
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import CHOICES, MULTIPROCESSORS, Tiling
 from jaxfp8.numerics._formats import E8M0
@@ -90,7 +90,7 @@ def scaled_matmul(
     ]
     rows, columns = (x.shape[1] for x in values)
     before = () if add_to is None else (add_to.reshape(values[0].shape[0], rows, columns),)
-    transposed = left_to_xla(geometry.sides, call.written_transposed)
+    transposed = xla_transposes(geometry.sides, call.written_transposed)
     product = _multiply(call.out_dtype, tiling, scaling, transposed)(*values, *scales, *before)
     return product.reshape(geometry.out_shape(lhs.shape, rhs.shape))
 
@@ -188,7 +188,7 @@ def _multiply(
 ) -> Any:
     """A function of values [B, M, K] and [B, N, K] and their scales that returns [B, M, N].
 
-    A fifth argument [B, M, N] is added to the result. `transposed` is what `left_to_xla` says.
+    A fifth argument [B, M, N] is added to the result. `transposed` is what `xla_transposes` says.
     """
 
     @custom_vmap
@@ -197,7 +197,7 @@ def _multiply(
         # This is also the path if no mesh is known. The result of another kernel has a type without
         # a mesh, but it may be on several devices.
         if {*mesh_of(*arguments).axis_types} != {AxisType.Manual} and len(arguments) == 4:
-            return partitioned(local, scaling.cells)(*arguments)
+            return partition_matmul(local, scaling.cells)(*arguments)
         for argument in arguments:
             arguments = tuple(vary_as(x, argument) for x in arguments)
         return vary_as(local(*arguments), arguments[0])
@@ -237,15 +237,15 @@ def _padded_product(
     add_to: Array | None = None,
 ) -> Array:
     (batch, m, k), n = lhs.shape, rhs.shape[1]
-    lhs, rhs = transposed_last((lhs, rhs), transposed)
+    lhs, rhs = transpose_last((lhs, rhs), transposed)
     tiling = _choose(batch, m, n, scaling, added=add_to is not None) if tiling is None else tiling
     # The kernel copies the scales of whole tiles, so they are padded to these. Along N the unit is
     # the two tiles of a cluster.
     down, across = tiling.tile
     across *= tiling.cluster
-    lhs, rhs = (padded(x, 1, _BOX) for x in (lhs, rhs))
+    lhs, rhs = (pad_to_multiple(x, 1, _BOX) for x in (lhs, rhs))
     lhs_scale, rhs_scale = (
-        laid(x, i, side, scaling)
+        lay_out_scales(x, i, side, scaling)
         for i, (x, side) in enumerate(((lhs_scale, down), (rhs_scale, across)))
     )
     formats = (lhs.dtype, rhs.dtype)
@@ -253,12 +253,16 @@ def _padded_product(
     dtype = None
     if add_to is not None:
         before, dtype = (
-            (padded(padded(add_to, 1, _BOX), 2, whole_row(1, add_to.dtype.itemsize)),),
+            (
+                pad_to_multiple(
+                    pad_to_multiple(add_to, 1, _BOX), 2, round_up_row(1, add_to.dtype.itemsize)
+                ),
+            ),
             add_to.dtype,
         )
     matmul = Matmul(
         batch=batch, m=lhs.shape[1], n=rhs.shape[1], k=k, formats=formats, out_dtype=out_dtype,
         tiling=tiling, scaling=scaling, add_to=dtype,
     )  # fmt: skip
-    call = kernel(matmul)
+    call = dense_kernel(matmul)
     return call(lhs, rhs, lhs_scale, rhs_scale, *before)[:, :m, :n]

@@ -33,8 +33,8 @@ from jaxfp8.kernels.scaled_matmul.hopper._memory import (
     Given,
     Shared,
     for_each_tile,
+    round_up_row,
     shared_memory,
-    whole_row,
 )
 from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import WARPGROUPS
@@ -128,11 +128,11 @@ def _consume(block: Block, warpgroup: Array) -> None:
 # The kernel of Hopper's scaled matmul.
 
 
-def kernel(matmul: Matmul) -> Callable[..., Array]:
+def dense_kernel(matmul: Matmul) -> Callable[..., Array]:
     """The kernel of one matmul: `multiply(lhs, rhs, lhs_scale, rhs_scale[, C])`.
 
     Values are [B, M, K] and [B, N, K]. C and the result are [B, M, N], with N rounded up by
-    `whole_row`. The shapes of scales depend on `scaling`, with P = `scaling.parts`:
+    `round_up_row`. The shapes of scales depend on `scaling`, with P = `scaling.parts`:
 
       scales of                lhs              rhs
       tiles 1xS                [B, P K/T, M]    [B, P K/T, N]
@@ -172,7 +172,7 @@ def grouped_kernel(matmul: Matmul) -> Callable[..., Array]:
 
 def _to_new_array(matmul: Matmul, given: Given) -> Array:
     rows = matmul.m if matmul.out_rows is None else matmul.out_rows
-    shape = (matmul.batch, rows, whole_row(matmul.n, matmul.out_dtype.itemsize))
+    shape = (matmul.batch, rows, round_up_row(matmul.n, matmul.out_dtype.itemsize))
     return _launched(matmul, jax.ShapeDtypeStruct(shape, matmul.out_dtype))(given)
 
 

@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jaxfp8._geometry import Geometry, OperandAxes
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, Axes, DType
-from jaxfp8.kernels.scaled_matmul._call import as_matrix, repeated_scale
-from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, of_bytes
+from jaxfp8.kernels.scaled_matmul._call import as_matrix, repeat_scale
+from jaxfp8.kernels.scaled_matmul.hopper._scaling import Scaling, T, float32_of_bytes
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import ROWS, Tiling
 from jaxfp8.numerics._formats import E8M0
 
@@ -201,20 +201,20 @@ def scale_matrix(operand: QuantizedTensor, axes: OperandAxes, side: int, scaling
     scale = operand.scale
     if scale.dtype == E8M0.dtype:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
-        scale = scale if scaling.in_bytes[side] else of_bytes(scale)
+        scale = scale if scaling.in_bytes[side] else float32_of_bytes(scale)
     if scaling.at_end:
         shape = (1 if a in axes.contracted else size for a, size in enumerate(operand.shape))
         return as_matrix(jnp.broadcast_to(scale, tuple(shape)), axes)
     if not (scaling.square and side == 1):
-        scale = repeated_scale(operand, scale, axes.contracted[-1], scaling.tile)
+        scale = repeat_scale(operand, scale, axes.contracted[-1], scaling.tile)
     return as_matrix(scale, axes, tile=scaling.parts)
 
 
-def laid(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
+def lay_out_scales(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
     """A scale matrix in the layout of `_kernel.kernel`, with zeros to whole tiles of `extent`."""
     if not (scaling.square and side == 1):
-        return padded(scale.mT, 2, extent)
-    scale = padded(scale, 1, pl.cdiv(extent, scaling.tile))
+        return pad_to_multiple(scale.mT, 2, extent)
+    scale = pad_to_multiple(scale, 1, pl.cdiv(extent, scaling.tile))
     if scaling.parts == 1:
         return scale
     # The scales of a step become adjacent, [B, C, N/S P], so that they are one copy.
@@ -225,7 +225,7 @@ def laid(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
     )
 
 
-def padded(x: Array, axis: int, multiple: int) -> Array:
+def pad_to_multiple(x: Array, axis: int, multiple: int) -> Array:
     """x with zeros at the end of an axis, so that its size is a multiple of `multiple`."""
     missing = pl.cdiv(x.shape[axis], multiple) * multiple - x.shape[axis]
     pads = [(0, missing if i == axis else 0, 0) for i in range(x.ndim)]

@@ -201,7 +201,7 @@ def shared_memory(matmul: Matmul) -> Shared:
 
 def _outgoing(matmul: Matmul) -> _Outgoing:
     out_dtype, add_to, patch = matmul.out_dtype, matmul.add_to, (ROWS, matmul.width)
-    row = whole_row(matmul.n, out_dtype.itemsize)
+    row = round_up_row(matmul.n, out_dtype.itemsize)
     shape = WARPGROUPS, matmul.slots, *patch
     # Rows of groups begin anywhere in the result, and TMA writes boxes of 8 rows to multiples of 8
     # only. So these patches are not permuted.
@@ -209,7 +209,7 @@ def _outgoing(matmul: Matmul) -> _Outgoing:
     patches = plgpu.SMEM(shape, out_dtype) if rows else _permuted(shape, out_dtype, row)
     if add_to is None:
         return _Outgoing(patches, None, None)
-    addend = _permuted((WARPGROUPS, *patch), add_to, whole_row(matmul.n, add_to.itemsize))
+    addend = _permuted((WARPGROUPS, *patch), add_to, round_up_row(matmul.n, add_to.itemsize))
     return _Outgoing(patches, addend, plgpu.Barrier(num_barriers=WARPGROUPS))
 
 
@@ -230,7 +230,7 @@ def _scales(stages: int, shape: Axes, dtype: Any) -> Any:
     return plgpu.SMEM((stages, *lead, max(last, ALIGNED // 4) if not lead else last), dtype)
 
 
-def whole_row(n: int, itemsize: int) -> int:
+def round_up_row(n: int, itemsize: int) -> int:
     """N rounded up, so that a row of global memory is a multiple of 32 bytes."""
     return n + -n % (_LEAST // itemsize)
 

@@ -112,7 +112,7 @@ class Scaling:
         )
 
 
-def of_bytes(scales: Array) -> Array:
+def float32_of_bytes(scales: Array) -> Array:
     """E8M0 bytes e [...] as float32: 2^(e - 127), and NaN for 255."""
     # `exponent << 23` is the exponent field, which for byte 0 would be the number 0. The bits of
     # 2^-127 are 1 << 22. For byte 255 the field gives inf, which becomes NaN.
