@@ -37,16 +37,8 @@ def _on_platform(
 ) -> Any:
     """`kernel(*args, **kwargs)` on a platform, `elsewhere(like, *args, **kwargs)` on the others.
 
-    Args:
-      platform: jax's name of the platform, "cuda" or "tpu" for instance.
-      kernel: returns a tree of arrays.
-      elsewhere: returns a tree of the same structure, shapes and dtypes. `like` is that tree, with
-        `jax.ShapeDtypeStruct`s as leaves.
-      *args: trees. Leaves that are no arrays are static.
-      **kwargs: trees, too.
-
-    Raises:
-      NotImplementedError: if the kernel raises it when it is traced.
+    Both return trees of arrays of the same structure, shapes and dtypes. `like` is that tree, with
+    `jax.ShapeDtypeStruct`s as leaves. Arguments are trees. Leaves that are no arrays are static.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     dynamic = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -109,23 +101,15 @@ def dispatch(
     """Call the first backend that can do the case.
 
     A backend that cannot do the case raises NotImplementedError with the reason. Then the next one
-    is tried, and the logger "jaxfp8" warns of each reason once. If there is only one backend, its
-    error is raised.
+    is tried, and the logger "jaxfp8" warns of each reason once. The error of an only backend is
+    raised. If none of several can, an ExceptionGroup has every reason.
 
     Args:
-      operation: the name of the operation, for messages.
-      backends: name -> function.
+      operation: its name, for messages.
+      backends: name -> function of `args` and `kwargs`.
       attempts: names of backends, best first. A name may come with extra arguments.
       *args: for the backend.
       **kwargs: for the backend.
-
-    Raises:
-      NotImplementedError: if the only backend cannot do the case.
-      ExceptionGroup: of every reason, if none of several backends can do the case.
-
-    Example:
-      >>> dispatch("double", {"xla": lambda x: 2 * x}, ["xla"], 3)
-      6
     """
     attempts = tuple(attempts)
     reasons: list[tuple[str, NotImplementedError]] = []
@@ -199,13 +183,11 @@ class Backend:
 
     `import jaxfp8` does not import Pallas, because Pallas would take most of the import's time
     (`benchmarks/structure/import_time.py`). Also, Pallas of jax 0.10 needs absl, which jax does not
-    install. So a kernel is given by names, and the first call imports `module`. The module imports
-    Pallas or Triton at its top. `tests/test_floors.py` reads `module` as an import of the file that
-    names it.
+    install. So a kernel is given by names, and the first call imports `module`. If that fails, the
+    call raises NotImplementedError. `tests/test_floors.py` reads `module` as an import.
 
     Attributes:
-      module: the module to import, for instance "jaxfp8.kernels.cast._mosaic". None: `function` is
-        not a name.
+      module: what has `function`, if that is a name.
       function: the function, or its name in `module`.
       needs: what must be installed, for the message.
       platform: the platform that runs the function: "any", or jax's name.
@@ -218,10 +200,6 @@ class Backend:
       adds: of a matmul: whether it takes `add_to`. If not, XLA adds.
       tilings: of a matmul: gives every `tiling=` that it takes, for timings.
       rows: of a cast and of a grouped matmul: tiles of rows must be multiples of it.
-
-    Raises:
-      NotImplementedError: when called, if something that it needs cannot be imported. Then the next
-        backend is tried.
     """
 
     module: str | None = None
@@ -258,7 +236,7 @@ class Backend:
         return function
 
 
-def written_for(chip: "Chip", backends: Mapping[str, Backend]) -> tuple[str, ...]:
+def kernels_of(chip: "Chip", backends: Mapping[str, Backend]) -> tuple[str, ...]:
     """The names of the backends of a table that are written for the family of a chip."""
     return tuple(name for name, row in backends.items() if chip.family in row.families)
 
@@ -321,15 +299,7 @@ def chips_of(backend: Backend) -> list[Chip]:
 
 
 def chip_named(name: str) -> Chip:
-    """The chip with this name.
-
-    Raises:
-      ValueError: for a name that is not in `_CHIPS`.
-
-    Example:
-      >>> chip_named("h200").compute_capability
-      (9, 0)
-    """
+    """The chip with this name. ValueError for a name that is not in `_CHIPS`."""
     if not isinstance(name, str) or name not in _CHIPS:
         raise ValueError(f"chip={name!r} is unknown; use one of {sorted(_CHIPS)}.")
     return _CHIPS[name]
@@ -341,12 +311,6 @@ def compute_capability_of(mesh: AbstractMesh) -> int | None:
     A program can be compiled for a mesh of GPUs that this machine does not have. So the mesh is
     asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `_CHIPS`. Then
     jax-triton asks the GPU.
-
-    Example:
-      >>> from jax.sharding import AbstractDevice
-      >>> h100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
-      >>> compute_capability_of(AbstractMesh((), (), abstract_device=h100))
-      90
     """
     kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else ""
     for word in re.split(r"[ -]", kind.lower()):

@@ -11,7 +11,7 @@ import jax
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8._version import __version__
-from jaxfp8.kernels._dispatch import chip_named, written_for
+from jaxfp8.kernels._dispatch import chip_named, kernels_of
 from jaxfp8.kernels._measure import Operands, measure
 from jaxfp8.kernels._timings import Timings, describe
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
@@ -86,7 +86,7 @@ def autotune(step: Callable[..., PyTree], *arguments: Any, kernels: Kernels) -> 
         )
     for matmul, (operands, call) in seen.matmuls.items():
         if matmul not in dict(found.times):
-            backends = (*written_for(chip_named(given.chip), BACKENDS), "xla")
+            backends = (*kernels_of(chip_named(given.chip), BACKENDS), "xla")
             times = measure(matmul, operands, call, backends)
             found = dataclasses.replace(found, times=(*found.times, (matmul, times)))
     return dataclasses.replace(given, timings=found)

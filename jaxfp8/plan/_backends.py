@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxfp8._typing import Matmul, Tensor
-from jaxfp8.kernels._dispatch import Chip, Route, chip_named, written_for
+from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
@@ -38,34 +38,19 @@ class Backends(NamedTuple):
 
 
 def matmul_sizes(shape: Shape) -> dict[Matmul, Shape]:
-    """The sizes (M, K, N) of each of the three matmuls of a layer (M, K, N).
-
-    Example:
-      >>> matmul_sizes((1, 2, 3))["wgrad"]
-      (2, 1, 3)
-    """
+    """The sizes (M, K, N) of each of the three matmuls of a layer (M, K, N)."""
     m, k, n = shape
     return {"fprop": (m, k, n), "dgrad": (m, n, k), "wgrad": (k, m, n)}
 
 
 def value_counts(shape: Shape) -> dict[Tensor, int]:
-    """The number of values of x, w and g.
-
-    Example:
-      >>> value_counts((1, 2, 3))
-      {'x': 2, 'w': 6, 'g': 3}
-    """
+    """The number of values of x, w and g."""
     m, k, n = shape
     return {"x": m * k, "w": k * n, "g": m * n}
 
 
 def row_counts(shape: Shape) -> dict[Tensor, int]:
-    """The number of rows of x, w and g.
-
-    Example:
-      >>> row_counts((1, 2, 3))
-      {'x': 1, 'w': 2, 'g': 1}
-    """
+    """The number of rows of x, w and g."""
     m, k, _ = shape
     return {"x": m, "w": k, "g": m}
 
@@ -79,19 +64,12 @@ def _kernels_for(sides: Sides, chip: Chip) -> tuple[str, ...]:
 
     They are for tiles, which XLA multiplies in bfloat16. If a kernel cannot do a case, it raises an
     error when it is called.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> recipes, h200 = (fp8.recipes.blockwise(), fp8.recipes.rowwise()), chip_named("h200")
-      >>> [_kernels_for(sides_of(recipe.fprop), h200) for recipe in recipes]
-      [('mosaic',), ()]
     """
     if not all(side.in_fp8 and side.granularity.in_tiles for side in sides):
         return ()
     # Blackwell's tensor cores read scales that are powers of two, one for each 32 values.
     fits = all(side.exact and side.granularity.along(2)[1] % _OF_BLACKWELL == 0 for side in sides)
-    kernels = written_for(chip, BACKENDS)
+    kernels = kernels_of(chip, BACKENDS)
     return tuple(n for n in kernels if fits or BACKENDS[n].route is not Route.BLOCK_SCALED)
 
 
@@ -99,13 +77,6 @@ def matmul_seconds(sides: Sides, chip: str, size: Shape, tile: int | None) -> di
     """Estimated seconds of a matmul, for each backend of a chip.
 
     The result is empty if the chip has no figures, or if a size is symbolic.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> sides = sides_of(fp8.recipes.blockwise().fprop)
-      >>> seconds = matmul_seconds(sides, "h200", (8192, 8192, 8192), 128)
-      >>> seconds["mosaic"] < seconds["xla"]
-      True
     """
     described = chip_named(chip)
     if chip not in PEAKS or not _known(size):
@@ -121,8 +92,7 @@ def cast_seconds(
 ) -> dict[str, float]:
     """Estimated seconds of the casts of a tensor, for each backend of a chip.
 
-    The result is empty if nothing is cast or if a size is symbolic. It is also empty if the chip
-    has no figures, or if the cost of a quantizer is not known.
+    The result is empty if nothing is cast, if a size is symbolic, or if the cost is not known.
     """
     quantizers = [quantizer for _, quantizer in recipe.uses(tensor)]
     casts = [q for q in quantizers if q.value_format is not None]
@@ -145,11 +115,6 @@ def copy_seconds(
     """Estimated seconds of a cast without a recipe, for each backend of a chip.
 
     The cost of the operations that read the copies is not counted.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> sorted(copy_seconds((fp8.PerBlock((1, 128)),), "h200", 2**20))
-      ['mosaic', 'xla']
     """
     if chip not in PEAKS or not _known((values,)):
         return {}
@@ -174,16 +139,11 @@ def _casting_backends(chip: Chip, granularities: Iterable[AbstractGranularity]) 
     """
     if not all(granularity.in_tiles for granularity in granularities):
         return XLA
-    return (*(name for name in written_for(chip, CASTS) if CASTS[name].estimated), *XLA)
+    return (*(name for name in kernels_of(chip, CASTS) if CASTS[name].estimated), *XLA)
 
 
 def faster_than_xla(seconds: Mapping[str, float]) -> tuple[str, ...]:
-    """Names of backends that are estimated to be faster than XLA's, fastest first, then XLA's.
-
-    Example:
-      >>> faster_than_xla({"mosaic": 1.0, "xla": 2.0}), best({"mosaic": 2.0, "xla": 1.0}), best({})
-      (('mosaic', 'xla'), ('xla',), ('xla',))
-    """
+    """Names of backends that are estimated to be faster than XLA's, fastest first, then XLA's."""
     faster = {name: s for name, s in seconds.items() if name != "xla" and s < seconds["xla"]}
     return (*(name for name, _ in sorted(faster.items(), key=operator.itemgetter(1))), "xla")
 
@@ -193,19 +153,10 @@ def faster_than_xla(seconds: Mapping[str, float]) -> tuple[str, ...]:
 def backends_for(
     chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape
 ) -> Backends:
-    """The backends of a layer.
+    """The backends of a layer (M, K, N).
 
-    Args:
-      chip: name of the chip that the program is for. None: XLA's backends, for every chip.
-      casts: name of the backend of all casts. None: estimates choose.
-      matmuls: name of the backend of all matmuls. None: estimates choose.
-      recipe: which quantizer for which operand.
-      shape: (M, K, N) of the layer.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> backends_for("h200", None, None, fp8.recipes.blockwise(), (8192, 4096, 4096)).fprop
-      ('mosaic', 'xla')
+    `casts` and `matmuls` are names that the user gives; None: estimates choose. Without a chip
+    XLA's backends run, for every chip.
     """
     chosen: dict[str, tuple[str, ...]] = {}
     routes: dict[Matmul, Route] = {}
@@ -244,17 +195,8 @@ def tile_rows(tokens: int, experts: int, side: int | None, backends: Backends = 
 
     More rows read matrices less often. Fewer rows are padded less. Kernels may need whole tiles of
     more rows (`Backend.rows`). A grouped kernel takes no more than it needs, because it keeps
-    matrices in L2.
-
-    Args:
-      tokens: T.
-      experts: E.
-      side: how many rows all tiles of values divide (`Recipe.whole_tiles`); None without tiles.
-      backends: what casts and multiplies.
-
-    Example:
-      >>> tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)
-      (1024, 256, 32)
+    matrices in L2. `side` is the number of rows that all tiles of values divide
+    (`Recipe.whole_tiles`); None without tiles.
     """
     casts = (*backends.x, *backends.w, *backends.g)
     matmuls = {*backends.fprop, *backends.dgrad, *backends.wgrad} & grouped_matmul.BACKENDS.keys()
@@ -271,31 +213,15 @@ def grouped_backends(
     chip: str | None, casts: str | None, matmuls: str | None, recipe: Recipe, shape: Shape,
     groups: int,
 ) -> Backends:  # fmt: skip
-    """The backends of a grouped matmul.
+    """The backends of a grouped matmul of shape (T, K, N), as `backends_for`.
 
     If a kernel for all groups is written for the chip, it multiplies every FP8 matmul: XLA's
     program reads the matrix of a group once for each of its tiles. On other chips XLA loops over
     tiles, and estimates choose what multiplies one.
-
-    Args:
-      chip: name of the chip that the program is for. None: XLA's backends, for every chip.
-      casts: name of the backend of all casts. None: estimates choose.
-      matmuls: name of the backend of all matmuls. None: the choice above.
-      recipe: which quantizer for which operand.
-      shape: (T, K, N).
-      groups: E.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> shape, recipe = (65536, 4096, 2048), fp8.recipes.current()
-      >>> grouped_backends("h200", None, None, recipe, shape, 8).fprop
-      ('mosaic', 'xla')
-      >>> grouped_backends("b200", None, None, recipe, shape, 8).fprop
-      ('xla',)
     """
     tokens, k, n = shape
     chosen: dict[str, tuple[str, ...]] = {}
-    kernels = () if chip is None else written_for(chip_named(chip), grouped_matmul.BACKENDS)
+    kernels = () if chip is None else kernels_of(chip_named(chip), grouped_matmul.BACKENDS)
     rows = tile_rows(tokens, groups, recipe.whole_tiles) if tokens and groups else 1
     for name, size in matmul_sizes((rows, k, n)).items():
         operands = getattr(recipe, name)

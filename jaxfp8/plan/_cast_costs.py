@@ -24,11 +24,6 @@ def _turns(chip: Chip) -> bool:
 
     It does so on Ada and Hopper. There cuBLASLt has FP8 matmuls in the "TN" layout only (cuBLAS
     documentation, `cublasLtMatmul`).
-
-    Example:
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> _turns(chip_named("h200")), _turns(chip_named("b200"))
-      (True, False)
     """
     return chip.compute_capability is not None and (8, 9) <= chip.compute_capability < (10, 0)
 
@@ -46,14 +41,10 @@ def _turns(chip: Chip) -> bool:
 def _padding(
     peak: Peak, chip: Chip, sides: tuple[int, int], layouts: set[bool], *, first: bool
 ) -> Cost:
-    """The cost of padding the FP8 copies of a matrix.
+    """The cost of padding the FP8 copies of a matrix with these sides.
 
-    Args:
-      peak: data-sheet figures of the chip.
-      chip: the chip.
-      sides: the sizes of the matrix.
-      layouts: the layouts in which matmuls read it; True stands for transposed.
-      first: whether XLA writes FP8 to memory before another kernel transposes it.
+    `layouts` are those in which matmuls read it; True stands for transposed. `first` says whether
+    XLA writes FP8 to memory before another kernel transposes it.
     """
     rows, columns = sides
     before, after = rows * columns, padded_size(rows) * padded_size(columns)
@@ -80,11 +71,8 @@ def _padding_for_hopper(
 ) -> Cost:
     """The cost of padding the FP8 copies of a matrix for Hopper's Pallas matmul.
 
-    Args:
-      peak: data-sheet figures of the chip.
-      sides: the sizes of the matrix.
-      layouts: the layouts in which matmuls read it; True stands for transposed.
-      by_kernel: whether a kernel cast the matrix and wrote each layout. Otherwise XLA cast it.
+    `layouts` are as in `_padding`. `by_kernel` says whether a kernel cast the matrix and wrote each
+    layout. Otherwise XLA cast it.
     """
     rows, columns = sides
     before, cost = rows * columns, Cost()
@@ -120,17 +108,7 @@ _PADDED = (Route.FP8, Route.FP8_ROWS)
 
 
 class Casts(NamedTuple):
-    """The casts of one tensor, for all matmuls that read it.
-
-    Attributes:
-      recipe: which quantizer for which operand.
-      tensor: name of the tensor.
-      values: number of its values.
-      rows: number of its rows.
-      routes: the route of each matmul that reads it.
-      chip: the chip that the casts run on.
-      peak: data-sheet figures of the chip.
-    """
+    """The casts of one tensor, and the routes of all matmuls that read it."""
 
     recipe: Recipe
     tensor: Tensor
@@ -144,12 +122,7 @@ class Casts(NamedTuple):
 def cast_cost(backend: str, casts: Casts) -> Cost:
     """The cost of the amaxes, casts and transpositions of one tensor.
 
-    Args:
-      backend: "xla", or the name of a kernel of casts.
-      casts: the casts of the tensor.
-
-    Raises:
-      ValueError: if a quantizer is not one of `fp8.quantizers`.
+    ValueError if a quantizer is not one of `fp8.quantizers`.
     """
     for name, quantizer in casts.recipe.uses(casts.tensor):
         if not has_known_cost(quantizer):
@@ -161,13 +134,7 @@ def cast_cost(backend: str, casts: Casts) -> Cost:
 
 
 def has_known_cost(quantizer: AbstractQuantizer) -> bool:
-    """Whether the casts of a quantizer can be estimated: it is one of `fp8.quantizers`.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> has_known_cost(fp8.quantizers.Current(format=fp8.E4M3))
-      True
-    """
+    """Whether the casts of a quantizer can be estimated: it is one of `fp8.quantizers`."""
     return isinstance(quantizer, Current | Delayed | Static | Identity)
 
 
@@ -273,11 +240,6 @@ def copies_of(
     """The FP8 copies of a tensor, each with the matmuls that read it.
 
     Matmuls read the same copy if their quantizers and the cells of their scales are equal.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> list(copies_of(fp8.recipes.blockwise(), "w").values())
-      [['fprop', 'dgrad']]
     """
     copies: dict[tuple[AbstractQuantizer, Matmul | None], list[Matmul]] = {}
     for name, quantizer in recipe.uses(tensor):
@@ -309,11 +271,5 @@ def _more_passes(sides: tuple[int, int]) -> int:
 
 
 def wants_contracted_last(route: Route, chip: Chip) -> bool:
-    """Whether the route wants the contracted axis last.
-
-    Example:
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> wants_contracted_last(Route.FP8, chip_named("h200"))
-      True
-    """
+    """Whether the route wants the contracted axis last."""
     return route in (Route.BLOCK_SCALED, Route.HOPPER_PALLAS) or (route.in_fp8 and _turns(chip))

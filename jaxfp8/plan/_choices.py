@@ -29,15 +29,7 @@ Evidence: TypeAlias = Literal["measured", "estimated", "compiled"]
 
 
 class Footnotes:
-    """Texts that many rows of a table have. The table says each of them once, below its rows.
-
-    Example:
-      >>> notes = Footnotes()
-      >>> [notes.shorten(f"{us} us, FP8, block-scaled", ["block-scaled"]) for us in (3, 4)]
-      ['3 us, FP8 [1]', '4 us, FP8 [1]']
-      >>> notes.lines()
-      ['[1] block-scaled']
-    """
+    """Texts that many rows of a table have. The table says each of them once, below its rows."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

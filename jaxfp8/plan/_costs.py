@@ -1,9 +1,8 @@
-"""What a matmul costs, and which backends it may take.
+"""What a matmul costs, and by which route a backend computes it.
 
 A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Of what this
 project measured on an H200 (docs/when-fp8-pays.md), only the rates of tiles of 32 are used.
-`_peaks.py` has the figures of chips. `_routes.py` chooses the route of a matmul. `_cast_costs.py`
-has the cost of casts.
+`_peaks.py` has the figures of chips. `_cast_costs.py` has the cost of casts.
 
 Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
 """
@@ -28,12 +27,7 @@ MATMULS: tuple[Matmul, ...] = ("fprop", "dgrad", "wgrad")
 
 
 def check_shape(shape: object) -> Shape:
-    """Raise ValueError unless it is three positive integers.
-
-    Example:
-      >>> check_shape((1, 2, 3))
-      (1, 2, 3)
-    """
+    """Raise ValueError unless it is three positive integers."""
     if not (
         isinstance(shape, tuple)
         and len(shape) == 3
@@ -94,10 +88,6 @@ class Cost:
       bytes: bytes that are read from and written to device memory.
       flops: operations of matmuls. A multiplication and its addition are two.
       seconds: the estimated time.
-
-    Example:
-      >>> Cost(bytes=2, seconds=1e-6) + Cost(bytes=3, flops=4, seconds=1e-6)
-      Cost(bytes=5, flops=4, seconds=2e-06)
     """
 
     bytes: int = 0
@@ -110,19 +100,14 @@ class Cost:
         )
 
     def times(self, number: float) -> "Cost":
-        """The cost of the same work, done `number` times.
-
-        Example:
-          >>> Cost(bytes=8, seconds=2.0).times(0.125)
-          Cost(bytes=1, flops=0, seconds=0.25)
-        """
+        """The cost of the same work, done `number` times."""
         return Cost(round(self.bytes * number), round(self.flops * number), self.seconds * number)
 
 
 def stream_cost(
     peak: Peak, moved: float, *, kernels: int = 1, in_tiles: bool = False, by_pallas: bool = False
 ) -> Cost:
-    """The cost of elementwise kernels and reductions.
+    """The cost of elementwise kernels and reductions that read and write `moved` bytes.
 
     Args:
       peak: data-sheet figures of the chip.
@@ -130,11 +115,6 @@ def stream_cost(
       kernels: number of launches.
       in_tiles: whether XLA quantizes tiles, which limits its rate.
       by_pallas: whether the kernels are Pallas kernels of this library.
-
-    Example:
-      >>> from jaxfp8.plan._peaks import PEAKS
-      >>> stream_cost(PEAKS["h200"], 4.416e9).seconds
-      0.001002
     """
     rate = peak.bandwidth * _ATTAINED_BANDWIDTH
     rate = min(rate, _XLA_TILE_RATE) if in_tiles else rate
@@ -149,11 +129,6 @@ def gemm_cost(
 
     Each operand is read once, with 2 bytes a value, or 1 in FP8. The result is written with 2 bytes
     a value. If Triton's matmul is split along K, its float32 sums are written and read besides.
-
-    Example:
-      >>> from jaxfp8.plan._peaks import PEAKS
-      >>> gemm_cost(PEAKS["h200"], 8192, 8192, 8192).flops
-      1099511627776
     """
     moved = (m * k + k * n) * (1 if fp8 else 2) + 2 * m * n
     flops = 2 * m * k * n
@@ -181,16 +156,9 @@ def _matmul(
 ) -> Cost:
     """The cost of [M, K] @ [K, N] by a route, with all passes over operands and result.
 
-    Args:
-      peak: data-sheet figures of the chip.
-      route: how the matmul is computed.
-      m: M, rows of the left operand.
-      k: K, size of the contracted axis.
-      n: N, columns of the right operand.
-      tile: T, for operands in tiles.
-      square: whether tiles of the right operand are T x T.
-      in_bytes: whether scales are E8M0.
-      by_triton: whether XLA multiplies bfloat16 by Triton. Otherwise cuBLASLt multiplies it.
+    Operands in tiles have tiles of T along K, `tile`. `square`: tiles of the right operand are
+    T x T. `in_bytes`: scales are E8M0. `by_triton`: XLA multiplies bfloat16 by Triton, not by
+    cuBLASLt.
     """
     if route is Route.HOPPER_PALLAS:
         return _by_hopper(peak, m, k, n, tile, square=square, in_bytes=in_bytes)
@@ -204,7 +172,7 @@ def _matmul(
         # kernel reads it and writes it in the order of the hardware. The matmul reads it.
         cost += stream_cost(peak, 4 * (m * k + k * n) / 32, kernels=2)
     if route is Route.BLOCK_SCALED or not route.in_fp8:
-        # `_padding.py` has the padding for other matmuls.
+        # `_cast_costs.py` has the padding for other matmuls.
         cost += _padded_operand(peak, route, m, k, multiple)
         cost += _padded_operand(peak, route, k, n, multiple)
     by_rows = route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS)
@@ -227,12 +195,7 @@ def _padded_operand(peak: Peak, route: Route, rows: int, columns: int, multiple:
 
 
 def padded_size(size: int, multiple: int = _ALIGNMENT) -> int:
-    """The size to which XLA pads an axis of an FP8 matmul.
-
-    Example:
-      >>> padded_size(333)
-      336
-    """
+    """The size to which XLA pads an axis of an FP8 matmul."""
     return -(-size // multiple) * multiple
 
 
@@ -287,12 +250,8 @@ def _tile_by_tile(peak: Peak, m: int, k: int, n: int, tile: int) -> Cost:
 class Side(NamedTuple):
     """The properties of one operand that decide the route of its matmul.
 
-    Attributes:
-      in_fp8: whether the operand is quantized.
-      granularity: which values share a scale.
-      exact: whether every scale is a power of two. Then the matmul may multiply the values by the
-        scale before it, without rounding.
-      in_bytes: whether scales are E8M0.
+    `exact`: every scale is a power of two. Then the matmul may multiply the values by the scale
+    before it, without rounding. `in_bytes`: scales are E8M0.
     """
 
     in_fp8: bool
@@ -319,32 +278,12 @@ Sides = tuple[Side, Side]
 
 
 def sides_of(operands: Operands) -> Sides:
-    """The sides of both operands of a matmul.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> sides_of(fp8.recipes.mxfp8().fprop)[0].exact
-      True
-    """
+    """The sides of both operands of a matmul."""
     return Side.by(operands.lhs), Side.by(operands.rhs)
 
 
 def route_of(sides: Sides, backend: str, chip: Chip, size: tuple[int, int, int]) -> Route:
-    """How a backend computes a matmul on a chip.
-
-    Args:
-      sides: both operands.
-      backend: name of the backend.
-      chip: the chip that the matmul runs on.
-      size: (M, K, N) of the matmul.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> from jaxfp8.kernels._dispatch import chip_named
-      >>> sides, h200 = sides_of(fp8.recipes.blockwise().fprop), chip_named("h200")
-      >>> [route_of(sides, name, h200, (512, 512, 512)).in_fp8 for name in ("xla", "mosaic")]
-      [False, True]
-    """
+    """How a backend computes a matmul of size (M, K, N) on a chip."""
     tiles = [side.granularity.in_tiles for side in sides]
     if not all(side.in_fp8 for side in sides):
         return Route.DEQUANTIZED if any(side.in_fp8 for side in sides) else Route.PLAIN
@@ -370,16 +309,10 @@ def matmul_cost(
     *,
     by_triton: bool = True,
 ) -> Cost:
-    """The cost of a matmul by a backend.
+    """The cost of a matmul of size (M, K, N) by a backend.
 
-    Args:
-      sides: both operands.
-      backend: name of the backend.
-      chip: the chip that the matmul runs on.
-      peak: data-sheet figures of the chip.
-      size: (M, K, N) of the matmul.
-      tile: size of a tile along K, for operands in tiles.
-      by_triton: whether XLA may multiply bfloat16 by Triton.
+    `tile` is the size of a tile along K, for operands in tiles. `by_triton` says whether XLA may
+    multiply bfloat16 by Triton.
     """
     route, (lhs, rhs) = route_of(sides, backend, chip, size), sides
     square, in_bytes = rhs.granularity.is_square, lhs.in_bytes and rhs.in_bytes

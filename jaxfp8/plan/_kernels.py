@@ -129,12 +129,7 @@ class Chooser(Protocol):
     """An object that ranks the backends of a matmul, as `fp8.plan.Timings` does."""
 
     def choose(self, *args: Any, **kwargs: Any) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Names of backends, fastest first, each with its extra arguments.
-
-        Args:
-          *args: positional arguments of the matmul.
-          **kwargs: keyword arguments of the matmul.
-        """
+        """Names of backends, fastest first, each with its extra arguments. It gets the matmul's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,9 +317,7 @@ class Kernels:
     ) -> tuple[str, ...]:
         """Names of backends of a cast without a recipe, in the order of trial.
 
-        Args:
-          granularities: the granularity of each copy.
-          values: number of values of the array.
+        `granularities` has one for each copy. `values` is the number of values of the array.
         """
         if self.casts is not None:
             return (self.casts,)
@@ -378,15 +371,7 @@ class Kernels:
 
 
 def check_kernels(kernels: object) -> Kernels:
-    """Check an argument `kernels=` of a user. None becomes `Kernels()`.
-
-    Raises:
-      TypeError: for any other value that is not `Kernels`.
-
-    Example:
-      >>> check_kernels(None)
-      Kernels()
-    """
+    """Check an argument `kernels=`, or raise TypeError. None becomes `Kernels()`."""
     if kernels is None:
         return _PORTABLE
     if isinstance(kernels, Kernels):

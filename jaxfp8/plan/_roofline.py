@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any
 
 from jaxfp8._typing import Matmul
-from jaxfp8.kernels._dispatch import Chip, Route, chip_named, written_for
+from jaxfp8.kernels._dispatch import Chip, Route, chip_named, kernels_of
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.plan._backends import (
     SMALLEST,
@@ -45,12 +45,9 @@ from jaxfp8.recipes._recipe import Recipe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """One matmul, or all casts, of a training step of a layer.
+    """The cost of one matmul, or of all casts, in a layer in bfloat16 and in the recipe.
 
-    Attributes:
-      bf16: its cost in a layer in bfloat16.
-      recipe: its cost in a layer of the recipe.
-      how: text for tables: the route of the matmul, or bytes for each value that is cast.
+    `how` is text for tables: the route of the matmul, or bytes for each value that is cast.
     """
 
     bf16: Cost
@@ -65,19 +62,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """An estimate of one dense layer, forward and backward, in a recipe and in bfloat16.
+    """An estimate of one layer (M, K, N), forward and backward. `str()` is a table.
 
-    `str()` is a table.
-
-    Attributes:
-      shape: (M, K, N): tokens, features in and features out.
-      recipe: the name of the recipe.
-      chip: the name of the chip.
-      fprop: y = x @ w.
-      dgrad: dx = g @ w^T.
-      wgrad: dw = x^T @ g.
-      casts: amaxes, casts to FP8 and transpositions of x, w and g. In bfloat16 there are none.
-      groups: the number of groups of a grouped matmul; None for a dense layer.
+    `casts` are amaxes, casts to FP8 and transpositions of x, w and g. In bfloat16 there are none.
+    `groups` is None for a dense layer.
     """
 
     shape: Shape
@@ -145,16 +133,8 @@ def _loop_cost(
 ) -> Cost:
     """The cost of XLA's loop over tiles for one of the three matmuls.
 
-    A step takes the matrix of a group, multiplies a tile, and writes its rows. In wgrad it adds the
-    product of a tile to a sum in float32, and writes the sum as it is then.
-
-    Args:
-      recipe: which quantizer for which operand.
-      name: the matmul.
-      backend: what multiplies a tile.
-      chip: name of the chip.
-      shape: (T, K, N).
-      groups: E.
+    A step takes the matrix of a group, multiplies a tile by `backend`, and writes its rows. In
+    wgrad it adds the product of a tile to a sum in float32, and writes the sum as it is then.
     """
     tokens, k, n = shape
     rows = tile_rows(tokens, groups, recipe.whole_tiles)  # without casts in Pallas
@@ -199,13 +179,10 @@ def _check_weight_casts(given: object) -> float:
 
 
 def _cost_of_weights(cast: Cost, casts: Casts, number: float) -> Cost:
-    """The cost of w in one forward and backward pass.
+    """The cost of w in one forward and backward pass, in which w is cast `number` times.
 
-    Args:
-      cast: the cost of one cast.
-      casts: the casts of w.
-      number: how often w is cast in a pass. Below 1 the model holds the FP8 copies. They lie as w
-        does, so matmuls that want another layout or dtype still transpose or widen them.
+    Below 1 the model holds the FP8 copies. They lie as w does, so matmuls that want another layout
+    or dtype still transpose or widen them.
     """
     if number >= 1:
         return cast.times(number)
@@ -373,7 +350,7 @@ def _of_groups(
         size = matmul_sizes(padded)[name]
         routes[name] = route_of(sides, backend, described, size)
         how = routes[name].value
-        if backend in written_for(described, grouped_matmul.BACKENDS):
+        if backend in kernels_of(described, grouped_matmul.BACKENDS):
             if recipe.tile == _OF_32:  # the kernel reads square tiles as tiles of 1x32
                 sides = sides[0], sides[1]._replace(granularity=sides[0].granularity)
             cost = _cost_of_groups(
@@ -407,30 +384,14 @@ def _of_groups(
 
 
 def check_groups(groups: object) -> int:
-    """The number of groups, checked.
-
-    Raises:
-      ValueError: unless it is a positive integer.
-
-    Example:
-      >>> check_groups(8)
-      8
-    """
+    """The number of groups. ValueError unless it is a positive integer."""
     if isinstance(groups, bool) or not isinstance(groups, Integral) or groups < 1:
         raise ValueError(f"groups={groups!r} must be a positive integer, the number of experts.")
     return int(groups)
 
 
 def _estimable(name: str) -> Chip:
-    """The chip of that name, if its figures are known.
-
-    Raises:
-      ValueError: for an unknown chip, or one without figures.
-
-    Example:
-      >>> _estimable("h200").compute_capability
-      (9, 0)
-    """
+    """The chip of that name. ValueError for an unknown chip, or one without figures."""
     chip = chip_named(name)
     if name not in PEAKS:
         raise ValueError(
@@ -443,14 +404,7 @@ def _estimable(name: str) -> Chip:
 def check_estimable(kernels: Kernels) -> str:
     """The name of the chip to estimate for.
 
-    Raises:
-      TypeError: if `kernels` is not a Kernels.
-      ValueError: for kernels without a chip, for a chip without figures, and for "reference".
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> check_estimable(fp8.Kernels("h200"))
-      'h200'
+    ValueError for kernels without a chip, for a chip without figures, and for "reference".
     """
     given = check_kernels(kernels)
     if given.chip is None:

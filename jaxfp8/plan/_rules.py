@@ -22,19 +22,12 @@ _BREAK_EVEN = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkipSlow:
-    """The rule that `skip_slow` returns.
-
-    `rule(path, shape, recipe)` returns that recipe, or identity with the reason in its name.
+    """The rule that `skip_slow` returns: `rule(path, shape, recipe)`.
 
     Attributes:
       kernels: `fp8.Kernels` for the chip of the estimates.
       at_least: the least speedup over bfloat16 that keeps the recipe.
       tokens: M of every matmul. None: each shape contains M.
-
-    Example:
-      >>> import jaxfp8 as fp8
-      >>> SkipSlow(kernels=fp8.Kernels("h200")).at_least
-      1.0
     """
 
     kernels: Kernels
@@ -55,19 +48,10 @@ class SkipSlow:
             )
 
     def __call__(self, path: str, shape: tuple[int, ...], recipe: Recipe) -> Recipe:
-        """Choose the recipe of one matmul, and print one line.
+        """`recipe`, or identity with the reason in its name. One printed line names `path`.
 
-        Args:
-          path: name of the layer, for the printed line.
-          shape: (M, K, N), or (K, N) for a rule that has `tokens`.
-          recipe: the recipe to use if FP8 is not slower.
-
-        Returns:
-          `recipe`, or identity with the reason in its name.
-
-        Raises:
-          TypeError: if `path` is not a string.
-          ValueError: for a shape that does not fit. Also as in `fp8.plan.roofline`.
+        `shape` is (M, K, N), or (K, N) for a rule that has `tokens`. ValueError for another shape,
+        and as in `fp8.plan.roofline`.
         """
         if not isinstance(path, str):
             raise TypeError(

@@ -4,10 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hard_inputs import mentions
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import jaxfp8 as fp8
 from jaxfp8.kernels import _dispatch
-from jaxfp8.kernels._dispatch import _CHIPS, Backend, chip_named, dispatch
+from jaxfp8.kernels._dispatch import (
+    _CHIPS,
+    Backend,
+    chip_named,
+    compute_capability_of,
+    dispatch,
+)
 
 
 def cannot(*args, **kwargs):
@@ -105,6 +112,13 @@ def test_a_wrong_import_of_our_own_is_a_bug(tmp_path, monkeypatch, source):
 @pytest.mark.parametrize("name", _CHIPS)
 def test_chips(name):
     assert chip_named(name).name == name
+
+
+def test_compute_capability_of_a_mesh():
+    for kind, version in (("NVIDIA H100 80GB HBM3", 90), ("NVIDIA L40S", 89), ("cpu", None)):
+        device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+        assert compute_capability_of(AbstractMesh((), (), abstract_device=device)) == version
+    assert compute_capability_of(AbstractMesh((), ())) is None
 
 
 def test_an_unknown_chip():

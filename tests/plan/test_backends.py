@@ -7,7 +7,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._dispatch import _CHIPS, Backend, Route, chip_named, written_for
+from jaxfp8.kernels._dispatch import _CHIPS, Backend, Route, chip_named, kernels_of
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.quantize import _api as quantize
@@ -103,7 +103,7 @@ def test_without_a_chip_shapes_do_not_matter():
 
 
 def test_backends_that_are_written_for_a_chip():
-    written = {name: written_for(chip, scaled_matmul.BACKENDS) for name, chip in _CHIPS.items()}
+    written = {name: kernels_of(chip, scaled_matmul.BACKENDS) for name, chip in _CHIPS.items()}
     assert {name: kernels for name, kernels in written.items() if kernels} == {
         "h100": ("mosaic",),
         "h200": ("mosaic",),

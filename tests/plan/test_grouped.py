@@ -68,6 +68,12 @@ def test_rows_of_a_tile_hold_whole_tiles_of_values_and_waste_little(groups, side
         assert _tile_count(groups * average, groups, rows) * rows <= 1.26 * groups * average
 
 
+def test_rows_of_a_tile():
+    assert [tile_rows(65536, 8, 128), tile_rows(65536, 64, None), tile_rows(8, 8, 32)] == [
+        1024, 256, 32
+    ]  # fmt: skip
+
+
 def test_backends_by_name_and_by_chip():
     recipe = fp8.recipes.rowwise(high_precision_wgrad=True)
     found = grouped_backends("h200", None, None, recipe, SHAPE, 8)

@@ -131,7 +131,9 @@ def haliax_op(monkeypatch):
     eqx = pytest.importorskip("equinox")
     classes = types.SimpleNamespace(OverwriteWithGradient=type("Base", (eqx.Module,), {}))
     packages = {"equinox": eqx, "haliax.quantization": classes}
-    monkeypatch.setattr("jaxfp8.plugs.haliax.guest", lambda module, package: packages[module])
+    monkeypatch.setattr(
+        "jaxfp8.plugs.haliax.import_guest", lambda module, package: packages[module]
+    )
     caches = haliax._base, haliax._operation
     for cache in caches:
         cache.cache_clear()
@@ -214,7 +216,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_plug_without_its_framework(name, monkeypatch):
     monkeypatch.setattr(
-        f"jaxfp8.plugs.{name}.guest", lambda module, package: import_guest("absent", name)
+        f"jaxfp8.plugs.{name}.import_guest", lambda module, package: import_guest("absent", name)
     )
     for cached in ("_layer", "_base", "_operation"):
         if function := getattr(__import__(f"jaxfp8.plugs.{name}", fromlist=[name]), cached, None):
