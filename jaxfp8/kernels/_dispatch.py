@@ -299,7 +299,7 @@ def _nvidia(name: str, family: str, compute_capability: tuple[int, int]) -> Chip
     )  # fmt: skip
 
 
-_CHIPS = {
+CHIPS = {
     chip.name: chip
     for chip in (
         Chip(name="cpu", platform="cpu", family="CPU"),
@@ -315,31 +315,26 @@ _CHIPS = {
 }
 
 
-def chips_of(backend: Backend) -> list[Chip]:
-    """The chips that a backend is written for."""
-    return [chip for chip in _CHIPS.values() if chip.family in backend.families]
-
-
 def chip_named(name: str) -> Chip:
     """The chip with this name.
 
     Raises:
-      ValueError: for a name that is not in `_CHIPS`.
+      ValueError: for a name that is not in `CHIPS`.
 
     Example:
       >>> chip_named("h200").compute_capability
       (9, 0)
     """
-    if not isinstance(name, str) or name not in _CHIPS:
-        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(_CHIPS)}.")
-    return _CHIPS[name]
+    if not isinstance(name, str) or name not in CHIPS:
+        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
+    return CHIPS[name]
 
 
 def compute_capability_of(mesh: AbstractMesh) -> int | None:
     """The compute capability of a mesh's GPUs, as one number: 90 for an H200.
 
     A program can be compiled for a mesh of GPUs that this machine does not have. So the mesh is
-    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `_CHIPS`. Then
+    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `CHIPS`. Then
     jax-triton asks the GPU.
 
     Example:
@@ -350,6 +345,6 @@ def compute_capability_of(mesh: AbstractMesh) -> int | None:
     """
     kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else ""
     for word in re.split(r"[ -]", kind.lower()):
-        if word in _CHIPS and (version := _CHIPS[word].compute_capability):
+        if word in CHIPS and (version := CHIPS[word].compute_capability):
             return 10 * version[0] + version[1]
     return None

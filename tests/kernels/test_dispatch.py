@@ -7,7 +7,7 @@ from hard_inputs import mentions
 
 import jaxfp8 as fp8
 from jaxfp8.kernels import _dispatch
-from jaxfp8.kernels._dispatch import _CHIPS, Backend, chip_named, dispatch
+from jaxfp8.kernels._dispatch import CHIPS, Backend, chip_named, dispatch
 
 
 def cannot(*args, **kwargs):
@@ -102,7 +102,7 @@ def test_a_wrong_import_of_our_own_is_a_bug(tmp_path, monkeypatch, source):
         dispatch("op", {"a": backend, "b": lambda: 1}, ("a", "b"))
 
 
-@pytest.mark.parametrize("name", _CHIPS)
+@pytest.mark.parametrize("name", CHIPS)
 def test_chips(name):
     assert chip_named(name).name == name
 
