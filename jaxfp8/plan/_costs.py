@@ -2,8 +2,8 @@
 
 A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Of what this
 project measured on an H200 (docs/when-fp8-pays.md), only the rates of tiles of 32 are used.
-`_peaks.py` has the figures of chips. `_routes.py` chooses the route of a matmul. `_cast_costs.py`
-has the cost of casts.
+`_peaks.py` has the figures of chips. `route_of` chooses the route of a matmul. `_cast_costs.py` has
+the cost of casts.
 
 Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
 """
@@ -204,7 +204,7 @@ def _matmul(
         # kernel reads it and writes it in the order of the hardware. The matmul reads it.
         cost += stream_cost(peak, 4 * (m * k + k * n) / 32, kernels=2)
     if route is Route.BLOCK_SCALED or not route.in_fp8:
-        # `_padding.py` has the padding for other matmuls.
+        # `_cast_costs.py` has the padding for other matmuls.
         cost += _padded_operand(peak, route, m, k, multiple)
         cost += _padded_operand(peak, route, k, n, multiple)
     by_rows = route in (Route.FP8_ROWS, Route.DEQUANTIZED_ROWS)
