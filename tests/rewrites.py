@@ -14,9 +14,9 @@ import numpy as np
 import oracle
 from jax import lax
 
+from jaxfp8.kernels.scaled_matmul._xla import _converted_factors_of
 from jaxfp8.numerics._amax import amax, magnitude
 from jaxfp8.numerics._exact import (
-    converted_factors_of,
     divide,
     factors_of,
     is_finite,
@@ -83,7 +83,7 @@ def functions(amaxes, values):
             found[f"{name} {rule} scale"] = scale
             for how, cast in CASTS.items():
                 found[f"{name} {rule} {how} cast"] = payload = cast(values, multiplier, format)
-            for factors in (factors_of, converted_factors_of):
+            for factors in (factors_of, _converted_factors_of):
                 found[f"{name} {rule} {factors.__name__}"] = times(
                     payload.astype(jnp.float32), factors(scale)
                 )
@@ -124,7 +124,7 @@ def expected():
                 found[f"{name} {rule} {how} cast"] = payload
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 product = (payload * scale).astype(np.float32)
-            for factors in ("factors_of", "converted_factors_of"):
+            for factors in ("factors_of", "_converted_factors_of"):
                 found[f"{name} {rule} {factors}"] = product
     return found
 

@@ -1,6 +1,6 @@
 """Sums of gradients over devices, inside `jax.shard_map`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ from jaxfp8.comms._sum_methods import (
     SumMethod,
     TwoPhaseFP8,
     check_method,
-    sum_in_bfloat16,
-    sum_in_float32,
+    shrinking,
 )
+from jaxfp8.numerics._exact import LARGEST, is_finite, widen
 from jaxfp8.sharding._amax import manual_axes, types_show_varying, varying_axes
 
 # Which gradients can be summed over which mesh axes: the checks of `all_reduce_gradients`.
@@ -263,9 +263,9 @@ def all_reduce_gradients(
         if not isinstance(method, BFloat16Sum):
             x = _not_differentiated(x)
         if devices == 1 or _is_small(x, devices, method):
-            return sum_in_float32(x, method, devices, factor, psum), row
+            return _sum_in_float32(x, method, devices, factor, psum), row
         if isinstance(method, BFloat16Sum):
-            return sum_in_bfloat16(x, devices, factor, psum), row
+            return _sum_in_bfloat16(x, devices, factor, psum), row
         slices = Slices(x.shape, devices, getattr(method, "group", _ALIGNED))
         if isinstance(method, TwoPhaseFP8):
             return _sum_methods.all_reduce_two_phase(x, slices, names, method, factor), row
@@ -295,6 +295,48 @@ def _also_split_over(
             f"also_split_over={tuple(others)} if they are split, and () if they are not."
         )
     return ()
+
+
+# Sums of gradients without FP8, and how finite ones stay finite.
+
+
+def _sum_in_float32(
+    x: Array, method: SumMethod, devices: int, factor: float, collective: Callable[[Array], Array]
+) -> Array:
+    """The sum in float32, times `factor`, in the dtype in which the method returns gradients."""
+    dtype = x.dtype if isinstance(method, BFloat16Sum) else jnp.dtype(jnp.float32)
+    x = widen(x)
+    if devices == 1:
+        return _scaled(collective(x), factor, dtype)
+    # The first sum may overflow, even if the mean does not. The second may lose values near 2^-126.
+    # Both are one collective.
+    shrink = shrinking(devices)
+    both = collective(jnp.stack([x, x * np.float32(shrink)], axis=-1))
+    total = both[..., 0]
+    shrunk = _scaled(both[..., 1], factor / shrink, dtype)
+    return jnp.where(is_finite(total), _scaled(total, factor, dtype), shrunk)
+
+
+def _sum_in_bfloat16(
+    x: Array, devices: int, factor: float, collective: Callable[[Array], Array]
+) -> Array:
+    """The sum in bfloat16, times `factor`, in the dtype of x.
+
+    Values are shrunk before they are sent. So the sum of finite values does not overflow.
+    """
+    shrink = shrinking(devices)
+    # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
+    clipped = _scaled(widen(x), 1.0, jnp.bfloat16).astype(jnp.float32)
+    shrunk = (clipped * np.float32(shrink)).astype(jnp.bfloat16)
+    return _scaled(collective(shrunk), factor / shrink, x.dtype)
+
+
+def _scaled(x: Array, factor: float, dtype: Any) -> Array:
+    """`x * factor` in a dtype. What is finite is clipped to the range of the dtype."""
+    x = x.astype(jnp.float32)
+    limit = min(float(jnp.finfo(dtype).max), LARGEST)
+    product = x * np.float32(factor)
+    return jnp.where(is_finite(x), jnp.clip(product, -limit, limit), product).astype(dtype)
 
 
 # `reduce_scatter_gradients`: sums of gradients of which each device keeps its shard.
@@ -361,9 +403,9 @@ def reduce_scatter_gradients(
             return lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
 
         if devices == 1 or _is_small(x, devices, method):
-            return sum_in_float32(x, method, devices, factor, scatter)
+            return _sum_in_float32(x, method, devices, factor, scatter)
         if isinstance(method, BFloat16Sum):
-            return sum_in_bfloat16(x, devices, factor, scatter)
+            return _sum_in_bfloat16(x, devices, factor, scatter)
         x = _not_differentiated(x)
         slices = Slices(x.shape, devices, method.group, axis)
         return slices.shard(_sum_methods.reduce_scatter_two_phase(x, slices, names, method, factor))

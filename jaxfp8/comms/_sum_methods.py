@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array
 from jaxfp8.comms._collectives import Slices, exchange, gather, sum_in_order
 from jaxfp8.numerics._amax import amax
-from jaxfp8.numerics._exact import LARGEST, factors_of, is_finite, widen
+from jaxfp8.numerics._exact import LARGEST, factors_of
 from jaxfp8.numerics._formats import E4M3, VALUE_FORMATS, Format
 from jaxfp8.numerics._granularity import PerAxis
 from jaxfp8.numerics._rounding import saturating_cast
@@ -190,54 +189,15 @@ def _check_count(method: Any, field: str, *, least: int) -> None:
         )
 
 
-# Sums of gradients without FP8, and how finite ones stay finite.
+# How sums of finite gradients stay finite.
 
 
-def _shrinking(devices: int) -> float:
+def shrinking(devices: int) -> float:
     """The largest power of two of at most 1 / devices.
 
     A sum over devices of finite values, each times this number, is finite.
     """
     return 2.0 ** -(devices - 1).bit_length()
-
-
-def sum_in_float32(
-    x: Array, method: SumMethod, devices: int, factor: float, collective: Callable[[Array], Array]
-) -> Array:
-    """The sum in float32, times `factor`, in the dtype in which the method returns gradients."""
-    dtype = x.dtype if isinstance(method, BFloat16Sum) else jnp.dtype(jnp.float32)
-    x = widen(x)
-    if devices == 1:
-        return _scaled(collective(x), factor, dtype)
-    # The first sum may overflow, even if the mean does not. The second may lose values near 2^-126.
-    # Both are one collective.
-    shrink = _shrinking(devices)
-    both = collective(jnp.stack([x, x * np.float32(shrink)], axis=-1))
-    total = both[..., 0]
-    shrunk = _scaled(both[..., 1], factor / shrink, dtype)
-    return jnp.where(is_finite(total), _scaled(total, factor, dtype), shrunk)
-
-
-def sum_in_bfloat16(
-    x: Array, devices: int, factor: float, collective: Callable[[Array], Array]
-) -> Array:
-    """The sum in bfloat16, times `factor`, in the dtype of x.
-
-    Values are shrunk before they are sent. So the sum of finite values does not overflow.
-    """
-    shrink = _shrinking(devices)
-    # Without the clip to its range, bfloat16 rounds the largest float32 values up to inf.
-    clipped = _scaled(widen(x), 1.0, jnp.bfloat16).astype(jnp.float32)
-    shrunk = (clipped * np.float32(shrink)).astype(jnp.bfloat16)
-    return _scaled(collective(shrunk), factor / shrink, x.dtype)
-
-
-def _scaled(x: Array, factor: float, dtype: Any) -> Array:
-    """`x * factor` in a dtype. What is finite is clipped to the range of the dtype."""
-    x = x.astype(jnp.float32)
-    limit = min(float(jnp.finfo(dtype).max), LARGEST)
-    product = x * np.float32(factor)
-    return jnp.where(is_finite(x), jnp.clip(product, -limit, limit), product).astype(dtype)
 
 
 # `TwoPhaseFP8` for one gradient.
@@ -255,7 +215,7 @@ def reduce_scatter_two_phase(
     # a power of two. Elsewhere the power is 1, so that no small value is lost.
     largest = jnp.max(functools.reduce(operator.mul, factors_of(scale)), axis=0)
     large = largest > LARGEST / (method.format.max * slices.devices)
-    shrink = np.float32(_shrinking(slices.devices))
+    shrink = np.float32(shrinking(slices.devices))
     power = jnp.where(large, shrink, np.float32(1))
     total = sum_in_order(
         (values, scale), lambda values, scale: _dequantized(values, scale, method) * power

@@ -13,11 +13,12 @@ from flax import nnx
 
 from jaxfp8._call import Example, check_options
 from jaxfp8.conversion import _linen, _nnx
-from jaxfp8.conversion._coverage import Coverage, coverage_of
+from jaxfp8.conversion._coverage import Coverage, CoverageRow
 from jaxfp8.conversion._foreign import Compute, Foreign
-from jaxfp8.conversion._plan import KEPT, Kept, Plan, stacks_of
+from jaxfp8.conversion._plan import KEPT, Decision, Kept, Plan, stacks_of
 from jaxfp8.conversion._rule import (
     APPLIED,
+    UNCALLED,
     UNKNOWN,
     UNSEEN,
     Layer,
@@ -166,7 +167,7 @@ def convert(
     _check_used(given, found)
     decisions = {layer: plan.decide(layer) for layer in found}
     flops = dict(seen.flops)
-    coverage = coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
+    coverage = _coverage_of(decisions, flops, flops.pop(OTHER, 0), counted=example is not None)
     if not any(decision.recipe for decision in decisions.values()):
         raise ValueError(
             f"no layer of the {type(model).__name__} would run in FP8:\n{coverage}\n{_cure(found)}"
@@ -253,6 +254,29 @@ def _of_model(plan: Plan, seen: Seen, keep_first: int, keep_last: int) -> Plan:
 def _with_repeats(layer: Layer, seen: Seen) -> Layer:
     """The layer, marked if a loop runs it for a stack of layers."""
     return dataclasses.replace(layer, repeated=layer.repeated or layer.path in seen.in_loops)
+
+
+def _coverage_of(
+    decisions: Mapping[Layer, Decision],
+    flops: Mapping[str, int],
+    other_flops: int,
+    *,
+    counted: bool,
+) -> Coverage:
+    """The table of these layers. `flops` has the operations of each path."""
+    rows = (
+        CoverageRow(
+            path=layer.path,
+            type=layer.type.__name__,
+            shape=layer.shape,
+            recipe="" if decision.recipe is None else decision.recipe.name,
+            reason=decision.reason or ("" if layer.calls else UNCALLED),
+            flops=flops.get(layer.path, 0),
+            can_be_fp8=layer.can_be_fp8 or layer.obstacle == UNKNOWN,
+        )
+        for layer, decision in decisions.items()
+    )
+    return Coverage(rows=tuple(rows), other_flops=other_flops, counted=counted)
 
 
 # The arguments of `convert`.

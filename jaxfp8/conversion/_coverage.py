@@ -2,11 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
-
-from jaxfp8.conversion._plan import Decision
-from jaxfp8.conversion._rule import UNCALLED, UNKNOWN, Layer
 
 # Equal rows of numbered blocks as one line of the table.
 
@@ -209,26 +206,3 @@ _HEADER = ("layer", "type", "shape", "share", "recipe", "reason")
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{share:.1%}"
-
-
-def coverage_of(
-    decisions: Mapping[Layer, Decision],
-    flops: Mapping[str, int],
-    other_flops: int,
-    *,
-    counted: bool,
-) -> Coverage:
-    """The table of these layers. `flops` has the operations of each path."""
-    rows = (
-        CoverageRow(
-            path=layer.path,
-            type=layer.type.__name__,
-            shape=layer.shape,
-            recipe="" if decision.recipe is None else decision.recipe.name,
-            reason=decision.reason or ("" if layer.calls else UNCALLED),
-            flops=flops.get(layer.path, 0),
-            can_be_fp8=layer.can_be_fp8 or layer.obstacle == UNKNOWN,
-        )
-        for layer, decision in decisions.items()
-    )
-    return Coverage(rows=tuple(rows), other_flops=other_flops, counted=counted)

@@ -25,6 +25,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -36,19 +37,17 @@ from flax.core import freeze, unfreeze
 
 from jaxfp8._call import Example
 from jaxfp8._typing import FP8StateError, PyTree
-from jaxfp8.conversion._foreign import OneCallEinsum, compute_of
-from jaxfp8.conversion._linen_layers import (
-    KNOWN,
-    Known,
-    layer_of,
-    matmul_of,
-    see_kernel,
-    see_module,
-    see_uses,
+from jaxfp8.conversion._foreign import (
+    OneCallEinsum,
+    compute_of,
+    drop_layers_without_matmul,
+    uses_of,
 )
+from jaxfp8.conversion._linen_layers import KNOWN, Known, matmul_of, see_kernel
 from jaxfp8.conversion._plan import Plan
-from jaxfp8.conversion._rule import APPLIED, Layer, Seen, size_of_einsum
+from jaxfp8.conversion._rule import APPLIED, FP8, Layer, Seen, own_matmul, size_of_einsum
 from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
+from jaxfp8.linen._matmul_module import MatmulModule
 from jaxfp8.linen._state import COLLECTION, NAME, home
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.state._identity import check_layout
@@ -174,7 +173,7 @@ def _intercept(
         return _run_apart(running, module, next_fun, args, kwargs)
     path = "/".join(module.path[running.depth :])
     if running.seen is not None:
-        see_module(running.seen, path, module)
+        _see_module(running.seen, path, module)
     compute = compute_of(running.plan.foreign, type(module))
     try:
         if compute is not None and context.method_name == "__call__":
@@ -194,6 +193,13 @@ def _intercept(
     running.seen.caller = before
     see_kernel(running.seen, path, module)
     return y
+
+
+def _see_module(seen: Seen, path: str, module: nn.Module) -> None:
+    """Note a module whose call begins."""
+    seen.modules.setdefault(path, type(module))
+    if isinstance(module, nn.Embed):
+        seen.vocabularies.add(module.num_embeddings)
 
 
 def _run_apart(
@@ -229,7 +235,7 @@ def _call(
     kwargs: Any,
 ) -> Any:  # fmt: skip
     """A call of one of flax's layers."""
-    layer = layer_of(path, module, known, args, kwargs)
+    layer = _layer_of(path, module, known, args, kwargs)
     if running.seen is not None:
         running.seen.add(layer)
         with layer_scope(path):
@@ -239,6 +245,16 @@ def _call(
         return next_fun(*args, **kwargs)
     with _planned(None):  # matmuls share their traces with those of the backward pass
         return known.run(module, decision, next_fun, *args, **kwargs)
+
+
+def _layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
+    """The layer whose known method is called."""
+    size = known.size(module, *args, **kwargs)
+    own = own_matmul(module, ("dot_general", "dot_general_cls"), jax.lax.dot_general)
+    obstacle = FP8 if isinstance(module, MatmulModule) else own
+    return Layer(
+        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=obstacle
+    )
 
 
 def _einsum_of(
@@ -294,8 +310,24 @@ def look(model: nn.Module, plan: Plan, example: Example) -> Seen:
     for path in [p for p, layer in seen.layers.items() if layer.obstacle == APPLIED]:
         if not seen.flops[path]:
             del seen.layers[path]
-    see_uses(seen, program, variables)
+    _see_uses(seen, program, variables)
     return seen
+
+
+def _see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
+    """Note what a program does with parameters. Its inputs begin with the variables."""
+    numbers: list[int | None] = [None] * len(program.invars)
+    own: defaultdict[str, set[int]] = defaultdict(set)
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(variables)):
+        collection, *parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        numbers[i] = i
+        if collection != "params":
+            continue
+        for depth, name in enumerate(parts):
+            module = "/".join(parts[:depth])
+            if name in seen.kernels.get(module, ()):
+                own[module].add(i)
+    seen.layers = drop_layers_without_matmul(seen.layers, own, uses_of(program, numbers))
 
 
 def converted(model: nn.Module, plan: Plan, example: Example, rngs: Any) -> Any:

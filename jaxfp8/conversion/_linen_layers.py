@@ -1,4 +1,4 @@
-"""flax.linen's layers with a kernel, and what a linen model is made of.
+"""flax.linen's layers with a kernel, and the other modules that have one.
 
 An interceptor runs in place of a method, inside the same module. So these functions create the
 parameters that flax's method would create, under the same names.
@@ -6,16 +6,13 @@ parameters that flax's method would create, under the same names.
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
-from jaxfp8._typing import Array, PyTree
-from jaxfp8.conversion._foreign import drop_layers_without_matmul, uses_of
+from jaxfp8._typing import Array
 from jaxfp8.conversion._plan import Decision
 from jaxfp8.conversion._rule import (
     CONVOLUTION,
@@ -25,7 +22,6 @@ from jaxfp8.conversion._rule import (
     Layer,
     Seen,
     Size,
-    own_matmul,
     size_of_einsum,
 )
 from jaxfp8.linen._dot_general import Plug
@@ -154,14 +150,7 @@ KNOWN: dict[Callable[..., Any], Known] = {
 """What is intercepted. A subclass that calls its parent's method runs that method, too."""
 
 
-# What a linen model is made of, as one traced call shows it.
-
-
-def see_module(seen: Seen, path: str, module: nn.Module) -> None:
-    """Note a module whose call begins."""
-    seen.modules.setdefault(path, type(module))
-    if isinstance(module, nn.Embed):
-        seen.vocabularies.add(module.num_embeddings)
+# The other modules with a kernel, as one traced call shows them.
 
 
 def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
@@ -179,22 +168,6 @@ def see_kernel(seen: Seen, path: str, module: nn.Module) -> None:
         seen.kernels[path] = kernels
 
 
-def see_uses(seen: Seen, program: Any, variables: PyTree) -> None:
-    """Note what a program does with parameters. Its inputs begin with the variables."""
-    numbers: list[int | None] = [None] * len(program.invars)
-    own: defaultdict[str, set[int]] = defaultdict(set)
-    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(variables)):
-        collection, *parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        numbers[i] = i
-        if collection != "params":
-            continue
-        for depth, name in enumerate(parts):
-            module = "/".join(parts[:depth])
-            if name in seen.kernels.get(module, ()):
-                own[module].add(i)
-    seen.layers = drop_layers_without_matmul(seen.layers, own, uses_of(program, numbers))
-
-
 def _obstacle(module: nn.Module) -> str:
     if isinstance(module, nn.Embed):
         return LOOKUP
@@ -202,13 +175,3 @@ def _obstacle(module: nn.Module) -> str:
         return CONVOLUTION
     ours = MatmulModule | FP8GroupedLinear | FP8MoE | ExpertKernels
     return FP8 if isinstance(module, ours) else UNKNOWN
-
-
-def layer_of(path: str, module: nn.Module, known: Known, args: Any, kwargs: Any) -> Layer:
-    """The layer whose known method is called."""
-    size = known.size(module, *args, **kwargs)
-    own = own_matmul(module, ("dot_general", "dot_general_cls"), jax.lax.dot_general)
-    obstacle = FP8 if isinstance(module, MatmulModule) else own
-    return Layer(
-        path=path, type=type(module), shape=size.shape, batch=size.batch, obstacle=obstacle
-    )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfp8._call import Example
-from jaxfp8._typing import Array
+from jaxfp8._typing import Array, DotDimensionNumbers
 from jaxfp8.conversion._foreign import (
     Compute,
     Foreign,
@@ -32,7 +32,6 @@ from jaxfp8.conversion._rule import (
     Seen,
     Size,
     own_matmul,
-    size_of_dot,
     size_of_einsum,
 )
 from jaxfp8.jaxprs._flops import flops_of, in_loops, layer_scope
@@ -181,13 +180,24 @@ class _Watch:
             size = size_of_einsum(equation, jnp.shape(x), jnp.shape(w))
         else:
             x, w, dimension_numbers = operands[:3]
-            size = size_of_dot(jnp.shape(x), jnp.shape(w), dimension_numbers)
+            size = _size_of_dot(jnp.shape(x), jnp.shape(w), dimension_numbers)
         self._seen.add(
             dataclasses.replace(self._layer, shape=size.shape, batch=size.batch, counted=True)
         )
         with layer_scope(self._layer.path):
             y: Array = self._function(*operands, **options)
         return y
+
+
+def _size_of_dot(
+    lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
+) -> Size:
+    """The size of `lax.dot_general` of an input and a kernel of these shapes."""
+    (contracted, _), (shared, _) = dimension_numbers
+    k = math.prod(lhs[axis] for axis in contracted)
+    batch = math.prod(lhs[axis] for axis in shared)
+    inner = max(k * batch, 1)  # an axis may have size 0
+    return Size((math.prod(lhs) // inner, k, math.prod(rhs) // inner), batch)
 
 
 def _obstacle_of(layer: nnx.Module, known: _Known) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from jaxfp8._call import check_options
-from jaxfp8._typing import DotDimensionNumbers
 from jaxfp8.matmul._options import LayerOptions
 from jaxfp8.ops._einsum import parse_equation
 from jaxfp8.recipes._presets import check_recipe
@@ -218,17 +217,6 @@ class Size(NamedTuple):
 
     shape: tuple[int, int, int]
     batch: int = 1
-
-
-def size_of_dot(
-    lhs: tuple[int, ...], rhs: tuple[int, ...], dimension_numbers: DotDimensionNumbers
-) -> Size:
-    """The size of `lax.dot_general` of an input and a kernel of these shapes."""
-    (contracted, _), (shared, _) = dimension_numbers
-    k = math.prod(lhs[axis] for axis in contracted)
-    batch = math.prod(lhs[axis] for axis in shared)
-    inner = max(k * batch, 1)  # an axis may have size 0
-    return Size((math.prod(lhs) // inner, k, math.prod(rhs) // inner), batch)
 
 
 def size_of_einsum(equation: str, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> Size:

@@ -277,7 +277,7 @@ def _nvidia(name: str, family: str, compute_capability: tuple[int, int]) -> Chip
     )  # fmt: skip
 
 
-_CHIPS = {
+CHIPS = {
     chip.name: chip
     for chip in (
         Chip(name="cpu", platform="cpu", family="CPU"),
@@ -293,27 +293,22 @@ _CHIPS = {
 }
 
 
-def chips_of(backend: Backend) -> list[Chip]:
-    """The chips that a backend is written for."""
-    return [chip for chip in _CHIPS.values() if chip.family in backend.families]
-
-
 def chip_named(name: str) -> Chip:
-    """The chip with this name. ValueError for a name that is not in `_CHIPS`."""
-    if not isinstance(name, str) or name not in _CHIPS:
-        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(_CHIPS)}.")
-    return _CHIPS[name]
+    """The chip with this name. ValueError for a name that is not in `CHIPS`."""
+    if not isinstance(name, str) or name not in CHIPS:
+        raise ValueError(f"chip={name!r} is unknown; use one of {sorted(CHIPS)}.")
+    return CHIPS[name]
 
 
 def compute_capability_of(mesh: AbstractMesh) -> int | None:
     """The compute capability of a mesh's GPUs, as one number: 90 for an H200.
 
     A program can be compiled for a mesh of GPUs that this machine does not have. So the mesh is
-    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `_CHIPS`. Then
+    asked, not the driver. The result is None if the mesh names no NVIDIA GPU of `CHIPS`. Then
     jax-triton asks the GPU.
     """
     kind = mesh.abstract_device.device_kind if mesh.abstract_device is not None else ""
     for word in re.split(r"[ -]", kind.lower()):
-        if word in _CHIPS and (version := _CHIPS[word].compute_capability):
+        if word in CHIPS and (version := CHIPS[word].compute_capability):
             return 10 * version[0] + version[1]
     return None

@@ -14,7 +14,7 @@ from jaxfp8._typing import Array
 from jaxfp8.linen._dot_general import Plug
 from jaxfp8.linen._matmul_module import MatmulModule, init_local_shard, is_local_shard
 from jaxfp8.linen._state import matmul_state
-from jaxfp8.matmul._bias import bias_fits
+from jaxfp8.matmul._given import bias_fits
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, as_array, check_prologue, options_of
 from jaxfp8.ops._einsum import einsum
 from jaxfp8.prologues._prologue import AbstractPrologue

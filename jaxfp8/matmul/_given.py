@@ -1,21 +1,25 @@
-"""What a matmul was given: its operands after their checks. And what flax gives to a plug."""
+"""What a matmul was given: its operands and its bias, checked. And what flax gives to a plug."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8._typing import Array, Axes, DType
+from jaxfp8._typing import Array, ArrayLike, Axes, DType
 from jaxfp8.matmul._call import Places
 from jaxfp8.matmul._options import (
     Options,
+    check_float,
 )
-from jaxfp8.numerics._formats import check_out_dtype, product_dtype
+from jaxfp8.numerics._formats import FLOAT_DTYPES, check_out_dtype, product_dtype
 from jaxfp8.sharding._place import Place
-from jaxfp8.sharding._specs import shard_counts
+from jaxfp8.sharding._specs import mesh_axes
 
 # The operands of a matmul, checked: the arrays, their places in the mesh, and their axes.
 
@@ -41,7 +45,7 @@ class Given:
         """
         lhs, rhs = self.geometry.fprop.sides
         x, w = (
-            tuple(size // parts for size, parts in zip(shape, shard_counts(array), strict=True))
+            tuple(size // parts for size, parts in zip(shape, _shard_counts(array), strict=True))
             for shape, array in zip(self.shapes, (self.x, self.w), strict=True)
         )
         batch, m, _ = lhs.matrix_shape(x)
@@ -67,6 +71,20 @@ class Given:
         return check_out_dtype(preferred_element_type)
 
 
+def _shard_counts(x: jax.Array) -> tuple[int, ...]:
+    """The number of shards along each axis of an array, by its type.
+
+    Types say this in Explicit meshes only. On other meshes all numbers are 1.
+    """
+    sharding = jax.typeof(x).sharding
+    if sharding.mesh.empty:
+        return (1,) * x.ndim
+    spec = (*sharding.spec, *[None] * x.ndim)[: x.ndim]
+    return tuple(
+        math.prod(sharding.mesh.shape[name] for name in mesh_axes(entry)) for entry in spec
+    )
+
+
 def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
     """Raise ValueError if a prologue needs a whole axis that is split over devices.
 
@@ -80,6 +98,52 @@ def check_whole_axis(x: Array, x_place: Place, how: Options) -> None:
             f"prologue={how.prologue!r} needs all of axis {axis} of lhs, but "
             f"x_shard={how.x_shard!r} splits it; split another axis."
         )
+
+
+# The bias of a matmul.
+#
+# The result is [B, M, N]. B are the batch axes, M the axes that lhs keeps, and N the axes that rhs
+# keeps. `product` is the result before the bias is added. The custom gradient of the matmul
+# includes the bias (`_three_matmuls.py`).
+
+
+def check_bias(bias: ArrayLike, shape: Axes) -> Array:
+    """The bias as an array of `shape`, [B, N]."""
+    bias = check_float("bias", bias)
+    if bias.shape != shape:
+        raise ValueError(
+            f"bias has shape {list(bias.shape)}. It must have {list(shape)}, the axes of the "
+            "result that come from rhs. Reshape it."
+        )
+    return bias
+
+
+def add_bias(product: Array, bias: Array | None, geometry: TrainingGeometry) -> Array:
+    """`product` [B, M, N] plus `bias` [B, N], in the dtype of `product`."""
+    if bias is None:
+        return product
+    bias, summed = bias.astype(product.dtype), geometry.fprop.added_axes[1]
+    sharding = jax.typeof(product).sharding
+    if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
+        # Without this, the sum would take the sharding of the bias. The gradient of the result,
+        # which is cast later, would have it, too.
+        spec = jax.P(*(entry for axis, entry in enumerate(sharding.spec) if axis not in summed))
+        bias = jax.sharding.reshard(bias, jax.NamedSharding(sharding.mesh, spec))
+    return product + jnp.expand_dims(bias, summed)
+
+
+def bias_fits(
+    bias: Array, lhs: Array, rhs: Array, preferred_element_type: DType | None = None
+) -> bool:
+    """Whether `dot` can add the bias of a layer: lhs [..., K] times rhs [K, N].
+
+    If not, flax adds the bias after the matmul. flax then broadcasts the bias, and promotes the
+    sum. `dot` does neither, and takes no complex bias.
+    """
+    product = preferred_element_type or product_dtype(lhs.dtype, rhs.dtype)
+    return (
+        bias.shape == rhs.shape[-1:] and bias.dtype == product and bias.dtype.name in FLOAT_DTYPES
+    )
 
 
 # Checks of plugs: the objects of jaxfp8 that flax calls in place of a matmul.

@@ -87,21 +87,6 @@ def cast_stats(
     )
 
 
-def join_stats(each: CastStats, values: int) -> CastStats:
-    """The statistics of a stack, from those of its arrays, [n].
-
-    `values` says how many values the stack has, without padding.
-    """
-    joined: dict[str, Any] = {
-        "amax": jnp.max(each.amax, initial=0.0),
-        "scale_min": jnp.min(each.scale_min, initial=jnp.inf),
-        "scale_max": jnp.max(each.scale_max, initial=-jnp.inf),
-    }
-    counts = ("saturated", "underflowed", "nonzero", "nonfinite")
-    joined |= {name: jnp.sum(getattr(each, name)) for name in counts}
-    return dataclasses.replace(each, values=values, **joined)
-
-
 def _count(mask: Array) -> Array:
     dtype = jnp.int32 if math.prod(mask.shape) <= _EXACT else jnp.float32
     return jnp.sum(mask, dtype=dtype)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfp8._geometry import inverse_permutation
+from jaxfp8._geometry import TrainingGeometry, inverse_permutation
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import (
     Array,
@@ -40,11 +40,12 @@ from jaxfp8.matmul._arrays import (
     name_amax,
     undifferentiable,
 )
-from jaxfp8.matmul._bias import add_bias, bias_gradient, sums_columns
 from jaxfp8.matmul._call import NO_VARIATION, Call, Variation
+from jaxfp8.matmul._given import add_bias
+from jaxfp8.matmul._grouped_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._operands import Quantized, Seen, quantize_operand
-from jaxfp8.matmul._routed_operands import quantize_rows, wgrad_operand
 from jaxfp8.matmul._stats import CastStats, send_stats
+from jaxfp8.numerics._formats import sum_dtype
 from jaxfp8.prologues._prologue import Produced, Source, produce_again, value_of
 from jaxfp8.quantizers._base import Operand
 from jaxfp8.sharding._amax import manual_axes, vary_as, varying_axes, varying_axes_of_type
@@ -277,7 +278,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     variation = _variation(call, types.x, types.w, rows, gradient)
     g = _quantize(
         call, "g", gradient, own, variation, rows,
-        column_sums=types.bias is not None and sums_columns(call.geometry),
+        column_sums=types.bias is not None and _sums_columns(call.geometry),
     )  # fmt: skip
     x, of_x = _read(call, "x", x, own, variation, gradient, rows)
     w, of_w = _read(call, "w", w, own, variation, gradient, rows)
@@ -293,7 +294,7 @@ def _gradients(call: Call, residuals: Any, gradient: Array) -> Arrays:
     dw = call.places.w.scatter(_cotangent(dw, dw_axes, types.w))
     db = None
     if types.bias is not None:
-        db = bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
+        db = _bias_gradient(gradient, g.column_sums, types.bias, call.geometry)
     of_g = _rows(call, g.seen, own.ledger)
     ledger = None if seen is None or of_g is None else encode(jnp.maximum(seen, of_g))
     return Arrays(dx, dw, db, None, QuantizerArrays(ledger=ledger))
@@ -404,3 +405,43 @@ def _cotangent(result: Array, axes: Axes, aval: Any) -> Array:
     if missing:
         result = lax.psum(result, tuple(sorted(missing)))
     return result.transpose(inverse_permutation(axes))
+
+
+# The gradient of the bias.
+#
+# The kernel that casts the gradient of the result reads all of it, so it can also sum its columns
+# for the bias. The result is [B, M, N], as in `add_bias`.
+
+
+def _bias_gradient(
+    gradient: Array, column_sums: Array | None, bias: Any, geometry: TrainingGeometry
+) -> Array:
+    """The gradient [B, N] of a bias with the type `bias`: sums over M of [B, M, N].
+
+    Sums are in float32, or in float64 for float64. `column_sums` are `CastExtras.column_sums`.
+    """
+    axes = _summed(geometry)
+    summed = gradient if column_sums is None else column_sums
+    total = jnp.sum(summed, axes, sum_dtype(summed.dtype))
+    # Devices that share the bias must share its gradient.
+    missing = varying_axes(total) - varying_axes_of_type(bias)
+    if missing:
+        total = lax.psum(total, tuple(sorted(missing)))
+    total = total.astype(bias.dtype)
+    if jax.sharding.AxisType.Explicit in bias.sharding.mesh.axis_types:
+        total = jax.sharding.reshard(total, bias.sharding)
+    return total
+
+
+def _sums_columns(geometry: TrainingGeometry) -> bool:
+    """Whether column sums of g, over its last axis but one, help to sum the gradient of the bias.
+
+    They help if the bias lacks that axis and has the last one.
+    """
+    summed, ndim = _summed(geometry), len(geometry.wgrad.rhs.order)
+    return ndim - 2 in summed and ndim - 1 not in summed
+
+
+def _summed(geometry: TrainingGeometry) -> Axes:
+    """The axes M of the result [B, M, N]."""
+    return geometry.fprop.added_axes[1]

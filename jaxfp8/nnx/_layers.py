@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike, PromoteDtypeFn
 
 from jaxfp8._call import option_names
 from jaxfp8._typing import Array
-from jaxfp8.matmul._bias import bias_fits
+from jaxfp8.matmul._given import bias_fits
 from jaxfp8.matmul._options import KeepsFP8, LayerInput, LayerOptions, as_array, check_prologue
 from jaxfp8.nnx._dot_general import LATER, AbstractFP8Matmul, FP8DotGeneral, FP8EinsumOp
 from jaxfp8.prologues._prologue import AbstractPrologue

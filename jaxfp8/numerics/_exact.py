@@ -135,18 +135,6 @@ def factors_of(scale: Array) -> tuple[Array, ...]:
     return lax.select(byte == E8M0.nan_byte, constant_like(first, np.nan), first), second
 
 
-def converted_factors_of(scale: Array) -> tuple[Array, ...]:
-    """`factors_of` for CPUs: other factors with the same product, in half the operations.
-
-    XLA:CPU converts E8M0 to float32 correctly, but it may flush 2^-127 to zero.
-    """
-    if scale.dtype != E8M0.dtype:
-        return (scale,)
-    power = scale.astype(jnp.float32)
-    second = lax.clamp(np.float32(0.5), power * np.float32(1 / TINY), np.float32(1))
-    return lax.max(power, constant_like(power, TINY)), second
-
-
 def times(x: Array, factors: Sequence[Array]) -> Array:
     """x [...] times each factor, one after the other. It is exact wherever the result is normal.
 

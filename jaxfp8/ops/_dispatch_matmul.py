@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError
+from jaxfp8._typing import Array, ArrayLike, DType, FP8StateError, Tensor
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, Rows
-from jaxfp8.matmul._bias import check_bias
+from jaxfp8.matmul._given import check_bias
 from jaxfp8.matmul._grouped_call import GroupedCall, bias_of_rows
+from jaxfp8.matmul._grouped_operands import FIRST_READER
 from jaxfp8.matmul._options import (
     Options,
     UnshardedOptions,
@@ -22,7 +23,6 @@ from jaxfp8.matmul._options import (
     check_operands,
     read_options,
 )
-from jaxfp8.matmul._routed_operands import check_sent_in_fp8
 from jaxfp8.matmul._three_matmuls import three_matmuls
 from jaxfp8.numerics._per_block import is_explicit
 from jaxfp8.recipes._recipe import Recipe
@@ -117,7 +117,7 @@ def dispatch_matmul(
     x, w = _operands("fp8.moe.dispatch_matmul", x, w, route, "tokens", recipe, how)
     if sent_in_fp8:
         cure = "Pass sent_in_fp8=False."
-        check_sent_in_fp8(recipe, "x", cure)
+        _check_sent_in_fp8(recipe, "x", cure)
         if "x" in (how.save_original or ()):
             raise ValueError(
                 f"save_original={how.save_original!r} keeps x in high precision, but it arrives in "
@@ -191,7 +191,7 @@ def matmul_combine(
     how = read_options("fp8.moe.matmul_combine", CombineOptions, options)
     x, w = _operands("fp8.moe.matmul_combine", x, w, route, "rows", recipe, how)
     if gradient_sent_in_fp8:
-        check_sent_in_fp8(recipe, "g", "Pass gradient_sent_in_fp8=False.")
+        _check_sent_in_fp8(recipe, "g", "Pass gradient_sent_in_fp8=False.")
     grouped = _grouped(x, w, route, recipe, state, how, precision, preferred_element_type)
     groups = Groups.of(route.sizes, tokens=route.rows, tile=grouped.tile)
     rows = Rows(groups, route, "g") if gradient_sent_in_fp8 else Rows(groups)
@@ -243,6 +243,35 @@ def _grouped(
     )  # fmt: skip
     _check_untyped_axes(grouped, route, recipe)
     return grouped
+
+
+def _check_sent_in_fp8(recipe: Recipe, tensor: Tensor, cure: str) -> None:
+    """Raise ValueError unless wgrad can read the copy of x or g that is sent in FP8.
+
+    `cure` says how the caller sends it in high precision.
+    """
+    (_, first), (_, second) = sorted(recipe.uses(tensor), key=lambda use: use[0] == "wgrad")
+    if first.value_format is None:
+        return  # it is sent in high precision, as the recipe says
+    if second != first:
+        raise ValueError(
+            f"recipe {recipe.name!r} quantizes {tensor} in one way for {FIRST_READER[tensor]} and "
+            f"in another for wgrad. After a dispatch in FP8 only one copy is there. {cure}"
+        )
+    granularity = first.granularity.for_matmul((0,), 2)  # both first matmuls contract axis 1
+    if not granularity.in_one and granularity.scale_shape((2, 1))[0] != 2:
+        raise ValueError(
+            f"recipe {recipe.name!r} has scales that tokens share, in {tensor} with "
+            f"{first.granularity!r}. The tokens of an expert are on many devices before they are "
+            f"sent, so no device knows these scales. Use tiles of one token, PerBlock((1, T)). Or: "
+            f"{cure}"
+        )
+    if not (granularity.in_one or first.rule.exact):
+        raise ValueError(
+            f"recipe {recipe.name!r} has scales that are no powers of two. wgrad needs {tensor} in "
+            "another direction, and would round values that are rounded already. Make the recipe "
+            f"with power_of_two=True. Or: {cure}"
+        )
 
 
 def _check_untyped_axes(grouped: GroupedCall, route: Route, recipe: Recipe) -> None:

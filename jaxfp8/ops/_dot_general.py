@@ -10,9 +10,8 @@ from jaxfp8._geometry import TrainingGeometry, check_dimension_numbers
 from jaxfp8._quantized_tensor import QuantizedTensor, check_scale, validate_types
 from jaxfp8._typing import Array, Axes, DotDimensionNumbers, DType
 from jaxfp8.matmul._arrays import Copy, HeldCopies, QuantizerArrays
-from jaxfp8.matmul._bias import add_bias, check_bias
 from jaxfp8.matmul._call import Call, Places, amax_axes
-from jaxfp8.matmul._given import Given, check_whole_axis
+from jaxfp8.matmul._given import Given, add_bias, check_bias, check_whole_axis
 from jaxfp8.matmul._options import (
     MatmulOptions,
     Options,

@@ -14,6 +14,7 @@ from jaxfp8._quantized_tensor import Cast, Direction, QuantizedTensor, validate
 from jaxfp8._typing import (
     Array,
     ArrayLike,
+    Axes,
     DotDimensionNumbers,
     DType,
     PyTree,
@@ -22,12 +23,12 @@ from jaxfp8._typing import (
 )
 from jaxfp8.kernels.cast._api import KnownScale, cast_copies
 from jaxfp8.kernels.quantize import _api as kernel
-from jaxfp8.kernels.scaled_matmul._api import check_add_to, multiply
+from jaxfp8.kernels.scaled_matmul._api import multiply
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.matmul._arrays import undifferentiable
 from jaxfp8.matmul._options import check_arrays, check_float
 from jaxfp8.numerics._exact import TINY
-from jaxfp8.numerics._formats import E5M2, Format, check_out_dtype, product_dtype
+from jaxfp8.numerics._formats import E5M2, FLOAT_DTYPES, Format, check_out_dtype, product_dtype
 from jaxfp8.numerics._granularity import AbstractGranularity, PerTensor
 from jaxfp8.numerics._scale import ScaleRule, inverse
 from jaxfp8.plan._kernels import Kernels, check_kernels
@@ -121,7 +122,7 @@ def scaled_matmul(
     _check_rows("lhs", lhs, geometry.lhs)
     _check_rows("rhs", rhs, geometry.rhs)
     if add_to is not None:
-        check_add_to(add_to, geometry.out_shape(lhs.shape, rhs.shape))
+        _check_add_to(add_to, geometry.out_shape(lhs.shape, rhs.shape))
     if preferred_element_type is None and add_to is not None:
         preferred_element_type = add_to.dtype
     if preferred_element_type is None:
@@ -133,6 +134,23 @@ def scaled_matmul(
     )
     attempts = given.attempts_of_one(lhs, rhs, call, add_to=add_to)
     return multiply(lhs, rhs, call, attempts, add_to=add_to)
+
+
+def _check_add_to(add_to: Array, shape: Axes) -> None:
+    """Raise ValueError for another shape than the product's, and TypeError for another dtype."""
+    if not isinstance(add_to, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}."
+        )
+    if add_to.shape != shape:
+        raise ValueError(
+            f"add_to has shape {list(add_to.shape)}, but the product that is added to it has "
+            f"{list(shape)}: give it that shape."
+        )
+    if add_to.dtype.name not in FLOAT_DTYPES:
+        raise TypeError(
+            f"add_to is of dtype {add_to.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
+        )
 
 
 def _check_rows(name: str, operand: QuantizedTensor, axes: OperandAxes) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxfp8._typing import Array, ArrayLike, DType
 from jaxfp8.kernels.grouped_matmul._groups import Groups
 from jaxfp8.matmul._arrays import Arrays, QuantizerArrays, Rows
-from jaxfp8.matmul._bias import check_bias
+from jaxfp8.matmul._given import check_bias
 from jaxfp8.matmul._grouped_call import GroupedCall, bias_of_rows
 from jaxfp8.matmul._options import (
     UnshardedOptions,

@@ -15,8 +15,9 @@ from jaxfp8._typing import Array, PyTree
 from jaxfp8.jaxprs._data_flow import labels_of, union_of_labels
 from jaxfp8.optim._moments import MomentFormatsState
 from jaxfp8.optim._release_scan import Operands, release_scan
-from jaxfp8.optim._released import Released, carriers_of, count_layers, pack_released, unpack_state
+from jaxfp8.optim._released import SEAL, Released, carriers_of, count_layers, is_float, unpack_state
 from jaxfp8.sharding._amax import manual_axes, types_show_varying
+from jaxfp8.weights._quantized_weight import is_weight
 
 # Whether an optimizer couples parameters, read from its program.
 #
@@ -183,7 +184,7 @@ class Release:
           >>> params = {"w": jnp.ones((3, 4, 4))}
           >>> layers = release(tx).pack(params, jax.vmap(tx.init)(params))
         """
-        layers = pack_released(params, opt_state)
+        layers = _pack_released(params, opt_state)
         if not self.per_layer:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
             _check_uncoupled(self.tx, one)
@@ -337,6 +338,32 @@ def release(tx: optax.GradientTransformation, *, per_layer: bool = False) -> Rel
 
 def _is_released(node: Any) -> bool:
     return isinstance(node, Released)
+
+
+def _pack_released(params: PyTree, opt_state: PyTree) -> Released:
+    """A `Released` of stacked parameters and of their stacked optimizer state.
+
+    ValueError unless all arrays are [L, ...]. TypeError if a parameter is no array of floats.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+        name = f"params{jax.tree_util.keystr(path)}"
+        if is_weight(leaf) or not is_float(jnp.result_type(leaf)):
+            raise TypeError(
+                f"{name} is {leaf if is_weight(leaf) else jnp.result_type(leaf)}. Released "
+                "parameters must be arrays of floats. Scan over other arrays beside them, and "
+                "train weights in FP8 with the usual update."
+            )
+    count_layers(params)
+    leaves, treedef = jax.tree.flatten(opt_state)
+    count_layers((params, leaves))
+    dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
+    carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
+    return Released(params, carriers, _fresh_seal(), dtypes, treedef)
+
+
+def _fresh_seal() -> Array:
+    """A seal, float32 [4]."""
+    return lax.bitcast_convert_type(jnp.asarray(SEAL), jnp.float32)
 
 
 def _seeded(opt_state: PyTree, layers: int) -> PyTree:

@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from jaxfp8._typing import Array, DType, PyTree
-from jaxfp8.weights._quantized_weight import is_weight
 
 # Integers as floats of the same bits, so that they can leave a backward pass as cotangents.
 #
@@ -81,7 +80,7 @@ def _bits(x: Array, dtype: DType) -> jax.Array:
 # Arithmetic on gradients changes one of these. A sum of two changes the largest float32, also if it
 # is divided afterwards. A sum of halves changes the smallest subnormal one. Adding 0 changes -0.
 # What replaces NaN changes the last one. Carriers can be NaN, too.
-_SEAL = np.array([0x7F7FFFFF, 0x00000001, 0x80000000, 0x7FC00000], np.uint32)
+SEAL = np.array([0x7F7FFFFF, 0x00000001, 0x80000000, 0x7FC00000], np.uint32)
 
 
 @jax.tree_util.register_dataclass
@@ -148,27 +147,6 @@ class Released:
             )
 
 
-def pack_released(params: PyTree, opt_state: PyTree) -> Released:
-    """A `Released` of stacked parameters and of their stacked optimizer state.
-
-    ValueError unless all arrays are [L, ...]. TypeError if a parameter is no array of floats.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
-        name = f"params{jax.tree_util.keystr(path)}"
-        if is_weight(leaf) or not is_float(jnp.result_type(leaf)):
-            raise TypeError(
-                f"{name} is {leaf if is_weight(leaf) else jnp.result_type(leaf)}. Released "
-                "parameters must be arrays of floats. Scan over other arrays beside them, and "
-                "train weights in FP8 with the usual update."
-            )
-    count_layers(params)
-    leaves, treedef = jax.tree.flatten(opt_state)
-    count_layers((params, leaves))
-    dtypes = tuple(jnp.result_type(leaf) for leaf in leaves)
-    carriers = [carriers_of(jnp.asarray(leaf)) for leaf in leaves]
-    return Released(params, carriers, _fresh_seal(), dtypes, treedef)
-
-
 def unpack_state(
     carriers: list[tuple[Array, ...]], dtypes: tuple[DType, ...], treedef: Any
 ) -> PyTree:
@@ -189,14 +167,9 @@ def count_layers(tree: PyTree) -> int:
     return int(next(iter(found))[0])
 
 
-def _fresh_seal() -> Array:
-    """A seal, float32 [4]."""
-    return lax.bitcast_convert_type(jnp.asarray(_SEAL), jnp.float32)
-
-
 def is_sealed(seal: Array) -> Array:
     """bool [], whether nothing computed with a seal."""
-    return jnp.all(lax.bitcast_convert_type(seal, jnp.uint32) == _SEAL)
+    return jnp.all(lax.bitcast_convert_type(seal, jnp.uint32) == SEAL)
 
 
 @jax.custom_jvp

@@ -12,8 +12,7 @@ from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, PyTree
 from jaxfp8._version import __version__
 from jaxfp8.kernels._dispatch import chip_named, kernels_of
-from jaxfp8.kernels._measure import Operands, measure
-from jaxfp8.kernels._timings import Timings, describe
+from jaxfp8.kernels._timings import Operands, Timings, describe, measure
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.plan._kernels import Kernels, check_kernels

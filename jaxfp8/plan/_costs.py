@@ -2,7 +2,8 @@
 
 A kernel takes max(operations / peak, bytes / bandwidth), plus the time of a launch. Of what this
 project measured on an H200 (docs/when-fp8-pays.md), only the rates of tiles of 32 are used.
-`_peaks.py` has the figures of chips. `_cast_costs.py` has the cost of casts.
+`_peaks.py` has the figures of chips. `route_of` chooses the route of a matmul. `_cast_costs.py` has
+the cost of casts.
 
 Letters: M, K, N are the sizes of one matmul [M, K] @ [K, N]. T is the size of a tile along K.
 """

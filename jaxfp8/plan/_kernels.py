@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
-from jaxfp8.kernels._dispatch import Attempt, Backend, Chip, chip_named, chips_of
+from jaxfp8.kernels._dispatch import CHIPS, Attempt, Backend, Chip, chip_named
 from jaxfp8.kernels.quantize._api import CASTS
 from jaxfp8.kernels.scaled_matmul._api import BACKENDS
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -57,7 +57,7 @@ def _check_made_for(chip: Chip | None, field: str, name: str) -> None:
     row = _TABLES[field][name]
     if not row.families or (chip is not None and chip.family in row.families):
         return
-    given, others = None if chip is None else chip.name, chips_of(row)
+    given, others = None if chip is None else chip.name, _chips_of(row)
     why = f"{field}={name!r} is made for {' and '.join(row.families)}, but chip={given!r}."
     if row.elsewhere is None:
         # XLA compiles it for every chip, to a slow program. So nothing later would refuse.
@@ -77,6 +77,11 @@ def _check_made_for(chip: Chip | None, field: str, name: str) -> None:
     raise ValueError(f"{why} Leave {field} out.")
 
 
+def _chips_of(backend: Backend) -> list[Chip]:
+    """The chips that a backend is written for."""
+    return [chip for chip in CHIPS.values() if chip.family in backend.families]
+
+
 def _cure_of(kernels: object) -> str:
     """The code to write instead of a value that is not `fp8.Kernels`, for messages."""
     if not isinstance(kernels, str):
@@ -85,7 +90,7 @@ def _cure_of(kernels: object) -> str:
     words = [f"{field}={kernels!r}" for field in rows]
     # A chip, for a backend that does not go without.
     words[:0] = [
-        repr(chips_of(row)[0].name) for row in rows.values() if row.families and not row.elsewhere
+        repr(_chips_of(row)[0].name) for row in rows.values() if row.families and not row.elsewhere
     ]
     return f"fp8.Kernels({', '.join(words) or repr(kernels)})"
 

@@ -14,15 +14,17 @@ from jaxlib.mlir import ir
 from jaxfp8.programs._hlo import (
     BRANCHES,
     CALLS,
+    Array,
     Instruction,
     Program,
+    format_array_type,
     read_array_type,
     read_program,
     split_at_commas,
     strip_layouts,
 )
 from jaxfp8.programs._library_calls import write_block_scaled_dot, write_cublas_matmul, write_dot
-from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Seen, Taps, Writer, write_bitcast
+from jaxfp8.programs._writer import MAXIMUM, MAXIMUM_TEXT, Seen, Taps, Writer
 
 # Compiles and runs the text of a portable program on this machine's CPU.
 #
@@ -194,7 +196,7 @@ def _write(writer: Writer, taps: Taps, instruction: Instruction) -> None:
             writer.source_type(instruction.operands[0]),
             read_array_type(instruction.type),
         )
-        x = write_bitcast(writer, instruction.operands[0], source, result)
+        x = _write_bitcast(writer, instruction.operands[0], source, result)
         writer.emit(result.text, "copy", x, name=name)
     elif opcode == "fusion":
         called = instruction.computations("calls")[0]
@@ -263,6 +265,71 @@ def _unknown(instruction: Instruction) -> str:
         f"cannot run on a CPU: {name} has the opcode {opcode}, which is unknown here. Compile the "
         "function without the operation that it comes from."
     )
+
+
+# A bitcast without layouts: the same bytes in memory, read as another type.
+#
+# `bitcast` is the only instruction whose meaning depends on layouts. The rewritten program has no
+# layouts. So an array is transposed to its order in memory, reinterpreted, and transposed to the
+# order of the result.
+#
+# References:
+#     XLA, xla/hlo/ir/hlo_opcode.h (kBitcast) and xla/shape_util.cc (ShapeUtil::DecomposeBitcast).
+
+
+def _write_bitcast(writer: Writer, x: str, source: Array, result: Array) -> str:
+    """`x` of type `source`, read as `result`.
+
+    ValueError if the sizes differ, or if elements change their type and are not whole bytes.
+    """
+    if source.size * source.bits != result.size * result.bits:
+        raise ValueError(
+            f"cannot run on a CPU: a bitcast of {source} to {result} changes the number of bytes. "
+            "Pass the text as XLA prints it."
+        )
+    if source.dtype != result.dtype and (source.bits % 8 or result.bits % 8):
+        raise ValueError(
+            f"cannot run on a CPU: a bitcast of {source.dtype} to {result.dtype} reads elements "
+            "that are no whole bytes. Compile a program without packed elements."
+        )
+    x = writer.transpose(x, source.order)
+    if source.bits == result.bits:
+        x = _same_width(writer, x, result.dtype)
+    else:
+        x = _other_width(writer, writer.reshape(x, (source.size,)), source, result)
+    x = writer.reshape(x, result.physical_shape)
+    return writer.transpose(x, _inverse(result.order))
+
+
+def _same_width(writer: Writer, x: str, dtype: str) -> str:
+    type = writer.type_of(x)
+    if type.dtype == dtype:
+        return x
+    # `bitcast-convert` does not accept booleans. A boolean is a byte of 0 or 1, so `convert` does
+    # the same.
+    if type.dtype == "pred":
+        x = writer.convert(x, "u8")
+    if dtype == "pred":
+        return writer.convert(_same_width(writer, x, "u8"), "pred")
+    if writer.type_of(x).dtype == dtype:
+        return x
+    return writer.emit(format_array_type(dtype, type.shape), "bitcast-convert", x)
+
+
+def _other_width(writer: Writer, x: str, source: Array, result: Array) -> str:
+    x = _same_width(writer, x, f"u{source.bits}")
+    if source.bits > result.bits:
+        shape: tuple[int, ...] = (source.size, source.bits // result.bits)
+    else:
+        # The elements that become one wider element must be the last dimension.
+        x = writer.reshape(x, (result.size, result.bits // source.bits))
+        shape = (result.size,)
+    x = writer.emit(format_array_type(f"u{result.bits}", shape), "bitcast-convert", x)
+    return _same_width(writer, x, result.dtype)
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(permutation.index(d) for d in range(len(permutation)))
 
 
 # The arguments and results of a jax.stages.Compiled, as the flat arrays of its program.

@@ -21,20 +21,6 @@ def mesh_axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def shard_counts(x: jax.Array) -> tuple[int, ...]:
-    """The number of shards along each axis of an array, by its type.
-
-    Types say this in Explicit meshes only. On other meshes all numbers are 1.
-    """
-    sharding = jax.typeof(x).sharding
-    if sharding.mesh.empty:
-        return (1,) * x.ndim
-    spec = (*sharding.spec, *[None] * x.ndim)[: x.ndim]
-    return tuple(
-        math.prod(sharding.mesh.shape[name] for name in mesh_axes(entry)) for entry in spec
-    )
-
-
 def whole_mesh_axes(
     x: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh
 ) -> tuple[tuple[str, ...], ...]:

@@ -2,7 +2,7 @@
 
 A checkpoint that was saved before a model ran in FP8 has all its arrays but the quantizer state.
 `saved_leaves` reads them by name, since the containers of a restored tree often differ from those
-of the model (see `_saved_tree`). `match_leaves` finds the array for each place of the model.
+of the model (see `names_of`). `match_leaves` finds the array for each place of the model.
 """
 
 import difflib

@@ -33,7 +33,7 @@ from jaxfp8.state._ledger import (
     zero_ledgers,
 )
 from jaxfp8.state._state import MatmulState, Probe, SeenAmax, is_state, map_states
-from jaxfp8.weights._quantized_weight import handles_of, with_handles
+from jaxfp8.weights._quantized_weight import handle, is_weight
 
 # Whether the matmuls of a recipe run in high precision, so that a step can be compared.
 #
@@ -216,13 +216,13 @@ def value_and_grad(
 
         def loss(handles: PyTree, ledgers: PyTree) -> Any:
             probed = _with_probes(state, ledgers, scales, reduce_axes=named)
-            out = loss_fn(with_handles(params, handles), probed, *args, **kwargs)
+            out = loss_fn(_with_handles(params, handles), probed, *args, **kwargs)
             # Outside of the loss states have no probe. aux may hold a state that had one.
             return (out[0], _without_probes(out[1])) if has_aux else out
 
         with _explained(states):
             value, (grads, cotangents) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(
-                handles_of(params), ledgers
+                _handles_of(params), ledgers
             )
         stacks = _Stacks.of(states)
         amaxes = stacks.apply(decode, structure.flatten_up_to(cotangents))
@@ -249,6 +249,21 @@ def _explained(states: Iterable[MatmulState]) -> Iterator[None]:
                 f"{STACKING}"
             )
         raise
+
+
+def _handles_of(params: PyTree) -> PyTree:
+    """The parameters, with the handle of each weight in its place."""
+    return jax.tree.map(lambda n: handle(n) if is_weight(n) else n, params, is_leaf=is_weight)
+
+
+def _with_handles(params: PyTree, handles: PyTree) -> PyTree:
+    """The parameters, with other values of `_handles_of`."""
+    return jax.tree.map(
+        lambda node, array: (
+            dataclasses.replace(node, original=array) if is_weight(node) else array
+        ),
+        params, handles, is_leaf=is_weight,
+    )  # fmt: skip
 
 
 def _with_probes(

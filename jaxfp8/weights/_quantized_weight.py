@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxfp8._geometry import TrainingGeometry
-from jaxfp8._typing import Array, Axes, DType, PyTree
+from jaxfp8._typing import Array, Axes, DType
 from jaxfp8.recipes._recipe import PlannedCast, Recipe, plan_casts
 from jaxfp8.sharding._shard import Shard
 
@@ -267,18 +267,3 @@ def handle(weight: QuantizedWeight) -> Array:
         return weight.original
     # Multiplied from the values, because `jnp.zeros` would have another sharding and type.
     return weight.values[0].astype(weight.dtype) * 0
-
-
-def handles_of(params: PyTree) -> PyTree:
-    """The parameters, with the handle of each weight in its place."""
-    return jax.tree.map(lambda n: handle(n) if is_weight(n) else n, params, is_leaf=is_weight)
-
-
-def with_handles(params: PyTree, handles: PyTree) -> PyTree:
-    """The parameters, with other values of `handles_of`."""
-    return jax.tree.map(
-        lambda node, array: (
-            dataclasses.replace(node, original=array) if is_weight(node) else array
-        ),
-        params, handles, is_leaf=is_weight,
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import jaxfp8 as fp8
 from jaxfp8.kernels import _dispatch
 from jaxfp8.kernels._dispatch import (
-    _CHIPS,
+    CHIPS,
     Backend,
     chip_named,
     compute_capability_of,
@@ -109,7 +109,7 @@ def test_a_wrong_import_of_our_own_is_a_bug(tmp_path, monkeypatch, source):
         dispatch("op", {"a": backend, "b": lambda: 1}, ("a", "b"))
 
 
-@pytest.mark.parametrize("name", _CHIPS)
+@pytest.mark.parametrize("name", CHIPS)
 def test_chips(name):
     assert chip_named(name).name == name
 

@@ -7,7 +7,7 @@ import pytest
 from hard_inputs import mentions
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._dispatch import _CHIPS, Backend, Route, chip_named, kernels_of
+from jaxfp8.kernels._dispatch import CHIPS, Backend, Route, chip_named, kernels_of
 from jaxfp8.kernels.cast import _api as cast
 from jaxfp8.kernels.grouped_matmul import _api as grouped_matmul
 from jaxfp8.kernels.quantize import _api as quantize
@@ -57,13 +57,13 @@ NOT_FOR_CUDNN = {
 }
 
 
-@pytest.mark.parametrize("chip", _CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_without_tiles_every_chip_takes_xla(chip):
     for recipe in PER_TENSOR_AND_ROW.values():
         assert fp8.Kernels(chip).backends(recipe, SHAPE) == Backends()
 
 
-@pytest.mark.parametrize("chip", _CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_tiles(chip):
     matmul = {"h100": "mosaic", "h200": "mosaic", "b200": "cudnn"}.get(chip)
     for name, recipe in TILES.items():
@@ -103,16 +103,16 @@ def test_without_a_chip_shapes_do_not_matter():
 
 
 def test_backends_that_are_written_for_a_chip():
-    written = {name: kernels_of(chip, scaled_matmul.BACKENDS) for name, chip in _CHIPS.items()}
+    written = {name: kernels_of(chip, scaled_matmul.BACKENDS) for name, chip in CHIPS.items()}
     assert {name: kernels for name, kernels in written.items() if kernels} == {
         "h100": ("mosaic",),
         "h200": ("mosaic",),
         "b200": ("cudnn",),
     }
     tile = [fp8.PerBlock((1, 128))]
-    casting = {chip for chip in _CHIPS if _casting_backends(_CHIPS[chip], tile) != ("xla",)}
+    casting = {chip for chip in CHIPS if _casting_backends(CHIPS[chip], tile) != ("xla",)}
     assert casting == {"h100", "h200", "b200"}
-    assert _casting_backends(_CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
+    assert _casting_backends(CHIPS["h200"], [*tile, fp8.PerTensor()]) == ("xla",)
 
 
 def test_rows_of_one_name_state_the_same_facts():

@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 import jaxfp8 as fp8
-from jaxfp8.kernels._dispatch import _CHIPS
+from jaxfp8.kernels._dispatch import CHIPS
 
 STATIC = {"x_scale": 0.1, "w_scale": 0.1, "g_scale": 0.1}
 BY_CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
@@ -26,11 +26,11 @@ COMPILER_OPTIONS = {  # recipe -> for GPUs with FP8 matmuls, for those without
 }
 
 
-@pytest.mark.parametrize("chip", _CHIPS)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_compiler_options(chip):
     for name, (with_units, without) in COMPILER_OPTIONS.items():
-        on_a_gpu = with_units if _CHIPS[chip].fp8_matmul else without
-        expected = on_a_gpu if _CHIPS[chip].platform == "cuda" else {}
+        on_a_gpu = with_units if CHIPS[chip].fp8_matmul else without
+        expected = on_a_gpu if CHIPS[chip].platform == "cuda" else {}
         recipe = fp8.recipes.get(name, **(STATIC if name == "static" else {}))
         assert fp8.Kernels(chip).compiler_options(recipe) == expected
         # They follow from recipe and chip alone.

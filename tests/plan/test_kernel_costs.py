@@ -7,7 +7,7 @@ from hard_inputs import mentions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxfp8.kernels._dispatch import _CHIPS, Route
+from jaxfp8.kernels._dispatch import CHIPS, Route
 from jaxfp8.plan._cast_costs import _padding_for_hopper, _turns
 from jaxfp8.plan._costs import (
     _ATTAINED_BANDWIDTH,
@@ -33,9 +33,9 @@ sizes = st.integers(1, 64).map(lambda n: 128 * n)
 
 
 def test_figures():
-    assert set(PEAKS) == {name for name, chip in _CHIPS.items() if chip.platform == "cuda"}
+    assert set(PEAKS) == {name for name, chip in CHIPS.items() if chip.platform == "cuda"}
     for name, peak in PEAKS.items():
-        assert (peak.fp8 is not None) == _CHIPS[name].fp8_matmul
+        assert (peak.fp8 is not None) == CHIPS[name].fp8_matmul
         # Units: tensor cores do 1e14 to 1e16 operations/s, memories move 1e11 to 1e13 bytes/s.
         assert 1e14 < peak.bf16 < 1e16
         assert 1e11 < peak.bandwidth < 1e13
@@ -55,7 +55,7 @@ def test_an_unknown_chip():
 
 
 def test_which_chips_want_transposed_operands():
-    assert {name for name, chip in _CHIPS.items() if _turns(chip)} == {"l4", "l40s", "h100", "h200"}
+    assert {name for name, chip in CHIPS.items() if _turns(chip)} == {"l4", "l40s", "h100", "h200"}
 
 
 def test_bytes_take_their_time():

@@ -3,8 +3,8 @@
 A group is 128 neighbouring values, which share a scale in each moment. A program updates BLOCK
 groups. All arrays are contiguous: values [GROUPS, 128], and scales [GROUPS].
 
-The rules are those of `optim._grouped_formats` and `optim._masters`. An amax is a maximum of bits,
-as in `quantize._triton_kernels`.
+The rules are those of `optim._eight_bit_formats` and `optim._masters`. An amax is a maximum of
+bits, as in `quantize._triton_kernels`.
 """
 
 import triton
@@ -17,7 +17,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _QUIET = tl.constexpr(0x00400000)
-# Of `optim._dither`.
+# Of `optim._moment_formats`.
 _PERIOD = tl.constexpr(16)
 _STRIDE = tl.constexpr(7)
 _LAST_2 = tl.constexpr(1 / 127**2)
@@ -47,8 +47,8 @@ def adamw(
 
     rate, first_correction, second_correction, threshold, skip: float32 [MODELS], more than one
       under `jax.vmap`. Models have as many groups each. The corrections are `1 / (1 - b**step)`.
-      The threshold is that of the first value of a group, see `optim._dither`. With a skip of 1 the
-      arrays stay as they are.
+      The threshold is that of the first value of a group, see `optim._moment_formats`. With a skip
+      of 1 the arrays stay as they are.
     same_0, ...: for jax-triton before 0.4, the overwritten arrays once more.
     """
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -207,7 +207,7 @@ def _expanded(values, largest, power):
 
 @triton.jit
 def _joined(high, low, LOW_BITS: tl.constexpr):
-    """`optim._bfloat16_bits.joined`: bfloat16 and remainder as float32."""
+    """`optim._masters._joined`: bfloat16 and remainder as float32."""
     top = high.to(tl.uint16, bitcast=True).to(tl.int32)
     wide = low.to(tl.int32)
     if LOW_BITS == 8:
@@ -223,7 +223,7 @@ def _half_added(bits, HALF: tl.constexpr):
 
 @triton.jit
 def _split(x, LOW_BITS: tl.constexpr):
-    """`optim._bfloat16_bits.split`: float32 as bfloat16 and remainder."""
+    """`optim._masters._split`: float32 as bfloat16 and remainder."""
     bits = x.to(tl.int32, bitcast=True)
     if LOW_BITS == 8:
         bits = _half_added(bits, 1 << 7) & -256

@@ -6,37 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxfp8._quantized_tensor import QuantizedTensor
-from jaxfp8._typing import Array, Axes
+from jaxfp8._typing import Array
 from jaxfp8.kernels._dispatch import Attempt, Backend, Route, dispatch
 from jaxfp8.kernels.scaled_matmul import _cudnn, _xla
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
 from jaxfp8.kernels.scaled_matmul.hopper._tiling import search_space
-from jaxfp8.numerics._formats import FLOAT_DTYPES
 
 # C + product: a matmul that adds its product to an array C, like cuBLAS with beta = 1.
 #
 # Letters: M N the axes of the product.
-
-
-def check_add_to(add_to: Array, shape: Axes) -> None:
-    """Raise ValueError for another shape than the product's, and TypeError for another dtype."""
-    if not isinstance(add_to, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"add_to is of type {type(add_to).__name__}; pass an array of shape {list(shape)}."
-        )
-    if add_to.shape != shape:
-        raise ValueError(
-            f"add_to has shape {list(add_to.shape)}, but the product that is added to it has "
-            f"{list(shape)}: give it that shape."
-        )
-    if add_to.dtype.name not in FLOAT_DTYPES:
-        raise TypeError(
-            f"add_to is of dtype {add_to.dtype.name}; cast it to one of {list(FLOAT_DTYPES)}."
-        )
 
 
 def _adding(backend: Callable[..., Array]) -> Callable[..., Array]:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -30,7 +31,8 @@ from jaxfp8._geometry import Geometry
 from jaxfp8._quantized_tensor import QuantizedTensor
 from jaxfp8._typing import Array, DType
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
-from jaxfp8.numerics._exact import converted_factors_of, factors_of, times
+from jaxfp8.numerics._exact import TINY, constant_like, factors_of, times
+from jaxfp8.numerics._formats import E8M0
 from jaxfp8.numerics._per_block import devices_of, is_explicit
 
 # A matmul of bfloat16 operands, accumulated in float32, on every device.
@@ -163,9 +165,21 @@ def _fold(operand: QuantizedTensor) -> Array:
     # to memory, which are smaller in bfloat16.
     return lax.platform_dependent(
         operand.values, operand.scale,
-        cpu=functools.partial(product, factors=converted_factors_of, dtype=jnp.float32),
+        cpu=functools.partial(product, factors=_converted_factors_of, dtype=jnp.float32),
         default=functools.partial(product, factors=factors_of, dtype=jnp.bfloat16),
     )  # fmt: skip
+
+
+def _converted_factors_of(scale: Array) -> tuple[Array, ...]:
+    """`factors_of` for CPUs: other factors with the same product, in half the operations.
+
+    XLA:CPU converts E8M0 to float32 correctly, but it may flush 2^-127 to zero.
+    """
+    if scale.dtype != E8M0.dtype:
+        return (scale,)
+    power = scale.astype(jnp.float32)
+    second = lax.clamp(np.float32(0.5), power * np.float32(1 / TINY), np.float32(1))
+    return lax.max(power, constant_like(power, TINY)), second
 
 
 def _tile_by_tile(lhs: QuantizedTensor, rhs: QuantizedTensor, call: MatmulCall) -> Array:

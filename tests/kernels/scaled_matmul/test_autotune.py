@@ -14,7 +14,7 @@ from interpreter import needs_mosaic
 
 import jaxfp8 as fp8
 from jaxfp8._geometry import Geometry
-from jaxfp8.kernels import _measure
+from jaxfp8.kernels import _timings
 from jaxfp8.kernels._timings import Time, Way, describe
 from jaxfp8.kernels.scaled_matmul import _api
 from jaxfp8.kernels.scaled_matmul._call import MatmulCall
@@ -223,11 +223,11 @@ def test_a_wrong_product_is_named(product, fault, first):
     if first:  # there is nothing to compare with
         products = {}
     if fault is None or (first and "differs" in fault):
-        _measure._check("a matmul", way, np.float32(product), products)
+        _timings._check("a matmul", way, np.float32(product), products)
         assert set(products) >= {"mosaic"}
         return
     with pytest.raises(RuntimeError, match=mentions("mosaic", "a matmul", fault)):
-        _measure._check("a matmul", way, np.float32(product), products)
+        _timings._check("a matmul", way, np.float32(product), products)
 
 
 def test_a_backend_that_is_no_more(called):
@@ -274,10 +274,10 @@ def step(kernels, x, w):
 def gpu(monkeypatch):
     """A machine that says it has a GPU, on which two backends are XLA's."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(_measure, "_TURNS", 2)
-    monkeypatch.setattr(_measure, "_MOST_SETS", 2)
-    monkeypatch.setattr(_measure, "_ROUNDS", 3)
-    monkeypatch.setattr(_measure, "_SECONDS", 0.0)
+    monkeypatch.setattr(_timings, "_TURNS", 2)
+    monkeypatch.setattr(_timings, "_MOST_SETS", 2)
+    monkeypatch.setattr(_timings, "_ROUNDS", 3)
+    monkeypatch.setattr(_timings, "_SECONDS", 0.0)
     runs(monkeypatch, "mosaic", _api.BACKENDS["xla"].function)
     return monkeypatch
 
@@ -351,14 +351,14 @@ def test_a_training_step_has_three_matmuls():
 
 @needs_mosaic
 def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
-    found = list(_measure._ways(operands(), CALL, ("mosaic", "xla")))
+    found = list(_timings._ways(operands(), CALL, ("mosaic", "xla")))
     assert Way(backend="xla") in found
     assert {
         Way(backend="mosaic", tiling=CHOICES[name]) for name in ("decode", "few", "small", "large")
     } <= {*found}
     # its sums and products have no room together
     assert Way(backend="mosaic", tiling=CHOICES["wide"]) not in found
-    assert list(_measure._ways(operands(), CALL, ("xla",))) == [Way(backend="xla")]
+    assert list(_timings._ways(operands(), CALL, ("xla",))) == [Way(backend="xla")]
 
     def broken(*args, **kwargs):
         raise ValueError("a bug")
@@ -366,7 +366,7 @@ def test_every_tiling_that_there_is_room_for_is_tried(monkeypatch):
     row = dataclasses.replace(_api.BACKENDS["mosaic"], function=broken)
     monkeypatch.setitem(_api.BACKENDS, "mosaic", row)
     with pytest.raises(ValueError, match="a bug"):
-        list(_measure._ways(operands(), CALL, ("mosaic", "xla")))
+        list(_timings._ways(operands(), CALL, ("mosaic", "xla")))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -399,7 +399,7 @@ def test_a_loop_does_all_of_its_work():
         return 2 * x
 
     sets = [(jnp.full(3, float(n)),) for n in range(3)]
-    program, turns = _measure._looped(work, sets[0])
+    program, turns = _timings._looped(work, sets[0])
     np.testing.assert_array_equal(jax.jit(program)(sets), np.full(3, 4.0))
     jax.effects_barrier()
     assert len(counted) == 3 * turns

@@ -211,7 +211,7 @@ def scale_matrix(operand: QuantizedTensor, axes: OperandAxes, side: int, scaling
 
 
 def lay_out_scales(scale: Array, side: int, extent: int, scaling: Scaling) -> Array:
-    """A scale matrix in the layout of `_kernel.kernel`, with zeros to whole tiles of `extent`."""
+    """A scale matrix in the layout of `dense_kernel`, with zeros to whole tiles of `extent`."""
     if not (scaling.square and side == 1):
         return pad_to_multiple(scale.mT, 2, extent)
     scale = pad_to_multiple(scale, 1, pl.cdiv(extent, scaling.tile))
