@@ -34,10 +34,10 @@ def is_cast(call: Call) -> bool:
 
 
 def is_backend(call: Call) -> bool:
-    """Whether `dispatch` calls a backend of the scaled matmul."""
-    names = [name for _, name in call.stack[-2:]]
+    """Whether `dispatch` calls a backend of the scaled matmul: a `Backend`, which is called."""
+    names = [name for _, name in call.stack[-3:]]
     inside = call.outside is None and call.stack[-1][0].startswith(f"{MATMULS}/")
-    return inside and names[:-1] == [DISPATCH]
+    return inside and names[:-1] == [DISPATCH, "__call__"]
 
 
 def is_dot(call: Call) -> bool:
